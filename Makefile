@@ -16,7 +16,7 @@ TOGETHER := -n $(JOBS) --dist worksteal
 # The tests start hundreds of interpreters: whatever the environment says, each module is compiled once.
 test test-nonumpy test-frameworks test-matrix test-fault test-nodes fuzz mutants: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test check test-nonumpy test-frameworks test-matrix test-fault test-nodes fuzz mutants wheel-check docs bench bench-quick bench-gpu \
+.PHONY: help demo test check test-nonumpy test-frameworks test-matrix test-fault test-nodes fuzz mutants wheel-check docs bench bench-quick bench-smoke bench-gpu \
 	bench-compare clean
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "make wheel-check   build a wheel and import from it"
 	@echo "make docs          the site, in build/site: open its index.html"
 	@echo "make bench         the measurements"
+	@echo "make bench-smoke   each measurement once at its smallest: that it runs"
 	@echo "make bench-quick   the main ratios beside those of the last result file"
 	@echo "make bench-compare ours and the peers, side by side"
 	@echo "make bench-gpu     the tests and measurements that need a GPU"
@@ -68,13 +69,13 @@ check: .venv/.dev
 	.venv/bin/python docs/check_formats.py
 	.venv/bin/python docs/check_promises.py
 	.venv/bin/python docs/check_docs.py
-	.venv/bin/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_spec_*.py tests/unit/test_parity.py tests/unit/test_formats.py tests/unit/test_promises.py tests/unit/test_docs.py
+	.venv/bin/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_spec_*.py tests/unit/test_parity.py tests/unit/test_formats.py tests/unit/test_promises.py tests/unit/test_docs.py tests/unit/test_contributor_pages.py
 
 # Of the unit tests those that import torch: the rooms that do not cannot tell the difference. The measurements want numpy.
 test-nonumpy: .venv-core/.stamp
 	.venv-core/bin/python -c 'import importlib.util as u; assert not u.find_spec("numpy"), "numpy is installed"'
 	.venv-core/bin/python -m pytest $(TOGETHER) \
-		$$(grep -lE '(import|from) (torch|numpy)\b|importorskip\("torch"' tests/unit/test_*.py | grep -v /test_benchmark_) \
+		$$(grep -lE '(import|from) (torch|numpy)\b|importorskip\("torch"' tests/unit/test_*.py) \
 		tests/unit/test_architecture.py::test_quick_modules_load_without_torch_and_numpy \
 		tests/integration/test_ranks_exchange.py tests/integration/test_ranks_async.py
 
@@ -98,7 +99,7 @@ test-fault: .venv/.dev
 	@test "$$(id -u)" = 0 || echo "not root: what needs mounts, tracing or limits will be skipped"
 	ASYNCCKPT_TEST_KILLS=500 ASYNCCKPT_TEST_STREAMED_KILLS=100 ASYNCCKPT_TEST_CUTS=100 ASYNCCKPT_TEST_SHARE=1 ASYNCCKPT_TEST_EXITS=20 \
 		.venv/bin/python -m pytest -n 2 --dist worksteal --timeout 900 -m "not matrix and not nodes and not gpu" tests/fault tests/unit/test_layout_dcp.py \
-		tests/integration/test_worker_resubmission.py tests/integration/test_ranks_resubmission.py tests/integration/test_ring_takeover.py \
+		tests/integration/test_worker_resubmission.py tests/integration/test_ranks_resubmission.py tests/integration/test_stream_lost.py \
 		tests/integration/test_ranks_rings_die.py tests/integration/test_ranks_workers_die.py tests/integration/test_exit_codes.py
 	ASYNCCKPT_TEST_RESULTS_NAME=simulations ASYNCCKPT_TEST_CASES=200 ASYNCCKPT_TEST_EXAMPLES=1000 ASYNCCKPT_TEST_SCHEDULES=300 ASYNCCKPT_TEST_LOADS=2000 ASYNCCKPT_TEST_MUTATIONS=5000 ASYNCCKPT_TEST_MESSAGES=100000 \
 		.venv/bin/python -m pytest -n 2 --dist worksteal --timeout 900 -m "not matrix and not nodes and not gpu" \
@@ -140,16 +141,19 @@ docs: .venv-docs/.stamp
 bench: .venv/.dev
 	.venv/bin/python -m benchmarks
 
+bench-smoke: .venv/.dev
+	.venv/bin/python -m benchmarks --smoke
+
 bench-quick: .venv/.dev
-	.venv/bin/python -m benchmarks.quick
+	.venv/bin/python -m benchmarks save_load --quick
 
 bench-compare: .venv/.dev
 	.venv/bin/$(PIP) -e '.[dev,peers]'
-	for state in gpt small large; do .venv/bin/python -m benchmarks.compare --state $$state; done
-	.venv/bin/python -m benchmarks.table
+	for state in gpt small large; do .venv/bin/python -m benchmarks compare --state $$state; done
+	.venv/bin/python -m benchmarks.report
 
 bench-gpu: .venv/.dev
-	.venv/bin/python -m benchmarks.gpu --tests
+	code=0; .venv/bin/python -m pytest -m "gpu or not gpu" tests/gpu || code=$$?; .venv/bin/python -m benchmarks gpu && exit $$code
 
 clean:
 	rm -rf .venv .venv-core .venv-frameworks .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

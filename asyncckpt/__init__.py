@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from asyncckpt.checkpoints import latest_checkpoint as latest_checkpoint
     from asyncckpt.config import CheckpointerConfig as CheckpointerConfig
     from asyncckpt.config import RankInfo as RankInfo
-    from asyncckpt.conversion.converter import ConversionReport as ConversionReport
-    from asyncckpt.conversion.converter import convert as convert
     from asyncckpt.errors import AsyncCkptError as AsyncCkptError
     from asyncckpt.factories import make_async_checkpointer as make_async_checkpointer
     from asyncckpt.factories import make_sync_checkpointer as make_sync_checkpointer
     from asyncckpt.handle import SaveHandle as SaveHandle
     from asyncckpt.handle import SaveReport as SaveReport
+    from asyncckpt.interop.convert import ConversionReport as ConversionReport
+    from asyncckpt.interop.convert import convert as convert
     from asyncckpt.loading.load_plan import LoadPlan as LoadPlan
     from asyncckpt.loading.load_plan import plan_load as plan_load
     from asyncckpt.loading.loader import load as load
@@ -60,7 +60,7 @@ _WHERE = {
     "Checkpointer": "checkpointer",
     "CheckpointerConfig": "config",
     "CommitHook": "parts",
-    "ConversionReport": "conversion.converter",
+    "ConversionReport": "interop.convert",
     "FlatShard": "planning.sharding.shards",
     "HeldSnapshot": "recall.snapshots",
     "LoadPlan": "loading.load_plan",
@@ -74,7 +74,7 @@ _WHERE = {
     "ShardedSlice": "planning.sharding.shards",
     "SkippedCheckpoint": "restoring",
     "SyncCheckpointer": "sync_checkpointer",
-    "convert": "conversion.converter",
+    "convert": "interop.convert",
     "describe_tp": "planning.sharding.tensor_parallel",
     "held_snapshots": "recall.snapshots",
     "latest_checkpoint": "checkpoints",

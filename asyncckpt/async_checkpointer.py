@@ -21,6 +21,7 @@ from asyncckpt.errors import (
     ConfigError,
     DuplicateNameError,
     ReentrantCallError,
+    SaveSkippedError,
     UnsupportedLeafError,
 )
 from asyncckpt.format.names import SaveId
@@ -148,7 +149,9 @@ class AsyncCheckpointer(Overlapping):
         for `staged`.
 
         Blocks for the copy, and for a free slot as `on_busy` says; the first save also for the worker and, with several
-        ranks, up to `plan_timeout_s` for the others: every rank must call it. Later saves wait for no other rank.
+        ranks, up to `plan_timeout_s` for the others: every rank must call it. Later saves wait for no other rank, but
+        for one of those after a rank has saved something new, or after replicas were found to differ: that one waits as
+        the first does.
 
         Args:
             state_dict: Nested dicts, lists and tuples of tensors, plain values, and objects with a `state_dict()`
@@ -225,7 +228,7 @@ class AsyncCheckpointer(Overlapping):
     def _decline(self, save_id: SaveId, error: BaseException) -> None:
         """The other ranks must not wait for this one."""
         if isinstance(self._process, WorkerProcess):
-            self._process.decline(save_id, repr(error))
+            self._process.decline(save_id, repr(error), skipped=isinstance(error, SaveSkippedError))
 
     def pending(self) -> list[SaveHandle]:
         """Return the handles that are not yet written, oldest first.

@@ -38,7 +38,7 @@ from asyncckpt.recall.newest import Offer, can_load, offers_of_both
 from asyncckpt.restoring import RestoredCheckpoint, look, restore_first
 from asyncckpt.same_checkpoint import RESTORE
 from asyncckpt.steps import checked_step, step_in
-from asyncckpt.storage.candidates import Candidate
+from asyncckpt.storage.catalog import Candidate
 
 _log = logging.getLogger("asyncckpt")
 

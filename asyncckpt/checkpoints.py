@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 
-from asyncckpt.format.steps import newest
+from asyncckpt.format.manifest import newest
 from asyncckpt.paths import absolute_path
 from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, QUARANTINED, scan
-from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 
 _log = logging.getLogger("asyncckpt")
 
@@ -29,7 +29,7 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
         OSError: The directory cannot be listed, for another reason than that it does not exist.
     """
     try:
-        found = scan(absolute_path(root), Files())
+        found = scan(absolute_path(root), LocalStore(), links=True)
     except FileNotFoundError:
         return None
     for one in found:

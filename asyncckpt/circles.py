@@ -119,8 +119,8 @@ class Rounds:
     def _begin(self, how: int) -> None:
         options: Any = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
         options.timeout = timedelta(seconds=max(self._deadline - time.monotonic(), MIN_TIMEOUT_S))
-        self._said = [torch.zeros(1, dtype=torch.uint8) for _ in range(self._world_size)]
-        mine = torch.tensor([how], dtype=torch.uint8)
+        self._said = [torch.zeros(1, dtype=torch.uint8, device="cpu") for _ in range(self._world_size)]
+        mine = torch.tensor([how], dtype=torch.uint8, device="cpu")
         try:
             self._work = self._group.allgather([self._said], [mine], options)
         except RuntimeError as error:

@@ -16,15 +16,14 @@ from concurrent.futures import Future
 from functools import partial
 
 from asyncckpt.board import BoardExchange
-from asyncckpt.changes import NOT_AGREED, Changes, Run
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.connection import CLOSE_TIMEOUT_S, Connection
-from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, WorkerUnavailableError
-from asyncckpt.format.names import SaveId
+from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, ReplicaMismatchError, WorkerUnavailableError
 from asyncckpt.hooks import HookRunner
 from asyncckpt.lineage import BRIEF_S, Lineage
+from asyncckpt.outcomes import Run
 from asyncckpt.pending import PendingSaves, StagedSnapshot
-from asyncckpt.protocol import lifecycle, messages
+from asyncckpt.protocol import messages, save_phases
 from asyncckpt.session import Session, greeting
 from asyncckpt.slot_lender import SlotLender, while_workers_die
 from asyncckpt.slow_saves import why_saves_do_not_end
@@ -66,7 +65,6 @@ class WorkerProcess(Submitting):
     ) -> None:
         super().__init__()
         self.config, self.run, self.endpoint, self.hooks = config, run, endpoint, hooks or HookRunner(None)
-        self._changes = Changes(run, self._send)
         self._withdrawals = Withdrawals(self._send, alone=run.alone)
         self._connection = Connection(
             endpoint,
@@ -109,7 +107,7 @@ class WorkerProcess(Submitting):
             announce=self._say_again,
             on_given_up=self._give_up,
         )
-        self._last_instance, self._is_left = "", False
+        self._last_instance, self._last_session, self._is_left = "", "", False
         self._is_retired = False
         self._failed: deque[str] = deque(maxlen=MAX_FAILED)
         self._consents: dict[str, str | None] = {}
@@ -117,7 +115,8 @@ class WorkerProcess(Submitting):
     def connect(self, *, start: bool = True) -> Session:
         """Return the live session, opening one when there is none; see `Connection.connect`."""
         session = self._connection.connect(start=start)
-        if self._changes.connected(session.name, session.worker.instance):
+        if session.name != self._last_session:
+            self._last_session = session.name
             self._withdrawals.resend()
         return session
 
@@ -163,11 +162,12 @@ class WorkerProcess(Submitting):
 
     def _on_saves(self, reply: messages.Saves) -> None:
         # The rows last: whoever waits for a save that has failed may begin the next one at once.
-        self._changes.seen(reply.changes, reply.leader)
+        self.run.outcomes.take(reply.run, reply.outcomes)
         for row in reply.saves:
-            if str(((row.get("error") or {}).get("fields") or {}).get("detail")).startswith(NOT_AGREED):
-                self.run.forget(SaveId.parse(row["save_id"]).sequence)
-            if row["phase"] in (lifecycle.FAILED, lifecycle.ABANDONED) and row["save_id"] not in self._failed:
+            error = row.get("error") or {}
+            if error.get("code") == ReplicaMismatchError.wire_code:
+                self.run.differs(str((error.get("fields") or {}).get("fqn")))
+            if row["phase"] in (save_phases.FAILED, save_phases.ABANDONED) and row["save_id"] not in self._failed:
                 self._failed.append(row["save_id"])
             self._pending.news(row)
 

@@ -52,11 +52,11 @@ class CheckpointerConfig:
             copies what lies on a GPU there first, so that it may change as soon as `save()` has returned; where the GPU
             has no room for that, and for what lies in host memory, it is "auto".
         overlap_check: How to look for writes that no version counter sees, in tensors that are copied behind the
-            training. "sample" digests a window of each tensor, at `save()` and after the copy in the slot and in the
-            tensor: less than 1 % of the bytes, other windows at each save, all bytes within 128 saves. Of more than
-            1,024 tensors (256 on devices) each save takes some, and all bytes take longer; on devices only row-major
-            tensors are sampled. It is a chance and no proof. "hash" digests everything: for tests. "off" relies on
-            hooks and counters.
+            training. "sample" compares a window of each tensor, at `save()` and after the copy in the slot and in the
+            tensor: less than 1 % of the bytes, at most 1 KiB a tensor, other windows at each save, so that all bytes
+            of a row-major tensor take 256 saves, or nbytes / 1,024 where that is more. Of more than 1,024 tensors (256
+            on devices) each save takes some, and all bytes take longer; on devices only row-major tensors are sampled.
+            It is a chance and no proof. "hash" digests everything: for tests. "off" relies on hooks and counters.
         slots: Snapshots in memory at once. A second slot is allocated only when a save comes while the first is still
             being written.
         on_busy: What `save()` does while every slot is in use: "wait" for one, "skip" this save, or "error".
@@ -89,10 +89,11 @@ class CheckpointerConfig:
         allow_pickle: Stores leaves of types that have no other form as pickles, and lets `load()` of the checkpointer
             unpickle. DANGER: whoever can write into a checkpoint's directory can then run code in who loads it.
         write_threads: Threads that write one save, at least 2; None leaves it to the worker.
-        replicated: "check" compares tensors that several ranks hold under one name, whole in the first save and by a
-            rotating sample in every later one; "assume" takes them for equal: large ones are split over the ranks all
+        replicated: "check" compares tensors that several ranks hold under one name, whole when the ranks meet and by
+            a rotating sample in every save; "assume" takes them for equal: large ones are split over the ranks all
             the same, so that where they differ after all a checkpoint is mixed from what several ranks hold.
-        plan_timeout_s: How long the first save waits for the other ranks.
+        plan_timeout_s: How long a save in which the ranks meet waits for the others: the first one, and one of the next
+            after a rank holds something new.
         hook_timeout_s: How long a commit waits for the `pre_commit` hooks of all ranks.
         commit_timeout_s: A save that some rank has not staged so long after the first one ends on all of them, with
             `CommitTimeoutError`. One that all have staged goes on in the worker, although `written` has failed.

@@ -1,7 +1,9 @@
 """What the ranks of one checkpointer have agreed on: the run, and who writes what they hold in common.
 
-The ranks meet once, in the first save. Later news (another structure, replicas that have diverged) travel with the
-saves themselves: the worker collects them into a change of the run, which every rank applies from the same save on.
+The ranks meet in the first save, and again where one of them holds something that is not agreed upon, or where they
+were found to differ. Which save that is follows from the outcomes of earlier ones: save `n` meets if the outcome of
+save `n - window` says so, unless the ranks have met since. `window` is the smallest `slots` of all ranks. A rank begins
+save `n` only when it knows that outcome; if it does not come to a save that meets, it refuses, and the next one meets.
 """
 
 from __future__ import annotations
@@ -9,40 +11,43 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgpack
 
 from asyncckpt.config import CheckpointerConfig, RankInfo
-from asyncckpt.ends import BackgroundThread
-from asyncckpt.errors import AsyncCkptError, PlanTimeoutError
+from asyncckpt.errors import AsyncCkptError, PlanTimeoutError, SaveFailedError
 from asyncckpt.exchange import SAVE, Exchange, Meeting
 from asyncckpt.failpoints import reach
 from asyncckpt.introductions import check_equal, introduced, unpacked
 from asyncckpt.links import Links, Worker
+from asyncckpt.outcomes import Outcomes
 from asyncckpt.planning.agreement import Agreement
-from asyncckpt.planning.contributions import Change, Contribution, decode_contributions
+from asyncckpt.planning.contributions import Contribution, decode_contributions
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.settling import settled_together
-from asyncckpt.taken_changes import TakenChanges, say_per_rank
 
 BRIEF_S = 10.0
 """While the other ranks have not come to the last save, the next ones wait for them so long only: training goes on."""
 
-LATE = "it took this save before it heard that the ranks agree anew; the next one agrees"
+MAX_IN_A_ROW = 8
+"""Meetings in a row for something new that the save of a meeting did not hold: ranks may save structures in turn. What
+has not come by then is stored per rank for good. As many as `PlanCache` keeps plans."""
+
+MAX_DIFFERING = 10_000
+"""Names of tensors found to differ that a rank brings to a meeting."""
 
 _log = logging.getLogger("asyncckpt")
 
 
 class Coordination:
-    """See the module. Used by the training thread; `take_change` by any.
+    """See the module. Used by the training thread; `differs`, and `outcomes`, by any.
 
     Args:
         rank: Of this process.
-        config: For `plan_timeout_s` and `replicated`.
+        config: For `plan_timeout_s`, `replicated` and `slots`.
         find: Returns the exchange to meet at.
         package: asyncckpt's version.
         name: Of the checkpointer, the same on all ranks; see `process_group.Membership`.
@@ -63,25 +68,50 @@ class Coordination:
         self.links = Links(rank, worker or Worker(), config.worker_timeout_s)
         self.run_id = secrets.token_hex(6)
         self.agreement: Agreement | None = None
-        self._first: Agreement | None = None
+        self.outcomes = Outcomes()
         self._name = name
-        self._met: set[int] = set()
-        self._met_last = -1
-        self._doubted = self._waited_in_vain = False
+        self._waited_in_vain = False
         self.knows_run = False
         self.answers, self.preparations = itertools.count(), itertools.count()
-        self._changes = TakenChanges()
-        self._lock = threading.Lock()
+        self._window = 1
+        self._came_to = self._met_at = self._looked_at = self._last = self._not_before = -1
+        self._meets = False
+        self._new: frozenset[str] = frozenset()
+        self._given_up: frozenset[str] = frozenset()
+        self._n_in_a_row = 0
+        self._differing: dict[str, None] = {}
 
     @property
     def alone(self) -> bool:
         """Whether there is but one rank: then there is nothing to agree on."""
         return self.rank.world_size == 1
 
-    # ---- the first save
+    # ---- which save meets
+
+    def awaits(self, sequence: int) -> int | None:
+        """Return the save whose outcome must be known before save `sequence` begins; None: it may begin."""
+        while self.agreement is not None and not self._meets and self._looked_at < sequence:
+            source = self._looked_at + 1 - self._window
+            if source >= self._met_at:
+                meets = self.outcomes.get(self.run_id, source)
+                if meets is None:
+                    return source
+                self._meets = meets
+            self._looked_at += 1
+        return None
+
+    @property
+    def window(self) -> int:
+        """How many saves of the run may be open at once: of a save, the one so many before it has ended."""
+        return self._window
+
+    @property
+    def must_meet(self) -> bool:
+        """Whether the next save meets the other ranks, if `awaits` said that this is known."""
+        return self.agreement is None or self._meets
 
     def agree(self, flat: Flattened, contribution: Contribution, *, sequence: int, path: str, step: int) -> Agreement:
-        """Return the agreement; the first call meets the other ranks, and one after an agreement that was doubted.
+        """Return the agreement; meets the other ranks if this save is one that does.
 
         Args:
             flat: This rank's state; tensors that other ranks hold too are hashed.
@@ -94,15 +124,18 @@ class Coordination:
             SaveFailedError: A rank has failed before it came, or the exchange broke down.
             WorkerUnavailableError, EndpointError: No process group, and no worker; or the workers cannot be linked.
 
-        Blocks: in the first save, up to `plan_timeout_s` for the other ranks, and as long again for each to hash.
+        Blocks: in a save that meets, up to `plan_timeout_s` for the other ranks, and as long again for each to hash.
         """
-        with self._lock:
-            if self._doubted:
-                self._doubted, self.agreement, self._first = False, None, None
-            self._met_last = sequence if self.agreement is None else self._met_last
-        if self.agreement is not None:
+        self._last = max(sequence, self._last)
+        if self.agreement is not None and not self._meets:
             return self.agreement
-        self._met.add(sequence)
+        self._came_to = sequence
+        if sequence < self._not_before:
+            text = (
+                f"this rank was cut off while the ranks agreed on an earlier save; they meet in save {self._not_before}"
+            )
+            self.refuse_meeting(f"save/{sequence}", text)
+            raise SaveFailedError(text, code="exchange", rank=self.rank.rank, path=path, step=step)
         return self._meet_and_settle(f"save/{sequence}", flat, contribution, path, step)
 
     def prepare(self, contributed: Callable[[], tuple[Flattened, Contribution]]) -> None:
@@ -122,7 +155,7 @@ class Coordination:
         try:
             flat, contribution = contributed()
         except BaseException as error:
-            self.agreement = self._first = None  # as on the ranks that are told
+            self.agreement = None  # as on the ranks that are told
             self.refuse_meeting(name, repr(error))
             raise
         self._meet_and_settle(name, flat, contribution, "", 0)
@@ -130,48 +163,65 @@ class Coordination:
     def _meet_and_settle(
         self, name: str, flat: Flattened, contribution: Contribution, path: str, step: int
     ) -> Agreement:
-        mine = {**self.introduction(path, step), **self._known(), "contribution": contribution.encode()}
-        meeting = self.meet(name, SAVE if step or path else "prepare()")
+        names = {key[0] for key in contribution.tensors} | {claim.fqn for claim in contribution.shards}
+        mine = {**self.introduction(path, step), **self._known(names), "contribution": contribution.encode()}
+        meeting, has_agreed = self.meet(name, SAVE if step or path else "prepare()"), False
         try:
             reach("ranks: meeting")
             everybody = [unpacked(data) for data in meeting.gather(msgpack.packb(mine), self._first_deadline())]
             self._waited_in_vain = False
             reach("ranks: introduced")
             check_equal(everybody)
-            self._begin_alike(everybody)
+            if len({found["agreement"] for found in everybody}) > 1:
+                self.agreement = None
             self.run_id, self.knows_run = everybody[0]["run"], True
             workers = [found["worker"] for found in everybody]
             self.links.settle(self.run_id, workers, lambda data: meeting.gather(data, self._deadline()))
             reach("ranks: linked")
             raw = {rank: found["contribution"] for rank, found in enumerate(everybody)}
-            self.settle(raw, flat, lambda digests: meeting.gather(digests, self._deadline()))
+            differ = {name for found in everybody for name in found["differ"]}
+            self.settle(raw, flat, lambda digests: meeting.gather(digests, self._deadline()), differ)
             reach("ranks: agreed")
+            has_agreed = True
             meeting.gather(b"", self._deadline())  # who has come so far has all it needs, and so have the others
         except BaseException as error:
-            self.agreement = self._first = None
+            self.agreement = None
             self._waited_in_vain = self._waited_in_vain or isinstance(error, PlanTimeoutError)
-            meeting.refuse(repr(error))
+            if has_agreed and getattr(error, "code", None) != "withdrawn":
+                # IMPORTANT: the others may have got through. They hear that this rank has not by the outcome of this
+                # save, and meet when that says so; to wait for them before would be in vain.
+                self._not_before = self._last + min(found["slots"] for found in everybody)
+            else:
+                meeting.refuse(repr(error))
             raise
         finally:
             meeting.close()
+        self._have_met(everybody, names, is_save=bool(path))
         assert self.agreement is not None
-        self._first = self.agreement
         return self.agreement
 
-    def _known(self) -> dict[str, Any]:
-        fingerprint = "" if self.agreement is None else self.agreement.fingerprint
-        return {"agreement": fingerprint, "leader": self.links.leader, "changes": self._changes.heard()}
+    def _known(self, names: Collection[str]) -> dict[str, Any]:
+        return {
+            "agreement": "" if self.agreement is None else self.agreement.fingerprint,
+            "sequence": self._last,
+            "slots": self._config.slots,
+            "differ": list(self._differing),
+            "absent": not self._new <= set(names),
+        }
 
-    def _begin_alike(self, everybody: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with the agreement that all ranks have; else begin anew, on all of them.
-
-        IMPORTANT: a change that some ranks have heard of, and perhaps applied, must not be applied by the others to
-        what is agreed upon now.
-        """
-        agreed = {(found["agreement"], found["leader"]) for found in everybody}
-        if self.agreement is None or agreed != {(self.agreement.fingerprint, everybody[0]["worker"])}:
-            self.agreement = None
-            self._changes.overtake([found["changes"] for found in everybody])
+    def _have_met(self, everybody: Sequence[Mapping[str, Any]], names: Collection[str], *, is_save: bool) -> None:
+        """Note what holds for all ranks alike after a meeting that has succeeded."""
+        last = max(found["sequence"] for found in everybody)
+        self._window = min(found["slots"] for found in everybody)
+        self._met_at = last if is_save else last + 1
+        self._looked_at = last
+        left = self._new.difference(names)
+        # What a rank has said to be new may be of another structure than this save's: the next save may have that.
+        self._meets = any(found["absent"] for found in everybody) and self._n_in_a_row < MAX_IN_A_ROW
+        self._n_in_a_row = self._n_in_a_row + 1 if self._meets else 0
+        self._new = left if self._meets else frozenset()
+        self._given_up = self._given_up.difference(names) | (frozenset() if self._meets else left)
+        self._differing.clear()
 
     def _first_deadline(self) -> float:
         brief = min(self._config.plan_timeout_s, BRIEF_S)
@@ -180,36 +230,36 @@ class Coordination:
     def _deadline(self) -> float:
         return time.monotonic() + self._config.plan_timeout_s
 
-    def forget(self, since: int | None = None) -> None:
-        """Agree anew in the next save: a rank has not agreed, although this one thinks that all have. Thread-safe.
+    def is_changed(self, new: Collection[str]) -> bool:
+        """Return whether the ranks are to meet for names that this rank holds and that are not agreed upon."""
+        wanted = frozenset(new) - self._given_up
+        self._new |= wanted
+        return bool(wanted)
 
-        Args:
-            since: The save in which that rank had not; it may wait for this one at those that came after it.
-        """
-        with self._lock:
-            if since is not None and since < self._met_last:
-                return  # the ranks have agreed since, or are about to
-            self._doubted = True
-        if since is not None:
-            self._stay_away(self._changes.taken_since(since + 1))
-
-    @property
-    def must_meet(self) -> bool:
-        """Whether the next save meets the other ranks."""
-        return self.agreement is None or self._doubted
+    def differs(self, fqn: str) -> None:
+        """A tensor that was taken for a replica was found to differ: it is stored per rank from the next meeting on."""
+        if len(self._differing) < MAX_DIFFERING:
+            self._differing[fqn] = None
 
     def introduction(self, path: str, step: int) -> dict[str, Any]:
         """Return what must be equal on all ranks, and this rank's run id: rank 0's is taken."""
         mine = introduced(self._config, package=self._package, path=path, step=step)
         return {**mine, "run": self.run_id, "worker": self.links.instance()}
 
-    def settle(self, raw: Mapping[int, bytes], flat: Flattened, gather: Callable[[bytes], list[bytes]]) -> None:
-        """Extend the agreement by what ranks contribute; what several of them hold is compared first.
+    def settle(
+        self,
+        raw: Mapping[int, bytes],
+        flat: Flattened,
+        gather: Callable[[bytes], list[bytes]],
+        differing: Collection[str] = (),
+    ) -> None:
+        """Make the agreement from what all ranks contribute; what several of them hold is compared first.
 
         Args:
             raw: Encoded contributions by rank, equal on all ranks.
             flat: This rank's state, to be hashed where that is needed.
             gather: Exchanges digests: this rank's for everybody's.
+            differing: FQNs that were found to differ between ranks in a save.
 
         Raises:
             ProtocolError: A rank sent nonsense.
@@ -221,22 +271,24 @@ class Coordination:
         checked = self._config.replicated == "check"
         agreement = self.agreement or Agreement.start(self.rank.world_size)
         settled = settled_together(agreement, contributions, flat, self.rank.rank, gather, compare=checked)
-        change = Change(contributions=settled)
-        agreement = agreement.extended(change, change.encode(), compared=True)
+        agreement = agreement.after(settled, differing)
         agreement.shards.check()
+        _warn_of(differing)
         self.agreement = agreement
 
     def store_per_rank(self, fqns: Sequence[str]) -> None:
         """From now on each rank stores its own of these tensors; shards are agreed on anew. On all ranks alike."""
         assert self.agreement is not None
-        change = Change(contributions={}, per_rank=tuple(fqns))
-        after = self.agreement.extended(change, change.encode())
+        after = self.agreement.after({}, fqns)
         self.agreement = after if after.shards.names.isdisjoint(fqns) else None
 
     def refuse(self, sequence: int, reason: str) -> None:
-        """Tell ranks that wait for this one in their first save that it does not come."""
-        if self.agreement is None and sequence not in self._met:
-            self._met.add(sequence)
+        """Tell ranks that meet in a save, or may, that this one does not come."""
+        if self.alone or sequence <= self._came_to or sequence < self._looked_at:
+            return
+        self._came_to = sequence
+        self._last = max(sequence, self._last)
+        if self.awaits(sequence) is not None or self.must_meet:
             self.refuse_meeting(f"save/{sequence}", reason)
 
     def refuse_meeting(self, name: str, reason: str) -> None:
@@ -254,45 +306,12 @@ class Coordination:
         """Return the meeting of this checkpointer's ranks called `name`, which is used once."""
         return self.find().meet(f"{self._name}/{name}", call)
 
-    # ---- what comes later
 
-    def take_change(self, leader: str, number: int, effective: int, raw: bytes) -> None:
-        """Keep a change of the run for the saves from sequence `effective` on: as `TakenChanges.take`. Thread-safe."""
-        self._stay_away(self._changes.take(leader, number, effective, raw))
-
-    def _stay_away(self, sequences: range) -> None:
-        """Tell ranks that meet at saves which this one took without meeting. In a thread, as this one must not wait."""
-        for name in [f"save/{one}" for one in sequences if one not in self._met]:
-            thread = BackgroundThread(self.refuse_meeting, "asyncckpt-late", (name, LATE))
-            try:
-                thread.start()
-            except RuntimeError as error:  # can't start new thread: the others wait for as long as they have patience
-                _log.warning("the other ranks cannot be told that this one does not meet them at %s: %s", name, error)
-
-    def expect_changes(self, leader: str, number: int) -> None:
-        """Let the next save wait a moment for changes of which the worker has told. Thread-safe."""
-        self._changes.expect(leader, number)
-
-    def advance(self, sequence: int) -> None:
-        """Apply the changes that hold from save `sequence` on.
-
-        Blocks: for changes that are being fetched, at most `taken_changes.EXPECT_S`.
-        """
-        for raw in self._changes.due(sequence):
-            if self.agreement is not None:
-                change = Change.decode(raw)
-                self.agreement = self.agreement.extended(change, raw)
-                shards = self.agreement.shards
-                # Known to all ranks: they meet until contradictions are settled, and shards covered again.
-                if shards.conflicts or not shards.names.isdisjoint(change.per_rank):
-                    self.forget()
-                say_per_rank(change.per_rank)
-
-    def start_over(self) -> None:
-        """Go back to what the last meeting agreed on: another worker knows nothing of the changes since.
-
-        Some ranks may have heard of the last change and others not. All of them come here before they save with the
-        other worker; what was news then is news again.
-        """
-        self._changes.clear()
-        self.agreement = self._first
+def _warn_of(differing: Collection[str]) -> None:
+    """Warn of tensors that each rank stores its own of from now on, if there are any."""
+    if differing:
+        _log.warning(
+            "from this save on each rank stores its own of %d tensors that were found to differ between ranks: %s",
+            len(differing),
+            ", ".join(sorted(differing)[:8]),
+        )

@@ -1,6 +1,7 @@
 """How the ranks tell each other what each of them has: meetings, where every rank gives bytes and gets everybody's.
 
-Only a checkpointer's first save, and what a user asks for as a collective, meets. There are two places:
+A checkpointer's first save meets, one of those after a structure has changed, and what a user asks for as a collective.
+There are two places:
 torch.distributed (`process_group`), and a board of the worker (`board`) where no process group has been initialised.
 """
 

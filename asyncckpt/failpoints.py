@@ -3,7 +3,7 @@
 Each step of those ends in a call `reach("its point")`, so that a point is the instant between two steps: after the one
 and before the next. Nothing happens there, unless code of this very process has called `observed`: no variable, file
 or message can switch it on, and a test sees to it that only tests do. Off, a point costs a call and a comparison
-(21 ns; a save of one rank reaches some 25, and one more for each extent, or of a ring for each segment three).
+(21 ns; a save of one rank reaches some 25, and one more for each extent, or three for each segment that is streamed).
 
 A new step gets a line in `POINTS` and a call of `reach` where an OSError may be raised; then
 tests/fault/test_failpoints.py kills, fails and holds it too, once a scenario there comes by. What only some saves and
@@ -21,8 +21,7 @@ POINTS: Mapping[str, str] = {
     "trainer: announced": "Begin is sent, nothing is copied",
     "slot: opened": "what the slot held before is void, nothing of the new snapshot is in it",
     "slot: streamed": "the request of a slot that is written while it is filled stands, and nobody has been told",
-    "early: more filled": "the worker may write some more of what is being copied",
-    "ring: segment filled": "the worker may write one more segment of a ring",
+    "stream: more filled": "the worker may write some more of what is being copied",
     "slot: filled": "every byte is in the slot, the request is not",
     "slot: request written": "all but the seal is in the slot",
     "slot: sealed": "the snapshot outlives the trainer, nobody has been told",
@@ -55,15 +54,8 @@ POINTS: Mapping[str, str] = {
     "worker: telling": "a message to a trainer is about to be sent: an answer, how far a save is, its end",
     "worker: preparing": "the job that makes the directory has begun",
     "worker: writing": "the job that writes a rank's files has begun",
-    "early: begun": "the job that writes what is being copied has begun",
-    "ring: begun": "the job that writes a ring, or looks what a dead worker has written of it, has begun",
-    "ring: taking over": "a dead worker has written some of a ring, its files are about to be gone on with",
-    "ring: clearing the way": "what of them is written anew is about to be removed, one file each time",
-    "ring: file looked at": "one more of them can be what the dead one had begun, nothing is written to it",
-    "ring: reading back": "all is written and flushed, nothing of what the dead one had written was read back",
-    "ring: kept file flushed": "a file that the dead one had written to its end is flushed, and not read",
-    "ring: read back": "one more file holds what the dead one had said",
-    "ring: segments freed": "the trainer may fill segments again that are written",
+    "stream: begun": "the job that writes what is being copied, or looks at what a dead worker has written, begins",
+    "stream: segments freed": "more segments are written; of a ring, the trainer may fill their cells again",
     "worker: committing": "the job that commits has begun: all ranks are durable",
     # ---- a rank's files
     "directory: made": "the checkpoint's directory is there and its name flushed",
@@ -100,14 +92,14 @@ POINTS: Mapping[str, str] = {
     "lock: removed": "the lock's file is gone, the lock is held",
     "commit: files checked": "every file that the manifest names was found in full",
     "commit: metadata written": "layout dcp: `.metadata` is durable under its temporary name",
-    "commit: manifest written": "the manifest is durable under its temporary name",
-    "commit: directories flushed": "all names are durable, nothing is published",
+    "commit: parent flushed": "the directory's own name is durable, the manifest is not written",
+    "put: written": "a manifest or tombstone is durable under its temporary name",
+    "put: flushed": "all names beside it are durable, nothing is published",
     "commit: put": "the manifest has its name, which is not flushed",
     "commit: metadata put": "layout dcp: `.metadata` has its name, which is not flushed",
     "commit: durable": "the manifest is durable",
     "leftovers: removing": "a checkpoint stands, a file of another save is about to be removed",
     # ---- what is left of saves that came to nothing
-    "gc: tombstone written": "the tombstone is durable under its temporary name",
     "gc: tombstone put": "the tombstone has its name, which is not flushed",
     "gc: nothing removed": "nothing of the save can be published any more, and all of it is there",
     "gc: removing": "one more of its files is about to be removed",
@@ -122,10 +114,8 @@ POINTS: Mapping[str, str] = {
     "load: index read": "one more rank's index was read and checked",
     "load: foreign structure read": "what another library says of its files was read and checked",
     "load: shard opened": "one more shard is open",
-    "load: reading ahead": "more of a shard is about to be read into the page cache",
     "load: bytes read": "bytes are in memory, not verified",
     "load: ranges read": "short ranges, of which no checksum is looked at, are where they go",
-    "load: bytes copied": "bytes, of which there is no checksum, were copied out of the page cache to where they go",
     "load: connecting": "what is read for others is verified, those who want the same are about to be connected",
     "load: passing on": "those who want the same are connected, nothing is passed on",
     "load: copies verified": "everything is verified, no target that was there has changed",

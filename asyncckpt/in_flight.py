@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncckpt.client import WorkerProcess
 from asyncckpt.errors import WorkerUnavailableError
-from asyncckpt.protocol import lifecycle, messages
+from asyncckpt.protocol import messages, save_phases
 
 POLL_S = 0.05
 """How often the worker is asked. Chosen: saves take longer, and the question costs it next to nothing."""
@@ -43,5 +43,5 @@ def _unfinished(root: str, process: WorkerProcess) -> list[str]:
     return [
         str(row.get("save_id"))
         for row in rows
-        if os.path.dirname(str(row.get("path"))) == root and row.get("phase") not in lifecycle.ENDED
+        if os.path.dirname(str(row.get("path"))) == root and row.get("phase") not in save_phases.ENDED
     ]

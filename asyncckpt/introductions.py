@@ -14,8 +14,8 @@ from asyncckpt.protocol.messages import PROTOCOL_VERSION
 _AGREED = ("package", "protocol", "path", "step", "replicated", "fsync", "overwrite", "layout")
 """What must be equal on all ranks at the first save, as far as it is known."""
 
-_KNOWN = ("run", "contribution", "worker", "agreement", "leader", "changes")
-"""What else a rank says: of the last three, see `Coordination`."""
+_KNOWN = ("run", "worker", "agreement", "sequence", "slots", "differ", "absent", "contribution")
+"""What else a rank says: `Coordination._known` and its contribution."""
 
 
 def introduced(config: CheckpointerConfig, *, package: str, path: str, step: int) -> dict[str, Any]:
@@ -60,8 +60,10 @@ def unpacked(data: bytes) -> dict[str, Any]:
     """
     try:
         found: Mapping[str, Any] = msgpack.unpackb(data)
-        if not all(type(number) is int for number in found["changes"].values()):
-            raise ValueError("numbers of changes")
+        if not type(found["sequence"]) is type(found["slots"]) is int or found["slots"] < 1:
+            raise ValueError("sequence and slots are no numbers")
+        if not all(type(name) is str for name in found["differ"]):
+            raise ValueError("names that are no texts")
         return {name: found[name] for name in (*_KNOWN, *_AGREED)}
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
         raise RanksDisagreeError(

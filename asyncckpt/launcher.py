@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol.endpoint import make_directory
@@ -15,6 +16,9 @@ START_TIMEOUT_S = 30.0
 
 ALREADY_SERVED = "is already served by a running worker"
 """What the command says, with exit code 1, when somebody else was faster: as good as a start."""
+
+WORKER_MODULE = "asyncckpt_worker.cli"
+"""Its `main()` is the command `asyncckpt-worker`."""
 
 
 def log_path_of(endpoint: str) -> str:
@@ -40,10 +44,16 @@ def start_worker(endpoint: str, *, log_path: str | None = None, options: Sequenc
     Raises:
         ConfigError: The endpoint is malformed.
         EndpointError: Its directory is not safe to use.
-        WorkerUnavailableError: The command failed; what it said is in `detail`.
+        WorkerUnavailableError: The command failed; what it said is in `detail`. Or there is no Python to run it.
     """
     log_path = log_path or log_path_of(endpoint)
-    command = [sys.executable, "-m", "asyncckpt_worker", "--endpoint", endpoint, "--detach", "--log-file", log_path]
+    if not sys.executable:
+        detail = (
+            "sys.executable is empty, as in a Python that another program embeds; start one by `asyncckpt-worker "
+            f"--endpoint {endpoint}`, or set sys.executable to a Python that has asyncckpt"
+        )
+        raise _failed(endpoint, log_path, detail)
+    command = [*python_command(WORKER_MODULE), "--endpoint", endpoint, "--detach", "--log-file", log_path]
     try:
         done = subprocess.run(
             [*command, *options],
@@ -74,7 +84,7 @@ def start_child(endpoint: str, *, log_path: str, options: Sequence[str] = ()) ->
     Raises:
         OSError: The log cannot be opened, or no process made.
     """
-    command = [sys.executable, "-m", "asyncckpt_worker", "--endpoint", endpoint, "--log-file", log_path]
+    command = [*python_command(WORKER_MODULE), "--endpoint", endpoint, "--log-file", log_path]
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     log = os.open(log_path, flags | os.O_NONBLOCK, 0o600)  # else a pipe in its place would be waited for
     os.set_blocking(log, True)
@@ -92,13 +102,40 @@ def start_child(endpoint: str, *, log_path: str, options: Sequence[str] = ()) ->
         os.close(log)
 
 
+def python_command(module: str) -> list[str]:
+    """Return a command that calls `main()` of a module, to which arguments are added.
+
+    It finds whatever this process finds, directories that the program has added to `sys.path` included; those come
+    last. IMPORTANT: it does not look in its current directory, as `-m` would: a directory `/asyncckpt` would hide an
+    editable installation, and no save would find a worker.
+
+    Args:
+        module: Its full name.
+    """
+    added = [entry for entry in _absolute(sys.path) if os.path.exists(entry)]
+    code = (
+        f"import sys; sys.path = [p for p in sys.path if p]; sys.path += [p for p in {added!r} if p not in sys.path]; "
+        f"from {module} import main; sys.exit(main())"
+    )
+    return [sys.executable, "-c", code]
+
+
 def worker_environment() -> dict[str, str]:
     """Return our environment for a process in `/`: with relative entries of PYTHONPATH made absolute."""
     environment = dict(os.environ)
     if environment.get("PYTHONPATH"):
         entries = environment["PYTHONPATH"].split(os.pathsep)
-        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(e) for e in entries if e)
+        environment["PYTHONPATH"] = os.pathsep.join(_absolute(e for e in entries if e))
     return environment
+
+
+def _absolute(entries: Iterable[str]) -> list[str]:
+    """Make paths absolute; relative ones are left out where the current directory was removed."""
+    found = []
+    for entry in entries:
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.path.abspath(entry))
+    return found
 
 
 def _failed(endpoint: str, log_path: str, detail: str) -> WorkerUnavailableError:

@@ -45,21 +45,17 @@ class Worker:
 
 
 class Links:
-    """See the module. `settle` in the training thread; `say_again` and the attributes anywhere.
+    """See the module. `settle` in the training thread; `say_again` anywhere.
 
     Args:
         rank: Of this process.
         worker: Of this process.
         timeout_s: For requests that the worker answers by itself.
 
-    Attributes:
-        leader: Instance of the worker that decides in the run, as far as this rank knows; "" before it knows.
-        follows: That is another one than this rank's own.
     """
 
     def __init__(self, rank: RankInfo, worker: Worker, timeout_s: float) -> None:
         self._rank, self._worker, self._timeout_s = rank, worker, timeout_s
-        self.leader, self.follows = "", False
         self._again: Callable[[], Build] | None = None
         self._server_public = self._address = ""
         self._attempts = itertools.count(1)
@@ -103,15 +99,13 @@ class Links:
         reach("ranks: exchanged")
         mine = workers[self._rank.rank]
         several = len({w for w in workers if w}) > 1
-        # At once, since the session's thread looks at them: it takes another leader for news.
-        self.leader, self.follows = workers[0] if several else mine, several and mine != workers[0]
         if not several:
             return
         if "" in workers:
             nobody = workers.index("")
             raise WorkerUnavailableError(f"rank {nobody} has no worker; there must be one on every node", detail="none")
         found = gather(self._lead(run_id) if self._rank.rank == 0 else b"")
-        if self.follows:
+        if mine != workers[0]:
             self._follow(run_id, found[0])
         else:
             self._address = _told(found[0])[0]

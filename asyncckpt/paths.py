@@ -1,4 +1,4 @@
-"""A user's path -> the absolute path of a checkpoint directory."""
+"""What this process makes of the paths that a user gives: absolute ones, and the umask of what is made there."""
 
 from __future__ import annotations
 
@@ -47,3 +47,12 @@ def is_local_path(path: Any) -> bool:
     except UnsupportedPathError:
         return False
     return True
+
+
+def current_umask() -> int:
+    """Return this process's umask without changing it (proc(5): Umask in status, since Linux 4.7)."""
+    with open("/proc/self/status", "rb") as file:
+        for line in file:
+            if line.startswith(b"Umask:"):
+                return int(line.split()[1], 8)
+    return 0o022

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from asyncckpt.errors import AsyncCkptError, CommitTimeoutError, from_wire
 from asyncckpt.format.names import SaveId
 from asyncckpt.handle import SaveReport
-from asyncckpt.protocol import lifecycle, messages
+from asyncckpt.protocol import messages, save_phases
 from asyncckpt.staging.lent_slot import LentSlot
 
 Rest = Callable[[Future[Any], Callable[[AsyncCkptError | None], None]], None]
@@ -30,13 +30,14 @@ Announcement = Callable[[int, int], messages.Message]
 class Unended(NamedTuple):
     """A save that a worker has not reported as ended: the generation of its slot, and its messages.
 
-    `snapshot`: None while it is being staged.
+    `snapshot`: None while it is being staged. `is_known`: a worker was told of it, or has got its memory.
     """
 
     save_id: str
     generation: int
     announcement: Announcement | None
     snapshot: StagedSnapshot | None
+    is_known: bool
 
 
 class WriteFuture(Future[SaveReport]):
@@ -99,10 +100,14 @@ class StagedSnapshot:
 
 
 class _Row:
-    __slots__ = ("announcement", "deadline", "early_error", "future", "generation", "is_asked", "missing", "snapshot")
+    __slots__ = (
+        *("announcement", "deadline", "early_error", "future", "generation", "is_asked", "is_known", "missing"),
+        "snapshot",
+    )
 
-    def __init__(self, announcement: Announcement | None, generation: int) -> None:
+    def __init__(self, announcement: Announcement | None, generation: int, *, is_known: bool) -> None:
         self.announcement, self.generation, self.is_asked = announcement, generation, False
+        self.is_known = is_known
         self.deadline = float("inf")
         self.missing: list[int] = []
         self.snapshot: StagedSnapshot | None = None
@@ -135,10 +140,12 @@ class PendingSaves:
         self._lock = threading.RLock()  # a signal handler may save or close in the middle of a save
         self._rows: dict[str, _Row] = {}
 
-    def begin(self, save_id: SaveId, announcement: Announcement | None = None, generation: int = 0) -> None:
-        """Staging begins, into the `generation` of a slot."""
+    def begin(
+        self, save_id: SaveId, announcement: Announcement | None = None, generation: int = 0, *, is_known: bool = True
+    ) -> None:
+        """Staging begins, into the `generation` of a slot; `is_known`: a worker is told of it now."""
         with self._lock:
-            self._rows[str(save_id)] = _Row(announcement, generation)
+            self._rows[str(save_id)] = _Row(announcement, generation, is_known=is_known)
 
     def withdraw(self, save_id: SaveId) -> None:
         """Staging failed: the save will never be sealed."""
@@ -183,9 +190,9 @@ class PendingSaves:
     def news(self, row: Mapping[str, Any]) -> None:
         """Take in one row of the worker's `Saves`."""
         name, phase = str(row["save_id"]), row["phase"]
-        if phase == lifecycle.COMMITTED:
+        if phase == save_phases.COMMITTED:
             self.end(name, None, row.get("report"))
-        elif phase in lifecycle.ENDED:
+        elif phase in save_phases.ENDED:
             self.end(name, from_wire(row.get("error") or {"text": f"save {name} was {phase} by the worker"}), None)
         else:
             with self._lock:
@@ -193,7 +200,7 @@ class PendingSaves:
             if found is None or found.future is None or found.snapshot is None:
                 return
             found.missing = list(row.get("missing") or ())
-            if phase == lifecycle.DURABLE:
+            if phase == save_phases.DURABLE:
                 if not found.future.durable.done():
                     found.future.durable.set_result(found.snapshot.report(row.get("report")))
                 if not found.is_asked:
@@ -236,7 +243,8 @@ class PendingSaves:
             if handed_over and row.snapshot is not None:
                 row.snapshot.resubmitted += 1
             row.is_asked = row.is_asked and not (told and row.snapshot is not None)
-            return Unended(str(save_id), row.generation, row.announcement, row.snapshot)
+            was_known, row.is_known = row.is_known, row.is_known or handed_over or told
+            return Unended(str(save_id), row.generation, row.announcement, row.snapshot, was_known)
 
     def lose_all(self, error: AsyncCkptError) -> None:
         """The worker is lost: every save that it had fails. The pool has orphaned the slots already."""

@@ -331,12 +331,12 @@ def _all_gather(group: Any, rank: RankInfo, payload: bytes, deadline: float) -> 
     """Gather bytes of different lengths. Without numpy, which `all_gather_object` needs."""
     options: Any = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
     options.timeout = timedelta(seconds=max(deadline - time.monotonic(), MIN_TIMEOUT_S))
-    mine = torch.tensor([len(payload)], dtype=torch.int64)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(rank.world_size)]
+    mine = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
+    lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(rank.world_size)]
     group.allgather([lengths], [mine], options).wait()
     counts = [int(n) for n in lengths]
     longest = max(1, *counts)
     padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
-    gathered = [torch.empty(longest, dtype=torch.uint8) for _ in counts]
+    gathered = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in counts]
     group.allgather([gathered], [padded], options).wait()
     return [ctypes.string_at(t.data_ptr(), n) for t, n in zip(gathered, counts, strict=True)]

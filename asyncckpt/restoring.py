@@ -21,13 +21,13 @@ from asyncckpt.exchange import Meeting
 from asyncckpt.loading.overwritten import Attempts
 from asyncckpt.loading.reader import DefaultReader
 from asyncckpt.loading.recalled import check_source
+from asyncckpt.maintenance.quarantine import put_aside
 from asyncckpt.paths import absolute_path
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.recall.newest import candidates_of_both
 from asyncckpt.same_checkpoint import Broken, Ranks, ranks_that_restore
-from asyncckpt.storage.candidates import Candidate, candidates_in
-from asyncckpt.storage.files import Files
-from asyncckpt.storage.quarantine import put_aside
+from asyncckpt.storage.catalog import Candidate, candidates_in
+from asyncckpt.storage.local import LocalStore
 
 ARRIVE_TIMEOUT_S = 60.0
 """For the last rank to call `restore_latest`; as `plan_timeout_s` has it."""
@@ -143,7 +143,7 @@ def look(root: str) -> list[Candidate]:
         OSError: `root` cannot be listed.
     """
     try:
-        return candidates_in(root, Files())
+        return candidates_in(root, LocalStore())
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -228,12 +228,12 @@ def _moved(candidate: Candidate) -> str | None:
     if candidate.save_id is None:
         return None
     try:
-        moved = put_aside(candidate.path, candidate.save_id, Files())
+        moved = put_aside(candidate.path, candidate.save_id, LocalStore())
     except OSError as error:
         _log.warning("%s cannot be put aside: %s", candidate.path, error)
         return None
     if moved is None:
-        _log.warning("%s is not put aside: a newer save is under way there", candidate.path)
+        _log.warning("%s is not put aside: it is a link, or a newer save is under way there", candidate.path)
     else:
         _log.warning("%s was put aside as %s", candidate.path, moved)
     return moved
@@ -288,6 +288,8 @@ def _say_none(root: str, *, is_first: bool) -> None:
         )
     elif os.path.isfile(root):
         _log.warning("nothing to restore: %s is a file, and no directory with checkpoints: load() takes files", root)
+    elif os.path.islink(root) and not os.path.exists(root):
+        _log.warning("nothing to restore: %s is a symbolic link that leads nowhere; is a disk not mounted?", root)
     else:
         _log.info("nothing to restore: no checkpoint is committed in %s, nor in memory", root)
 

@@ -22,7 +22,7 @@ from asyncckpt.errors import (
 from asyncckpt.exchange import Meeting
 from asyncckpt.format.names import SaveId
 from asyncckpt.process_group import find_exchange
-from asyncckpt.storage.candidates import Candidate, is_broken
+from asyncckpt.storage.catalog import Candidate, is_broken
 
 TRY_TIMEOUT_S = 1800.0
 """For the slowest rank to load a checkpoint, or to find it broken; as torch.distributed has it for gloo."""

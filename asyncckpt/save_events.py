@@ -13,8 +13,8 @@ from typing import Any
 
 from asyncckpt.errors import SaveSkippedError
 from asyncckpt.handle import SaveFuture, SaveHandle, SaveReport
+from asyncckpt.paths import current_umask
 from asyncckpt.staging.overlap import Overlap
-from asyncckpt.staging.umask import current_umask
 from asyncckpt.storage.event_log import EventLog
 
 CLOSE_S = 0.5

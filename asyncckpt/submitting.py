@@ -6,7 +6,6 @@ then is remembered in the table of pending saves, and `takeover` says it.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -14,15 +13,16 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from asyncckpt.changes import NOT_AGREED, Run
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.connection import Connection
 from asyncckpt.errors import AsyncCkptError, ConfigError, WorkerUnavailableError
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import STATE_SEALED, STATE_STREAMED
+from asyncckpt.outcomes import Run
 from asyncckpt.parts import CheckpointProcess
 from asyncckpt.pending import PendingSaves, StagedSnapshot, Unended, WriteFuture
 from asyncckpt.protocol import messages
+from asyncckpt.protocol.save_phases import NOT_AGREED
 from asyncckpt.session import Session
 from asyncckpt.session_thread import CLOSED, DIED
 from asyncckpt.staging.lent_slot import LentSlot
@@ -124,7 +124,7 @@ class Submitting(CheckpointProcess):
         with self._handing:
             session = self._speaker(slot)
             self._withdrawals.run_is_known(save_id.run_id)
-            self._pending.begin(save_id, announcement, slot.generation)
+            self._pending.begin(save_id, announcement, slot.generation, is_known=session is not None)
             if session is not None:
                 self._say_begin(session, save_id, announcement, slot)
 
@@ -146,7 +146,8 @@ class Submitting(CheckpointProcess):
             # What was sealed when the worker before died, that one may have committed: the new one looks by itself.
             self._say_begin(session, save.save_id, save.announcement, slot)
             if slot.is_ring and slot.memory.control.state == STATE_STREAMED:
-                # Its trainer waits for cells. One that is sealed between the two looks is found so by this doorbell.
+                # Its trainer waits for cells: the new worker ends the save. One that is sealed between the two looks is
+                # found so by this doorbell.
                 self._say_streamed(session, save.save_id, slot)
 
     def early_error(self, save_id: SaveId) -> AsyncCkptError | None:
@@ -157,28 +158,27 @@ class Submitting(CheckpointProcess):
         """Whether the save was begun, and no worker has said that it has ended."""
         return str(save_id) in self._pending.names()
 
-    def announce(self, save_id: SaveId, slot: LentSlot) -> None:
-        """Ring the doorbell for a slot that is being filled and has room for everything. Does not wait.
-
-        Whether anybody hears it makes no difference but to time: what is sealed is written from its beginning.
-        """
-        with self._handing, contextlib.suppress(WorkerUnavailableError):  # `write` sees to that
-            session = self._speaker(slot)
-            if session is not None:
-                session.request(partial(_submit, str(save_id), slot.number, slot.generation), SUBMIT_TIMEOUT_S)
-
     def stream(self, save_id: SaveId, slot: LentSlot) -> Callable[[], bool]:
-        """Ring the doorbell for a ring that is about to be filled. Does not wait.
+        """Ring the doorbell for a slot that is being filled. Does not wait.
+
+        Of a slot with room for everything, whether anybody hears it makes no difference but to time: what is sealed is
+        written from its beginning.
 
         Returns:
-            What raises, when it is called, as soon as no worker will write what comes next; it says whether the one
-            that had it is dead, and another is being found, which goes on with it.
+            For a ring: what raises, when it is called, as soon as no worker will write what comes next; it says whether
+            the one that had it is dead, and another is being found, which looks what it has left and ends the save.
 
         Raises:
-            WorkerUnavailableError: The worker was lost since the save was announced, and nobody takes it over.
+            WorkerUnavailableError: Of a ring: the worker was lost since the save was announced, and nobody takes it
+                over.
         """
         with self._handing:
-            session = self._speaker(slot)
+            try:
+                session = self._speaker(slot)
+            except WorkerUnavailableError:
+                if slot.is_ring:
+                    raise
+                session = None  # `write` sees to that
             if session is not None:  # else whoever takes it over is told
                 self._say_streamed(session, save_id, slot)
 
@@ -198,7 +198,8 @@ class Submitting(CheckpointProcess):
 
     def _say_streamed(self, session: Session, save_id: SaveId | str, slot: LentSlot) -> None:
         rung = session.request(partial(_submit, str(save_id), slot.number, slot.generation), SUBMIT_TIMEOUT_S)
-        rung.add_done_callback(lambda done: self._answered(str(save_id), done))
+        if slot.is_ring:
+            rung.add_done_callback(lambda done: self._answered(str(save_id), done))
 
     def withdraw(self, save_id: SaveId, reason: str, *, skipped: bool = False) -> None:
         """Take back a save that will not be sealed; its slot is free at once, and it ends on all ranks."""
@@ -208,26 +209,29 @@ class Submitting(CheckpointProcess):
             self._pending.withdraw(save_id)
             self.pool.give_up(save_id)
 
-    def decline(self, save_id: SaveId, reason: str) -> None:
+    def decline(self, save_id: SaveId, reason: str, *, skipped: bool = False) -> None:
         """`save()` has failed: see to it that nothing of it stays, and that no other rank waits for this one.
 
         Args:
             save_id: As the checkpointer numbered it; its epoch, and the run of several ranks, need not be known.
             reason: For the other ranks.
+            skipped: It was skipped by `on_busy`.
         """
         if save_id.sequence in self.settled:
             return None  # withdrawn, or handed over, already
         run = self.run
         if not run.alone:
-            save_id = save_id._replace(run_id=run.run_id)
+            save_id = save_id.with_parts(run_id=run.run_id)
         tail = f"-{save_id.sequence:08d}-{save_id.run_id}"
         for name in self._pending.names():
             if name.endswith(tail) and self._pending.is_staging(name):
-                return self.withdraw(SaveId.parse(name), reason)
+                return self.withdraw(SaveId.parse(name), reason, skipped=skipped)
         if not run.alone and run.knows_run:
-            self.withdraw(save_id, reason if run.agreement is not None else NOT_AGREED + reason)
+            reason = reason if run.agreement is not None else NOT_AGREED + reason
+            self.withdraw(save_id, reason, skipped=skipped)
         elif not run.alone:
             self._withdrawals.before_the_run(save_id.sequence, reason)
+        if not run.alone:
             run.refuse(save_id.sequence, reason)
         return None
 

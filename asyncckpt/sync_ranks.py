@@ -21,14 +21,12 @@ from asyncckpt.errors import (
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId
 from asyncckpt.introductions import check_equal
-from asyncckpt.planning.contributions import Contribution
 from asyncckpt.planning.digests import sample_digests
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.planner import contribution_of
 from asyncckpt.protocol.samples import decode_samples, unequal
-from asyncckpt.storage.proof import uncovered
-from asyncckpt.storage.rank_job import RankResult
-from asyncckpt.storage.tally import Tally, seed_of, tally_of
+from asyncckpt.storage.coverage import Tally, seed_of, tally_of, uncovered
+from asyncckpt.storage.rank_writer import RankResult
 from asyncckpt.sync_steps import SyncSteps
 
 _log = logging.getLogger("asyncckpt.sync")
@@ -116,32 +114,40 @@ def _agree(
     ranks, timeout_s = steps.ranks, steps.config.plan_timeout_s
 
     def introduce() -> dict[str, Any]:
-        mine = ranks.introduction(path, step)
-        contribution: Contribution | None = None
-        if ranks.agreement is None:
-            contribution = contribution_of(steps.plans.flatten(state_dict))
-        else:
+        mine, agreement = ranks.introduction(path, step), ranks.agreement
+        is_changed = agreement is None
+        if agreement is not None:
             with collector_paused():
-                plan, flat = steps.plans.take(state_dict)
-            contribution = contribution_of(flat) if plan.news else None
+                plan, _ = steps.plans.take(state_dict)
+            is_changed = bool(plan.news)
         with steps.failures(given, path, step):
             epoch = steps.epoch_for(path, ranks.run_id) if ranks.rank.rank == 0 else 0
-        return {**mine, "contribution": contribution.encode() if contribution else b"", "epoch": epoch}
+        fingerprint = "" if agreement is None else agreement.fingerprint
+        return {**mine, "agreement": fingerprint, "changed": is_changed, "epoch": epoch}
 
     everybody = conference.together(introduce, timeout_s)
     check_equal(everybody)
     ranks.run_id = everybody[0]["run"]
-    news = {rank: found["contribution"] for rank, found in enumerate(everybody) if found["contribution"]}
-    if news:
-        flat = steps.plans.flatten(state_dict)
-        try:
-            ranks.settle(news, flat, lambda digests: conference.gather(digests, timeout_s))
-        except (OverlappingShardsError, RanksDisagreeError):  # on all ranks: some may hold no longer what they said
-            ranks.agreement = None
-            raise
+    agreed = {found["agreement"] for found in everybody}
+    if len(agreed) > 1:
+        ranks.agreement = None
+    if len(agreed) > 1 or any(found["changed"] for found in everybody):
+        _meet(steps, conference, state_dict)
     if steps.plans.agreement is not ranks.agreement:
         steps.plans.agreement = ranks.agreement
-    return given._replace(epoch=everybody[0]["epoch"], run_id=ranks.run_id)
+    return given.with_parts(epoch=everybody[0]["epoch"], run_id=ranks.run_id)
+
+
+def _meet(steps: SyncSteps, conference: Conference, state_dict: Mapping[str, Any]) -> None:
+    """Agree anew, from what all ranks hold."""
+    ranks, timeout_s = steps.ranks, steps.config.plan_timeout_s
+    flat = steps.plans.flatten(state_dict)
+    contributed = conference.together(lambda: contribution_of(flat).encode(), timeout_s)
+    try:
+        ranks.settle(dict(enumerate(contributed)), flat, lambda digests: conference.gather(digests, timeout_s))
+    except (OverlappingShardsError, RanksDisagreeError):  # on all ranks: some may hold no longer what they said
+        ranks.agreement = None
+        raise
 
 
 def _store(

@@ -28,20 +28,19 @@ from asyncckpt.hooks import HookRunner
 from asyncckpt.lineage import Lineage
 from asyncckpt.memory.headroom import check_memory
 from asyncckpt.memory.mapping import Mapping as Memory
+from asyncckpt.paths import current_umask
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.engine import Engine
 from asyncckpt.staging.room import PrivateRoom
-from asyncckpt.staging.umask import current_umask
 from asyncckpt.storage import catalog, commit
-from asyncckpt.storage.directory import prepare_directory, remove_made
-from asyncckpt.storage.failures import save_failure
-from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_files import DEFAULT_THREADS, write_rank_files
-from asyncckpt.storage.rank_job import RankJob, RankResult
-from asyncckpt.storage.record import build_manifest, dcp_metadata_of
+from asyncckpt.storage.checkpoint_dir import prepare_directory, remove_made
+from asyncckpt.storage.commit import build_manifest, dcp_metadata_of
+from asyncckpt.storage.files import Files, save_failure
+from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.rank_writer import DEFAULT_THREADS, RankJob, RankResult, write_rank_files
 
 _log = logging.getLogger("asyncckpt.sync")
 
@@ -75,8 +74,11 @@ class SyncSteps:
         self._memory: PrivateRoom | None = None
         self._image: SlotImage | None = None
         self._engine = Engine(config)
-        self._lineage = Lineage(lambda path, *_: catalog.next_epoch_beside(path, files=self._files))
+        self._lineage = Lineage(lambda path, *_: catalog.next_epoch_beside(path, self._local_store()))
         self._pool = ThreadPoolExecutor(config.write_threads or DEFAULT_THREADS, thread_name_prefix="asyncckpt-write")
+
+    def _local_store(self) -> LocalStore:
+        return LocalStore(self._files, umask=current_umask())
 
     @contextlib.contextmanager
     def failures(self, save_id: SaveId, path: str, step: int) -> Iterator[None]:
@@ -112,8 +114,7 @@ class SyncSteps:
             self._made = prepare_directory(
                 path,
                 save_id=save_id,
-                files=self._files,
-                umask=umask,
+                store=self._local_store(),
                 fsync=self.config.fsync,
                 overwrite=self.config.overwrite,
             )
@@ -160,7 +161,7 @@ class SyncSteps:
         Raises:
             CheckpointExistsError, CommitUnknownError, OSError: As `storage.commit.publish`.
         """
-        dcp_metadata = dcp_metadata_of(save_id, results, [r.dcp[0] for r in results if r.dcp is not None])
+        dcp_metadata = dcp_metadata_of(save_id, [r.dcp for r in results])
         manifest = build_manifest(
             save_id,
             results,
@@ -174,8 +175,7 @@ class SyncSteps:
         commit.publish(
             path,
             manifest,
-            files=self._files,
-            umask=current_umask(),
+            store=self._local_store(),
             overwrite=self.config.overwrite,
             dcp_metadata=dcp_metadata,
         )
@@ -186,15 +186,15 @@ class SyncSteps:
         goes with the next one there.
         """
         with contextlib.suppress(OSError):
-            commit.remove_files_of(path, save_id, files=self._files)
+            commit.remove_files_of(path, save_id, store=self._local_store())
             if self.ranks.alone:  # else any rank may have made them
-                remove_made(self._made, self._files)
+                remove_made(self._made, self._local_store())
         self._made = []
 
     def clean_up(self, path: str, save_id: SaveId) -> None:
         """Remove what other attempts left; the checkpoint stands whether that works or not."""
         try:
-            commit.remove_leftovers(path, keep=save_id, files=self._files)
+            commit.remove_leftovers(path, keep=save_id, store=self._local_store())
         except OSError as error:
             _log.warning("leftovers stay in %s: %s", path, error)
 

@@ -15,9 +15,9 @@ from asyncckpt.handle import SaveReport
 from asyncckpt.hooks import HookRunner
 from asyncckpt.parts import CheckpointWriter
 from asyncckpt.planning.leaves import encode_leaves
+from asyncckpt.storage.coverage import uncovered
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.proof import uncovered
-from asyncckpt.storage.rank_job import RankResult
+from asyncckpt.storage.rank_writer import RankResult
 from asyncckpt.sync_ranks import hole_error, write_together
 from asyncckpt.sync_steps import SyncSteps
 
@@ -72,7 +72,7 @@ class SyncWriter(CheckpointWriter):
         if holes:
             raise hole_error(holes, save_id, path)
         with self._steps.failures(save_id, path, kw["step"]):
-            save_id = save_id._replace(epoch=self._steps.epoch_for(path, save_id.run_id))
+            save_id = save_id.with_parts(epoch=self._steps.epoch_for(path, save_id.run_id))
         try:
             result = self._steps.store(plan, flat, leaves, save_id, path, kw["step"])
             self._steps.ask_hook(path, save_id, kw["step"], extra)

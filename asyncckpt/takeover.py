@@ -89,6 +89,8 @@ class Takeover:
             found = self._pending.unended(slot.user, handed_over=True)
             last = slot.memory.control.generation
         generation = max(last, found.generation if found is not None else 0)
+        if found is not None and not found.is_known:
+            generation = found.generation - 1  # begun since the worker before is dead, which has written none of it
         ended = min(last, found.generation - 1) if found is not None else last
         committed = slot.committed_of(ended)
         build: Callable[[int], messages.Message] = lambda n: messages.Adopt(  # noqa: E731

@@ -68,3 +68,17 @@ def mapped(pool: Executor, work: Callable[[_Item], _Found], items: Iterable[_Ite
     """As `pool.map`, whose threads are started `uninterrupted`."""
     with uninterrupted():
         return pool.map(work, items)
+
+
+def join_all(threads: Iterable[threading.Thread]) -> None:
+    """Wait until threads have ended, whatever comes meanwhile: a signal's exception is raised after that."""
+    interrupted: BaseException | None = None
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                with uninterrupted():
+                    thread.join()
+            except BaseException as error:
+                interrupted = error
+    if interrupted is not None:
+        raise interrupted

@@ -10,9 +10,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from asyncckpt.changes import Send
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.format.names import SaveId
+from asyncckpt.outcomes import Send
 from asyncckpt.protocol import messages
 
 MAX_OPEN = 64

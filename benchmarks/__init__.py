@@ -1,1 +1,6 @@
-"""Measurements, each bounded in time, each kept as a JSON file in `benchmarks/results/`. Not part of the tests."""
+"""Benchmarks: `python -m benchmarks QUESTION`. Not part of the tests.
+
+`runner` makes rounds and keeps result files in `results/`; `questions/` has one file for each question. Several
+questions use `limits`, `workloads`, `contenders` and `training_cost`. `targets` and `report` make the tables of the
+documentation from result files.
+"""

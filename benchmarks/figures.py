@@ -1,175 +1,120 @@
-"""What finds the figures of `benchmarks.targets` in result files: each a list of every value that was measured."""
+"""Figures of result files: values by name, ratios of two, medians and quartiles.
+
+A round is a nested dict of numbers. A figure is named by its path: `saves/stall_s` finds `stall_s` of each member of
+the list `saves`. `a / b` is the ratio of two figures within each round: value by value if there are as many of both,
+else over the median of `b`. `*` stands for any one part of a path; a figure with `*` is found once per match.
+"""
 
 from __future__ import annotations
 
-import itertools
+import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import contest_results, cpu, ranks
-from benchmarks.limits import fresh_s
-
-OURS, PREPARED, OVERLAP = contest_results.OURS
-Values = Callable[[dict[str, Any]], Sequence[float]]
+Row = dict[str, Any]
 
 
-def contest(measure: str, name: str = OURS, per: str | None = None) -> Values:
-    """Return what finds a measure in a result of `benchmarks.compare`, or its ratio to a limit of the machine."""
-
-    def found(result: dict[str, Any]) -> list[float]:
-        ratios = list[float]()
-        for row in result["rounds"]:
-            if name not in row["contenders"]:
-                return []
-            values = contest_results.values(result | {"rounds": [row]}, name)
-            if isinstance(values, str):
-                return []
-            limit = 1.0 if per is None else fresh_s(row["limits"]) if per == "read_fresh_s" else row["limits"][per]
-            ratios += [value / limit for value in values.get(measure, ())]
-        return ratios
-
+def flat(value: Any, path: str = "") -> dict[str, list[float]]:
+    """Return every number of a nested value by its path; numbers of lists are joined under one path."""
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return {}
+    if isinstance(value, (int, float)):
+        return {path: [float(value)]}
+    pairs: Iterable[tuple[str, Any]]
+    if isinstance(value, Mapping):
+        pairs = ((f"{path}/{key}" if path else str(key), member) for key, member in value.items())
+    else:
+        pairs = ((path, member) for member in value)
+    found: dict[str, list[float]] = {}
+    for name, member in pairs:
+        for key, numbers in flat(member, name).items():
+            found.setdefault(key, []).extend(numbers)
     return found
 
 
-def beside(measure: str, name: str = OURS, peer: str | None = None) -> Values:
-    """Return what finds our values of a measure over the median of the best peer, or of one; loads from the disk."""
-
-    def found(result: dict[str, Any]) -> list[float]:
-        there = contest_results.names(result)
-        others = [one for one in there if one not in contest_results.OURS and peer in (None, one)]
-        every = [contest_results.values(result, other) for other in others]
-        medians = [statistics.median(values[measure]) for values in every if not isinstance(values, str)]
-        ours = contest_results.values(result, name) if name in there else ""
-        if isinstance(ours, str) or not medians:
-            return []
-        return [value / min(medians) for value in ours.get(f"{measure}, {contest_results.FROM_DISK}", ours[measure])]
-
+def matches(result: Row, figure: str) -> dict[str, list[float]]:
+    """Return the values of a figure over all rounds; if it has a `*`, by what that stands for, else under ""."""
+    found: dict[str, list[float]] = {}
+    for row in result["rounds"]:
+        numbers = flat(row)
+        over, _, under = figure.partition(" / ")
+        for match in _stands_for(over, numbers):
+            values = numbers.get(over.replace("*", match), [])
+            if under:
+                values = _ratios(values, numbers.get(under.replace("*", match), []))
+            if values:
+                found.setdefault(match, []).extend(values)
     return found
 
 
-def save_load(measure: str, per: str) -> Values:
-    """Return what finds a measure in a result of `benchmarks.save_load`, over a limit of the moment or the round."""
-
-    def found(result: dict[str, Any]) -> list[float]:
-        return [save[measure] / save.get(per, row["limits"][per]) for row in result["rounds"] for save in row["saves"]]
-
-    return found
+def _stands_for(figure: str, names: Iterable[str]) -> list[str]:
+    if "*" not in figure:
+        return [""]
+    pattern = re.compile(re.escape(figure).replace(r"\*", "([^/]*)"))
+    return list(dict.fromkeys(found[1] for found in map(pattern.fullmatch, names) if found))
 
 
-def cold(result: dict[str, Any]) -> list[float]:
-    """Find loads of files that were never read over the limit of such reads."""
-    return [row["load_cold_s"] / fresh_s(row["limits"]) for row in result["rounds"]]
+def _ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
+    if not over or not under:
+        return []
+    if len(over) != len(under):
+        under = [statistics.median(under)] * len(over)
+    return [a / b for a, b in zip(over, under, strict=True)]
 
 
-def cold_again(result: dict[str, Any]) -> list[float]:
-    """Find loads of files that were read before, over the limit of such reads."""
-    return list(loaded("cold", "read limit")(result))
+def values(result: Row, figure: str) -> list[float]:
+    """Return the values of a figure over all rounds; of several matches those with the greatest median."""
+    return max(matches(result, figure).values(), key=statistics.median, default=[])
 
 
-def ratio(over: str, under: str) -> Values:
-    """Return what finds the ratio of two figures of a round."""
-    return lambda result: [row[over] / row[under] for row in result["rounds"]]
+def median(result: Row, figure: str) -> float:
+    """Return the median of a figure."""
+    return statistics.median(values(result, figure))
 
 
-def loaded(ours: str, other: str) -> Values:
-    """Return what finds the ratio of two ways to load in a result of `benchmarks.load`; none where one is not there."""
-    return lambda result: [row[ours][0] / row[other][0] for row in result["rounds"] if ours in row]
+def quartiles(numbers: Sequence[float]) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile; all lie within what was measured."""
+    if len(numbers) == 1:
+        return numbers[0], numbers[0], numbers[0]
+    low, middle, high = statistics.quantiles(numbers, n=4, method="inclusive")
+    return low, middle, high
 
 
-def resharded(verify: bool) -> Values:
-    """Return what finds the bytes that were read over those that had to be, of each pair of meshes."""
-    return lambda result: [
-        row["read_nbytes"] / row["touched_nbytes"] for row in result["pairs"] if row["verify"] == verify
-    ]
+def in_turn(ways: Iterable[Any], number: int) -> list[Any]:
+    """Return what is compared, in another order for each number, so that each comes first once."""
+    found = list(ways)
+    first = number % len(found) if found else 0
+    return found[first:] + found[:first]
 
 
-def reshard_extra(verify: bool) -> Values:
-    """Return what finds the extra times of the worst pair of meshes, as `benchmarks.reshard` reports them."""
+def compared(columns: Mapping[str, Row], shows: Mapping[str, str]) -> list[str]:
+    """Return a table: median and minimum of each figure in each result, and ratios of the last result to the others.
 
-    def extra(result: dict[str, Any], row: dict[str, Any]) -> list[float]:
-        share = result["nbytes"] / row["touched_nbytes"]
-        return [share * r / p for r, p in zip(row["reshard_s"], row["plain_s"], strict=True)]
-
-    return lambda result: max(
-        (extra(result, row) for row in result["pairs"] if row["verify"] == verify), key=statistics.median
-    )
-
-
-def cpu_beyond(state: str) -> Values:
-    """Return what finds the trainer's CPU time beyond the copy, in ms, of the way to stage that takes most."""
-
-    def beyond(rows: list[dict[str, float]]) -> list[float]:
-        return [1e3 * (row["trainer_s"] - row["copy_s"]) for row in rows]
-
-    return lambda result: max(
-        (beyond(result["states"][state][staging]) for staging in cpu.STAGINGS), key=statistics.median
-    )
-
-
-def scale(part: str, figure: str) -> Values:
-    """Return what finds a figure of 4,096 ranks with 1,000 tensors, of every layout."""
-    return lambda result: [row[figure] for row in result[part] if (row["ranks"], row["tensors"]) == (4096, 1000)]
+    A ratio is of the medians of one round; the table has its median and quartiles over all rounds.
+    """
+    *others, last = columns
+    lines = [f"{'median (minimum)':56s}" + "".join(f"{name[:22]:>24s}" for name in columns)]
+    for label, figure in shows.items():
+        found = {name: matches(result, figure) for name, result in columns.items()}
+        for match in found[last]:
+            cells = [
+                f"{statistics.median(v[match]):.4g} ({min(v[match]):.4g})" if match in v else "none"
+                for v in found.values()
+            ]
+            lines.append(f"{label + (f', {match}' if match else ''):56s}" + "".join(f"{cell:>24s}" for cell in cells))
+            for name in others:
+                ratios = _by_round(columns[last], columns[name], figure, match)
+                if ratios:
+                    low, middle, high = quartiles(ratios)
+                    lines.append(f"{'':20s}{last[:30]} / {name[:30]}: {middle:.3f} ({low:.3f} to {high:.3f})")
+    return lines
 
 
-def growth(result: dict[str, Any]) -> list[float]:
-    """Find how much more planning takes over how many more chunks, for each step from one size to the next."""
+def _by_round(over: Row, under: Row, figure: str, match: str) -> list[float]:
     found = []
-    for layout in dict.fromkeys(row["layout"] for row in result["planning"]):
-        rows = [row for row in result["planning"] if row["layout"] == layout]
-        for fixed, grown in (("tensors", "ranks"), ("ranks", "tensors")):
-            same = max((row[fixed] for row in rows), key=[row[fixed] for row in rows].count)
-            series = sorted((row[grown], row["plan_s"]) for row in rows if row[fixed] == same)
-            found += [(b_s / a_s) / (b / a) for (a, a_s), (b, b_s) in itertools.pairwise(series)]
-    return found
-
-
-def behind(figure: Callable[[dict[str, Any]], float]) -> Values:
-    """Return what finds a figure of the saves behind the training in a result of `benchmarks.overlap`."""
-    return lambda result: [figure(save) for row in result["rounds"] for save in row["overlap"]]
-
-
-def stall_ms(save: dict[str, Any]) -> float:
-    """Return what one of these saves kept the training waiting."""
-    return 1e3 * (float(save["save_s"]) + float(save["wait_s"]))
-
-
-def first_behind(result: dict[str, Any]) -> list[float]:
-    """Find the stall of the first save after `prepare()`, behind the training, in ms."""
-    return [stall_ms(result["first_save"]["overlap"])]
-
-
-def on_ranks(measure: str, arrangement: str, per: str | None = None) -> Values:
-    """Return what finds a measure of the slower rank, or its ratio to a limit of the machine."""
-
-    def found(result: dict[str, Any]) -> list[float]:
-        values = [(row, ranks.values(result | {"rounds": [row]}, arrangement, OURS)) for row in result["rounds"]]
-        return [
-            value / (row["limits"][per] if per else 1.0)
-            for row, of_round in values
-            if not isinstance(of_round, str)
-            for value in of_round[measure]
-        ]
-
-    return found
-
-
-def fds(name: str) -> Values:
-    """Return what finds the file descriptors that each rank had more, or that the worker had."""
-    return lambda result: ranks.fds(result).get(name, [])
-
-
-def contest_fds(result: dict[str, Any]) -> list[float]:
-    """Find the file descriptors that a training without other ranks had more after its saves, of all our ways."""
-    every = [row["contenders"].get(name, {}) for row in result["rounds"] for name in contest_results.OURS]
-    return [one["added_fds"] for one in every if "added_fds" in one]
-
-
-def gpu(figure: str, scale: float = 1.0, *, inverse: bool = False) -> Values:
-    """Return what finds a figure of `benchmarks.gpu`, or what is 1 over it."""
-
-    def found(result: dict[str, Any]) -> list[float]:
-        values = result.get("figures", {}).get(figure, {}).get("values", [])
-        return [scale / value if inverse else scale * value for value in values]
-
+    for pair in zip(over["rounds"], under["rounds"], strict=False):
+        one, two = (matches({"rounds": [row]}, figure).get(match) for row in pair)
+        if one and two and statistics.median(two):
+            found.append(statistics.median(one) / statistics.median(two))
     return found

@@ -10,19 +10,20 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
-from asyncckpt.cli import parser
-from asyncckpt.cli.help_text import HEADING
+from asyncckpt.cli import HEADING, parser
 
 TARGET = pathlib.Path(__file__).parent / "cli.md"
 _INTRODUCTION = """\
 # The command line
 
-Made from the parsers by `python docs/make_cli.py`; `tests/unit/test_cli_reference.py` holds it up to date.
+`asyncckpt COMMAND --help` shows the same. Every command has examples.
 
 Exit codes: 0 ok, 1 failed, 2 usage, 3 corrupt or incomplete, 4 not found, 5 worker unreachable; `asyncckpt run` exits
-as its command does. Commands that print data take `--json`. What removes something says first what would go, and does
-it with `--delete`. `ls`, `inspect` (without `--stats`), `du`, `verify`, `pin`, `prune`, `gc`, `doctor`, `top`, `report`
-and `worker` start without importing torch.
+as its command does. Commands that print data take `--json`, which prints strict JSON: NaN and infinities are the
+strings `"NaN"`, `"Infinity"` and `"-Infinity"`. All commands read sizes as `40GB`, `1.5TiB` or `1000000` (bytes), and
+durations as `90` (seconds), `90s`, `30m`, `12h` or `2d`. Commands that remove something list what they would remove;
+with `--delete` they remove it. `ls`, `inspect` (without `--stats`), `du`, `verify`, `pin`, `prune`, `gc`, `doctor`,
+`top`, `report` and `worker` start without importing torch.
 """
 
 

@@ -18,6 +18,7 @@ CONTRACTS = {
     "asyncckpt/format/SPEC.md": "contracts/format.md",
     "asyncckpt/protocol/SPEC.md": "contracts/protocol.md",
     "asyncckpt/memory/SPEC.md": "contracts/memory.md",
+    "asyncckpt/storage/COMMIT.md": "contracts/commit.md",
     "CHANGELOG.md": "changes.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",

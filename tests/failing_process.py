@@ -67,7 +67,7 @@ ACTIONS: dict[str, Callable[[], None]] = {
 def serve(endpoint: str, action: str, visit: int, point: str) -> None:
     """Be that worker."""
     from asyncckpt_worker.config import WorkerConfig
-    from asyncckpt_worker.daemon import Daemon
+    from asyncckpt_worker.service.daemon import Daemon
     from tests.storage_samples import RecordingFiles
 
     daemon = Daemon(WorkerConfig(endpoint=endpoint), RecordingFiles())
@@ -78,11 +78,11 @@ def serve(endpoint: str, action: str, visit: int, point: str) -> None:
 
 def streamed(way: str, put: Callable[[object, str, Any], None] = setattr) -> dict[str, Any]:
     """Return the fields of a checkpointer whose states are written while they are staged: "early", or by a "ring"."""
-    from asyncckpt.staging import copy_cpu, early, overlap
+    from asyncckpt.staging import copy_cpu, overlap, streaming
 
     if way == "ring":
         return {"arena_limit_bytes": 1_500_000}
-    put(early, "EARLY_FROM_NBYTES", 1)
+    put(streaming, "STREAMED_FROM_NBYTES", 1)
     put(copy_cpu, "DEFERRED_FROM_NBYTES", 0)
     put(overlap, "cores_to_spare", lambda: True)
     return {"staging": "overlap"}

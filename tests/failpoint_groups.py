@@ -12,12 +12,12 @@ Group = Mapping[str, Sequence[str]]
 """What is under way -> points that it comes by."""
 
 STREAMED_BY_TRAINER: Group = {
-    "early": ("slot: streamed", "early: more filled"),
-    "ring": ("slot: streamed", "ring: segment filled"),
+    "early": ("slot: streamed", "stream: more filled"),
+    "ring": ("slot: streamed", "stream: more filled"),
 }
 STREAMED_BY_WORKER: Group = {
-    "early": ("early: begun", "segment: written"),
-    "ring": ("ring: begun", "segment: written", "ring: segments freed"),
+    "early": ("stream: begun", "segment: written", "stream: segments freed"),
+    "ring": ("stream: begun", "segment: written", "stream: segments freed"),
 }
 """tests/fault/test_failpoints_streamed.py."""
 
@@ -36,21 +36,11 @@ HANDED_OVER: Group = {
 
 LOADS: Group = {
     "ranges of ours": ("load: ranges read",),
-    "read ahead": ("load: reading ahead",),
     "copied first": ("load: copies verified",),
     "another library's": ("load: foreign structure read",),
-    "columns of another library's": ("load: bytes copied",),
 }
 RECALLS: Group = {"memory": ("recall: held", "recall: mapped", "recall: read")}
 """tests/fault/test_failpoints_loads.py."""
-
-RINGS: Group = {
-    "ring, in part": (
-        "ring: taking over", "ring: clearing the way", "ring: file looked at", "ring: reading back",
-        "ring: kept file flushed", "ring: read back",
-    ),
-}  # fmt: skip
-"""tests/fault/test_failpoints_rings.py."""
 
 DEVICES: Group = {
     "overlap": ("device: copying", "device: copies begun", "device: copied"),
@@ -79,8 +69,8 @@ LINKS: Group = {"another worker": ("ranks: linking again",)}
 """tests/fault/test_failpoints_links.py."""
 
 GROUPS: Sequence[Group] = (
-    STREAMED_BY_TRAINER, STREAMED_BY_WORKER, RESUMED, TOLD, HANDED_OVER, LOADS, RECALLS, RINGS, DEVICES, COMPARED,
-    RANKS, WORKERS, LINKS,
+    STREAMED_BY_TRAINER, STREAMED_BY_WORKER, RESUMED, TOLD, HANDED_OVER, LOADS, RECALLS, DEVICES, COMPARED, RANKS,
+    WORKERS, LINKS,
 )  # fmt: skip
 
 

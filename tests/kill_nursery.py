@@ -20,7 +20,7 @@ from typing import Any
 from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, save_id_bytes
 from asyncckpt.format.names import SaveId
 from asyncckpt_worker.config import WorkerConfig
-from asyncckpt_worker.daemon import Daemon
+from asyncckpt_worker.service.daemon import Daemon
 from tests.storage_samples import RecordingFiles
 from tests.torch_free_client import Client, Snapshot
 

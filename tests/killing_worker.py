@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncckpt_worker.config import WorkerConfig
-from asyncckpt_worker.daemon import Daemon
+from asyncckpt_worker.service.daemon import Daemon
 from tests.storage_samples import RecordingFiles
 
 

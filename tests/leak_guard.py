@@ -85,7 +85,7 @@ def open_fds() -> set[object]:
             target = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:  # the listing's own
             continue
-        if not target.startswith(_IGNORED_FDS):
+        if not target.startswith(_IGNORED_FDS) and "/mpl-data/fonts/" not in target:  # matplotlib keeps its fonts open
             found.add((int(name), target))
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.format.checksum import BLOCK_NBYTES, block_digest, file_checksum
+from asyncckpt.format.checksums import BLOCK_NBYTES, block_digest, file_checksum
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord, encode_index
 from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, BoxSpec, build_layout, save_id_bytes
 from asyncckpt.format.manifest import Manifest, RankRecord, encode_manifest

@@ -14,6 +14,9 @@ import torch.distributed as dist
 
 import asyncckpt
 
+IGNORED = "loader workers ignore the signal"
+"""All ranks meet in each backward, as with DDP; the loader goes on, since its workers are not killed."""
+
 HOW, ROOT, ENDPOINT, _RANK, _WORLD, MEET = (*sys.argv[1:7], *("0",) * 6)[:6]
 RANK, WORLD = (int(one) if one.isdigit() else 0 for one in (_RANK, _WORLD))
 LAST, MICRO = 5, 3
@@ -28,7 +31,7 @@ class Data(torch.utils.data.Dataset):  # type: ignore[type-arg]
             while not pathlib.Path(MEET + ".go").exists():
                 time.sleep(0.01)
             raise ConnectionResetError("of the data")
-        if i >= 4 * (LAST + (MICRO - 2 if HOW == "micro-batches" else 0)):
+        if HOW != IGNORED and i >= 4 * (LAST + (MICRO - 2 if HOW == "micro-batches" else 0)):
             time.sleep(10**6)
         return torch.full((4,), float(i))
 
@@ -36,6 +39,10 @@ class Data(torch.utils.data.Dataset):  # type: ignore[type-arg]
 def digest(model: torch.nn.Module) -> str:
     values = (bytes(t.reshape(-1).contiguous().view(torch.uint8).tolist()) for t in model.state_dict().values())
     return hashlib.sha256(b"".join(values)).hexdigest()
+
+
+def ignore_sigterm(_worker_id: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def say(*words: Any) -> None:
@@ -58,7 +65,9 @@ def main() -> None:
     options = {"endpoint": ENDPOINT, "save_interval_steps": every, "preemption_signal": signals, "grace_s": grace}
     with asyncckpt.CheckpointManager(ROOT, **options) as manager:
         manager.restore(state)
-        loader = torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=2)
+        loader = torch.utils.data.DataLoader(
+            Data(), batch_size=4, num_workers=2, worker_init_fn=ignore_sigterm if HOW == IGNORED else None
+        )
         batches = iter(loader)
         while True:
             for _micro in range(MICRO if HOW == "micro-batches" and step == LAST - 1 else 1):
@@ -69,6 +78,9 @@ def main() -> None:
                     say("waiting")
                 batch = next(batches)
                 model(batch).square().mean().backward()
+            if HOW == IGNORED:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
             if HOW == "in the middle of a step" and step == LAST - 1:
                 say("waiting")
                 while any(worker.is_alive() for worker in batches._workers):

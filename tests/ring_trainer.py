@@ -11,13 +11,12 @@ from typing import Any
 
 from storage_samples import Snapshot
 
-from asyncckpt.format.checksum import BLOCK_NBYTES
+from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.memory.mapping import Mapping as Memory
-from asyncckpt.memory.ring import Ring
+from asyncckpt.memory.streaming import StreamLayout
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_job import RankResult
-from asyncckpt.storage.ring_files import write_ring_files
-from asyncckpt.storage.ring_takeover import take_over_ring_files
+from asyncckpt.storage.rank_writer import RankResult
+from asyncckpt.storage.segment_writer import write_streamed_files
 
 DEADLINE_S = 60.0
 DIRTY = 0xA5
@@ -34,7 +33,7 @@ class Trainer:
     """
 
     def __init__(self, snapshot: Snapshot, n_blocks: int, n_cells: int, stops_at: int | None = None) -> None:
-        self.ring = Ring([nbytes for _, nbytes in snapshot.parts], n_blocks * BLOCK_NBYTES, n_cells)
+        self.ring = self.layout = StreamLayout(snapshot.parts, n_blocks * BLOCK_NBYTES, n_cells)
         self.memory = Memory(-1, 8192 + self.ring.cells_nbytes)
         self.slot = self.memory.view()
         self.slot[:] = bytes([DIRTY]) * len(self.slot)
@@ -44,7 +43,6 @@ class Trainer:
         self._ended = False
         self.most_unfreed = 0
         self.counts: list[int] = []
-        self.ledger: dict[int, bytes] = {}
         self._thread = threading.Thread(target=self._fill)
         self._thread.start()
 
@@ -82,12 +80,8 @@ class Trainer:
         with self._changed:
             return self._filled
 
-    def wrote(self, number: int, digests: bytes) -> None:
-        self.ledger[number] = digests
-
     def freed(self, count: int) -> None:
         with self._changed:
-            assert all(number in self.ledger for number in range(count)), "freed before its checksums are there"
             self.counts.append(count)
             self._freed = count
             self._changed.notify_all()
@@ -105,18 +99,7 @@ class Trainer:
     ) -> RankResult:
         with ThreadPoolExecutor(4) as pool:
             job = self._snapshot.job(str(path), **changes)
-            return write_ring_files(job, self.slot, self, files=files or Files(), pool=pool, check=check)
-
-    def take_over(
-        self, path: Path, files: Files | None = None, check: Callable[[], None] = lambda: None, **changes: Any
-    ) -> RankResult:
-        """Write what another process has left, which is dead."""
-        with ThreadPoolExecutor(4) as pool:
-            job = self._snapshot.job(str(path), **changes)
-            counts = self.counts[-1] if self.counts else 0
-            return take_over_ring_files(
-                job, self.slot, self, counts, self.ledger.__getitem__, files=files or Files(), pool=pool, check=check
-            )
+            return write_streamed_files(job, self.slot, self, files=files or Files(), pool=pool, check=check)
 
 
 def contents(path: Path) -> dict[str, bytes]:

@@ -15,6 +15,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.protocol import messages as m
 from asyncckpt.storage.catalog import look, read_manifest
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.verification import verify_checkpoint
 from tests.torch_free_client import Client, ClientSlot, Snapshot, new_save_id
 
@@ -117,7 +118,7 @@ def violations(acknowledged: Mapping[str, Snapshot], others: Sequence[str] = ())
     """Return every broken promise: acknowledged and not there in full, or listed and not in full."""
     found = [fault for path, snapshot in acknowledged.items() if (fault := fault_of(path, snapshot))]
     for path in others:
-        seen = look(path, Files())
+        seen = look(path, LocalStore())
         if seen is not None and seen.state == "committed" and verify_checkpoint(path, Files()).faults:
             found.append(f"{path}: listed, and damaged")
         if seen is not None and seen.state not in ("committed", "incomplete"):
@@ -128,7 +129,7 @@ def violations(acknowledged: Mapping[str, Snapshot], others: Sequence[str] = ())
 def is_listed(path: pathlib.Path) -> bool:
     """Whether a reader finds a checkpoint at `path`."""
     try:
-        read_manifest(str(path), Files())
+        read_manifest(str(path), LocalStore())
     except (AsyncCkptError, OSError):
         return False
     return True

@@ -16,11 +16,11 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.memory.mapping import Mapping as Memory
+from asyncckpt.storage.checkpoint_dir import prepare_directory
 from asyncckpt.storage.commit import publish
-from asyncckpt.storage.directory import prepare_directory
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_files import write_rank_files
-from asyncckpt.storage.rank_job import RankJob, RankResult
+from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.rank_writer import RankJob, RankResult, write_rank_files
 
 SAVE_ID = SaveId(1, 0, "0123456789ab")
 OTHER_ID = SaveId(1, 1, "0123456789ab")
@@ -105,9 +105,9 @@ class Snapshot:
         files = files or Files()
         fsync = changes.get("fsync", True)
         overwrite = changes.get("overwrite", False)
-        prepare_directory(path, save_id=self.save_id, files=files, umask=0o022, fsync=fsync, overwrite=overwrite)
+        prepare_directory(path, save_id=self.save_id, store=LocalStore(files), fsync=fsync, overwrite=overwrite)
         manifest = manifest_of(self.write(path, files, **changes), step=step, save_id=self.save_id, fsync=fsync)
-        publish(path, manifest, files=files, umask=0o022, overwrite=overwrite)
+        publish(path, manifest, store=LocalStore(files), overwrite=overwrite)
         return manifest
 
     def __enter__(self) -> Snapshot:
@@ -175,8 +175,6 @@ def _recorded(name: str) -> Callable[..., Any]:
                 self.paths[result] = args[0]
             elif name == "preadv" and result:
                 self.read_ranges.append((args[2], result))
-            elif name == "gather":
-                self.read_ranges += [(args[2] + n * args[4], args[3]) for n in range(result)]
         if failure:
             raise failure
         self.after(name, args)

@@ -19,7 +19,7 @@ import overlapping
 import torch
 
 from asyncckpt import AsyncCheckpointer
-from asyncckpt.staging import early
+from asyncckpt.staging import streaming
 
 DEADLINE_S = 60.0
 
@@ -50,7 +50,7 @@ def train(order: dict[str, Any]) -> None:
     def written(step: int, found: Any) -> None:
         error = found.exception()
         say("W", step) if error is None else say(
-            "F", step, repr(error).replace("\n", " "), getattr(error, "detail", "")
+            "F", step, getattr(error, "code", "-"), repr(error).replace("\n", " "), getattr(error, "detail", "")
         )
 
     waits = {"commit_timeout_s": DEADLINE_S, "worker_start_timeout_s": DEADLINE_S}
@@ -74,7 +74,7 @@ def train(order: dict[str, Any]) -> None:
 
 def main() -> None:
     """Obey."""
-    early.EARLY_FROM_NBYTES = 1
+    streaming.STREAMED_FROM_NBYTES = 1
     overlapping.copy_all_behind()
     torch.set_num_threads(1)
     for line in sys.stdin:

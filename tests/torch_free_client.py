@@ -31,8 +31,8 @@ from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.codec import decode, encode
 from asyncckpt.protocol.fields import MAX_PIECE_NBYTES
 from asyncckpt.protocol.identity import start_ticks
-from asyncckpt.protocol.lifecycle import ENDED
 from asyncckpt.protocol.request import PartRange, SaveRequest, encode_request
+from asyncckpt.protocol.save_phases import ENDED
 
 MIN_TIMEOUT_S = 60.0
 
@@ -104,7 +104,7 @@ class Snapshot:
             offset += layout.round_up(len(image))
         fields: dict[str, Any] = {
             "metadata": "{}", "fsync": True, "overwrite": False, "umask": 0o022, "write_threads": 0, "package": "test",
-            "commit_timeout_s": 60.0, "hook_timeout_s": 0, "plan": "", "samples": b"", "contribution": b"", **rest,
+            "commit_timeout_s": 60.0, "hook_timeout_s": 0, "plan": "", "samples": b"", "changed": False, **rest,
         }  # fmt: skip
         return encode_request(
             SaveRequest(
@@ -145,17 +145,29 @@ class ClientSlot:
 
 
 class Client:
-    """One session. Requests are repeated until they are answered; `Refused` raises what it carries."""
+    """One session. Requests are repeated until they are answered; `Refused` raises what it carries.
 
-    def __init__(self, endpoint: str, *, rank: int = 0, world_size: int = 1, timeout_s: float = MIN_TIMEOUT_S) -> None:
+    Args:
+        context: Of the socket, where many clients share one.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        timeout_s: float = MIN_TIMEOUT_S,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
         self.endpoint, self.rank, self.world_size, self.timeout_s = endpoint, rank, world_size, timeout_s
         self.session = secrets.token_hex(8)
         self.slots: list[ClientSlot] = []
         self.pushed: list[Mapping[str, Any]] = []
         self.welcome: m.Welcome | None = None
         self._ids = iter(range(1, 1 << 62))
-        self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.DEALER)
+        self._own_context = zmq.Context() if context is None else None
+        self.socket = (context or self._own_context).socket(zmq.DEALER)  # type: ignore[union-attr]
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.IDENTITY, self.session.encode())
         self.socket.setsockopt(zmq.RECONNECT_IVL, 10)
@@ -170,7 +182,8 @@ class Client:
     def close(self) -> None:
         """Unmap all slots and close the socket, without a goodbye."""
         self.socket.close(0)
-        self._context.term()
+        if self._own_context is not None:
+            self._own_context.term()
         for slot in self.slots:
             slot.memory.close()
         self.slots.clear()

@@ -161,10 +161,10 @@ def obey() -> None:
     import torch
 
     import asyncckpt
-    import asyncckpt.cli
-    from asyncckpt.conversion import converter
+    from asyncckpt import cli
+    from asyncckpt.interop import convert
 
-    assert torch and converter and asyncckpt.AsyncCheckpointer and asyncckpt.load and asyncckpt.cli.main
+    assert torch and convert and asyncckpt.AsyncCheckpointer and asyncckpt.load and cli.parser()
     orders = socket.socket(fileno=int(sys.argv[1]))
     woken, wakes = socket.socketpair()
     woken.setblocking(False)

@@ -16,6 +16,7 @@ DATA = (
     "asyncckpt/format/SPEC.md",
     "asyncckpt/memory/SPEC.md",
     "asyncckpt/protocol/SPEC.md",
+    "asyncckpt/storage/COMMIT.md",
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncckpt.storage.files import Files
 from asyncckpt_worker.config import WorkerConfig
-from asyncckpt_worker.daemon import Daemon
+from asyncckpt_worker.service.daemon import Daemon
 
 DEADLINE_S = 60.0
 

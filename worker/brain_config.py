@@ -8,7 +8,7 @@ import secrets
 from asyncckpt import __version__
 from asyncckpt.protocol.identity import start_ticks
 from asyncckpt_worker.config import WorkerConfig
-from asyncckpt_worker.ending import BrainConfig
+from asyncckpt_worker.core.shutdown import BrainConfig
 
 
 def brain_config(config: WorkerConfig) -> BrainConfig:

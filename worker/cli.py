@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -18,10 +19,9 @@ from asyncckpt import __version__
 from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.protocol.endpoint import default_endpoint
 from asyncckpt.protocol.options import ADVERTISE_VARIABLE, LOOPBACK, add_options
-from asyncckpt_worker.advertised import check_advertised
-from asyncckpt_worker.claim import await_free, claim
 from asyncckpt_worker.config import WorkerConfig
-from asyncckpt_worker.supervisor import Supervisor
+from asyncckpt_worker.service.endpoint_lock import await_free, claim
+from asyncckpt_worker.service.observers import Supervisor
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -80,7 +80,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         config = _config(options)
-        check_advertised(config.advertise)
         if options.when_free and config.supervised:
             return serve(config, claimed=await_free(config.endpoint, Supervisor(os.environ, os.getpid())))
         if options.detach:
@@ -112,7 +111,7 @@ def _detached(config: WorkerConfig) -> int:
     os.dup2(null, 0)
     os.close(null)
     from asyncckpt_worker.inheritance import shed
-    from asyncckpt_worker.logs import keep_tail, redirect_output
+    from asyncckpt_worker.service.log import keep_tail, redirect_output
 
     shed()
     log_file = config.log_file or f"{path.removesuffix('.sock')}.log"
@@ -123,7 +122,7 @@ def _detached(config: WorkerConfig) -> int:
 
 def _kept(config: WorkerConfig) -> int:
     """Serve in the foreground for the program that started this worker; nobody but us keeps its log small."""
-    from asyncckpt_worker.logs import keep_tail, redirect_output
+    from asyncckpt_worker.service.log import keep_tail, redirect_output
 
     assert config.log_file is not None
     keep_tail(config.log_file)
@@ -148,16 +147,17 @@ def serve(config: WorkerConfig, *, claimed: tuple[str, int] | None = None, own_l
         OSError: The log file cannot be opened.
     """
     from asyncckpt.memory.heap import keep_small
-    from asyncckpt_worker import logs
-    from asyncckpt_worker.daemon import Daemon
-    from asyncckpt_worker.metrics import lower_priority
+    from asyncckpt_worker.service import log
+    from asyncckpt_worker.service.daemon import Daemon
+    from asyncckpt_worker.service.metrics import lower_priority
 
     if config.log_file is not None and own_log is None:
-        logs.redirect_output(config.log_file)
-    logs.configure(config.log_format, rotated=own_log)
+        log.redirect_output(config.log_file)
+    log.configure(config.log_format, rotated=own_log)
     keep_small()  # what is large here lives for milliseconds
     os.umask(0)  # the modes of files and directories come from each request
     daemon = Daemon(config, claimed=claimed)
+    gc.freeze()  # what is there by now stays: a full collection would walk it while a trainer waits for its answer
     lower_priority()  # only now: a trainer may be waiting for the start
     interrupts = 0
 

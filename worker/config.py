@@ -14,10 +14,9 @@ from asyncckpt.protocol.options import (
     KEEP_SNAPSHOTS_S,
     LOG_FORMATS,
     LOOPBACK,
+    MAX_THREADS,
     MIN_BANDWIDTH,
 )
-
-MAX_THREADS = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +33,7 @@ class WorkerConfig:
         drain_timeout_s: How long a drain waits for saves in flight.
         staging_grace_s: How long a drain waits for saves that are still being staged. Chosen, not measured: staging
             takes seconds at most.
-        threads: Threads that write one save, unless it asks for a number; 0 takes `rank_files.DEFAULT_THREADS`.
+        threads: Threads that write one save, unless it asks for a number; 0 takes `rank_writer.DEFAULT_THREADS`.
         max_write_bandwidth: Bytes per second that are written, of all saves together; 0: as fast as it goes.
         heartbeat_s: What trainers are told to send heartbeats at: a loss is noticed within a second.
         advertise, port: Where the workers of other nodes reach this one, when it leads them; 0: any port.

@@ -1,59 +1,79 @@
-"""The command `asyncckpt`: one module per command, each with `configure(parser)` and `run(args) -> exit code`.
+"""The command `asyncckpt`: one module a command, with `EXAMPLES`, `configure(parser)` and `run(args)`.
 
-Exit codes: 0 ok, 1 failed, 2 usage, 3 corrupt or incomplete, 4 not found, 5 worker unreachable. No module here imports
-torch at the top, so that the quick commands answer at once.
+The module's docstring is what `--help` says of the command; `configure` adds its arguments; those that print data
+have --json too. `run` returns the exit code: 0 ok, 1 failed, 2 usage, 3 corrupt or incomplete, 4 not found, 5 worker
+unreachable. The module is imported when the command is called, and none imports torch at the top: the quick commands
+answer at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from asyncckpt import __version__, standard_streams
-from asyncckpt.cli import (
-    convert,
-    demo,
-    diff,
-    doctor,
-    du,
-    gc,
-    inspect,
-    ls,
-    pin,
-    prune,
-    report,
-    run,
-    top,
-    verify,
-    worker,
-)
-from asyncckpt.cli.help_text import ExampleFormatter, examples
 from asyncckpt.cli.output import EXIT_FAILED, exit_code_of, say
 from asyncckpt.errors import AsyncCkptError
 
 COMMANDS = {
-    "demo": demo,
-    "run": run,
-    "top": top,
-    "report": report,
-    "ls": ls,
-    "inspect": inspect,
-    "du": du,
-    "verify": verify,
-    "diff": diff,
-    "convert": convert,
-    "pin": pin,
-    "prune": prune,
-    "gc": gc,
-    "doctor": doctor,
-    "worker": worker,
+    "demo": "show on this machine that a killed training loses nothing",
+    "run": "run a command, torchrun for instance, with a worker of its own beside it; exits as the command does",
+    "top": "show what the worker is doing, rank by rank, live",
+    "report": "make a page with pictures of stalls, writing and recovery points",
+    "ls": "list the checkpoints below a directory, committed or not",
+    "inspect": "show what a checkpoint holds: tensors, shards, objects, timings",
+    "du": "show what checkpoints take on disk",
+    "verify": "check every checksum, size and shape of checkpoints; names what is damaged",
+    "diff": "compare two checkpoints: structure, every tensor, every object; exit code 1 when they differ",
+    "convert": "convert a checkpoint: asyncckpt, PyTorch DCP, torch.save, safetensors, Hugging Face",
+    "pin": "pin checkpoints, so that retention never removes them",
+    "prune": "list the checkpoints that a retention policy gives up, and remove them with --delete",
+    "gc": "list what unfinished saves left behind, and remove it with --delete",
+    "doctor": "check this machine and a directory before a run",
+    "worker": "start the worker, ask for its status, drain it or stop it",
 }
+"""Name and help text; the module `asyncckpt.cli.NAME` has the rest."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
+NO_DATA = ("demo", "run", "worker")
+"""Commands without --json; the actions of `worker` have it."""
+
+HEADING = "examples:"
+
+
+class ExampleFormatter(argparse.HelpFormatter):
+    """Breaks descriptions as usual, and keeps the lines of examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith(HEADING) else super()._fill_text(text, width, indent)
+
+
+def describe(parser: argparse.ArgumentParser, text: str, examples: Sequence[str]) -> None:
+    """Let `--help` say what a command does, with an example a line."""
+    parser.formatter_class = ExampleFormatter
+    parser.description, parser.epilog = " ".join(text.split()), "\n  ".join([HEADING, *examples])
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add --json."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def module_of(name: str) -> ModuleType:
+    """Return the module of a command."""
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def parser(only: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of all commands.
+
+    Args:
+        only: The command whose arguments it will parse, the one module to import; None: any.
+    """
     top = argparse.ArgumentParser(
         prog="asyncckpt",
         description="Look after checkpoints written by asyncckpt, and the worker that writes them.",
@@ -61,15 +81,14 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"asyncckpt {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, module in COMMANDS.items():
-        sub = commands.add_parser(
-            name,
-            help=module.HELP,
-            description=getattr(module, "DESCRIPTION", module.HELP[0].upper() + module.HELP[1:] + "."),
-            epilog=examples(module.EXAMPLES),
-            formatter_class=ExampleFormatter,
-        )
-        module.configure(sub)
+    for name, text in COMMANDS.items():
+        sub = commands.add_parser(name, help=text)
+        if only in (None, name):
+            module = module_of(name)
+            describe(sub, module.__doc__ or "", module.EXAMPLES)
+            module.configure(sub)
+            if name not in NO_DATA:
+                add_json(sub)
     return top
 
 
@@ -82,9 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    words = sys.argv[1:] if argv is None else argv
     with standard_streams.usable():
-        try:
-            args = parser().parse_args(argv)
+        try:  # no option before the command takes a value: the first other word is the command
+            args = parser(only=next((word for word in words if not word.startswith("-")), "")).parse_args(words)
         except SystemExit as error:  # it has printed its help, or what is wrong
             code = error.code if isinstance(error.code, int) else 0
             raise SystemExit(standard_streams.exit_code(code)) from None
@@ -93,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        code: int = COMMANDS[args.command].run(args)
+        code: int = module_of(args.command).run(args)
         return code
     except KeyboardInterrupt:
         return 130

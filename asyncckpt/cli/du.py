@@ -1,4 +1,7 @@
-"""`asyncckpt du`: what checkpoints, and what is left of others, take on disk."""
+"""Show what the checkpoints below a directory take: their length, and what they occupy on disk, which is more where
+room was reserved and less where files have holes or are shared. What was never committed is there too: `gc` removes
+it. The largest comes first.
+"""
 
 from __future__ import annotations
 
@@ -8,89 +11,63 @@ import stat
 from collections import Counter
 from typing import Any
 
-from asyncckpt.cli.output import EXIT_OK, print_json, print_table, say
-from asyncckpt.cli.roots import configure_root, existing_root, no_checkpoints
-from asyncckpt.format.steps import lineage_key
-from asyncckpt.sizes import human
+from asyncckpt.cli.output import EXIT_OK, add_root, existing_root, nothing_in, print_rows, say
+from asyncckpt.quantities import human
 from asyncckpt.storage.catalog import COMMITTED, Found, scan
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 
-HELP = "show what checkpoints take on disk"
-DESCRIPTION = (
-    "Show what the checkpoints below a directory take: their length, and what they occupy on disk, which is more where "
-    "room was reserved and less where files have holes or are shared. What was never committed is there too: `gc` "
-    "removes it. The largest comes first."
-)
 EXAMPLES = ("asyncckpt du runs/a", "asyncckpt du -r runs --json")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    configure_root(parser)
+    add_root(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit code 4 when there is no such directory."""
     files = Files()
     root = existing_root(args.root, files)
-    rows = [_row(found, files) for found in sorted(scan(root, files, recursive=args.recursive), key=_order)]
-    rows.sort(key=lambda row: -row["allocated_nbytes"])
+    rows = [_row(found, files) for found in scan(root, LocalStore(files), recursive=args.recursive)]
+    rows.sort(key=lambda row: (-row["allocated_nbytes"], row["path"]))
     totals = {state: Counter[str]() for state in sorted({row["state"] for row in rows})}
     for row in rows:
-        totals[row["state"]].update(
-            {name: row[name] for name in ("files", "nbytes", "allocated_nbytes")}, checkpoints=1
-        )
-    if args.json:
-        print_json({"root": root, "checkpoints": rows, "totals": totals})
-        return EXIT_OK
-    if not rows:
-        say(no_checkpoints(args.root, recursive=args.recursive))
-        return EXIT_OK
-    print_table(
-        ("STATE", "STEP", "FILES", "SIZE", "ON DISK", "PATH"),
-        [
-            [r["state"], _text(r["step"]), str(r["files"]), human(r["nbytes"]), human(r["allocated_nbytes"]), r["path"]]
-            for r in rows
-        ],
-    )
-    for state, total in totals.items():
+        counts = {name: row[name] for name in ("files", "nbytes", "allocated_nbytes")}
+        totals[row["state"]].update(counts, checkpoints=1)
+    facts = {"root": root, "checkpoints": rows, "totals": totals}
+    header = ("STATE", "STEP", "FILES", "SIZE", "ON DISK", "PATH")
+    print_rows(args, facts, header, [_cells(row) for row in rows], nothing_in(args, "no checkpoints"))
+    for state, total in totals.items() if not args.json else ():
         hint = "" if state == COMMITTED else "; asyncckpt gc looks at it"
         say(f"{state}: {total['checkpoints']}, {human(total['allocated_nbytes'])} on disk{hint}")
     return EXIT_OK
 
 
-def _order(found: Found) -> tuple[bool, Any, str]:
-    return found.manifest is None, lineage_key(found.manifest.save_id) if found.manifest else (), found.path
+def _cells(row: dict[str, Any]) -> list[Any]:
+    return [row["state"], row["step"], row["files"], human(row["nbytes"]), human(row["allocated_nbytes"]), row["path"]]
 
 
 def _row(found: Found, files: Files) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "path": found.path,
-        "state": found.state,
-        "step": found.manifest.step if found.manifest else None,
-        "files": 0,
-        "nbytes": 0,
-        "allocated_nbytes": 0,
-        "unreadable": 0,
-    }
+    seen: list[os.stat_result] = []
+    unreadable = 0
     try:
         names = files.listdir(found.path)
     except OSError:
-        names, row["unreadable"] = [], 1
+        names, unreadable = [], 1
     for name in names:
         try:
-            seen = files.lstat(os.path.join(found.path, name))
+            seen.append(files.lstat(os.path.join(found.path, name)))
         except FileNotFoundError:  # removed meanwhile
             continue
         except OSError:
-            row["unreadable"] += 1
-            continue
-        if stat.S_ISREG(seen.st_mode):
-            row["files"] += 1
-            row["nbytes"] += seen.st_size
-            row["allocated_nbytes"] += seen.st_blocks * 512
-    return row
-
-
-def _text(value: Any) -> str:
-    return "-" if value is None else str(value)
+            unreadable += 1
+    regular = [one for one in seen if stat.S_ISREG(one.st_mode)]
+    return {
+        "path": found.path,
+        "state": found.state,
+        "step": found.manifest.step if found.manifest else None,
+        "files": len(regular),
+        "nbytes": sum(one.st_size for one in regular),
+        "allocated_nbytes": sum(one.st_blocks * 512 for one in regular),
+        "unreadable": unreadable,
+    }

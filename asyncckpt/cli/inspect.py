@@ -1,4 +1,4 @@
-"""`asyncckpt inspect`: what a checkpoint holds: tensors, shapes, dtypes, shards, objects, timings."""
+"""Show what a checkpoint of any kind holds: tensors, shapes, dtypes, shards, objects, timings."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from asyncckpt.cli.output import EXIT_OK, print_json, print_table, say
-from asyncckpt.cli.progress import expect, reading
-from asyncckpt.foreign.kinds import OURS, read_any
+from asyncckpt.cli.output import EXIT_OK, print_json, print_table, say, some_path
+from asyncckpt.cli.progress import reading
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.format.objects import decode_value
-from asyncckpt.format.tree import fqn_of, leaves, per_rank_nodes
-from asyncckpt.sizes import human
+from asyncckpt.format.state_tree import fqn_of, leaves, per_rank_nodes
+from asyncckpt.interop.sources.detect import OURS, read_any
+from asyncckpt.quantities import human
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_objects
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.unread import Unread
 
-HELP = "show what a checkpoint holds: tensors, shards, objects, timings"
 EXAMPLES = (
     "asyncckpt inspect runs/a/step-300",
     "asyncckpt inspect --stats runs/a/step-300",
@@ -30,14 +29,12 @@ _STATS = ("FQN", "MIN", "MAX", "MEAN", "STD", "ZEROS", "NAN", "INF")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    parser.add_argument("path", metavar="PATH", help="a checkpoint of any kind")
+    parser.add_argument("path", metavar="PATH", type=some_path, help="a checkpoint of any kind")
     parser.add_argument(
         "--stats",
         action="store_true",
         help="read every tensor, and show minimum, maximum, mean, standard deviation, zeros, NaN and infinities",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,10 +53,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _add_statistics(described: dict[str, Any], contents: Contents, *, quiet: bool) -> None:
     """Give each tensor its `stats`."""
-    from asyncckpt.conversion.statistics import statistics_of
+    from asyncckpt.interop.statistics import statistics_of
 
-    with reading(Files(), quiet=quiet) as files:
-        expect(files, lambda: int(described["nbytes"]))
+    with reading(Files(), lambda: int(described["nbytes"]), quiet=quiet) as files:
         found = {saved.fqn: stats.described() for saved, stats in statistics_of(contents, files)}
     for tensor in described["tensors"]:
         tensor["stats"] = found[tensor["fqn"]]
@@ -134,12 +130,8 @@ def _objects(contents: Contents, rank: int, files: Files) -> Iterator[dict[str, 
             except ValueError as error:
                 name = contents.ranks[rank].index.objects.name
                 raise corrupt(contents.path, name, f"object {node[1]} does not decode: {error}") from error
-            yield {"rank": rank, "fqn": fqn, "per_rank": fqn in marked, "value": shown, **_unread(raw)}
-
-
-def _unread(raw: Any) -> dict[str, str]:
-    """Return what JSON has more of an object of another format that was not read."""
-    return {"unread": raw.kind} if isinstance(raw, Unread) else {}
+            unread = {"unread": raw.kind} if isinstance(raw, Unread) else {}
+            yield {"rank": rank, "fqn": fqn, "per_rank": fqn in marked, "value": shown, **unread}
 
 
 def _shown(raw: Any) -> str:

@@ -1,6 +1,8 @@
-"""`asyncckpt ls`: the checkpoints below a directory, committed or not; then those of other libraries.
+"""List the checkpoints below a directory.
 
-Directory by directory; in each the committed ones, oldest first by lineage, then what is none.
+The newest comes last: by run and save, not by step, so that after going back to an earlier step the new branch is the
+newest. What was never committed, was given up (abandoned), put aside (quarantined) or is damaged follows. With -r
+directory by directory, each in this order.
 """
 
 from __future__ import annotations
@@ -9,22 +11,16 @@ import argparse
 import os
 from typing import Any
 
-from asyncckpt.cli.output import EXIT_OK, print_json, print_table, say
-from asyncckpt.cli.roots import configure_root, existing_root, no_checkpoints
+from asyncckpt.cli.output import EXIT_OK, add_root, existing_root, noted, nothing_in, print_rows
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.foreign.kinds import OURS, kind_at
-from asyncckpt.format.steps import lineage_key
-from asyncckpt.retention.pins import is_pinned
-from asyncckpt.sizes import human
+from asyncckpt.format.names import lineage_key
+from asyncckpt.interop.sources.detect import OURS, kind_at
+from asyncckpt.quantities import human
 from asyncckpt.storage.catalog import Found, scan
+from asyncckpt.storage.checkpoint_dir import is_pinned
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 
-HELP = "list the checkpoints below a directory, committed or not"
-DESCRIPTION = (
-    "List the checkpoints below a directory. The newest comes last: by run and save, not by step, so that after going "
-    "back to an earlier step the new branch is the newest. What was never committed, was given up (abandoned), put "
-    "aside (quarantined) or is damaged follows. With -r directory by directory, each in this order."
-)
 EXAMPLES = (
     "asyncckpt ls runs/a",
     "asyncckpt ls -r runs --json",
@@ -34,30 +30,19 @@ _ANY_DEPTH = 100
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    configure_root(parser)
+    add_root(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit code 4 when there is no such directory, 1 when it cannot be read."""
     files = Files()
     root = existing_root(args.root, files)
-    found = sorted(scan(root, files, recursive=args.recursive), key=_order)
-    rows = [_row(f) for f in found]
+    found = sorted(scan(root, LocalStore(files), recursive=args.recursive), key=_order)
     others = _others(root, {f.path for f in found}, files, depth=_ANY_DEPTH if args.recursive else 1)
-    rows += [
-        {**dict.fromkeys(_row(Found(path=path, state=FOREIGN))), "path": path, "state": FOREIGN, "kind": kind}
-        for path, kind in others
-    ]
-    if args.json:
-        print_json(rows)
-    elif not rows:
-        say(no_checkpoints(args.root, recursive=args.recursive))
-    else:
-        print_table(
-            ("STATE", "STEP", "SIZE", "RANKS", "CREATED", "PATH"),
-            [[_state(r), _text(r["step"]), _size(r), _text(r["ranks"]), _text(r["created"]), _where(r)] for r in rows],
-        )
+    rows = [_row(f, OURS, files) for f in found]
+    rows += [_row(Found(path=path, state=FOREIGN), kind, files) for path, kind in others]
+    header = ("STATE", "STEP", "SIZE", "RANKS", "CREATED", "PATH")
+    print_rows(args, rows, header, [_cells(row) for row in rows], nothing_in(args, "no checkpoints"))
     return EXIT_OK
 
 
@@ -72,30 +57,22 @@ def _others(root: str, ours: set[str], files: Files, *, depth: int) -> list[tupl
         return []
     if kind != OURS:
         return [(root, kind)]
-    found = []
-    for child in (os.path.join(root, name) for name in sorted(names)):
-        if os.path.isdir(child) and not os.path.islink(child):
-            found += _others(child, ours, files, depth=depth - 1)
-    return found
+    children = [os.path.join(root, name) for name in sorted(names)]
+    directories = [child for child in children if os.path.isdir(child) and not os.path.islink(child)]
+    return [other for child in directories for other in _others(child, ours, files, depth=depth - 1)]
 
 
-def _state(row: dict[str, Any]) -> str:
-    return f"{FOREIGN}: {row['kind']}" if row["state"] == FOREIGN else str(row["state"])
+def _order(found: Found) -> tuple[str, bool, Any, str]:
+    lineage = lineage_key(found.manifest.save_id) if found.manifest else ()
+    return os.path.dirname(found.path), found.manifest is None, lineage, found.path
 
 
-def _order(found: Found) -> tuple[str, int, Any, str]:
-    parent = os.path.dirname(found.path)
-    if found.manifest is None:
-        return parent, 1, (), found.path
-    return parent, 0, lineage_key(found.manifest.save_id), found.path
-
-
-def _row(found: Found) -> dict[str, Any]:
+def _row(found: Found, kind: str, files: Files) -> dict[str, Any]:
     manifest = found.manifest
     return {
         "path": found.path,
         "state": found.state,
-        "kind": OURS,
+        "kind": kind,
         "step": manifest.step if manifest else None,
         "save_id": str(manifest.save_id) if manifest else None,
         "nbytes": manifest.nbytes if manifest else None,
@@ -104,24 +81,18 @@ def _row(found: Found) -> dict[str, Any]:
         "fsync": manifest.fsync if manifest else None,
         "metadata": dict(manifest.metadata) if manifest else None,
         "error": str(found.error) if found.error else None,
-        "pinned": manifest is not None and _is_pinned(found.path),
+        "pinned": manifest is not None and _is_pinned(found.path, files),
     }
 
 
-def _is_pinned(path: str) -> bool:
+def _is_pinned(path: str, files: Files) -> bool:
     try:
-        return is_pinned(path, Files())
+        return is_pinned(path, LocalStore(files))
     except OSError:  # not for us to see
         return False
 
 
-def _where(row: dict[str, Any]) -> str:
-    return f"{row['path']} (pinned)" if row["pinned"] else str(row["path"])
-
-
-def _text(value: Any) -> str:
-    return "-" if value is None else str(value)
-
-
-def _size(row: dict[str, Any]) -> str:
-    return "-" if row["nbytes"] is None else human(row["nbytes"])
+def _cells(row: dict[str, Any]) -> list[Any]:
+    state = f"{FOREIGN}: {row['kind']}" if row["state"] == FOREIGN else row["state"]
+    size = None if row["nbytes"] is None else human(row["nbytes"])
+    return [state, row["step"], size, row["ranks"], row["created"], noted(row["path"], row["pinned"] and "pinned")]

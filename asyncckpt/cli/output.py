@@ -1,11 +1,15 @@
-"""What the commands share: exit codes, sizes, tables and JSON."""
+"""What the commands share: exit codes, arguments, tables and JSON."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
+import math
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from asyncckpt.errors import (
@@ -16,6 +20,7 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
     WorkerUnavailableError,
 )
+from asyncckpt.storage.files import Files
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -23,9 +28,56 @@ EXIT_USAGE = 2
 EXIT_CORRUPT = 3
 EXIT_NOT_FOUND = 4
 EXIT_UNREACHABLE = 5
+EXIT_SIGNAL = 128
+"""Plus the signal's number, as in POSIX's shell."""
 
 _COMMANDS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """What a terminal obeys, what turns the direction of writing, and what has no UTF-8 form."""
+
+
+def some_path(text: str) -> str:
+    """Return a path, for argparse. IMPORTANT: an empty one, as of a variable that is not set, is not taken for `.`.
+
+    Raises:
+        argparse.ArgumentTypeError: It is empty.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, found an empty text")
+    return text
+
+
+def add_root(parser: argparse.ArgumentParser) -> None:
+    """Add ROOT and -r, of commands that look at all checkpoints below a directory."""
+    text = "directory that holds checkpoints, or a checkpoint itself"
+    parser.add_argument("root", metavar="ROOT", type=some_path, help=text)
+    parser.add_argument("-r", "--recursive", action="store_true", help="look at any depth")
+
+
+def add_keys(parser: argparse.ArgumentParser) -> None:
+    """Add --keys, which takes one name at a time: what follows it is a path again."""
+    parser.add_argument(
+        "--keys", metavar="FQN", action="append", help="only this name, or what is below it; repeat for more"
+    )
+
+
+def existing_root(given: str, files: Files) -> str:
+    """Return the absolute path of a directory that is there.
+
+    Raises:
+        CheckpointNotFoundError: It is not.
+        OSError: It cannot be read.
+    """
+    root = os.path.abspath(given)
+    try:
+        files.listdir(root)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointNotFoundError(f"{given} is no directory", path=root) from error
+    return root
+
+
+def nothing_in(args: argparse.Namespace, what: str) -> str:
+    """Return what is printed where there is nothing below ROOT."""
+    return f"{what} in {args.root}" + ("" if args.recursive else "; -r looks further down")
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -51,20 +103,62 @@ def say(text: str, file: TextIO | None = None) -> None:
     print(shown(text), file=file or sys.stdout)
 
 
-def print_json(value: Any) -> None:
-    """Print `value` as indented JSON."""
-    print(json.dumps(value, indent=1, default=str))
+def can_redraw(stream: TextIO) -> bool:
+    """Whether a stream is a terminal whose cursor can be moved, and `rich` (extra `cli`), which does it, is there."""
+    if not stream.isatty() or os.environ.get("TERM", "").lower() in ("dumb", "unknown"):
+        return False
+    try:
+        importlib.import_module("rich.live")
+    except ImportError:
+        return False
+    return True
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_json(value: Any, *, indent: int | None = 1) -> None:
+    """Print `value` as JSON; None for `indent`: on one line."""
+    print(json.dumps(_json_of(value), indent=indent, default=str, allow_nan=False), flush=indent is None)
+
+
+def _json_of(value: Any) -> Any:
+    """Return `value` with strings for the numbers that JSON has no form for: "NaN", "Infinity" and "-Infinity"."""
+    if isinstance(value, Mapping):
+        return {key: _json_of(member) for key, member in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_of(member) for member in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)
+    return value
+
+
+def noted(path: str, reason: object) -> str:
+    """Return a path, and in brackets what there is to say of it."""
+    return f"{path} ({reason})" if reason else path
+
+
+def print_rows(
+    args: argparse.Namespace, facts: Any, header: Sequence[str], rows: Sequence[Sequence[Any]], nothing: str
+) -> None:
+    """Print with --json `facts`; else `rows` under `header`, or where there are none what `nothing` says."""
+    if args.json:
+        print_json(facts)
+    elif rows:
+        print_table(header, rows)
+    else:
+        say(nothing)
+
+
+def print_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Print rows in columns under `header`."""
     for line in columns(header, rows):
         print(line)
 
 
-def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines in columns under `header`."""
-    rows = [[shown(cell).replace("\n", "\\n") for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    table = [header, *rows]
+def columns(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Return rows as lines in columns under `header`; None, which nobody knows, is "-"."""
+    table = [header, *([_cell(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else shown(str(value)).replace("\n", "\\n")

@@ -1,4 +1,4 @@
-"""A line on the terminal that says how far a long command is, drawn anew as it goes."""
+"""How far a long command is, on a terminal: a bar by `rich` (extra `cli`), and a line from time to time without it."""
 
 from __future__ import annotations
 
@@ -8,93 +8,95 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from asyncckpt.cli.output import can_redraw
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.sizes import human
+from asyncckpt.quantities import human
 from asyncckpt.storage.catalog import read_manifest
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 
-_BAR_WIDTH = 30
+Show = Callable[[int, int], None]
+"""Called with (done, total) bytes, by several threads. A total of 0: nobody knows it."""
+
 _REDRAW_S = 0.1
+_NEXT_LINE_S = 5.0
 
 
-class Bar:
-    """Called with (done, total) bytes; from several threads. A total of 0: nobody knows it."""
+@contextlib.contextmanager
+def progress(*, quiet: bool) -> Iterator[Show | None]:
+    """Yield what shows progress on stderr; None where that is no terminal, or if `quiet`."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    if not can_redraw(sys.stderr):
+        yield _limited(_NEXT_LINE_S, _print_line)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
-        self._lock = threading.Lock()
-        self._drawn = 0.0
-        self._width = 0
+    columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[pace]}", markup=False))
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+    ) as bar:
+        task = bar.add_task("", total=None, pace="")
 
-    def __call__(self, done: int, total: int) -> None:
-        now = time.perf_counter()
-        if now - self._drawn < _REDRAW_S and (done < total or not total):
-            return
-        with self._lock:
-            self._drawn = now
-            line = f"{human(done)}, {human(done / max(now - self._started, 1e-6))}/s"
-            if total:
-                share = min(1.0, done / total)
-                filled = int(share * _BAR_WIDTH)
-                line = f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {share:4.0%} {line.partition(', ')[2]}"
-            sys.stderr.write("\r" + line.ljust(self._width))
-            sys.stderr.flush()
-            self._width = len(line)
+        def draw(done: int, total: int, pace: str) -> None:
+            bar.update(task, completed=done, total=total or None, pace=pace, refresh=True)
 
-    def close(self) -> None:
-        """Clear the line."""
-        with self._lock:
-            if self._width:
-                sys.stderr.write("\r" + " " * self._width + "\r")
-                sys.stderr.flush()
-                self._width = 0
+        yield _limited(_REDRAW_S, draw)
 
 
-class CountingFiles(Files):
-    """Files whose reads move a bar.
+def _limited(every_s: float, draw: Callable[[int, int, str], None]) -> Show:
+    """Return what draws when it is called, the end always, and what is in between not more often than `every_s`."""
+    began = drawn = time.monotonic()
 
-    Args:
-        bar: Which one.
+    def show(done: int, total: int) -> None:
+        nonlocal drawn
+        now = time.monotonic()
+        if now - drawn >= every_s or done >= total > 0:
+            drawn = now
+            draw(done, total, f"{human(done)}, {human(done / max(now - began, 1e-6))}/s")
 
-    Attributes:
-        total: What will be read, bytes; 0: nobody knows.
-    """
+    return show
 
-    def __init__(self, bar: Bar) -> None:
+
+def _print_line(done: int, total: int, pace: str) -> None:
+    print(f"{min(1.0, done / total):.0%}, {pace}" if total else pace, file=sys.stderr, flush=True)
+
+
+class _CountingFiles(Files):
+    """Files whose reads are shown."""
+
+    def __init__(self, show: Show, total: int) -> None:
         super().__init__()
-        self._bar, self._done, self._lock, self.total = bar, 0, threading.Lock(), 0
+        self._show, self._total, self._done, self._lock = show, total, 0, threading.Lock()
 
     def preadv(self, fd: int, buffers: Sequence[memoryview | bytearray], offset: int, flags: int = 0) -> int:
-        """Read, and say so."""
+        """Read, and show it."""
         count = super().preadv(fd, buffers, offset, flags)
         with self._lock:
             self._done += count
-        self._bar(self._done, self.total)
+            self._show(self._done, self._total)
         return count
 
 
 @contextlib.contextmanager
-def reading(files: Files, *, quiet: bool) -> Iterator[Files]:
-    """Yield files whose reads are shown on stderr, if that is a terminal; else, or if `quiet`, those given."""
-    if quiet or not sys.stderr.isatty():
-        yield files
-        return
-    bar = Bar()
-    try:
-        yield CountingFiles(bar)
-    finally:
-        bar.close()
+def reading(files: Files, total: Callable[[], int], *, quiet: bool) -> Iterator[Files]:
+    """Yield files whose reads are shown; those given where nobody sees it.
+
+    Args:
+        files: The storage seam.
+        total: Returns how many bytes will be read; 0: nobody knows. Called only if it is shown.
+        quiet: Show nothing.
+    """
+    with progress(quiet=quiet) as show:
+        yield files if show is None else _CountingFiles(show, total())
 
 
 def said_nbytes(path: str, files: Files) -> int:
     """Return what a checkpoint of ours says that it holds; 0: not known."""
     try:
-        return read_manifest(path, files).nbytes
+        return read_manifest(path, LocalStore(files)).nbytes
     except (AsyncCkptError, OSError):
         return 0
-
-
-def expect(files: Files, nbytes: Callable[[], int]) -> None:
-    """Say how much is going to be read, if somebody sees it."""
-    if isinstance(files, CountingFiles):
-        files.total += nbytes()

@@ -1,30 +1,30 @@
-"""`asyncckpt report`: one HTML page with pictures of stalls, writing and the recovery point."""
+"""Make one self-contained HTML page of what happened to the saves below ROOT: step times and stalls, what each rank
+was doing, how old the recovery point was, and a table. It reads events.jsonl in ROOT, which trainers write with
+events=True (ASYNCCKPT_EVENTS=1) and workers with --events, and the manifests; without events less is known. The
+pictures need matplotlib (the extra `report`). --json prints what is known instead, and writes no page.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from asyncckpt import __version__
-from asyncckpt.cli.output import EXIT_OK, print_json, say
+from asyncckpt.cli.output import EXIT_OK, print_json, say, some_path
 from asyncckpt.errors import CheckpointNotFoundError, ConfigError
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.paths import absolute_path
+from asyncckpt.reporting.charts import can_draw
 from asyncckpt.reporting.history import History, SaveStory, history_of, recovery_points
-from asyncckpt.reporting.page import page
+from asyncckpt.reporting.page import NO_PICTURES, page
 from asyncckpt.storage.catalog import scan
 from asyncckpt.storage.event_log import EVENTS_NAME, ROTATED_NAME, read_events
-from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 
-HELP = "make a page with pictures of stalls, writing and recovery points"
-DESCRIPTION = (
-    "Make one self-contained HTML page of what happened to the saves below ROOT: step times and stalls, what each rank "
-    "was doing, how old the recovery point was, and a table. It reads events.jsonl in ROOT, which trainers write with "
-    "events=True (ASYNCCKPT_EVENTS=1) and workers with --events, and the manifests; without events less is known."
-)
 EXAMPLES = (
     "asyncckpt report runs/a",
     "asyncckpt report runs/a -o /tmp/a.html",
@@ -33,10 +33,10 @@ EXAMPLES = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    parser.add_argument("root", metavar="ROOT", help="directory that holds the checkpoints of a run")
-    parser.add_argument("-o", "--output", metavar="FILE", help="where to (default: report.html in ROOT)")
-    parser.add_argument("--json", action="store_true", help="print what is known as JSON; write no page")
+    parser.add_argument("root", metavar="ROOT", type=some_path, help="directory that holds the checkpoints of a run")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=some_path, help="where to (default: report.html in ROOT)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,16 +59,17 @@ def run(args: argparse.Namespace) -> int:
         with open(temporary, "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
         os.replace(temporary, output)
-    except BaseException:
-        if os.path.exists(temporary):
+    finally:
+        with contextlib.suppress(OSError):
             os.unlink(temporary)
-        raise
     say(f"{output}: {len(history.saves)} saves, {history.n_events} events")
+    if not can_draw():
+        say(NO_PICTURES)
     return EXIT_OK
 
 
 def _manifests(root: str) -> Iterator[tuple[str, Manifest]]:
-    for found in scan(root, Files()):
+    for found in scan(root, LocalStore()):
         if found.manifest is not None:
             yield os.path.basename(found.path), found.manifest
 

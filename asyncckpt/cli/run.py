@@ -1,4 +1,7 @@
-"""`asyncckpt run`: a command with a worker beside it, which outlives every process of the command and then goes too."""
+"""Run a command, torchrun for instance, with a worker of its own beside it; exits as the command does.
+
+The worker outlives every process of the command, and ends when all that was submitted is written.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,25 @@ import argparse
 import contextlib
 import copy
 import os
+import pathlib
+import re
 import secrets
 import signal
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from asyncckpt import launcher
-from asyncckpt.cli import foreground
-from asyncckpt.cli.kept_worker import KeptWorker
-from asyncckpt.cli.output import EXIT_UNREACHABLE, EXIT_USAGE
+from asyncckpt.cli.output import EXIT_SIGNAL, EXIT_UNREACHABLE, EXIT_USAGE, say
+from asyncckpt.cli.worker import status_of, tell_to_drain
 from asyncckpt.config import ENDPOINT_VARIABLE, EVENTS_VARIABLE
-from asyncckpt.errors import WorkerUnavailableError
+from asyncckpt.errors import AsyncCkptError
 from asyncckpt.protocol.endpoint import private_endpoint, socket_path
+from asyncckpt.protocol.identity import is_gone, start_ticks
 from asyncckpt.protocol.options import add_options, to_arguments
+from asyncckpt.protocol.save_phases import ENDED
 
-HELP = "run a command, torchrun for instance, with a worker of its own beside it; exits as the command does"
 EXAMPLES = (
     "asyncckpt run --root /checkpoints -- torchrun --standalone --nproc-per-node 8 train.py",
     "asyncckpt run --events --metrics 127.0.0.1:9555 -- torchrun --max-restarts 3 --nproc-per-node 8 train.py",
@@ -33,10 +40,34 @@ START_TIMEOUT_S = 30.0
 EXIT_MARGIN_S = 15.0
 """What a worker may take beyond its drain timeout: to give up its jobs (5 s at most) and to end."""
 
+RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Before the first, second, ... start that follows a death; the last one for all further. Chosen, not measured."""
+
+LIVED_S = 60.0
+"""A worker that lived so long is none that dies at its start: the delays begin anew."""
+
 POLL_S = 0.05
-ASK_EVERY_S = 0.5
+ASK_EVERY_S = ASK_TIMEOUT_S = 0.5
+LOOK_EVERY_S = 60.0
 SAY_AFTER_S = 1.0
 MAX_NAMED = 20
+TAIL_NBYTES = 2000
+
+EXIT_NOT_EXECUTABLE = 126
+EXIT_COMMAND_NOT_FOUND = 127
+"""As in POSIX's shell, "Exit Status for Commands"."""
+
+FORWARDED = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2})
+ENDING = FORWARDED - {signal.SIGUSR1, signal.SIGUSR2}
+_WAITED = FORWARDED | {signal.SIGCHLD}
+_RESTORED = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD)
+"""Python ignores the first two, and an ignored signal stays ignored in what we start."""
+
+_SI_KERNEL = 0x80
+"""sigaction(2): the kernel sent it, which for these signals means the terminal."""
+
+_TROUBLE = re.compile(rb'^\S+ \S+ (WARNING|ERROR) |"level": "(warning|error)"', re.MULTILINE)
+"""In either format of the log (`asyncckpt_worker.service.log`)."""
 
 _HELPS = {
     "--endpoint": "ipc:///absolute/path of the worker's socket (default: a new one); the command finds it in "
@@ -50,7 +81,6 @@ _HELPS = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.usage = "asyncckpt run [-h] [options of the worker] -- CMD..."
     add_options(parser, _HELPS)
     parser.add_argument("words", metavar="CMD...", nargs=argparse.REMAINDER, help="the command and its arguments")
@@ -68,122 +98,241 @@ def run(args: argparse.Namespace) -> int:
         OSError: The log cannot be opened.
     """
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
-    wrong = "there is no command; put it behind --" if not words else ""
-    if args.detach or args.while_pid or args.when_free:
-        wrong = (
-            "--detach, --while-pid and --when-free are for asyncckpt-worker: this command keeps its worker as long as "
-            "it needs it"
-        )
-    if wrong:
-        print(f"asyncckpt run: {wrong}", file=sys.stderr)
+    if not words:
+        _say("there is no command; put it behind --")
         return EXIT_USAGE
-    foreground.block_signals()
-    own = not args.endpoint
+    if args.detach or args.while_pid or args.when_free:
+        _say("--detach, --while-pid and --when-free are for asyncckpt-worker: `asyncckpt run` ends its worker itself")
+        return EXIT_USAGE
+    # IMPORTANT: signals are blocked and waited for, never handled: none is lost between two looks, and none interrupts
+    # us between the command's start and the moment from which it would be forwarded.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started us may ignore it; then nobody could be waited for
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED)
     endpoint = args.endpoint or private_endpoint(os.environ, uid=os.geteuid(), token=secrets.token_hex(6))
-    beside_the_socket = launcher.log_path_of(endpoint)
-    log_path = os.path.abspath(os.path.expanduser(args.log_file)) if args.log_file else beside_the_socket
-    worker = KeptWorker(endpoint, _worker_options(args), log_path, _say)
-    # What it raises is a bug: the worker finishes, and ends when idle.
-    code = _run(words, worker, args.drain_timeout_s, events=args.events)
-    worker.kill()
-    if worker.log_tells_of_trouble():
-        _say(f"the worker's log tells of trouble: {log_path}")
-    elif own and not args.log_file:
-        _remove(log_path, f"{log_path}.1")
-    if own:
-        _remove(socket_path(endpoint), f"{socket_path(endpoint)}.lock")
-    return code
-
-
-def _worker_options(args: argparse.Namespace) -> list[str]:
+    log_path = launcher.log_path_of(endpoint)
+    if args.log_file:
+        log_path = os.path.abspath(os.path.expanduser(args.log_file))
     options = copy.copy(args)
     options.endpoint = options.log_file = None
     options.while_pid = os.getpid()
-    return to_arguments(options)
-
-
-def _run(words: list[str], worker: KeptWorker, drain_timeout_s: float, *, events: bool) -> int:
+    worker = WorkerSupervisor(endpoint, to_arguments(options), log_path)
+    # What it raises is a bug: the worker finishes, and ends when idle.
     code = _await_answer(worker)
-    if code is not None:
-        return code
-    _say(f"worker {worker.pid} at {worker.endpoint}, log {worker.log_path}")
-    environment = {**os.environ, ENDPOINT_VARIABLE: worker.endpoint, **({EVENTS_VARIABLE: "1"} if events else {})}
-    try:
-        command = foreground.Command(words, environment)
-    except FileNotFoundError:
-        _say(f"{words[0]}: command not found")
-        code = foreground.EXIT_COMMAND_NOT_FOUND
-    except OSError as error:
-        _say(f"{words[0]}: {error.strerror}")
-        code = foreground.EXIT_NOT_EXECUTABLE
-    else:
-        code = _attend(command, worker)
-    _drain(worker, drain_timeout_s)
+    if code is None:
+        code = _command(words, worker, with_events=args.events)
+        _drain(worker, args.drain_timeout_s)
+    worker.kill()
+    made = [] if args.endpoint else [socket_path(endpoint), f"{socket_path(endpoint)}.lock"]
+    if _TROUBLE.search(worker.logged()):
+        _say(f"the worker's log tells of trouble: {log_path}")
+    elif made and not args.log_file:
+        made += map(str, worker.logs)
+    for path in made:
+        with contextlib.suppress(OSError):  # whatever the command has put there: the exit code is its own
+            os.unlink(path)
     return code
 
 
-def _await_answer(worker: KeptWorker) -> int | None:
+def _await_answer(worker: WorkerSupervisor) -> int | None:
     """Wait until the worker answers. Returns an exit code when there is a reason to end instead."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
-        try:
-            if worker.answers():
-                return None
-        except WorkerUnavailableError as error:
-            _say(str(error))
-            return EXIT_USAGE if worker.exit_code == EXIT_USAGE else EXIT_UNREACHABLE
-        info = foreground.next_signal(POLL_S)
-        if info is not None and info.si_signo in foreground.ENDING:
-            return foreground.EXIT_SIGNAL + info.si_signo
-    _say(f"the worker does not answer within {START_TIMEOUT_S:g} s; its log is {worker.log_path}")
+        if worker.report().get("pid") == worker.process.pid:
+            return None
+        if worker.process.poll() is not None:
+            words = worker.logged()[-TAIL_NBYTES:].decode(errors="replace").strip() or "it said nothing"
+            _say(f"the worker ended with {worker.process.returncode}: {words}")
+            return EXIT_USAGE if worker.process.returncode == EXIT_USAGE else EXIT_UNREACHABLE
+        info = _next_signal(POLL_S)
+        if info is not None and info.si_signo in ENDING:
+            return EXIT_SIGNAL + info.si_signo
+    _say(f"the worker does not answer within {START_TIMEOUT_S:g} s; its log is {worker.logs[-1]}")
     return EXIT_UNREACHABLE
 
 
-def _attend(command: foreground.Command, worker: KeptWorker) -> int:
-    """Pass signals on and keep the worker alive until the command has ended; returns the command's exit code."""
-    while (code := command.poll()) is None:
-        again_at = worker.look_after()
-        wait_s = 60.0 if again_at is None else again_at - time.monotonic()
-        info = foreground.next_signal(wait_s)
-        if info is not None and info.si_signo != signal.SIGCHLD:
-            command.forward(info)
-    return code
+def _command(words: Sequence[str], worker: WorkerSupervisor, *, with_events: bool) -> int:
+    """Run the command to its end, pass signals on to it and keep the worker alive; returns its exit code."""
+    _say(f"worker {worker.process.pid} at {worker.endpoint}, log {worker.logs[-1]}")
+    environ = {**os.environ, ENDPOINT_VARIABLE: worker.endpoint, **({EVENTS_VARIABLE: "1"} if with_events else {})}
+    try:
+        # In our process group, with our terminal.
+        pid = os.posix_spawnp(words[0], list(words), environ, setsigmask=(), setsigdef=_RESTORED)
+    except OSError as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        _say(f"{words[0]}: {'command not found' if is_missing else error.strerror}")
+        return EXIT_COMMAND_NOT_FOUND if is_missing else EXIT_NOT_EXECUTABLE
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else EXIT_SIGNAL - code
+        info = _next_signal(worker.look_after())
+        if info is not None and _is_to_forward(info):
+            os.kill(pid, info.si_signo)  # not reaped yet, so the number is still its own
 
 
-def _drain(worker: KeptWorker, timeout_s: float) -> None:
+def _is_to_forward(info: signal.struct_siginfo) -> bool:
+    """Whether a signal was meant for the command too and has not reached it.
+
+    The terminal sends a signal to its whole foreground group, the command in it included; a hangup, at first, to the
+    leader of the session alone.
+    """
+    is_leaders = info.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid()
+    return info.si_signo in FORWARDED and (info.si_code != _SI_KERNEL or is_leaders)
+
+
+def _drain(worker: WorkerSupervisor, timeout_s: float) -> None:
     """Let the worker finish; a second signal, or the deadline, ends the wait. Says what is left unfinished."""
     unfinished = worker.unfinished()
     worker.drain()
-    began = asked = time.monotonic()
+    began = time.monotonic()
     deadline, interrupts, said = began + timeout_s + EXIT_MARGIN_S, 0, False
-    while not worker.has_ended() and time.monotonic() < deadline:
-        info = foreground.next_signal(POLL_S)
-        now = time.monotonic()
+    while not worker.has_ended() and (now := time.monotonic()) < deadline:
         if unfinished and not said and now - began > SAY_AFTER_S:
             said = True
             _say(f"waiting up to {timeout_s:g} s until the worker has finished {len(unfinished)} saves")
-        if info is not None and info.si_signo in foreground.ENDING:
+        info = _next_signal(ASK_EVERY_S)  # the worker's end is one
+        if info is not None and info.si_signo in ENDING:
             interrupts += 1
             if interrupts == 1:
                 _say("the worker is still writing; once more to give that up")
             elif interrupts == 2:
-                worker.cut_short()
+                worker.drain(now=True)
                 deadline = min(deadline, now + EXIT_MARGIN_S)
-        if now - asked > ASK_EVERY_S and not worker.has_ended():
-            asked, unfinished = now, worker.unfinished()
+        unfinished = worker.unfinished()
+    gave_up = not worker.has_ended()
     worker.kill()
-    if unfinished and worker.exit_code:
+    if unfinished and (gave_up or (worker.process.returncode and not worker.is_another)):
         _say(f"{len(unfinished)} saves are unfinished and will not be committed:")
         for text in unfinished[:MAX_NAMED]:
             _say(f"  {text}")
 
 
+def _next_signal(timeout_s: float) -> signal.struct_siginfo | None:
+    """Return the next signal, the end of a child (SIGCHLD) among them, or None after `timeout_s`."""
+    return signal.sigtimedwait(_WAITED, max(0.0, timeout_s))
+
+
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # a terminal that is gone must cost neither the command nor its saves
-        print(f"asyncckpt run: {text}", file=sys.stderr, flush=True)
+        say(f"asyncckpt run: {text}", file=sys.stderr)
+        sys.stderr.flush()
 
 
-def _remove(*paths: str) -> None:
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+class WorkerSupervisor:
+    """The worker: a child of ours in a session of its own, started again whenever it ends. Not thread-safe.
+
+    Args:
+        endpoint: Where it listens.
+        options: Options of the command, all but the endpoint and the log.
+        log_path: Where its log goes.
+
+    Attributes:
+        process: The one that was started last.
+        logs: The older log, which is there once the newer one was full, and the newer one.
+
+    Raises:
+        OSError: The log cannot be opened.
+        WorkerUnavailableError: It cannot be started.
+    """
+
+    def __init__(self, endpoint: str, options: Sequence[str], log_path: str) -> None:
+        self.endpoint, self.logs = endpoint, (pathlib.Path(f"{log_path}.1"), pathlib.Path(log_path))
+        self._options = options
+        self._deaths = 0
+        self._again_at: float | None = None
+        self._rows: list[Mapping[str, Any]] = []
+        self._old = {log.stat().st_ino: log.stat().st_size for log in self.logs if log.is_file()}
+        self._start()
+
+    def _start(self) -> None:
+        self.process = launcher.start_child(self.endpoint, log_path=str(self.logs[-1]), options=self._options)
+        self._started = time.monotonic()
+        self._served = self.process.pid, start_ticks(self.process.pid)
+
+    def report(self) -> Mapping[str, Any]:
+        """Return the status of whoever serves the endpoint; empty if nobody does. Blocks: up to `ASK_TIMEOUT_S`."""
+        try:
+            found = status_of(self.endpoint, ASK_TIMEOUT_S)
+        except AsyncCkptError:
+            return {}
+        self._served = found["pid"], start_ticks(found["pid"])
+        return found
+
+    def logged(self) -> bytes:
+        """Return what was written into the logs since the first start, as far as they were kept."""
+        text = b""
+        for log in self.logs:
+            with contextlib.suppress(OSError):
+                data = log.read_bytes() if log.is_file() else b""  # a pipe may have a reader
+                before = self._old.get(log.stat().st_ino, 0)
+                text += data[before:] if len(data) >= before else data  # the worker has cut it
+        return text
+
+    def look_after(self) -> float:
+        """Start it again if it has died, once the delay is over; returns in how many seconds to look again."""
+        if self.process.poll() is None:
+            return LOOK_EVERY_S
+        now = time.monotonic()
+        if self._again_at is None:
+            self._deaths = 1 if now - self._started >= LIVED_S else self._deaths + 1
+            delay_s = RESTART_DELAYS_S[min(self._deaths, len(RESTART_DELAYS_S)) - 1]
+            self._again_at = now + delay_s
+            lost = ", and its saves in flight with it" if self.process.returncode else ""
+            later = f" in {delay_s:g} s" if delay_s else ""
+            _say(f"worker {self.process.pid} {_ended(self.process.returncode)}{lost}; starting it again{later}")
+        if now >= self._again_at:
+            try:
+                self._start()
+            except (OSError, AsyncCkptError) as error:
+                self._again_at = now + RESTART_DELAYS_S[-1]
+                _say(f"{error}; trying again in {RESTART_DELAYS_S[-1]:g} s")
+            else:
+                self._again_at = None
+                return LOOK_EVERY_S
+        return self._again_at - now
+
+    def drain(self, *, now: bool = False) -> None:
+        """Let it finish what was submitted, then exit; `now`: exit without. Blocks: up to `ASK_TIMEOUT_S`.
+
+        A worker that a trainer has started in the place of one that was dead is told the same.
+        """
+        if not now:
+            self.process.terminate()  # nothing once it has been reaped
+        if now or self.is_another:
+            with contextlib.suppress(AsyncCkptError):
+                tell_to_drain(self.endpoint, ASK_TIMEOUT_S, now=now)
+
+    @property
+    def is_another(self) -> bool:
+        """Whether the one that answered last is no child of ours."""
+        return self._served[0] != self.process.pid
+
+    def has_ended(self) -> bool:
+        """Whether it is gone, and whoever has served in its place."""
+        pid, started = self._served
+        return self.process.poll() is not None and (not self.is_another or started is None or is_gone(pid, started))
+
+    def kill(self) -> None:
+        """End our child at once, and wait for that."""
+        self.process.kill()
+        self.process.wait()
+
+    def unfinished(self) -> list[str]:
+        """Return saves that have not ended, one text each, by the last answer. Blocks: up to `ASK_TIMEOUT_S`."""
+        if report := self.report():
+            self._rows = [row for row in report.get("saves") or () if row.get("phase") not in ENDED]
+        return [_described(row) for row in self._rows]
+
+
+def _described(row: Mapping[str, Any]) -> str:
+    missing = ", ".join(map(str, row.get("missing") or ()))
+    what = "a save" if row["step"] is None else f"step {row['step']}"
+    return f"{what} at {row['path']}: {row['phase']}" + (f", rank {missing} never came" if missing else "")
+
+
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with {code}"
+    name = next((one.name for one in signal.Signals if one == -code), f"signal {-code}")
+    return f"was ended by {name}"

@@ -1,7 +1,7 @@
-"""`asyncckpt verify`: every checksum, every size, coverage; names file, tensor and byte range.
+"""Check every checksum, every size and the coverage of checkpoints; names file, tensor and byte range.
 
-With `--newest`, of the checkpoints of a directory from the newest to the first that is sound: what
-`asyncckpt.restore_latest` would use.
+With --newest, of the checkpoints of a directory from the newest to the first that is sound: what
+asyncckpt.restore_latest would use.
 """
 
 from __future__ import annotations
@@ -11,34 +11,43 @@ import os
 from functools import partial
 from typing import Any
 
-from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK, print_json, say
-from asyncckpt.cli.progress import expect, reading, said_nbytes
+from asyncckpt.cli.output import (
+    EXIT_CORRUPT,
+    EXIT_FAILED,
+    EXIT_NOT_FOUND,
+    EXIT_OK,
+    existing_root,
+    print_json,
+    say,
+    some_path,
+)
+from asyncckpt.cli.progress import reading, said_nbytes
 from asyncckpt.errors import AsyncCkptError, CheckpointNotFoundError, ConfigError
-from asyncckpt.foreign.kinds import OURS
-from asyncckpt.foreign.verification import verify_any
-from asyncckpt.sizes import human
-from asyncckpt.storage.block_reader import DEFAULT_THREADS
-from asyncckpt.storage.candidates import candidates_in, is_broken
-from asyncckpt.storage.catalog import UNREADABLE, UNSUPPORTED
+from asyncckpt.interop.sources.detect import OURS
+from asyncckpt.interop.sources.verify import verify_any
+from asyncckpt.quantities import count, human
+from asyncckpt.storage.catalog import UNREADABLE, UNSUPPORTED, candidates_in, is_broken
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.reader import DEFAULT_THREADS
 from asyncckpt.storage.unread import unread_leaves
 from asyncckpt.storage.verification import ABSENT, OK, Verdict, leftovers
 
-HELP = "check every checksum, size and shape of checkpoints; names what is damaged"
 EXAMPLES = (
     "asyncckpt verify runs/a/step-300",
     "asyncckpt verify --newest runs/a",
     "asyncckpt verify --fast runs/a/step-*",
 )
 MAX_SHOWN = 20
+MAX_THREADS = 256
 _CODES = {OK: EXIT_OK, ABSENT: EXIT_NOT_FOUND, UNSUPPORTED: EXIT_FAILED, UNREADABLE: EXIT_FAILED}
 _GRAVEST_FIRST = (EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    parser.add_argument("paths", metavar="PATH", nargs="+", help="checkpoints of any kind; with --newest one directory")
+    text = "checkpoints of any kind; with --newest one directory"
+    parser.add_argument("paths", metavar="PATH", nargs="+", type=some_path, help=text)
     parser.add_argument(
         "--newest",
         action="store_true",
@@ -47,15 +56,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--fast", action="store_true", help="skip the data: manifest, indexes, sizes, coverage only")
     parser.add_argument(
-        "--threads", type=_count, default=DEFAULT_THREADS, help="threads that read (default: %(default)s)"
+        "--threads",
+        type=count(1, MAX_THREADS),
+        default=DEFAULT_THREADS,
+        help="threads that read (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _count(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError("at least 1")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,9 +73,8 @@ def run(args: argparse.Namespace) -> int:
     files, codes, rows = Files(), set(), []
     used: str | None = None
     for path in _newest_first(args, files) if args.newest else map(os.path.abspath, args.paths):
-        with reading(files, quiet=args.json or args.fast) as shown:
-            expect(shown, partial(said_nbytes, path, files))
-            verdict = verify_any(path, shown, fast=args.fast, threads=max(1, args.threads))
+        with reading(files, partial(said_nbytes, path, files), quiet=args.json or args.fast) as shown:
+            verdict = verify_any(path, shown, fast=args.fast, threads=args.threads)
         rows.append(_row(verdict, files))
         codes.add(_CODES.get(verdict.state, EXIT_CORRUPT))
         if not args.json:
@@ -96,11 +100,8 @@ def _newest_first(args: argparse.Namespace, files: Files) -> list[str]:
     """
     if len(args.paths) > 1:
         raise ConfigError("--newest looks into one directory", field="paths", value=len(args.paths))
-    root = os.path.abspath(args.paths[0])
-    try:
-        found = [candidate.path for candidate in candidates_in(root, files)]
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointNotFoundError(f"{args.paths[0]} is no directory", path=root) from error
+    root = existing_root(args.paths[0], files)
+    found = [candidate.path for candidate in candidates_in(root, LocalStore(files))]
     if not found:
         raise CheckpointNotFoundError(f"no checkpoint has been committed in {args.paths[0]}", path=root)
     return found

@@ -1,9 +1,9 @@
 """For stock `torch.distributed.checkpoint`: what plugs into it, and what stands in for its `format_utils`.
 
-dcp.save(state, storage_writer=asyncckpt.dcp.StorageWriter(path))
-dcp.load(state, storage_reader=asyncckpt.dcp.StorageReader(path))
-dcp.load(state, checkpoint_id=path, storage_reader=BroadcastingTorchSaveReader(), planner=DynamicMetaLoadPlanner())
-dcp_to_torch_save("dcp-directory", "model.pt")
+Example:
+    dcp.save(state, storage_writer=asyncckpt.dcp.StorageWriter(path))
+    dcp.load(state, storage_reader=asyncckpt.dcp.StorageReader(path))
+    asyncckpt.dcp.dcp_to_torch_save("dcp-directory", "model.pt")
 """
 
 from __future__ import annotations

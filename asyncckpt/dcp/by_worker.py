@@ -24,8 +24,9 @@ from asyncckpt.dcp.unsealed import Unsealed
 from asyncckpt.errors import AsyncCkptError, CommitTimeoutError
 from asyncckpt.format.names import SaveId
 from asyncckpt.process_group import find_rank_info
-from asyncckpt.storage.directory import look_at_directory
+from asyncckpt.storage.checkpoint_dir import look_at_directory
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 
 FIELDS = frozenset(
     {
@@ -150,7 +151,9 @@ class ByWorker:
                 self._save_id = given[0].save_id  # the other ranks may stage, and be ended, before this one writes
                 self._await_earlier(path)
                 self._seal_room.note_plans(plans, at)
-                look_at_directory(path, save_id=given[0].save_id, files=files, overwrite=self._config.overwrite)
+                look_at_directory(
+                    path, save_id=given[0].save_id, store=LocalStore(files), overwrite=self._config.overwrite
+                )
                 return given
         text = "the save to %s is written in the training process, for there is no worker: %s"
         _log.warning(text, path, "; ".join(why[:3]))

@@ -20,17 +20,18 @@ from asyncckpt.format.index import MAX_INDEX_NBYTES, decode_index
 from asyncckpt.format.manifest import PLANNER_KEY
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import decode_value, encode_objects
+from asyncckpt.format.state_tree import Node
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
-from asyncckpt.format.tree import Node
 from asyncckpt.planning.keys import check_keys
 from asyncckpt.planning.torch_types import dtype_name
 from asyncckpt.steps import step_in
 from asyncckpt.storage import commit
+from asyncckpt.storage.commit import build_manifest
 from asyncckpt.storage.contents import read_named_file
+from asyncckpt.storage.coverage import uncovered
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.proof import uncovered
-from asyncckpt.storage.rank_job import RankResult
-from asyncckpt.storage.record import build_manifest
+from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.rank_writer import RankResult
 from asyncckpt.sync_ranks import hole_error
 
 
@@ -124,7 +125,7 @@ def commit_all(
         metadata=ending.metadata,
         package=__version__,
     )
-    commit.publish(job.path, manifest, files=files, umask=job.umask, overwrite=job.overwrite)
+    commit.publish(job.path, manifest, store=LocalStore(files, umask=job.umask), overwrite=job.overwrite)
 
 
 def _whole(saved: Saved, metadata: Metadata, raws: dict[str, Any]) -> tuple[bytes, bytes]:

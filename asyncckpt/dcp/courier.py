@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from asyncckpt.conversion.payloads import CARRIERS, SLAB_NBYTES, slab_slices
 from asyncckpt.dcp.file_leaves import Fact, FileLeaves
 from asyncckpt.dcp.routes import Delivery, Route
 from asyncckpt.dcp.taking import Taking
 from asyncckpt.errors import SharedLoadError
 from asyncckpt.loading.boxes import region_of
+from asyncckpt.loading.slicing import SLAB_NBYTES, slab_slices
+from asyncckpt.planning.torch_types import CARRIERS
 
 _SLACK_NBYTES = 4096
 _GOOD, _BAD = 1, 0
@@ -60,7 +61,7 @@ class Courier:
     def __init__(self, group: Any, rank: int, route: Route, path: str) -> None:
         self._group, self._rank, self._route, self._path = group, rank, route, path
         self._device = _device_of(group) if route.world_size > 1 else torch.device("cpu")
-        self._rooms = [torch.empty(SLAB_NBYTES + _SLACK_NBYTES, dtype=torch.uint8) for _ in range(2)]
+        self._rooms = [torch.empty(SLAB_NBYTES + _SLACK_NBYTES, dtype=torch.uint8, device="cpu") for _ in range(2)]
         self._works: list[list[tuple[Any, torch.Tensor]]] = [[], []]
 
     def run(self, facts: Mapping[str, Fact], taking: Taking, leaves: FileLeaves | None) -> None:

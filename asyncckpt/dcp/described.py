@@ -27,17 +27,16 @@ from asyncckpt.dcp.leaf_values import planner_bytes, saved_bytes
 from asyncckpt.dcp.planner_data import planner_data_of, was_saved_by_torch
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import MissingKeysError, PickledLeafError
-from asyncckpt.format.keys import python_key
 from asyncckpt.format.names import MANIFEST_NAME
+from asyncckpt.format.state_tree import Node, form_in, fqn_of, leaves, python_key
 from asyncckpt.format.structure import Chunk
-from asyncckpt.format.tree import Node, fqn_of, leaves
 from asyncckpt.loading.fetching import bytes_of
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import HOLE
 from asyncckpt.loading.slicing import read_tensor
-from asyncckpt.planning.containers import form_in, form_of, mapping_of, sequence_of
 from asyncckpt.planning.numpy_values import array_of
+from asyncckpt.planning.rebuilding import form_of, mapping_of, sequence_of
 from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt
 from asyncckpt.storage.files import Files

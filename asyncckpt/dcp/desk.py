@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncckpt import __version__, ends
-from asyncckpt.changes import Run
 from asyncckpt.client import WorkerProcess
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.connection import CLOSE_TIMEOUT_S
 from asyncckpt.dcp.tickets import Ticket
 from asyncckpt.format.names import SaveId
 from asyncckpt.links import Build, Links, Worker
+from asyncckpt.outcomes import Outcomes, Run
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
 
@@ -37,21 +37,13 @@ class StockRun(Run):
         self.rank, self.links = rank, links
         self.run_id = ""
         self.agreement: Any = self
-
-    def forget(self, since: int | None = None) -> None:
-        """There is nothing to agree on anew."""
+        self.outcomes = Outcomes()
 
     def refuse(self, sequence: int, reason: str) -> None:
         """Nobody waits for this rank but by the process group."""
 
-    def start_over(self) -> None:
-        """There are no changes."""
-
-    def expect_changes(self, leader: str, number: int) -> None:
-        """There are none."""
-
-    def take_change(self, leader: str, number: int, effective: int, raw: bytes) -> None:
-        """There are none."""
+    def differs(self, fqn: str) -> None:
+        """Nothing is compared."""
 
 
 class _Ours(Worker):

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from asyncckpt.config import RankInfo
-from asyncckpt.conversion.payloads import CARRIERS, SLAB_NBYTES, strided_view
-from asyncckpt.foreign.kinds import read_any
-from asyncckpt.format.tree import Node, leaves
+from asyncckpt.format.state_tree import Node, leaves
+from asyncckpt.interop.sources.detect import read_any
+from asyncckpt.loading.fetching import strided_view
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
-from asyncckpt.loading.slicing import read_tensor
+from asyncckpt.loading.slicing import SLAB_NBYTES, read_tensor
 from asyncckpt.planning.keys import mappings
 from asyncckpt.planning.rebuilding import Rebuilding
-from asyncckpt.planning.torch_types import torch_dtype
+from asyncckpt.planning.torch_types import CARRIERS, torch_dtype
 from asyncckpt.storage.files import Files
 
 

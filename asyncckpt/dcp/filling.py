@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from asyncckpt.dcp.streamed import StreamedImage
 from asyncckpt.format.layout import round_up
-from asyncckpt.memory.ring import Ring
 from asyncckpt.memory.slot import PAGE_NBYTES
-from asyncckpt.storage.rank_files import EXTENT_NBYTES
+from asyncckpt.memory.streaming import StreamLayout
+from asyncckpt.storage.rank_writer import EXTENT_NBYTES
 from asyncckpt.uninterrupted import uninterrupted
 
 
@@ -23,7 +23,7 @@ class Piece(NamedTuple):
     offset: int
 
 
-def pieces_of(image: StreamedImage, ring: Ring | None) -> list[Piece]:
+def pieces_of(image: StreamedImage, ring: StreamLayout | None) -> list[Piece]:
     """Return the pieces of an image, for a slot that has room for all of it, or for the cells of a ring."""
     if ring is None:
         starts = range(0, len(image), EXTENT_NBYTES)

@@ -6,13 +6,13 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator
 
-from asyncckpt.conversion.converter import ConversionReport, convert
 from asyncckpt.errors import UnsupportedFormatError
-from asyncckpt.foreign.kinds import kind_at
-from asyncckpt.paths import absolute_path
-from asyncckpt.staging.umask import current_umask
-from asyncckpt.storage.directory import remove_made
+from asyncckpt.interop.convert import ConversionReport, convert
+from asyncckpt.interop.sources.detect import kind_at
+from asyncckpt.paths import absolute_path, current_umask
+from asyncckpt.storage.checkpoint_dir import remove_made
 from asyncckpt.storage.files import MODE_DIRECTORY, Files, fsync_directory
+from asyncckpt.storage.local import LocalStore
 
 
 def dcp_to_torch_save(
@@ -112,7 +112,7 @@ def _parents_of(path: str) -> Iterator[None]:
             fsync_directory(files, os.path.dirname(directory))
         yield
     except BaseException:
-        remove_made(made, files)
+        remove_made(made, LocalStore(files))
         raise
 
 

@@ -20,10 +20,11 @@ from asyncckpt.dcp.rank_part import Unfinished, write_part
 from asyncckpt.dcp.tickets import Ticket
 from asyncckpt.errors import CommitUnknownError
 from asyncckpt.format.names import SaveId
-from asyncckpt.staging.umask import current_umask
+from asyncckpt.paths import current_umask
 from asyncckpt.storage import commit
-from asyncckpt.storage.directory import prepare_directory, remove_made
+from asyncckpt.storage.checkpoint_dir import prepare_directory, remove_made
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 
 _log = logging.getLogger("asyncckpt.dcp")
 
@@ -99,7 +100,7 @@ class InProcess:
             raise
         self._committed()
         try:
-            commit.remove_leftovers(self._path, keep=unfinished.job.save_id, files=self._files)
+            commit.remove_leftovers(self._path, keep=unfinished.job.save_id, store=LocalStore(self._files))
         except OSError as error:
             _log.warning("leftovers stay in %s: %s", self._path, error)
 
@@ -113,8 +114,7 @@ class InProcess:
         return prepare_directory(
             self._path,
             save_id=save_id,
-            files=self._files,
-            umask=current_umask(),
+            store=LocalStore(self._files, umask=current_umask()),
             fsync=self._fsync,
             overwrite=self._overwrite,
         )
@@ -135,5 +135,5 @@ def _remove(path: str, save_id: SaveId, files: Files, made: Sequence[str], pid: 
     if os.getpid() != pid:  # a forked child lets its copy of the writer go
         return
     with contextlib.suppress(OSError):
-        commit.remove_files_of(path, save_id, files=files)
-        remove_made(made, files)
+        commit.remove_files_of(path, save_id, store=LocalStore(files))
+        remove_made(made, LocalStore(files))

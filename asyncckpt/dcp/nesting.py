@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from asyncckpt.format.tree import MAX_DEPTH, Node, Path, fqn_of
-
-_MAX_HOLES = 1024
-"""A list with more members missing is kept as a dict with integer keys. Chosen, not measured."""
+from asyncckpt.format.state_tree import MAX_DEPTH, Node, Path, fqn_of, tree_of
 
 
 def path_of(fqn: str, planner_data: Any) -> Path:
@@ -35,31 +32,7 @@ def nested(leaves: Mapping[str, Node], planner_data: Any, hole: Callable[[], Nod
         planner_data: Of the checkpoint's metadata: the paths of DefaultSavePlanner, or anything.
         hole: Makes a leaf for a member of a list that nobody has.
     """
-    root: dict[Any, Any] = {}
-    for fqn in ordered(leaves, planner_data):
-        if not _put(root, path_of(fqn, planner_data), leaves[fqn]):
-            return ("d", tuple(part for fqn in leaves for part in (fqn, leaves[fqn])))  # paths that contradict
-    return _node(root, hole)
-
-
-def _put(root: dict[Any, Any], path: Path, leaf: Node) -> bool:
-    at: Any = root
-    for key in path[:-1]:
-        at = at.setdefault(key, {})
-        if not isinstance(at, dict):
-            return False
-    if path[-1] in at:
-        return False
-    at[path[-1]] = leaf
-    return True
-
-
-def _node(found: Any, hole: Callable[[], Node]) -> Node:
-    if not isinstance(found, dict):
-        return tuple(found)
-    members = {key: _node(child, hole) for key, child in found.items()}
-    if members and all(type(key) is int and key >= 0 for key in members):
-        length = max(members) + 1
-        if length - len(members) <= _MAX_HOLES:
-            return ("l", tuple(members[n] if n in members else hole() for n in range(length)))
-    return ("d", tuple(part for pair in members.items() for part in pair))
+    try:
+        return tree_of([(path_of(fqn, planner_data), leaves[fqn]) for fqn in ordered(leaves, planner_data)], hole)
+    except ValueError:  # paths that contradict
+        return "d", tuple(part for pair in leaves.items() for part in pair)

@@ -15,12 +15,11 @@ from typing import Any
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from asyncckpt.errors import RanksDisagreeError
-from asyncckpt.foreign.assembly import ForeignSource
-from asyncckpt.foreign.ranges import read_exactly
-from asyncckpt.foreign.refusals import MAX_NBYTES
-from asyncckpt.foreign.zip_directory import read_directory
-from asyncckpt.format.checksum import file_checksum
+from asyncckpt.format.checksums import file_checksum
 from asyncckpt.format.names import DCP_METADATA_NAME
+from asyncckpt.interop.sources.source import read_exactly
+from asyncckpt.interop.sources.torch_file import read_directory
+from asyncckpt.interop.sources.unpickler import MAX_NBYTES
 from asyncckpt.process_group import machine
 from asyncckpt.storage.contents import Contents, corrupt
 from asyncckpt.storage.files import Files, opened, read_small_file
@@ -79,8 +78,7 @@ def found_in(contents: Contents, files: Files) -> Found:
     if source.kind == "dcp":
         data = read_small_file(files, os.path.join(source.directory, DCP_METADATA_NAME), MAX_NBYTES)
         source.check_unchanged(files, [DCP_METADATA_NAME])
-        is_named = isinstance(source, ForeignSource) and source.names_save
-        return Found(path, f".metadata of {file_checksum(data)}", here, "" if is_named else stamps)
+        return Found(path, f".metadata of {file_checksum(data)}", here, "" if source.names_save else stamps)
     said, is_summed = [repr((list(contents.tensors.values()), source.metadata))], bool(source.archives)
     for name, offset, length in source.archives:
         try:

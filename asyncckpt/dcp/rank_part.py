@@ -19,8 +19,7 @@ from asyncckpt.format.objects import encode_objects
 from asyncckpt.format.structure import TensorEntry
 from asyncckpt.staging.cuda import CudaDevice
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_files import RankWriter
-from asyncckpt.storage.rank_job import RankJob
+from asyncckpt.storage.rank_writer import RankJob, RankWriter
 
 MIN_THREADS = 3
 """That write. 1.6 GB on two cores take 2.8 s by one, 2.3 by two, 2.05 by three or four: while one thread copies and

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from asyncckpt.storage.rank_job import RankResult
+from asyncckpt.storage.rank_writer import RankResult
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ class ShardsOf:
         self._given = found.shards if given is None else given
         self.shards = [shard for shard in found.shards if shard.tensor.numel()]
         if 0 in found.global_shape:  # stored all the same: as one box, on every rank alike
-            whole = torch.empty(found.global_shape, dtype=found.dtype)
+            whole = torch.empty(found.global_shape, dtype=found.dtype, device="cpu")
             self.shards = [LocalShard(whole, (0,) * len(found.global_shape))]
         self._by_offsets = {shard.offsets: shard for shard in self.shards}
 

@@ -6,7 +6,9 @@ registered types; all other leaves are the default planners' business.
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,6 +34,8 @@ from asyncckpt.planning.sharding.dtensor import of_dtensor
 from asyncckpt.planning.sharding.recognising import describer
 from asyncckpt.planning.state_dict import PLAIN_TENSORS
 from asyncckpt.planning.torch_types import why_no_memory
+
+_logger = logging.getLogger("asyncckpt")
 
 
 class ShardedSavePlanner(DefaultSavePlanner):
@@ -59,6 +63,15 @@ class ShardedSavePlanner(DefaultSavePlanner):
         """Return the tensor of a shard, or what the default planner finds."""
         leaf = self.state_dict.get(index.fqn)
         return leaf.tensor_at(index) if isinstance(leaf, ShardsOf) else super().lookup_object(index)
+
+
+def _empty_places(value: Any, name: str = "") -> Iterator[str]:
+    """Yield the names of dicts and lists of a state dict that are empty."""
+    if isinstance(value, (dict, list)):
+        if not value and name:
+            yield name
+        for key, member in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _empty_places(member, f"{name}.{key}" if name else str(key))
 
 
 class ShardedLoadPlanner(UnflattenedLoadPlanner):
@@ -111,6 +124,15 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
             older, paths = flattened(self.original_state_dict, as_torch_2_3=True)
             if missing & set(older):  # saved by torch 2.3 or earlier, which named leaves otherwise
                 self.state_dict, self.mappings = _fillable(described(older)), paths
+        for name in _empty_places(self.original_state_dict):
+            below = sum(fqn.startswith(f"{name}.") for fqn in missing)
+            if below:
+                _logger.warning(
+                    "%r is empty in the target and stays so: %d saved name(s) below it are not loaded; give it what is "
+                    "to be filled (an optimizer's state: `get_state_dict`), or use `asyncckpt.load`, which fills it",
+                    name,
+                    below,
+                )
         return create_default_local_load_plan(self.state_dict, metadata, not self.allow_partial_load)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:

@@ -1,16 +1,14 @@
 """One rank's part in a save that the worker writes: laid out, staged into a slot, and sealed.
 
 The coordinator knows tree, objects and step only when every rank has staged. So its slot is sealed last, with a request
-that says them (memory/SPEC.md, sections 5 and 6); the other ranks leave the step to it.
+that says them (memory/SPEC.md, section 5); the other ranks leave the step to it.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -28,14 +26,13 @@ from asyncckpt.dcp.unsealed import Unsealed, begin, hand_over
 from asyncckpt.errors import InsufficientMemoryError
 from asyncckpt.format.layout import round_up
 from asyncckpt.format.objects import encode_objects
-from asyncckpt.memory.ring import Counters, Ring
 from asyncckpt.memory.slot import PAGE_NBYTES, slot_nbytes
+from asyncckpt.memory.streaming import StreamLayout
 from asyncckpt.protocol.request import MAX_METADATA_NBYTES, PartRange, SaveRequest, encode_request
 from asyncckpt.staging.cuda import CudaDevice
-from asyncckpt.staging.early import EARLY_FROM_NBYTES
 from asyncckpt.staging.lent_slot import LentSlot
-from asyncckpt.staging.ring_copy import Cells
-from asyncckpt.staging.rings import REQUEST_SLACK_NBYTES, ring_within
+from asyncckpt.staging.segmented_copy import REQUEST_SLACK_NBYTES, ring_within
+from asyncckpt.staging.streaming import SlotStream, pays
 
 SMALL_RING_NBYTES = 256 << 20
 """Of the slot of a state for which the machine has no memory. Chosen: sixteen writes, and a fraction of any node."""
@@ -106,7 +103,7 @@ class _Part:
         self._ticket, self._options, self._process = ticket, options, process
         self._began_at, self._seal_room = time.perf_counter(), seal_room
         self._is_open_end = ticket.rank == 0
-        self._ring: Ring | None = None
+        self._ring: StreamLayout | None = None
         config = process.config
         self.request = SaveRequest(
             save_id=str(ticket.save_id),
@@ -128,7 +125,7 @@ class _Part:
             hook_timeout_s=0.0,
             plan="",
             samples=b"",
-            contribution=b"",
+            changed=False,
         )
 
     def lie_in(self, image: StreamedImage) -> None:
@@ -156,7 +153,7 @@ class _Part:
                     return None
                 _log.warning("save %s: %s", self._ticket.save_id, error.message)
         room += self._spare(limit)
-        ring = ring_within(limit or SMALL_RING_NBYTES, [n for _, n in image.parts], room)
+        ring = ring_within(limit or SMALL_RING_NBYTES, self.request.parts, room)
         if ring is None:
             return None
         self._ring = ring
@@ -204,40 +201,30 @@ class _Part:
         request = encode_request(self.request)
         body_end = PAGE_NBYTES + len(image) if ring is None else ring.end
         # A coordinator of several ranks begins at the end: nobody knows yet how long its request will be.
-        early = len(image) >= EARLY_FROM_NBYTES and (not self._is_open_end or self._ticket.world_size == 1)
-        begun = early or ring is not None or not self._is_open_end
+        is_known = not self._is_open_end or self._ticket.world_size == 1
+        streams = ring is not None or (pays(len(image)) and is_known)
+        begun = streams or not self._is_open_end
         if begun:
             begin(process, slot, self.request, len(request))
         control.open(slot.generation)
-        counters = Counters(slot.memory, slot.generation)
         pieces = pieces_of(image, ring)
-        check: Callable[[], Any] = lambda: None  # noqa: E731
-        if early or ring is not None:
-            counters.reset()
-            control.stream(request, body_end)
-        if ring is not None:
-            check = process.stream(save_id, slot)
-        elif early:
-            process.announce(save_id, slot)
-        cells = _Cells(self, ring, counters, check) if ring is not None else None
+        stream: SlotStream | None = None
+        if streams:
+            stream = SlotStream(process, slot, request, body_end, ring, save_id=save_id, step=None, path=path)
 
         def ready(number: int) -> None:
             if begun and (error := process.early_error(save_id)) is not None:
                 raise error
-            if cells is not None:
-                cells.await_cell(number)
+            if stream is not None and ring is not None:
+                stream.await_cell(number)
 
         def filled(count: int) -> None:
             done_nbytes = pieces[count - 1].end
-            if ring is not None:
-                counters.filled = count
-            elif early:
-                # IMPORTANT: after every byte of it, the last one's page included.
-                counters.filled = round_up(done_nbytes)
-            counters.note_staged(done_nbytes)
+            if stream is not None:
+                stream.has_filled(round_up(done_nbytes) if ring is None else ring.end_of(count))
+            control.note_staged(done_nbytes)
 
         fill(image, slot.mapping.address, pieces, threads=self._options.threads, ready=ready, filled=filled)
-        streamed = early or ring is not None
         if self._is_open_end:
             saved = Saved(
                 save_id,
@@ -252,34 +239,15 @@ class _Part:
                 seal_room=self._seal_room,
                 request=self.request,
                 slot=slot,
-                offset=round_up(body_end + len(request)) if streamed else body_end,
+                offset=round_up(body_end + len(request)) if streams else body_end,
                 body_nbytes=len(image),
                 begun=begun,
-                counters=counters if streamed else None,
+                stream=stream,
                 began_at=self._began_at,
             )
-        if streamed:
-            control.finish()
+        if stream is not None:
+            stream.finish()
         else:
             control.seal(request, body_end)
         hand_over(process, slot, self.request, self._began_at)
         return None
-
-
-class _Cells(Cells):
-    def __init__(self, part: _Part, ring: Ring, counters: Counters, check: Callable[[], bool]) -> None:
-        config, ticket = part._process.config, part._ticket
-        super().__init__(
-            ring,
-            counters,
-            check,
-            save_id=ticket.save_id,
-            step=None,
-            path=part._options.path,
-            timeout_s=config.slot_timeout_s,
-            handover_s=config.worker_start_timeout_s,
-        )
-
-    def await_cell(self, number: int) -> None:
-        """Wait until the cell of a segment is free; as `RingCopy.copy` does."""
-        self._await_cell(number)

@@ -19,7 +19,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.memory.mapping import Mapping
 from asyncckpt.staging.cuda import CudaDevice
 from asyncckpt.staging.device import Device
-from asyncckpt.storage.rank_files import EXTENT_NBYTES
+from asyncckpt.storage.rank_writer import EXTENT_NBYTES
 
 
 class _Region(NamedTuple):
@@ -39,7 +39,7 @@ def in_file_order(layout: Layout) -> list[int]:
 
 
 class StreamedImage:
-    """See the module; a `storage.image.MadeImage`. A context manager, which frees the buffers.
+    """See the module; a `storage.shard_writer.MadeImage`. A context manager, which frees the buffers.
 
     Args:
         layout: Of the files.

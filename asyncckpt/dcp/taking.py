@@ -11,11 +11,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from asyncckpt.conversion.payloads import CARRIERS
 from asyncckpt.dcp.file_leaves import Fact
 from asyncckpt.dcp.items import check_target
 from asyncckpt.dcp.routes import Wish
 from asyncckpt.errors import LeafTypeMismatchError, MissingKeysError, ShapeMismatchError
+from asyncckpt.planning.torch_types import CARRIERS
 
 
 def wish_of(item: ReadItem) -> Wish:

@@ -14,13 +14,13 @@ from asyncckpt.dcp.committing import Saved, ending_of
 from asyncckpt.dcp.seal_room import SealRoom
 from asyncckpt.errors import InsufficientMemoryError, SaveFailedError, SlotBusyError
 from asyncckpt.format.names import SaveId
-from asyncckpt.memory.copying import copy_bytes
-from asyncckpt.memory.ring import Counters
+from asyncckpt.memory.mapping import copy_bytes
 from asyncckpt.memory.slot import PAGE_NBYTES, slot_nbytes
 from asyncckpt.pending import StagedSnapshot, WriteFuture
 from asyncckpt.protocol.request import SaveRequest, check_metadata, encode_request
 from asyncckpt.staging.lent_slot import LentSlot
-from asyncckpt.staging.rings import REQUEST_SLACK_NBYTES
+from asyncckpt.staging.segmented_copy import REQUEST_SLACK_NBYTES
+from asyncckpt.staging.streaming import SlotStream
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class Unsealed:
         slot: Open, or streamed if `begun`.
         seal_room: Learns how long the request was.
         offset: Where the request of the seal belongs in it.
-        counters: Of the slot, where it is streamed.
+        stream: Of the slot, where it is streamed.
     """
 
     process: WorkerProcess
@@ -42,7 +42,7 @@ class Unsealed:
     offset: int
     body_nbytes: int
     begun: bool
-    counters: Counters | None
+    stream: SlotStream | None
     began_at: float
 
     def seal(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> WriteFuture:
@@ -85,14 +85,10 @@ class Unsealed:
             self._move(len(request))
         if not self.begun:
             begin(self.process, self.slot, self.request, len(request))
-        control = self.slot.memory.control
-        if self.counters is None:
-            control.seal(request, self.offset)
+        if self.stream is None:
+            self.slot.memory.control.seal(request, self.offset)
         else:
-            control.ask_again(request, self.offset)
-            # IMPORTANT: by a system call. The worker polls the state, and must not see it before the request.
-            self.counters.filled = self.counters.filled
-            control.finish()
+            self.stream.finish(request, self.offset)
         return hand_over(self.process, self.slot, asked, self.began_at)
 
     def _move(self, request_nbytes: int) -> None:

@@ -28,13 +28,12 @@ from asyncckpt.dcp.stager import Stager
 from asyncckpt.dcp.tickets import Offer, Ticket
 from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.format.names import SaveId
-from asyncckpt.paths import absolute_path, is_local_path
+from asyncckpt.paths import absolute_path, current_umask, is_local_path
 from asyncckpt.planning.torch_types import check_memory_is_real
 from asyncckpt.process_group import find_rank_info
-from asyncckpt.staging.umask import current_umask
 from asyncckpt.storage import catalog
-from asyncckpt.storage.failures import save_failure
-from asyncckpt.storage.files import Files
+from asyncckpt.storage.files import Files, save_failure
+from asyncckpt.storage.local import LocalStore
 
 _SAVER = "torch.distributed.checkpoint.state_dict_saver"
 _MAX_FRAMES = 8
@@ -224,7 +223,7 @@ class StorageWriter(TorchStorageWriter, Stager):
         """
         given: list[Ticket] | None = None
         with self._one.going_on(), self._failures(None):
-            epoch = catalog.next_epoch_beside(self.path, files=self._files)
+            epoch = catalog.next_epoch_beside(self.path, LocalStore(self._files))
             if self._by_worker is not None and self._offer is not None:
                 given = self._by_worker.begin(self.path, self._offer, epoch, plans, self._files)
             if given is None:

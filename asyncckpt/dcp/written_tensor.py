@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from asyncckpt.errors import StagingError
-from asyncckpt.memory.copying import copy_bytes
+from asyncckpt.memory.mapping import copy_bytes
 from asyncckpt.staging.device import Device, Event
 
 ARRIVAL_TIMEOUT_S = 600.0
@@ -24,7 +24,7 @@ Resolve = Callable[[], torch.Tensor]
 
 def pinned(like: torch.Tensor) -> torch.Tensor:
     """Return host memory for a copy that nobody waits for yet."""
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
 
 def settle(made: torch.Tensor, device: Device) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import msgpack
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, is_file_checksum
+from asyncckpt.format.checksums import BLOCK_NBYTES, DIGEST_NBYTES, is_file_checksum
+from asyncckpt.format.manifest import MUST, check_version, list_of
 from asyncckpt.format.names import (
     DCP,
     MAX_PARTS,
@@ -25,7 +26,6 @@ from asyncckpt.format.names import (
     shard_name,
 )
 from asyncckpt.format.structure import MAX_INT, MAX_STRUCTURE_NBYTES
-from asyncckpt.format.versions import MUST, check_version, list_of
 from asyncckpt.msgpacked import unpack_whole
 
 INDEX_VERSION = 1

@@ -1,20 +1,86 @@
 """The commit record of a checkpoint: small, human-readable JSON that carries its own checksum.
 
 IMPORTANT: a manifest is created last and never changed. Whatever it names was durable before it existed.
+
+A tombstone is the record of a save that was given up: it stands where the manifest would, so that the save can never be
+committed. Like a manifest it is put if none is there. Whoever finds it may remove the files of its save and of all
+earlier ones at that path, because none of them can be published any more; later saves may take its place.
+
+Every document of the format says its version and, in `must`, the fields that a reader must know; a reader ignores other
+fields that it does not know.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.errors import CheckpointNotCommittedError, CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format.checksum import FILE_CHECKSUM_PREFIX, file_checksum, is_file_checksum
-from asyncckpt.format.names import DCP, DCP_METADATA_NAME, MAX_RANKS, SAFETENSORS, SaveId, index_name, layout_of
-from asyncckpt.format.versions import MUST, check_version, list_of
+from asyncckpt.format.checksums import FILE_CHECKSUM_PREFIX, file_checksum, is_file_checksum
+from asyncckpt.format.names import (
+    DCP,
+    DCP_METADATA_NAME,
+    MAX_RANKS,
+    SAFETENSORS,
+    SaveId,
+    index_name,
+    layout_of,
+    lineage_key,
+)
+
+MUST = "must"
+
+
+def check_version(
+    document: Mapping[str, Any], key: str, supported: int, *, what: str, known: Collection[str] = ()
+) -> None:
+    """Prove that this package can read `document`.
+
+    Args:
+        document: The decoded map.
+        key: The field that holds the version.
+        supported: The newest version that this package reads; older ones it reads too.
+        what: For messages: "index", "manifest", ...
+        known: Fields that a document may demand.
+
+    Raises:
+        UnsupportedFormatError: A newer version, or a required field that this version does not know.
+        ValueError: No version at all.
+    """
+    found = document.get(key)
+    if type(found) is not int or found < 1:
+        raise ValueError(f"{what} version {found!r}")
+    if found > supported:
+        raise UnsupportedFormatError(
+            f"{what} version {found} is newer than this package reads ({supported}); upgrade asyncckpt",
+            found=found,
+            supported=supported,
+        )
+    must = list_of(document.get(MUST, ()))
+    if not all(type(n) is str for n in must):
+        raise ValueError(f"{what}: `{MUST}` is no list of names")
+    unknown = sorted(set(must) - set(known))
+    if unknown:
+        raise UnsupportedFormatError(
+            f"{what} needs {unknown[:10]}, which this package does not know; upgrade asyncckpt",
+            found=found,
+            supported=supported,
+        )
+
+
+def list_of(value: Any) -> Sequence[Any]:
+    """Return `value` if it is a list; a map or a text iterates too, and must not pass for one.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"{type(value).__name__} in place of a list")
+    return value
+
 
 MANIFEST_VERSION = 1
 PLANNER_KEY = "torch.distributed.checkpoint"
@@ -23,7 +89,7 @@ PLANNER_KEY = "torch.distributed.checkpoint"
 MAX_MANIFEST_NBYTES = 64 << 20
 STATE_COMMITTED = "committed"
 STATE_ABANDONED = "abandoned"
-"""Of a tombstone (`format.tombstone`), which commits nothing."""
+"""Of a tombstone, which commits nothing."""
 
 
 _MAX_INT = (1 << 63) - 1
@@ -256,3 +322,60 @@ def _checked_rank(raw: dict[str, Any], number: int, save_id: SaveId) -> RankReco
     ):
         raise ValueError(f"malformed numbers of rank {number}")
     return record
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tombstone:
+    """See the module.
+
+    Attributes:
+        save_id: The latest save that was given up there.
+        created: ISO 8601, UTC.
+        writer: Package and version.
+        was_committed: The save had been committed, and retention has removed it.
+    """
+
+    save_id: SaveId
+    created: str
+    writer: str
+    was_committed: bool = False
+
+
+def encode_tombstone(tombstone: Tombstone) -> bytes:
+    """Return the file's bytes (format/SPEC.md section 2)."""
+    return sealed(
+        {
+            "asyncckpt_manifest": MANIFEST_VERSION,
+            "state": STATE_ABANDONED,
+            "save_id": str(tombstone.save_id),
+            "created": tombstone.created,
+            "writer": tombstone.writer,
+            "was_committed": tombstone.was_committed,
+        }
+    )
+
+
+def decode_tombstone(data: bytes, path: str = "") -> Tombstone | None:
+    """Return the tombstone in `data`; None: it is a manifest, or nothing that can be read.
+
+    Args:
+        data: The bytes of a file called as a manifest is.
+        path: The checkpoint's directory, for messages.
+    """
+    try:
+        raw = unsealed(data, path)
+        if raw["state"] != STATE_ABANDONED:
+            return None
+        return Tombstone(
+            save_id=SaveId.parse(raw["save_id"]),
+            created=str(raw["created"]),
+            writer=str(raw["writer"]),
+            was_committed=raw.get("was_committed") is True,
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, UnsupportedFormatError):
+        return None
+
+
+def newest(manifests: Iterable[tuple[str, Manifest]]) -> tuple[str, Manifest] | None:
+    """Return the (path, manifest) pair that is newest by lineage, or None."""
+    return max(manifests, key=lambda pair: lineage_key(pair[1].save_id), default=None)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 MANIFEST_NAME = "manifest.json"
 LOCK_NAME = "manifest.overwrite.lock"
@@ -28,9 +29,8 @@ _PER_RANK = re.compile(r"(.*)@rank(0|[1-9][0-9]{0,5})\Z", re.DOTALL)
 _RESERVED = re.compile(r"@rank[0-9]+\Z")
 _QUARANTINED = re.compile(r"(?s).+\.broken-[1-9][0-9]{0,8}\Z")
 _CONVERTING = re.compile(r"(?s)\..+\.[0-9a-f]{12}\.converting\Z")
-_SET_ASIDE = re.compile(r"(?s)(\.(.+)\.[0-9a-f]{12}\.converting)\.old\Z")
 _KEPT = re.compile(r"(?s)\..+\.[0-9a-f]{12}\.converting\.kept\Z")
-_CONVERTED_CHARS = 200
+_CONVERTED_NBYTES = 200
 _OWN_FILES = (
     re.compile(r"rank-[0-9]{5}-part-[0-9]{3}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:safetensors|distcp)\Z"),
     re.compile(r"rank-[0-9]{5}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:index|objects\.json|items\.distcp)(?:\.tmp)?\Z"),
@@ -38,32 +38,70 @@ _OWN_FILES = (
 )
 
 
-class SaveId(NamedTuple):
-    """Which save of which run. Equal on all ranks; later ones of a lineage compare greater.
+class SaveId(str):
+    """Which save of which run: its text, whose parts are read by name. Equal on all ranks.
 
-    `epoch`: one more than the largest beside the first path of the run, committed or only begun.
-    `sequence`: counts the run's `save()` calls from 0.
-    `run_id`: 12 hex digits, random per run, so that files of two attempts never share a name.
+    Later ones of a lineage compare greater, as their texts do: each part has a fixed number of digits.
+
+    Args:
+        epoch: One more than the largest beside the first path of the run, committed or only begun.
+        sequence: Counts the run's `save()` calls from 0.
+        run_id: 12 hex digits, random per run, so that files of two attempts never share a name.
     """
 
-    epoch: int
-    sequence: int
-    run_id: str
+    __slots__ = ()
 
-    def __str__(self) -> str:
-        return f"{self.epoch:06d}-{self.sequence:08d}-{self.run_id}"
+    def __new__(cls, epoch: int, sequence: int, run_id: str) -> SaveId:
+        return super().__new__(cls, f"{epoch:06d}-{sequence:08d}-{run_id}")
+
+    def __getnewargs__(self) -> tuple[int, int, str]:  # type: ignore[override]
+        return self.epoch, self.sequence, self.run_id
+
+    @property
+    def epoch(self) -> int:
+        return int(self[:6])
+
+    @property
+    def sequence(self) -> int:
+        return int(self[7:15])
+
+    @property
+    def run_id(self) -> str:
+        return self[16:]
+
+    @property
+    def call(self) -> str:
+        """Sequence and run: two saves of one call differ in their epochs. Calls of one run are ordered as texts."""
+        return self[7:]
+
+    def with_parts(self, *, epoch: int | None = None, sequence: int | None = None, run_id: str | None = None) -> SaveId:
+        """Return the ID with other parts."""
+        return SaveId(
+            self.epoch if epoch is None else epoch,
+            self.sequence if sequence is None else sequence,
+            self.run_id if run_id is None else run_id,
+        )
 
     @classmethod
     def parse(cls, text: str) -> SaveId:
-        """Read `str(save_id)` back.
+        """Check a text; a save ID is returned as it is.
 
         Raises:
             ValueError: `text` is not a save id.
         """
-        found = _SAVE_ID.match(text)
-        if not found:
+        if isinstance(text, SaveId):
+            return text
+        if not _SAVE_ID.match(text):
             raise ValueError(f"not a save id: {text!r} (expected EEEEEE-SSSSSSSS-rrrrrrrrrrrr)")
-        return cls(int(found[1]), int(found[2]), found[3])
+        return super().__new__(cls, text)
+
+
+def lineage_key(save_id: SaveId) -> tuple[int, int, str]:
+    """Return what checkpoints of one root are ordered by: epoch, then sequence; the run id only breaks ties.
+
+    Not the step: after a rollback to step 100 the new branch's step 150 is newer than the old branch's step 900.
+    """
+    return save_id.epoch, save_id.sequence, save_id.run_id
 
 
 def shard_name(save_id: SaveId, rank: int, part: int, layout: str = SAFETENSORS) -> str:
@@ -136,23 +174,15 @@ def is_quarantined(name: str) -> bool:
 
 def converting_name(name: str, token: str) -> str:
     """Return what a conversion's target `name` is called until it is complete; `token`: 12 random hex digits."""
-    return f".{name[:_CONVERTED_CHARS]}.{token}.converting"
+    name = name[:_CONVERTED_NBYTES]
+    while len(os.fsencode(name)) > _CONVERTED_NBYTES:
+        name = name[:-1]
+    return f".{name}.{token}.converting"
 
 
 def is_converting(name: str) -> bool:
     """Whether a file or directory is called as `converting_name` has it: nobody takes it for a checkpoint."""
     return _CONVERTING.match(name) is not None
-
-
-def set_aside_name(converting: str) -> str:
-    """Return what the checkpoint that is being replaced is called for an instant, where names cannot be exchanged."""
-    return f"{converting}.old"
-
-
-def set_aside_from(name: str) -> tuple[str, str] | None:
-    """Return what `set_aside_name` made this name of, and the target's name, "" where it was cut; None: it did not."""
-    found = _SET_ASIDE.match(name)
-    return (found[1], found[2] if len(found[2]) < _CONVERTED_CHARS else "") if found else None
 
 
 def kept_name(converting: str) -> str:

@@ -2,6 +2,7 @@
 
 JSON's own null, true, false, strings, lists, integers up to 2**53 and finite floats stand for themselves; every other
 value is an object `{"$": tag, "v": payload}`. A plain list is a Python list. See SPEC.md section 5 for the tags.
+Without numpy its scalars are the Python values that are nearest to them.
 """
 
 from __future__ import annotations
@@ -10,17 +11,71 @@ import base64
 import datetime
 import json
 import math
+import re
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
-from asyncckpt.format import numpy_scalars
-from asyncckpt.format.hashes import all_met
+from asyncckpt.format.manifest import check_version, list_of
 from asyncckpt.format.names import SaveId
-from asyncckpt.format.tree import is_maxlen
-from asyncckpt.format.versions import check_version, list_of
+from asyncckpt.format.state_tree import all_met, is_maxlen
+
+_NUMBERS = {
+    **{"|b1": "?", "|i1": "b", "|u1": "B", "<i2": "h", "<u2": "H", "<i4": "i", "<u4": "I", "<i8": "q", "<u8": "Q"},
+    **{"<f2": "e", "<f4": "f", "<f8": "d", "<c8": "ff", "<c16": "dd"},
+}
+"""dtype strings of the array protocol -> how `struct` reads them, little endian."""
+
+_SIZED = re.compile(r"(?:<U|\|S)(0|[1-9][0-9]{0,7})")
+_TIMES = re.compile(r"<[mM]8(?:\[(?:[1-9][0-9]{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
+
+
+def is_numpy_scalar(dtype: str) -> bool:
+    """Whether scalars of a dtype, named as the array protocol does, little endian, can be stored."""
+    return dtype in _NUMBERS or bool(_SIZED.fullmatch(dtype) or _TIMES.fullmatch(dtype))
+
+
+def checked_numpy_scalar(payload: Any) -> tuple[str, bytes]:
+    """Return (dtype, bytes) of a stored scalar.
+
+    Raises:
+        ValueError: Malformed.
+    """
+    if not isinstance(payload, list) or len(payload) != 2 or not all(isinstance(part, str) for part in payload):
+        raise ValueError("a numpy scalar is [dtype, hex]")
+    dtype, data = payload[0], bytes.fromhex(payload[1])
+    if not is_numpy_scalar(dtype):
+        raise ValueError(f"unknown dtype {dtype[:40]!r} of a numpy scalar")
+    if len(data) != _itemsize(dtype):
+        raise ValueError(f"{len(data)} bytes for a numpy scalar of dtype {dtype}")
+    if dtype == "|b1" and data[0] > 1:
+        raise ValueError("a bool is 0 or 1")
+    return dtype, data
+
+
+def _itemsize(dtype: str) -> int:
+    if dtype in _NUMBERS:
+        return struct.calcsize("<" + _NUMBERS[dtype])
+    if dtype[1] in "mM":
+        return 8
+    return int(dtype[2:]) * (4 if dtype[1] == "U" else 1)
+
+
+def numpy_scalar_value(dtype: str, data: bytes) -> Any:
+    """Return what is nearest to a checked scalar: bool, int, float, complex, str, bytes; of a time its count of units.
+
+    Raises:
+        ValueError: A text with something that is no character.
+    """
+    if dtype in _NUMBERS:
+        found = struct.unpack("<" + _NUMBERS[dtype], data)
+        return complex(*found) if len(found) == 2 else found[0]
+    if dtype[1] in "mM":
+        return struct.unpack("<q", data)[0]
+    return data.decode("utf-32-le", "surrogatepass") if dtype[1] == "U" else data
+
 
 OBJECTS_VERSION = 1
 MAX_OBJECTS_NBYTES = 1 << 30
@@ -51,6 +106,22 @@ class Opaque:
 
     def __hash__(self) -> int:
         return hash(self.tag)
+
+
+class Record:
+    """What stands for an object of a class on the list: the class's name, and the state that it was saved with."""
+
+    __slots__ = ("kind", "state")
+
+    def __init__(self, kind: str, state: Any = None) -> None:
+        self.kind, self.state = kind, state
+
+    def get(self, field: str, default: Any = None) -> Any:
+        """Return one attribute of an object whose state is its `__dict__`."""
+        return self.state.get(field, default) if isinstance(self.state, dict) else default
+
+    def __repr__(self) -> str:
+        return f"{self.kind}({self.state!r})"
 
 
 class UnknownTypeError(TypeError):
@@ -209,7 +280,7 @@ def _decode(raw: Any, make: Make | None, depth: int) -> Any:
 
 def _without_library(tag: str, payload: Any) -> Any:
     if tag == "numpy.scalar":
-        return numpy_scalars.python_value(*numpy_scalars.checked(payload))
+        return numpy_scalar_value(*checked_numpy_scalar(payload))
     if tag in PICKLED_TAGS:
         return Opaque(tag, pickled(payload)[0])
     return Opaque(tag, payload)

@@ -18,9 +18,9 @@ import msgpack
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format import tree
+from asyncckpt.format import state_tree
+from asyncckpt.format.manifest import check_version, list_of
 from asyncckpt.format.names import MAX_PARTS
-from asyncckpt.format.versions import check_version, list_of
 from asyncckpt.msgpacked import unpack_whole
 
 STRUCTURE_VERSION = 1
@@ -64,7 +64,7 @@ class TensorEntry(NamedTuple):
 class Structure:
     """See the module. `tree` refers to `tensors` by position and to `n_objects` object leaves by number."""
 
-    tree: tree.Node
+    tree: state_tree.Node
     tensors: tuple[TensorEntry, ...]
     n_objects: int
     part_nbytes: tuple[int, ...]
@@ -133,7 +133,10 @@ def _checked_structure(raw: dict[str, Any]) -> Structure:
         raise ValueError("an FQN occurs twice")
     n_objects = _uint(raw["n_objects"])
     return Structure(
-        tree=tree.checked(raw["tree"], len(tensors), n_objects), tensors=tensors, n_objects=n_objects, part_nbytes=parts
+        tree=state_tree.checked(raw["tree"], len(tensors), n_objects),
+        tensors=tensors,
+        n_objects=n_objects,
+        part_nbytes=parts,
     )
 
 

@@ -12,52 +12,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from asyncckpt.config import RankInfo
-from asyncckpt.integrations.capturing import captured_torch_save
-from asyncckpt.integrations.stock_saver import StockSaver
+from asyncckpt.integrations._background_saver import BackgroundSaver
+from asyncckpt.integrations._capture import capture_torch_save
 from asyncckpt.managing.rng import RngState
 
-META_NAME = "meta.pt"
-"""What Lightning keeps beside the tensors of a sharded checkpoint, and knows such a one by."""
 
-
-class WorkerCheckpointIO(CheckpointIO):
+class WorkerCheckpointIO(TorchCheckpointIO):
     """Saves the files that `TorchCheckpointIO` saves. Of several ranks the first uses it, as with any `CheckpointIO`.
 
     Args:
         **options: Fields of `CheckpointerConfig`, and `endpoint`.
+
+    Attributes:
+        saver: What saves; it starts with the first save, and ends with `teardown()`.
     """
 
     def __init__(self, **options: Any) -> None:
-        self._options = options
-        self._saver: StockSaver | None = None
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._stock = TorchCheckpointIO()
-        self._count = 0
-
-    @property
-    def saver(self) -> StockSaver:
-        """What saves; made on first use, and again after `teardown()`."""
-        if self._saver is None:
-            self._saver = StockSaver(rank_info=RankInfo(0, 1), **self._options)
-            self._saver.checkpointer.attach(*self._optimizers)
-        return self._saver
-
-    def attach(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Let what these own be copied behind forward and backward; their `step()` waits for it."""
-        self._optimizers = [*self._optimizers, *optimizers]
-        if self._saver is not None:
-            self._saver.checkpointer.attach(*optimizers)
+        self.saver = BackgroundSaver(rank_info=RankInfo(0, 1), **options)
 
     def recover(self, directory: Any) -> list[str]:
         """Publish in `directory` what a run that was killed had staged; before asking what is there. Returns it."""
-        return self.saver.recover(Path(directory) / "any")
+        return self.saver.recover(directory)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Stage `checkpoint`, and return.
@@ -68,16 +49,14 @@ class WorkerCheckpointIO(CheckpointIO):
         """
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} takes no storage_options")
-        self._count += 1
-        step = checkpoint.get("global_step", self._count)
-        step = step if type(step) is int else self._count
-        self.saver.save(path, {"file": captured_torch_save(checkpoint)}, step=step, is_directory=False)
+        step = checkpoint.get("global_step")  # of Fabric it may be anything
+        step = step if type(step) is int else 0
+        self.saver.save(path, {"file": capture_torch_save(checkpoint)}, step=step, kind="file")
 
     def load_checkpoint(self, path: Any, *arguments: Any, **keywords: Any) -> dict[str, Any]:
         """As stock; waits for `path` if it is being saved."""
-        if self._saver is not None:
-            self._saver.wait(target=path)
-        found: dict[str, Any] = self._stock.load_checkpoint(path, *arguments, **keywords)
+        self.saver.wait(target=path)
+        found: dict[str, Any] = super().load_checkpoint(path, *arguments, **keywords)
         return found
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -86,9 +65,7 @@ class WorkerCheckpointIO(CheckpointIO):
 
     def teardown(self) -> None:
         """Wait until everything is published."""
-        saver, self._saver = self._saver, None
-        if saver is not None:
-            saver.close()
+        self.saver.close()
 
 
 class AttachOptimizers(Callback):
@@ -96,16 +73,30 @@ class AttachOptimizers(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Called by the Trainer."""
-        found = trainer.strategy if hasattr(trainer.strategy, "attach") else trainer.strategy.checkpoint_io
-        if hasattr(found, "attach"):
-            found.attach(*trainer.optimizers)
+        for saver in _savers_of(trainer):
+            saver.attach(*trainer.optimizers)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Called by the Trainer: what was published makes room."""
-        for owner in (trainer.strategy, trainer.strategy.checkpoint_io):
-            saver = getattr(owner, "_saver", None)
-            if saver is not None and saver.pending():
-                saver.poll()
+        for saver in _savers_of(trainer):
+            saver.poll()
+
+
+def _savers_of(trainer: Any) -> list[BackgroundSaver]:
+    found = [getattr(owner, "saver", None) for owner in (trainer.strategy, trainer.strategy.checkpoint_io)]
+    return [saver for saver in found if isinstance(saver, BackgroundSaver)][:1]
+
+
+def _file_exists(self: Any, filepath: Any, trainer: Any) -> bool:
+    """As stock, but what is being saved exists, and what is to be removed does not: so names get the same suffixes."""
+    savers = _savers_of(trainer)
+    if not savers:
+        return bool(_stock_file_exists(self, filepath, trainer))
+    exists = trainer.is_global_zero and savers[0].will_exist(filepath)
+    return bool(trainer.strategy.reduce_boolean_decision(exists, all=False))
+
+
+_stock_file_exists, ModelCheckpoint.file_exists = ModelCheckpoint.file_exists, _file_exists
 
 
 class RandomStates(Callback):
@@ -114,8 +105,7 @@ class RandomStates(Callback):
     Each rank needs its own; a checkpoint of several ranks holds the first one's, as it does of every callback.
     """
 
-    def __init__(self) -> None:
-        self._restored: dict[str, Any] | None = None
+    _restored: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Called when a checkpoint is made."""
@@ -139,31 +129,18 @@ class WorkerModelParallelStrategy(ModelParallelStrategy):
         *arguments, **keywords: Of `ModelParallelStrategy`.
         checkpointer_options: Fields of `CheckpointerConfig`, and `endpoint`. `replicated` is "assume", as stock DCP
             does: what is stored for each rank because it differs, stock does not find.
+
+    Attributes:
+        saver: What saves, on all ranks; it starts with the first save, and ends with `teardown()`.
     """
 
     def __init__(self, *arguments: Any, checkpointer_options: Mapping[str, Any] | None = None, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._worker_options = {"replicated": "assume", **(checkpointer_options or {}), "layout": "dcp"}
-        self._saver: StockSaver | None = None
-        self._attached: list[torch.optim.Optimizer] = []
-
-    @property
-    def saver(self) -> StockSaver:
-        """What saves; made on first use, on all ranks."""
-        if self._saver is None:
-            self._saver = StockSaver(**self._worker_options)
-            self._saver.checkpointer.attach(*self._attached)
-        return self._saver
-
-    def attach(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Let what these own be copied behind forward and backward; their `step()` waits for it."""
-        self._attached = [*self._attached, *optimizers]
-        if self._saver is not None:
-            self._saver.checkpointer.attach(*optimizers)
+        self.saver = BackgroundSaver(**{"replicated": "assume", **(checkpointer_options or {}), "layout": "dcp"})
 
     def recover(self, directory: Any) -> list[str]:
         """Publish in `directory` what a run that was killed had staged. Every rank calls it. Returns it."""
-        return self.saver.recover(Path(directory) / "any")
+        return self.saver.recover(directory)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Stage the rank's part of `checkpoint`, and return.
@@ -176,15 +153,13 @@ class WorkerModelParallelStrategy(ModelParallelStrategy):
             return
         path = Path(self.broadcast(filepath))
         state = {"state_dict": checkpoint.pop("state_dict")}
-        for n, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
-            state[f"optimizer_{n}"] = optimizer_state
-        files = {META_NAME: captured_torch_save(checkpoint)} if self.global_rank == 0 else {}
-        self.saver.save_moved(path, state, files, step=int(checkpoint.get("global_step", 0)))
+        state |= {f"optimizer_{n}": found for n, found in enumerate(checkpoint.pop("optimizer_states", []))}
+        files = {"meta.pt": capture_torch_save(checkpoint)} if self.global_rank == 0 else {}
+        self.saver.save(path, files, step=int(checkpoint.get("global_step", 0)), kind="dcp", state=state)
 
     def load_checkpoint(self, checkpoint_path: Any, *arguments: Any, **keywords: Any) -> dict[str, Any]:
-        """As stock; waits for saves under way."""
-        if self._saver is not None:
-            self._saver.settle()
+        """As stock; waits for saves in progress."""
+        self.saver.settle()
         found: dict[str, Any] = super().load_checkpoint(checkpoint_path, *arguments, **keywords)
         return found
 
@@ -195,7 +170,5 @@ class WorkerModelParallelStrategy(ModelParallelStrategy):
 
     def teardown(self) -> None:
         """Wait until everything is published."""
-        saver, self._saver = self._saver, None
-        if saver is not None:
-            saver.close()
+        self.saver.close()
         super().teardown()

@@ -6,28 +6,21 @@ other states below theirs. So torchtitan's own manager, and stock `dcp.load`, go
 
 from __future__ import annotations
 
-import logging
+import glob
 import os
 import re
-import threading
 from collections.abc import MutableMapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed.checkpoint.state_dict_loader as dcp
 
 from asyncckpt.async_checkpointer import AsyncCheckpointer
 from asyncckpt.errors import CheckpointNotFoundError, ConfigError
 from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME
-from asyncckpt.handle import SaveHandle
-from asyncckpt.integrations.pending_saves import remove
+from asyncckpt.managing import manager
 from asyncckpt.paths import absolute_path
-from asyncckpt.process_group import find_rank_info
 
-MODEL, OPTIMIZER, LR_SCHEDULER, DATALOADER = "model", "optimizer", "lr_scheduler", "dataloader"
-_STEP = re.compile(r"step-([0-9]+)\Z")
-
-_log = logging.getLogger("asyncckpt.integrations")
+_STEP = re.compile(r"/step-([0-9]+)\Z")
 
 
 class CheckpointManager:
@@ -81,22 +74,28 @@ class CheckpointManager:
                 "last one may be in the process of being saved; and there is a step between saves at least",
                 field="keep_latest_k" if interval >= 1 else "interval",
             )
-        self.enable, self.load_only, self.interval, self.keep_latest_k = enable, load_only, interval, keep_latest_k
+        self.enable, self.load_only = enable, load_only
         self.folder = absolute_path(folder)
         self._parts = list(model_parts)
         self._last_save_model_only = last_save_model_only
-        self._first_step, self._excluded = enable_first_step_checkpoint, frozenset(exclude_from_loading)
+        self._excluded = frozenset(exclude_from_loading)
         self.states = states
-        given = {OPTIMIZER: optimizers, LR_SCHEDULER: lr_schedulers, DATALOADER: dataloader}
+        given = {"optimizer": optimizers, "lr_scheduler": lr_schedulers, "dataloader": dataloader}
         self.states.update({name: value for name, value in given.items() if value is not None})
         unknown = self._excluded - set(self.states)
         if unknown:
             raise ConfigError(f"exclude_from_loading names no state: {sorted(unknown)}", field="exclude_from_loading")
-        self._pending: list[SaveHandle] = []
-        self._removing: list[threading.Thread] = []
-        self._checkpointer: AsyncCheckpointer | None = None
+        self._manager: manager.CheckpointManager | None = None
         if enable:
-            self._checkpointer = AsyncCheckpointer(**{"replicated": "assume", **fields, "layout": "dcp"})
+            self._manager = manager.CheckpointManager(
+                self.folder,
+                max_to_keep=keep_latest_k or None,
+                save_interval_steps=interval,
+                save_on_steps=[1] if enable_first_step_checkpoint else None,
+                step_format="step-{step}",
+                **{"replicated": "assume", **fields, "layout": "dcp"},
+            )
+            self._checkpointer = cast(AsyncCheckpointer, self._manager.checkpointer)
             self._checkpointer.attach(*attach)
 
     def _model(self) -> dict[str, Any]:
@@ -106,110 +105,74 @@ class CheckpointManager:
         """Stage a checkpoint if this step wants one; whether it did.
 
         Raises:
+            DirectoryInUseError: Another training, which is alive, saves to this folder; on every rank.
             UnsupportedLeafError, DuplicateNameError, CheckpointerClosedError: As `AsyncCheckpointer.save`.
         """
-        if self._checkpointer is None or not self._should_save(curr_step, last_step):
+        if self._manager is None or self.load_only or not (last_step or self._manager.should_save(curr_step)):
             return False
-        self._purge()
         state = self._model()
         if not (last_step and self._last_save_model_only):
-            state |= {name: _values(value) for name, value in self.states.items()}
-        self._pending.append(self._checkpointer.save(state, self._path(curr_step), step=curr_step))
+            state |= self.states
+        self._manager.save(curr_step, state)
         return True
 
     def load(self, step: int = -1) -> bool:
-        """Fill everything from `step-N`, of -1 from the newest; False where there is none.
+        """Fill everything from `step-N`, of -1 from the newest that verifies; False where there is none.
 
-        What a run that was killed still has in the worker's hands is waited for.
+        What a run that was killed still has in the worker's hands is waited for. If torchtitan itself has saved since,
+        its checkpoint of the highest step is the newest.
 
         Raises:
             CheckpointNotFoundError: A step that is asked for is not there.
             CorruptCheckpointError, MissingKeysError, ShapeMismatchError: As `asyncckpt.load`.
         """
-        if self._checkpointer is None:
+        if self._manager is None:
             return False
-        path = self._newest() if step < 0 else self._path(step)
-        if path is None:
-            return False
-        if step >= 0 and not os.path.isdir(path):
-            raise CheckpointNotFoundError(f"there is no step {step} in {self.folder}", path=path)
-        state: dict[str, Any] = self._model()
-        wanted = {} if _step_of(path) == 0 else {k: v for k, v in self.states.items() if k not in self._excluded}
-        if os.path.exists(os.path.join(path, MANIFEST_NAME)):
-            self._checkpointer.load(path, {**state, **wanted}, strict=True)
+        model = self._model()
+        state = {**model, **{name: value for name, value in self.states.items() if name not in self._excluded}}
+        step = self._newest_stock_step() if step < 0 else step
+        path = self._path(step)
+        if step < 0 or os.path.exists(os.path.join(path, MANIFEST_NAME)):
+            if self._manager.restore(state, None if step < 0 else step) is None:
+                return False
+        elif os.path.exists(os.path.join(path, DCP_METADATA_NAME)):
+            self._checkpointer.load(path, state if step else model)  # torchtitan's step-0 has the parameters only
         else:
-            dcp.load({**state, **wanted}, checkpoint_id=path)
+            raise CheckpointNotFoundError(f"there is no step {step} in {self.folder}", path=path)
         for part in self._parts:
-            part.load_state_dict(state, strict=False)  # of hooks that build tensors for state_dict(); others share them
-        _log.info("loaded %s", path)
+            part.load_state_dict(model, strict=False)  # of hooks that build tensors for state_dict(); others share them
         return True
 
     def maybe_wait_for_staging(self) -> None:
         """Wait until what was saved may be changed; an attached optimizer's `step()` does that by itself."""
-        if self._checkpointer is not None:
+        if self._manager is not None:
             self._checkpointer.fence()
 
     def maybe_wait_for_saving(self) -> None:
         """Wait until every save is committed."""
-        if self._checkpointer is not None:
-            self._checkpointer.wait()
+        if self._manager is not None:
+            self._manager.wait()
 
     def close(self) -> None:
         """Wait for the saves, keep the last few, and free everything. Twice is fine."""
-        checkpointer = self._checkpointer
-        if checkpointer is None:
-            return
-        try:
-            checkpointer.wait()
-            self._purge()
-        finally:
-            self._checkpointer = None
-            for thread in self._removing:
-                thread.join()
-            checkpointer.close()
-
-    def _should_save(self, step: int, last_step: bool) -> bool:
-        if self.load_only:
-            return False
-        return last_step or step % self.interval == 0 or (step == 1 and self._first_step)
+        if self._manager is not None:
+            self._manager.close()
 
     def _path(self, step: int) -> str:
         return os.path.join(self.folder, f"step-{step}")
 
-    def _newest(self) -> str | None:
-        """Return the newest of ours, or, without any, torchtitan's own of the highest step."""
-        assert self._checkpointer is not None
-        found = self._checkpointer.latest_checkpoint(self.folder)
-        if found is not None:
-            return found
-        steps = [step for step in self._steps() if os.path.exists(os.path.join(self._path(step), DCP_METADATA_NAME))]
-        return self._path(max(steps)) if steps else None
-
-    def _steps(self) -> list[int]:
-        names = os.listdir(self.folder) if os.path.isdir(self.folder) else []
-        return sorted(int(found[1]) for name in names if (found := _STEP.match(name)))
-
-    def _purge(self) -> None:
-        """Remove what is too many of the committed ones, in a thread; only after a newer one was committed."""
-        ended = [handle for handle in self._pending if handle.written.done()]
-        self._pending = [handle for handle in self._pending if not handle.written.done()]
-        committed = [handle for handle in ended if handle.phase == "written"]
-        if not committed or not self.keep_latest_k or find_rank_info(None).rank != 0:
-            return
-        newest = os.path.basename(committed[-1].path)
-        whole = [s for s in self._steps() if os.path.exists(os.path.join(self._path(s), DCP_METADATA_NAME))]
-        stale = [self._path(step) for step in whole[: -self.keep_latest_k] if f"step-{step}" != newest]
-        self._removing = [thread for thread in self._removing if thread.is_alive()]
-        if stale:
-            thread = threading.Thread(target=lambda: list(map(remove, stale)), name="asyncckpt-purge")
-            thread.start()
-            self._removing.append(thread)
-
-
-def _values(value: Any) -> Any:
-    return value.state_dict() if hasattr(value, "state_dict") else value
-
-
-def _step_of(path: str) -> int:
-    found = _STEP.match(os.path.basename(path))
-    return int(found[1]) if found else -1
+    def _newest_stock_step(self) -> int:
+        """Return the highest step of torchtitan's own checkpoints that were saved after the newest of ours, or -1."""
+        ours = self._checkpointer.latest_checkpoint(self.folder)
+        since_s = -1.0 if ours is None else os.path.getmtime(os.path.join(ours, DCP_METADATA_NAME))
+        steps = [-1]
+        for path in glob.glob(os.path.join(glob.escape(self.folder), "step-*", DCP_METADATA_NAME)):
+            directory = os.path.dirname(path)
+            found = _STEP.search(directory)
+            if (
+                found
+                and not os.path.exists(os.path.join(directory, MANIFEST_NAME))
+                and os.path.getmtime(path) > since_s
+            ):
+                steps.append(int(found[1]))
+        return max(steps)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.format.tree import Node, Path
+from asyncckpt.format.state_tree import Node, Path
 from asyncckpt.loading.placements import Placement
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.target_tensors import shares_own_memory

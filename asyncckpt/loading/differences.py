@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import PerRankUnavailableError
 from asyncckpt.format.names import split_per_rank_name
-from asyncckpt.format.tree import Node, fqn_of, leaves
+from asyncckpt.format.state_tree import Node, fqn_of, leaves
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.storage.contents import Contents

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, ShapeMismatchError
-from asyncckpt.format.tree import CONTAINERS, Node, Path, fqn_of, leaves
+from asyncckpt.format.state_tree import CONTAINERS, Node, Path, form_in, fqn_of, leaves
 from asyncckpt.loading.saved_tree import SavedTree, kind_of
 from asyncckpt.loading.selection import Selection, selected
-from asyncckpt.planning.containers import form_in
 
 MAPPINGS = ("d", "o")
 SEQUENCES = ("l", "t")

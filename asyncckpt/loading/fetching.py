@@ -1,37 +1,137 @@
-"""Tensors for what is loaded, and one pass over all files that are needed."""
+"""Tensors for what is loaded, and one pass over all files that are needed.
+
+Of another format where the chunks lie is resolved first, then they are read as ranges of files are. Elements that are
+not row-major in their file are gathered: the part of the file that holds them is read, and what is wanted of it
+delivered in the order that everybody expects.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
-import os
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from asyncckpt.errors import ConfigError, CorruptCheckpointError, InsufficientMemoryError
-from asyncckpt.loading.foreign_ranges import read_foreign
-from asyncckpt.loading.sinks import new_tensor
-from asyncckpt.planning.torch_types import torch_dtype
-from asyncckpt.protocol.endpoint import users_directory
-from asyncckpt.storage.block_reader import DEFAULT_THREADS, read_shards
-from asyncckpt.storage.contents import Contents, SavedTensor
+from asyncckpt.format.checksums import BLOCK_NBYTES
+from asyncckpt.loading.sinks import BoxSink, new_tensor
+from asyncckpt.memory.mapping import copy_bytes
+from asyncckpt.planning.torch_types import CARRIERS, torch_dtype
+from asyncckpt.storage.contents import Contents, Inline, Located, SavedTensor, Strided
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.pace import Pace
-from asyncckpt.storage.pace_file import DevicePaces
-from asyncckpt.storage.read_plan import EXTENT_NBYTES, ShardRequest, Wanted
+from asyncckpt.storage.read_plan import ShardRequest, Sink, Wanted
+from asyncckpt.storage.reader import DEFAULT_THREADS, read_shards
 
-READ_PACES = (
-    Pace(DEFAULT_THREADS, EXTENT_NBYTES),
-    Pace(2 * DEFAULT_THREADS, EXTENT_NBYTES),
-    Pace(2, 4 * EXTENT_NBYTES),
-    Pace(2 * DEFAULT_THREADS, EXTENT_NBYTES // 4),
-)
-"""What is tried on a device: the default, more at a time, larger pieces, smaller ones."""
+Ranges = Mapping[tuple[int, int], Sequence[Wanted]]
 
-MOSTLY_COLD = 10
-"""A load of which more than this part came from the page cache says nothing about the device."""
+
+def read_foreign(
+    contents: Contents, ranges: Ranges, files: Files, *, threads: int, buffer: memoryview | None = None
+) -> None:
+    """Read ranges of parts and hand them on; the formats have no checksums that a part of a file could be held to.
+
+    `buffer` is as `storage.reader.read_shards` has it.
+
+    Raises:
+        CorruptCheckpointError: What is there is not what the structure says, or was changed meanwhile.
+        OSError: The files cannot be read.
+
+    Blocks: for the reads. Host memory: a tensor that is gathered, once; else a few extents.
+    """
+    source = contents.source
+    assert source is not None
+    parts = [part for _, part in ranges]
+    if len(parts) > 1 and threads > 1:
+        with ThreadPoolExecutor(threads, "asyncckpt-find") as pool:
+            places = list(pool.map(source.place, parts, itertools.repeat(files)))
+    else:
+        places = [source.place(part, files) for part in parts]
+    plain: dict[int, list[Wanted]] = {}
+    for place, wanted in zip(places, ranges.values(), strict=True):
+        if isinstance(place, Inline):
+            _hand_on_from(wanted, _address_of(place.data))
+        elif isinstance(place, Located):
+            plain.setdefault(place.part, []).extend(_placed(w, place.offset) for w in wanted)
+    _read(contents, plain, files, threads, buffer)
+    for place, wanted in zip(places, ranges.values(), strict=True):
+        if isinstance(place, Strided):
+            _gather(contents, place, wanted, files, threads)
+    shards = contents.ranks[0].index.shards
+    # IMPORTANT: after the reads. Files are opened anew for each, by name, and a trainer may put the next save there.
+    source.check_unchanged(files, [shards[place.part].name for place in places if not isinstance(place, Inline)])
+
+
+def _placed(wanted: Wanted, start: int) -> Wanted:
+    """Return a range of a file, whose elements may begin anywhere: then it comes in rows, which cuts none."""
+    offset, sink = wanted.offset + start, wanted.sink
+    if isinstance(sink, BoxSink) and not wanted.every:
+        return wanted._replace(offset=offset, every=sink.row_nbytes(offset), dense=True)
+    return wanted._replace(offset=offset)
+
+
+def _read(
+    contents: Contents,
+    wanted: Mapping[int, Sequence[Wanted]],
+    files: Files,
+    threads: int,
+    buffer: memoryview | None = None,
+) -> None:
+    assert contents.source is not None
+    shards = contents.ranks[0].index.shards
+    for part, found in wanted.items():
+        beyond = next((w for w in found if w.offset + (w.times - 1) * w.every + w.nbytes > shards[part].nbytes), None)
+        if beyond is not None:
+            raise _corrupt(contents, part, beyond.fqn, "reaches beyond the end")
+    requests = [
+        ShardRequest(shard=shards[part], block_nbytes=BLOCK_NBYTES, wanted=found)
+        for part, found in sorted(wanted.items())
+    ]
+    read_shards(contents.source.directory, None, requests, files=files, threads=threads, verify=False, buffer=buffer)
+
+
+def _gather(contents: Contents, place: Strided, wanted: Sequence[Wanted], files: Files, threads: int) -> None:
+    dtype = CARRIERS[place.itemsize]
+    span = new_tensor((place.nbytes // place.itemsize,), dtype, torch.device("cpu"))
+    read_span(contents, place, span.data_ptr(), wanted[0].fqn, files, threads=threads)
+    rows = span.as_strided(place.sizes, place.strides).contiguous()
+    _hand_on_from(wanted, rows.data_ptr())
+
+
+def read_span(contents: Contents, place: Strided, address: int, fqn: str, files: Files, *, threads: int) -> None:
+    """Read the range of a file that holds the elements of a tensor that is not row-major, to `address`."""
+    _read(contents, {place.part: [Wanted(place.offset, place.nbytes, fqn, address)]}, files, threads)
+
+
+def _address_of(data: bytes) -> int:
+    """Return where bytes lie that stay alive: a copy, for every window of a long array, would take as long as all."""
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+
+
+def _hand_on_from(wanted: Sequence[Wanted], address: int) -> None:
+    """Give each range its bytes of the row-major elements at `address`."""
+    for offset, nbytes, _, sink, times, every, _ in wanted:
+        for n in range(times if nbytes else 0):
+            _put(sink, n * nbytes, address + offset + n * every, nbytes)
+
+
+def _put(sink: int | Sink | None, position: int, address: int, nbytes: int) -> None:
+    """Give a range the bytes at `address`, which belong at `position` of it."""
+    if isinstance(sink, int):
+        copy_bytes(sink + position, address, nbytes)
+    elif sink is not None:
+        sink.deliver(position, address, nbytes)
+
+
+def _corrupt(contents: Contents, part: int, fqn: str, what: str) -> CorruptCheckpointError:
+    assert contents.source is not None
+    name, detail = contents.ranks[0].index.shards[part].name, f"tensor {fqn!r} {what}"
+    return CorruptCheckpointError(
+        f"{contents.source.directory}/{name}: {detail}", path=contents.path, file=name, fqn=fqn, detail=detail
+    )
+
 
 _MAX_NBYTES = 1 << 62
 """Beyond it torch counts no bytes."""
@@ -86,11 +186,6 @@ def tensor_for(
         ) from error
 
 
-def read_paces() -> DevicePaces:
-    """Return how fast this user's loads read from which devices."""
-    return DevicePaces(users_directory(os.environ, os.geteuid()), "read", READ_PACES)
-
-
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """Return the elements of a contiguous uint8 tensor on the CPU."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel()) if tensor.numel() else b""
@@ -105,10 +200,10 @@ def read_ranges(
     verify: bool,
     buffer: memoryview | None = None,
 ) -> None:
-    """Read ranges of shards, each named by (rank, part); `buffer` as `storage.block_reader.read_shards` has it.
+    """Read ranges of shards, each named by (rank, part); `buffer` as `storage.reader.read_shards` has it.
 
     Raises:
-        CorruptCheckpointError, OSError: As `storage.block_reader.read_shards`.
+        CorruptCheckpointError, OSError: As `storage.reader.read_shards`.
     """
     by_file: dict[tuple[int, int], list[Wanted]] = {}
     for file, wanted in ranges:
@@ -127,10 +222,8 @@ def read_files(
 ) -> None:
     """Read ranges of shards; as `read_ranges`, with the ranges of each file together.
 
-    Without a number of threads it goes at the pace that was learnt for the device, and is learnt from.
-
     Raises:
-        CorruptCheckpointError, OSError: As `storage.block_reader.read_shards`.
+        CorruptCheckpointError, OSError: As `storage.reader.read_shards`.
     """
     if contents.source is not None:
         read_foreign(contents, by_file, files, threads=threads or DEFAULT_THREADS, buffer=buffer)
@@ -139,18 +232,33 @@ def read_files(
     for (rank, part), found in sorted(by_file.items()):
         index = contents.ranks[rank].index
         requests.append(ShardRequest(shard=index.shards[part], block_nbytes=index.block_nbytes, wanted=found))
-    paces = read_paces() if threads is None else None
-    pace = Pace(threads or DEFAULT_THREADS, EXTENT_NBYTES) if paces is None else paces.choose(contents.path)
-    began = time.perf_counter()
-    report = read_shards(
+    read_shards(
         contents.path,
         contents.manifest.save_id,
         requests,
         files=files,
-        threads=pace.threads,
+        threads=threads or DEFAULT_THREADS,
         verify=verify,
         buffer=buffer,
-        extent_nbytes=pace.extent_nbytes,
     )
-    if paces is not None and report.cached_nbytes < report.disk_nbytes / MOSTLY_COLD:
-        paces.took(contents.path, pace, report.disk_nbytes, time.perf_counter() - began)
+
+
+def strided_view(contents: Contents, saved: SavedTensor, files: Files, *, threads: int) -> torch.Tensor | None:
+    """Return a tensor that is not row-major in its file, read whole, as integers or complex128 of its width.
+
+    Returns:
+        None for any other.
+
+    Raises:
+        CorruptCheckpointError: The file is not what the structure says.
+        InsufficientMemoryError: There is no room for it.
+        OSError: It cannot be read.
+    """
+    if contents.source is None or len(saved.chunks) != 1:
+        return None
+    place = contents.source.place(saved.chunks[0][1].part, files)
+    if not isinstance(place, Strided):
+        return None
+    flat = tensor_for(saved, contents.path, shape=(place.nbytes // place.itemsize,), dtype=CARRIERS[place.itemsize])
+    read_span(contents, place, flat.data_ptr(), saved.fqn, files, threads=threads)
+    return flat.as_strided(place.sizes, place.strides)

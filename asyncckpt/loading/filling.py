@@ -21,10 +21,8 @@ from asyncckpt.loading.shared_reads import SharedReads
 from asyncckpt.loading.sinks import fill_box, new_tensor
 from asyncckpt.loading.target_tensors import Filling, names_of, placements_of, tell_types
 from asyncckpt.planning.torch_types import torch_dtype
-from asyncckpt.storage.block_reader import DEFAULT_THREADS
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.read_ahead import ReadAhead
 
 _ALIGN_NBYTES = 64
 
@@ -36,10 +34,9 @@ class Filler:
         contents: The checkpoint.
         files: The storage seam.
         threads: Reading threads; None: as many as the device wants.
-        verify: As `storage.block_reader.read_shards` has it.
+        verify: As `storage.reader.read_shards` has it.
         low_memory: See the module.
         shared: The ranks that read once what several of them want; None: each reads for itself.
-        ahead: What has read so far, and ends when reading begins here.
     """
 
     def __init__(
@@ -51,9 +48,8 @@ class Filler:
         verify: bool,
         low_memory: bool,
         shared: SharedReads | None = None,
-        ahead: ReadAhead | None = None,
     ) -> None:
-        self._contents, self._files, self._shared, self._ahead = contents, files, shared, ahead
+        self._contents, self._files, self._shared = contents, files, shared
         self._threads, self._verify, self._low_memory = threads, verify, low_memory
 
     def check_ties(self, ties: Sequence[Tie], how: str = ONE_TENSOR) -> None:
@@ -61,9 +57,9 @@ class Filler:
 
         Raises:
             AliasMismatchError: One cannot.
-            CorruptCheckpointError, OSError: As `storage.block_reader.read_shards`.
+            CorruptCheckpointError, OSError: As `storage.reader.read_shards`.
         """
-        check_ties(ties, self._read_boxes, self._contents.path, how)
+        check_ties(ties, self._read_files, self._contents.path, how)
 
     def fill(
         self,
@@ -82,7 +78,7 @@ class Filler:
             alone: This rank reads for itself, whatever the others do.
 
         Raises:
-            CorruptCheckpointError, OSError: As `storage.block_reader.read_shards`.
+            CorruptCheckpointError, OSError: As `storage.reader.read_shards`.
             InsufficientMemoryError: There is no room for the copy.
             AliasMismatchError: Two targets share memory, and their values differ.
             StateLoadError: A registered type refused its shards.
@@ -107,7 +103,7 @@ class Filler:
             _copy_over(staged, copied)
         if shared:
             names = names_of(plain, [*existing, *new])
-            fill_shared([placed[n] for n in shared], [names[n] for n in shared], self._read_boxes, self._contents.path)
+            fill_shared([placed[n] for n in shared], [names[n] for n in shared], self._read_files, self._contents.path)
         tell_of_change(watched)
         reach("load: tensors filled")
         tell_types([*existing, *new], self._contents.path)
@@ -119,15 +115,9 @@ class Filler:
             save_id = str(self._contents.manifest.save_id)
             self._shared.read(self._contents.path, save_id, placements, self._read_files)
 
-    def _read_boxes(self, placements: Sequence[Placement]) -> None:
-        """Read a few megabytes, from which nothing is learnt about the device."""
-        self._read_files(placements, self._threads or DEFAULT_THREADS)
-
-    def _read_files(self, placements: Sequence[Placement], threads: int | None = None) -> None:
+    def _read_files(self, placements: Sequence[Placement]) -> None:
         ranges = ranges_by_file(self._contents, placements, self._verify)
-        if self._ahead is not None:
-            self._ahead.stop()
-        read_files(self._contents, ranges, self._files, threads=threads or self._threads, verify=self._verify)
+        read_files(self._contents, ranges, self._files, threads=self._threads, verify=self._verify)
 
 
 def _without(placements: Sequence[Placement], numbers: Sequence[int], first: int) -> list[Placement]:
@@ -153,7 +143,7 @@ def _copies(placements: Sequence[Placement]) -> list[Placement]:
         at += -(-target.numel() * torch_dtype(saved.dtype).itemsize // _ALIGN_NBYTES) * _ALIGN_NBYTES
     try:
         if any(placement.target.device.type == "cuda" for placement in placements):
-            room = torch.empty(at, dtype=torch.uint8, pin_memory=True)
+            room = torch.empty(at, dtype=torch.uint8, device="cpu", pin_memory=True)
         else:
             room = new_tensor((at,), torch.uint8, torch.device("cpu"))
     except RuntimeError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.format.tree import Node, leaves
+from asyncckpt.format.state_tree import Node, leaves
 from asyncckpt.loading.fetching import tensor_for
 from asyncckpt.loading.map_location import MapLocation, device_of, relocated
 from asyncckpt.loading.saved_objects import SavedObjects

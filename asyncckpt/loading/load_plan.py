@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from asyncckpt.config import RankInfo
-from asyncckpt.format.tree import fqn_of, leaves
+from asyncckpt.format.state_tree import fqn_of, leaves
 from asyncckpt.loading.key_names import KeyMap
 from asyncckpt.loading.matching import Mismatch, Replaced, match
 from asyncckpt.loading.placements import Placement, SavedBox, box_of, needed_nbytes

@@ -13,9 +13,8 @@ import torch
 
 from asyncckpt.loading.sinks import new_tensor
 from asyncckpt.planning.torch_types import torch_dtype
-from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths
+from asyncckpt.storage.contents import Contents, Inline, SavedTensor, Strided, check_lengths
 from asyncckpt.storage.files import Files, opened
-from asyncckpt.storage.source import Inline, Latin1, Strided
 
 
 def mapped_tensor(contents: Contents, saved: SavedTensor, files: Files) -> torch.Tensor | None:
@@ -39,7 +38,7 @@ def mapped_tensor(contents: Contents, saved: SavedTensor, files: Files) -> torch
     if contents.source is not None:
         directory = contents.source.directory
         place = contents.source.place(part, files)
-        if isinstance(place, (Inline, Latin1)):
+        if isinstance(place, Inline):
             return None
         part, offset = place.part, place.offset + offset
         if isinstance(place, Strided):

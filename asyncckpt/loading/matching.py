@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, ShapeMismatchError
-from asyncckpt.format.tree import Node, Path, fqn_of, leaves
+from asyncckpt.format.state_tree import Node, Path, fqn_of, leaves
 from asyncckpt.loading.alike import alike_placements, object_leaves
 from asyncckpt.loading.empty_places import (
     MAPPINGS,
@@ -33,8 +33,8 @@ from asyncckpt.loading.target_leaves import TargetLeaf, target_leaves
 from asyncckpt.loading.target_tensors import Filling, TargetTensor, check_fillable, target_tensor
 from asyncckpt.loading.targets import Targets, is_loadable, unmarked
 from asyncckpt.per_rank import PerRank
-from asyncckpt.planning.containers import has_lost_factory
 from asyncckpt.planning.numpy_values import view_of
+from asyncckpt.planning.rebuilding import has_lost_factory
 from asyncckpt.planning.state_dict import PLAIN_TENSORS, flatten
 from asyncckpt.planning.torch_types import torch_dtype, why_no_memory
 from asyncckpt.storage.contents import SavedTensor

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncckpt.errors import ShapeMismatchError
-from asyncckpt.format.tree import Node, Path, fqn_of
+from asyncckpt.format.state_tree import Node, Path, fqn_of
 from asyncckpt.loading.object_states import state_load_error, takes_strict
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import HOLE, prefixes

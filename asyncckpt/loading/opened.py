@@ -14,8 +14,8 @@ import torch
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, MissingKeysError, PerRankUnavailableError
-from asyncckpt.foreign.kinds import OURS
-from asyncckpt.format.tree import Node, fqn_of, leaves
+from asyncckpt.format.state_tree import Node, fqn_of, leaves
+from asyncckpt.interop.sources.detect import OURS
 from asyncckpt.loading.boxes import region_of
 from asyncckpt.loading.differences import unavailable
 from asyncckpt.loading.fetching import bytes_of, thread_count
@@ -30,9 +30,9 @@ from asyncckpt.paths import absolute_path
 from asyncckpt.planning.numpy_values import array_of
 from asyncckpt.planning.torch_types import check_memory_is_real
 from asyncckpt.process_group import find_rank_info
-from asyncckpt.storage.block_reader import DEFAULT_THREADS
 from asyncckpt.storage.contents import SavedTensor
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.reader import DEFAULT_THREADS
 from asyncckpt.storage.unread import unread_leaves
 
 

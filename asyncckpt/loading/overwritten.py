@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.foreign.kinds import read_any
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import owner_of
-from asyncckpt.storage.contents import Contents, OnIndex
+from asyncckpt.interop.sources.detect import read_any
+from asyncckpt.storage.checkpoint_dir import standing_at
+from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.standing import standing_at
+from asyncckpt.storage.local import LocalStore
 
 MAX_ATTEMPTS = 10
 """A read that is slower than so many saves in a row gives up. Chosen, not measured."""
@@ -35,7 +36,7 @@ class Attempts:
     manifest: Manifest | None = None
 
 
-def read_of_one_save(path: str, files: Files, use: Callable[[Contents], T], on_index: OnIndex | None = None) -> T:
+def read_of_one_save(path: str, files: Files, use: Callable[[Contents], T]) -> T:
     """Return what `use` makes of the checkpoint at `path`; begin again when another has taken its place meanwhile.
 
     Raises:
@@ -43,10 +44,10 @@ def read_of_one_save(path: str, files: Files, use: Callable[[Contents], T], on_i
     """
     for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
-            return use(read_any(path, files, on_index))
+            return use(read_any(path, files))
         except CorruptCheckpointError as error:
             owner = owner_of(error.file or "")
-            standing = standing_at(path, files) if owner is not None else None
+            standing = standing_at(path, LocalStore(files)) if owner is not None else None
             # A file that is missing or damaged, of the checkpoint that stands, is what it looks like.
             if owner is None or standing is None or standing.save_id == owner or attempt == MAX_ATTEMPTS:
                 raise

@@ -97,7 +97,7 @@ def wanted_ranges(
             every = piece.every or (_row(piece) if foreign else 0)
             sink: int | Sink
             if start is None:
-                aligned = every > 0 or foreign or chunk.offset_bytes % itemsize == 0  # foreign: see `foreign_ranges`
+                aligned = every > 0 or foreign or chunk.offset_bytes % itemsize == 0  # foreign: see `fetching`
                 total = nbytes * piece.times
                 sink = BoxSink(target, piece.offsets, piece.sizes, dtype, total, piece.strides, aligned=aligned)
             else:

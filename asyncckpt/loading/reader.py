@@ -14,7 +14,7 @@ import torch
 from asyncckpt.collector import collector_paused
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, MissingKeysError, SharedLoadError
-from asyncckpt.format.tree import Node, Path, fqn_of
+from asyncckpt.format.state_tree import Node, Path, fqn_of
 from asyncckpt.loading.differences import report_differences, unavailable
 from asyncckpt.loading.fetching import thread_count
 from asyncckpt.loading.filling import Filler
@@ -32,17 +32,23 @@ from asyncckpt.loading.selection import Selection, key_list, selected
 from asyncckpt.loading.shared_memory import ONE_OBJECT, Tie, alias_mismatch
 from asyncckpt.loading.shared_reads import SharedReads
 from asyncckpt.loading.staged_bytes import Bytes
-from asyncckpt.loading.target_tensors import TargetTensor, conversions, refuse_without_memory
+from asyncckpt.loading.target_tensors import (
+    TargetTensor,
+    conversions,
+    names_of,
+    placements_of,
+    refuse_read_only,
+    refuse_without_memory,
+)
 from asyncckpt.loading.targets import Targets
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
-from asyncckpt.planning.containers import has_lost_factory
 from asyncckpt.planning.keys import mappings
+from asyncckpt.planning.rebuilding import has_lost_factory
 from asyncckpt.planning.torch_types import check_memory_is_real, torch_dtype
 from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.read_ahead import ReadAhead
 
 _logger = logging.getLogger("asyncckpt.loading")
 
@@ -62,7 +68,7 @@ class _Options:
 
 
 class DefaultReader(CheckpointReader):
-    """Reads checkpoints in asyncckpt's own format, and in those that `asyncckpt.foreign` knows.
+    """Reads checkpoints in asyncckpt's own format, and in those that `asyncckpt.interop.sources` knows.
 
     Has no state but `attempts`; safe to use from several threads without it.
 
@@ -115,7 +121,7 @@ class DefaultReader(CheckpointReader):
         def load(found: Bytes) -> tuple[Any, list[str]]:
             attempts.manifest = found.contents.manifest
             checked = replace(options, verify=options.verify and found.has_checksums)
-            one = _Load(found.contents, checked, found.files, reader, attempts.touched, shared, ahead)
+            one = _Load(found.contents, checked, found.files, reader, attempts.touched, shared)
             return one.new() if state_dict is None else one.into(state_dict)
 
         with _shared(redundant_reads, reader) as shared, collector_paused():  # from here on the others are told
@@ -136,10 +142,7 @@ class DefaultReader(CheckpointReader):
             directory, where = absolute_path(path), check_source(source)
             check_memory_is_real("load")
             # Where it is shared, all ranks would have to begin again together; and one reads for all of them.
-            alone = shared is None
-            with ReadAhead(self._files, reader.rank, reader.world_size) as ahead:
-                on_index = ahead.begin if alone and options.verify and options.keys is None else None
-                return read_from(directory, where, self._endpoint, self._files, load, once=not alone, on_index=on_index)
+            return read_from(directory, where, self._endpoint, self._files, load, once=shared is not None)
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -172,7 +175,6 @@ class _Load:
         reader: RankInfo,
         touched: set[str],
         shared: SharedReads | None,
-        ahead: ReadAhead,
     ) -> None:
         self._contents, self._options, self._files, self._reader = contents, options, files, reader
         self._path, self._touched = contents.path, touched
@@ -186,7 +188,6 @@ class _Load:
             verify=options.verify,
             low_memory=options.low_memory,
             shared=shared,
-            ahead=ahead,
         )
         check_lengths(contents, files)
 
@@ -199,6 +200,9 @@ class _Load:
         )
         self._refuse_unavailable(matches.unavailable)
         refuse_without_memory(matches.without_memory, self._path)
+        fillings = [*matches.tensors, *(filling for module in matches.undecided for filling in module.tensors)]
+        names = names_of(matches.placements, fillings)
+        refuse_read_only([*matches.placements, *placements_of(fillings)], names, self._path)
         self._refuse_shared(matches)
         self._refuse_mix(matches)
         self._report_missing(matches, selection, is_error=options.strict or selection.in_vain or bool(matches.lost))
@@ -353,7 +357,8 @@ class _Load:
         if is_error:
             names = "\n  ".join(missing)
             lost, advice = "", "Rename them by key_map, or pass strict=False if they may stay as they are"
-            tops = _shown([str(key) for key in self._saved.tree[1][::2]])
+            kind, members = self._saved.tree[:2]  # of a torch file all may be one leaf
+            tops = _shown([str(key) for key in members[::2]] if kind in ("d", "o") else [])
             if selection.in_vain:
                 advice = (
                     f"Correct keys: none of them selects anything, which is an error with strict=False too. The "

@@ -18,16 +18,16 @@ from asyncckpt.errors import (
     PlanTimeoutError,
     SnapshotUnavailableError,
 )
-from asyncckpt.foreign.kinds import read_any
+from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.loading.overwritten import read_of_one_save
 from asyncckpt.loading.staged_bytes import ABSENT, Bytes, NotHere, held_at, staged_bytes, unavailable, with_hint
 from asyncckpt.recall.conversation import is_served
 from asyncckpt.recall.held import MappedSnapshot
 from asyncckpt.recall.snapshots import ANSWER_S, HeldSnapshot, endpoint_of
-from asyncckpt.storage.contents import OnIndex
+from asyncckpt.storage.checkpoint_dir import standing_at
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.staged_image import OverlaidFiles
-from asyncckpt.storage.standing import standing_at
 
 SOURCES = ("auto", "memory", "disk")
 T = TypeVar("T")
@@ -56,7 +56,6 @@ def read_from(
     use: Use[T],
     *,
     once: bool = False,
-    on_index: OnIndex | None = None,
 ) -> T:
     """Return what `use` makes of the checkpoint at `path`.
 
@@ -67,7 +66,6 @@ def read_from(
         files: The storage seam.
         use: Reads; called again, with other bytes, where the first ones turn out not to be there.
         once: `use` cannot be called again. Then what is committed is read from disk.
-        on_index: As `storage.contents.read_contents` has it, where what is on disk is read, and may be again.
 
     Raises:
         SnapshotUnavailableError: `source` is "memory", and the worker does not hold it.
@@ -78,12 +76,12 @@ def read_from(
     if source == "memory":
         return _from_memory(path, endpoint, files, use)
     if source == "auto" and not once and is_served(endpoint_of(endpoint)):
-        standing = standing_at(path, files)
+        standing = standing_at(path, LocalStore(files))
         if standing is not None:
             with contextlib.suppress(NotHere):
                 return _committed(path, str(standing.save_id), endpoint, files, use)
     try:
-        return use(Bytes(read_any(path, files), files)) if once else _from_disk(path, files, use, on_index)
+        return use(Bytes(read_any(path, files), files)) if once else _from_disk(path, files, use)
     except ABSENT as error:
         if source == "disk":
             raise with_hint(error, path, endpoint) from error.__cause__
@@ -94,8 +92,8 @@ def read_from(
             raise error from error.__cause__
 
 
-def _from_disk(path: str, files: Files, use: Use[T], on_index: OnIndex | None) -> T:
-    return read_of_one_save(path, files, lambda contents: use(Bytes(contents, files)), on_index)
+def _from_disk(path: str, files: Files, use: Use[T]) -> T:
+    return read_of_one_save(path, files, lambda contents: use(Bytes(contents, files)))
 
 
 def _committed(path: str, save_id: str, endpoint: str | None, files: Files, use: Use[T]) -> T:

@@ -15,7 +15,7 @@ from typing import Any
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.format.tree import Node, Path, fqn_of, leaves, named_leaves
+from asyncckpt.format.state_tree import Node, Path, fqn_of, leaves, named_leaves
 from asyncckpt.loading.selection import HOLE, prefixes
 from asyncckpt.storage.contents import Contents, SavedTensor
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from asyncckpt.errors import ConfigError
-from asyncckpt.format.tree import Node, fqn_of
+from asyncckpt.format.state_tree import Node, fqn_of
 
 HOLE: Node = ("-",)
 """Stands in a sequence for a member that belongs to another rank than the reader: the others keep their places."""

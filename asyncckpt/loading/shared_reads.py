@@ -20,7 +20,7 @@ from asyncckpt.format.structure import row_major
 from asyncckpt.loading.placements import Placement, box_of
 from asyncckpt.loading.sharing import Box, Segment, SharePlan, Wish, decode_wish, encode_wish, messages, plan_sharing
 from asyncckpt.loading.sinks import BoxSink, takes_bytes
-from asyncckpt.memory.copying import copy_bytes
+from asyncckpt.memory.mapping import copy_bytes
 from asyncckpt.planning.torch_types import flat_bytes, torch_dtype
 from asyncckpt.process_group import GroupMeeting, find_exchange
 
@@ -133,7 +133,7 @@ class SharedReads:
         self._circles = dict(zip(mine, found, strict=False))  # none: another rank has failed, which is heard next
 
     def _pass_on(self, plan: SharePlan, wanted: dict[Box, list[Placement]]) -> None:
-        buffer = torch.empty(MESSAGE_NBYTES, dtype=torch.uint8)
+        buffer = torch.empty(MESSAGE_NBYTES, dtype=torch.uint8, device="cpu")
         for ranks, by_reader in plan.circles.items():
             if self._rank not in ranks:
                 continue

@@ -12,9 +12,7 @@ from typing import NamedTuple
 import torch
 
 from asyncckpt.libc import libc as _libc
-from asyncckpt.loading.spreading import runs_of
-from asyncckpt.memory.copying import copy_bytes
-from asyncckpt.storage.read_plan import Runs
+from asyncckpt.memory.mapping import copy_bytes
 
 _HUGE_PAGES_FROM_NBYTES = 4 << 20
 """Tensors of this size hold at least one aligned 2 MiB page inside."""
@@ -93,7 +91,7 @@ class BoxSink:
         aligned: No piece begins or ends inside an element.
     """
 
-    __slots__ = ("_box", "_gathered", "_is_memory", "_lock", "_missing", "_nbytes", "_wide")
+    __slots__ = ("_box", "_gathered", "_lock", "_missing", "_nbytes", "_wide")
 
     def __init__(
         self,
@@ -107,8 +105,6 @@ class BoxSink:
         aligned: bool = True,
     ) -> None:
         self._box = _Box(target, offsets, sizes, strides, dtype)
-        # Asked once: torch gives the interpreter's lock away to say it.
-        self._is_memory = aligned and target.is_cpu and target.dtype == dtype and not _is_lazy(target)
         self._wide = _widened(self._box)
         self._nbytes, self._missing = nbytes, nbytes
         self._gathered: torch.Tensor | None = None
@@ -121,18 +117,10 @@ class BoxSink:
             return 0
         return next((s for n, s in zip(self._box.sizes, self._box.strides, strict=True) if n > 1), 1) * itemsize
 
-    def runs(self, position: int, nbytes: int) -> list[Runs] | None:
-        """Return where the elements of a piece go, if they are long runs and lie in host memory as they are stored."""
-        target, offsets, sizes, strides, dtype = self._box
-        if not self._is_memory or (position | nbytes) % dtype.itemsize:
-            return None
-        first, count = position // dtype.itemsize, nbytes // dtype.itemsize
-        return runs_of(target, strides, boxes_within(sizes, strides, offsets, first, first + count), first)
-
     def deliver(self, position: int, address: int, nbytes: int) -> None:
         if self._lock is None:
             if address % self._box.dtype.itemsize:  # whole pages, or behind a range of narrower elements
-                moved = torch.empty(nbytes, dtype=torch.uint8)
+                moved = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
                 copy_bytes(moved.data_ptr(), address, nbytes)
                 address = moved.data_ptr()
             box = self._box if (position | address | nbytes) % _WIDE_NBYTES else self._wide
@@ -140,7 +128,7 @@ class BoxSink:
             return
         with self._lock:
             if self._gathered is None:
-                self._gathered = torch.empty(self._nbytes, dtype=torch.uint8)
+                self._gathered = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
             gathered = self._gathered
         copy_bytes(gathered.data_ptr() + position, address, nbytes)
         with self._lock:

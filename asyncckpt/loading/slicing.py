@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,12 +11,12 @@ import torch
 from asyncckpt.loading.boxes import region_of
 from asyncckpt.loading.fetching import read_ranges, tensor_for
 from asyncckpt.loading.placements import wanted_ranges
-from asyncckpt.planning.torch_types import torch_dtype
+from asyncckpt.planning.torch_types import CARRIERS, torch_dtype
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths
 from asyncckpt.storage.files import Files
 
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""By width: dtypes that torch can copy and slice, and whose copies keep every bit."""
+SLAB_NBYTES = 32 << 20
+"""What is compared, or sent, at a time. Chosen, not measured."""
 
 
 def read_tensor(
@@ -48,7 +49,7 @@ def read_tensor(
     region = region_of(slices, saved.global_shape, saved.fqn)
     dtype = torch_dtype(saved.dtype)
     check_lengths(contents, files, saved)
-    carrier = _CARRIERS[dtype.itemsize]
+    carrier = CARRIERS[dtype.itemsize]
     if room is None:
         found = tensor_for(saved, contents.path, shape=region.counts, dtype=carrier)
     else:
@@ -56,3 +57,18 @@ def read_tensor(
     ranges = wanted_ranges(contents, saved, region, found, carrier, verify=verify)
     read_ranges(contents, ranges, files, threads=threads, verify=verify)
     return found.view(dtype).view(region.shape).detach()
+
+
+def slab_slices(shape: tuple[int, ...], limit: int) -> Iterator[tuple[Any, ...]]:
+    """Yield slices that cut a tensor into runs of its row-major order, of at most `limit` elements each."""
+    row = math.prod(shape[1:])
+    if not shape or row * shape[0] <= limit:
+        yield (...,)
+    elif row <= limit:
+        step = limit // row
+        for start in range(0, shape[0], step):
+            yield (slice(start, min(start + step, shape[0])),)
+    else:
+        for n in range(shape[0]):
+            for inner in slab_slices(shape[1:], limit):
+                yield (slice(n, n + 1), *inner)

@@ -14,14 +14,15 @@ from asyncckpt.errors import (
     CheckpointNotFoundError,
     SnapshotUnavailableError,
 )
-from asyncckpt.foreign.kinds import read_any
+from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.recall.conversation import Conversation
 from asyncckpt.recall.held import MappedSnapshot
 from asyncckpt.recall.snapshots import HeldSnapshot, endpoint_of, held_snapshots, snapshots_of
+from asyncckpt.storage.checkpoint_dir import standing_at
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.staged_image import OverlaidFiles, staged_contents
-from asyncckpt.storage.standing import standing_at
 
 PATIENT_S = 10.0
 """For the worker's answer where the disk does not have it. Chosen: the promise for a worker that hangs (P6)."""
@@ -76,7 +77,7 @@ def staged_bytes(path: str, source: str, endpoint: str | None, files: Files) -> 
         newest = next((s for s in found if s.complete), found[0])
         if not newest.complete:
             raise NotHere(f"it lacks ranks {newest.missing[:20]} of save {newest.save_id}", newest)
-        standing = standing_at(path, files)
+        standing = standing_at(path, LocalStore(files))
         is_same = standing is not None and standing.save_id == newest.save_id
         if source == "auto" and standing is not None and not is_same:
             raise NotHere(f"save {standing.save_id} was committed meanwhile")

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.format.keys import python_key
-from asyncckpt.format.tree import Node, Path, leaves
+from asyncckpt.format.state_tree import Node, Path, leaves, python_key
 from asyncckpt.loading.object_states import may_ask
 from asyncckpt.loading.target_tensors import TargetTensor, memory_of, target_tensor
 from asyncckpt.planning.sharding.recognising import sharded

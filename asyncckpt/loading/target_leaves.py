@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from asyncckpt.format.keys import python_key
-from asyncckpt.format.tree import CONTAINERS, Node, Path
+from asyncckpt.format.state_tree import CONTAINERS, Node, Path, python_key
 from asyncckpt.loading.targets import Targets
 
 TargetLeaf = tuple[Path, str, Node, Any, Any]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from asyncckpt.errors import AsyncCkptError, ConfigError, OverlappingShardsError, StateLoadError, UnsupportedLeafError
 from asyncckpt.format.names import split_per_rank_name
+from asyncckpt.libc import read_only
 from asyncckpt.loading.placements import Placement
 from asyncckpt.planning.sharding.recognising import committed, sharded
 from asyncckpt.planning.sharding.shards import LocalShard, Sharded, named, refused_by_name
@@ -100,6 +101,29 @@ def refuse_without_memory(tensors: Iterable[tuple[str, torch.Tensor]], path: str
                 "(module.load_state_dict(asyncckpt.load(path)[...], assign=True)). plan_load takes such targets",
                 leaf=fqn,
                 type_name=kind,
+            )
+
+
+def refuse_read_only(placements: Sequence[Placement], names: Sequence[str], path: str) -> None:
+    """Refuse to load into tensors over memory that is mapped read-only, where a write ends the process.
+
+    Args:
+        placements: What is read into which plain tensor.
+        names: Their FQNs.
+        path: The checkpoint's, for messages.
+
+    Raises:
+        UnsupportedLeafError: One is; names it.
+    """
+    addresses = [tensor.data_ptr() if tensor.is_cpu and tensor.numel() else 0 for _, tensor, _, _ in placements]
+    closed = read_only(address for address in addresses if address)
+    for address, fqn in zip(addresses, names, strict=True):
+        if address in closed:
+            raise UnsupportedLeafError(
+                f"{path}: nothing can be loaded into target tensor {fqn!r}: its memory is mapped read-only, such as a "
+                "file by numpy.memmap(mode='r'); nothing was changed. Map it with mode 'c' or 'r+', or pass a clone()",
+                leaf=fqn,
+                type_name="Tensor",
             )
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.format.keys import python_key
-from asyncckpt.format.tree import Path
+from asyncckpt.format.state_tree import Path, python_key
 from asyncckpt.loading.modules import ModuleTarget, Whole
 from asyncckpt.per_rank import PerRank
 

@@ -10,15 +10,15 @@ from collections.abc import Callable
 from asyncckpt import __version__
 from asyncckpt.errors import DirectoryInUseError
 from asyncckpt.format.names import SaveId
+from asyncckpt.maintenance.pins import pin, unpin
+from asyncckpt.maintenance.policy import RetentionPolicy, Stored, best_of, newest_of
+from asyncckpt.maintenance.retention import Score, Survey, is_read_back, prune, survey
 from asyncckpt.managing.pruner import Pruner
 from asyncckpt.managing.root_lock import RootLock
+from asyncckpt.paths import current_umask
 from asyncckpt.restoring import RestoredCheckpoint, look
-from asyncckpt.retention.pins import pin, unpin
-from asyncckpt.retention.policy import RetentionPolicy, Stored, best_of, newest_of
-from asyncckpt.retention.pruning import Score, Survey, is_read_back, prune, survey
-from asyncckpt.staging.umask import current_umask
-from asyncckpt.storage.candidates import Candidate
-from asyncckpt.storage.files import Files
+from asyncckpt.storage.catalog import Candidate
+from asyncckpt.storage.local import LocalStore
 
 WAIT_S = 60.0
 """For removals, where the caller names no time. Chosen: removing a file takes seconds on the slowest storage."""
@@ -42,7 +42,7 @@ class Housekeeping:
         best_fn: Of the user.
         is_leader: This is rank 0.
         lock: On rank 0: keeps other managers out of the root; None: it is shared with them.
-        dead_after_s: As of `retention.pruning.prune`.
+        dead_after_s: As of `maintenance.retention.prune`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Housekeeping:
 
         self._dead_after_s = dead_after_s
         self._root, self._policy, self._best_fn, self._is_leader = root, policy, best_fn, is_leader
-        self._files, self._pid, self._umask = Files(), os.getpid(), current_umask()
+        self._store, self._pid = LocalStore(umask=current_umask()), os.getpid()
         self._lock = threading.Lock()
         self._busy: dict[str, set[Hold]] = {}
         self._broken: set[str] = set()
@@ -121,9 +121,8 @@ class Housekeeping:
             broken, restored = set(self._broken), self._restored
         prune(
             self._root,
-            self._files,
+            self._store,
             self._policy,
-            umask=self._umask,
             package=__version__,
             score=self._best_fn,
             broken=broken,
@@ -152,7 +151,7 @@ class Housekeeping:
         if one.save_id not in self._verified:
             self._is_verifying = True
             try:
-                if not is_read_back(os.path.join(self._root, one.name), one.save_id, self._files):
+                if not is_read_back(os.path.join(self._root, one.name), one.save_id, self._store):
                     return False
             finally:
                 self._is_verifying = False
@@ -203,7 +202,7 @@ class Housekeeping:
     def _survey(self) -> Survey:
         with self._lock:
             broken = set(self._broken)
-        return survey(self._root, self._files, score=self._best_fn, broken=broken)
+        return survey(self._root, self._store, score=self._best_fn, broken=broken, links=True)
 
     def latest_step(self) -> int | None:
         """Of the newest committed one by lineage."""
@@ -236,12 +235,12 @@ class Housekeeping:
             _log.warning("%s is of a branch that a rollback had left behind: nothing else is sound", found.path)
 
     def pin(self, path: str) -> None:
-        """As `retention.pins.pin`."""
-        pin(path, self._files, umask=self._umask)
+        """As `maintenance.pins.pin`."""
+        pin(path, self._store)
 
     def unpin(self, path: str) -> bool:
-        """As `retention.pins.unpin`."""
-        return unpin(path, self._files)
+        """As `maintenance.pins.unpin`."""
+        return unpin(path, self._store)
 
     # ---- whose it is
 

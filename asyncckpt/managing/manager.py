@@ -19,6 +19,8 @@ from asyncckpt.config import CheckpointerConfig, check_keywords
 from asyncckpt.ends import EXIT_WAIT_S
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, ConfigError, DirectoryInUseError
 from asyncckpt.handle import SaveFuture, SaveHandle, SaveReport
+from asyncckpt.maintenance.policy import RetentionPolicy, told
+from asyncckpt.maintenance.retention import Score
 from asyncckpt.managing.advice import Advice
 from asyncckpt.managing.dataloader_workers import is_of_killed_workers
 from asyncckpt.managing.housekeeping import Hold, Housekeeping
@@ -29,9 +31,6 @@ from asyncckpt.managing.resuming import Resuming
 from asyncckpt.managing.root_lock import RootLock, claim
 from asyncckpt.managing.save_policy import LocalClock, SavePolicy, check_seconds
 from asyncckpt.managing.time_plan import TimePlan
-from asyncckpt.retention.ancestry import told
-from asyncckpt.retention.policy import RetentionPolicy
-from asyncckpt.retention.pruning import Score
 from asyncckpt.steps import checked_step
 
 _CHECKPOINTER_KEYWORDS = {field.name for field in dataclasses.fields(CheckpointerConfig)} | {

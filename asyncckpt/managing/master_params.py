@@ -146,4 +146,4 @@ def _is_pair(weight: Any, master: Any) -> bool:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """NaN is not equal to itself, its bits are."""
     local = getattr(tensor, "_local_tensor", tensor)
-    return flat_bytes(torch.as_tensor(local))
+    return flat_bytes(local)

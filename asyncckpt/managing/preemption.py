@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import itertools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
 
-from asyncckpt.errors import ConfigError
+from asyncckpt.config import RankInfo
+from asyncckpt.errors import ConfigError, SaveFailedError
+from asyncckpt.exchange import Exchange
 from asyncckpt.handle import SaveHandle
+from asyncckpt.managing.rendezvous import Rendezvous
 from asyncckpt.managing.save_policy import check_seconds
 from asyncckpt.managing.signals import SignalNote, signals_of
 from asyncckpt.managing.stopping import BEFORE_ALL, Stopping
+from asyncckpt.process_group import find_exchange, find_rank_info, has_other_ranks
+
+GRACE_S = 25.0
+"""How long ranks of a `RunPreemption` wait for each other once they are told to stop; as `CheckpointManager` has it."""
+
+_NUMBERS = itertools.count()
+"""Of the `RunPreemption`s of several ranks in this process; all ranks make them in the same order."""
 
 _log = logging.getLogger("asyncckpt")
 
@@ -151,3 +163,52 @@ class Preemption:
         """Put the signal handlers back. Twice is fine; does nothing in a forked child."""
         if os.getpid() == self._pid:
             self._note.restore()
+
+
+class RunPreemption:
+    """Preemption of a training that a framework runs: all ranks of the default process group stop after one step.
+
+    A context manager around one training, in the main thread. No step has a collective, and none waits for another
+    rank, before one is told.
+
+    Args:
+        signals: What tells.
+
+    Raises:
+        SignalHandlerError: This is not the main thread.
+        ConfigError: No signal.
+    """
+
+    def __init__(self, signals: int | Iterable[int]) -> None:
+        rank = find_rank_info(None) if has_other_ranks() else RankInfo(0, 1)
+
+        def find() -> Exchange:
+            found = find_exchange(rank)
+            if found is None:
+                raise SaveFailedError("the process group has no store to agree in", code="exchange")
+            return found
+
+        self._rendezvous = Rendezvous(rank, find, f"training-{next(_NUMBERS) if rank.world_size > 1 else 0}")
+        self._preemption = Preemption(signals, GRACE_S, rank.world_size, self._rendezvous.hurry)
+        self._rendezvous.prepare(self._preemption.stopping, None)
+
+    def at(self, step: int) -> bool:
+        """Whether the ranks stop after `step`, or have stopped before it. Every rank asks, after every step.
+
+        Raises:
+            PlanTimeoutError: A rank was told to stop, and others do not say how far they are.
+
+        Blocks: as `CheckpointManager.reached_preemption`.
+        """
+        return self._preemption.at(step)
+
+    def __enter__(self) -> RunPreemption:
+        # Before the first step, which may take longer than the others wait: this rank can say that it has passed none.
+        self._rendezvous.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            self._rendezvous.close()
+        finally:
+            self._preemption.close()

@@ -12,11 +12,11 @@ from asyncckpt.config import RankInfo
 from asyncckpt.errors import CheckpointerClosedError, CheckpointNotFoundError, ConfigError, ForkedError
 from asyncckpt.format.names import SaveId
 from asyncckpt.handle import SaveHandle
+from asyncckpt.maintenance.policy import extended
 from asyncckpt.managing.last_state import LastState
 from asyncckpt.managing.master_params import MasterParams
 from asyncckpt.managing.shelf import Shelf
 from asyncckpt.restoring import RestoredCheckpoint
-from asyncckpt.retention.ancestry import extended
 
 _log = logging.getLogger("asyncckpt")
 

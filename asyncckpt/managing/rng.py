@@ -24,7 +24,11 @@ class RngState:
         """Return the generators' states."""
         version, words, gauss = random.getstate()
         state: dict[str, Any] = {
-            "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+            "python": {
+                "version": version,
+                "words": torch.tensor(words, dtype=torch.int64, device="cpu"),
+                "gauss": gauss,
+            },
             "torch": torch.get_rng_state(),
         }
         if "numpy" in sys.modules:
@@ -58,7 +62,7 @@ class RngState:
             return {"state": found}
         return {
             "name": found["bit_generator"],
-            "keys": torch.tensor(found["state"]["key"].tolist(), dtype=torch.int64),
+            "keys": torch.tensor(found["state"]["key"].tolist(), dtype=torch.int64, device="cpu"),
             "position": int(found["state"]["pos"]),
             "has_gauss": int(found["has_gauss"]),
             "cached": float(found["gauss"]),

@@ -30,7 +30,7 @@ import xxhash
 from asyncckpt.failpoints import reach
 
 PAGE_NBYTES = 4096
-SLOT_VERSION = 5
+SLOT_VERSION = 6
 HEAD_MAGIC = b"ACKPSLOT"
 TAIL_MAGIC = b"ACKPTAIL"
 TOKEN_NBYTES = 16
@@ -58,11 +58,6 @@ COUNTERS_OFFSET = 1024
 COUNTERS_NBYTES = 64
 COUNTERS_GENERATIONS = 32
 """A worker that is late with an old generation does not write to the counters of the next ones."""
-
-LEDGER_UNIT_NBYTES = 262144
-LEDGER_ENTRY_NBYTES = 8
-"""A checksum for each block of a file, of those that pass through a ring (`ring`)."""
-
 
 _LOOKS, _LOOK_AGAIN_S = 50, 0.001
 """A reader may meet the stores between another request and its seal, which take microseconds. Chosen."""

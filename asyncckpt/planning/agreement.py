@@ -1,32 +1,29 @@
 """Who writes which replica: what the ranks have agreed upon, the same on all of them. Pure; no torch.
 
-An agreement grows by changes, which every rank applies in the same order. What a change brings is looked at by name:
+An agreement is made at a meeting, from what all ranks hold then. Each name that any of them holds is decided anew:
 
-    new, one rank holds it              `SOLE`
-    new, several hold it, all alike     `SHARED`: spread over them (`assignment`)
-    new, several hold it, not alike     `PER_RANK` on all of them
-    known as sole, with another holder  unsettled, once: as if the name were new, for all its holders, from then on
-    known, with other holders           what was agreed stays; the new holders are `PER_RANK`
-    known as shared, now another shape  as if the name were new, for that shape; never `SOLE`
+    one rank holds it                                      `SOLE`
+    several hold it, all alike                             `SHARED`: spread over them (`assignment`)
+    several hold it, all alike, all zeros or all ones      not agreed upon at the first such meeting, then `SHARED`
+    several hold it, not alike                             `PER_RANK` on all of them; at two meetings running: for good
 
-*Alike*: equal dtype, shape and digest, given in this very change. `SOLE` and `PER_RANK` hold for any dtype and shape.
-Ranks do not always report a new name in the same save, so that the first to do so looks like its only holder. That is
-mended once for each name, since an unsettled one is hashed whole when it is reported again.
+*Alike*: equal dtype, shape and digest. `SOLE` and `PER_RANK` hold for any dtype and shape. Names that no rank holds at
+this meeting stay as they were agreed upon: ranks may save several structures in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ProtocolError
-from asyncckpt.format.checksum import block_digest
+from asyncckpt.format.checksums import block_digest
 from asyncckpt.planning.assignment import replica_of, spread
 from asyncckpt.planning.claims import ShardClaim
-from asyncckpt.planning.contributions import Change, Contribution, TensorKey, is_weak
+from asyncckpt.planning.contributions import Contribution, TensorKey, encode_contributions, is_weak
 from asyncckpt.planning.sampling import SAMPLE_LIMIT, Turn, turns_of
 from asyncckpt.planning.shard_book import ShardBook
 
@@ -44,7 +41,7 @@ class DutyKind(Enum):
     PER_RANK = "per_rank"
     """Other ranks hold another one of that name: written whole under `FQN@rank{n}`."""
     NEWS = "news"
-    """Not agreed upon: as `PER_RANK`, and the other ranks must be told."""
+    """Not agreed upon: written as `PER_RANK`, and the ranks must meet again."""
 
 
 class Duty(NamedTuple):
@@ -68,7 +65,7 @@ class _Shared(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """A tensor that these ranks newly hold, and the digest that they gave; None: unequal ones."""
+    """A tensor that these ranks hold, and the digest that they gave; None: unequal ones."""
 
     ranks: tuple[int, ...]
     key: TensorKey
@@ -76,7 +73,7 @@ class _Held(NamedTuple):
 
 
 class Agreement:
-    """Immutable. All ranks that applied the same changes in the same order hold equal ones.
+    """Immutable. All ranks that were at the same meetings hold equal ones.
 
     Attributes:
         world_size: Number of ranks. With one rank everything is `SOLE` and there is nothing to exchange.
@@ -86,23 +83,24 @@ class Agreement:
     def __init__(self, world_size: int, fingerprint: str) -> None:
         self.world_size, self.fingerprint = world_size, fingerprint
         self._shared: dict[TensorKey, _Shared] = {}
-        self._n_shapes: dict[str, int] = {}
+        self._shapes: dict[str, tuple[TensorKey, ...]] = {}
         self._sole: dict[str, int] = {}
         self._per_rank: dict[str, frozenset[int]] = {}
-        self._everywhere: frozenset[str] = frozenset()
-        self._was_unsettled: frozenset[str] = frozenset()
+        self._differed: frozenset[str] = frozenset()
+        self._for_good: frozenset[str] = frozenset()
+        self._was_weak: frozenset[str] = frozenset()
         self.shards = ShardBook(world_size)
 
     @classmethod
     def start(cls, world_size: int) -> Agreement:
-        """Return the agreement of ranks that have not exchanged anything: everything is `NEWS`."""
-        return cls(world_size, block_digest(b"asyncckpt agreement 1, %d ranks" % world_size).hex())
+        """Return the agreement of ranks that have not met: everything is `NEWS`."""
+        return cls(world_size, block_digest(b"asyncckpt agreement 2, %d ranks" % world_size).hex())
 
     def duty(self, rank: int, fqn: str, dtype: str, shape: tuple[int, ...]) -> Duty:
         """Return what `rank` writes of a tensor that it holds and that is not `PerRank`."""
         if self.world_size == 1:
             return _SOLE
-        if fqn in self._everywhere:
+        if fqn in self._for_good:
             return _PER_RANK
         shared = self._shared.get((fqn, dtype, shape))
         if shared is not None and rank in shared.holders:
@@ -111,98 +109,93 @@ class Agreement:
             return _SOLE
         return _PER_RANK if rank in self._per_rank.get(fqn, ()) else _NEWS
 
-    def extended(self, change: Change, raw: bytes, *, compared: bool = False) -> Agreement:
-        """Return the agreement after `change`.
+    def after(self, contributions: Mapping[int, Contribution], per_rank: Iterable[str] = ()) -> Agreement:
+        """Return the agreement after a meeting.
 
         Args:
-            change: The change.
-            raw: Its encoded bytes, for the fingerprint.
-            compared: Its shards were compared whole, or are to be taken as equal: the ranks have met.
+            contributions: Of all ranks of the world, or of none: then only `per_rank` is new.
+            per_rank: FQNs that are stored for each rank for good.
 
         Raises:
-            ProtocolError: A contribution of a rank outside the world.
+            ProtocolError: Contributions of other ranks than those of the world.
         """
-        outside = [rank for rank in change.contributions if not 0 <= rank < self.world_size]
-        if outside:
-            detail = f"contributions of ranks {outside[:5]} to the agreement of {self.world_size} ranks"
+        if contributions and sorted(contributions) != list(range(self.world_size)):
+            detail = f"contributions of ranks {sorted(contributions)[:5]} to the agreement of {self.world_size} ranks"
             raise ProtocolError(detail, detail=detail)
-        after = Agreement(self.world_size, block_digest(self.fingerprint.encode() + raw).hex())
-        after._shared, after._n_shapes = dict(self._shared), dict(self._n_shapes)
-        after._sole, after._per_rank = dict(self._sole), dict(self._per_rank)
-        after._everywhere = self._everywhere.union(change.per_rank)
-        after._was_unsettled, after.shards = self._was_unsettled, self.shards
-        if self.world_size > 1:
-            news = after._news(change)
-            sharers: dict[tuple[int, ...], list[TensorKey]] = {}
-            sets = _RankSets()
-            doubtful = {fqn for fqn, held in news.items() if fqn in self._sole or _is_weak_claim(held)}
-            unsettled = doubtful - self._was_unsettled
-            after._was_unsettled |= unsettled
-            for fqn in unsettled:
-                after._sole.pop(fqn, None)
-                del news[fqn]
-            for fqn in sorted(news):
-                holders = after._settle(fqn, news[fqn], sets)
-                if holders:
-                    sharers.setdefault(holders, []).append(news[fqn][0].key)
-            after._share(sharers, change, compared=compared)
-            after._check_names()
-        return after
+        names = sorted(per_rank)
+        said = "\0".join([self.fingerprint, *names]).encode(errors="surrogatepass")
+        found = Agreement(self.world_size, block_digest(said + encode_contributions(contributions)).hex())
+        found._shared, found._shapes = dict(self._shared), dict(self._shapes)
+        found._sole, found._per_rank = dict(self._sole), dict(self._per_rank)
+        found._for_good, found._differed = self._for_good.union(names), self._differed
+        found._was_weak, found.shards = self._was_weak, self.shards
+        if self.world_size > 1 and contributions:
+            found._decide(contributions)
+        return found
 
-    def _check_names(self) -> None:
-        """A name stands for whole tensors or for shards, never for both."""
-        self.shards.contradict([fqn for fqn in self.shards.names if self._is_known(fqn)])
+    def _decide(self, contributions: Mapping[int, Contribution]) -> None:
+        sharers: dict[tuple[int, ...], list[TensorKey]] = {}
+        differ: set[str] = set()
+        held, sets = self._held(contributions), _RankSets()
+        for fqn in sorted(held):
+            holders, first = sets.joined(held[fqn]), held[fqn][0]
+            alike = all(h.key == first.key and h.digest == first.digest is not None for h in held[fqn])
+            if len(holders) == 1:
+                self._forget(fqn)
+                self._sole[fqn] = holders[0]
+            elif not alike:
+                self._forget(fqn)
+                self._per_rank[fqn] = sets.frozen(holders)
+                differ.add(fqn)
+            elif first.digest is not None and is_weak(first.digest) and fqn not in self._was_weak:
+                self._forget(fqn)
+                self._was_weak |= {fqn}
+            elif first.key not in self._shared and len(self._shapes.get(fqn, ())) >= MAX_SHAPES:
+                self._for_good |= {fqn}
+            else:
+                self._sole.pop(fqn, None)
+                self._per_rank.pop(fqn, None)
+                sharers.setdefault(holders, []).append(first.key)
+        self._for_good |= differ & self._differed
+        self._differed = (self._differed - held.keys()) | differ
+        self._share(sharers, contributions)
 
-    def _news(self, change: Change) -> dict[str, list[_Held]]:
-        """Return what is not agreed upon, by FQN."""
-        news: dict[str, list[_Held]] = {}
-        for ranks, tensors in _by_tensors(change):
-            columns = zip(*(change.contributions[rank].digests for rank in ranks), strict=True)
+    def _held(self, contributions: Mapping[int, Contribution]) -> dict[str, list[_Held]]:
+        """Return what the ranks hold, by FQN, but for what is stored per rank for good."""
+        found: dict[str, list[_Held]] = {}
+        for ranks, tensors in _by_tensors(contributions):
+            columns = zip(*(contributions[rank].digests for rank in ranks), strict=True)
             for key, digests in zip(tensors, columns, strict=True):
-                new, given = ranks, digests
-                if key[0] in self._everywhere or self._is_known(key[0]):
-                    pairs = self._new_holders(key, ranks, digests)
-                    if not pairs:
-                        continue
-                    new, given = zip(*pairs, strict=True)
-                digest = given[0] if given.count(given[0]) == len(given) else None
-                news.setdefault(key[0], []).append(_Held(new, key, digest))
-        return news
+                if key[0] not in self._for_good:
+                    digest = digests[0] if digests.count(digests[0]) == len(digests) else None
+                    found.setdefault(key[0], []).append(_Held(ranks, key, digest))
+        return found
 
-    def _new_holders(
-        self, key: TensorKey, ranks: tuple[int, ...], digests: tuple[bytes, ...]
-    ) -> list[tuple[int, bytes]]:
-        shared = self._shared.get(key)
-        if shared is not None and shared.holders.issuperset(ranks):  # the usual case, of thousands of ranks as well
-            return []
-        pairs = zip(ranks, digests, strict=True)
-        return [(rank, digest) for rank, digest in pairs if self.duty(rank, *key).kind is DutyKind.NEWS]
+    def _forget(self, fqn: str) -> None:
+        self._sole.pop(fqn, None)
+        self._per_rank.pop(fqn, None)
+        for key in self._shapes.pop(fqn, ()):
+            del self._shared[key]
 
-    def _settle(self, fqn: str, held: list[_Held], sets: _RankSets) -> tuple[int, ...]:
-        """Decide about one name; return the ranks that share it, and none when it is not shared."""
-        holders, first = sets.joined(held), held[0]
-        alike = all(h.key == first.key and h.digest == first.digest is not None for h in held)
-        # IMPORTANT: two ranks that write different things under one plain name would cost a whole checkpoint.
-        is_free = fqn not in self._sole and first.key not in self._shared
-        if len(holders) > 1 and alike and is_free and self._n_shapes.get(fqn, 0) < MAX_SHAPES:
-            return holders
-        if len(holders) == 1 and not self._is_known(fqn):
-            self._sole[fqn] = holders[0]
-        else:
-            known, more = self._per_rank.get(fqn), sets.frozen(holders)
-            self._per_rank[fqn] = more if known is None else known | more
-        return ()
-
-    def _is_known(self, fqn: str) -> bool:
-        return fqn in self._sole or fqn in self._per_rank or fqn in self._n_shapes
-
-    def _share(self, sharers: Mapping[tuple[int, ...], list[TensorKey]], change: Change, *, compared: bool) -> None:
-        """Spread new replicas over their holders."""
-        new = {key for keys in sharers.values() for key in keys}
+    def _share(
+        self, sharers: Mapping[tuple[int, ...], list[TensorKey]], contributions: Mapping[int, Contribution]
+    ) -> None:
+        """Spread replicas over their holders."""
+        shared = {key for keys in sharers.values() for key in keys}
         replicas = {h: [replica_of(shape, DTYPES[dtype].itemsize) for _, dtype, shape in keys]
                     for h, keys in sharers.items()}  # fmt: skip
-        loads = self._loads(change, new)
-        self.shards = self.shards.extended(by_shards(change.contributions), loads, compared=compared)
+        loads = {rank: c.own_nbytes for rank, c in contributions.items()}
+        whole = {fqn for c in contributions.values() for fqn, _, _ in c.tensors}
+        for ranks, tensors in _by_tensors(contributions):
+            alone = sum(replica_of(key[2], DTYPES[key[1]].itemsize).nbytes for key in tensors if key not in shared)
+            for rank in ranks:
+                loads[rank] += alone
+        self.shards = self.shards.extended(by_shards(contributions), loads, whole=whole)
+        # A name stands for whole tensors or for shards, never for both.
+        self.shards.contradict([fqn for fqn in self.shards.names if fqn in whole])
+        for fqn in self.shards.names:
+            if fqn not in whole:
+                self._forget(fqn)
         if self.shards.names:
             of_shards = self.shards.loads()
             loads = {rank: nbytes + of_shards.get(rank, 0) for rank, nbytes in loads.items()}
@@ -211,29 +204,9 @@ class Agreement:
             for key, cut in zip(sharers[holders], pieces, strict=True):
                 split = len(cut) > 1
                 duties = {p.rank: Duty(DutyKind.SHARED, ((p.first_row, p.n_rows),), split) for p in cut}
+                if key not in self._shared:
+                    self._shapes[key[0]] = (*self._shapes.get(key[0], ()), key)
                 self._shared[key] = _Shared(members, duties, Duty(DutyKind.SHARED, (), split))
-                self._n_shapes[key[0]] = self._n_shapes.get(key[0], 0) + 1
-
-    def _loads(self, change: Change, new: set[TensorKey]) -> dict[int, int]:
-        """Return what each rank of the change writes of its structure anyway."""
-        loads = {rank: c.own_nbytes for rank, c in change.contributions.items()}
-        for ranks, tensors in _by_tensors(change):
-            members, whole = frozenset(ranks), 0
-            for key in tensors:
-                if key in new:
-                    continue
-                nbytes, n_rows = replica_of(key[2], DTYPES[key[1]].itemsize)
-                shared = None if key[0] in self._everywhere else self._shared.get(key)
-                if shared is None:
-                    whole += nbytes
-                    continue
-                for rank in members - shared.holders:
-                    loads[rank] += nbytes
-                for rank in members & shared.duties.keys():
-                    loads[rank] += sum(nbytes * rows // n_rows for _, rows in shared.duties[rank].pieces)
-            for rank in ranks:
-                loads[rank] += whole
-        return loads
 
     def turn(self, fqn: str, dtype: str, shape: tuple[int, ...]) -> Turn:
         """Return when the holders of a `SHARED` tensor compare it."""
@@ -241,12 +214,8 @@ class Agreement:
 
     @cached_property
     def _turns(self) -> dict[TensorKey, Turn]:
-        shared = {key: s.holders for key, s in self._shared.items() if key[0] not in self._everywhere}
+        shared = {key: s.holders for key, s in self._shared.items() if key[0] not in self._for_good}
         return turns_of(shared, SAMPLE_LIMIT)
-
-
-def _is_weak_claim(held: list[_Held]) -> bool:
-    return any(h.digest is not None and is_weak(h.digest) for h in held) and sum(len(h.ranks) for h in held) > 1
 
 
 class _RankSets:
@@ -272,13 +241,15 @@ class _RankSets:
         return found
 
 
-def _by_tensors(change: Change) -> Iterator[tuple[tuple[int, ...], tuple[TensorKey, ...]]]:
+def _by_tensors(
+    contributions: Mapping[int, Contribution],
+) -> Iterator[tuple[tuple[int, ...], tuple[TensorKey, ...]]]:
     """Yield (ranks, tensors) for each group of ranks that hold the same; of most jobs there are few."""
     groups: dict[int, list[int]] = {}
-    for rank in sorted(change.contributions):
-        groups.setdefault(id(change.contributions[rank].tensors), []).append(rank)
+    for rank in sorted(contributions):
+        groups.setdefault(id(contributions[rank].tensors), []).append(rank)
     for ranks in groups.values():
-        yield tuple(ranks), change.contributions[ranks[0]].tensors
+        yield tuple(ranks), contributions[ranks[0]].tensors
 
 
 def by_shards(contributions: Mapping[int, Contribution]) -> Iterator[tuple[tuple[int, ...], tuple[ShardClaim, ...]]]:

@@ -1,4 +1,4 @@
-"""What a rank tells the others about its state, and the changes of the agreement that are made of it. Pure."""
+"""What a rank tells the others about its state when they meet. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgpack
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ProtocolError
-from asyncckpt.format.checksum import DIGEST_NBYTES
+from asyncckpt.format.checksums import DIGEST_NBYTES
 from asyncckpt.format.names import MAX_RANKS
 from asyncckpt.format.structure import MAX_DIMS, MAX_INT, MAX_TENSORS
 from asyncckpt.msgpacked import unpack_whole
@@ -72,58 +72,19 @@ class Contribution:
         return decode_contributions({0: data})[0]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """What alters an agreement, the same on all ranks.
-
-    Attributes:
-        contributions: By rank.
-        per_rank: FQNs that are stored for each rank from now on.
-    """
-
-    contributions: Mapping[int, Contribution]
-    per_rank: tuple[str, ...] = ()
-
-    def encode(self) -> bytes:
-        """Return it as msgpack: {"contributions": {rank: bytes, or a rank}, "per_rank": [FQN]}.
-
-        The same bytes on all ranks. Equal contributions are written once: instead of them stands who has the same.
-        """
-        memo: dict[int, bytes] = {}
-        first: dict[bytes, int] = {}
-        contributions: dict[int, bytes | int] = {}
-        for rank in sorted(self.contributions):
-            data = _encode(self.contributions[rank], memo)
-            contributions[rank] = data if first.setdefault(data, rank) == rank else first[data]
-        return bytes(msgpack.packb({"contributions": contributions, "per_rank": self.per_rank}))
-
-    @classmethod
-    def decode(cls, data: bytes) -> Change:
-        """Read `encode`'s bytes; unknown fields are ignored.
-
-        Raises:
-            ProtocolError: Anything else.
-        """
-        try:
-            raw = unpack_whole(data, strict_map_key=False)
-            per_rank = raw["per_rank"]
-            if not isinstance(per_rank, tuple) or not all(type(name) is str for name in per_rank):
-                raise ValueError("per_rank is not a list of names")
-            contributions = decode_contributions(raw["contributions"])
-        except _JUNK as error:
-            if isinstance(error, ProtocolError):
-                raise
-            raise ProtocolError(
-                f"a change of the ranks' agreement does not decode: {error}", detail=str(error)
-            ) from error
-        return cls(contributions=contributions, per_rank=per_rank)
+def encode_contributions(contributions: Mapping[int, Contribution]) -> bytes:
+    """Return the contributions of many ranks as msgpack, the same bytes on all ranks; equal ones are encoded once."""
+    memo: dict[int, bytes] = {}
+    first: dict[bytes, int] = {}
+    found: dict[int, bytes | int] = {}
+    for rank in sorted(contributions):
+        data = _encode(contributions[rank], memo)
+        found[rank] = data if first.setdefault(data, rank) == rank else first[data]
+    return bytes(msgpack.packb(found))
 
 
-def decode_contributions(raw: Mapping[int, bytes | int]) -> dict[int, Contribution]:
-    """Read the encoded contributions of many ranks; equal parts are read, and kept, once.
-
-    Args:
-        raw: By rank; instead of bytes, the number of a rank that has the same.
+def decode_contributions(raw: Mapping[int, bytes]) -> dict[int, Contribution]:
+    """Read the encoded contributions of many ranks, by rank; equal parts are read, and kept, once.
 
     Raises:
         ProtocolError: One of them is none.
@@ -132,8 +93,7 @@ def decode_contributions(raw: Mapping[int, bytes | int]) -> dict[int, Contributi
     found = {}
     rank: Any = None
     try:
-        for rank, given in raw.items():
-            data = raw[given] if type(given) is int else given
+        for rank, data in raw.items():
             if type(rank) is not int or not 0 <= rank < MAX_RANKS or type(data) is not bytes:
                 raise ValueError("not a rank and its bytes")
             found[rank] = _decode(data, *memos)

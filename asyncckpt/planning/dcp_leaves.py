@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncckpt.errors import UnsupportedLeafError
-from asyncckpt.format.dcp_items import item_pickle, items_of, refusal_of
-from asyncckpt.format.pickle_image import NotPickledError
-from asyncckpt.format.tree import Node, fqn_of
+from asyncckpt.format.dcp import item_pickle, items_of, refusal_of
+from asyncckpt.format.state_tree import Node, fqn_of
+from asyncckpt.format.torch_pickle import NotPickledError
 
 
 def check_dcp_items(tree: Node) -> None:

@@ -7,18 +7,16 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import xxhash
 
-from asyncckpt.format.checksum import DIGEST_NBYTES, block_digest
+from asyncckpt.format.checksums import DIGEST_NBYTES, block_digest
 from asyncckpt.planning.assignment import row_dimension
-from asyncckpt.planning.contributions import Contribution, as_claim
+from asyncckpt.planning.contributions import as_claim
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.plan import SavePlan
-from asyncckpt.planning.planner import contribution_of
 from asyncckpt.planning.sampling import Window, window_of
 from asyncckpt.planning.torch_types import flat_bytes
 from asyncckpt.protocol.samples import encode_samples
@@ -95,28 +93,6 @@ def shard_digests_for(flat: Flattened, compared: Sequence[tuple[int, int | None]
     return b"".join(found)
 
 
-def news_of(plan: SavePlan, flat: Flattened, *, compare: bool = True) -> Contribution:
-    """Return the contribution that goes with a save whose plan has news, with digests of what is new.
-
-    It reads these tensors whole, so a trainer sends it with the first save of a structure, and again only
-    when the change did not come.
-
-    Args:
-        plan, flat: As `PlanCache.take` gave them.
-        compare: False leaves the digests out (`replicated="assume"`).
-
-    Raises:
-        RuntimeError: From torch, when a tensor cannot be read.
-    """
-    contribution = contribution_of(flat)
-    if not compare:
-        return contribution
-    news = [number for number in plan.news if number not in flat.shards]  # those are declared, and sampled later
-    raw = _digests([flat.tensors[number] for number in news])
-    found = {n: raw[DIGEST_NBYTES * i : DIGEST_NBYTES * (i + 1)] for i, n in enumerate(news)}
-    return replace(contribution, digests=tuple(found.get(number, b"") for number in flat.common))
-
-
 def sample_digests(
     plan: SavePlan, flat: Flattened, sequence: int, apart: Callable[[torch.Tensor], bool] = lambda tensor: False
 ) -> Samples:
@@ -165,7 +141,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 _INITIALISED = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 _INITIALISED += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-_ONES = {dtype: int(bits_of(torch.ones((), dtype=dtype))) for dtype in _INITIALISED}
+_ONES = {dtype: int(bits_of(torch.ones((), dtype=dtype, device="cpu"))) for dtype in _INITIALISED}
 """The bits of one, as an integer of the same width, in the dtypes that are initialised with ones."""
 
 
@@ -220,11 +196,6 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
             here = rows.cpu().contiguous()
             digest.update(_memory(here.data_ptr(), here.numel() * here.element_size()))
     return digest.intdigest().to_bytes(DIGEST_NBYTES, "little")
-
-
-def memory_digest(address: int, nbytes: int) -> bytes:
-    """Return the 8-byte checksum of memory of this process."""
-    return block_digest(_memory(address, nbytes))
 
 
 def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:

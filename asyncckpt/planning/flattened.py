@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.format.tree import Node, fqn_of, leaves, per_rank_nodes
+from asyncckpt.format.state_tree import Node, fqn_of, leaves, per_rank_nodes
 from asyncckpt.planning.keys import mappings
 from asyncckpt.planning.shard_leaves import ShardLeaf
 
@@ -16,7 +16,7 @@ class Flattened:
     """A state dict taken apart.
 
     Attributes:
-        tree: The skeleton (`format.tree`).
+        tree: The skeleton (`format.state_tree`).
         tensors: By tensor number; a tensor reachable by several paths is there once. Not copies. Of a shard the first
             part; the others follow behind the last number.
         objects: By object number: the leaves that are not tensors. Not copies.

@@ -6,11 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from asyncckpt.errors import UnsupportedLeafError
-from asyncckpt.format.keys import MAX_KEY_CHARS, MAX_KEY_DEPTH, Key, TypedKey, key_of, python_key
-from asyncckpt.format.tree import Node, Path, fqn_of
+from asyncckpt.format.state_tree import (
+    MAX_KEY_DEPTH,
+    Key,
+    Node,
+    Path,
+    fqn_of,
+    is_storable,
+    key_of,
+    python_key,
+)
 from asyncckpt.planning.numpy_values import is_scalar
-
-_MAX_KEY = (1 << 63) - 1
 
 
 def typed_key(key: Any) -> Key | None:
@@ -55,21 +61,3 @@ def mappings(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
             yield from mappings(child, (*path, i))
     elif node[0] == "r":
         yield from mappings(node[1], path)
-
-
-def is_storable(key: Any) -> bool:
-    """Whether the index can hold a key of a tree."""
-    if isinstance(key, int):
-        return -_MAX_KEY <= key <= _MAX_KEY
-    if isinstance(key, str):
-        return len(key) <= MAX_KEY_CHARS and _is_text(key)
-    members = key[1:] if type(key) is TypedKey and key[0] == "t" else ()
-    return all(map(is_storable, members)) and len(str(key)) <= MAX_KEY_CHARS
-
-
-def _is_text(key: str) -> bool:
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.format.tree import Node
+from asyncckpt.format.state_tree import Node, form_in
 from asyncckpt.per_rank import PerRank
-from asyncckpt.planning.containers import deque_form, form_in, form_of
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.keys import typed_key
 from asyncckpt.planning.numpy_values import is_array, tensor_of
+from asyncckpt.planning.rebuilding import deque_form, form_of
 from asyncckpt.planning.shard_leaves import ShardLeaf, boxes_of, sources_of
 from asyncckpt.planning.sharding.dtensor import local_part
 from asyncckpt.planning.sharding.recognising import Describe, describer

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.format import numpy_scalars
+from asyncckpt.format.objects import checked_numpy_scalar, is_numpy_scalar, numpy_scalar_value
 from asyncckpt.planning.torch_types import flat_bytes
 
 _log = logging.getLogger("asyncckpt.loading")
@@ -73,7 +73,7 @@ def tensor_of(array: Any) -> torch.Tensor | None:
     if dtype is None:
         return None
     if not array.size:
-        return torch.empty(array.shape, dtype=dtype)
+        return torch.empty(array.shape, dtype=dtype, device="cpu")
     view = view_of(array)
     if view is not None:
         return view
@@ -103,7 +103,7 @@ def encode_scalar(value: Any) -> tuple[str, Any] | None:
     if isinstance(value, bytes):
         return "numpy.scalar", [f"|S{len(value)}", value.hex()]
     dtype = value.dtype.newbyteorder("<")
-    if not numpy_scalars.is_known(dtype.str):
+    if not is_numpy_scalar(dtype.str):
         return None
     return "numpy.scalar", [dtype.str, _loaded().asarray(value).astype(dtype).tobytes().hex()]
 
@@ -114,8 +114,8 @@ def decode_scalar(payload: Any) -> Any:
     Raises:
         ValueError: Malformed.
     """
-    dtype, data = numpy_scalars.checked(payload)
-    nearest = numpy_scalars.python_value(dtype, data)  # also a check: numpy would take what is no character
+    dtype, data = checked_numpy_scalar(payload)
+    nearest = numpy_scalar_value(dtype, data)  # also a check: numpy would take what is no character
     numpy = _imported()
     if numpy is None:
         return nearest

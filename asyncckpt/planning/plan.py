@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from asyncckpt.format.layout import PAGE_NBYTES, BoxSpec, Layout
-from asyncckpt.format.tree import Node
+from asyncckpt.format.state_tree import Node
 from asyncckpt.planning.agreement import Agreement
 from asyncckpt.planning.sampling import Turn
 from asyncckpt.protocol.request import PartRange

@@ -12,12 +12,11 @@ from typing import Any
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import DuplicateNameError
-from asyncckpt.format.dcp_layout import build_dcp_layout, room_for_dcp
-from asyncckpt.format.layout import BoxSpec, build_layout
+from asyncckpt.format.dcp import build_dcp_layout, room_for_dcp
+from asyncckpt.format.layout import BoxSpec, build_layout, room_for
 from asyncckpt.format.names import DCP, SAFETENSORS, is_reserved, per_rank_name
-from asyncckpt.format.packing import room_for
+from asyncckpt.format.state_tree import fqn_of, leaves
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
-from asyncckpt.format.tree import fqn_of, leaves
 from asyncckpt.planning.agreement import Agreement, DutyKind
 from asyncckpt.planning.assignment import box_of_rows
 from asyncckpt.planning.contributions import Contribution, TensorKey

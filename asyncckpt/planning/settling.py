@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from asyncckpt.format.checksum import DIGEST_NBYTES
+from asyncckpt.format.checksums import DIGEST_NBYTES
 from asyncckpt.planning.agreement import Agreement, by_shards
 from asyncckpt.planning.contributions import Contribution, candidates, with_digests
 from asyncckpt.planning.digests import digests_for, shard_digests_for
@@ -25,7 +25,7 @@ def settled_together(
 
     Args:
         agreement: As it is so far.
-        contributions: Of all ranks that contribute, equal on all ranks.
+        contributions: Of all ranks, equal on all ranks.
         flat: This rank's state.
         rank: This rank.
         gather: Exchanges digests: this rank's for everybody's.
@@ -41,11 +41,9 @@ def settled_together(
     if not compare:
         gather(b"")
         return contributions
-    wanted, mine = candidates(contributions), b""
-    if rank in contributions:
-        mine = digests_for(flat, wanted[rank]) if wanted[rank] else b""
-        mine += shard_digests_for(flat, book.compared(contributions[rank].shards, rank))
-    gathered = gather(mine)
+    wanted = candidates(contributions)
+    mine = digests_for(flat, wanted[rank]) if wanted[rank] else b""
+    gathered = gather(mine + shard_digests_for(flat, book.compared(contributions[rank].shards, rank)))
     ends = {one: DIGEST_NBYTES * len(positions) for one, positions in wanted.items()}
     compare_shards(book, contributions, {one: gathered[one][end:] for one, end in ends.items()})
     return with_digests(contributions, {one: gathered[one][:end] for one, end in ends.items()})

@@ -3,14 +3,14 @@
 A tensor on a grid needs no agreement to be stored rightly, since the grid says who holds what, and a hash of its name
 which of them writes. What is agreed upon knows of boxes that were given one by one, too. Copies that the ranks have
 compared whole, which they do when they meet, are split and balanced; before, one holder writes all of a box, so that
-nobody's bytes are mixed on a claim.
+no box is mixed of bytes that were never compared.
 
 Boxes are never stored for one rank only. Ranks that contradict each other about a name can not save it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, KeysView, Mapping, Sequence
+from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from asyncckpt.errors import AsyncCkptError
 from asyncckpt.planning.assignment import replica_of, spread
 from asyncckpt.planning.claims import ShardClaim, holders_in, position_in
 from asyncckpt.planning.sampling import SAMPLE_LIMIT, Turn
-from asyncckpt.planning.shard_lies import Given, Lie, Scattered, disagreement, resolve, without, writer_of
+from asyncckpt.planning.shard_lies import Given, Lie, Scattered, disagreement, resolve, writer_of
 from asyncckpt.planning.shard_loads import add_grid_loads
 from asyncckpt.planning.sharding.grid import Box, Grid
 
@@ -51,7 +51,6 @@ class ShardBook:
         self._given: dict[str, tuple[Given, ...]] = {}
         self._lies: dict[str, Lie | Scattered] = {}
         self._base: dict[int, int] = {}
-        self._unproved: set[str] = set()
         self.conflicts: dict[str, AsyncCkptError] = {}
         self._of_rank: dict[int, dict[_Key, BoxDuty]] = {}
 
@@ -60,37 +59,34 @@ class ShardBook:
         groups: Iterable[tuple[tuple[int, ...], tuple[ShardClaim, ...]]],
         base: Mapping[int, int],
         *,
-        compared: bool = False,
+        whole: Collection[str] = (),
     ) -> ShardBook:
-        """Return the book after more has been said.
+        """Return the book after the ranks have met.
 
         Args:
-            groups: Ranks, and what each of them holds now.
+            groups: Ranks, and what each of them holds now: of a name, all that do.
             base: Bytes that ranks write apart from shards.
-            compared: These ranks have compared whole what they say that several of them hold.
+            whole: Names under which ranks hold whole tensors now.
         """
         after = ShardBook(self._world_size)
         after._given, after._lies = dict(self._given), dict(self._lies)
         after._base = {**self._base, **base}
-        after.conflicts, after._unproved = dict(self.conflicts), set(self._unproved)
+        after.conflicts = dict(self.conflicts)
         said: dict[str, list[Given]] = {}
         for ranks, claims in groups:
             for claim in claims:
                 said.setdefault(claim.fqn, []).append(Given(ranks, claim))
-        for fqn, given in said.items():
-            others = without(after._given.get(fqn, ()), given)
-            after._given[fqn] = (*others, *given)
+        for fqn in {*said, *whole}:
+            after._given.pop(fqn, None)
             after._lies.pop(fqn, None)
             after.conflicts.pop(fqn, None)
+        for fqn, given in said.items():
+            after._given[fqn] = tuple(given)
             found = resolve(after._given[fqn], self._world_size)
             if isinstance(found, AsyncCkptError):
                 after.conflicts[fqn] = found
             elif found is not None:
                 after._lies[fqn] = found
-            if compared and not others:
-                after._unproved.discard(fqn)
-            elif found != self._lies.get(fqn):
-                after._unproved.add(fqn)
         return after
 
     def contradict(self, names: Iterable[str]) -> None:
@@ -130,9 +126,6 @@ class ShardBook:
             return ShardDuty(duties, Turn(0, 1) if any(duty.shared for duty in duties) else None, not said)
         if isinstance(lie, Lie) and lie.grid.n_replicas == 1:
             return ShardDuty(tuple(BoxDuty(_rows(box)) for box in boxes), None, False)
-        if isinstance(lie, Lie) and claim.fqn in self._unproved:
-            duties = tuple(_of_one(rank, claim.fqn, holders_in(lie.grid, rank), box) for box in boxes)
-            return ShardDuty(duties, self._turns.get(claim.fqn), False)
         agreed = self._duties(rank)
         return ShardDuty(tuple(agreed[claim.fqn, box] for box in boxes), self._turns.get(claim.fqn), False)
 
@@ -235,7 +228,7 @@ class ShardBook:
         sharers: dict[int, tuple[int, ...]] = {}
         for fqn in sorted(self._lies):
             lie = self._lies[fqn]
-            if not isinstance(lie, Lie) or lie.grid.n_replicas == 1 or fqn in self._unproved:
+            if not isinstance(lie, Lie) or lie.grid.n_replicas == 1:
                 continue
             at = position_in(lie.grid, rank)
             if at is None:
@@ -264,9 +257,6 @@ class ShardBook:
             for box, ranks in lie.holders.items():
                 if len(ranks) == 1:
                     found.setdefault(ranks[0], {})[fqn, box] = BoxDuty(_rows(box))
-                elif fqn in self._unproved:
-                    for rank in ranks:
-                        found.setdefault(rank, {})[fqn, box] = _of_one(rank, fqn, ranks, box)
                 else:
                     sets.setdefault(ranks, []).append(((fqn, box), lie.itemsize))
         loads = {rank: self._base.get(rank, 0) + n for rank, n in self._loads.items()}

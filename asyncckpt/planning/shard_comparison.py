@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from asyncckpt.errors import ProtocolError, ReplicaMismatchError
-from asyncckpt.format.checksum import DIGEST_NBYTES
+from asyncckpt.format.checksums import DIGEST_NBYTES
 from asyncckpt.planning.claims import ShardClaim, position_in
 from asyncckpt.planning.contributions import Contribution
 from asyncckpt.planning.shard_book import ShardBook

@@ -64,7 +64,7 @@ def sources_of(found: Sharded, *, is_target: bool = False) -> list[torch.Tensor]
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
         sources.append(tensor)
-    return sources or [torch.empty(0, dtype=found.dtype)]
+    return sources or [torch.empty(0, dtype=found.dtype, device="cpu")]
 
 
 def identity_of(found: Sharded, value: object) -> object:

@@ -133,19 +133,6 @@ def disagreement(text: str, ranks: Sequence[int]) -> RanksDisagreeError:
     return RanksDisagreeError(text, detail=text, ranks=list(ranks[:8]))
 
 
-def without(known: tuple[Given, ...], said: Sequence[Given]) -> tuple[Given, ...]:
-    """Return what is left of `known`: what ranks say now takes the place of what they have said."""
-    if not known:
-        return ()
-    gone = frozenset(itertools.chain.from_iterable(given.ranks for given in said))
-    kept = (Given(g.ranks if gone.isdisjoint(g.ranks) else _minus(g.ranks, gone), g.claim) for g in known)
-    return tuple(given for given in kept if given.ranks)
-
-
-def _minus(ranks: tuple[int, ...], gone: frozenset[int]) -> tuple[int, ...]:
-    return tuple(rank for rank in ranks if rank not in gone)
-
-
 def writer_of(fqn: str, holders: Sequence[int]) -> int:
     """Return which of the ranks that hold a box writes it whole: one replica has all boxes of a name, so to say."""
     return holders[zlib.crc32(fqn.encode()) % len(holders)]

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from asyncckpt.errors import OverlappingShardsError, UnsupportedLeafError
-from asyncckpt.format.keys import Key
-from asyncckpt.format.tree import MAX_DEPTH, Node, Path, fqn_of
+from asyncckpt.format.state_tree import MAX_DEPTH, Key, Node, Path, fqn_of
 from asyncckpt.per_rank import PerRank
-from asyncckpt.planning.containers import deque_form, form_of
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.keys import typed_key
 from asyncckpt.planning.numpy_values import is_array, is_scalar, tensor_of
+from asyncckpt.planning.rebuilding import deque_form, form_of
 from asyncckpt.planning.shard_leaves import ShardLeaf, boxes_of, identity_of, sources_of
 from asyncckpt.planning.sharding.recognising import Describe, describer
 from asyncckpt.planning.sharding.shards import Sharded, named, refused, refused_by_name
@@ -106,7 +105,7 @@ class _Walk:
         out: list[Any] = []
         keys = self.keys
         for key, child in value.items():
-            if type(key) is not str and type(key) is not int:
+            if type(key) is not str and (type(key) is not int or key.bit_length() > 63):
                 key = self._typed_key(key)
             keys.append(key)
             out.append(key)
@@ -278,11 +277,14 @@ class _Walk:
     def _typed_key(self, key: Any) -> Key:
         found = typed_key(key)
         if found is None:
-            self.keys.append(f"{key!r:.80}")
+            try:
+                self.keys.append(f"{key!r:.80}")
+            except ValueError:  # a number of more digits than Python writes out
+                self.keys.append(f"<{type(key).__name__}>")
             raise self._refused(
                 key,
-                f"a key of type {type(key).__name__}; keys are str, int, float but NaN, bool, bytes, None, and tuples "
-                "of these",
+                f"a key of type {type(key).__name__}; keys are str, int of 63 bits, float but NaN, bool, bytes, None, "
+                "and tuples of these",
             )
         return found
 

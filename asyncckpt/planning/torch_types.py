@@ -13,6 +13,9 @@ from asyncckpt.errors import UnsupportedLeafError
 _BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
 _BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
 
+CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""By width: dtypes that torch can copy and slice, and whose copies keep every bit."""
+
 NO_ADDRESS_BELOW = 1 << 40
 """What is below may be an offset: memory hardly ever lies there, and no storage is that long."""
 

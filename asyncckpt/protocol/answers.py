@@ -85,20 +85,20 @@ class Saves(Message):
     """States of saves: the answer to Heartbeat (same id), or sent unasked (id 0) when one changes.
 
     A row is a map with `save_id`, `phase`, and where they apply `error` (as in Refused), `report` (numbers) and
-    `missing` (ranks that have not sealed). `changes`: how many changes of the session's run were published.
-    `leader`: instance of the worker that decides in that run; "" while that is not known.
+    `missing` (ranks that have not sealed). `outcomes`: of the latest saves of `run`, the session's, that have ended on
+    all ranks, [sequence, whether all ranks meet again after it].
     """
 
     id: int
     saves: tuple[Mapping[str, Any], ...]
-    changes: int
-    leader: str
+    run: str
+    outcomes: tuple[tuple[int, bool], ...]
     name: ClassVar[str] = "saves"
     checks: ClassVar[dict[str, Check]] = {
         "id": check.uint,
         "saves": check.save_rows,
-        "changes": check.uint,
-        "leader": check.hex16_or_none,
+        "run": check.hex12_or_none,
+        "outcomes": check.outcomes,
     }
 
 

@@ -25,13 +25,13 @@ MAX_NESTING = 8
 _HEADER = struct.Struct("<4sH")
 
 
-def encode(message: Message) -> list[bytes]:
-    """Return the two frames of `message`.
+def encode(message: Message, limit: int = MAX_FRAME_NBYTES) -> list[bytes]:
+    """Return the two frames of `message`, the body at most `limit` bytes.
 
     Raises:
         ProtocolError: It holds what msgpack cannot, or is larger than any peer would read.
     """
-    return [_HEADER.pack(MAGIC, PROTOCOL_VERSION), pack(message, MAX_FRAME_NBYTES)]
+    return [_HEADER.pack(MAGIC, PROTOCOL_VERSION), pack(message, limit)]
 
 
 def pack(message: Message, limit: int) -> bytes:
@@ -51,12 +51,13 @@ def pack(message: Message, limit: int) -> bytes:
     return packed
 
 
-def decode(frames: Sequence[bytes], known: Mapping[str, type[Message]]) -> Message:
+def decode(frames: Sequence[bytes], known: Mapping[str, type[Message]], limit: int = MAX_FRAME_NBYTES) -> Message:
     """Read a message back.
 
     Args:
         frames: Header and body; a ROUTER's identity frame already taken off.
-        known: `REQUESTS` or `REPLIES`: what this side may receive.
+        known: `REQUESTS`, `REPLIES` or `NODE_MESSAGES`: what this side may receive.
+        limit: The largest body in bytes.
 
     Returns:
         The message. Fields that this version does not know are dropped, unless the sender lists them in `must`.
@@ -65,7 +66,7 @@ def decode(frames: Sequence[bytes], known: Mapping[str, type[Message]]) -> Messa
         ProtocolVersionError: Well-formed, of another version; `theirs` says which.
         ProtocolError: Anything else that is not a message of ours.
     """
-    if len(frames) != 2 or len(frames[0]) != _HEADER.size or len(frames[1]) > MAX_FRAME_NBYTES:
+    if len(frames) != 2 or len(frames[0]) != _HEADER.size or len(frames[1]) > limit:
         raise ProtocolError(f"{len(frames)} frames instead of header and body", detail="frames")
     magic, version = _HEADER.unpack(frames[0])
     if magic != MAGIC:

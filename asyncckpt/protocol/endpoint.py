@@ -96,11 +96,6 @@ def private_endpoint(environ: Mapping[str, str], *, uid: int, token: str) -> str
     return _in_users_directory(f"run-{token}", environ, uid)
 
 
-def users_directory(environ: Mapping[str, str], uid: int) -> str | None:
-    """Return the directory of this user's runtime files, for all jobs. It may not exist. None: no place is usable."""
-    return next((place.directory for place in places(environ, uid) if not place.refusal), None)
-
-
 def is_users_directory(directory: str, uid: int) -> bool:
     """Whether `directory` is one in which endpoints are made here, and which nothing else uses."""
     return os.path.basename(directory) in (_RUNTIME_NAME, _temporary_name(uid))

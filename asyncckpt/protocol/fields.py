@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncckpt.protocol.lifecycle import ENDED, PHASES
+from asyncckpt.protocol.save_phases import PHASES
 
 MAX_PATH_BYTES = 4000
 """Of UTF-8. Linux takes 4096 with the terminating zero (PATH_MAX); the rest is for our file names."""
@@ -21,14 +21,16 @@ MAX_RANKS = 100_000
 MAX_UMASK = 0o777
 MAX_PORT = 65535
 TOKEN_NBYTES = 16
+MAX_OUTCOMES = 24
+"""In one message, the latest. A rank needs the outcome of the save that is `window` before its next one, and `window`
+is at most 16 (`config.MAX_SLOTS`). The rest is for saves that other ranks skip before this rank has heard.
+"""
+
 MAX_MISSING = 64
 """Ranks named in one row of a Saves message, so that a full table of rows stays below the frame's limit."""
 
 MAX_PIECE_NBYTES = 512 << 10
 """Of one Share or Fetched: half a frame. Chosen, not measured."""
-
-MAX_RECORD_NBYTES = 256 << 20
-"""Of what one worker tells another in pieces: a rank's structure, news and metadata. Chosen, not measured."""
 
 _SAVE_ID = re.compile(r"[0-9]{6}-[0-9]{8}-[0-9a-f]{12}\Z")
 _HEX12 = re.compile(r"[0-9a-f]{12}\Z")
@@ -69,7 +71,7 @@ def umask(value: Any) -> bool:
 
 def save_id(value: Any) -> bool:
     """A save id as text."""
-    return type(value) is str and _SAVE_ID.match(value) is not None
+    return isinstance(value, str) and _SAVE_ID.match(value) is not None
 
 
 def save_id_or_none(value: Any) -> bool:
@@ -80,6 +82,11 @@ def save_id_or_none(value: Any) -> bool:
 def hex12(value: Any) -> bool:
     """12 hex digits: a run."""
     return type(value) is str and _HEX12.match(value) is not None
+
+
+def hex12_or_none(value: Any) -> bool:
+    """12 hex digits, or the empty text: no run."""
+    return value == "" or hex12(value)
 
 
 def hex16(value: Any) -> bool:
@@ -110,11 +117,6 @@ def port(value: Any) -> bool:
 def address(value: Any) -> bool:
     """`tcp://host:port`."""
     return type(value) is str and _ADDRESS.match(value) is not None
-
-
-def end_phase(value: Any) -> bool:
-    """A phase that ends a save."""
-    return type(value) is str and value in ENDED
 
 
 def path(value: Any) -> bool:
@@ -149,11 +151,6 @@ def piece(value: Any) -> bool:
     return type(value) is bytes and len(value) <= MAX_PIECE_NBYTES
 
 
-def record_bytes(value: Any) -> bool:
-    """At most `MAX_RECORD_NBYTES` bytes."""
-    return type(value) is bytes and len(value) <= MAX_RECORD_NBYTES
-
-
 def ranks(value: Any) -> bool:
     """A list of at most `MAX_TABLE` ranks."""
     return isinstance(value, (list, tuple)) and len(value) <= MAX_TABLE and all(map(uint, value))
@@ -166,7 +163,7 @@ def flag(value: Any) -> bool:
 
 def mapping(value: Any) -> bool:
     """A map with text keys."""
-    return isinstance(value, Mapping) and all(type(k) is str for k in value)
+    return isinstance(value, Mapping) and set(map(type, value)) <= {str}
 
 
 def error_or_none(value: Any) -> bool:
@@ -201,14 +198,23 @@ def _save_row(value: Any) -> bool:
     return ("error" not in value or _error(value["error"])) and ("report" not in value or _report(value["report"]))
 
 
+def outcomes(value: Any) -> bool:
+    """A list of at most `MAX_OUTCOMES` pairs of a sequence and a flag."""
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_OUTCOMES:
+        return False
+    if not {list, tuple}.issuperset(map(type, value)) or not {2}.issuperset(map(len, value)):
+        return False
+    sequences, meets = zip(*value, strict=True) if value else ((), ())
+    return all(map(uint, sequences)) and {bool}.issuperset(map(type, meets))
+
+
 def recall_rows(value: Any) -> bool:
     """A list of at most `MAX_TABLE` maps, each with the fields of `RECALL_ROW`."""
     return (
         isinstance(value, (list, tuple))
         and len(value) <= MAX_TABLE
-        and all(
-            mapping(row) and all(name in row and fits(row[name]) for name, fits in RECALL_ROW.items()) for row in value
-        )
+        and all(map(mapping, value))
+        and all(all(map(fits, [row.get(name) for row in value])) for name, fits in RECALL_ROW.items())
     )
 
 

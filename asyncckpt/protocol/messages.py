@@ -56,7 +56,7 @@ __all__ = [
     "Withdraw",
 ]
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 11
 """Of messages, records between workers and the request in a slot; SPEC.md section 2 says when it is to be raised."""
 
 MAX_PATH_BYTES = check.MAX_PATH_BYTES

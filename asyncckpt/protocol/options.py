@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from asyncckpt.quantities import count, parse_nbytes, parse_seconds
+
 IDLE_EXIT_S = 600.0
 KEEP_SNAPSHOTS_S = 600.0
 DRAIN_TIMEOUT_S = 120.0
@@ -27,24 +29,23 @@ def add_options(parser: argparse.ArgumentParser, helps: Mapping[str, str] | None
         parser.add_argument(name, **{**settings, "help": helps.get(name, settings["help"])})
 
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 MIN_BANDWIDTH = 1 << 20
 """Bytes per second."""
 
+MAX_PID = (1 << 31) - 1
+MAX_PORT = (1 << 16) - 1
+MAX_THREADS = 256
+
 
 def bandwidth(text: str) -> int:
-    """Return bytes per second: a number, with K, M or G for powers of 1000.
+    """Return bytes per second.
 
     Raises:
-        argparse.ArgumentTypeError: No such number, or too few.
+        argparse.ArgumentTypeError: No such size, or less than `MIN_BANDWIDTH`.
     """
-    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
-    try:
-        rate = int(float(number) * _UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no rate; expected 800M or 2.5G, say") from None
+    rate = parse_nbytes(text)
     if rate < MIN_BANDWIDTH:
-        raise argparse.ArgumentTypeError(f"{text!r} is less than a MiB per second")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected at least 1 MiB per second, such as 800M or 2.5GiB")
     return rate
 
 
@@ -64,32 +65,32 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "help": "write only below DIR (repeatable; default: anywhere)",
     },
     "--idle-exit-s": {
-        "type": float,
+        "type": parse_seconds,
         "default": IDLE_EXIT_S,
         "metavar": "S",
         "help": "exit after S seconds without sessions and saves; 0: never (default: %(default)s)",
     },
     "--while-pid": {
-        "type": int,
+        "type": count(0, MAX_PID),
         "default": 0,
         "metavar": "PID",
         "help": "never exit for idleness while this process lives; its death begins the idle time",
     },
     "--keep-snapshots-s": {
-        "type": float,
+        "type": parse_seconds,
         "default": KEEP_SNAPSHOTS_S,
         "metavar": "S",
         "help": "keep the last snapshot of trainers that are gone in memory for S seconds, for the restarted ones to "
         "load; 0: free it at once (default: %(default)s)",
     },
     "--drain-timeout-s": {
-        "type": float,
+        "type": parse_seconds,
         "default": DRAIN_TIMEOUT_S,
         "metavar": "S",
         "help": "seconds that a drain waits for saves in flight (default: %(default)s)",
     },
     "--threads": {
-        "type": int,
+        "type": count(0, MAX_THREADS),
         "default": 0,
         "metavar": "N",
         "help": "threads that write each save, at least 2 (default: 4; a trainer may ask for another number)",
@@ -98,15 +99,15 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "type": bandwidth,
         "default": 0,
         "metavar": "RATE",
-        "help": "write at most so many bytes per second, all saves together: 800M, 2.5G (default: no limit)",
+        "help": "write at most so many bytes per second, all saves together: 800M, 2.5GiB (default: no limit)",
     },
     "--advertise": {
         "metavar": "HOST",
-        "help": f"with several nodes: name or address of this one by which the others' workers reach this worker, "
-        f"resolved at the start (default: ${ADVERTISE_VARIABLE}, else {LOOPBACK}); nothing listens before it is needed",
+        "help": f"with several nodes: name or address of this one by which the others' workers reach this worker "
+        f"(default: ${ADVERTISE_VARIABLE}, else {LOOPBACK}); nothing listens before it is needed",
     },
     "--port": {
-        "type": int,
+        "type": count(0, MAX_PORT),
         "default": 0,
         "metavar": "P",
         "help": "TCP port for them; 0: any (default: %(default)s)",

@@ -23,13 +23,7 @@ MAX_THREADS = 1024
 RING_UNIT_NBYTES = 262144
 """A ring's segments are whole blocks of a file (format/SPEC.md section 3)."""
 
-LEDGER_ENTRY_NBYTES = 8
-"""Of each of their blocks the ledger has a checksum (memory/SPEC.md section 5)."""
-
 MIN_RING_SEGMENTS = 2
-MAX_CONTRIBUTION_NBYTES = 64 << 20
-"""On a board, or attached to a request: names and shapes of a million tensors. Chosen, not measured."""
-
 PAGE_NBYTES = 4096
 LAYOUTS = ("safetensors", "dcp")
 
@@ -65,7 +59,7 @@ class SaveRequest:
         hook_timeout_s: How long the commit waits for this rank's consent once it is durable; 0: it needs none.
         plan: Fingerprint of the agreement that says which rank writes what; "" when there is none.
         samples: `samples.encode_samples`' bytes.
-        contribution: What this rank has to say for a later agreement; opaque to the worker. b"": nothing.
+        changed: This rank holds something that the plan does not know: the ranks are to meet again.
         layout: What the shard files look like, one of `LAYOUTS`.
         ring_segments, ring_segment_nbytes: The parts pass through so many cells of so many bytes (memory/SPEC.md
             section 5); 0: they lie in the slot.
@@ -90,7 +84,7 @@ class SaveRequest:
     hook_timeout_s: float
     plan: str
     samples: bytes
-    contribution: bytes
+    changed: bool
     layout: str = LAYOUTS[0]
     ring_segments: int = 0
     ring_segment_nbytes: int = 0
@@ -173,7 +167,7 @@ _CHECKS: dict[str, check.Check] = {
     "hook_timeout_s": check.seconds,
     "plan": check.hex16_or_none,
     "samples": are_samples,
-    "contribution": lambda value: type(value) is bytes and len(value) <= MAX_CONTRIBUTION_NBYTES,
+    "changed": check.flag,
     "layout": lambda value: value in LAYOUTS,
     "ring_segments": check.uint,
     "ring_segment_nbytes": check.uint,
@@ -195,8 +189,7 @@ def _check_ring(request: SaveRequest, body_end: int) -> None:
         return
     if cells < MIN_RING_SEGMENTS or nbytes == 0 or nbytes % RING_UNIT_NBYTES:
         raise ValueError(f"a ring of {cells} segments of {nbytes} bytes")
-    n_segments = sum(-(-part.nbytes // nbytes) for part in request.parts)
-    if PAGE_NBYTES + cells * nbytes + n_segments * -(-nbytes // RING_UNIT_NBYTES) * LEDGER_ENTRY_NBYTES > body_end:
+    if PAGE_NBYTES + cells * nbytes > body_end:
         raise ValueError(f"a ring of {cells} segments of {nbytes} bytes reaches beyond {body_end}")
 
 

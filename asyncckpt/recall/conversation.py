@@ -1,4 +1,4 @@
-"""A short session with a worker that runs already: what it holds in memory, and that it stays there meanwhile.
+"""Requests to a worker that runs already, and a short session: what it holds in memory stays there meanwhile.
 
 Nobody is started for it. The worker ends what the session holds when that says goodbye, or when this process dies.
 """
@@ -16,7 +16,7 @@ from typing import TypeVar
 from asyncckpt.errors import WorkerUnavailableError, from_wire
 from asyncckpt.protocol import codec, messages
 from asyncckpt.protocol.dealer import Dealer
-from asyncckpt.protocol.endpoint import socket_path
+from asyncckpt.protocol.endpoint import check_directory, socket_path
 from asyncckpt.protocol.identity import own_start_ticks
 
 M = TypeVar("M", bound=messages.Message)
@@ -44,45 +44,25 @@ def is_served(endpoint: str) -> bool:
     return True
 
 
-class Conversation:
-    """See the module. A context manager; used from one thread.
+class RequestChannel:
+    """Asks a worker that runs already, without a session. Used from one thread.
 
     Args:
         endpoint: `ipc://...`.
-        package: asyncckpt's version.
         answer_s: How long the worker may take for each answer.
 
-    Attributes:
-        worker: Who answers.
-
     Raises:
-        WorkerUnavailableError: Nobody listens there, or nobody answers in time; ProtocolVersionError: another version.
+        WorkerUnavailableError: Nobody listens there.
+        EndpointError: Somebody else may be listening there.
+        ConfigError: The endpoint is malformed.
     """
 
-    def __init__(self, endpoint: str, package: str, answer_s: float) -> None:
+    def __init__(self, endpoint: str, answer_s: float) -> None:
+        check_directory(endpoint)
         self._endpoint, self._answer_s = endpoint, answer_s
         self._check_served()
-        self._owner_pid = os.getpid()
         self._ids = iter(range(1, 1 << 62))
-        name, pid, started = secrets.token_hex(8), os.getpid(), own_start_ticks()
         self._dealer = Dealer(endpoint)
-        try:
-            self.worker = self.call(
-                lambda n: messages.Hello(
-                    id=n,
-                    session=name,
-                    replaces="",
-                    package=package,
-                    pid=pid,
-                    pid_start=started,
-                    rank=0,  # a reader is no rank of anything; it joins no run
-                    world_size=1,
-                ),
-                messages.Welcome,
-            )
-        except BaseException:
-            self._leave()  # its answer was too late: the session may be there, and would live as long as this process
-            raise
 
     def call(self, build: Callable[[int], messages.Message], answer: type[M]) -> M:
         """Send a request, again where that is needed, and return its answer.
@@ -117,18 +97,67 @@ class Conversation:
             text = f"no worker listens at {self._endpoint}"
             raise WorkerUnavailableError(text, endpoint=self._endpoint, detail="no worker")
 
+    def leave(self) -> None:
+        """Say goodbye to a session that was begun here, and close."""
+        self._dealer.send(codec.encode(messages.Goodbye(id=next(self._ids))))
+        self.close(GOODBYE_LINGER_S)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self._dealer.closed
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close; what is on its way gets `linger_s`. Twice is fine."""
+        self._dealer.close(linger_s)
+
+
+class Conversation:
+    """See the module. A context manager; used from one thread.
+
+    Args:
+        endpoint: `ipc://...`.
+        package: asyncckpt's version.
+        answer_s: How long the worker may take for each answer.
+
+    Attributes:
+        worker: Who answers.
+
+    Raises:
+        WorkerUnavailableError: Nobody listens there, or nobody answers in time; ProtocolVersionError: another version;
+            others as `RequestChannel`.
+    """
+
+    def __init__(self, endpoint: str, package: str, answer_s: float) -> None:
+        self._channel = RequestChannel(endpoint, answer_s)
+        self._owner_pid = os.getpid()
+        name, pid, started = secrets.token_hex(8), os.getpid(), own_start_ticks()
+        try:
+            self.worker = self._channel.call(
+                lambda n: messages.Hello(
+                    id=n,
+                    session=name,
+                    replaces="",
+                    package=package,
+                    pid=pid,
+                    pid_start=started,
+                    rank=0,  # a reader is no rank of anything; it joins no run
+                    world_size=1,
+                ),
+                messages.Welcome,
+            )
+        except BaseException:
+            self._channel.leave()  # its answer was too late: the session may be there, and live as long as this process
+            raise
+
     def recall(self, path: str, *, hold: bool) -> messages.Recalled:
         """Return where the snapshots at `path` and below it lie; `hold`: they stay there until this ends."""
-        return self.call(lambda n: messages.Recall(id=n, path=path, hold=hold), messages.Recalled)
+        return self._channel.call(lambda n: messages.Recall(id=n, path=path, hold=hold), messages.Recalled)
 
     def close(self) -> None:
         """Say goodbye, and wait for nothing. Twice is fine; nothing in a forked child."""
-        if not self._dealer.closed and os.getpid() == self._owner_pid:
-            self._leave()
-
-    def _leave(self) -> None:
-        self._dealer.send(codec.encode(messages.Goodbye(id=next(self._ids))))
-        self._dealer.close(GOODBYE_LINGER_S)
+        if not self._channel.closed and os.getpid() == self._owner_pid:
+            self._channel.leave()
 
     def __enter__(self) -> Conversation:
         return self

@@ -68,7 +68,7 @@ class MappedSnapshot:
             ranks.append(
                 StagedRank(
                     rank=request.rank,
-                    images=tuple(Image(memory.mapping.address + p.offset, p.nbytes) for p in request.parts),
+                    images=tuple(Image(memory.fd, p.offset, p.nbytes) for p in request.parts),
                     structure=request.structure,
                     objects=request.objects,
                     n_tensors=request.n_tensors,

@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from asyncckpt.format.steps import lineage_key
+from asyncckpt.format.names import lineage_key
 from asyncckpt.recall.snapshots import HeldSnapshot, held_snapshots
-from asyncckpt.storage.candidates import Candidate
+from asyncckpt.storage.catalog import Candidate
+from asyncckpt.storage.checkpoint_dir import is_at_home, standing_at
 from asyncckpt.storage.dcp_commit import is_finished
-from asyncckpt.storage.files import Files
-from asyncckpt.storage.home import is_at_home
-from asyncckpt.storage.standing import standing_at
+from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.store import Store
 
 _log = logging.getLogger("asyncckpt")
 _TEXT = "%s: the newest snapshot, of step %d, is in the worker's memory only: save %s"
@@ -55,9 +55,9 @@ def offers_of_both(root: str, on_disk: str | None, source: str, endpoint: str | 
 
     Blocks: for the worker's answer, as `held_snapshots`.
     """
-    files, found = Files(), list[Offer]()
-    standing = None if on_disk is None else standing_at(on_disk, files)
-    for snapshot in _nowhere_else(_beside(root, endpoint), files, asked=source == "memory"):
+    store, found = LocalStore(), list[Offer]()
+    standing = None if on_disk is None else standing_at(on_disk, store)
+    for snapshot in _nowhere_else(_beside(root, endpoint), store, asked=source == "memory"):
         if standing is not None and lineage_key(snapshot.save_id) <= lineage_key(standing.save_id):
             break
         found.append(Offer(snapshot.path, str(snapshot.save_id), snapshot.step))
@@ -89,7 +89,7 @@ def candidates_of_both(root: str, on_disk: list[Candidate], source: str, endpoin
     if source == "memory":
         return [_candidate(snapshot) for snapshot in _beside(root, endpoint)]
     merged, paths = list(on_disk), {one.path for one in on_disk}
-    for snapshot in _nowhere_else(_beside(root, endpoint), Files(), asked=False):
+    for snapshot in _nowhere_else(_beside(root, endpoint), LocalStore(), asked=False):
         if snapshot.path in paths:  # its manifest is damaged: loading it says so
             continue
         age = lineage_key(snapshot.save_id)
@@ -116,18 +116,18 @@ def _beside(root: str, endpoint: str | None) -> Iterator[HeldSnapshot]:
             yield snapshot
 
 
-def _nowhere_else(snapshots: Iterable[HeldSnapshot], files: Files, *, asked: bool) -> Iterator[HeldSnapshot]:
+def _nowhere_else(snapshots: Iterable[HeldSnapshot], store: Store, *, asked: bool) -> Iterator[HeldSnapshot]:
     """Leave out what is committed, by whatever save; what was, and has been removed; and, unless `asked` for memory,
     what was saved to a directory that has been removed since."""
     for snapshot in snapshots:
-        standing = None if snapshot.committed else standing_at(snapshot.path, files)
+        standing = None if snapshot.committed else standing_at(snapshot.path, store)
         unfinished = standing is None or (
-            standing.save_id == snapshot.save_id and not is_finished(snapshot.path, standing, files)
+            standing.save_id == snapshot.save_id and not is_finished(snapshot.path, standing, store)
         )
         if not unfinished or snapshot.committed:
             continue
         homes = snapshot.homes
-        if asked or not homes or any(is_at_home(snapshot.path, home, files) for home in homes):
+        if asked or not homes or any(is_at_home(snapshot.path, home, store) for home in homes):
             yield snapshot
         else:
             _log.warning(_GONE, snapshot.step, snapshot.path)

@@ -11,12 +11,12 @@ from typing import Any
 from asyncckpt import __version__
 from asyncckpt.config import endpoint_from_environment
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.format.names import SaveId
-from asyncckpt.format.steps import lineage_key
+from asyncckpt.format.names import SaveId, lineage_key
 from asyncckpt.paths import absolute_path
 from asyncckpt.protocol.endpoint import default_endpoint
 from asyncckpt.recall.conversation import Conversation
-from asyncckpt.storage.home import NO_HOME, Home
+from asyncckpt.storage.checkpoint_dir import NO_HOME
+from asyncckpt.storage.store import DirectoryIdentity
 
 ANSWER_S = 1.0
 """Where the disk has it too: a worker that hangs may not make a load slower than this. It takes milliseconds."""
@@ -55,7 +55,7 @@ class HeldSnapshot:
     ranks: tuple[int, ...]
     committed: bool
     parts: Mapping[int, Part]
-    homes: tuple[Home, ...] = ()
+    homes: tuple[DirectoryIdentity, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -83,7 +83,9 @@ def snapshots_of(rows: Iterable[Mapping[str, Any]]) -> list[HeldSnapshot]:
             ranks=tuple(sorted({row["rank"] for row in of})),
             committed=of[0]["committed"],
             parts={row["rank"]: _part(row) for row in of},
-            homes=tuple({home: None for row in of if (home := Home(row["inode"], row["birth_ns"])) != NO_HOME}),
+            homes=tuple(
+                {home: None for row in of if (home := DirectoryIdentity(row["inode"], row["birth_ns"])) != NO_HOME}
+            ),
         )
         for (path, save_id), of in by_save.items()
         if len({row["world_size"] for row in of}) == 1

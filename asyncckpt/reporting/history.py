@@ -195,10 +195,10 @@ def recovery_points(saves: Iterable[SaveStory], *, memory: bool) -> list[tuple[f
     """
     points = []
     for save in [s for s in saves if s.outcome not in ("abandoned", "skipped")]:
-        since = save.sealed if memory else save.ended if save.outcome == "committed" else None
-        taken = save.begun if save.begun is not None else save.ended
-        if since is None and memory and save.outcome == "committed":
+        since = save.sealed if memory else None
+        if since is None and save.outcome == "committed":
             since = save.ended
+        taken = save.begun if save.begun is not None else save.ended
         if since is not None and taken is not None:
             points.append((since, taken))
     grown: list[tuple[float, float]] = []

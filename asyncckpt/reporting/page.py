@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 
-from asyncckpt.reporting import pictures
+from asyncckpt.format.names import SaveId
+from asyncckpt.quantities import human, human_s
+from asyncckpt.reporting import charts
 from asyncckpt.reporting.history import History, SaveStory, recovery_ages
-from asyncckpt.sizes import human
 
 MAX_ROWS = 200
+NO_PICTURES = "There are no pictures, since matplotlib is not installed: pip install 'asyncckpt[report]'"
 
 _STYLE = """
 :root { color-scheme: light dark; --surface: #ffffff; --raised: #f5f5f3; --ink: #1c1b19; --quiet: #63615c;
@@ -30,9 +32,6 @@ p { margin: 2px 0 10px; color: var(--quiet); max-width: 75ch; }
 .tile b { display: block; font-size: 20px; font-weight: 600; }
 .tile span { color: var(--quiet); font-size: 13px; }
 svg { width: 100%; height: auto; display: block; }
-svg text { font-size: 11.5px; fill: var(--quiet); font-variant-numeric: tabular-nums; }
-svg .grid { stroke: var(--rule); stroke-width: 1; }
-svg .axis { stroke: var(--quiet); stroke-width: 1; }
 ul.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 18px; padding: 0; margin: 0 0 6px; }
 ul.legend { color: var(--quiet); font-size: 13px; }
 ul.legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; }
@@ -48,29 +47,29 @@ summary { cursor: pointer; margin-top: 36px; font-weight: 600; font-size: 16px; 
 footer { margin-top: 40px; color: var(--quiet); font-size: 13px; }
 """
 
-Section = tuple[str, str, tuple[tuple[str, str], ...], Callable[[History], str | None], str]
+Section = tuple[str, str, tuple[tuple[str, str], ...], charts.Draw, str]
 _SECTIONS: tuple[Section, ...] = (
     (
         "Steps between saves",
         "Time of a training step, the saves themselves left out. Where the longest step stands far above the mean, "
         "something held one of them up: a wait for a copy, or somebody else.",
         (("first", "mean step"), ("second", "longest step")),
-        pictures.step_times,
+        charts.step_times,
         "The trainer writes this with events=True.",
     ),
     (
         "Stall of each save",
         "What the training loop waited for a save: the call itself, and the step that then waited for the copy.",
         (("first", "save()"), ("second", "waited before the next change")),
-        pictures.stalls,
+        charts.stalls,
         "The trainer writes this with events=True.",
     ),
     (
         "Lanes of writing",
-        f"The last {pictures.MAX_LANE_SAVES} saves, a lane for each rank. A rank whose blue is longer than the others' "
+        f"The last {charts.MAX_LANE_SAVES} saves, a lane for each rank. A rank whose blue is longer than the others' "
         "is the one that they wait for.",
         (("second", "staging"), ("first", "writing"), ("third", "waiting for the commit"), ("bad", "failed")),
-        pictures.lanes,
+        charts.lanes,
         "The worker writes this with --events.",
     ),
     (
@@ -79,14 +78,14 @@ _SECTIONS: tuple[Section, ...] = (
         "from, in time that was trained; between two runs it is 0. A worker "
         "that lives on has it as soon as all ranks have staged it; on disk it is once committed.",
         (("first", "machine lost: from disk"), ("second", "trainers killed: from the worker's memory")),
-        pictures.recovery,
+        charts.recovery,
         "No save was committed.",
     ),
     (
         "Speed of writing",
         "Bytes of all ranks, from the first seal until the last rank is durable.",
         (),
-        pictures.speeds,
+        charts.speeds,
         "The worker writes this with --events.",
     ),
 )
@@ -102,8 +101,10 @@ def page(title: str, history: History, *, now: float, package: str) -> str:
         package: asyncckpt's version.
     """
     body = [f"<h1>{escape(title)}</h1>", f"<p>{escape(_summary(history))}</p>", _tiles(history)]
-    for name, text, legend, draw, missing in _SECTIONS:
-        picture = draw(history)
+    if not charts.can_draw():
+        body.append(f"<p><em>{escape(NO_PICTURES)}</em></p>")
+    for name, text, legend, draw, missing in _SECTIONS if charts.can_draw() else ():
+        picture = charts.svg(name, draw, history)
         shown = picture if picture is not None else f"<p><em>Nothing is known. {escape(missing)}</em></p>"
         body.append(f"<section><h2>{escape(name)}</h2><p>{escape(text)}</p>")
         body.append((_legend(legend) if legend and picture is not None else "") + f"{shown}</section>")
@@ -125,8 +126,8 @@ def _summary(history: History) -> str:
     if not times:
         return "no saves"
     span = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(times)))
-    runs = len({s.save_id[-12:] for s in history.saves})
-    return f"{len(history.saves)} saves, runs: {runs}, since {span}, over {_span(max(times) - min(times))}"
+    runs = len({SaveId.parse(s.save_id).run_id for s in history.saves})
+    return f"{len(history.saves)} saves, runs: {runs}, since {span}, over {human_s(max(times) - min(times))}"
 
 
 def _tiles(history: History) -> str:
@@ -139,11 +140,11 @@ def _tiles(history: History) -> str:
     tiles = [
         (str(len(committed)), "committed"),
         (str(bad), "failed"),
-        (_ms(statistics.median(stalls)) if stalls else "-", "median stall of a save"),
-        (_ms(stalls[-1]) if stalls else "-", "longest stall"),
-        (_span(statistics.median(writes)) if writes else "-", "median time of writing"),
+        (human_s(statistics.median(stalls)) if stalls else "-", "median stall of a save"),
+        (human_s(stalls[-1]) if stalls else "-", "longest stall"),
+        (human_s(statistics.median(writes)) if writes else "-", "median time of writing"),
         (human(newest.nbytes) if newest else "-", "newest checkpoint"),
-        (_span(max(ages)) if ages else "-", "oldest recovery point"),
+        (human_s(max(ages)) if ages else "-", "oldest recovery point"),
     ]
     return (
         '<div class="tiles">'
@@ -182,20 +183,10 @@ def _row(save: SaveStory) -> str:
     cells = (
         ended,
         human(save.nbytes),
-        "-" if save.stall_s is None else _ms(save.stall_s),
-        "-" if staging is None else _span(staging),
-        "-" if save.write_s is None else _span(save.write_s),
+        "-" if save.stall_s is None else human_s(save.stall_s),
+        "-" if staging is None else human_s(staging),
+        "-" if save.write_s is None else human_s(save.write_s),
         save.name + notes,
     )
     inside = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
     return f"<tr><td>{save.step}</td><td{bad}>{escape(save.outcome)}</td>{inside}</tr>"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else _span(seconds)
-
-
-def _span(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -23,7 +23,7 @@ from asyncckpt.planning.plan import SavePlan
 from asyncckpt.staging.cutting import copyable, cut_out, is_special, nbytes_before
 from asyncckpt.staging.moving import FULL, Moves, Pace, move_all
 from asyncckpt.staging.progress import MARK_NBYTES, Progress
-from asyncckpt.staging.watermark import Watermark
+from asyncckpt.staging.streaming import Watermark
 
 LARGE_NBYTES = 64 * 1024
 """From here on a tensor is moved by a thread; below, torch does not use several threads either (its grain size)."""

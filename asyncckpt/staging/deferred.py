@@ -22,7 +22,7 @@ OnEnd = Callable[[AsyncCkptError | None], None]
 raises itself, it must have completed the save's futures."""
 
 BEHIND = Pace(careful=True)
-"""How copies behind the training work. Not measured yet on a quiet machine: see `benchmarks/overlap.py --behind`."""
+"""How copies behind the training work; `python -m benchmarks overlap` measures what they cost."""
 
 _log = logging.getLogger("asyncckpt")
 

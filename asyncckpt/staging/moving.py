@@ -13,8 +13,9 @@ import ctypes
 import errno
 import os
 import threading
+from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from asyncckpt.libc import libc
@@ -116,6 +117,19 @@ def careful_move(target: int, source: int, nbytes: int) -> None:
         else:
             _move_by_a_file(target + done, source + done, nbytes - done)
         return
+
+
+def careful_gather(target: int, sources: Sequence[int], nbytes: int) -> None:
+    """Copy `nbytes` from each of the addresses `sources` to address `target`, one behind the other: as `careful_move`.
+
+    Raises:
+        OSError: As `careful_move`.
+    """
+    whole = _Range(target, len(sources) * nbytes)
+    ranges = array("Q", [number for source in sources for number in (source, nbytes)])
+    if _read(os.getpid(), ctypes.byref(whole), 1, ranges.buffer_info()[0], len(sources), 0) != whole.nbytes:
+        for n, source in enumerate(sources):
+            careful_move(target + n * nbytes, source, nbytes)
 
 
 def _move_by_a_file(target: int, source: int, nbytes: int) -> None:

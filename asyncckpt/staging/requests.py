@@ -11,7 +11,7 @@ import torch
 
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.format.names import SaveId
-from asyncckpt.planning.digests import NO_SAMPLES, Samples, news_of, sample_digests
+from asyncckpt.planning.digests import NO_SAMPLES, Samples, sample_digests
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.protocol.request import SaveRequest, encode_request
@@ -19,20 +19,16 @@ from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.transfer import Transfer
 
 
-class News(NamedTuple):
-    """See `SaveRequest`'s fields of the same names."""
+class StructureReport(NamedTuple):
+    """What a rank tells the worker about replicas and structure: `SaveRequest`'s fields of the same names."""
 
     plan: str
     samples: Samples
-    contribution: bytes
+    changed: bool
 
 
-TELL_AGAIN = 4
-"""News are hashed whole, so they go with one save, and again with every so manieth as long as no change has come."""
-
-
-class Telling:
-    """What a rank tells the worker about replicas and structure, and when it tells that again.
+class StructureReporter:
+    """Makes the reports.
 
     Args:
         config: For `replicated`.
@@ -41,23 +37,17 @@ class Telling:
 
     def __init__(self, config: CheckpointerConfig, is_apart: Callable[[torch.Tensor], bool]) -> None:
         self._checked, self._is_apart = config.replicated == "check", is_apart
-        self._told: SavePlan | None = None
-        self._met_at = -1
 
-    def met(self, plan: SavePlan, sequence: int) -> None:
-        """The ranks have met for `plan`: its news were told, and are to be looked at again when values have changed."""
-        self._told, self._met_at = plan, max(self._met_at, sequence)
-
-    def news(self, plan: SavePlan, flat: Flattened, sequence: int) -> News:
+    def report(self, plan: SavePlan, flat: Flattened, sequence: int) -> StructureReport:
         """Return what a save tells."""
         if plan.agreement is None:
-            return News("", NO_SAMPLES, b"")
+            return NOTHING_TO_REPORT
         samples = sample_digests(plan, flat, sequence, self._is_apart) if self._checked else NO_SAMPLES
-        contribution = b""
-        if plan.news and (plan is not self._told or (sequence % TELL_AGAIN == 0 and sequence != self._met_at)):
-            self._told = plan
-            contribution = news_of(plan, flat, compare=self._checked).encode()
-        return News(plan.fingerprint, samples, contribution)
+        return StructureReport(plan.fingerprint, samples, bool(plan.news))
+
+
+NOTHING_TO_REPORT = StructureReport("", NO_SAMPLES, changed=False)
+"""What a rank without others reports."""
 
 
 class Requests:
@@ -78,7 +68,7 @@ class Requests:
         objects: bytes,
         save_id: SaveId,
         umask: int,
-        news: News,
+        report: StructureReport,
         kw: Mapping[str, Any],
         *,
         asks_hooks: bool,
@@ -86,7 +76,7 @@ class Requests:
         """Return the request of one save.
 
         Args:
-            plan, objects, save_id, umask, news: Of the save.
+            plan, objects, save_id, umask, report: Of the save.
             kw: `path`, `step` and `metadata`.
             asks_hooks: The commit waits for `pre_commit`.
         """
@@ -108,9 +98,9 @@ class Requests:
             package=self._package,
             commit_timeout_s=self._config.commit_timeout_s,
             hook_timeout_s=self._config.hook_timeout_s if asks_hooks else 0.0,
-            plan=news.plan,
-            samples=news.samples.encode(),
-            contribution=news.contribution,
+            plan=report.plan,
+            samples=report.samples.encode(),
+            changed=report.changed,
             layout=self._config.layout,
         )
 

@@ -163,6 +163,12 @@ class SlotPool:
         with self._changed:
             return not any(s.free for s in self._slots) and any(s.memory.nbytes >= nbytes for s in self._slots)
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a save has one of the slots."""
+        with self._changed:
+            return any(not s.free for s in self._slots)
+
     def _make_room(self, nbytes: int, idle: Sequence[LentSlot], *, in_use: bool) -> bool:
         """Give back idle slots, which are all too small, and say whether one of `nbytes` may be allocated."""
         limit = self._config.arena_limit_bytes

@@ -12,26 +12,33 @@ from asyncckpt.client import WorkerProcess
 from asyncckpt.collector import collect_now, collector_paused
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.coordination import Coordination
-from asyncckpt.errors import AsyncCkptError, SaveSkippedError, StagingError, WorkerUnavailableError
+from asyncckpt.errors import (
+    AsyncCkptError,
+    SaveSkippedError,
+    SlotBusyError,
+    SlotTimeoutError,
+    StagingError,
+    WorkerUnavailableError,
+)
 from asyncckpt.failpoints import reach
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.parts import CheckpointStager
+from asyncckpt.paths import current_umask
 from asyncckpt.pending import StagedSnapshot
 from asyncckpt.planning.contributions import Contribution
-from asyncckpt.planning.digests import NO_SAMPLES
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache, contribution_of
 from asyncckpt.staging.deferred import DeferredCopy
 from asyncckpt.staging.engine import Engine
-from asyncckpt.staging.lent_slot import LentSlot
+from asyncckpt.staging.lent_slot import LentSlot, what_is_saved
 from asyncckpt.staging.overlap import Overlap
-from asyncckpt.staging.requests import News, Requests, Telling
-from asyncckpt.staging.rings import Rings, ring_image_of
+from asyncckpt.staging.requests import NOTHING_TO_REPORT, Requests, StructureReporter
+from asyncckpt.staging.segmented_copy import Rings, ring_image_of
+from asyncckpt.staging.slot_pool import ANSWER_S
 from asyncckpt.staging.torn import Turns
-from asyncckpt.staging.umask import current_umask
 from asyncckpt.staging.warmth import MANY_BOXES, image_of, warm
 from asyncckpt.staging.whole import Whole
 
@@ -74,7 +81,7 @@ class SlotStager(CheckpointStager):
         turns = Turns()
         self._whole = Whole(process, config, self._engine, self.overlap, turns)
         self._rings = Rings(process, config, self._engine, self.overlap, turns)
-        self._telling = Telling(config, self._engine.is_apart)
+        self._reporter = StructureReporter(config, self._engine.is_apart)
 
     def stage(self, state_dict: Mapping[str, Any], **kw: Any) -> StagedSnapshot:
         """Take the snapshot into a slot and seal it. Blocks for a free slot (by policy) and for the copy.
@@ -89,10 +96,10 @@ class SlotStager(CheckpointStager):
         Raises:
             UnsupportedLeafError, DuplicateNameError: The state cannot be stored; nothing was begun.
             StagingError: torch could not copy a tensor.
-            PlanTimeoutError, RanksDisagreeError: The first save of several ranks; see `Coordination.agree`.
+            PlanTimeoutError, RanksDisagreeError: A save in which several ranks meet; see `Coordination.agree`.
             AsyncCkptError: No slot, no memory, no worker.
 
-        Blocks: the first save of several ranks for the others, up to `plan_timeout_s`.
+        Blocks: a save in which several ranks meet for the others, up to `plan_timeout_s`.
         """
         began = time.perf_counter()
         path, step = kw["path"], kw["step"]
@@ -100,13 +107,13 @@ class SlotStager(CheckpointStager):
         leaves = encode_leaves(flat, self._config.layout)
         planned = time.perf_counter()
         self._process.connect()  # a session that is known to be lost is ended first, and its slots are given up
-        if not self._ranks.alone and plan.agreement is not self._ranks.agreement:  # that was another worker
-            plan, flat, save_id = self._planned(state_dict, kw)
-        save_id = save_id._replace(epoch=self._process.lineage.epoch_for(path, save_id.run_id))
+        save_id = save_id.with_parts(epoch=self._process.lineage.epoch_for(path, save_id.run_id))
         umask = current_umask()
-        news = self._telling.news(plan, flat, save_id.sequence)
+        report = self._reporter.report(plan, flat, save_id.sequence)
+        if report.changed:
+            report = report._replace(changed=self._ranks.is_changed([flat.fqns[number] for number in plan.news]))
         objects, asks = encode_objects(save_id, leaves), self._process.hooks.asks
-        sized = self._rings.size(plan, self._requests.build(plan, objects, save_id, umask, news, kw, asks_hooks=asks))
+        sized = self._rings.size(plan, self._requests.build(plan, objects, save_id, umask, report, kw, asks_hooks=asks))
         slot: LentSlot | None = None
         try:
             slot = self._process.pool.acquire(
@@ -122,7 +129,7 @@ class SlotStager(CheckpointStager):
             reach("trainer: announced")
             slot.memory.control.open(slot.generation)
             begin = self._rings.begin if slot.is_ring else self._whole.begin
-            begun = begin(slot, sized, plan, flat, news, save_id=save_id, step=step, path=path)
+            begun = begin(slot, sized, plan, flat, report, save_id=save_id, step=step, path=path)
             copied = time.perf_counter()
             if not begun.later:
                 begun.seal()
@@ -219,13 +226,14 @@ class SlotStager(CheckpointStager):
         made = self.plans.made
         with collector_paused():
             plan, flat = self.plans.take(state_dict)
-        self._telling.met(plan, 0)
         save_id = SaveId(0, 0, ranks.run_id)
         objects = encode_objects(save_id, encode_leaves(flat, self._config.layout))
         kw = {"step": 0, "path": "/", "metadata": None}
-        news, asks = News("", NO_SAMPLES, b""), self._process.hooks.asks
         sized = self._rings.size(
-            plan, self._requests.build(plan, objects, save_id, current_umask(), news, kw, asks_hooks=asks)
+            plan,
+            self._requests.build(
+                plan, objects, save_id, current_umask(), NOTHING_TO_REPORT, kw, asks_hooks=self._process.hooks.asks
+            ),
         )
         if sized.ring is not None:
             ready: Callable[[LentSlot], object] = partial(ring_image_of, plan=plan, ring=sized.ring)
@@ -242,26 +250,56 @@ class SlotStager(CheckpointStager):
     def _planned(self, state_dict: Mapping[str, Any], kw: Mapping[str, Any]) -> tuple[SavePlan, Flattened, SaveId]:
         """Return the plan, what it is about, and the save's id without its epoch."""
         save_id: SaveId = kw["save_id"]
-        ranks, met = self._ranks, False
+        ranks = self._ranks
         if not ranks.alone:
-            with contextlib.suppress(WorkerUnavailableError):  # raised where it is needed
-                self._process.connect()  # to another worker the ranks have agreed on less
-            ranks.advance(save_id.sequence)
-            met = ranks.must_meet
-            if met:
+            self._await_outcome(save_id, kw["step"], kw["path"])
+            if ranks.must_meet:
                 flat = self.plans.flatten(state_dict)
                 ranks.agree(flat, contribution_of(flat), sequence=save_id.sequence, path=kw["path"], step=kw["step"])
                 with contextlib.suppress(AsyncCkptError):  # as above; now, since it makes this rank known to the worker
                     self._process.lineage.epoch_for(kw["path"], ranks.run_id)
             if self.plans.agreement is not ranks.agreement:
                 self.plans.agreement = ranks.agreement
-            save_id = save_id._replace(run_id=ranks.run_id)
+            save_id = save_id.with_parts(run_id=ranks.run_id)
         with collector_paused():
             plan, flat = self.plans.take(state_dict)
-        if met:
-            self._telling.met(plan, save_id.sequence)
         return plan, flat, save_id
+
+    def _await_outcome(self, save_id: SaveId, step: int, path: str) -> None:
+        """Wait, as `on_busy` says, until it is known whether this save meets the other ranks.
+
+        Raises:
+            SlotTimeoutError, SaveSkippedError, SlotBusyError: As the policy says.
+        """
+        ranks, config = self._ranks, self._config
+        deadline = time.monotonic() + config.slot_timeout_s
+        while (awaited := ranks.awaits(save_id.sequence)) is not None:
+            with contextlib.suppress(WorkerUnavailableError):  # it may not have heard of that save
+                self._process.connect()
+            limit_s = deadline - time.monotonic()
+            if config.on_busy != "wait":  # what is not in one of this rank's slots ends as soon as the worker answers
+                limit_s = 0.0 if self._process.pool.is_in_use else min(limit_s, ANSWER_S)
+            ranks.outcomes.wait(ranks.run_id, awaited, limit_s)
+            if ranks.awaits(save_id.sequence) == awaited:
+                raise _not_ended(save_id, awaited, ranks.window, config, step=step, path=path)
 
     def close(self) -> None:
         """Give up copies that still run, and take the hooks away; the slots belong to the process."""
         self.overlap.close()
+
+
+def _not_ended(
+    save_id: SaveId, awaited: int, window: int, config: CheckpointerConfig, *, step: int, path: str
+) -> AsyncCkptError:
+    """Return the error of a save that an earlier one is in the way of, as `on_busy` says."""
+    what, facts = what_is_saved(save_id, step), {"save_id": str(save_id), "step": step, "path": path}
+    busy = (
+        f"{what} was not saved: save {awaited} of this run has not ended on all ranks, and these keep at most {window} "
+        "in memory (the smallest `slots`)"
+    )
+    if config.on_busy == "skip":
+        return SaveSkippedError(busy, **facts)
+    if config.on_busy == "error":
+        return SlotBusyError(busy, **facts)
+    text = f"{busy}; waited slot_timeout_s={config.slot_timeout_s:g}"
+    return SlotTimeoutError(text, timeout_s=config.slot_timeout_s, **facts)

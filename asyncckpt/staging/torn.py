@@ -1,42 +1,36 @@
 """Finds out whether tensors changed while they were copied behind the training.
 
 A version counter changes with every in-place operation that torch knows of, but not with writes through `.data`, raw
-pointers, fused optimizers outside their `step()` and CUDA graphs. Digests find such writes in the bytes that they
-cover: `overlap_check="sample"` covers one window of each tensor, another one at each save; `"hash"` covers every byte.
-The digest of `save()` is compared with the slot after the copy, and with the tensor itself, since a write that comes
-after the copy of this window may have come before the copy of another.
+pointers, fused optimizers outside their `step()` and CUDA graphs. Such writes are found in the bytes that are compared:
+`overlap_check="sample"` compares one window of each tensor, another one at each save (`staging/windows.py`); `"hash"`
+compares digests of every byte.
+What was there at `save()` is compared with the slot after the copy, and with the tensor itself, since a write that
+comes after the copy of this window may have come before the copy of another.
 
 An operation that still runs when the copy ends is not seen by the counters either: torch increments them at its end, up
-to some milliseconds later. A fence, as in the hooks of `step()`, keeps it from beginning; digests find it if it has
-written by then. A storage that gets other memory (`share_memory_()`, `resize_()`) is found by its address.
+to some milliseconds later. A fence, as in the hooks of `step()`, keeps it from beginning; the comparison finds it if it
+has written by then. A storage that gets other memory (`share_memory_()`, `resize_()`) is found by its address.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from asyncckpt.errors import SnapshotTornError
 from asyncckpt.format.names import SaveId
-from asyncckpt.planning.digests import bits_of, memory_digest, tensor_digest
+from asyncckpt.planning.digests import tensor_digest
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.planner import PlanCache
-from asyncckpt.planning.sampling import Window, stride_of
-from asyncckpt.staging.cutting import runs
-from asyncckpt.staging.moving import careful_move
 from asyncckpt.staging.ownership import storages
-
-SAVES = 128
-"""Within this many saves of one structure every byte of up to `MOST` tensors is digested, at each save less than 1 % of
-them. Of `n` tensors every byte is digested within fewer than `SAVES + n / MOST` saves."""
+from asyncckpt.staging.windows import PIECES, Place, Windows, choose, windows_of
 
 MOST = 1024
-"""How many tensors in host memory are sampled at one save; of more tensors, each save takes an equal share in turn.
-Chosen: 1.3 us each where no cache holds them, and for tensors larger than 4 KiB the time to read 1 % of them."""
+"""How many tensors in host memory are sampled at one save; of more tensors, each save takes an equal share in turn."""
 
 MOST_ON_DEVICES = 256
 """`MOST` for tensors on devices: a view and a part of a copy cost the training thread some 10 us each."""
@@ -45,44 +39,30 @@ _UNCOUNTED = "a write that bumps no version counter"
 _MOVED = "share_memory_() or a resize of its storage"
 
 
-def windows_of(n_tensors: int, turn: int, most: int) -> list[tuple[int, int, int]]:
-    """Return what is sampled at a save: (position of the tensor, number of the piece, number of pieces).
+class Turn(NamedTuple):
+    """The number of a save of one structure; and, by number of what is copied, the windows of the layout that it had at
+    the last look: to find them again among those of all layouts takes longer."""
 
-    Args:
-        n_tensors: How many tensors there are.
-        turn: The number of the save; successive turns reach every piece.
-        most: The most tensors that are sampled at one save.
-    """
-    period = max(1, -(-n_tensors // most))
-    pieces = -(-SAVES // period)
-    stride = stride_of(pieces)
-    first = turn // period
-    return [(n, (first + n) * stride % pieces, pieces) for n in range(turn % period, n_tensors, period)]
-
-
-def window_in(n_elements: int, piece: int, pieces: int) -> Window:
-    """Return a piece of a tensor; one element of a tensor that has fewer elements than there are pieces."""
-    start, end = n_elements * piece // pieces, n_elements * (piece + 1) // pieces
-    if start == end and n_elements:
-        start, end = piece % n_elements, piece % n_elements + 1
-    return Window(start, end - start)
+    number: int
+    known: dict[int, Windows]
 
 
 class Turns:
     """Counts the saves of each structure, so that each reaches all its windows, also if several alternate."""
 
     def __init__(self) -> None:
-        self._counts: OrderedDict[int, tuple[object, int]] = OrderedDict()
+        self._turns: OrderedDict[int, tuple[object, Turn]] = OrderedDict()
         self._latest = -1
 
-    def next(self, plan: object) -> int:
+    def next(self, plan: object) -> Turn:
         """Return the turn of a save with `plan`. A structure that is new may begin at any turn."""
-        _, count = self._counts.pop(id(plan), (plan, self._latest))
-        self._counts[id(plan)] = plan, count + 1  # it is kept, so that no other one gets its id
-        if len(self._counts) > PlanCache.MAX_PLANS:
-            self._counts.popitem(last=False)
-        self._latest = max(self._latest, count + 1)
-        return count + 1
+        _, (number, known) = self._turns.pop(id(plan), (plan, Turn(self._latest, {})))
+        turn = Turn(number + 1, known)
+        self._turns[id(plan)] = plan, turn  # it is kept, so that no other one gets its id
+        if len(self._turns) > PlanCache.MAX_PLANS:
+            self._turns.popitem(last=False)
+        self._latest = max(self._latest, turn.number)
+        return turn
 
 
 class Source(NamedTuple):
@@ -93,10 +73,41 @@ class Source(NamedTuple):
     target: torch.Tensor | None
 
 
-class _Digested(NamedTuple):
-    source: Source
-    window: Window | None
-    digest: bytes
+_UNKNOWN = Windows((0,), (1,), 1, 1, 1)
+
+Chosen = tuple[Source, Windows, Place]
+"""What is looked at of a copy."""
+
+
+def sampled(
+    copies: Sequence[int],
+    turn: Turn,
+    most: int,
+    sources_of: Callable[[Sequence[int]], Iterable[Source]],
+    n_pieces: int = PIECES,
+) -> list[Chosen]:
+    """Choose what is looked at at a save, as `windows.choose` says.
+
+    Args:
+        copies: Their numbers, which are the same in every save of the structure.
+        turn: Of the save.
+        most: At most so many copies.
+        sources_of: Returns what these numbers stand for.
+        n_pieces: A window has at most so many pieces.
+    """
+    positions, number, fraction = choose(len(copies), turn.number, most)
+    chosen, found = [copies[at] for at in positions], list[Chosen]()
+    number += positions.start
+    for n, source in zip(chosen, sources_of(chosen), strict=True):
+        tensor = source.tensor
+        layout = tensor.shape, tensor.stride(), tensor.element_size(), fraction, n_pieces
+        windows = turn.known.get(n, _UNKNOWN)
+        if windows.layout != layout:  # windows of another layout would lie outside of the tensor's memory
+            turn.known[n] = windows = windows_of(*layout)
+        if windows.count:
+            found.append((source, windows, windows.at(number)))
+        number += positions.step
+    return found
 
 
 class SourceWatch:
@@ -123,30 +134,31 @@ class SourceWatch:
         self._watched = [*(flat.tensors[n] for n in self._numbers), *owners]
         self._save_id, self._step, self._path = save_id, step, path
         self._versions, self._addresses = _versions(self._watched), self._found_addresses()
-        self._digested: list[_Digested] = []
-        self._on_devices: list[tuple[Source, Window]] = []
+        self._digested: list[tuple[Source, bytes]] = []
+        self._sampled: list[tuple[Source, Windows, Place, bytes]] = []
+        self._on_devices: list[Chosen] = []
 
     def digest(self, sources: Sequence[Source]) -> None:
         """Digest all bytes of `sources` now; `check` compares with these digests."""
-        self._digested = [_Digested(source, None, tensor_digest(source.tensor)) for source in sources]
+        self._digested = [(source, tensor_digest(source.tensor)) for source in sources]
 
-    def sample(self, sources: Sequence[tuple[Source, Window]]) -> None:
-        """Digest windows of `sources`, which lie in host memory, now; `check` compares with these digests."""
-        self._digested = [_Digested(source, w, _window_digest(source.tensor, w)) for source, w in sources]
+    def sample(self, chosen: Sequence[Chosen]) -> None:
+        """Read windows of what lies in host memory, now; `check` compares with them."""
+        self._sampled = [(s, w, place, w.read(s.tensor.data_ptr(), place)) for s, w, place in chosen]
 
-    def sample_on_devices(self, sources: Sequence[tuple[Source, Window]]) -> list[torch.Tensor]:
-        """Return windows of `sources`, which lie row-major on devices, as bytes, for `Transfer` to read.
+    def sample_on_devices(self, chosen: Sequence[Chosen]) -> list[torch.Tensor]:
+        """Return windows of one piece of what lies row-major on devices, as bytes, for `Transfer` to read.
 
         `check_on_devices` compares what it has read.
         """
-        self._on_devices = list(sources)
+        self._on_devices = list(chosen)
         with torch.no_grad():
-            return [s.tensor.detach().view(-1)[w.start : w.start + w.n].view(torch.uint8) for s, w in sources]
+            return [s.tensor.detach().view(-1)[at : at + w.run].view(torch.uint8) for s, w, (_, at, _) in chosen]
 
     @property
     def digests_sources(self) -> bool:
         """Whether `check` reads all of the sources, on devices too, so that they must not change before it."""
-        return any(one.window is None for one in self._digested)
+        return bool(self._digested)
 
     def _found_addresses(self) -> list[int]:
         # Not the optimizers' own: `parameter.data = other` takes nothing away from what is copied.
@@ -159,15 +171,22 @@ class SourceWatch:
             SnapshotTornError: Something has.
         """
         self.check_cheaply()
-        for source, window, digest in self._digested:
-            if source.target is not None and _window_digest(source.target, window) != digest:
-                raise self._torn(source.number, _UNCOUNTED)
+        for source, digest in self._digested:
+            after_copy = digest if source.target is None else tensor_digest(source.target)
+            self._compare(source, digest, after_copy, tensor_digest(source.tensor))
+        for source, windows, place, before in self._sampled:
+            after_copy = before if source.target is None else windows.read_copied(source.target, place)
             try:
-                after = _window_digest(source.tensor, window, careful=True)
+                after = windows.read_carefully(source.tensor.data_ptr(), place)
             except OSError as error:
                 raise self._torn(source.number, _MOVED) from error
-            if after != digest:
-                raise self._torn(source.number, f"{_UNCOUNTED}, after its copy,")
+            self._compare(source, before, after_copy, after)
+
+    def _compare(self, source: Source, before: object, copied: object, after: object) -> None:
+        if copied != before:
+            raise self._torn(source.number, _UNCOUNTED)
+        if after != before:
+            raise self._torn(source.number, f"{_UNCOUNTED}, after its copy,")
 
     def check_on_devices(self, read: Sequence[tuple[bytes, bytes]]) -> None:
         """Compare what lies in the slot with what was in the windows of `sample_on_devices`, once all is copied.
@@ -178,14 +197,11 @@ class SourceWatch:
         Raises:
             SnapshotTornError: Something has changed.
         """
-        for (source, window), (before, after) in zip(self._on_devices, read, strict=True):
+        for (source, windows, place), (before, after) in zip(self._on_devices, read, strict=True):
             assert source.target is not None
             width = source.target.element_size()
-            staged = ctypes.string_at(source.target.data_ptr() + window.start * width, window.n * width)
-            if staged != before:
-                raise self._torn(source.number, _UNCOUNTED)
-            if after != before:
-                raise self._torn(source.number, f"{_UNCOUNTED}, after its copy,")
+            copied = ctypes.string_at(source.target.data_ptr() + place[2] * width, windows.run * width)
+            self._compare(source, before, copied, after)
 
     def check_cheaply(self) -> None:
         """Prove that nothing has changed as far as counters and addresses tell. Reads no tensor.
@@ -229,29 +245,3 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [tensor._version for tensor in tensors]
     except RuntimeError:  # inference tensors have no counter
         return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _window_digest(tensor: torch.Tensor, window: Window | None, *, careful: bool = False) -> bytes:
-    """Return the digest of elements in the host's memory, or of all, wherever they are.
-
-    Args:
-        tensor: See above.
-        window: Of it; None: all.
-        careful: Memory that has gone is an error and no crash, as far as it is read row-major.
-
-    Raises:
-        OSError: `careful`, and it has gone.
-    """
-    if window is None:
-        return tensor_digest(tensor)
-    if not tensor.is_contiguous():
-        with torch.no_grad():
-            found = [run.reshape(-1) for run in runs(bits_of(tensor), window.start, window.start + window.n)]
-            return tensor_digest(torch.cat(found) if len(found) > 1 else found[0])
-    width = tensor.element_size()
-    address, nbytes = tensor.data_ptr() + window.start * width, window.n * width
-    if careful:
-        copied = (ctypes.c_char * nbytes)()
-        careful_move(ctypes.addressof(copied), address, nbytes)
-        return memory_digest(ctypes.addressof(copied), nbytes)
-    return memory_digest(address, nbytes)

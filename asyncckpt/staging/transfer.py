@@ -159,7 +159,7 @@ class Transfer:
     def _fetched(self, gathered: Mapping[int, torch.Tensor], sizes: Sequence[tuple[int, int]]) -> list[bytes]:
         here, at = {}, dict.fromkeys(gathered, 0)
         for index, buffer in gathered.items():
-            here[index] = torch.empty(buffer.numel(), dtype=torch.uint8)
+            here[index] = torch.empty(buffer.numel(), dtype=torch.uint8, device="cpu")
             with self._device.on_stream(self._device.side_stream(index)):
                 self._device.copy([here[index]], [buffer], non_blocking=False)
         found = []

@@ -9,19 +9,20 @@ import torch
 
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.format.names import SaveId
+from asyncckpt.memory.slot import PAGE_NBYTES
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.plan import SavePlan
-from asyncckpt.planning.sampling import Window
-from asyncckpt.staging import early
-from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging.copy_cpu import Share, SlotImage
 from asyncckpt.staging.deferred import Copies
 from asyncckpt.staging.engine import Engine
 from asyncckpt.staging.lent_slot import LentSlot
+from asyncckpt.staging.moving import FULL, Pace
 from asyncckpt.staging.overlap import Overlap
-from asyncckpt.staging.requests import News, seal_with
-from asyncckpt.staging.rings import Begun, Sized
+from asyncckpt.staging.requests import StructureReport, seal_with
+from asyncckpt.staging.segmented_copy import Begun, Sized
 from asyncckpt.staging.snapshots import Snapshot
-from asyncckpt.staging.torn import MOST, MOST_ON_DEVICES, Source, SourceWatch, Turns, window_in, windows_of
+from asyncckpt.staging.streaming import Process, SlotStream, Watermark, pays
+from asyncckpt.staging.torn import MOST, MOST_ON_DEVICES, Source, SourceWatch, Turns, sampled
 from asyncckpt.staging.warmth import image_of
 
 
@@ -29,7 +30,7 @@ class Whole:
     """See the module. One per checkpointer.
 
     Args:
-        doorbell: Of the worker, which may begin to write before everything is copied.
+        process: The worker, which may begin to write before everything is copied.
         config: For `staging` and `overlap_check`.
         engine: Copies.
         overlap: Says what may be copied behind the training.
@@ -38,13 +39,13 @@ class Whole:
 
     def __init__(
         self,
-        doorbell: early.Doorbell,
+        process: Process,
         config: CheckpointerConfig,
         engine: Engine,
         overlap: Overlap,
         turns: Turns,
     ) -> None:
-        self._doorbell, self._config, self._engine, self._overlap = doorbell, config, engine, overlap
+        self._process, self._config, self._engine, self._overlap = process, config, engine, overlap
         self._turns = turns
 
     def begin(
@@ -53,7 +54,7 @@ class Whole:
         sized: Sized,
         plan: SavePlan,
         flat: Flattened,
-        news: News,
+        report: StructureReport,
         *,
         save_id: SaveId,
         step: int,
@@ -83,7 +84,7 @@ class Whole:
                 watch.digest([Source(*pair) for pair in image.pairs(flat.tensors, boxes)])
             else:
                 looked_at = self._sample(watch, image, flat.tensors, boxes)
-        windows = [window for _, window in news.samples.apart]
+        windows = [window for _, window in report.samples.apart]
         left, transfer = self._engine.copy(
             slot,
             image,
@@ -97,13 +98,14 @@ class Whole:
         )
         seal: Callable[[], None] = partial(slot.memory.control.seal, sized.request, image.body_end)
         if windows and transfer is not None:
-            seal = partial(seal_with, slot, image.body_end, sized.asked, news.samples, transfer)
+            seal = partial(seal_with, slot, image.body_end, sized.asked, report.samples, transfer)
         copies: Copies = image
         # What devices copy is counted by nobody, and the request may lack what they are still asked for.
-        if later and transfer is None and early.pays(left):
-            copies = early.EarlyCopy(image, slot, sized.request)
-            self._doorbell.announce(save_id, slot)
-            seal = slot.memory.control.finish
+        if later and transfer is None and pays(sum(box[2] for box in left.large)):
+            stream = SlotStream(
+                self._process, slot, sized.request, image.body_end, save_id=save_id, step=step, path=path
+            )
+            copies, seal = StreamedCopy(image, slot, stream), stream.finish
         return Begun(copies, later, left, flat.tensors, watch, seal, transfer)
 
     def _sample(
@@ -119,9 +121,13 @@ class Whole:
             placed = [(n, places[number]) for n, number in zip(boxes, image.numbers(boxes), strict=True)]
             here = [n for n, place in placed if place is None]
             there = [n for n, place in placed if place is not None]
-        watch.sample(_chosen(image, tensors, here, turn, MOST))
-        chosen = _chosen(image, tensors, there, turn, MOST_ON_DEVICES)
-        return watch.sample_on_devices([(s, w) for s, w in chosen if s.tensor.is_contiguous()])
+
+        def sources_of(some: Sequence[int]) -> list[Source]:
+            return list(map(Source._make, image.pairs(tensors, some)))
+
+        watch.sample(sampled(here, turn, MOST, sources_of))
+        chosen = sampled(there, turn, MOST_ON_DEVICES, sources_of, n_pieces=1)
+        return watch.sample_on_devices([one for one in chosen if one[0].tensor.is_contiguous()])
 
     def _later(
         self, image: SlotImage, tensors: Sequence[torch.Tensor]
@@ -134,15 +140,33 @@ class Whole:
         return later | snapshot.numbers, [o for o in owners if not self._engine.is_apart(o)], snapshot
 
 
-def _chosen(
-    image: SlotImage, tensors: Sequence[torch.Tensor], boxes: Sequence[int], turn: int, most: int
-) -> list[tuple[Source, Window]]:
-    """Return what is looked at of boxes at a save."""
-    chosen = windows_of(len(boxes), turn, most)
-    pairs = image.pairs(tensors, [boxes[at] for at, _, _ in chosen])
-    found = []
-    for pair, (_, piece, pieces) in zip(pairs, chosen, strict=True):
-        window = window_in(pair[2].numel(), piece, pieces)
-        if window.n:
-            found.append((Source(*pair), window))
-    return found
+class StreamedCopy:
+    """Does what the image does, and tells the worker how far it is. For one save.
+
+    Args:
+        image: Of the slot.
+        slot: Its memory.
+        stream: Of the slot.
+    """
+
+    def __init__(self, image: SlotImage, slot: LentSlot, stream: SlotStream) -> None:
+        self._image = image
+
+        def tell(nbytes: int) -> None:
+            stream.has_filled(nbytes)
+            image.progress.come_to(nbytes)
+
+        address = slot.memory.mapping.address
+        self._mark = Watermark(address + PAGE_NBYTES, address + image.body_end, tell)
+
+    def copy(self, tensors: Sequence[torch.Tensor], share: Share, pace: Pace = FULL) -> None:
+        """As `SlotImage.copy`: the rest of what the slot is to hold."""
+        self._image.copy(tensors, share, pace, self._mark)
+
+    def drop_moves(self) -> None:
+        """As `SlotImage.drop_moves`."""
+        self._image.drop_moves()
+
+    def patience(self) -> float:
+        """As `SlotImage.patience`."""
+        return self._image.patience()

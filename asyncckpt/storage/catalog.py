@@ -1,10 +1,10 @@
-"""What checkpoints are there: reading manifests, and looking through directories for them."""
+"""What checkpoints are there: reading manifests, looking through directories for them, and which may be loaded."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
-import stat
 from dataclasses import dataclass
 
 from asyncckpt.errors import (
@@ -15,12 +15,21 @@ from asyncckpt.errors import (
     SaveFailedError,
     UnsupportedFormatError,
 )
-from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
-from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, MAX_EPOCH, is_converting, is_quarantined, owner_of
-from asyncckpt.format.steps import newest
-from asyncckpt.storage.dcp_commit import is_finished, is_replaced
-from asyncckpt.storage.files import Files, named, read_small_file
-from asyncckpt.storage.standing import tombstone_at
+from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest, newest
+from asyncckpt.format.names import (
+    DCP_METADATA_NAME,
+    MANIFEST_NAME,
+    MAX_EPOCH,
+    SaveId,
+    is_converting,
+    is_quarantined,
+    lineage_key,
+    owner_of,
+)
+from asyncckpt.storage.checkpoint_dir import tombstone_at
+from asyncckpt.storage.dcp_commit import is_finished, owner_at
+from asyncckpt.storage.files import named
+from asyncckpt.storage.store import LINK, PREFIX, Store
 
 COMMITTED = "committed"
 INCOMPLETE = "incomplete"
@@ -30,6 +39,11 @@ UNREADABLE = "unreadable"
 ABANDONED = "abandoned"
 QUARANTINED = "quarantined"
 _STATES: dict[type[Exception], str] = {CorruptCheckpointError: CORRUPT, UnsupportedFormatError: UNSUPPORTED}
+
+_LOST = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
+"""What a file system answers that has lost the bytes, or finds that they are not what it wrote."""
+
+_logger = logging.getLogger("asyncckpt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +65,7 @@ class Found:
     error: Exception | None = None
 
 
-def read_manifest(path: str, files: Files) -> Manifest:
+def read_manifest(path: str, store: Store) -> Manifest:
     """Return the manifest of the checkpoint at `path`.
 
     Raises:
@@ -62,9 +76,9 @@ def read_manifest(path: str, files: Files) -> Manifest:
         OSError: It cannot be read (permissions, I/O).
     """
     try:
-        data = read_small_file(files, os.path.join(path, MANIFEST_NAME), MAX_MANIFEST_NBYTES)
+        data = store.read_whole(os.path.join(path, MANIFEST_NAME), MAX_MANIFEST_NBYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise _absent(path, files) from error
+        raise _absent(path, store) from error
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.EISDIR, errno.ENXIO):
             raise
@@ -72,7 +86,7 @@ def read_manifest(path: str, files: Files) -> Manifest:
             f"{path}: manifest.json is no manifest: {error.strerror}", path=path, file=MANIFEST_NAME, detail=str(error)
         ) from error
     manifest = decode_manifest(data, path)
-    if not is_finished(path, manifest, files):
+    if manifest.dcp is not None and not is_finished(path, manifest, store):
         raise CheckpointNotCommittedError(
             f"{path} holds a checkpoint that was begun and never committed (no {DCP_METADATA_NAME}); load an earlier "
             "one",
@@ -81,7 +95,7 @@ def read_manifest(path: str, files: Files) -> Manifest:
     return manifest
 
 
-def read_newest_manifest(path: str, files: Files) -> Manifest:
+def read_newest_manifest(path: str, store: Store) -> Manifest:
     """Return the manifest of the checkpoint at `path`, unless a stock one was saved to the same path after it.
 
     Raises:
@@ -89,8 +103,8 @@ def read_newest_manifest(path: str, files: Files) -> Manifest:
         AsyncCkptError: As `read_manifest`.
         OSError: It cannot be read.
     """
-    manifest = read_manifest(path, files)
-    if is_replaced(path, manifest, files):
+    manifest = read_manifest(path, store)
+    if _is_replaced(path, manifest, store):
         detail = f"{DCP_METADATA_NAME} is of torch.distributed.checkpoint, and newer than {MANIFEST_NAME}"
         older = "" if manifest.dcp is not None else f"; the older one is read once {DCP_METADATA_NAME} is"
         raise CorruptCheckpointError(
@@ -104,9 +118,27 @@ def read_newest_manifest(path: str, files: Files) -> Manifest:
     return manifest
 
 
-def _absent(path: str, files: Files) -> AsyncCkptError:
+def _is_replaced(path: str, manifest: Manifest, store: Store) -> bool:
+    """Whether somebody else's `.metadata` came to stand beside a manifest after it: by a stock `dcp.save` to its path.
+
+    An older one was there before, and what is ours was saved beside it. Layout "dcp" is never saved beside one.
+
+    Raises:
+        OSError: It cannot be known.
+    """
     try:
-        names = files.listdir(path)
+        theirs = store.stat(os.path.join(path, DCP_METADATA_NAME))
+        if not theirs.is_object or owner_at(path, store) is not None:
+            return False
+        ours = store.stat(os.path.join(path, MANIFEST_NAME))
+    except FileNotFoundError:
+        return False
+    return manifest.dcp is not None or theirs.mtime_ns > ours.mtime_ns
+
+
+def _absent(path: str, store: Store) -> AsyncCkptError:
+    try:
+        names = store.names(path)
     except NotADirectoryError:
         return CheckpointNotFoundError(f"{path} is a file; a checkpoint is a directory", path=path)
     except FileNotFoundError:
@@ -120,19 +152,19 @@ def _absent(path: str, files: Files) -> AsyncCkptError:
             f"{path} holds a checkpoint that was begun and never committed (no {MANIFEST_NAME}); load an earlier one",
             path=path,
         )
-    inside = newest((f.path, f.manifest) for f in scan(path, files) if f.manifest is not None)
+    inside = newest((f.path, f.manifest) for f in scan(path, store) if f.manifest is not None)
     hint = f"; the newest checkpoint inside it is {inside[0]}" if inside else ""
     return CheckpointNotFoundError(f"there is no checkpoint at {path}: nothing of ours is in it{hint}", path=path)
 
 
-def look(path: str, files: Files) -> Found | None:
+def look(path: str, store: Store) -> Found | None:
     """Say what the directory at `path` is; None when nothing of a checkpoint is in it."""
     try:
-        names = files.listdir(path)
+        names = store.names(path)
         if MANIFEST_NAME in names:
-            return Found(path=path, state=COMMITTED, manifest=read_newest_manifest(path, files))
+            return Found(path=path, state=COMMITTED, manifest=read_newest_manifest(path, store))
     except CheckpointNotCommittedError as error:
-        state = ABANDONED if tombstone_at(path, files) is not None else INCOMPLETE
+        state = ABANDONED if tombstone_at(path, store) is not None else INCOMPLETE
         return Found(path=path, state=state, error=error)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -144,10 +176,17 @@ def look(path: str, files: Files) -> Found | None:
     return Found(path=path, state=INCOMPLETE, error=incomplete)
 
 
-def scan(root: str, files: Files, *, recursive: bool = False) -> list[Found]:
+def scan(root: str, store: Store, *, recursive: bool = False, links: bool = False) -> list[Found]:
     """Look for checkpoints in `root` itself and one level below it, or at any depth.
 
-    Links are not followed; nothing inside a checkpoint is looked at.
+    Nothing inside a checkpoint is looked at.
+
+    Args:
+        root: A directory.
+        store: Where it lies.
+        recursive: At any depth.
+        links: Symbolic links in `root` to checkpoints elsewhere count, as for whoever reads; one to a checkpoint that
+            is in `root` itself does not. A link that leads nowhere is `unreadable`. False: for whoever removes.
 
     Returns:
         What was found, ordered by path. Empty when `root` has none.
@@ -155,32 +194,55 @@ def scan(root: str, files: Files, *, recursive: bool = False) -> list[Found]:
     Raises:
         OSError: `root` cannot be listed.
     """
-    names = files.listdir(root)
-    here = look(root, files)
+    names = store.names(root)
+    here = look(root, store)
     if here is not None and (here.state != CORRUPT or any(map(owner_of, names))):
         return [here]
     # What is called manifest.json there is somebody else's, or all that is left of a checkpoint.
     found: list[Found] = []
-    for name in sorted(names):
-        if is_converting(name):  # another name, or nothing, is there in a moment
+    linked: list[Found] = []
+    for entry in sorted(store.entries(root), key=lambda one: one.name):
+        if is_converting(entry.name):  # another name, or nothing, is there in a moment
             continue
-        child = os.path.join(root, name)
+        child = os.path.join(root, entry.name)
         try:
-            if not stat.S_ISDIR(files.lstat(child).st_mode):
+            if links and entry.kind == LINK and not is_quarantined(entry.name):
+                linked += _behind_link(child, store)
+            if entry.kind != PREFIX:
                 continue
-            seen = look(child, files)
-            if seen is not None and is_quarantined(name):
+            seen = look(child, store)
+            if seen is not None and is_quarantined(entry.name):
                 found.append(Found(path=child, state=QUARANTINED, error=seen.error))
             elif seen is not None:
                 found.append(seen)
             elif recursive:
-                found += scan(child, files, recursive=True)
+                found += scan(child, store, recursive=True)
         except FileNotFoundError:  # removed meanwhile
             continue
+    own = {one.manifest.save_id for one in found if one.manifest is not None}
+    found += [one for one in linked if one.manifest is None or one.manifest.save_id not in own]
+    found.sort(key=lambda one: one.path)
     return found or ([here] if here is not None else [])
 
 
-def next_epoch_beside(path: str, files: Files) -> int:
+def _behind_link(path: str, store: Store) -> list[Found]:
+    """Return what the symbolic link at `path` leads to, if that is a checkpoint or cannot be known."""
+    try:
+        store.names(path)
+    except FileNotFoundError:
+        error = CheckpointNotFoundError(
+            f"{path} is a symbolic link that leads nowhere; is a disk not mounted?", path=path
+        )
+        return [Found(path=path, state=UNREADABLE, error=error)]
+    except NotADirectoryError:
+        return []
+    except OSError as error:
+        return [Found(path=path, state=UNREADABLE, error=error)]
+    seen = look(path, store)
+    return [] if seen is None else [seen]
+
+
+def next_epoch_beside(path: str, store: Store) -> int:
     """Return the epoch of a run whose first checkpoint goes to `path`: above all that was ever begun beside it.
 
     Committed or not: a save that was begun and never committed may be finished later, by a worker that lives on, and
@@ -193,10 +255,10 @@ def next_epoch_beside(path: str, files: Files) -> int:
     """
     parent = os.path.dirname(path)
     try:
-        children = sorted(files.listdir(parent))
+        children = sorted(store.names(parent))
     except (FileNotFoundError, NotADirectoryError):
         children = []
-    largest = max((_largest_epoch(os.path.join(parent, name), files) for name in children), default=0)
+    largest = max((_largest_epoch(os.path.join(parent, name), store) for name in children), default=0)
     return check_epoch(largest + 1, path)
 
 
@@ -214,24 +276,92 @@ def check_epoch(epoch: int, path: str) -> int:
     )
 
 
-def _largest_epoch(directory: str, files: Files) -> int:
+def _largest_epoch(directory: str, store: Store) -> int:
     """Return the largest epoch that a checkpoint's directory names; 0 when it names none."""
     try:
-        names = files.listdir(directory)
+        names = store.names(directory)
         epochs = [owner.epoch for name in names if (owner := owner_of(name)) is not None]
         if MANIFEST_NAME in names:
-            epochs.append(read_manifest(directory, files).save_id.epoch)
+            epochs.append(read_manifest(directory, store).save_id.epoch)
     except CheckpointNotCommittedError:
-        tombstone = tombstone_at(directory, files)
+        tombstone = tombstone_at(directory, store)
         epochs += [] if tombstone is None else [tombstone.save_id.epoch]
     except (FileNotFoundError, NotADirectoryError):  # removed meanwhile, or a file
         return 0
     except (CorruptCheckpointError, UnsupportedFormatError):
         pass
     except PermissionError as error:
-        if files.lstat(directory).st_uid == os.geteuid():
+        if store.is_own(directory):
             raise named(error, directory, "looking for the epochs of earlier runs") from error
         return 0
     except OSError as error:
+        if error.errno == errno.ELOOP:  # links that lead in a circle
+            return 0
         raise named(error, directory, "looking for the epochs of earlier runs") from error
     return max(epochs, default=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A checkpoint to be tried.
+
+    Attributes:
+        path: Its directory.
+        save_id: Of its manifest; by the names of its files where that is damaged; None: not even those can be read,
+            or it is not on disk.
+        step: Of its manifest; None where that cannot be read.
+    """
+
+    path: str
+    save_id: SaveId | None
+    step: int | None = None
+
+
+def candidates_in(root: str, store: Store) -> list[Candidate]:
+    """Return what may be loaded of `root`, the newest by lineage first.
+
+    Also those whose manifest is damaged: they were committed once, and whoever goes on from an older one must be told.
+    Not those that were never committed, and not those that were put aside as broken. Links to checkpoints elsewhere
+    count, as somebody has made who has moved them to another disk; what cannot be looked at is named in a warning.
+
+    Args:
+        root: Absolute path of a directory whose children are checkpoints, or of a checkpoint.
+        store: Where it lies.
+
+    Raises:
+        OSError: `root` cannot be listed.
+    """
+    found = [candidate for one in scan(root, store, links=True) if (candidate := _candidate(one, store)) is not None]
+    return sorted(found, key=_order, reverse=True)
+
+
+def _order(candidate: Candidate) -> tuple[int, tuple[int, int, str]]:
+    """One that may be the newest goes first: else it would be passed over in silence."""
+    if candidate.save_id is None:
+        return 1, (0, 0, "")
+    return 0, lineage_key(candidate.save_id)
+
+
+def _candidate(found: Found, store: Store) -> Candidate | None:
+    if found.manifest is not None:
+        return Candidate(path=found.path, save_id=found.manifest.save_id, step=found.manifest.step)
+    if found.state in (INCOMPLETE, ABANDONED, QUARANTINED):
+        return None
+    try:
+        owners = [owner for name in store.names(found.path) if (owner := owner_of(name)) is not None]
+    except OSError as error:
+        if is_broken(error):
+            return Candidate(path=found.path, save_id=None)
+        _logger.warning("%s is passed over, it is %s: %s", found.path, found.state, found.error)
+        return None  # closed to this user, who can load nothing there
+    if not owners:  # what is called manifest.json is somebody else's
+        _logger.warning("%s is passed over, no file of a checkpoint is in it: %s", found.path, found.error)
+        return None
+    return Candidate(path=found.path, save_id=max(owners, key=lineage_key))  # loading it says what is wrong
+
+
+def is_broken(error: BaseException) -> bool:
+    """Whether `error` says that a checkpoint is not what was written, and not that the caller made a mistake."""
+    if isinstance(error, (CorruptCheckpointError, CheckpointNotCommittedError, CheckpointNotFoundError)):
+        return True
+    return isinstance(error, OSError) and error.errno in _LOST

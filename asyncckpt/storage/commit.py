@@ -1,4 +1,4 @@
-"""The commit: a checkpoint's manifest, last of all its files; other attempts' leftovers after it.
+"""The commit: a checkpoint's manifest, last of all its files; other attempts' leftovers after it. Steps: COMMIT.md.
 
 IMPORTANT: the manifest is put if absent, or in the place of an older one, after everything that it names is durable.
 Whoever sees it may load.
@@ -8,41 +8,84 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
-import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
 
 from asyncckpt.errors import CommitUnknownError
 from asyncckpt.failpoints import reach
-from asyncckpt.format.checksum import file_checksum
+from asyncckpt.format.checksums import file_checksum
+from asyncckpt.format.dcp import MetadataTemplates
 from asyncckpt.format.index import decode_index
-from asyncckpt.format.manifest import Manifest, encode_manifest
-from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of, temporary_manifest_name
-from asyncckpt.format.steps import lineage_key
-from asyncckpt.format.tombstone import Tombstone
+from asyncckpt.format.manifest import DcpRecord, Manifest, Tombstone, encode_manifest
+from asyncckpt.format.names import MANIFEST_NAME, SaveId, lineage_key, owner_of, temporary_manifest_name
 from asyncckpt.storage import dcp_commit
-from asyncckpt.storage.files import MODE_FILE, Files, fsync_directory, read_small_file, write_new_file
-from asyncckpt.storage.overwrite_lock import overwrite_lock
-from asyncckpt.storage.put_if_absent import NO_HARD_LINKS, put_if_absent
-from asyncckpt.storage.standing import exists, overtaken, refuse_standing, standing_at
+from asyncckpt.storage.checkpoint_dir import exists, overtaken, refuse_standing, standing_at, version_at
+from asyncckpt.storage.rank_writer import RankResult
+from asyncckpt.storage.store import Store, UnknownOutcomeError, exclusively
 
-_SURELY_NOT_DONE = NO_HARD_LINKS | {
-    errno.EACCES,
-    errno.EDQUOT,
-    errno.EINVAL,
-    errno.ENAMETOOLONG,
-    errno.ENOENT,
-    errno.ENOSPC,
-    errno.ENOTDIR,
-    errno.EROFS,
-}
-"""Answers of link(2) and renameat2(2) that mean refusal; after any other (EIO, ESTALE, ...) nobody knows."""
+LOCK_TIMEOUT_S = dcp_commit.LOCK_TIMEOUT_S
 
 _logger = logging.getLogger("asyncckpt.storage")
+_templates = MetadataTemplates()
 
 
-def check_rank_files(path: str, manifest: Manifest, *, files: Files) -> None:
+def build_manifest(
+    save_id: SaveId,
+    results: Sequence[RankResult],
+    *,
+    step: int,
+    world_size: int,
+    fsync: bool,
+    metadata: str,
+    package: str,
+    dcp_metadata: bytes | None = None,
+) -> Manifest:
+    """Return the manifest of a checkpoint whose ranks are all written.
+
+    Args:
+        save_id, step, world_size: Of the save.
+        results: Of every rank, in order.
+        fsync: Whether everything was flushed.
+        metadata: The user's JSON as text.
+        package: asyncckpt's version.
+        dcp_metadata: As `dcp_metadata_of` returns them.
+
+    Returns:
+        The manifest; its timings are those of the slowest rank, in seconds.
+    """
+    phases = results[0].seconds
+    return Manifest(
+        save_id=save_id,
+        step=step,
+        world_size=world_size,
+        created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        fsync=fsync,
+        writer=f"asyncckpt {package}",
+        ranks=tuple(result.record for result in results),
+        metadata=json.loads(metadata),
+        timings={name: round(max(r.seconds.get(name, 0.0) for r in results), 6) for name in phases},
+        dcp=None if dcp_metadata is None else DcpRecord(nbytes=len(dcp_metadata), checksum=file_checksum(dcp_metadata)),
+    )
+
+
+def dcp_metadata_of(save_id: SaveId, parts: Sequence[tuple[bytes, bytes] | None]) -> bytes | None:
+    """Return the `.metadata` of a save in layout "dcp"; None in another one.
+
+    Args:
+        save_id: Of the save.
+        parts: `RankResult.dcp` of every rank, in order.
+
+    Raises:
+        CorruptCheckpointError: A rank's structure does not decode.
+    """
+    known = [part for part in parts if part is not None]
+    return _templates.metadata_of(save_id, known) if len(known) == len(parts) else None
+
+
+def check_rank_files(path: str, manifest: Manifest, *, store: Store) -> None:
     """Look at every file that `manifest` names: it is there, regular, and as long as its record says.
 
     Raises:
@@ -50,7 +93,7 @@ def check_rank_files(path: str, manifest: Manifest, *, files: Files) -> None:
     """
     for record in manifest.ranks:
         index_path = os.path.join(path, record.index_name)
-        data = read_small_file(files, index_path, record.index_nbytes)
+        data = store.read_whole(index_path, record.index_nbytes)
         if len(data) != record.index_nbytes or file_checksum(data) != record.index_checksum:
             raise OSError(errno.EIO, "the index differs from what was written", index_path)
         index = decode_index(data)
@@ -58,20 +101,14 @@ def check_rank_files(path: str, manifest: Manifest, *, files: Files) -> None:
         if index.items is not None:
             sizes[index.items.name] = index.items.nbytes
         for name, nbytes in sizes.items():
-            found = files.lstat(os.path.join(path, name))
-            if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
-                text = f"{found.st_size} bytes long, {nbytes} were written"
+            found = store.stat(os.path.join(path, name))
+            if not found.is_object or found.nbytes != nbytes:
+                text = f"{found.nbytes} bytes long, {nbytes} were written"
                 raise OSError(errno.EIO, text, os.path.join(path, name))
 
 
 def publish(
-    path: str,
-    manifest: Manifest,
-    *,
-    files: Files,
-    umask: int,
-    overwrite: bool = False,
-    dcp_metadata: bytes | None = None,
+    path: str, manifest: Manifest, *, store: Store, overwrite: bool = False, dcp_metadata: bytes | None = None
 ) -> None:
     """Commit: put `manifest` if no manifest is there. Doing it again for the same save succeeds.
 
@@ -81,8 +118,7 @@ def publish(
     Args:
         path: The checkpoint's directory. Every file that the manifest names must be durable.
         manifest: The commit record; `manifest.fsync` says whether to flush.
-        files: The storage seam.
-        umask: Of the manifest's mode 0666.
+        store: Where it lies.
         overwrite: Whether to replace an older manifest. The old checkpoint's files are then leftovers.
         dcp_metadata: In layout "dcp" the content of `.metadata`, as `manifest.dcp` says.
 
@@ -95,108 +131,108 @@ def publish(
     Blocks: with `overwrite`, also for another one that publishes at `path`, at most `LOCK_TIMEOUT_S`.
     """
     reach("commit: begun")
-    standing = refuse_standing(path, manifest.save_id, files, overwrite=overwrite)
+    standing = refuse_standing(path, manifest.save_id, store, overwrite=overwrite)
     replaces = standing is not None and standing.save_id != manifest.save_id
-    is_locked = overwrite or replaces or dcp_metadata is not None
-    with overwrite_lock(path, files=files, umask=umask) if is_locked else contextlib.nullcontext():
-        _publish(path, manifest, files, umask, dcp_metadata, overwrite=overwrite, is_locked=is_locked)
+    with contextlib.ExitStack() as stack:
+        if dcp_metadata is not None:  # two objects appear as one only under a lock
+            stack.enter_context(store.lock(path, LOCK_TIMEOUT_S))
+        elif overwrite or replaces:
+            stack.enter_context(exclusively(store, path, LOCK_TIMEOUT_S))
+        may_replace = overwrite or replaces or dcp_metadata is not None
+        _publish(path, manifest, store, dcp_metadata, overwrite=overwrite, may_replace=may_replace)
 
 
 def _publish(
-    path: str,
-    manifest: Manifest,
-    files: Files,
-    umask: int,
-    dcp_metadata: bytes | None,
-    *,
-    overwrite: bool,
-    is_locked: bool,
+    path: str, manifest: Manifest, store: Store, dcp_metadata: bytes | None, *, overwrite: bool, may_replace: bool
 ) -> None:
-    temporary = os.path.join(path, temporary_manifest_name(manifest.save_id))
     beside: str | None = None  # what is to become `.metadata`
+    version: str | None = None  # of what is to be replaced
+    standing: Manifest | Tombstone | None = None
     try:
-        with overtaken(path, manifest.save_id, files, overwrite=overwrite):
-            check_rank_files(path, manifest, files=files)
+        with overtaken(path, manifest.save_id, store, overwrite=overwrite):
+            check_rank_files(path, manifest, store=store)
         reach("commit: files checked")
         if dcp_metadata is not None:
-            beside = dcp_commit.write_temporary(path, manifest, dcp_metadata, files=files, umask=umask)
+            beside = dcp_commit.write_temporary(path, manifest, dcp_metadata, store)
             reach("commit: metadata written")
-        with contextlib.suppress(FileNotFoundError):
-            files.unlink(temporary)  # of an earlier try of this very save
-        write_new_file(files, temporary, encode_manifest(manifest), mode=MODE_FILE & ~umask, fsync=manifest.fsync)
-        reach("commit: manifest written")
         if manifest.fsync:
-            fsync_directory(files, path)
-            fsync_directory(files, os.path.dirname(path))
-        reach("commit: directories flushed")
-        standing = refuse_standing(path, manifest.save_id, files, overwrite=overwrite) if is_locked else None
+            store.sync(os.path.dirname(path))
+        reach("commit: parent flushed")
+        if may_replace:
+            version = version_at(path, store)
+            standing = refuse_standing(path, manifest.save_id, store, overwrite=overwrite)
     except BaseException:
-        _unlink_quietly(files, temporary)
-        _unlink_quietly(files, beside)
+        _remove_quietly(store, beside)
         raise
     if beside is None:
-        _put(path, temporary, manifest, files, replace=standing is not None)
+        _put(path, manifest, store, version if standing is not None else None)
     else:
-        _put_both(path, temporary, beside, manifest, standing, files)
+        _put_both(path, beside, manifest, standing, store, version)
     try:
         reach("commit: put")
         # IMPORTANT: until the directory is flushed, a power cut may take the manifest away again.
         if manifest.fsync:
-            fsync_directory(files, path)
+            store.sync(path)
         reach("commit: durable")
     except OSError as error:
         raise _unknown(path, manifest.save_id, error) from error
-    _unlink_quietly(files, temporary)
 
 
 def _put_both(
-    path: str, temporary: str, beside: str, manifest: Manifest, standing: Manifest | Tombstone | None, files: Files
+    path: str,
+    beside: str,
+    manifest: Manifest,
+    standing: Manifest | Tombstone | None,
+    store: Store,
+    version: str | None,
 ) -> None:
     """Put manifest and `.metadata`, in the order in which a checkpoint that is replaced stays whole until the last."""
     is_first = False
     try:
         if isinstance(standing, Manifest) and standing.save_id != manifest.save_id:
-            is_first = dcp_commit.goes_first(path, standing, files)
+            is_first = dcp_commit.goes_first(path, standing, store)
         if is_first:
-            dcp_commit.put(path, beside, manifest, files)
-        _put(path, temporary, manifest, files, replace=standing is not None)
+            dcp_commit.put(path, beside, manifest, store)
+        _put(path, manifest, store, version if standing is not None else None)
     except CommitUnknownError:
         raise
     except BaseException:
         if is_first:
-            _is_gone(path, files, doomed=manifest.save_id, is_locked=True)
-        _unlink_quietly(files, beside)
-        _unlink_quietly(files, temporary)
+            _is_gone(path, store, doomed=manifest.save_id, is_locked=True)
+        _remove_quietly(store, beside)
         raise
     if not is_first:
         try:
             if manifest.fsync:  # IMPORTANT: else a power cut might keep `.metadata` alone
-                fsync_directory(files, path)
-            dcp_commit.put(path, beside, manifest, files)
+                store.sync(path)
+            dcp_commit.put(path, beside, manifest, store)
         except OSError as error:
             raise _unknown(path, manifest.save_id, error) from error
 
 
-def _put(path: str, temporary: str, manifest: Manifest, files: Files, *, replace: bool) -> None:
-    """Give the temporary file its final name, unless that name is taken by what is not to be replaced."""
+def _put(path: str, manifest: Manifest, store: Store, version: str | None) -> None:
+    """Put the manifest, if nothing has its name, or what `version` is of; that of this very save is a success."""
     final = os.path.join(path, MANIFEST_NAME)
+    temporary = os.path.join(path, temporary_manifest_name(manifest.save_id))
+    data = encode_manifest(manifest)
     try:
-        if replace:
-            # IMPORTANT: one rename. Without the name for an instant, a crash would leave no checkpoint there at all.
-            files.rename(temporary, final)
+        if version is None:
+            store.put_if_absent(final, data, temporary=temporary, durable=manifest.fsync)
         else:
-            put_if_absent(temporary, final, files)
+            store.replace_if(final, data, version, temporary=temporary, durable=manifest.fsync)
+    except UnknownOutcomeError as error:
+        standing = standing_at(path, store)
+        if standing is None or standing.save_id != manifest.save_id:
+            raise _unknown(path, manifest.save_id, error) from error
     except OSError as error:
-        standing = standing_at(path, files)
+        standing = standing_at(path, store)
         if standing is not None and standing.save_id == manifest.save_id:
             return
-        if error.errno == errno.EEXIST or error.errno in _SURELY_NOT_DONE:
-            _unlink_quietly(files, temporary)
-            refuse_standing(path, manifest.save_id, files, overwrite=replace)  # who came first, if anybody, says more
-            if error.errno == errno.EEXIST:
-                raise exists(path, manifest.save_id, standing, overwrite=False) from error
-            raise
-        raise _unknown(path, manifest.save_id, error) from error
+        # Who came first, if anybody, says more.
+        refuse_standing(path, manifest.save_id, store, overwrite=version is not None)
+        if error.errno == errno.EEXIST:
+            raise exists(path, manifest.save_id, standing, overwrite=False) from error
+        raise
 
 
 def _unknown(path: str, save_id: SaveId, error: OSError) -> CommitUnknownError:
@@ -210,18 +246,18 @@ def _unknown(path: str, save_id: SaveId, error: OSError) -> CommitUnknownError:
     )
 
 
-def _unlink_quietly(files: Files, path: str | None) -> None:
+def _remove_quietly(store: Store, path: str | None) -> None:
     if path is None:
         return
     try:
-        files.unlink(path)
+        store.remove(path)
     except FileNotFoundError:
         pass
     except OSError as error:
         _logger.warning("cannot remove %s: %s", path, error)
 
 
-def remove_leftovers(path: str, keep: SaveId, *, files: Files) -> list[str]:
+def remove_leftovers(path: str, keep: SaveId, *, store: Store) -> list[str]:
     """Remove the files of earlier attempts, and of a checkpoint that was replaced, from a committed one.
 
     IMPORTANT: only once a manifest of `keep` stands, because from then on no earlier attempt can commit here; a later
@@ -230,63 +266,63 @@ def remove_leftovers(path: str, keep: SaveId, *, files: Files) -> list[str]:
     Args:
         path: The checkpoint's directory.
         keep: The save that is committed there.
-        files: The storage seam.
+        store: Where it lies.
 
     Returns:
         The names that were removed. Files that are not ours by name, links and directories stay; so does everything
         when the manifest of `keep` is not there.
     """
-    standing = standing_at(path, files)
+    standing = standing_at(path, store)
     if standing is None or standing.save_id != keep:
         return []
-    if standing.dcp is None and not _is_gone(path, files, before=keep):
+    if standing.dcp is None and not _is_gone(path, store, before=keep):
         return []
-    return _remove(path, files, lambda owner: lineage_key(owner) < lineage_key(keep))
+    return _remove(path, store, lambda owner: lineage_key(owner) < lineage_key(keep))
 
 
-def remove_files_of(path: str, save_id: SaveId, *, files: Files) -> list[str]:
+def remove_files_of(path: str, save_id: SaveId, *, store: Store) -> list[str]:
     """Remove the files of one save that was not committed and never will be; a committed one is left alone.
 
     Returns:
         The names that were removed.
     """
     try:
-        files.lstat(os.path.join(path, MANIFEST_NAME))
+        store.stat(os.path.join(path, MANIFEST_NAME))
     except FileNotFoundError:
         pass
     except OSError:
         return []
     else:
-        standing = standing_at(path, files)
+        standing = standing_at(path, store)
         if standing is None or standing.save_id == save_id:
             return []
-    if not _is_gone(path, files, doomed=save_id):
+    if not _is_gone(path, store, doomed=save_id):
         return []
-    return _remove(path, files, lambda owner: owner == save_id)
+    return _remove(path, store, lambda owner: owner == save_id)
 
 
 def _is_gone(
-    path: str, files: Files, *, doomed: SaveId | None = None, before: SaveId | None = None, is_locked: bool = False
+    path: str, store: Store, *, doomed: SaveId | None = None, before: SaveId | None = None, is_locked: bool = False
 ) -> bool:
     """Remove a `.metadata` of these saves, and say whether none is left."""
     try:
-        dcp_commit.remove_metadata_of(path, doomed, before, files, is_locked=is_locked)
+        dcp_commit.remove_metadata_of(path, doomed, before, store, is_locked=is_locked)
     except OSError as error:
         _logger.warning("cannot clean up %s: %s", path, error)
         return False
     return True
 
 
-def _remove(path: str, files: Files, doomed: Callable[[SaveId], bool]) -> list[str]:
+def _remove(path: str, store: Store, doomed: Callable[[SaveId], bool]) -> list[str]:
     removed = []
     try:
-        for name in files.listdir(path):
+        for name in store.names(path):
             owner = owner_of(name)
             if owner is None or not doomed(owner):
                 continue
-            if stat.S_ISREG(files.lstat(os.path.join(path, name)).st_mode):
+            if store.stat(os.path.join(path, name)).is_object:
                 reach("leftovers: removing")
-                files.unlink(os.path.join(path, name))
+                store.remove(os.path.join(path, name))
                 removed.append(name)
     except OSError as error:
         _logger.warning("cannot clean up %s: %s", path, error)

@@ -1,4 +1,7 @@
-"""What a committed checkpoint holds: manifest, indexes and structures of all ranks, checked whole before any use."""
+"""What a checkpoint holds: manifest, indexes and structures of all ranks, checked whole before any use.
+
+Of a checkpoint of another format also where the elements of its chunks lie (`ForeignSource`).
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,131 @@ import errno
 import itertools
 import os
 import stat
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.failpoints import reach
-from asyncckpt.format.checksum import file_checksum
+from asyncckpt.format.checksums import file_checksum
 from asyncckpt.format.index import MAX_INDEX_NBYTES, RankIndex, decode_index
 from asyncckpt.format.manifest import Manifest, RankRecord
 from asyncckpt.format.names import is_reserved, split_per_rank_name
 from asyncckpt.format.objects import MAX_OBJECTS_NBYTES, decode_objects
 from asyncckpt.format.structure import Chunk, Structure, TensorEntry, decode_structure
 from asyncckpt.storage.catalog import read_newest_manifest
+from asyncckpt.storage.coverage import located_fault
 from asyncckpt.storage.files import Files, read_small_file
-from asyncckpt.storage.holes import located_fault
-from asyncckpt.storage.source import Source
+from asyncckpt.storage.local import LocalStore
+
+
+class Located(NamedTuple):
+    """Row-major elements of a chunk, from byte `offset` of shard number `part` on."""
+
+    part: int
+    offset: int
+
+
+class Strided(NamedTuple):
+    """Elements of a chunk that are not row-major in their file.
+
+    The range of `nbytes` at byte `offset` of shard `part` holds all of them: `itemsize` bytes each, `strides` apart, in
+    elements.
+    """
+
+    part: int
+    offset: int
+    nbytes: int
+    itemsize: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Inline(NamedTuple):
+    """Row-major elements that were read with the structure already."""
+
+    data: bytes
+
+
+Place = Located | Strided | Inline
+
+
+Lazy = Callable[[Files], Place]
+"""Finds out where elements lie, by reading a little."""
+
+
+@dataclass(slots=True)
+class ForeignSource:
+    """The reading side of a foreign format.
+
+    A chunk's `part` numbers either a file or something that `place` resolves; its offset counts from there.
+
+    Attributes:
+        kind: `dcp`, `torch`, `safetensors` or `hf`.
+        directory: Where the shards' names begin.
+        objects: The JSON forms of the object leaves, by number.
+        metadata: What the format keeps beside the leaves, such as a safetensors file's `__metadata__`.
+        places: By part; of some what finds them when they are needed.
+        archives: The zip archives that the data lie in, whose entries carry a CRC-32: (file name, offset, length).
+        stamps: What tells, on this machine, that the files are those that the structure was read from: by file name.
+        changed: What is read in another form than it was written: by sentence, the FQNs and what is added to each.
+        names_save: Whether something in it is of this one save, as the save id in the `.metadata` of torch's
+            directories.
+    """
+
+    kind: str
+    directory: str
+    objects: list[Any] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    places: list[Lazy | Place] = field(default_factory=list)
+    archives: list[tuple[str, int, int]] = field(default_factory=list)
+    stamps: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
+    changed: dict[str, dict[str, str]] = field(default_factory=dict)
+    names_save: bool = False
+
+    def place(self, part: int, files: Files) -> Place:
+        """Say where the elements of part `part` begin.
+
+        Raises:
+            CorruptCheckpointError: They are not there as the structure says.
+            OSError: It cannot be read.
+        """
+        found = self.places[part]
+        if callable(found):  # what it finds stays true: whoever reads asks `check_unchanged` afterwards
+            found = self.places[part] = found(files)
+        return found
+
+    def stamp(self, name: str, found: os.stat_result) -> None:
+        """Remember a file as it is when its structure is read."""
+        self.stamps[name] = stamp_of(found)
+
+    def check_unchanged(self, files: Files, names: Iterable[str] | None = None) -> None:
+        """Look whether files are those that the structure was read from. The formats name no save in their data.
+
+        Args:
+            files: The storage seam.
+            names: Of the files; None looks at all.
+
+        Raises:
+            CorruptCheckpointError: One was changed, replaced or removed since; names it.
+            OSError: It cannot be known.
+        """
+        for name in self.stamps if names is None else set(names):
+            stamp, path = self.stamps.get(name), os.path.join(self.directory, name)
+            try:
+                now: tuple[int, int, int, int] | None = stamp_of(files.stat(path))
+            except (FileNotFoundError, NotADirectoryError):
+                now = None
+            if stamp is not None and now != stamp:
+                detail = "it was changed or replaced while it was read: what was read may be of two checkpoints"
+                raise CorruptCheckpointError(f"{path}: {detail}", path=self.directory, file=name, detail=detail)
+
+
+def stamp_of(found: os.stat_result) -> tuple[int, int, int, int]:
+    """Return what tells that a file is still the same, with the same content."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
 
 _NOT_A_FILE = frozenset({errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.EISDIR, errno.ENXIO})
 
@@ -33,10 +144,6 @@ class RankContents:
 
     index: RankIndex
     structure: Structure
-
-
-OnIndex = Callable[[str, RankIndex], None]
-"""Told a checkpoint's path and the index of one of its ranks, as soon as that is known."""
 
 
 class SavedTensor(NamedTuple):
@@ -59,7 +166,7 @@ class Contents:
     manifest: Manifest
     ranks: tuple[RankContents, ...]
     tensors: dict[str, SavedTensor]
-    source: Source | None = None
+    source: ForeignSource | None = None
 
 
 def corrupt(path: str, file: str, detail: str) -> CorruptCheckpointError:
@@ -67,13 +174,12 @@ def corrupt(path: str, file: str, detail: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"{os.path.join(path, file)}: {detail}", path=path, file=file, detail=detail)
 
 
-def read_contents(path: str, files: Files, on_index: OnIndex | None = None) -> Contents:
+def read_contents(path: str, files: Files) -> Contents:
     """Read and check everything about the checkpoint at `path` but its data.
 
     Args:
         path: The checkpoint's directory.
         files: The storage seam.
-        on_index: Told about each rank's index before its structure is decoded, which may take a while.
 
     Raises:
         CheckpointNotFoundError: Nothing is there.
@@ -83,9 +189,9 @@ def read_contents(path: str, files: Files, on_index: OnIndex | None = None) -> C
         UnsupportedFormatError: Written by a newer version.
         OSError: It cannot be read.
     """
-    manifest = read_newest_manifest(path, files)
+    manifest = read_newest_manifest(path, LocalStore(files))
     reach("load: manifest read")
-    ranks = tuple(_read_rank(path, manifest, record, files, on_index) for record in manifest.ranks)
+    ranks = tuple(_read_rank(path, manifest, record, files) for record in manifest.ranks)
     return Contents(path=path, manifest=manifest, ranks=ranks, tensors=join(path, ranks))
 
 
@@ -109,9 +215,7 @@ def read_named_file(path: str, name: str, *, nbytes: int, max_nbytes: int, check
     return data
 
 
-def _read_rank(
-    path: str, manifest: Manifest, record: RankRecord, files: Files, on_index: OnIndex | None
-) -> RankContents:
+def _read_rank(path: str, manifest: Manifest, record: RankRecord, files: Files) -> RankContents:
     name = record.index_name
     data = read_named_file(
         path,
@@ -130,8 +234,6 @@ def _read_rank(
         raise corrupt(path, name, f"it is of save {index.save_id}, rank {index.rank} of {index.world_size}")
     if index.layout != manifest.layout:
         raise corrupt(path, name, f"it is of layout {index.layout}, the manifest of {manifest.layout}")
-    if on_index is not None:
-        on_index(path, index)
     try:
         structure = decode_structure(index.structure)
     except CorruptCheckpointError as error:

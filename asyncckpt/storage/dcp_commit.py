@@ -9,74 +9,49 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 
 import msgpack
 
 from asyncckpt.errors import CheckpointExistsError, UnsupportedLeafError
 from asyncckpt.failpoints import reach
-from asyncckpt.format.dcp_items import encode_items
-from asyncckpt.format.dcp_metadata import OWNER_WITHIN_NBYTES, owner_of_metadata
+from asyncckpt.format.dcp import OWNER_WITHIN_NBYTES, encode_items, owner_of_metadata
 from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, SaveId, temporary_dcp_metadata_name
+from asyncckpt.format.names import DCP_METADATA_NAME, SaveId, lineage_key, temporary_dcp_metadata_name
 from asyncckpt.format.objects import decode_objects
-from asyncckpt.format.pickle_image import NotPickledError
-from asyncckpt.format.steps import lineage_key
-from asyncckpt.storage.files import MODE_FILE, Files, fsync_directory, opened, write_new_file
-from asyncckpt.storage.overwrite_lock import overwrite_lock
+from asyncckpt.format.torch_pickle import NotPickledError
+from asyncckpt.storage.store import Store
 
-_PRIVATE = 0o077
-"""The umask of a lock file that is gone again at once."""
+LOCK_TIMEOUT_S = 30.0
+"""Nobody holds the lock longer than it takes to flush a few directories. Chosen, not measured."""
 
 
-def is_finished(path: str, manifest: Manifest, files: Files) -> bool:
+def is_finished(path: str, manifest: Manifest, store: Store) -> bool:
     """Whether a manifest that stands at `path` commits: in layout "dcp" only beside a `.metadata`.
 
     Raises:
         OSError: It cannot be known.
     """
-    return manifest.dcp is None or _stands(path, files)
+    return manifest.dcp is None or _stands(path, store)
 
 
-def _stands(path: str, files: Files) -> bool:
+def _stands(path: str, store: Store) -> bool:
     try:
-        return stat.S_ISREG(files.lstat(os.path.join(path, DCP_METADATA_NAME)).st_mode)
+        return store.stat(os.path.join(path, DCP_METADATA_NAME)).is_object
     except FileNotFoundError:
         return False
 
 
-def owner_at(path: str, files: Files) -> SaveId | None:
+def owner_at(path: str, store: Store) -> SaveId | None:
     """Return the save of ours that wrote the `.metadata` at `path`; None: somebody else.
 
     Raises:
         FileNotFoundError: There is none.
         OSError: It cannot be read.
     """
-    head = bytearray(OWNER_WITHIN_NBYTES)
-    with opened(files, os.path.join(path, DCP_METADATA_NAME), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
-        count = files.preadv(fd, [head], 0)
-    return owner_of_metadata(bytes(head[:count]))
+    return owner_of_metadata(store.read(os.path.join(path, DCP_METADATA_NAME), 0, OWNER_WITHIN_NBYTES))
 
 
-def is_replaced(path: str, manifest: Manifest, files: Files) -> bool:
-    """Whether somebody else's `.metadata` came to stand beside a manifest after it: by a stock `dcp.save` to its path.
-
-    An older one was there before, and what is ours was saved beside it. Layout "dcp" is never saved beside one.
-
-    Raises:
-        OSError: It cannot be known.
-    """
-    try:
-        theirs = files.lstat(os.path.join(path, DCP_METADATA_NAME))
-        if not stat.S_ISREG(theirs.st_mode) or owner_at(path, files) is not None:
-            return False
-        ours = files.lstat(os.path.join(path, MANIFEST_NAME))
-    except FileNotFoundError:
-        return False
-    return manifest.dcp is not None or theirs.st_mtime_ns > ours.st_mtime_ns
-
-
-def refuse_foreign_metadata(path: str, save_id: SaveId, files: Files) -> None:
+def refuse_foreign_metadata(path: str, save_id: SaveId, store: Store) -> None:
     """Raise when a `.metadata` at `path` is not ours: it is another's checkpoint, and is never replaced.
 
     Raises:
@@ -84,7 +59,7 @@ def refuse_foreign_metadata(path: str, save_id: SaveId, files: Files) -> None:
         OSError: It cannot be known.
     """
     try:
-        owner = owner_at(path, files)
+        owner = owner_at(path, store)
     except FileNotFoundError:
         return
     if owner is None:
@@ -98,7 +73,7 @@ def refuse_foreign_metadata(path: str, save_id: SaveId, files: Files) -> None:
 
 
 def dcp_items(structure: bytes, objects: bytes, save_id: SaveId, rank: int) -> tuple[bytes, bytes]:
-    """Return `format.dcp_items.encode_items` of a rank's structure and objects, both as they are stored.
+    """Return `format.dcp.encode_items` of a rank's structure and objects, both as they are stored.
 
     Raises:
         UnsupportedLeafError: A leaf has no form that stock readers know; the trainer has refused it before.
@@ -111,49 +86,49 @@ def dcp_items(structure: bytes, objects: bytes, save_id: SaveId, rank: int) -> t
         raise UnsupportedLeafError(f"layout='dcp' has no item for {error}", leaf="", type_name=str(error)) from error
 
 
-def write_temporary(path: str, manifest: Manifest, data: bytes, *, files: Files, umask: int) -> str:
+def write_temporary(path: str, manifest: Manifest, data: bytes, store: Store) -> str:
     """Write `.metadata` under its temporary name, flushed as `manifest.fsync` says, and return that.
 
     Raises:
         CheckpointExistsError: A `.metadata` of somebody else stands there.
         OSError: It cannot be written.
     """
-    refuse_foreign_metadata(path, manifest.save_id, files)
+    refuse_foreign_metadata(path, manifest.save_id, store)
     temporary = os.path.join(path, temporary_dcp_metadata_name(manifest.save_id))
     with contextlib.suppress(FileNotFoundError):
-        files.unlink(temporary)  # of an earlier try of this very save
-    write_new_file(files, temporary, data, mode=MODE_FILE & ~umask, fsync=manifest.fsync)
+        store.remove(temporary)  # of an earlier try of this very save
+    store.put(temporary, data, durable=manifest.fsync)
     return temporary
 
 
-def goes_first(path: str, standing: Manifest | None, files: Files) -> bool:
+def goes_first(path: str, standing: Manifest | None, store: Store) -> bool:
     """Whether `.metadata` has to be there before the manifest: for that one to count in the instant when it stands.
 
     Args:
         path: The checkpoint's directory; its lock is held.
         standing: A manifest of another save that is to be replaced, and may be whole.
-        files: The storage seam.
+        store: Where it lies.
 
     Raises:
         OSError: It cannot be known.
     """
-    return standing is not None and is_finished(path, standing, files) and not _stands(path, files)
+    return standing is not None and is_finished(path, standing, store) and not _stands(path, store)
 
 
-def put(path: str, temporary: str, manifest: Manifest, files: Files) -> None:
+def put(path: str, temporary: str, manifest: Manifest, store: Store) -> None:
     """Give `.metadata` its name, flushed as `manifest.fsync` says.
 
     Raises:
         OSError: A call failed.
     """
-    files.rename(temporary, os.path.join(path, DCP_METADATA_NAME))
+    store.move(temporary, os.path.join(path, DCP_METADATA_NAME), replace=True)
     reach("commit: metadata put")
     if manifest.fsync:
-        fsync_directory(files, path)
+        store.sync(path)
 
 
 def remove_metadata_of(
-    path: str, doomed: SaveId | None, before: SaveId | None, files: Files, *, is_locked: bool = False
+    path: str, doomed: SaveId | None, before: SaveId | None, store: Store, *, is_locked: bool = False
 ) -> None:
     """Remove a `.metadata` of ours whose files are about to go.
 
@@ -163,7 +138,7 @@ def remove_metadata_of(
         path: The checkpoint's directory.
         doomed: The save that wrote it; or
         before: one that is earlier than this, by (epoch, sequence).
-        files: The storage seam.
+        store: Where it lies.
         is_locked: The caller holds the lock of `path`.
 
     Raises:
@@ -176,8 +151,8 @@ def remove_metadata_of(
         return owner == doomed or (before is not None and lineage_key(owner) < lineage_key(before))
 
     with contextlib.suppress(FileNotFoundError):
-        if not is_doomed(owner_at(path, files)):
+        if not is_doomed(owner_at(path, store)):
             return
-        with contextlib.nullcontext() if is_locked else overwrite_lock(path, files=files, umask=_PRIVATE):
-            if is_doomed(owner_at(path, files)):
-                files.unlink(os.path.join(path, DCP_METADATA_NAME))
+        with contextlib.nullcontext() if is_locked else store.lock(path, LOCK_TIMEOUT_S):
+            if is_doomed(owner_at(path, store)):
+                store.remove(os.path.join(path, DCP_METADATA_NAME))

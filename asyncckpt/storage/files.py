@@ -1,7 +1,7 @@
 """The one seam to the file system: every file call of storage, loading and worker goes through a `Files`.
 
 Its methods are thin: they add O_CLOEXEC, and reach what Python's `os` lacks. Tests put a subclass in its place that
-fails, delays or counts calls.
+fails, delays or counts calls. At the end: what a file system refuses, as an error that says what to do.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 
+from asyncckpt.errors import SaveFailedError
 from asyncckpt.libc import MAP_FAILED as _MAP_FAILED
 from asyncckpt.libc import libc as _libc
-from asyncckpt.storage.bringing import bring
-from asyncckpt.storage.gathering import gather_from_file
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -61,18 +60,6 @@ class Files:
         _libc.munmap(address, nbytes)
         return not failed and pages.raw.count(b"\x01") == len(pages)
 
-    def address(self, fd: int) -> int | None:
-        """Return where the bytes of an open file lie in this process's memory; None where they do not."""
-        return None
-
-    def gather(self, fd: int, target: int, offset: int, nbytes: int, every: int, times: int, apart: int = 0) -> int:
-        """Copy cached ranges to address `target`, as `gathering.gather_from_file`; says how many. Raises nothing."""
-        return gather_from_file(fd, target, offset, nbytes, every, times, apart)
-
-    def bring(self, fd: int, offset: int, nbytes: int) -> bool:
-        """Have a range read into the page cache in large pages, as `bringing.bring`. Raises nothing."""
-        return bring(fd, offset, nbytes)
-
     def advise_random(self, fd: int) -> None:
         """Switch the kernel's read-ahead off for this descriptor."""
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -80,13 +67,6 @@ class Files:
     def advise_needed(self, fd: int, offset: int, nbytes: int) -> None:
         """Have a range read into the page cache, in pieces as large as the device takes them."""
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
-
-    def advise_done(self, fd: int, offset: int, nbytes: int) -> None:
-        """Say that what lies at `address` of a range is not looked at any more. There is none of a file on disk."""
-
-    def forget(self, fd: int) -> None:
-        """Drop what the page cache has of an open file and is not dirty: what is read next comes from storage."""
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def fsync(self, fd: int) -> None:
         """Flush data and metadata of `fd`. IMPORTANT: after an error the file must be given up, not retried."""
@@ -223,7 +203,7 @@ def write_all(files: Files, fd: int, data: memoryview, offset: int, path: str) -
         done += written
 
 
-def write_new_file(files: Files, path: str, data: bytes, *, mode: int, fsync: bool) -> None:
+def write_new_file(files: Files, path: str, data: bytes | memoryview, *, mode: int, fsync: bool) -> None:
     """Create `path`, which must not exist, with `data`; flushed, closed, errors of both counted.
 
     Raises:
@@ -234,6 +214,25 @@ def write_new_file(files: Files, path: str, data: bytes, *, mode: int, fsync: bo
         write_all(files, fd, memoryview(data), 0, path)
         if fsync:
             fsync_file(files, fd, path)
+
+
+NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+"""Answers of link(2) on file systems that have none, or no more of them for this file."""
+
+
+def put_new_name(files: Files, temporary: str, final: str) -> None:
+    """Give a finished file its final name, if nothing has it; the temporary one may stay beside it.
+
+    Raises:
+        FileExistsError: The name is taken.
+        OSError: A call failed.
+    """
+    try:
+        files.link(temporary, final)
+    except OSError as error:
+        if error.errno not in NO_HARD_LINKS:
+            raise
+        files.rename_noreplace(temporary, final)
 
 
 def fsync_file(files: Files, fd: int, path: str) -> None:
@@ -285,3 +284,53 @@ def read_small_file(files: Files, path: str, max_nbytes: int) -> bytes:
                 break
             done += count
         return bytes(data[:done])
+
+
+ADVICE = {
+    "ENOSPC": "free space or inodes, or save to another file system",
+    "EDQUOT": "the quota is used up: free space, or save to another file system",
+    "EACCES": "give this user the right to write there, or save elsewhere",
+    "EPERM": "give this user the right to write there, or save elsewhere",
+    "EROFS": "the file system is read-only: save elsewhere, or mount it writable",
+    "ENOTDIR": "a file is where a directory is wanted: save to another path",
+    "EEXIST": "something else is in the way: save to another path",
+    "ENAMETOOLONG": "choose a shorter path",
+    "ELOOP": "symbolic links lead in a circle: choose another path",
+    "EIO": "the storage failed: look at the kernel's log before you trust it again",
+    "ESTALE": "the network file system lost the directory: check the mount",
+    "EAGAIN": "another save to this path is being published: wait for its end",
+    "ENOLCK": "overwriting needs file locks: save to another path, or mount the file system with them",
+    "EMFILE": "raise the limit of open files of the process that writes (ulimit -n)",
+    "ENFILE": "raise the machine's limit of open files (sysctl fs.file-max)",
+    "EFBIG": "files may not get this large there (ulimit -f, or the file system): use more files, or save elsewhere",
+}
+_NOADVICE = "earlier checkpoints are untouched, and the next save tries anew"
+
+
+def whose(step: int | None, rank: int | None) -> str:
+    """Return how texts say which part of a save; `step` is None where only rank 0 knows it."""
+    return f"rank {rank}" if step is None else f"step {step}, rank {rank}"
+
+
+def save_failure(
+    error: OSError, *, save_id: str | None, rank: int | None, step: int | None, path: str
+) -> SaveFailedError:
+    """Return `error` as the typed error of a save.
+
+    Args:
+        error: What the file system said; its filename and text go into the message.
+        save_id, rank, step: Of the save; None when it was looking around before one.
+        path: The checkpoint's directory.
+    """
+    code = errno.errorcode.get(error.errno or 0, "EIO")
+    detail = str(error) or type(error).__name__
+    what = f"save {save_id} ({whose(step, rank)}) to {path}" if save_id else f"looking beside {path}"
+    return SaveFailedError(
+        f"{what} failed: {detail}; nothing was published; {ADVICE.get(code, _NOADVICE)}",
+        code=code,
+        rank=rank,
+        path=path,
+        detail=detail,
+        save_id=save_id,
+        step=step,
+    )

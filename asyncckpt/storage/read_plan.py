@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple, Protocol
@@ -25,8 +25,8 @@ THROUGH_STEP_NBYTES = 2 << 20
 of the processor, 256 KiB a third more: each piece costs some calls into torch (ADR 0026)."""
 
 THROUGH_EXTENT_NBYTES = 4 << 20
-"""What one thread reads through at a time: what one fault brings in. Longer ones, of 8 and 16 MiB, were slower when
-cold: threads that are far apart find less of what others have brought (ADR 0034)."""
+"""What one thread reads through at a time. Longer ones, of 8 and 16 MiB, were slower when cold: threads that are far
+apart find less of what others have brought in."""
 
 EXACT_BELOW_NBYTES = 128 << 10
 """Shorter runs are read by their own ends, without checksums; the pages around longer ones are 6 % more at most."""
@@ -41,30 +41,11 @@ def with_verifiers(readers: int) -> int:
     return readers + readers // 2 if readers > 1 else 1
 
 
-class Runs(NamedTuple):
-    """Runs of a piece of a range that go to memory as they are, in bytes.
-
-    The first one begins at `start` of the piece, others `every` bytes apart; they go to `target`, `apart` bytes apart.
-    """
-
-    start: int
-    nbytes: int
-    every: int
-    times: int
-    target: int
-    apart: int
-
-
 class Sink(Protocol):
     """Takes the verified bytes of one wanted range, in pieces, in any order, from several threads."""
 
     def deliver(self, position: int, address: int, nbytes: int) -> None:
         """Take `nbytes` at `address`, which belong at `position` of the range; they are gone afterwards."""
-
-
-Spread = Callable[[int, int], Sequence[Runs] | None]
-"""What a sink that knows where in memory its bytes go has as `runs`: returns, by position and length, where everything
-that it takes of a piece goes, if somebody else may put it there; else None."""
 
 
 class Wanted(NamedTuple):
@@ -115,6 +96,12 @@ class Batch(NamedTuple):
     def start(self) -> int:
         """Offset of the first of them in the file."""
         return self.wanted.offset + self.first * self.wanted.every
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Offset and length of all of them with what lies between, from the beginning of a page."""
+        start = self.start // PAGE_NBYTES * PAGE_NBYTES
+        return start, self.start + (self.times - 1) * self.wanted.every + self.wanted.nbytes - start
 
 
 def plan_batches(request: ShardRequest) -> list[Batch]:
@@ -174,6 +161,11 @@ def plan_extents(
 def is_through(steps: Sequence[Step]) -> bool:
     """Whether an extent is of ranges that are read through: one thread reads it front to back."""
     return bool(steps) and any(map(_is_through, steps[0].wanted))
+
+
+def reads_through(request: ShardRequest) -> bool:
+    """Whether something of a file is read through."""
+    return any(w.times == 1 and _is_through(w) for w in request.wanted)
 
 
 def _is_through(w: Wanted) -> bool:

@@ -1,4 +1,9 @@
-"""Writes one rank's files segment by segment, as these are filled: by helpers of a pool, and the calling thread."""
+"""One rank's files of one save, written while they are still being staged: segment by segment, as these are filled.
+
+Helpers of a pool write, and the calling thread. Out of a ring the bytes of a segment come once, so what has gone wrong
+cannot be written again; out of a slot with room for everything it can, once that is sealed. Either way the files are
+removed, as after any failure. Everything else is as in `rank_files`.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +15,10 @@ from typing import Protocol
 
 from asyncckpt.failpoints import reach
 from asyncckpt.format.layout import round_up
-from asyncckpt.memory.ring import Ring
+from asyncckpt.memory.slot import PAGE_NBYTES
+from asyncckpt.memory.streaming import StreamLayout
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.image import Image
-from asyncckpt.storage.rank_files import RankWriter
-from asyncckpt.storage.rank_job import RankJob, RankResult
+from asyncckpt.storage.rank_writer import RankJob, RankResult, RankWriter
 from asyncckpt.storage.shard_writer import ShardWriter
 
 LINGER_S = 0.05
@@ -24,10 +28,10 @@ PATIENCE_S = 0.002
 """So long a segment waits for a helper, then the calling thread takes it. Chosen: one of a pool begins in 0.1 ms."""
 
 
-class Feed(Protocol):
+class Source(Protocol):
     """Where the segments come from."""
 
-    ring: Ring
+    layout: StreamLayout
 
     def await_filled(self, count: int, goes_on: Callable[[], bool]) -> int:
         """Return how many segments are filled, once these are more than `count`, or `goes_on()` is False.
@@ -35,32 +39,97 @@ class Feed(Protocol):
         Raises:
             Exception: There will be none.
 
-        Blocks: as the feed says.
+        Blocks: as the source says.
         """
 
     def filled(self) -> int:
         """Return how many segments are filled. Does not wait."""
 
-    def wrote(self, number: int, digests: bytes) -> None:
-        """A segment has been given to the system, and these are its blocks' checksums; before it counts as freed."""
-
     def freed(self, count: int) -> None:
         """So many segments, from the first on, are needed no more."""
+
+
+class StreamedImage:
+    """The image whose segments lie in a slot: what was filled and not freed of it can be read.
+
+    Args:
+        slot: The bytes of the slot.
+        layout: Where segments lie in it.
+    """
+
+    is_page_aligned = True
+
+    def __init__(self, slot: memoryview, layout: StreamLayout) -> None:
+        self._slot, self._layout = slot, layout
+
+    def __len__(self) -> int:
+        """Return the image's length in bytes, the head page included."""
+        return PAGE_NBYTES + self._layout.image_nbytes
+
+    def __getitem__(self, piece: slice) -> memoryview:
+        """Return bytes of one segment."""
+        number = self._layout.number_at(piece.start)
+        at = self._layout.offset_of(number) + piece.start - self._layout.image_offset_of(number)
+        return self._slot[at : at + piece.stop - piece.start]
+
+
+def as_begun(job: RankJob) -> RankJob:
+    """Return the job: nothing more was said when it was sealed."""
+    return job
+
+
+def write_streamed_files(
+    job: RankJob,
+    slot: memoryview,
+    source: Source,
+    *,
+    files: Files,
+    pool: Executor,
+    check: Callable[[], None],
+    final: Callable[[RankJob], RankJob] = as_begun,
+) -> RankResult:
+    """As `rank_files.write_rank_files`, from the segments of `source` as they are filled.
+
+    Only segments that are there get a thread of `pool`; the calling thread waits for them, and writes too.
+
+    Args:
+        job: What to write.
+        slot: The bytes of the slot; page-aligned.
+        source: Says which segments are filled, and hears which are written.
+        files: The storage seam.
+        pool: Runs the other writing threads.
+        check: As there; looks at the slot.
+        final: Returns the job as it is sealed, once it is: of that are index and objects. Default: as it was begun.
+
+    Returns:
+        The result; every file is complete, and durable when `job.fsync`.
+
+    Raises:
+        Exception: As there, and whatever `source` and `final` raise.
+
+    Blocks: for the writes and for the segments.
+    """
+    writer = SegmentWriter(job, StreamedImage(slot, source.layout), source, files, check)
+    writer.write_shards(pool)
+    return writer.finish_as(final)
 
 
 class SegmentWriter(RankWriter):
     """Segments that are filled go to `_ready`; threads take them from there: helpers of the pool, and the calling one.
 
-    `_at_work`: threads that write. `_over`: nothing is to be written any more.
+    `_at_work`: threads that write. `_over`: nothing is to be written any more. `_freed`: so many are written, from the
+    first on.
     """
 
-    def __init__(self, job: RankJob, image: Image, feed: Feed, files: Files, check: Callable[[], None]) -> None:
-        self._feed, self._ring = feed, feed.ring
+    def __init__(
+        self, job: RankJob, image: StreamedImage, source: Source, files: Files, check: Callable[[], None]
+    ) -> None:
+        self._source, self._segments = source, source.layout.segments
         super().__init__(job, image, files, check)
         self._changed = threading.Condition(self._lock)
         self._ready: deque[int] = deque()
-        self._written = [False] * len(self._ring.segments)
-        self._filled = self._helpers = self._at_work = 0
+        self._written = [False] * len(self._segments)
+        self._filled = self._helpers = self._at_work = self._freed = 0
         self._over = False
 
     def finish_as(self, final: Callable[[RankJob], RankJob]) -> RankResult:
@@ -76,7 +145,7 @@ class SegmentWriter(RankWriter):
         return self.finish(job)
 
     def _plan(self) -> list[tuple[int, int, int]]:
-        for segment in self._ring.segments:
+        for segment in self._segments:
             self._remaining[segment.part] = self._remaining.get(segment.part, 0) + 1
         return []  # nothing is there yet
 
@@ -85,7 +154,7 @@ class SegmentWriter(RankWriter):
         try:
             while self._error is None and self._filled < len(self._written):
                 # IMPORTANT: not beyond an error of a helper's: the trainer waits for that very segment to be freed.
-                self._note(self._feed.await_filled(self._filled, lambda: self._error is None))
+                self._note(self._source.await_filled(self._filled, lambda: self._error is None))
                 self._call_helpers(pool, futures)
                 while self._is_left_over():
                     self._take_one()
@@ -132,7 +201,7 @@ class SegmentWriter(RankWriter):
                     return
             self._take_one()
             try:
-                self._note(self._feed.filled())  # the calling thread may be writing
+                self._note(self._source.filled())  # the calling thread may be writing
             except BaseException as error:
                 self._stop(error)
 
@@ -161,7 +230,7 @@ class SegmentWriter(RankWriter):
             self._changed.notify_all()
 
     def _write_segment(self, number: int) -> None:
-        segment = self._ring.segments[number]
+        segment = self._segments[number]
         shard = self.shards[segment.part]
         self.check()
         if segment.start == 0:
@@ -169,7 +238,7 @@ class SegmentWriter(RankWriter):
         end = min(round_up(segment.end), shard.extent_nbytes_total)
         shard.write_extent(segment.start, end)
         self.job.progress(end - segment.start)
-        self._let_go(number, shard)
+        self._let_go(shard)
         reach("segment: written")
         self.check()
         with self._lock:
@@ -179,10 +248,12 @@ class SegmentWriter(RankWriter):
             shard.finish()
         with self._lock:
             self._written[number] = True
-            self._note_written()
+            while self._freed < len(self._written) and self._written[self._freed]:
+                self._freed += 1
+            self._source.freed(self._freed)
 
-    def _let_go(self, number: int, shard: ShardWriter) -> None:
-        """A segment of `shard` has been given to the system, and nobody is told of it yet."""
-
-    def _note_written(self) -> None:
-        """Another segment is written. Under the lock."""
+    def _let_go(self, shard: ShardWriter) -> None:
+        """A segment of `shard` has been given to the system, and its cell in a ring is about to be used again."""
+        if self._source.layout.n_cells and self.job.fsync and not shard.direct:
+            # IMPORTANT: else what the ring keeps out of memory piles up there as the kernel's dirty pages.
+            shard.flush()

@@ -2,23 +2,82 @@
 
 O_DIRECT is used when the memory is page-aligned and the file system takes it; a refusal, even at the first write, turns
 the same descriptor to buffered writes.
+
+Of what a rank's shard files hold, apart from the save that they belong to, there is a print: equal prints mean equal
+snapshots. A shard file differs between two saves of the same values in its save id only, which lies in the first block.
+So the print takes that block without it, and of all others the checksums that there are already.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import xxhash
 
 from asyncckpt.failpoints import reach
-from asyncckpt.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, block_count, block_digest
-from asyncckpt.format.layout import round_up
+from asyncckpt.format.checksums import BLOCK_NBYTES, DIGEST_NBYTES, block_count, block_digest
+from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up
 from asyncckpt.storage.files import Files, apply_mode, fsync_file, named, write_all
-from asyncckpt.storage.image import Image
-from asyncckpt.storage.prints import first_block
+
+
+class MadeImage(Protocol):
+    """Makes the bytes of an image piece by piece; from several threads.
+
+    Attributes:
+        is_page_aligned: Whether each piece lies in memory as it does in the image, relative to pages.
+    """
+
+    is_page_aligned: bool
+
+    def __len__(self) -> int:
+        """Return the image's length in bytes."""
+
+    def __getitem__(self, piece: slice, /) -> memoryview:
+        """Return the bytes of `piece`, good until the calling thread asks for others."""
+
+
+Image = memoryview | MadeImage
+
+
+def is_page_aligned(image: Image) -> bool:
+    """Whether O_DIRECT can write from `image` at whole pages of it."""
+    if not isinstance(image, memoryview):
+        return image.is_page_aligned
+    if image.readonly or not len(image):
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(image)) % PAGE_NBYTES == 0
+
+
+PRINT_NBYTES = 16
+"""xxh3_128: two snapshots that differ meet by accident once in 2**128."""
+
+
+def first_block(block: memoryview) -> bytes:
+    """Return the print of a shard's first block: all but the save id."""
+    digest = xxhash.xxh3_128()
+    with block[:SAVE_ID_OFFSET] as before, block[SAVE_ID_OFFSET + SAVE_ID_NBYTES :] as behind:
+        digest.update(before)
+        digest.update(behind)
+    return digest.digest()
+
+
+def shards_print(shards: Iterable[ShardWriter]) -> bytes:
+    """Return the print of a rank's shards, in order."""
+    digest = xxhash.xxh3_128()
+    for shard in shards:
+        digest.update(shard.nbytes.to_bytes(8, "little"))
+        # Of one that was kept, and not read: its own, which has the save id in it and equals no other's.
+        digest.update(shard.first or bytes(shard.digests[:DIGEST_NBYTES]))
+        digest.update(bytes(shard.digests[DIGEST_NBYTES:]))
+    return digest.digest()
+
 
 _NO_PREALLOCATION = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV})
 _NONE_KNOWN: Mapping[int, bytes] = {}
@@ -41,7 +100,7 @@ class ShardWriter:
         extent_nbytes_total: What the extents must cover: whole pages when O_DIRECT may be used.
         direct: Whether writes go by O_DIRECT.
         created: Whether the file was created here.
-        digests: One checksum per block, filled by `write_extent`; `first`: as `storage.prints` has it, likewise.
+        digests: One checksum per block, filled by `write_extent`; `first`: as `first_block` returns it, likewise.
         fsync_s: Seconds that fsync took.
     """
 
@@ -68,18 +127,8 @@ class ShardWriter:
         self._image, self._offset = image, offset
         self._mode, self._fsync, self._files = mode, fsync, files
         self._fd = -1
-        self._stands = False
         self._refused: OSError | None = None
         self._lock = threading.Lock()
-        self._flushing = threading.Lock()
-        self._unflushed: OSError | None = None
-
-    def go_on(self) -> None:
-        """Write into the file that stands, which a dead process has begun; called before the first extent.
-
-        From here on it counts as created here: it is removed if this save fails.
-        """
-        self._stands = self.created = True
 
     def write_extent(self, start: int, end: int, known: Mapping[int, bytes] = _NONE_KNOWN) -> None:
         """Digest and write the bytes `start` to `end`; whole blocks but for the last. Opens the file if need be.
@@ -127,9 +176,7 @@ class ShardWriter:
                 return
             if self._refused is not None:  # another thread was first: what it was told counts, not that a file is there
                 raise named(self._refused, self.path)
-            # What stands may be a FIFO by now, which is not waited for.
-            how = os.O_NONBLOCK if self._stands else os.O_CREAT | os.O_EXCL
-            fd = self._files.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | how, self._mode)
+            fd = self._files.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL, self._mode)
             self.created = True
             try:
                 reach("shard: created")
@@ -173,20 +220,11 @@ class ShardWriter:
         """Flush what was written so far. From several threads, as `write_extent`.
 
         Raises:
-            OSError: Names the file, which must be given up; every later call raises it again.
+            OSError: Names the file, which must be given up: the kernel reports a lost page to one caller only.
         """
-        # IMPORTANT: one after the other. The kernel tells of a lost page once, maybe while another thread flushes than
-        # the one that wrote it: who returns from here after that must not believe that its bytes are safe.
-        with self._flushing:
-            if self._unflushed is not None:
-                raise named(self._unflushed, self.path)
-            started = time.perf_counter()
-            try:
-                fsync_file(self._files, self._fd, self.path)
-            except OSError as error:
-                self._unflushed = error
-                raise
-            self.fsync_s += time.perf_counter() - started
+        started = time.perf_counter()
+        fsync_file(self._files, self._fd, self.path)
+        self.fsync_s += time.perf_counter() - started
 
     def finish(self) -> None:
         """Cut the file to its length, flush and close it; called once, after the last extent.

@@ -1,7 +1,7 @@
-"""A checkpoint whose files lie in memory, as they were staged: read by the same code as those on disk.
+"""A checkpoint whose files lie in slots, as they were staged: read by the same code as those on disk.
 
-The slot is the file, so a shard is a range of mapped bytes. `OverlaidFiles` gives these in the place of files of the
-same names; `staged_contents` says what a checkpoint holds that has no manifest and no index yet.
+The slot is the file, so a shard is a range of a memfd. `OverlaidFiles` reads these in the place of files of the same
+names; `staged_contents` says what a checkpoint holds that has no manifest and no index yet.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.format.checksum import FILE_CHECKSUM_PREFIX, file_checksum
+from asyncckpt.format.checksums import FILE_CHECKSUM_PREFIX, file_checksum
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord
 from asyncckpt.format.manifest import DcpRecord, Manifest, RankRecord
 from asyncckpt.format.names import DCP, SaveId, index_name, objects_name, shard_name
 from asyncckpt.format.structure import decode_structure
-from asyncckpt.memory.copying import view_at
-from asyncckpt.memory.mapping import drop_at, populate_at
 from asyncckpt.storage.contents import Contents, RankContents, join
 from asyncckpt.storage.files import MODE_FILE, Files
-from asyncckpt.storage.gathering import gather
 
 _FIRST_FD = 1 << 30
 """Of files that the kernel knows nothing of: far above every real descriptor (fs.nr_open is 2^20)."""
@@ -32,9 +29,10 @@ _NO_CHECKSUM = FILE_CHECKSUM_PREFIX + "0" * 32
 
 
 class Image(NamedTuple):
-    """A file's bytes in memory."""
+    """A file's bytes in a slot: `nbytes` from `offset` on of the memfd `fd`."""
 
-    address: int
+    fd: int
+    offset: int
     nbytes: int
 
 
@@ -63,11 +61,8 @@ class StagedCheckpoint:
     ranks: Sequence[StagedRank]
 
 
-class _Held(NamedTuple):
-    """A file that is held in memory. `address`: None for one that is small, and a copy already."""
-
-    view: memoryview
-    address: int | None
+_Held = Image | bytes
+"""A file that is in memory: a shard in its slot, or the copy of a small one."""
 
 
 class OverlaidFiles(Files):
@@ -75,7 +70,7 @@ class OverlaidFiles(Files):
 
     Args:
         below: For all others.
-        staged: What lies in memory, which must outlive this.
+        staged: What lies in memory; its slots must outlive this.
     """
 
     def __init__(self, below: Files, staged: StagedCheckpoint) -> None:
@@ -87,10 +82,9 @@ class OverlaidFiles(Files):
         for rank in staged.ranks:
             for part, image in enumerate(rank.images):
                 name = shard_name(staged.save_id, rank.rank, part, staged.layout)
-                held = _Held(view_at(image.address, image.nbytes), image.address)
-                self._held[os.path.join(staged.path, name)] = held
+                self._held[os.path.join(staged.path, name)] = image
             name = objects_name(staged.save_id, rank.rank)
-            self._held[os.path.join(staged.path, name)] = _Held(memoryview(rank.objects), None)
+            self._held[os.path.join(staged.path, name)] = rank.objects
 
     def open(self, path: str, flags: int, mode: int = MODE_FILE) -> int:
         """Open a held file under a number of its own, or the one on disk."""
@@ -110,38 +104,23 @@ class OverlaidFiles(Files):
             del self._opened[fd]
         return None
 
-    def address(self, fd: int) -> int | None:
-        """Where a held file lies."""
-        return self._opened[fd].address if fd >= _FIRST_FD else self._below.address(fd)
-
     def preadv(self, fd: int, buffers: Sequence[memoryview | bytearray], offset: int, flags: int = 0) -> int:
         """Read at `offset`."""
         if fd < _FIRST_FD:
             return self._below.preadv(fd, buffers, offset, flags)
-        view, done = self._opened[fd].view, 0
+        held, done = self._opened[fd], 0
         for buffer in buffers:
-            nbytes = max(0, min(len(buffer), len(view) - offset - done))
-            memoryview(buffer)[:nbytes] = view[offset + done : offset + done + nbytes]
-            done += nbytes
+            with memoryview(buffer)[: max(0, _nbytes_of(held) - offset - done)] as view:
+                if isinstance(held, bytes):
+                    view[:] = held[offset + done : offset + done + len(view)]
+                    done += len(view)
+                elif view:  # the file system of a memfd may not know the flags
+                    done += os.preadv(held.fd, [view], held.offset + offset + done)
         return done
 
     def resident(self, fd: int, offset: int, nbytes: int) -> bool:
         """Whether a range is in memory."""
         return fd >= _FIRST_FD or self._below.resident(fd, offset, nbytes)
-
-    def gather(self, fd: int, target: int, offset: int, nbytes: int, every: int, times: int, apart: int = 0) -> int:
-        """Copy ranges that lie in memory."""
-        if fd < _FIRST_FD:
-            return self._below.gather(fd, target, offset, nbytes, every, times, apart)
-        view, lies_at = self._opened[fd]
-        end = offset + (times - 1) * every + nbytes
-        if not lies_at or end > len(view):
-            return 0
-        return gather(target, lies_at + offset, nbytes, every, times, apart)
-
-    def bring(self, fd: int, offset: int, nbytes: int) -> bool:
-        """Nothing to bring of a held file."""
-        return fd >= _FIRST_FD or self._below.bring(fd, offset, nbytes)
 
     def advise_random(self, fd: int) -> None:
         """Nothing to advise of a held file."""
@@ -149,18 +128,9 @@ class OverlaidFiles(Files):
             self._below.advise_random(fd)
 
     def advise_needed(self, fd: int, offset: int, nbytes: int) -> None:
-        """Map the pages of a range at once: faulted in one by one, they take a third of a load's time."""
+        """Nothing to advise of a held file."""
         if fd < _FIRST_FD:
             self._below.advise_needed(fd, offset, nbytes)
-        elif (address := self._opened[fd].address) is not None:
-            populate_at(address + offset, min(nbytes, len(self._opened[fd].view) - offset))
-
-    def advise_done(self, fd: int, offset: int, nbytes: int) -> None:
-        """Unmap the pages of a range again, which are a slot's, and so shared: at the end one thread would do it."""
-        if fd < _FIRST_FD:
-            self._below.advise_done(fd, offset, nbytes)
-        elif (address := self._opened[fd].address) is not None:
-            drop_at(address + offset, min(nbytes, len(self._opened[fd].view) - offset))
 
     def fstat(self, fd: int) -> os.stat_result:
         """Stat an open file."""
@@ -181,8 +151,12 @@ class OverlaidFiles(Files):
         return self._below.listdir(path)
 
 
+def _nbytes_of(held: _Held) -> int:
+    return len(held) if isinstance(held, bytes) else held.nbytes
+
+
 def _stat_of(held: _Held) -> os.stat_result:
-    return os.stat_result((stat.S_IFREG | 0o400, 0, 0, 1, 0, 0, len(held.view), 0, 0, 0))
+    return os.stat_result((stat.S_IFREG | 0o400, 0, 0, 1, 0, 0, _nbytes_of(held), 0, 0, 0))
 
 
 def staged_contents(staged: StagedCheckpoint) -> Contents:

@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from asyncckpt.errors import UnsupportedFormatError
-from asyncckpt.format.tree import fqn_of, leaves
+from asyncckpt.format.state_tree import fqn_of, leaves
 from asyncckpt.storage.contents import Contents
 
 _SHOWN = 20

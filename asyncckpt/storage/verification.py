@@ -19,12 +19,11 @@ from asyncckpt.format.layout import PAGE_NBYTES
 from asyncckpt.format.names import DCP_METADATA_NAME
 from asyncckpt.format.objects import MAX_OBJECTS_NBYTES
 from asyncckpt.format.structure import Chunk
-from asyncckpt.storage.block_reader import DEFAULT_THREADS, read_shards
 from asyncckpt.storage.catalog import CORRUPT, INCOMPLETE, UNREADABLE, UNSUPPORTED
 from asyncckpt.storage.contents import Contents, RankContents, read_contents, read_named_file, read_objects
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.read_plan import ShardRequest, Wanted
-from asyncckpt.storage.shard_reader import ShardReader
+from asyncckpt.storage.reader import DEFAULT_THREADS, ShardFile, read_shards
 
 OK = "ok"
 ABSENT = "absent"
@@ -115,7 +114,7 @@ def _verify_shard(
 ) -> int:
     shard, save_id = rank.index.shards[part], contents.manifest.save_id
     if fast:
-        _attempt(lambda: ShardReader(contents.path, shard, save_id, files).close(), report)
+        _attempt(lambda: ShardFile(contents.path, shard, save_id, files).close(), report)
         return 0
     chunks = [(c, t.fqn) for t in rank.structure.tensors for c in t.chunks if c.part == part]
     header_end = min([c.offset_bytes for c, _ in chunks] + [shard.nbytes])

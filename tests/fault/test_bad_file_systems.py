@@ -116,6 +116,45 @@ def test_a_disk_that_hangs_holds_neither_other_sessions_nor_the_worker_loop(
         assert violations({**stuck.acknowledged, **other.acknowledged}) == []
 
 
+MANY = 12
+"""Saves that wait for one file system: more than it is given threads."""
+
+SLOWER = 20.0
+"""How much a save may take longer than alone, on a machine on which others work."""
+
+
+@pytest.mark.parametrize("through", ["its mount point", "a link"])
+def test_file_systems_that_hang_delay_no_save_elsewhere_however_many_saves_wait_for_them(
+    bad: Fuse, worker: subprocess.Popen[bytes], endpoint: str, tmp_path: pathlib.Path, through: str
+) -> None:
+    def took_s(first: int) -> float:
+        took = []
+        for n in range(first, first + 5):
+            began = time.monotonic()
+            assert other.save(tmp_path / "fast" / f"{n}", n) == "committed"
+            took.append(time.monotonic() - began)
+        return min(took)
+
+    with contextlib.ExitStack() as stack:
+        worse = stack.enter_context(mounts.fuse(tmp_path / "worse"))
+        other = stack.enter_context(Saver(endpoint))
+        alone_s = took_s(0)
+        waiting = {}
+        for served in (bad, worse):
+            served.tell(op="LOOKUP,MKDIR", hang=True, count=-1)
+            path = served.path
+            if through == "a link":
+                path = tmp_path / f"{path.name}-link"
+                path.symlink_to(served.path)
+            for n in range(MANY):
+                saver = stack.enter_context(Saver(endpoint))
+                waiting[path / f"run-{n}" / "x"] = saver, saver.begin(path / f"run-{n}" / "x", n)
+        assert took_s(10) < SLOWER * alone_s
+        for served in (bad, worse):
+            served.tell(clear=True)
+        assert [saver.end(path, begun) for path, (saver, begun) in waiting.items()] == ["committed"] * 2 * MANY
+
+
 SLACK_S = 30.0
 """For a machine on which others work; what hangs would hang until the file system is thawed."""
 

@@ -40,18 +40,18 @@ from asyncckpt.errors import (
 from asyncckpt.failpoints import POINTS, observed
 from asyncckpt.format.names import SaveId, owner_of
 from asyncckpt.hooks import HookRunner
+from asyncckpt.maintenance.gc import Rules, collect
+from asyncckpt.maintenance.retention import retire
 from asyncckpt.memory.slot import SlotControl
 from asyncckpt.protocol import messages
 from asyncckpt.storage.catalog import look
-from asyncckpt.storage.collecting import collect
+from asyncckpt.storage.checkpoint_dir import standing_at
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.garbage import Rules
-from asyncckpt.storage.retiring import retire
-from asyncckpt.storage.standing import standing_at
+from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.verification import verify_checkpoint
 from asyncckpt.sync_writer import SyncWriter
 from asyncckpt_worker.config import WorkerConfig
-from asyncckpt_worker.daemon import Daemon
+from asyncckpt_worker.service.daemon import Daemon
 from tests.failing_process import ACTIONS, At, fail, kill
 from tests.failpoint_groups import grouped
 from tests.storage_samples import RecordingFiles, failing
@@ -120,17 +120,17 @@ def fails(path: pathlib.Path) -> None:
 
 def collected(path: pathlib.Path) -> None:
     rules = Rules(now=time.time() + 3600, older_than_s=60)
-    done = collect(str(path), RecordingFiles(), rules, umask=0o022, package="test")
+    done = collect(str(path), LocalStore(RecordingFiles()), rules, package="test")
     if done is not None and done.error is not None:
         raise CommitUnknownError("gc") from done.error
 
 
 def retired(path: pathlib.Path) -> None:
     """What retention does with a checkpoint that may go."""
-    standing = standing_at(str(path), Files())
+    standing = standing_at(str(path), LocalStore())
     assert standing is not None
     try:
-        retire(str(path), standing.save_id, RecordingFiles(), umask=0o022, package="test")
+        retire(str(path), standing.save_id, LocalStore(RecordingFiles()), package="test")
     except OSError as error:
         raise CommitUnknownError("retention") from error
 
@@ -179,7 +179,7 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Pat
 
 def standing(path: pathlib.Path) -> int | None:
     """Return which state stands at `path`, read and compared bit for bit; None where nothing is listed."""
-    found = look(str(path), Files())
+    found = look(str(path), LocalStore())
     if found is None or found.state in ("incomplete", "abandoned"):
         with pytest.raises((CheckpointNotFoundError, CheckpointNotCommittedError)):
             asyncckpt.load(path)
@@ -443,9 +443,14 @@ def test_a_load_gives_the_saved_values_or_a_typed_error_whatever_meets_it(
                     os._exit(0)
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, f"{point} was not reached"
         elif action == "raise":
-            with observed(At(point, lambda code=code: fail(code))), pytest.raises(OSError) as caught:  # type: ignore[misc]
-                asyncckpt.load(root / "x")
-            assert caught.value.errno == code
+            goes_on = (point, code) == ("load: shard opened", errno.EMFILE)  # with fewer files open at once
+            with observed(At(point, lambda code=code: fail(code))):  # type: ignore[misc]
+                if goes_on:
+                    assert is_state(asyncckpt.load(root / "x"), OLD)
+                else:
+                    with pytest.raises(OSError) as caught:
+                        asyncckpt.load(root / "x")
+                    assert caught.value.errno == code
         else:  # held while another save takes the place: the old values or the new ones, never of both
             shutil.rmtree(root)
             shutil.copytree(templates["overwrite"], root)
@@ -592,7 +597,7 @@ def test_a_worker_killed_at_its_points_lists_nothing_broken(endpoint: str, tmp_p
     [
         p
         for p in POINTS
-        if p.startswith(("directory: ", "shard: ", "rank: ", "commit: "))
+        if p.startswith(("directory: ", "shard: ", "rank: ", "commit: ", "put: "))
         and not ("metadata" in p or "items" in p or p in grouped())
     ],
 )

@@ -26,9 +26,6 @@ import asyncckpt
 from asyncckpt import AsyncCheckpointer, RankInfo, ShardedSlice, SyncCheckpointer
 from asyncckpt.errors import CorruptCheckpointError, SnapshotUnavailableError
 from asyncckpt.failpoints import observed
-from asyncckpt.loading.reader import DefaultReader
-from asyncckpt.storage import read_ahead
-from asyncckpt.storage.files import Files
 from tests.failing_process import At, fail, kill
 from tests.failpoint_groups import LOADS, RECALLS, cases
 from tests.saving import ENVIRONMENT, ROOT
@@ -60,16 +57,6 @@ def half(path: pathlib.Path, **options: Any) -> torch.Tensor:
     return target
 
 
-def ahead(path: pathlib.Path) -> torch.Tensor:
-    class Cold(Files):
-        def resident(self, fd: int, offset: int, nbytes: int) -> bool:
-            return False
-
-    target = torch.zeros(ROWS, COLUMNS)
-    DefaultReader(Cold(), ALONE).read(str(path), {"w": target}, source="disk")
-    return target[:, HALF:]
-
-
 def copied(path: pathlib.Path) -> torch.Tensor:
     target = {"w": torch.zeros(ROWS, COLUMNS), "n": None}
     try:
@@ -87,10 +74,8 @@ def foreign(path: pathlib.Path) -> torch.Tensor:
 
 WAYS: dict[str, tuple[Callable[[int, pathlib.Path], None], Callable[[pathlib.Path], torch.Tensor]]] = {
     "ranges of ours": (save, lambda path: half(path, verify=False)),
-    "read ahead": (save, ahead),
     "copied first": (save, copied),
     "another library's": (save_foreign, foreign),
-    "columns of another library's": (save_foreign, half),
 }
 """Name -> how it is saved, and what part of it a load gives."""
 
@@ -106,12 +91,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def _is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_ahead, "MIN_STRUCTURE_NBYTES", 1)
-    monkeypatch.setattr(read_ahead.ReadAhead, "stop", lambda self: None)  # or the load may be over before it begins
 
 
 @pytest.mark.parametrize("action", ["kill", "raise", "hold"])
@@ -137,9 +116,9 @@ def test_a_load_gives_the_saved_values_or_an_error_whatever_meets_it(
             try:
                 found = read(path)
             except OSError as error:
-                assert error.errno == code and way != "read ahead"
-            else:  # read ahead of who wants the bytes and reads them; or with fewer files open at once
-                assert is_of(found, 1) and (way == "read ahead" or code == errno.EMFILE)
+                assert error.errno == code
+            else:  # with fewer files open at once
+                assert is_of(found, 1) and code == errno.EMFILE
         assert observer.met
     else:  # while another save takes the place: the old values or the new ones, never of both
         observer = At(point, lambda: put(2, path))

@@ -34,7 +34,8 @@ from asyncckpt.format.index import MAX_INDEX_NBYTES
 from asyncckpt.format.names import index_name
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.files import Files, read_small_file
-from asyncckpt.storage.resuming import is_committed, keep_ring_files, resume_rank_files
+from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.recovery import is_committed, keep_ring_files, resume_rank_files
 from asyncckpt.storage.verification import verify_checkpoint
 from tests.failing_process import ACTIONS, At, fail, kill
 from tests.failpoint_groups import HANDED_OVER, RESUMED, TOLD, cases
@@ -63,13 +64,13 @@ def leave(way: str, snapshot: Snapshot, path: pathlib.Path) -> None:
     if "torn" in way:
         os.truncate(shard_paths(str(path))[1], 4096)
     elif "committed" in way:
-        publish(str(path), manifest_of(result), files=RecordingFiles(), umask=0o022)
+        publish(str(path), manifest_of(result), store=LocalStore(RecordingFiles()))
 
 
 def go_on(way: str, snapshot: Snapshot, path: pathlib.Path) -> bool:
     """Take the save up, as the next worker does; says whether it is committed in the end."""
     files, job = RecordingFiles(), snapshot.job(str(path))
-    if is_committed(str(path), SAVE_ID, files=files):
+    if is_committed(str(path), SAVE_ID, store=LocalStore(files)):
         return True
     if way.startswith("ring"):  # of which nothing is in memory
         result = keep_ring_files(job, snapshot.image, files=files, check=lambda: None)
@@ -78,7 +79,7 @@ def go_on(way: str, snapshot: Snapshot, path: pathlib.Path) -> bool:
     else:
         with ThreadPoolExecutor(2) as pool:
             result, _ = resume_rank_files(job, snapshot.image, files=files, pool=pool, check=lambda: None)
-    publish(str(path), manifest_of(result), files=files, umask=0o022)
+    publish(str(path), manifest_of(result), store=LocalStore(files))
     return True
 
 

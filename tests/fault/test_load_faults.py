@@ -18,6 +18,7 @@ from asyncckpt.errors import AsyncCkptError
 from asyncckpt.loading.reader import DefaultReader
 from asyncckpt.storage.catalog import scan
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.verification import verify_checkpoint
 
 pytestmark = pytest.mark.fault
@@ -99,11 +100,11 @@ def test_a_failing_call_never_makes_a_look_say_less_than_it_knows(saved: pathlib
             continue
         assert verdict.faults or verdict.state == "ok", files.failed
     rehearsal = RecordingFiles()
-    assert [found.state for found in scan(str(saved.parent), rehearsal)] == ["committed"]
+    assert [found.state for found in scan(str(saved.parent), LocalStore(rehearsal))] == ["committed"]
     for nth in range(1, len(rehearsal.calls) + 1):
         files = FailingFiles(code, nth=nth, wanted=lambda *_: True)
         try:
-            states = [found.state for found in scan(str(saved.parent), files)]
+            states = [found.state for found in scan(str(saved.parent), LocalStore(files))]
         except (AsyncCkptError, OSError):
             continue
         gone = code == errno.ENOENT  # what a file system says of a file that is not there must be believed

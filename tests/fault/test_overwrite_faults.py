@@ -24,6 +24,7 @@ from asyncckpt.protocol import messages as m
 from asyncckpt.storage.catalog import read_manifest, scan
 from asyncckpt.storage.commit import remove_files_of, remove_leftovers
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.verification import verify_checkpoint
 from tests.killing_worker import KillingFiles
 from tests.torch_free_client import Client, ClientSlot
@@ -40,7 +41,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / '.typing'
 def stands(path: pathlib.Path) -> SaveId:
     """Return the save that is committed at `path`, after a look at every byte of it."""
     assert verify_checkpoint(str(path), Files()).faults == []
-    return read_manifest(str(path), Files()).save_id
+    return read_manifest(str(path), LocalStore()).save_id
 
 
 def overwrite(path: pathlib.Path, snapshot: Snapshot, files: Files) -> None:
@@ -50,9 +51,9 @@ def overwrite(path: pathlib.Path, snapshot: Snapshot, files: Files) -> None:
     except CommitUnknownError:
         raise
     except OSError:
-        remove_files_of(str(path), snapshot.save_id, files=files)
+        remove_files_of(str(path), snapshot.save_id, store=LocalStore(files))
         raise
-    remove_leftovers(str(path), snapshot.save_id, files=files)
+    remove_leftovers(str(path), snapshot.save_id, store=LocalStore(files))
 
 
 def owners(path: pathlib.Path) -> set[SaveId]:
@@ -200,7 +201,7 @@ def test_a_worker_killed_while_it_overwrites_leaves_one_complete_checkpoint(
     assert save_by(endpoint, path, 1, f"{method}:{nth}:{signal.SIGKILL.value}:{int(late)}") == "killed"
     renamed = method == "unlink" or (method == "rename" and late)
     assert stands(path) == (NEW if renamed else OLD)
-    assert [found.state for found in scan(str(tmp_path), Files())] == ["committed"]
+    assert [found.state for found in scan(str(tmp_path), LocalStore())] == ["committed"]
     assert save_by(endpoint, path, 2) == "committed"
     assert stands(path) == NEXT and owners(path) == {NEXT} and LOCK_NAME not in os.listdir(path)
 

@@ -27,7 +27,7 @@ from asyncckpt import AsyncCheckpointer
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, save_id_bytes
 from asyncckpt.storage.catalog import read_manifest
-from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 from tests import mounts
 from tests.crash_states import Disk, read_log
 from tests.mounts import needs_root
@@ -180,7 +180,7 @@ def stands(path: pathlib.Path, acknowledged: list[int]) -> str:
 def fault_of_values(path: pathlib.Path, snapshot: Snapshot) -> str:
     """As `fault_of`, for a snapshot whose save id is not known: the header of its file is not compared."""
     try:
-        marker = read_manifest(str(path), Files()).save_id
+        marker = read_manifest(str(path), LocalStore()).save_id
     except (AsyncCkptError, OSError) as error:
         return str(error)
     for image in snapshot.images:

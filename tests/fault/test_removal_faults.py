@@ -22,13 +22,13 @@ from asyncckpt import CheckpointerConfig, RankInfo, SyncCheckpointer
 from asyncckpt.coordination import Coordination
 from asyncckpt.format.names import LOCK_NAME, MANIFEST_NAME, SaveId, is_temporary, owner_of
 from asyncckpt.hooks import HookRunner
+from asyncckpt.maintenance.gc import Rules, collect
+from asyncckpt.maintenance.quarantine import put_aside
+from asyncckpt.maintenance.retention import retire, retire_rest
 from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, look, read_manifest
-from asyncckpt.storage.collecting import collect
+from asyncckpt.storage.checkpoint_dir import known_standing_at
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.garbage import Rules
-from asyncckpt.storage.quarantine import put_aside
-from asyncckpt.storage.retiring import retire, retire_rest
-from asyncckpt.storage.standing import known_standing_at
+from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.verification import verify_checkpoint
 from asyncckpt.sync_writer import SyncWriter
 from tests.storage_samples import FailingFiles, RecordingFiles, failing
@@ -47,7 +47,7 @@ def save(path: pathlib.Path, layout: str = "safetensors") -> SaveId:
     ranks = Coordination(RankInfo(0, 1), config, lambda: pytest.fail("no ranks here"), package="test")
     with SyncCheckpointer(SyncWriter(config, ranks, HookRunner(None), DISKS()), rank_info=RankInfo(0, 1)) as saver:
         saver.save({"w": torch.arange(300), "n": [7]}, path)
-    return read_manifest(str(path), Files()).save_id
+    return read_manifest(str(path), LocalStore()).save_id
 
 
 def leave(path: pathlib.Path, scenario: str) -> pathlib.Path:
@@ -67,7 +67,7 @@ def leave(path: pathlib.Path, scenario: str) -> pathlib.Path:
         (path / MANIFEST_NAME).unlink()
         collected(path, DISKS())
     elif scenario == "gc of a broken one":
-        aside = put_aside(str(path), save_id, DISKS())
+        aside = put_aside(str(path), save_id, LocalStore(DISKS()))
         assert aside is not None
         return pathlib.Path(aside)
     elif scenario.startswith("retention that goes on"):
@@ -91,7 +91,7 @@ SCENARIOS = (
 
 def collected(path: pathlib.Path, files: Files, *, tombstones: bool = False) -> str:
     rules = Rules(now=time.time() + 3600, older_than_s=60, broken=True, tombstones=tombstones)
-    done = collect(str(path), files, rules, umask=0o022, package="test")
+    done = collect(str(path), LocalStore(files), rules, package="test")
     if done is not None and done.error is not None:
         raise done.error
     return "" if done is None else done.garbage.kept
@@ -99,11 +99,11 @@ def collected(path: pathlib.Path, files: Files, *, tombstones: bool = False) -> 
 
 def removed(path: pathlib.Path, files: Files) -> str:
     """Remove what retention has chosen, or goes on with."""
-    standing = known_standing_at(str(path), Files())
+    standing = known_standing_at(str(path), LocalStore())
     if standing is None:
-        retire_rest(str(path), files, umask=0o022)
+        retire_rest(str(path), LocalStore(files))
         return ""
-    assert retire(str(path), standing.save_id, files, umask=0o022, package="test"), "it says that another one is there"
+    assert retire(str(path), standing.save_id, LocalStore(files), package="test"), "it says that another one is there"
     return ""
 
 
@@ -122,14 +122,14 @@ def ours(path: pathlib.Path) -> set[str]:
 def check_left(scenario: str, path: pathlib.Path, what: str, *, done: bool) -> None:
     """Whole or no checkpoint, and nothing foreign is gone; `done`: there is nothing left to remove."""
     assert (path / "notes.txt").read_text() == "mine", what
-    found = look(str(path), Files())
+    found = look(str(path), LocalStore())
     state = None if found is None else found.state
     if state == COMMITTED:
         assert verify_checkpoint(str(path), DISKS()).faults == [], what
     if scenario == "gc beside a checkpoint":
         assert state == COMMITTED, what
         owners = {owner_of(name) for name in ours(path)}
-        assert not done or owners == {read_manifest(str(path), Files()).save_id}, what
+        assert not done or owners == {read_manifest(str(path), LocalStore()).save_id}, what
         return
     assert state in (None, ABANDONED, INCOMPLETE) or not scenario.startswith("gc ") or "broken" in scenario, what
     if done:
@@ -192,7 +192,7 @@ def test_a_manifest_that_cannot_be_read_is_not_taken_for_that_of_another_save(
 
     files = FailingFiles(code, wanted=is_of_manifest)
     with pytest.raises(OSError, match=re.escape(os.strerror(code))) as caught:
-        retire(str(path), save_id, files, umask=0o022, package="test")
+        retire(str(path), save_id, LocalStore(files), package="test")
     assert caught.value.errno == code
     assert verify_checkpoint(str(path), Files()).state == "ok"
     assert LOCK_NAME not in os.listdir(path)

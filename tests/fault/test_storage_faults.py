@@ -19,14 +19,15 @@ import pytest
 from storage_samples import OTHER_ID, SAVE_ID, SHARE, FailingFiles, RecordingFiles, Snapshot, some_of
 
 from asyncckpt.errors import CheckpointExistsError, CommitUnknownError
-from asyncckpt.format.checksum import BLOCK_NBYTES
+from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.memory.mapping import Mapping as Memory
-from asyncckpt.memory.ring import Ring
 from asyncckpt.memory.slot import PAGE_NBYTES
+from asyncckpt.memory.streaming import StreamLayout
 from asyncckpt.storage.catalog import scan
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_job import RankResult
-from asyncckpt.storage.ring_files import write_ring_files, write_staged_files
+from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.rank_writer import RankResult
+from asyncckpt.storage.segment_writer import write_streamed_files
 from asyncckpt.storage.verification import verify_checkpoint
 
 pytestmark = pytest.mark.fault
@@ -51,10 +52,11 @@ class Early(Snapshot):
 
     n_filled = 0
 
+    n_cells = 0
+
     @property
-    def ring(self) -> Ring:
-        lengths = [nbytes for _, nbytes in self.parts]
-        return Ring(lengths, BLOCK_NBYTES, sum(-(-nbytes // BLOCK_NBYTES) for nbytes in lengths))
+    def layout(self) -> StreamLayout:
+        return StreamLayout(self.parts, BLOCK_NBYTES, self.n_cells)
 
     def await_filled(self, count: int, _goes_on: Callable[[], bool]) -> int:
         self.n_filled = max(self.n_filled, count + 1)
@@ -66,15 +68,12 @@ class Early(Snapshot):
     def freed(self, count: int) -> None:
         """They are needed no more."""
 
-    def wrote(self, number: int, digests: bytes) -> None:
-        """Their checksums are left to whoever goes on after this one's death."""
-
     def write(
         self, path: str, files: Files | None = None, check: Callable[[], None] = lambda: None, **changes: Any
     ) -> RankResult:
         self.n_filled = 0
         with ThreadPoolExecutor(4) as pool:
-            return write_staged_files(
+            return write_streamed_files(
                 self.job(path, **changes), self.image, self, files=files or Files(), pool=pool, check=check
             )
 
@@ -85,7 +84,8 @@ class Ringed(Early):
     def write(
         self, path: str, files: Files | None = None, check: Callable[[], None] = lambda: None, **changes: Any
     ) -> RankResult:
-        self.n_filled, ring = 0, self.ring
+        self.n_filled, self.n_cells = 0, sum(-(-nbytes // BLOCK_NBYTES) for _, nbytes in self.parts)
+        ring = self.layout
         memory = Memory(-1, ring.cells_nbytes + 2 * PAGE_NBYTES)
         cells = memory.view()
         try:
@@ -95,7 +95,7 @@ class Ringed(Early):
                 cells[at : at + len(piece)] = piece
             with ThreadPoolExecutor(4) as pool:
                 job = self.job(path, **changes)
-                return write_ring_files(job, cells, self, files=files or Files(), pool=pool, check=check)
+                return write_streamed_files(job, cells, self, files=files or Files(), pool=pool, check=check)
         finally:
             cells.release()
             memory.close()
@@ -118,7 +118,7 @@ def outcome_of(snapshot: Snapshot, path: Path, files: Files, threads: int) -> st
     else:
         outcome = "saved"
     assert set(os.listdir("/proc/self/fd")) == fds, "a descriptor was left open"
-    states = [found.state for found in scan(str(path.parent), Files())] if path.parent.exists() else []
+    states = [found.state for found in scan(str(path.parent), LocalStore())] if path.parent.exists() else []
     if outcome == "failed":
         assert "committed" not in states
     if outcome == "saved":

@@ -1,9 +1,9 @@
 """SIGKILL of trainer, worker or both at random instants, while snapshots are written as they are staged.
 
-Some lie whole in their slots, some go through a ring (docs/adr/0036 and 0044). Promises P3 to P6: what was reported
+Some lie whole in their slots, some go through a window (docs/adr/0036 and 0027). Promises P3 to P6: what was reported
 written is there bit for bit; what a trainer had sealed is there when only it died; the saves of a trainer whose worker
-died, and the next one after it, are all committed; what is offered from memory is what was saved; whatever else is
-listed is whole.
+died are all committed, but for at most one that went through a window at each death, which ends with `stream_lost`;
+what is offered from memory is what was saved; whatever else is listed is whole.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from real_worker import RealWorker, is_served, stop_whoever_serves, wait_until
 
 import asyncckpt
 from asyncckpt import launcher
-from asyncckpt.protocol import lifecycle
+from asyncckpt.protocol import save_phases
 from asyncckpt.storage.catalog import COMMITTED, look
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.verification import verify_checkpoint
 from tests.saving import ENVIRONMENT, ROOT
 from tests.streamed_trainer import state_of
@@ -82,6 +83,12 @@ def said_in(log: pathlib.Path) -> dict[str, set[int]]:
     return found
 
 
+def lost_in(log: pathlib.Path) -> set[int]:
+    """Return the saves that ended with `stream_lost`."""
+    words = [line.split() for line in log.read_text().splitlines()]
+    return {int(found[1]) for found in words if found[0] == "F" and found[2] == "stream_lost"}
+
+
 @pytest.mark.parametrize("kind", ["trainer", "worker", "workers", "both", "worker, then trainer"])
 def test_kills_while_a_snapshot_is_written_as_it_is_staged_lose_nothing_that_was_promised(
     nursery: subprocess.Popen[str],
@@ -92,7 +99,7 @@ def test_kills_while_a_snapshot_is_written_as_it_is_staged_lose_nothing_that_was
     record_property: Callable[[str, object], None],
 ) -> None:
     record_property("count", KILLS)
-    first, counts = 0, dict.fromkeys(("listed", "staged", "held", "rings"), 0)
+    first, counts = 0, dict.fromkeys(("listed", "staged", "held", "rings", "lost"), 0)
     for kill in range(KILLS):
         launcher.start_worker(served, options=())  # does nothing where one serves
         worker = RealWorker(served)
@@ -117,7 +124,11 @@ def test_kills_while_a_snapshot_is_written_as_it_is_staged_lose_nothing_that_was
         assert int(nursery.stdout.readline()) in (0, -signal.SIGKILL)
         said, what = said_in(log), f"kill {kill}, {order}: {log.read_text()}"
         if kind in ("worker", "workers"):
-            assert said["end"] and said["W"] == set(range(first, first + saves)), what
+            lost = lost_in(log)
+            assert said["end"] and said["W"] | lost == set(range(first, first + saves)), what
+            deaths = 2 if kind == "workers" else 1
+            assert len(lost) <= (deaths if "arena_limit_bytes" in order["fields"] else 0), what
+            counts["lost"] += len(lost)
         found = settled(served, root)
         must = said["W"] | (said["S"] if kind == "trainer" else set())
         assert must <= found and not said["F"] & found, f"{what}; {sorted(found)} are listed"
@@ -161,7 +172,7 @@ def begin(nursery: subprocess.Popen[str], order: dict[str, Any], log: pathlib.Pa
 
 def is_idle(status: Mapping[str, Any]) -> bool:
     """Whether nothing is under way. Between jobs of a save there may be none, and its slot is freed before its end."""
-    ended = all(row["phase"] in lifecycle.ENDED for row in status["saves"])
+    ended = all(row["phase"] in save_phases.ENDED for row in status["saves"])
     return ended and not status["sessions"] and not status["jobs"]
 
 
@@ -170,5 +181,5 @@ def settled(endpoint: str, root: pathlib.Path) -> set[int]:
     launcher.start_worker(endpoint, options=())
     worker = RealWorker(endpoint)
     wait_until(lambda: is_idle(worker.status()), "nothing is under way")
-    looked = {path.name: look(str(path), Files()) for path in root.iterdir()} if root.exists() else {}
+    looked = {path.name: look(str(path), LocalStore()) for path in root.iterdir()} if root.exists() else {}
     return {int(name) for name, one in looked.items() if one is not None and one.state == COMMITTED}

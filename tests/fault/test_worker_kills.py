@@ -19,13 +19,14 @@ from typing import Any
 import pytest
 
 from asyncckpt.errors import CheckpointNotCommittedError
-from asyncckpt.format.checksum import DIGEST_NBYTES, block_digest, file_checksum
+from asyncckpt.format.checksums import DIGEST_NBYTES, block_digest, file_checksum
 from asyncckpt.format.index import decode_index
 from asyncckpt.format.names import MANIFEST_NAME
 from asyncckpt.protocol import messages as m
 from asyncckpt.storage.catalog import read_manifest, scan
 from asyncckpt.storage.files import Files
-from asyncckpt_worker.keeping import MAX_KEPT_SAVES
+from asyncckpt.storage.local import LocalStore
+from asyncckpt_worker.core.kept_snapshots import MAX_KEPT_SAVES
 from tests.torch_free_client import Client, Order, encode_order, new_save_id
 
 pytestmark = pytest.mark.fault
@@ -112,7 +113,7 @@ def held_fds(pid: int) -> tuple[int, int]:
 def verify(path: str, save_id: str) -> None:
     """Check manifest, index, sizes and every block of a committed checkpoint."""
     files = Files()
-    manifest = read_manifest(path, files)
+    manifest = read_manifest(path, LocalStore(files))
     assert str(manifest.save_id) == save_id
     for record in manifest.ranks:
         data = pathlib.Path(path, record.index_name).read_bytes()
@@ -207,8 +208,8 @@ def test_trainer_killed_before_the_seal_lists_nothing(
     assert not list(tmp_path.rglob(MANIFEST_NAME)) and not list(tmp_path.rglob("*.safetensors"))
     for order in orders:
         with pytest.raises(CheckpointNotCommittedError):
-            read_manifest(order.path, Files())
-    assert not [found for found in scan(str(tmp_path / "before_seal"), Files()) if found.state == "committed"]
+            read_manifest(order.path, LocalStore())
+    assert not [found for found in scan(str(tmp_path / "before_seal"), LocalStore()) if found.state == "committed"]
 
 
 def test_many_killed_trainers_leave_no_memory_no_fd_no_socket(

@@ -7,6 +7,7 @@ import pathlib
 import random
 
 import pytest
+import rank_processes
 import real_worker
 import torch
 import trainings
@@ -32,6 +33,41 @@ def test_directories_hold_what_stock_puts_there_and_stock_goes_on_from_them(
         for d in (ours, stock)
     ]
     assert resumed[0] == resumed[1]
+
+
+def _saves(rank: int, directory: str, endpoint: str, kind: str, limit: int, iteration: int) -> str:
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    from asyncckpt.integrations.accelerate import AsyncAccelerator
+
+    os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")
+    project = ProjectConfiguration(directory, automatic_checkpoint_naming=True, total_limit=limit, iteration=iteration)
+    options = {"checkpointer_options": {"endpoint": endpoint}} if kind == "ours" else {}
+    accelerator = (AsyncAccelerator if kind == "ours" else Accelerator)(cpu=True, project_config=project, **options)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    try:
+        accelerator.save_state()
+    except ValueError as error:
+        return str(error)
+    finally:
+        accelerator.end_training()
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock"])
+def test_a_number_that_is_taken_is_refused_and_costs_no_checkpoint(
+    kind: str, worker: real_worker.RealWorker, tmp_path: pathlib.Path
+) -> None:
+    def save(iteration: int) -> str:
+        arguments = (str(tmp_path), worker.endpoint, kind, 4, iteration)
+        return str(rank_processes.run(1, _saves, *arguments, group=False, timeout_s=trainings.TIMEOUT_S)[0])
+
+    assert [save(n) for n in (7, 8)] == ["", ""]
+    before = (tmp_path / "checkpoints" / "checkpoint_7" / "model.safetensors").read_bytes()
+    assert "already exists" in save(7)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_7", "checkpoint_8"]
+    assert (tmp_path / "checkpoints" / "checkpoint_7" / "model.safetensors").read_bytes() == before
 
 
 def test_interrupted_it_ends_as_an_uninterrupted_stock_training(

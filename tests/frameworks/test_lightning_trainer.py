@@ -83,6 +83,51 @@ def test_ddp_on_two_ranks_is_gone_on_with_by_stock(worker: real_worker.RealWorke
     assert run("ours", "--steps", "12", "--stock") == run("stock", "--steps", "12", "--stock")
 
 
+def _same_names(root: str, endpoint: str, kind: str) -> dict[str, tuple[int, float]]:
+    """Train twice in one directory, with names that repeat; return what the files hold."""
+    import lightning as L
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from asyncckpt.integrations.lightning import WorkerCheckpointIO
+
+    class Model(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch: torch.Tensor, number: int) -> Any:
+            self.log("score", float(number % 5))
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    for _ in range(2):
+        L.seed_everything(1, verbose=False)
+        keep = ModelCheckpoint(root, "best", monitor="score", mode="max", save_top_k=2, every_n_train_steps=1)
+        trainer = L.Trainer(
+            max_steps=12,
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            plugins=[WorkerCheckpointIO(endpoint=endpoint)] if kind == "ours" else [],
+            callbacks=[keep],
+        )
+        trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(12, 4)))
+    found = {}
+    for name in os.listdir(root):
+        state = torch.load(f"{root}/{name}", weights_only=False)
+        found[name] = state["global_step"], float(state["state_dict"]["layer.weight"].sum())
+    return found
+
+
+def test_what_is_still_being_saved_keeps_its_name(worker: real_worker.RealWorker, tmp_path: pathlib.Path) -> None:
+    ours, stock = (in_a_process(_same_names, str(tmp_path / kind), worker.endpoint, kind) for kind in ("ours", "stock"))
+    assert ours == stock and len(ours) == 4
+
+
 def _fabric(root: str, endpoint: str) -> tuple[bool, list[str]]:
     import lightning as L
 

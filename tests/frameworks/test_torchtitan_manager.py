@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -152,6 +153,34 @@ def test_stock_dcp_loads_ours_and_the_manager_loads_what_stock_has_saved(
 ) -> None:
     found = rank_processes.run(2, _stock, str(tmp_path / "ours"), str(tmp_path / "theirs"), worker.endpoint)
     assert found == [[True, True], [True, True]]
+
+
+def test_the_newest_is_the_one_that_was_saved_last_whoever_saved_it(
+    worker: real_worker.RealWorker, tmp_path: pathlib.Path
+) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    def stock(step: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state = {**torch.nn.Linear(4, 4).state_dict(), "train_state": {"step": torch.tensor(step)}}
+            dcp.save(state, checkpoint_id=str(tmp_path / f"step-{step}"))
+
+    def loaded(step: int = -1) -> int:
+        training = Training(tmp_path, worker.endpoint, exclude_from_loading=["optimizer"])
+        assert training.manager.load(step)
+        training.manager.close()
+        return training.state.step
+
+    Training(tmp_path, worker.endpoint).run(4)
+    assert loaded() == 4
+    stock(9)
+    assert loaded() == 9, "stock went on from ours"
+    training = Training(tmp_path, worker.endpoint, exclude_from_loading=["optimizer"])
+    assert training.manager.load(4)
+    training.run(6)
+    assert loaded() == 6, "step 9 was left behind"
+    assert loaded(9) == 9
 
 
 def test_interrupted_it_ends_as_an_uninterrupted_training(

@@ -20,7 +20,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgpack
 
@@ -33,30 +33,27 @@ for _place in ("tests", "tests/unit"):
 
 import protocol_samples  # noqa: E402
 
-from asyncckpt.errors import AsyncCkptError, ProtocolError  # noqa: E402
-from asyncckpt.foreign.kinds import read_any  # noqa: E402
-from asyncckpt.foreign.long_values import FilePickle  # noqa: E402
-from asyncckpt.foreign.refusals import UnpicklingError  # noqa: E402
-from asyncckpt.foreign.safetensors_header import read_header  # noqa: E402
-from asyncckpt.foreign.torch_globals import KNOWN, storage_of  # noqa: E402
-from asyncckpt.foreign.unpickling import unpickle_data  # noqa: E402
-from asyncckpt.format.checksum import FILE_CHECKSUM_PREFIX, file_checksum  # noqa: E402
+from asyncckpt.errors import AsyncCkptError  # noqa: E402
+from asyncckpt.format.checksums import FILE_CHECKSUM_PREFIX, file_checksum  # noqa: E402
 from asyncckpt.format.index import decode_index, encode_index  # noqa: E402
 from asyncckpt.format.manifest import decode_manifest  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
 from asyncckpt.format.objects import decode_objects, decode_value  # noqa: E402
 from asyncckpt.format.structure import decode_structure, encode_structure  # noqa: E402
+from asyncckpt.interop.sources.detect import read_any  # noqa: E402
+from asyncckpt.interop.sources.pickle_globals import KNOWN, storage_of  # noqa: E402
+from asyncckpt.interop.sources.safetensors_file import read_header  # noqa: E402
+from asyncckpt.interop.sources.unpickler import PickleStream, UnpicklingError, unpickle_data  # noqa: E402
 from asyncckpt.memory.slot import MIN_SLOT_NBYTES, PAGE_NBYTES, SlotControl, SlotError  # noqa: E402
-from asyncckpt.planning.contributions import Change  # noqa: E402
+from asyncckpt.planning.contributions import Contribution  # noqa: E402
 from asyncckpt.protocol import codec  # noqa: E402
 from asyncckpt.protocol.message import Message  # noqa: E402
 from asyncckpt.protocol.messages import REPLIES, REQUESTS  # noqa: E402
-from asyncckpt.protocol.relay import FOLLOWER_RECORDS, LEADER_RECORDS, PEER_MESSAGES, Piece  # noqa: E402
+from asyncckpt.protocol.node_tables import NODE_MESSAGES, Report  # noqa: E402
 from asyncckpt.protocol.request import decode_request, encode_request  # noqa: E402
 from asyncckpt.protocol.samples import decode_samples, encode_samples  # noqa: E402
 from asyncckpt.storage.files import Files  # noqa: E402
-from asyncckpt_worker.results import unpack_result  # noqa: E402
-from asyncckpt_worker.streams import Stream  # noqa: E402
+from asyncckpt_worker.core.node_tables import unpack_result  # noqa: E402
 
 SAVE_ID = SaveId.parse((GOLDEN / "format-v1" / "manifest.json").read_text().split('"save_id": "')[1][:28])
 
@@ -138,41 +135,6 @@ def _message(known: Mapping[str, type[Message]]) -> Callable[[bytes], object]:
     return read
 
 
-def _stream(data: bytes) -> None:
-    """Pieces of a stream, one behind the other, as another worker might send them."""
-    stream = Stream("0" * 16, "1" * 16)
-    stream.post(b"x" * 100)
-    for body in msgpack.Unpacker(io.BytesIO(data), raw=True):
-        with contextlib.suppress(ProtocolError, TypeError, UnicodeDecodeError):
-            piece = codec.unpack(msgpack.packb(_text(body)), PEER_MESSAGES)
-            if isinstance(piece, Piece):
-                record = stream.take(piece, 0.0)
-                if record is not None:
-                    codec.unpack(record, FOLLOWER_RECORDS)
-                list(stream.due(0.0))
-
-
-def _text(body: Any) -> Any:
-    if not isinstance(body, dict):
-        return body
-    return {k.decode(): v if k in (b"data",) or not isinstance(v, bytes) else v.decode() for k, v in body.items()}
-
-
-def _pieces() -> list[bytes]:
-    joined = next(m for m in protocol_samples.BETWEEN_WORKERS if m.name == "joined")
-    record, found = codec.pack(joined, 1 << 20), []
-    for cut in (1, 7, len(record)):
-        parts = [record[i : i + cut] for i in range(0, len(record), cut)]
-        fields = {"stream": "0" * 16, "sender": "2" * 16, "first": 1, "taken": 0}
-        found.append(
-            b"".join(
-                codec.pack(Piece(number=n + 1, more=n + 1 < len(parts), data=part, **fields), 1 << 20)  # type: ignore[arg-type]
-                for n, part in enumerate(parts)
-            )
-        )
-    return found
-
-
 def _result(data: bytes) -> None:
     found = msgpack.unpackb(data, use_list=False)
     if isinstance(found, dict):
@@ -180,7 +142,8 @@ def _result(data: bytes) -> None:
 
 
 def _results() -> list[bytes]:
-    return [msgpack.packb(m.result) for m in protocol_samples.BETWEEN_WORKERS if m.name == "delivered"]  # type: ignore[attr-defined]
+    reports = [m for m in protocol_samples.BETWEEN_WORKERS if isinstance(m, Report)]
+    return [msgpack.packb(row["result"]) for report in reports for row in report.parts]
 
 
 def _request(data: bytes) -> None:
@@ -291,9 +254,9 @@ def _beside(name: str) -> dict[str, bytes]:
 def _pickle(data: bytes) -> None:
     found: list[Exception | None] = []
     for held in (True, False):  # in memory, and in a file: the same value, or an error either way
-        pickled = data if held else FilePickle(lambda at, nbytes: data[at : at + nbytes], 0, len(data))
+        pickled = data if held else PickleStream(lambda at, nbytes: data[at : at + nbytes], len(data))
         try:
-            unpickle_data(pickled, KNOWN, storage_of, strangers=True)
+            unpickle_data(pickled, KNOWN, storage_of, opaque=True)
             found.append(None)
         except UnpicklingError as error:
             found.append(error)
@@ -324,16 +287,17 @@ TARGETS: dict[str, Target] = {
     "safetensors-header": Target(_refusals(_safetensors_header, ValueError), _golden("*/*.safetensors")),
     "message": Target(_refusals(_message(REQUESTS)), lambda: _bodies(REQUESTS)),
     "reply": Target(_refusals(_message(REPLIES)), lambda: _bodies(REPLIES)),
-    "relay": Target(_refusals(_message(PEER_MESSAGES)), lambda: _bodies(PEER_MESSAGES)),
-    "record": Target(
-        _refusals(_message({**FOLLOWER_RECORDS, **LEADER_RECORDS})), lambda: _bodies(FOLLOWER_RECORDS, LEADER_RECORDS)
-    ),
-    "stream": Target(_refusals(_stream, ValueError, msgpack.UnpackException), _pieces),
+    "node-tables": Target(_refusals(_message(NODE_MESSAGES)), lambda: _bodies(NODE_MESSAGES)),
     "result": Target(_refusals(_result, ValueError, TypeError, KeyError, msgpack.UnpackException), _results),
     "request": Target(_refusals(_request), lambda: [encode_request(protocol_samples.REQUEST)]),
     "samples": Target(_refusals(decode_samples, ValueError, TypeError, KeyError), _samples),
     "slot": Target(_refusals(_slot), _slots),
-    "change": Target(_refusals(Change.decode), lambda: [Change(contributions={}, per_rank=("a", "b")).encode()]),
+    "contribution": Target(
+        _refusals(Contribution.decode),
+        lambda: [
+            Contribution(tensors=(("w", "float32", (2, 3)),), own_nbytes=7, digests=(bytes(8),)).encode(),
+        ],
+    ),
     "pickle": Target(_refusals(_pickle, ValueError), _pickles),
     "torch-file": Target(_refusals(_foreign("torch.pt")), _stock_seeds("torch.pt")),
     "torch-legacy": Target(_refusals(_foreign("legacy.pt")), _stock_seeds("legacy.pt")),

@@ -204,7 +204,8 @@ def test_the_step_waits_for_the_ring_and_a_write_behind_its_back_fails_that_save
 def test_a_save_that_comes_while_the_ring_is_in_use_is_treated_as_the_policy_says(
     worker: RealWorker, tmp_path: pathlib.Path, policy: str, kind: type[Exception]
 ) -> None:
-    fields: dict[str, Any] = {"staging": "overlap", "on_busy": policy, "slot_timeout_s": 0.3, "slots": 2}
+    timeout_s = 0.3 if policy == "wait" else 3.0  # the first save must not run out of it before the second comes
+    fields: dict[str, Any] = {"staging": "overlap", "on_busy": policy, "slot_timeout_s": timeout_s, "slots": 2}
     with AsyncCheckpointer(endpoint=worker.endpoint, arena_limit_bytes=LIMIT, **fields) as checkpointer:
         written(checkpointer.save(state_of(0), tmp_path / "a"))
         with worker.frozen():
@@ -253,8 +254,8 @@ def own_worker(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch, **field
         stop_whoever_serves(checkpointer._process.endpoint)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("left", ["all", "no index", "another byte"])
-def test_a_worker_that_dies_with_a_sealed_ring_costs_the_save_only_if_its_files_do_not_hold_it(
+@pytest.mark.parametrize("left", ["all", "no index"])
+def test_a_worker_that_dies_with_a_sealed_ring_costs_the_save_unless_it_had_finished_its_files(
     endpoint_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, left: str
 ) -> None:
     fields: dict[str, Any] = {"staging": "overlap", "commit_hook": _Hook()}
@@ -264,20 +265,16 @@ def test_a_worker_that_dies_with_a_sealed_ring_costs_the_save_only_if_its_files_
         handle.durable.result(DEADLINE_S)  # all is written; the commit waits for the hook
         if left != "all":  # as if it had died a moment before
             next((tmp_path / "a").glob("*index*")).unlink()
-        if left == "another byte":
-            with next((tmp_path / "a").glob("*-part-*")).open("r+b") as file:
-                file.seek(700_000)
-                file.write(b"lost")
         RealWorker(checkpointer._process.endpoint).kill()  # type: ignore[attr-defined]
         _Hook.held.set()
         error = handle.written.exception(DEADLINE_S)
-        if left != "another byte":
+        if left == "all":
             assert error is None
         else:
             assert isinstance(error, SaveFailedError)
-            assert error.code == "ring_lost"
+            assert error.code == "stream_lost"
         written(checkpointer.save(state_of(1), tmp_path / "b"))
-    if left != "another byte":
+    if left == "all":
         states.assert_same(asyncckpt.load(tmp_path / "a"), state_of(0))
     else:
         assert not is_left(tmp_path / "a")
@@ -298,14 +295,14 @@ import os, signal, sys, time
 import torch
 from asyncckpt import AsyncCheckpointer
 from asyncckpt.memory.slot import SlotControl
-from asyncckpt.staging.ring_copy import RingCopy
+from asyncckpt.staging.streaming import SlotStream
 endpoint, path, when, limit = sys.argv[1:]
 def die(*_):
     print("dies", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 if when == "midway":
-    await_cell = RingCopy._await_cell
-    RingCopy._await_cell = lambda self, number: die() if number == 20 else await_cell(self, number)
+    await_cell = SlotStream.await_cell
+    SlotStream.await_cell = lambda self, number: die() if number == 20 else await_cell(self, number)
 else:
     finish = SlotControl.finish
     SlotControl.finish = lambda self: (finish(self), die())

@@ -18,7 +18,7 @@ from torch_free_client import Client, Snapshot, new_save_id
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, SyncCheckpointer, cli
 from asyncckpt.errors import CheckpointNotCommittedError
-from asyncckpt.protocol.lifecycle import DURABLE
+from asyncckpt.protocol.save_phases import DURABLE
 
 STATE = {"w": torch.arange(50_000.0), "n": 1}
 
@@ -100,8 +100,8 @@ def test_gc_leaves_young_attempts_alone_unless_it_is_told_otherwise(
 def test_gc_asks_the_worker_what_is_under_way(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [{"path": str(root / "attempt"), "phase": "begun"}, {"path": str(root / "good"), "phase": "committed"}]
-    monkeypatch.setattr("asyncckpt.cli.under_way.status_of", lambda endpoint: {"saves": rows})
+    rows = [{"path": str(root / "attempt"), "phase": "open"}, {"path": str(root / "good"), "phase": "committed"}]
+    monkeypatch.setattr("asyncckpt.cli.removals.status_of", lambda endpoint: {"saves": rows})
     code, found = run_json(capsys, "gc", root, "--delete")
     assert (code, found["found"][0]["action"]) == (0, "kept") and "worker" in found["found"][0]["why"]
     rows[0]["phase"] = "failed"
@@ -113,7 +113,7 @@ def test_gc_with_a_worker_that_was_named_and_does_not_answer_is_exit_code_5(
 ) -> None:
     (private := root / "private").mkdir(mode=0o700)
     code, _, err = run(capsys, "gc", root, "--endpoint", f"ipc://{private}/nobody.sock")
-    assert code == 5 and "no worker answers" in err
+    assert code == 5 and "no worker listens" in err
 
 
 def test_gc_of_no_directory_is_exit_code_4_and_of_no_age_usage(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,7 @@ def test_dcp_becomes_a_torch_file_and_back_by_command(
 def test_only_some_keys_of_a_dcp_directory_go_into_a_torch_file(
     dcp: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(capsys, "convert", dcp, tmp_path / "a.pt", "--to", "torch", "--keys", "model", "step")[0] == 0
+    assert run(capsys, "convert", dcp, tmp_path / "a.pt", "--to", "torch", "--keys", "model", "--keys", "step")[0] == 0
     assert set(torch.load(tmp_path / "a.pt", weights_only=True)) == {"model", "step"}
 
 
@@ -99,7 +99,7 @@ def test_names_are_renamed_from_the_command_line(
     dcp: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "map.json").write_text(json.dumps({"step": "epoch"}))
-    arguments = ("--rename", "model.=net.", "--key-map", tmp_path / "map.json", "--keys", "model", "step")
+    arguments = ("--rename", "model.=net.", "--key-map", tmp_path / "map.json", "--keys", "model", "--keys", "step")
     code, out, _ = run(capsys, "convert", dcp, tmp_path / "a", "--to", "asyncckpt", *arguments, "--json")
     assert code == 0
     assert json.loads(out)["tensors"] == 1

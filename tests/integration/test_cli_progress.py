@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pathlib
+import re
 import sys
 
 import pytest
@@ -37,7 +38,9 @@ class Stream(io.StringIO):
 def checkpoints(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them, in the working directory, which differ in nothing."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("asyncckpt.cli.progress._REDRAW_S", 0.0)  # else a quick command draws what it happens to
+    monkeypatch.setenv("TERM", "xterm")
+    for period in ("_REDRAW_S", "_NEXT_LINE_S"):  # else a quick command draws what it happens to
+        monkeypatch.setattr(f"asyncckpt.cli.progress.{period}", 0.0)
     with asyncckpt.SyncCheckpointer() as checkpointer:
         for name in ("one", "two"):
             checkpointer.save({"w": torch.arange(300_000.0), "step": 1}, name)
@@ -53,12 +56,27 @@ def run(monkeypatch: pytest.MonkeyPatch, arguments: list[str], *, is_terminal: b
     return out.getvalue(), err.getvalue()
 
 
+def lines_of(written: str) -> list[str]:
+    """Return what a terminal shows in the end of what was written to it."""
+    lines, row = [""], 0
+    for order, text in re.findall("(\x1b\\[[?0-9;]*[A-Za-z]|[\r\n])|([^\x1b\r\n]+)", written):
+        if order == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif order == "\x1b[1A":
+            row -= 1
+        elif order == "\x1b[2K":
+            lines[row] = ""
+        lines[row] += text
+    return lines
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_terminal_sees_how_far_it_is_and_then_nothing_of_it(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
     out, err = run(monkeypatch, COMMANDS[command], is_terminal=True)
-    assert "100%" in err and "B/s" in err and "\r" not in out
-    *_, last, cursor = err.split("\r")
-    assert not last.strip() and cursor == "", "the line is cleared"
+    assert "100%" in err and "B/s" in err and "\r" not in out and "\x1b" not in out
+    assert "".join(lines_of(err)).strip() == "", "the bar is cleared"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -71,6 +89,36 @@ def test_without_a_terminal_nothing_is_drawn(command: str, monkeypatch: pytest.M
 def test_json_is_alone_even_on_a_terminal(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     out, err = run(monkeypatch, [*COMMANDS[command], "--json"], is_terminal=True)
     assert json.loads(out) and err == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_without_rich_a_terminal_sees_plain_lines(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"] or ["rich"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    out, err = run(monkeypatch, COMMANDS[command], is_terminal=True)
+    assert "100%" in err and "\x1b" not in err + out and "\r" not in err + out
+    assert all(line.endswith("B/s") for line in err.splitlines())
+
+
+@pytest.mark.parametrize(("columns", "encoding"), [("20", "utf-8"), ("80", "ascii")])
+def test_a_narrow_terminal_and_one_of_ascii_only_get_a_bar_that_they_can_show(
+    columns: str, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(Stream, "encoding", encoding)
+    err = run(monkeypatch, ["verify", "one"], is_terminal=True)[1]
+    drawn = re.sub("\x1b\\[[?0-9;]*[A-Za-z]", "", err).replace("\r", "\n").splitlines()
+    assert any(line.strip() for line in drawn) and max(map(len, drawn)) <= int(columns)
+    assert encoding == "utf-8" or err.isascii()
+    assert not re.search("\x1b\\[[0-9;]*3[0-9]", err), "a colour, in spite of NO_COLOR"
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    err = run(monkeypatch, ["verify", "one"], is_terminal=True)[1]
+    assert "100%" in err and "\x1b" not in err and "\r" not in err
 
 
 def test_where_nobody_knows_how_much_there_is_the_pace_alone_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,5 +139,5 @@ def test_a_command_that_fails_clears_its_line(tmp_path: pathlib.Path, monkeypatc
     with monkeypatch.context() as streams:
         streams.setattr(sys, "stderr", err)
         assert cli.main(["convert", "one", "made", "--to", "dcp"]) == 3
-    drawn, _, said = err.getvalue().rpartition("\r")
-    assert not drawn.rpartition("\r")[2].strip() and "differ from their checksum" in said
+    (said,) = [line for line in lines_of(err.getvalue()) if line.strip()]
+    assert "differ from their checksum" in said

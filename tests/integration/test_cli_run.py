@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 from real_worker import DEADLINE_S, RealWorker, running, status_of, wait_until
 
+from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.storage.catalog import read_manifest
-from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 from tests.leak_guard import fds_of
 from tests.torch_free_client import Client, Snapshot
 
@@ -141,7 +142,6 @@ def test_exit_code_is_the_commands_and_nothing_is_left(
         (("--threads", "1"), ("true",), "threads"),
         (("--port", "70000"), ("true",), "port"),
         (("--advertise", "two words"), ("true",), "advertise"),
-        (("--advertise", "no-such-host.invalid"), ("true",), "cannot be resolved"),
         (("--no-such-option",), ("true",), "--no-such-option"),
         (("--endpoint", "tcp://127.0.0.1:1"), ("true",), "ipc://"),
     ],
@@ -276,7 +276,7 @@ def _children(pid: int) -> list[int]:
 def test_saves_in_flight_are_finished_after_the_command(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
     done = call(environment, sys.executable, "-c", SAVES, str(tmp_path / "a"), "1", str(200 << 20))
     assert done.returncode == 0, done.stderr
-    assert read_manifest(str(tmp_path / "a"), Files()).step == 5
+    assert read_manifest(str(tmp_path / "a"), LocalStore()).step == 5
     assert "unfinished" not in done.stderr
 
 
@@ -302,6 +302,64 @@ def test_a_second_signal_ends_a_drain_that_takes_long(environment: dict[str, str
         assert "once more" in run.stderr.readline()
         run.terminate()
         assert "unfinished" in ended(run, 0)
+
+
+def test_a_worker_that_a_trainer_has_started_in_the_place_of_a_dead_one_is_drained_too(
+    environment: dict[str, str], endpoint: str, tmp_path: pathlib.Path
+) -> None:
+    patient = "import sys, asyncckpt.cli.run as run; run.RESTART_DELAYS_S = (60.0,); from asyncckpt.cli import main; "
+    patient += "sys.exit(main())"
+    another = shlex.join([sys.executable, "-m", "asyncckpt_worker", "--endpoint", endpoint, "--detach"])
+    save = shlex.join([sys.executable, "-c", SAVES, str(tmp_path / "a"), "1", str(200 << 20)])
+    script = f"kill -9 $(cat {tmp_path}/pid); {another} && {save}"
+    words = ("sh", "-c", f"while [ ! -e {tmp_path}/go ]; do sleep 0.05; done; {script}")
+    command = [sys.executable, "-c", patient, "run", "--endpoint", endpoint, "--", *words]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as run:
+        worker = RealWorker(endpoint)
+        (tmp_path / "pid").write_text(str(worker.pid))
+        (tmp_path / "go").touch()
+        said = ended(run, 0)
+    assert read_manifest(str(tmp_path / "a"), LocalStore()).step == 5 and "unfinished" not in said
+    assert not pathlib.Path(socket_path(endpoint)).exists(), "the other one has exited"
+
+
+# ---- the log
+
+
+def test_a_warning_is_told_of_and_both_logs_stay_also_where_the_older_one_has_it(
+    environment: dict[str, str], endpoint_dir: pathlib.Path
+) -> None:
+    rotate = 'log="${ASYNCCKPT_ENDPOINT#ipc://}"; log="${log%.sock}.log"; mv "$log" "$log.1"; echo new >"$log"; '
+    line = "2026-01-02 03:04:05.678 WARNING the disk is slow"
+    done = call(environment, "sh", "-c", f'{rotate} echo "{line}" >>"$log.1"; exit 7')
+    assert done.returncode == 7 and "tells of trouble" in done.stderr, done.stderr
+    assert sorted(pathlib.Path(name).suffix for name in leftovers(endpoint_dir)) == [".1", ".log"]
+
+
+def test_warnings_of_earlier_runs_in_a_log_that_is_named_are_not_told_again(
+    environment: dict[str, str], tmp_path: pathlib.Path
+) -> None:
+    log = tmp_path / "worker.log"
+    log.write_text("2026-01-02 03:04:05.678 WARNING the disk is slow\n")
+    done = call(environment, "true", options=("--log-file", str(log)))
+    assert done.returncode == 0 and "trouble" not in done.stderr, done.stderr
+    assert "drained" in log.read_text()
+
+
+def test_a_log_may_be_a_pipe_whose_reader_gets_all_of_it(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE, text=True) as reader:
+        done = call(environment, "true", options=("--log-file", str(tmp_path / "pipe")))
+        assert done.returncode == 0, done.stderr
+        assert "drained" in reader.communicate(timeout=DEADLINE_S)[0]
+
+
+def test_what_the_command_leaves_in_the_place_of_the_log_does_not_cost_its_exit_code(
+    environment: dict[str, str],
+) -> None:
+    script = 'log="${ASYNCCKPT_ENDPOINT#ipc://}"; log="${log%.sock}.log"; rm "$log"; mkdir "$log"; exit 7'
+    done = call(environment, "sh", "-c", script)
+    assert done.returncode == 7 and "asyncckpt run: [Errno" not in done.stderr, done.stderr
 
 
 # ---- signals
@@ -368,7 +426,7 @@ def test_a_hangup_that_only_the_sessions_leader_gets_is_passed_on(
 def test_a_signal_while_the_worker_starts_ends_it(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
     (tmp_path / "asyncckpt_worker").mkdir()
     (tmp_path / "asyncckpt_worker" / "__init__.py").write_text("")
-    (tmp_path / "asyncckpt_worker" / "__main__.py").write_text(
+    (tmp_path / "asyncckpt_worker" / "cli.py").write_text(
         f"import time; open({str(tmp_path / 'began')!r}, 'w').close(); time.sleep(60)"
     )
     environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"
@@ -385,4 +443,20 @@ def test_a_signal_while_the_worker_starts_ends_it(environment: dict[str, str], t
 def test_worker_start_takes_the_options_of_the_command(environment: dict[str, str], endpoint: str) -> None:
     command = [sys.executable, "-m", "asyncckpt", "worker", "start", "--endpoint", endpoint, "--idle-exit-s", "0.05"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and "idle" in done.stderr, done.stderr
+
+
+def test_a_directory_that_is_called_like_the_package_hides_no_worker(
+    environment: dict[str, str], endpoint: str, tmp_path: pathlib.Path
+) -> None:
+    for name in ("asyncckpt", "asyncckpt_worker"):
+        (tmp_path / name).mkdir()
+    installed = (
+        "import sys; sys.path.remove(''); from asyncckpt.cli import main; sys.exit(main())"  # as the script does
+    )
+    command = [sys.executable, "-c", installed, "worker", "start", "--endpoint", endpoint, "--idle-exit-s", "0.05"]
+    environment.pop("PYTHONPATH")
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0 and "idle" in done.stderr, done.stderr

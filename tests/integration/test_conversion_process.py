@@ -16,6 +16,7 @@ import torch
 from real_worker import wait_until
 
 import asyncckpt
+from asyncckpt import cli
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.storage.files import Files
 from tests.warm_python import WarmPython
@@ -31,7 +32,7 @@ LIMIT_NBYTES = 256_000_000
 MEASURED = """
 import resource, sys
 import asyncckpt
-from asyncckpt.conversion import converter
+from asyncckpt.interop import convert
 import torch
 torch.ones(10).view(torch.uint8).sum()
 open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far: proc(5)
@@ -141,10 +142,10 @@ sys.exit(main(sys.argv[4:]))
 @pytest.mark.parametrize(
     ("module", "step", "number", "stands"),
     [
-        ("converter", "prove_bytes", signal.SIGINT, "old"),
-        ("converter", "put_into_place", signal.SIGTERM, "old"),
-        ("publishing", "exchange", signal.SIGTERM, "new"),
-        ("publishing", "_settle", signal.SIGHUP, "new"),
+        ("convert", "verify_bytes", signal.SIGINT, "old"),
+        ("convert", "put_into_place", signal.SIGTERM, "old"),
+        ("publish", "fsync_directory", signal.SIGTERM, "new"),
+        ("publish", "_replace", signal.SIGHUP, "new"),
     ],
     ids=str,
 )
@@ -156,13 +157,45 @@ def test_a_signal_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one_w
     for name, value in (("old", 1.0), ("new", 2.0)):
         torch.save({name: torch.full((400_000,), value)}, tmp_path / f"{name}.pt")
     asyncckpt.convert(tmp_path / "old.pt", root / "out", to="asyncckpt")
-    where = [f"asyncckpt.conversion.{module}", step, str(int(number))]
+    where = [f"asyncckpt.interop.{module}", step, str(int(number))]
     arguments = ["convert", str(tmp_path / "new.pt"), str(root / "out"), "--to", "asyncckpt", "--overwrite"]
     assert warm_python.run(INTERRUPTED, *where, *arguments, timeout_s=DEADLINE_S).returncode == 128 + number
     assert os.listdir(root) == ["out"]
     ((name, tensor),) = asyncckpt.load(root / "out").items()
     assert name == stands
     assert torch.equal(tensor, torch.full((400_000,), {"old": 1.0, "new": 2.0}[name]))
+
+
+@pytest.mark.parametrize("kind", ["asyncckpt", "torch"])
+@pytest.mark.parametrize(
+    ("module", "step", "stands"),
+    [
+        ("publish", "_check_replaceable", "old"),
+        ("convert", "verify_bytes", "old"),
+        ("publish", "publish", "old"),
+        ("publish", "_replace", "old"),
+        ("publish", "fsync_directory", "new"),
+    ],
+    ids=str,
+)
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one_and_what_gc_removes(
+    module: str, step: str, stands: str, kind: str, tmp_path: pathlib.Path, warm_python: WarmPython
+) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    for name in ("old", "new"):
+        torch.save({name: torch.ones(1000)}, tmp_path / f"{name}.pt")
+    asyncckpt.convert(tmp_path / "old.pt", root / "out", to=kind)
+    where = [f"asyncckpt.interop.{module}", step, str(int(signal.SIGKILL))]
+    arguments = ["convert", str(tmp_path / "new.pt"), str(root / "out"), "--to", kind, "--overwrite"]
+    assert warm_python.run(INTERRUPTED, *where, *arguments, timeout_s=DEADLINE_S).returncode == -signal.SIGKILL
+    assert list(asyncckpt.load(root / "out")) == [stands]
+    left = [name for name in os.listdir(root) if name != "out"]
+    assert all(name.startswith(".out.") and name.endswith(".converting") for name in left)
+    asyncckpt.convert(tmp_path / "new.pt", root / "out", to=kind, overwrite=True)
+    assert list(asyncckpt.load(root / "out")) == ["new"]
+    assert cli.main(["gc", str(root), "--older-than", "0", "--delete"]) == 0
+    assert os.listdir(root) == ["out"]
 
 
 STARTING = """

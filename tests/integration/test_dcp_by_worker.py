@@ -37,6 +37,7 @@ from asyncckpt.errors import (
     WorkerUnavailableError,
 )
 from asyncckpt.pending import WriteFuture
+from asyncckpt.staging import streaming
 from asyncckpt.staging.slot_pool import SlotPool
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint
@@ -90,7 +91,7 @@ def test_what_is_saved_is_there(
     writer: StorageWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, one_file: bool, early: bool
 ) -> None:
     if early:
-        monkeypatch.setattr(staged_part, "EARLY_FROM_NBYTES", 1)
+        monkeypatch.setattr(streaming, "STREAMED_FROM_NBYTES", 1)
     writer.thread_count, writer.single_file_per_rank = threads, one_file
     for number in range(3):
         dcp_calls.save(state(number), writer, checkpoint_id=tmp_path / str(number))
@@ -149,7 +150,7 @@ def test_a_request_that_is_longer_than_its_room_gets_another_slot(
 def test_a_request_that_is_too_long_for_a_slot_that_is_being_written_is_said(
     writer: StorageWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staged_part, "EARLY_FROM_NBYTES", 1)
+    monkeypatch.setattr(streaming, "STREAMED_FROM_NBYTES", 1)
     monkeypatch.setattr(staged_part._Part, "_rooms", lambda part, nbytes: (8192, 8192))
     error = failure_of(lambda: dcp_calls.save({**state(), "text": "x" * 50_000}, writer))
     assert isinstance(error, SaveFailedError) and error.code == "request"
@@ -212,7 +213,7 @@ def test_a_planner_that_fails_leaves_the_older_one_alone(
     writer: StorageWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: bool, threads: int
 ) -> None:
     if early:
-        monkeypatch.setattr(staged_part, "EARLY_FROM_NBYTES", 1)
+        monkeypatch.setattr(streaming, "STREAMED_FROM_NBYTES", 1)
     writer.thread_count = threads
     error = failure_of(lambda: dcp_calls.save(state(), writer, planner=Fails()))
     assert isinstance(error, ZeroDivisionError)
@@ -236,7 +237,7 @@ def test_a_tensor_that_nobody_has_stored_is_found_after_the_same_plan_was_whole(
             return plans, dataclasses.replace(metadata, state_dict_metadata={**about, "more": about["model.w"]})
 
     if kind == "early":
-        monkeypatch.setattr(staged_part, "EARLY_FROM_NBYTES", 1)
+        monkeypatch.setattr(streaming, "STREAMED_FROM_NBYTES", 1)
     fields = {"arena_limit_bytes": 24 << 20} if kind == "ring" else {}
     rows = 100_000 if kind == "ring" else 300
     writer = StorageWriter(tmp_path / "c", endpoint=shared_worker.endpoint, **fields)
@@ -359,11 +360,11 @@ def test_a_trainer_that_is_killed_once_all_is_sealed_loses_nothing(
 
 @pytest.mark.parametrize("kind", ["whole", "early", "ring"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_worker_that_is_killed_is_replaced(
+def test_a_worker_that_is_killed_is_replaced_and_costs_at_most_a_save_through_a_ring(
     default_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, when: str
 ) -> None:
     if kind == "early":
-        monkeypatch.setattr(staged_part, "EARLY_FROM_NBYTES", 1)
+        monkeypatch.setattr(streaming, "STREAMED_FROM_NBYTES", 1)
     fields = {"arena_limit_bytes": 24 << 20} if kind == "ring" else {}
     writer = StorageWriter(tmp_path / "c", **fields)
     seal, killed = unsealed.Unsealed.seal, []
@@ -384,7 +385,18 @@ def test_a_worker_that_is_killed_is_replaced(
     monkeypatch.setattr(unsealed.Unsealed, "seal", sealed)
     expected = state(rows=100_000 if kind == "ring" else 3000)
     try:
-        dcp_calls.save(expected, writer)
+        if kind != "ring":
+            dcp_calls.save(expected, writer)
+        else:
+            try:
+                dcp_calls.save(expected, writer)
+                assert when == "after"
+            except CheckpointException as caught:
+                ((error, _),) = caught.failures.values()
+                assert isinstance(error, SaveFailedError) and error.code == "stream_lost"
+                gone(tmp_path / "c")
+                monkeypatch.setattr(unsealed.Unsealed, "seal", seal)
+                dcp_calls.save(expected, writer)
         assert_saved(tmp_path / "c", expected)
     finally:
         endpoint = writer._by_worker._desk.endpoint  # type: ignore[union-attr]

@@ -89,9 +89,9 @@ def test_the_guides_for_one_process_run_one_after_the_other(
 ) -> None:
     pages = ("saving", "resuming", "overlap", "manager", "dcp")
     code = [block for page in pages for block in blocks(f"guides/{page}")]
-    assert len(code) == 7
+    assert len(code) == 8
     said = run([sys.executable, "-c", "\n".join(code)], tmp_path, environment)
-    assert "goes on after step 300" in said
+    assert "resumes after step 300" in said
     made = {str(path.parent.relative_to(tmp_path / "runs")) for path in tmp_path.glob("runs/*/*/manifest.json")}
     assert made == {
         *(f"saving/step-{step}" for step in (100, 200, 300)),

@@ -28,7 +28,7 @@ from asyncckpt.errors import (
     SnapshotTornError,
 )
 from asyncckpt.memory.slot import STATE_STREAMED
-from asyncckpt.staging import early, moving
+from asyncckpt.staging import moving, streaming
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint
 
@@ -68,7 +68,7 @@ class Middle:
 
 @pytest.fixture
 def middle(monkeypatch: pytest.MonkeyPatch) -> Middle:
-    monkeypatch.setattr(early, "EARLY_FROM_NBYTES", 1)
+    monkeypatch.setattr(streaming, "STREAMED_FROM_NBYTES", 1)
     overlapping.copy_all_behind(monkeypatch.setattr)
     return Middle(monkeypatch)
 
@@ -188,10 +188,10 @@ TRAINER = """
 import os, sys, time
 import torch
 from asyncckpt import AsyncCheckpointer
-from asyncckpt.staging import early, moving
+from asyncckpt.staging import moving, streaming
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint
-early.EARLY_FROM_NBYTES = 1
+streaming.STREAMED_FROM_NBYTES = 1
 move, moved = moving.careful_move, []
 def held(target, source, nbytes):
     moved.append(nbytes)

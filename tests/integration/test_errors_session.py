@@ -51,7 +51,7 @@ class FakeWorker:
             )
             return [encode(welcome)]
         if isinstance(message, m.Heartbeat):
-            return [encode(m.Saves(id=message.id, changes=0, leader="", saves=()))]
+            return [encode(m.Saves(id=message.id, run="", outcomes=(), saves=()))]
         return [encode(m.Ok(id=message.id))]
 
     def _serve(self) -> None:
@@ -204,7 +204,7 @@ def test_a_hello_that_was_lost_is_repeated(fake: FakeWorker) -> None:
 
 def test_rows_reach_the_table_asked_for_or_not(fake: FakeWorker, trainer: Trainer) -> None:
     row = {"save_id": "000001-00000000-000000000000", "phase": "durable"}
-    fake.answer = lambda message: [encode(m.Saves(id=0, changes=0, leader="", saves=(row,)))]
+    fake.answer = lambda message: [encode(m.Saves(id=0, run="", outcomes=(), saves=(row,)))]
     wait_until(lambda: trainer.rows, "the row arrives")
     assert trainer.rows[0] == row
 

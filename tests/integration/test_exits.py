@@ -18,7 +18,7 @@ from exit_times import EXIT_S, TRIES, interpreter_s
 from real_worker import RealWorker, running, stop_whoever_serves, wait_until
 
 import asyncckpt
-from asyncckpt.protocol import lifecycle
+from asyncckpt.protocol import save_phases
 
 DEADLINE_S = 200.0
 """For a dozen interpreters that import torch's parts, and end, on a machine that others use too."""
@@ -177,7 +177,7 @@ def test_no_exit_waits_longer_than_five_seconds_for_a_worker_that_is_frozen(
         assert torch.equal(model["weight"], torch.full((100, 100), 1.0)), cases[number]
         assert torch.equal(model["bias"], torch.full((100,), 2.0)), cases[number]
     wait_until(lambda: not worker.status()["slots"], "all slots are freed")
-    wait_until(lambda: {row["phase"] for row in worker.status()["saves"]} <= lifecycle.ENDED, "all saves have ended")
+    wait_until(lambda: {row["phase"] for row in worker.status()["saves"]} <= save_phases.ENDED, "all saves have ended")
     assert not [n for n in range(len(CASES), len(cases)) if (tmp_path / "0" / str(n) / "manifest.json").exists()]
 
 

@@ -161,7 +161,7 @@ def test_one_rank_that_changed_makes_the_snapshot_of_all_new(shared_worker: Real
         first = new_save_id()
         told = []
         for number, seeds in enumerate([(0, 1), (0, 1), (0, 2), (3, 2), (3, 2)]):
-            save_id = first._replace(sequence=number)
+            save_id = first.with_parts(sequence=number)
             for rank, client in enumerate((zero, one)):
                 if number:
                     client.reopen(slots[rank])

@@ -33,7 +33,7 @@ from asyncckpt.errors import (
     StagingError,
     WorkerUnavailableError,
 )
-from asyncckpt.protocol import lifecycle
+from asyncckpt.protocol import save_phases
 from asyncckpt.staging import fence
 from asyncckpt.staging.copier import Copier
 from asyncckpt.staging.copy_cpu import SlotImage
@@ -416,7 +416,7 @@ def end_of(path: pathlib.Path, worker: RealWorker) -> str:
 
     def ends() -> list[str]:
         rows = [row for row in worker.status()["saves"] if row["path"] == str(path)]
-        return [row["phase"] for row in rows if row["phase"] in lifecycle.ENDED]
+        return [row["phase"] for row in rows if row["phase"] in save_phases.ENDED]
 
     wait_until(ends, "the save has ended")
     return ends()[-1]
@@ -461,7 +461,7 @@ def test_an_exit_waits_for_the_copies_but_five_seconds_only(
 
     assert_exits_in_time(exit_s)
     tmp_path /= "0"
-    assert end_of(tmp_path / "a", shared_worker) == (lifecycle.COMMITTED if way == "soon" else lifecycle.ABANDONED)
+    assert end_of(tmp_path / "a", shared_worker) == (save_phases.COMMITTED if way == "soon" else save_phases.ABANDONED)
     assert (tmp_path / "a" / "manifest.json").exists() is (way == "soon")
     if way == "soon":
         assert asyncckpt.load(tmp_path / "a")["model"]["weight"].shape == (1000, 1000)
@@ -475,7 +475,7 @@ def test_a_trainer_killed_under_a_copy_publishes_nothing(shared_worker: RealWork
             wait_until(lambda: str(tmp_path / "a") in paths_of(shared_worker), "the worker knows of the save")
         finally:
             trainer.kill()
-    assert end_of(tmp_path / "a", shared_worker) == lifecycle.ABANDONED
+    assert end_of(tmp_path / "a", shared_worker) == save_phases.ABANDONED
     assert not (tmp_path / "a" / "manifest.json").exists()
     wait_until(lambda: not shared_worker.status()["slots"], "its slot is freed")
 

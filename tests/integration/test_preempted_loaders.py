@@ -8,7 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import preempted_training
@@ -145,8 +145,8 @@ def test_what_cannot_be_proven_or_is_another_error_is_not_saved_and_passes(
     assert "is staged" not in said
 
 
-def test_ranks_whose_loaders_die_save_the_same_step(trainers: Any, tmp_path: pathlib.Path) -> None:
-    ranks = trainers("a loop", 2)
+def _signal_at_last_step(ranks: Sequence[Any]) -> None:
+    """Signal all ranks and their loaders when they have come to the last step; all end in order."""
     for one in ranks:
         one.read_until(f"step {LAST}")
     for one in ranks:
@@ -154,6 +154,11 @@ def test_ranks_whose_loaders_die_save_the_same_step(trainers: Any, tmp_path: pat
     for one in ranks:
         code, said = one.end()
         assert code == 0, said
+
+
+def test_ranks_whose_loaders_die_save_the_same_step(trainers: Any, tmp_path: pathlib.Path) -> None:
+    ranks = trainers("a loop", 2)
+    _signal_at_last_step(ranks)
     root = tmp_path / "runs"
     expected = str(root / f"step-{LAST:08d}")
     wait_until(lambda: asyncckpt.latest_checkpoint(root) == expected, "the worker has finished it")
@@ -171,3 +176,16 @@ def test_ranks_of_which_one_cannot_come_save_nothing_and_say_so(
     code, said = ranks[0].end()
     assert code != 0 and "nothing was saved" in said and "ranks [1] have not come" in said, said
     assert asyncckpt.latest_checkpoint(tmp_path / "runs") is None
+
+
+def test_where_loader_workers_ignore_the_signal_ranks_that_meet_in_each_backward_save_one_step(
+    trainers: Any, tmp_path: pathlib.Path
+) -> None:
+    ranks = trainers(preempted_training.IGNORED, 2)
+    _signal_at_last_step(ranks)
+    last = max(ranks[0].digests)
+    root = tmp_path / "runs"
+    expected = str(root / f"step-{last:08d}")
+    wait_until(lambda: asyncckpt.latest_checkpoint(root) == expected, "the worker has finished it")
+    assert max(ranks[1].digests) == last
+    assert digest_at(root, last) == ranks[0].digests[last]

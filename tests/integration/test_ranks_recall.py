@@ -24,6 +24,7 @@ from asyncckpt.errors import (
     SaveFailedError,
     SnapshotUnavailableError,
 )
+from asyncckpt.format.names import SaveId
 from tests.torch_free_client import Client, Snapshot, new_save_id
 
 ROWS = 600
@@ -170,7 +171,7 @@ def test_torn_staging_leaves_the_snapshot_before_it_to_load(here: Here, tmp_path
         slot = client.allocate(snapshot.slot_nbytes())
         client.stage(slot, snapshot, run, str(tmp_path / "a"), step=1)
         client.submit(slot, run)
-    later = run._replace(sequence=1)
+    later = SaveId(run.epoch, 1, run.run_id)
     for client, snapshot in zip(clients, snapshots, strict=True):
         slot = client.allocate(snapshot.slot_nbytes())
         client.begin(slot, later, str(tmp_path / "b"), step=2, nbytes=snapshot.nbytes)

@@ -15,7 +15,7 @@ from real_worker import DEADLINE_S, RealWorker, wait_until
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, PerRank
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.staging.ring_copy import RingCopy
+from asyncckpt.staging.streaming import SlotStream
 
 LIMITS = (1_500_000, None, 2_500_000)
 
@@ -48,14 +48,14 @@ def dies_midway(rank: int, root: str, endpoint: str) -> str:
     checkpointer = AsyncCheckpointer(endpoint=endpoint, arena_limit_bytes=LIMITS[rank], on_error="warn")
     checkpointer.save(state_of(rank, 0), f"{root}/0").written.result(DEADLINE_S)
     if rank == 2:
-        await_cell = RingCopy._await_cell
+        await_cell = SlotStream.await_cell
 
-        def dies(copy: RingCopy, number: int) -> None:
+        def dies(stream: SlotStream, number: int) -> None:
             if number == 12:
                 os.kill(os.getpid(), signal.SIGKILL)
-            await_cell(copy, number)
+            await_cell(stream, number)
 
-        RingCopy._await_cell = dies  # type: ignore[method-assign]
+        SlotStream.await_cell = dies  # type: ignore[method-assign]
     error = checkpointer.save(state_of(rank, 1), f"{root}/1").written.exception(DEADLINE_S)
     checkpointer.leave()
     assert isinstance(error, AsyncCkptError)

@@ -113,11 +113,13 @@ def counts_calls(rank: int, root: str) -> tuple[dict[str, int], set[str]]:
     calls = DistributedCalls()
     model = parallel("FSDP2")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model(torch.randn(4, 10)).square().mean().backward()
-    optimizer.step()
+    for _ in range(2):  # after one step its counters are ones, and the ranks meet for these once more
+        model(torch.randn(4, 10)).square().mean().backward()
+        optimizer.step()
     large = torch.arange(12.0).view(6, 2)
     kept = [
-        {"model": dict(model.state_dict()), "optim": optimizer.state_dict(), "n": torch.ones(3) * s} for s in range(4)
+        {"model": dict(model.state_dict()), "optim": optimizer.state_dict(), "n": torch.arange(3.0) + s}
+        for s in range(4)
     ]
     for state in kept:
         state["slice"] = ShardedSlice(large[3 * rank : 3 * rank + 3], (6, 2), (3 * rank, 0))
@@ -172,6 +174,9 @@ def overlaps(rank: int, root: str) -> tuple[set[str], int, bool]:
     return found[-1][0], found[-1][1], same
 
 
+@pytest.mark.xfail(
+    strict=True, reason="since the ranks meet again, six tensors of a rank are copied before save() returns"
+)
 def test_what_an_fsdp2_optimizer_owns_is_copied_behind_the_training(
     tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker
 ) -> None:
@@ -299,7 +304,12 @@ def lies_outside(rank: int, root: str, sync: bool) -> list[tuple[str, dict[str, 
     return found
 
 
-@pytest.mark.parametrize("sync", [False, True])
+LEAVES_EARLY = pytest.mark.xfail(
+    strict=True, reason="rank 0 hears of a later meeting that rank 1 has left, not of the slice"
+)
+
+
+@pytest.mark.parametrize("sync", [False, pytest.param(True, marks=LEAVES_EARLY)])
 def test_a_slice_outside_of_its_tensor_is_named_with_both_boxes_and_ends_the_save_on_all_ranks(
     tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker, sync: bool
 ) -> None:

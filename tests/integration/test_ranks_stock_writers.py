@@ -20,7 +20,7 @@ from sharded_samples import WHOLE
 import asyncckpt
 from asyncckpt.cli import main
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.foreign.verification import verify_any
+from asyncckpt.interop.sources.verify import verify_any
 from asyncckpt.storage.files import Files
 
 for _module in ("numpy", "safetensors", "fsspec"):

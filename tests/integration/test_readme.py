@@ -41,6 +41,26 @@ def test_it_is_short_and_shows_code_early() -> None:
     assert len((REPOSITORY / "CHANGELOG.md").read_text().splitlines()) <= 60
 
 
+def test_it_says_things_in_the_order_in_which_a_newcomer_asks() -> None:
+    titles = [line.removeprefix("## ") for line in README.splitlines() if line.startswith("## ")]
+    assert titles == [
+        *("Install", "Save and resume", "Several ranks", "A manager", "Use it with", "Commands", "Guarantees"),
+        *("Performance", "Limits", "More"),
+    ]
+    before, _, _ = README.partition("## Save and resume")
+    assert before.count("\n- **") == 3 and "It is not" in before
+    assert re.search(r"make demo .* minutes\nmake test .* minutes", before)
+    first, *_ = blocks("python")
+    assert len(first.splitlines()) <= 20 and "restore_latest" in first and "attach" not in first
+    assert README.partition("\n## Limits\n")[2].partition("\n## ")[0].count("\n- ") <= 6
+
+
+def test_the_table_of_figures_is_explained_where_it_stands() -> None:
+    said, _, table = README.partition("\n## Performance\n")[2].partition("<!-- front -->")
+    assert "*stall*:" in said and "*lost*:" in said
+    assert len(re.findall(r"^\| \S", table.partition("<!-- end -->")[0], re.MULTILINE)) == 6  # a head and five rows
+
+
 def test_python_block_saves_resumes_and_the_commands_answer(
     tmp_path: pathlib.Path, environment: dict[str, str]
 ) -> None:
@@ -75,4 +95,4 @@ def test_every_link_leads_to_a_file() -> None:
 
 
 def test_figures_are_those_of_the_result_file() -> None:
-    run([sys.executable, "-m", "benchmarks.table", "--check"], REPOSITORY, dict(os.environ))
+    run([sys.executable, "-m", "benchmarks.report", "--check"], REPOSITORY, dict(os.environ))

@@ -39,7 +39,7 @@ from asyncckpt.loading.recalled import read_from
 from asyncckpt.protocol import codec, messages
 from asyncckpt.recall.conversation import Conversation
 from asyncckpt.storage.files import Files
-from asyncckpt_worker import shortage
+from asyncckpt_worker.service import memory_pressure
 
 
 @pytest.fixture
@@ -426,7 +426,7 @@ def test_what_is_kept_goes_when_the_machine_is_short_of_memory(
     with AsyncCheckpointer() as saver:
         written(saver.save(state_of(1), tmp_path / "a"))
     wait_until(lambda: real_worker.status_of(here.endpoint)["kept"], "it is kept")
-    monkeypatch.setattr(shortage, "is_short", lambda total, available: True)
+    monkeypatch.setattr(memory_pressure, "is_short", lambda total, available: True)
     wait_until(lambda: not real_worker.status_of(here.endpoint)["kept"], "it is given up")
     assert is_state(asyncckpt.load(tmp_path / "a"), 1)
 

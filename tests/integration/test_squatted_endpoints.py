@@ -20,7 +20,7 @@ from asyncckpt.errors import AsyncCkptError, EndpointError
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt_worker.config import WorkerConfig
-from asyncckpt_worker.daemon import Daemon
+from asyncckpt_worker.service.daemon import Daemon
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+import resource
 import secrets
 import stat
 import subprocess
@@ -17,9 +18,11 @@ from typing import Any
 
 import pytest
 import zmq
+from real_worker import RealWorker
 
 from asyncckpt.errors import (
     CheckpointExistsError,
+    CommitTimeoutError,
     EndpointError,
     InsufficientMemoryError,
     ProtocolError,
@@ -29,15 +32,20 @@ from asyncckpt.errors import (
     WorkerUnavailableError,
     from_wire,
 )
-from asyncckpt.format.names import MANIFEST_NAME
+from asyncckpt.format.names import MANIFEST_NAME, SaveId
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.codec import MAX_FRAME_NBYTES, decode, encode
-from asyncckpt.protocol.lifecycle import BEGUN
+from asyncckpt.protocol.save_phases import OPEN
 from asyncckpt.storage.catalog import read_manifest
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 from asyncckpt_worker.config import WorkerConfig
-from asyncckpt_worker.daemon import Daemon
-from asyncckpt_worker.liveness import Liveness
+from asyncckpt_worker.core import saves
+from asyncckpt_worker.core.model import Save
+from asyncckpt_worker.core.tables import Tables
+from asyncckpt_worker.io.job_runner import MOUNT_LANES
+from asyncckpt_worker.service.daemon import Daemon
+from asyncckpt_worker.service.process_watch import Liveness
 from tests.torch_free_client import Client, ClientSlot, Order, Snapshot, encode_order, new_save_id
 
 
@@ -105,7 +113,7 @@ def test_save_commits_what_was_staged(endpoint: str, tmp_path: pathlib.Path, n_p
         row = client.save(slot, snapshot, path, step=1, metadata='{"loss": 0.5}')
     assert row["phase"] == "committed"
     assert row["report"]["nbytes"] > 3_000_000 and row["report"]["seconds_write"] > 0
-    manifest = read_manifest(path, Files())
+    manifest = read_manifest(path, LocalStore())
     assert (manifest.step, manifest.metadata, manifest.world_size) == (1, {"loss": 0.5}, 1)
     shards = sorted(pathlib.Path(path).glob("*.safetensors"))
     assert [s.read_bytes() for s in shards] == [bytes(image) for image in snapshot.images]
@@ -137,6 +145,35 @@ def test_lineage_counts_up_beside_committed_checkpoints(endpoint: str, tmp_path:
         assert ask() == 1
         client.save(slot, snapshot, str(tmp_path / "a"))
         assert ask() == 2
+
+
+class SlowDirectory(Files):
+    """A disk on which the names in one directory cannot be listed until it `answers`."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path, self.answers, self.scans = str(path), threading.Event(), 0
+
+    def listdir(self, path: str) -> list[str]:
+        if path == self.path:
+            self.scans += 1
+            assert self.answers.wait(60)
+        return super().listdir(path)
+
+
+def test_lineage_of_a_slow_directory_is_scanned_once_however_often_it_is_asked_for_and_delays_no_save_elsewhere(
+    endpoint: str, tmp_path: pathlib.Path
+) -> None:
+    files = SlowDirectory(tmp_path / "slow")
+    message = m.Lineage(id=1 << 40, run=secrets.token_hex(6), path=str(tmp_path / "slow" / "a"))
+    with running(endpoint, files), session(endpoint) as (asking, _, _), session(endpoint) as (client, slot, snapshot):
+        for _ in range(2 * MOUNT_LANES["prepare"]):
+            asking.send(message)
+        eventually(lambda: files.scans > 0)
+        assert asking.row(new_save_id()) is None  # all of them have been received
+        assert client.save(slot, snapshot, str(tmp_path / "elsewhere" / "a"))["phase"] == "committed"
+        files.answers.set()
+        assert asking.call(message).epoch == 1
+        assert files.scans == 1
 
 
 def test_modes_follow_the_umask_of_the_request(endpoint: str, tmp_path: pathlib.Path) -> None:
@@ -181,7 +218,7 @@ def test_two_ranks_commit_one_checkpoint(endpoint: str, tmp_path: pathlib.Path) 
             client.stage(slot, Snapshot(seed=client.rank, shard=(client.rank, 2)), save_id, path)
             client.submit(slot, save_id)
         assert zero.wait(save_id)["phase"] == one.wait(save_id)["phase"] == "committed"
-    assert [r.rank for r in read_manifest(path, Files()).ranks] == [0, 1]
+    assert [r.rank for r in read_manifest(path, LocalStore()).ranks] == [0, 1]
 
 
 # ---- what fails
@@ -345,11 +382,91 @@ def test_bug_of_the_brain_costs_one_save_and_not_the_worker(
         assert status(client)["counters"]["internal_errors"] == 1
 
 
+NO_DESCRIPTOR, NO_THREAD = OSError(errno.EMFILE, "simulated"), RuntimeError("can't start new thread")
+LOOP_STEPS = [
+    ("_server", "poll", zmq.ZMQError(errno.EMFILE)),
+    ("_server", "receive", zmq.ZMQError(errno.EMFILE)),
+    ("_peers", "receive", zmq.ZMQError(errno.EMFILE)),
+    ("_lanes", "results", NO_DESCRIPTOR),
+    ("_liveness", "dead", NO_DESCRIPTOR),
+    ("_keeper", "lives", NO_DESCRIPTOR),
+    ("_memory_pressure", "is_there", NO_DESCRIPTOR),
+    ("_observers", "turned", NO_THREAD),
+]
+
+
+@pytest.mark.parametrize(("part", "method", "error"), LOOP_STEPS)
+def test_step_of_the_control_loop_that_fails_costs_no_save(
+    endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, part: str, method: str, error: Exception
+) -> None:
+    failures = threading.Semaphore(0)
+
+    def fails(*_: Any, **__: Any) -> None:
+        failures.release()
+        raise error
+
+    with running(endpoint) as worker, session(endpoint) as (client, slot, snapshot):
+        with Client(endpoint) as other:  # the worker looks at the machine's memory for what it has left
+            other.hello()
+            other.save(other.allocate(snapshot.slot_nbytes()), snapshot, str(tmp_path / "a" / "1"))
+            other.goodbye()
+        eventually(lambda: bool(status(client)["kept"]))
+        monkeypatch.setattr(getattr(worker.daemon, part), method, fails)
+        for _ in range(2):  # more than one turn of the loop
+            assert failures.acquire(timeout=10)
+        monkeypatch.undo()
+        assert client.save(slot, snapshot, str(tmp_path / "c"))["phase"] == "committed"
+        assert status(client)["counters"]["internal_errors"] >= 2
+        worker.daemon.stop()
+        assert worker.join() is True
+
+
+def test_worker_without_a_free_descriptor_goes_on_once_there_is_one(worker: RealWorker, tmp_path: pathlib.Path) -> None:
+    with session(worker.endpoint) as (client, slot, snapshot), Client(worker.endpoint) as other:
+        other.hello()
+        other.save(other.allocate(snapshot.slot_nbytes()), snapshot, str(tmp_path / "a"))
+        other.goodbye()
+        eventually(lambda: bool(status(client)["kept"]))
+        before = resource.prlimit(worker.pid, resource.RLIMIT_NOFILE)
+        highest = max(int(number) for number in os.listdir(f"/proc/{worker.pid}/fd"))
+        resource.prlimit(worker.pid, resource.RLIMIT_NOFILE, (highest + 1, before[1]))
+        eventually(lambda: status(client)["counters"].get("internal_errors", 0) > 0)
+        resource.prlimit(worker.pid, resource.RLIMIT_NOFILE, before)
+        assert client.save(slot, snapshot, str(tmp_path / "b"))["phase"] == "committed"
+
+
+def test_bug_at_the_deadline_of_one_save_stops_neither_the_deadline_of_another_nor_the_drain(
+    endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(endpoint) as worker, Client(endpoint, world_size=2) as client:
+        client.hello()
+        snapshot = Snapshot()
+        staged: list[SaveId] = []
+        real = saves.deadline
+
+        def deadline(tables: Tables, save: Save) -> Any:
+            if save.save_id == str(staged[0]):
+                raise AssertionError("made up")
+            return real(tables, save)
+
+        monkeypatch.setattr(saves, "deadline", deadline)
+        for name in ("a", "b"):
+            slot = client.allocate(snapshot.slot_nbytes())
+            staged.append(new_save_id())
+            client.stage(slot, snapshot, staged[-1], str(tmp_path / name), commit_timeout_s=0.5)
+            client.submit(slot, staged[-1])
+        first, second = (from_wire(client.wait(save_id)["error"]) for save_id in staged)
+        assert first.code == "internal"  # type: ignore[attr-defined]
+        assert isinstance(second, CommitTimeoutError)
+        worker.daemon.stop()
+        assert worker.join() is True
+
+
 def test_job_that_cannot_be_begun_fails_its_save(
     endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(endpoint) as worker, session(endpoint) as (client, slot, snapshot):
-        real = worker.daemon._scheduler.submit
+        real = worker.daemon._lanes.submit
 
         def submit(lane: str, job: Any) -> None:
             if lane == "write":
@@ -357,9 +474,27 @@ def test_job_that_cannot_be_begun_fails_its_save(
                 raise RuntimeError("can't start new thread")
             real(lane, job)
 
-        monkeypatch.setattr(worker.daemon._scheduler, "submit", submit)
+        monkeypatch.setattr(worker.daemon._lanes, "submit", submit)
         assert failed(client.save(slot, snapshot, str(tmp_path / "a"))).code == "internal"  # type: ignore[attr-defined]
         assert client.save(slot, snapshot, str(tmp_path / "b"))["phase"] == "committed"
+
+
+def test_slot_whose_pages_cannot_be_faulted_in_ahead_of_use_is_lent_and_freed_like_any_other(
+    endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(endpoint) as worker, session(endpoint) as (client, _, snapshot):
+        real = worker.daemon._lanes.submit
+
+        def submit(lane: str, job: Any) -> None:
+            if lane == "populate":
+                raise RuntimeError("can't start new thread")
+            real(lane, job)
+
+        monkeypatch.setattr(worker.daemon._lanes, "submit", submit)
+        slot = client.allocate(snapshot.slot_nbytes(), populate=True)
+        assert client.save(slot, snapshot, str(tmp_path / "a"))["phase"] == "committed"
+        client.call(m.Release(id=client.next_id(), slot=slot.number))
+        eventually(lambda: slot.number not in worker.daemon._slots.numbers())
 
 
 def test_freeing_a_large_slot_holds_nobody_up(
@@ -425,7 +560,7 @@ def test_submit_of_an_open_slot_is_refused(endpoint: str, tmp_path: pathlib.Path
         client.begin(slot, save_id, str(tmp_path / "a"), nbytes=snapshot.nbytes)
         with pytest.raises(UnknownSaveError, match="OPEN"):
             client.submit(slot, save_id)
-        client.wait(save_id, frozenset({BEGUN}))
+        client.wait(save_id, frozenset({OPEN}))
 
 
 # ---- the wire
@@ -495,10 +630,10 @@ def test_flood_of_random_frames_leaves_the_worker_serving(endpoint: str, rng: An
 
 def test_peer_of_another_version_is_told_so(endpoint: str) -> None:
     with running(endpoint), Client(endpoint) as client:
-        client.socket.send_multipart([b"ACKP\x09\x00", HELLO[1]])
+        client.socket.send_multipart([b"ACKP" + (m.PROTOCOL_VERSION + 1).to_bytes(2, "little"), HELLO[1]])
         assert client.socket.poll(60_000)
         frames = client.socket.recv_multipart()
-        # What version 9 sees: our header, hence its own ProtocolVersionError; what we say is the same.
+        # What another version sees: our header, hence its own ProtocolVersionError; what we say is the same.
         reply = decode(frames, m.REPLIES)
         assert isinstance(reply, m.Refused) and reply.id == 5
         assert isinstance(from_wire(reply.error), ProtocolVersionError)
@@ -524,7 +659,7 @@ def test_stop_finishes_what_is_in_flight_and_refuses_new_sessions(endpoint: str,
             late.hello()
         gate.set()
         assert worker.join() is True
-    read_manifest(str(tmp_path / "a"), Files())
+    read_manifest(str(tmp_path / "a"), LocalStore())
 
 
 def test_stop_takes_up_a_sealed_slot_whose_doorbell_did_not_come(endpoint: str, tmp_path: pathlib.Path) -> None:
@@ -532,7 +667,7 @@ def test_stop_takes_up_a_sealed_slot_whose_doorbell_did_not_come(endpoint: str, 
         client.stage(slot, snapshot, new_save_id(), str(tmp_path / "a"))
         worker.daemon.stop()
         assert worker.join() is True
-    read_manifest(str(tmp_path / "a"), Files())
+    read_manifest(str(tmp_path / "a"), LocalStore())
 
 
 def test_drain_timeout_ends_a_wedged_save(endpoint: str, tmp_path: pathlib.Path) -> None:

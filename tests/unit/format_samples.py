@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncckpt.format.checksum import block_count, block_digest, file_checksum
+from asyncckpt.format.checksums import block_count, block_digest, file_checksum
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord, encode_index
 from asyncckpt.format.layout import BoxSpec, build_layout
 from asyncckpt.format.manifest import Manifest, RankRecord

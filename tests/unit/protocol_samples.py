@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncckpt.errors import CommitTimeoutError, SaveFailedError, to_wire
 from asyncckpt.protocol import messages as m
-from asyncckpt.protocol import relay as r
+from asyncckpt.protocol import node_tables as nt
 from asyncckpt.protocol.request import PartRange, SaveRequest
 from asyncckpt.protocol.samples import encode_samples
 
@@ -87,38 +87,63 @@ MESSAGES: tuple[m.Message, ...] = (
             {"save_id": SAVE_ID, "phase": "failed", "error": to_wire(CommitTimeoutError("late", missing_ranks=[1]))},
             {"save_id": SAVE_ID, "phase": "durable", "report": {}, "missing": [1, 3]},
         ),
-        changes=2,
-        leader=HEX,
+        run="0123456789ab",
+        outcomes=((0, True), (1, False)),
     ),
     m.StatusReport(id=10, report={"sessions": [], "draining": False}),
 )
 BETWEEN_WORKERS: tuple[m.Message, ...] = (
-    r.Piece(stream=HEX, sender=HEX, number=1, first=1, more=False, data=b"record", taken=0),
-    r.Waits(stream=HEX, saves=({"save_id": SAVE_ID, "phase": "submitted", "missing": [3]},)),
-    r.Unlinked(stream=HEX, sender=HEX),
-    r.Joined(rank=1, world_size=2, attempt=1, opened=1),
-    r.Left(rank=1, why="its process 7 died"),
-    r.Asked(rank=1, path="/runs/a/step-300"),
-    r.Begun(
-        save_id=SAVE_ID,
-        rank=1,
-        step=300,
-        path="/runs/a",
-        nbytes=1,
-        umask=0o022,
-        overwrite=False,
-        commit_timeout_s=1800.0,
-        resumed=False,
+    nt.Report(
+        sender=HEX,
+        counter=7,
+        to=HEX,
+        world_size=2,
+        ranks=({"rank": 1, "attempt": 1, "gone": "its process 7 died"},),
+        saves=(SAVE_ID,),
+        parts=(
+            {
+                "save_id": SAVE_ID,
+                "rank": 1,
+                "phase": "durable",
+                "step": 300,
+                "path": "/runs/a",
+                "nbytes": 1,
+                "umask": 0o022,
+                "overwrite": False,
+                "commit_timeout_s": 1800.0,
+                "recovering": False,
+                "streamed": False,
+                "writing": False,
+                "request": b"request",
+                "result": {"index_name": "x"},
+                "report": {"nbytes": 7},
+                "consent": True,
+                "reason": "",
+            },
+        ),
+        failures=({"save_id": SAVE_ID, "outcome": "failed", "error": to_wire(SaveFailedError("full", code="ENOSPC"))},),
+        withdrawals=({"save_id": SAVE_ID, "rank": 1, "reason": "the copy failed", "skipped": False},),
+        questions=({"rank": 1, "path": "/runs/a/step-300", "number": 3},),
     ),
-    r.Ringed(save_id=SAVE_ID, rank=1, writing=True),
-    r.Sealed(save_id=SAVE_ID, rank=1, request=b"request"),
-    r.Delivered(save_id=SAVE_ID, rank=1, result={"index_name": "x"}, report={"nbytes": 7}),
-    r.GaveUp(save_id=SAVE_ID, outcome="failed", error=to_wire(SaveFailedError("disk full", code="ENOSPC"))),
-    r.Declined(save_id=SAVE_ID, rank=1, reason="the copy failed", skipped=False),
-    r.Consented(save_id=SAVE_ID, rank=1, granted=True, reason=""),
-    r.EpochFound(path="/runs/a", epoch=3, error={}),
-    r.Ended(save_id=SAVE_ID, outcome="committed", error={}, report={"seconds_commit": 0.5}),
-    r.Changed(data=b"change"),
+    nt.Outcomes(
+        sender=HEX,
+        counter=8,
+        to=HEX,
+        saves=(
+            {
+                "save_id": SAVE_ID,
+                "outcome": "",
+                "error": {},
+                "report": {"seconds_commit": 0.5},
+                "missing": (3,),
+                "known": ((1, "sealed"),),
+            },
+        ),
+        epochs=({"path": "/runs/a/step-300", "number": 3, "epoch": 2, "error": {}},),
+        decided=((3, True), (4, False)),
+        gone=(1,),
+        error={},
+    ),
 )
 BODY_END = 1 << 20
 REQUEST = SaveRequest(
@@ -141,5 +166,5 @@ REQUEST = SaveRequest(
     hook_timeout_s=0,
     plan=HEX,
     samples=encode_samples([("model.weight", True, b"8 bytes!"), ("model.bias", False, bytes(8))]),
-    contribution=b"opaque",
+    changed=True,
 )

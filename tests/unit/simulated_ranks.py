@@ -14,8 +14,8 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.format.structure import decode_structure
 from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.planning.agreement import Agreement, by_shards
-from asyncckpt.planning.contributions import Change, Contribution, candidates, decode_contributions, with_digests
-from asyncckpt.planning.digests import Samples, digests_for, news_of, sample_digests, shard_digests_for
+from asyncckpt.planning.contributions import candidates, decode_contributions, with_digests
+from asyncckpt.planning.digests import Samples, digests_for, sample_digests, shard_digests_for
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache, contribution_of
 from asyncckpt.planning.shard_comparison import compare_shards
@@ -44,15 +44,8 @@ class Ranks:
         assert self.plans[0].agreement is not None
         return self.plans[0].agreement
 
-    def apply(self, change: Change, *, compared: bool = False) -> None:
-        """Let every rank apply a change, as it decodes it; `compared`: they have met."""
-        raw = change.encode()
-        for plans in self.plans:
-            assert plans.agreement is not None
-            plans.agreement = plans.agreement.extended(Change.decode(raw), raw, compared=compared)
-
-    def exchange(self, states: Sequence[State], *, compare: bool = True, settle: bool = True) -> None:
-        """The first exchange, in two phases; `settle`: and the second look at what it left open."""
+    def meet(self, states: Sequence[State], *, compare: bool = True) -> None:
+        """Let all ranks meet with what they hold, in two rounds."""
         flats = [flatten(state) for state in states]
         given = decode_contributions({rank: contribution_of(flat).encode() for rank, flat in enumerate(flats)})
         book = self.agreement.shards.extended(by_shards(given), {})
@@ -62,21 +55,23 @@ class Ranks:
             shards = {r: shard_digests_for(flats[r], book.compared(given[r].shards, r)) for r in given}
             compare_shards(book, given, shards)
             given = with_digests(given, {rank: digests_for(flats[rank], wanted[rank]) for rank in wanted})
-        self.apply(Change(contributions=given), compared=True)
+        self.agree(self.agreement.after(given))
         self.agreement.shards.check()
-        again = self.news(states, compare=compare) if settle else {}
-        if again:  # tensors as they were initialised are looked at twice
-            self.apply(Change(contributions=again))
 
-    def news(self, states: Sequence[State | None], *, compare: bool = True) -> dict[int, Contribution]:
-        """What the ranks whose structure is new would attach; None: that rank does not save."""
-        found = {}
-        for rank, state in enumerate(states):
-            if state is not None:
-                plan, flat = self.plans[rank].take(state)
-                if plan.news:
-                    found[rank] = news_of(plan, flat, compare=compare)
-        return found
+    def agree(self, agreement: Agreement) -> None:
+        """Give every rank this agreement."""
+        for plans in self.plans:
+            plans.agreement = agreement
+
+    def exchange(self, states: Sequence[State], *, compare: bool = True) -> None:
+        """Let the ranks meet, and meet again if that left something open: tensors as they were initialised."""
+        self.meet(states, compare=compare)
+        if any(self.changed(states)):
+            self.meet(states, compare=compare)
+
+    def changed(self, states: Sequence[State]) -> list[bool]:
+        """Return whether each rank holds something that is not agreed upon."""
+        return [bool(plans.take(state)[0].news) for plans, state in zip(self.plans, states, strict=True)]
 
     def samples(self, states: Sequence[State], sequence: int) -> list[Samples]:
         """What every rank gives for comparison."""

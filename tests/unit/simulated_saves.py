@@ -22,8 +22,8 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.hand_over import hand_over
 from asyncckpt.handle import SaveHandle
 from asyncckpt.memory.arena import SlotMemory
-from asyncckpt.memory.ring import Counters, Ring
 from asyncckpt.memory.slot import REQUEST_OFFSET_OFFSET, SlotControl
+from asyncckpt.memory.streaming import Counters, StreamLayout
 from asyncckpt.parts import CheckpointProcess
 from asyncckpt.pending import StagedSnapshot
 from asyncckpt.protocol.request import SaveRequest, decode_request
@@ -43,6 +43,7 @@ class Process(CheckpointProcess):
     def __init__(self, config: CheckpointerConfig) -> None:
         self.numbers = itertools.count(1)
         self.made: list[LentSlot] = []
+        self.config = config
         self.pool = SlotPool(config, self._allocate, lambda slot: None)
         self.lineage = SimpleNamespace(epoch_for=lambda path, run: 1)
         self.hooks = SimpleNamespace(asks=False)
@@ -55,12 +56,11 @@ class Process(CheckpointProcess):
         self.rng = random.Random(0)
 
     def stream(self, save_id: SaveId, slot: LentSlot) -> Callable[[], bool]:
-        """Read a ring while it is filled."""
+        """Read a ring while it is filled; of a slot with room for everything nobody writes before the seal."""
+        if not slot.is_ring:
+            return lambda: False
         self.rings[str(save_id)] = reader = RingReader(slot, self.rng)
         return reader.check
-
-    def announce(self, save_id: SaveId, slot: LentSlot) -> None:
-        """Nobody writes before the seal."""
 
     def _allocate(self, nbytes: int, _within_s: float | None) -> LentSlot:
         slot = LentSlot(number=next(self.numbers), memory=SlotMemory.create(nbytes))
@@ -122,7 +122,8 @@ class RingReader:
         assert streamed
         self.request = decode_request(raw, slot.memory.nbytes - 4096)
         parts = self.request.parts
-        self.ring = Ring([p.nbytes for p in parts], self.request.ring_segment_nbytes, self.request.ring_segments)
+        cut = self.request.ring_segment_nbytes, self.request.ring_segments
+        self.ring = StreamLayout([(p.offset, p.nbytes) for p in parts], *cut)
         self.image = bytearray(parts[-1].offset + -(-parts[-1].nbytes // 4096) * 4096)
         self.error: Exception | None = None
         self.held, self.between = threading.Event(), threading.Event()
@@ -143,7 +144,7 @@ class RingReader:
         while number < len(self.ring.segments) and time.monotonic() < deadline:
             if not memory.control.is_written(self._generation):
                 return
-            filled = counters.filled
+            filled = self.ring.count_in(counters.filled)
             self.most = max(self.most, filled - number)
             if filled == number or self.held.is_set():
                 time.sleep(0.0002)
@@ -154,7 +155,7 @@ class RingReader:
                 start = self.request.parts[segment.part].offset + segment.start
                 self.image[start : start + nbytes] = memory.mapping.view()[at : at + nbytes]
                 number = one + 1
-            counters.freed = number
+            counters.freed = self.ring.end_of(number)
 
 
 class Saver:
@@ -220,7 +221,7 @@ def ranks_saver(device: SimulatedDevice, ranks: Ranks, **fields: Any) -> Saver:
     stager: Any = saver.stager
     stager._ranks = SimpleNamespace(
         rank=RankInfo(0, 2), alone=False, must_meet=False, run_id="0123456789ab", agreement=ranks.agreement,
-        advance=lambda sequence: None,
+        awaits=lambda sequence: None, refuse=lambda *_: None,
     )  # fmt: skip
     stager._requests._rank = RankInfo(0, 2)
     return saver

@@ -13,21 +13,25 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from worker_bench import all_saves
+
 from asyncckpt.errors import SaveFailedError, to_wire
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId, index_name
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.codec import decode, encode
-from asyncckpt.protocol.lifecycle import COMMITTED, DURABLE, ENDED, UNKNOWN
-from asyncckpt.protocol.relay import PEER_MESSAGES
+from asyncckpt.protocol.node_tables import MAX_NODE_FRAME_NBYTES, NODE_MESSAGES
 from asyncckpt.protocol.request import PartRange, SaveRequest
-from asyncckpt.storage.rank_job import RankResult
-from asyncckpt_worker import actions as ac
-from asyncckpt_worker import events as ev
-from asyncckpt_worker.ending import BrainConfig
-from asyncckpt_worker.leading import FORGET_S
-from asyncckpt_worker.records import Save
-from asyncckpt_worker.state import Brain
+from asyncckpt.protocol.save_phases import COMMITTED, DURABLE, ENDED, UNKNOWN
+from asyncckpt.storage.rank_writer import RankResult
+from asyncckpt_worker.core import actions as ac
+from asyncckpt_worker.core import events as ev
+from asyncckpt_worker.core.decider import FORGET_S
+from asyncckpt_worker.core.ended import EndedSave
+from asyncckpt_worker.core.machine import Brain
+from asyncckpt_worker.core.model import Save
+from asyncckpt_worker.core.resources import Connection, Listener
+from asyncckpt_worker.core.shutdown import BrainConfig
 
 ERROR = to_wire(SaveFailedError("the simulated disk failed", code="EIO"))
 KEY, SECRET = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7", "D:)Q[IlAW!ahhC2ac:9*A}h:p?([4%wOTJ%JR%cs"
@@ -59,8 +63,7 @@ class Rank:
     epoch: int | None = None
     sequence: int = 0
     hooked: bool = False
-    leader: str = ""
-    changes: int = 0
+    outcomes: dict[int, bool] = field(default_factory=dict)
     attempts: int = 0
     open: dict[str, str] = field(default_factory=dict)
     """Save id -> the slot's state: begun, sealed."""
@@ -76,12 +79,38 @@ class Rank:
 class Node:
     """A worker: its brain, its jobs, its slots."""
 
-    brain: Brain
+    config: BrainConfig
+    now: float
     jobs: list[Any] = field(default_factory=list)
     memory: dict[int, tuple[int, SaveRequest | None]] = field(default_factory=dict)
-    connects: dict[str, ac.Connect] = field(default_factory=dict)
+    connects: dict[str, Connection] = field(default_factory=dict)
     listens: bool = False
     gone: bool = False
+
+    def __post_init__(self) -> None:
+        self.brain = Brain(self.config, self.now, self)
+
+    def watch(self, session: str, pid: int, pid_start: int) -> bool:
+        """See `Resources`."""
+        return True
+
+    def create_slot(self, number: int, nbytes: int, *, populate: bool) -> tuple[int, bytes]:
+        """See `Resources`."""
+        self.memory[number] = (0, None)
+        return number, b"t" * 16
+
+    def listen(self, port: int, secret: str) -> Listener:
+        """See `Resources`."""
+        self.listens = True
+        return Listener(address="tcp://first:7000", public=KEY, secret=secret or SECRET)
+
+    def connect(self, connection: Connection) -> None:
+        """See `Resources`."""
+        self.connects[connection.run] = connection
+
+    def disconnect(self, run: str) -> None:
+        """See `Resources`."""
+        self.connects.pop(run, None)
 
 
 class Workers:
@@ -102,7 +131,7 @@ class Workers:
         self.cut: set[int] = set()
         """Nodes that are cut off from the first."""
 
-        self.nodes = [Node(self.new_brain()) for _ in range(n_nodes)]
+        self.nodes = [self.new_node() for _ in range(n_nodes)]
         self.ranks: list[Rank] = []
         self.wire: list[tuple[int, ev.Relayed, str]] = []
         self.written: set[tuple[str, int]] = set()
@@ -129,8 +158,8 @@ class Workers:
     def luck(self, share: float) -> bool:
         return self.random.random() < share
 
-    def new_brain(self) -> Brain:
-        return Brain(replace(CONFIG, instance=f"{self.random.getrandbits(64):016x}"), self.now)
+    def new_node(self) -> Node:
+        return Node(replace(CONFIG, instance=f"{self.random.getrandbits(64):016x}"), self.now)
 
     # ---- surroundings of a brain
 
@@ -148,11 +177,6 @@ class Workers:
                 said.append(action.message)
                 if isinstance(action.message, m.Saves):
                     self.tell(n, action.peer, action.message)
-            case ac.Watch():
-                return [ev.Watched(now=self.now, session=action.session, alive=True)]
-            case ac.CreateSlot():
-                node.memory[action.slot] = (0, None)
-                return [ev.SlotCreated(now=self.now, slot=action.slot, fd=action.slot, token=b"t" * 16)]
             case ac.AdoptSlot():
                 node.memory[action.slot] = self.handed.pop(action.fd)
                 return [ev.SlotCreated(now=self.now, slot=action.slot, fd=action.fd, token=action.token)]
@@ -161,19 +185,13 @@ class Workers:
             case ac.ReadSlot():
                 generation, request = node.memory[action.slot]
                 return [ev.SlotRead(now=self.now, slot=action.slot, generation=generation, request=request)]
-            case ac.Listen():
-                node.listens = True
-                secret = action.secret or SECRET
-                return [ev.Listening(now=self.now, address="tcp://first:7000", public=KEY, secret=secret)]
-            case ac.Connect():
-                node.connects[action.run] = action
-            case ac.Disconnect():
-                node.connects.pop(action.run, None)
             case ac.Relay():
                 self.relay(n, node, action)
             case ac.Commit():
                 self.check_commit(n, action)
                 node.jobs.append(action)
+            case ac.Fault():
+                raise action.error
             case ac.Log():
                 assert action.count != "protocol_errors", action
             case ac.Prepare() | ac.Write() | ac.Remove() | ac.ScanLineage():
@@ -181,7 +199,7 @@ class Workers:
         return []
 
     def relay(self, n: int, node: Node, action: ac.Relay) -> None:
-        message = decode(encode(action.message), PEER_MESSAGES)
+        message = decode(encode(action.message, MAX_NODE_FRAME_NBYTES), NODE_MESSAGES, MAX_NODE_FRAME_NBYTES)
         if action.route:
             to, instance = int(action.route.partition(b"/")[0]), action.route.partition(b"/")[2].decode()
             event = ev.Relayed(now=0.0, run=action.run, route=b"", message=message)
@@ -253,7 +271,7 @@ class Workers:
                 self.remove(job.save_id)
                 self.feed(n, ev.Removed(now=self.now, save_id=job.save_id))
             case ac.ScanLineage():
-                fields = {"peer": job.peer, "id": job.id, "run": job.run, "path": job.path}
+                fields = {"run": job.run, "path": job.path}
                 self.feed(n, ev.LineageScanned(now=self.now, epoch=1, **fields))
 
     def is_whole(self, save_id: str) -> bool:
@@ -327,9 +345,8 @@ class Workers:
         rank = next((r for r in self.ranks if r.alive and r.node == n and r.session.encode() == peer), None)
         if rank is None:
             return
-        if saves.leader and saves.leader != rank.leader:
-            rank.leader, rank.changes = saves.leader, 0
-        rank.changes = max(rank.changes, saves.changes)
+        for sequence, meet in saves.outcomes if saves.run == rank.run else ():
+            assert rank.outcomes.setdefault(sequence, meet) == meet or self.died, "an outcome was told twice"
         for row in saves.saves:
             save_id, phase = row["save_id"], row["phase"]
             if phase in ENDED:
@@ -420,7 +437,7 @@ class Workers:
             hook_timeout_s=1000.0 if rank.hooked else 0,
             plan="0" * 16,
             samples=b"",
-            contribution=self.random.choice((b"", b"news")),
+            changed=self.random.random() < 0.5,
         )
         rank.open[save_id] = "sealed"
         self.sealed.add((save_id, rank.rank))
@@ -438,7 +455,7 @@ class Workers:
     def kill_worker(self, n: int) -> None:
         """Its ranks live, and find another worker: what was theirs is handed over, or given up as users may want."""
         self.died = True
-        old, self.nodes[n] = self.nodes[n], Node(self.new_brain())
+        old, self.nodes[n] = self.nodes[n], self.new_node()
         for job in [job for job in old.jobs if self.luck(0.5)]:  # done, and nobody has heard of it
             match job:
                 case ac.Write():
@@ -555,7 +572,7 @@ class Workers:
 
     def check_end(self) -> None:
         for n, node in [(n, node) for n, node in enumerate(self.nodes) if not node.gone]:
-            for save in node.brain.tables.saves.values():
+            for save in all_saves(node.brain.tables):
                 assert save.outcome is not None, f"node {n}: {save.save_id} never ended: {shown(save)}"
                 committed = save.save_id in self.commits
                 assert save.outcome != COMMITTED or committed, f"node {n}: {save.save_id} is no commit"
@@ -567,7 +584,7 @@ class Workers:
             assert not {COMMITTED, "failed"} <= heard, f"{save_id}: ranks were told {heard}"
             assert "failed" not in heard or save_id not in self.commits, f"{save_id} is committed, but told as failed"
         self.check_nothing_lost()
-        self.check_changes()
+        self.check_deciders()
 
     def check_nothing_lost(self) -> None:
         for rank in self.ranks:
@@ -575,18 +592,19 @@ class Workers:
                 save_id = f"{rank.epoch or 0:06d}-{sequence:08d}-{rank.run}"
                 whole = all((save_id, r) in self.sealed for r in range(rank.world_size))
                 if whole and save_id not in self.harmed | self.withdrawn:
-                    outcomes = [shown(n.brain.tables.saves.get(save_id)) for n in self.nodes]
+                    outcomes = [shown(n.brain.tables.find(save_id)) for n in self.nodes]
                     assert save_id in self.commits, f"{save_id} was staged and is lost: {outcomes}"
 
-    def check_changes(self) -> None:
-        """Every follower has the changes of the leader, in its order."""
+    def check_deciders(self) -> None:
+        """Every follower knows who decides, and what was decided."""
         for run_id in {r.run for r in self.ranks if r.rank == 0 and r.alive}:  # the others have no leader any more
             first = self.nodes[0].brain.tables.runs.get(run_id)
             for node in [node for node in self.nodes[1:] if not node.gone]:
                 run = node.brain.tables.runs.get(run_id)
                 if first is not None and run is not None and run.followed and run.members:
                     assert run.leader == self.nodes[0].brain.tables.instance
-                    assert run.changes == first.changes
+                    assert run.outcomes.keys() >= first.outcomes.keys()
+                    assert self.died or run.outcomes == first.outcomes
 
 
 def result_of(save_id: str, rank: int) -> RankResult:
@@ -603,9 +621,11 @@ def result_of(save_id: str, rank: int) -> RankResult:
     return RankResult(record=record, nbytes=1, seconds={"write": 0.5}, direct=True)
 
 
-def shown(save: Save | None) -> str:
+def shown(save: Save | EndedSave | None) -> str:
     """Say what became of a save, briefly."""
     if save is None:
         return "unknown here"
-    ranks = {r: (e.phase, f"told {e.told}", e.link, e.needs_consent) for r, e in save.ranks.items()}
+    if isinstance(save, EndedSave):
+        return f"{save.outcome}, {dict(save.phases(save.world_size))}, {save.error}"
+    ranks = {r: (e.phase, f"known {e.known}", e.link, e.needs_consent) for r, e in save.ranks.items()}
     return f"{save.outcome}, {ranks}, given up {save.given_up}, sealed since {save.sealed_since}, {save.error}"

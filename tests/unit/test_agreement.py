@@ -1,4 +1,4 @@
-"""Who writes what: the rules by which an agreement grows, and that no two ranks ever write one name twice."""
+"""Who writes what: the rules by which ranks agree when they meet, and that no two ranks ever write one name twice."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import pytest
 
 from asyncckpt.errors import ProtocolError
 from asyncckpt.planning.agreement import MAX_SHAPES, Agreement, Duty, DutyKind
-from asyncckpt.planning.contributions import Change, Contribution, TensorKey
+from asyncckpt.planning.contributions import Contribution, TensorKey, as_claim
 
 SHARED, SOLE, PER_RANK, NEWS = DutyKind.SHARED, DutyKind.SOLE, DutyKind.PER_RANK, DutyKind.NEWS
 W: TensorKey = ("w", "float32", (4, 3))
 BIG: TensorKey = ("big", "float32", (1024, 1024))
 ONE, TWO = b"11111111", b"22222222"
+WEAK = as_claim(ONE, weak=True)
 
 
 def of(*held: tuple[TensorKey, bytes], own_nbytes: int = 0) -> Contribution:
     return Contribution(tensors=tuple(k for k, _ in held), own_nbytes=own_nbytes, digests=tuple(d for _, d in held))
 
 
-def grown(agreement: Agreement, contributions: dict[int, Contribution], per_rank: tuple[str, ...] = ()) -> Agreement:
-    change = Change(contributions=contributions, per_rank=per_rank)
-    return agreement.extended(change, change.encode())
+def met(agreement: Agreement, *contributions: Contribution, per_rank: tuple[str, ...] = ()) -> Agreement:
+    """Return the agreement after a meeting of all ranks."""
+    return agreement.after(dict(enumerate(contributions)), per_rank)
 
 
 def agreed(*contributions: Contribution) -> Agreement:
-    return grown(Agreement.start(len(contributions)), dict(enumerate(contributions)))
+    return met(Agreement.start(len(contributions)), *contributions)
 
 
 def kinds(agreement: Agreement, key: TensorKey) -> list[DutyKind]:
@@ -35,7 +36,7 @@ def duties(agreement: Agreement, key: TensorKey) -> list[Duty]:
     return [agreement.duty(rank, *key) for rank in range(agreement.world_size)]
 
 
-def test_before_any_exchange_everything_is_news() -> None:
+def test_before_any_meeting_everything_is_news() -> None:
     assert kinds(Agreement.start(2), W) == [NEWS, NEWS]
 
 
@@ -89,78 +90,88 @@ def test_without_digests_equal_shapes_count_as_equal_and_half_given_ones_do_not(
     assert kinds(agreed(of((W, ONE)), of((W, b""))), W) == [PER_RANK, PER_RANK]
 
 
-def test_another_shape_of_a_replica_is_news_and_then_shared_as_well() -> None:
+def test_tensors_as_they_were_initialised_are_replicas_at_the_second_meeting() -> None:
+    first = agreed(of((W, WEAK)), of((W, WEAK)))
+    assert kinds(first, W) == [NEWS, NEWS]
+    assert kinds(met(first, of((W, WEAK)), of((W, WEAK))), W) == [SHARED, SHARED]
+    assert kinds(met(first, of((W, ONE)), of((W, TWO))), W) == [PER_RANK, PER_RANK]
+
+
+def test_another_shape_of_a_replica_is_news_and_shared_as_well_after_the_next_meeting() -> None:
     longer: TensorKey = ("w", "float32", (5, 3))
     before = agreed(of((W, ONE)), of((W, ONE)))
     assert kinds(before, longer) == [NEWS, NEWS]
-    after = grown(before, {0: of((longer, TWO)), 1: of((longer, TWO))})
+    after = met(before, of((longer, TWO)), of((longer, TWO)))
     assert kinds(after, longer) == kinds(after, W) == [SHARED, SHARED]
     assert duties(after, W) == duties(before, W)
 
 
-def test_a_name_that_is_shared_under_ever_more_shapes_ends_per_rank() -> None:
+def test_a_name_that_comes_in_ever_more_shapes_ends_per_rank() -> None:
     agreement = Agreement.start(2)
     for n in range(MAX_SHAPES + 1):
         key: TensorKey = ("w", "float32", (n + 1,))
         assert kinds(agreement, key) == [NEWS, NEWS]
-        agreement = grown(agreement, {0: of((key, ONE)), 1: of((key, ONE))})
-        assert kinds(agreement, key) == [SHARED, SHARED] if n < MAX_SHAPES else [PER_RANK, PER_RANK]
+        agreement = met(agreement, of((key, ONE)), of((key, ONE)))
+        assert kinds(agreement, key) == ([SHARED, SHARED] if n < MAX_SHAPES else [PER_RANK, PER_RANK])
     assert kinds(agreement, ("w", "float32", (99,))) == [PER_RANK, PER_RANK]
 
 
-def test_a_new_holder_of_an_agreed_name_stores_its_own() -> None:
-    shared = agreed(of((W, ONE)), of((W, ONE)), of())
-    assert kinds(shared, W) == [SHARED, SHARED, NEWS]
-    assert kinds(grown(shared, {2: of((W, ONE))}), W) == [SHARED, SHARED, PER_RANK]
+def test_a_new_holder_is_news_to_itself_and_shares_after_the_next_meeting() -> None:
+    before = agreed(of((W, ONE)), of((W, ONE)), of())
+    assert kinds(before, W) == [SHARED, SHARED, NEWS]
+    assert kinds(met(before, of((W, ONE)), of((W, ONE)), of((W, ONE))), W) == [SHARED] * 3
 
 
-def late(agreement: Agreement) -> Agreement:
-    """Let rank 1 report what rank 0 was the only one to report."""
-    return grown(grown(agreement, {0: of((W, ONE))}), {1: of((W, TWO))})
+def test_a_holder_that_is_gone_holds_nothing_after_the_next_meeting() -> None:
+    before = agreed(of((W, ONE)), of((W, ONE)), of((W, ONE)))
+    assert kinds(met(before, of((W, ONE)), of((W, ONE)), of()), W) == [SHARED, SHARED, NEWS]
+    assert kinds(met(before, of(), of((W, TWO)), of()), W) == [NEWS, SOLE, NEWS]
 
 
-@pytest.mark.parametrize(("second", "expected"), [(ONE, SHARED), (TWO, PER_RANK)])
-def test_a_holder_that_reports_late_is_compared_with_the_others(second: bytes, expected: DutyKind) -> None:
-    unsettled = late(Agreement.start(3))
-    assert kinds(unsettled, W) == [NEWS, NEWS, NEWS]
-    settled = grown(unsettled, {0: of((W, ONE)), 1: of((W, second))})
-    assert kinds(settled, W) == [expected, expected, NEWS]
-    assert kinds(grown(settled, {2: of((W, ONE))}), W) == [expected, expected, PER_RANK]
+def test_what_no_rank_holds_at_a_meeting_stays_as_it_was() -> None:
+    before = agreed(of((W, ONE)), of((W, ONE)))
+    after = met(before, of((BIG, ONE)), of((BIG, ONE)))
+    assert duties(after, W) == duties(before, W) and kinds(after, BIG) == [SHARED, SHARED]
 
 
-def test_a_tensor_that_has_moved_to_another_rank_is_that_ranks() -> None:
-    assert kinds(grown(late(Agreement.start(2)), {1: of((W, TWO))}), W) == [NEWS, SOLE]
+def test_what_differed_is_a_replica_when_it_is_equal_at_the_next_meeting() -> None:
+    differed = agreed(of((W, ONE)), of((W, TWO)))
+    assert kinds(met(differed, of((W, ONE)), of((W, ONE))), W) == [SHARED, SHARED]
 
 
-def test_a_holder_that_reports_late_once_more_stores_its_own_for_ever() -> None:
-    assert kinds(late(late(Agreement.start(2))), W) == [SOLE, PER_RANK]
+def test_what_differed_at_two_meetings_running_is_stored_per_rank_for_good() -> None:
+    twice = met(agreed(of((W, ONE)), of((W, TWO))), of((W, TWO)), of((W, ONE)))
+    assert kinds(met(twice, of((W, ONE)), of((W, ONE))), W) == [PER_RANK, PER_RANK]
+    between = met(agreed(of((W, ONE)), of((W, TWO))), of((W, ONE)), of((W, ONE)))
+    again = met(between, of((W, ONE)), of((W, TWO)))
+    assert kinds(met(again, of((W, ONE)), of((W, ONE))), W) == [SHARED, SHARED], "it did not differ in between"
 
 
-def test_names_that_proved_unequal_are_per_rank_for_ever() -> None:
-    agreement = grown(agreed(of((W, ONE)), of((W, ONE))), {}, ("w", "later"))
+def test_names_that_proved_unequal_are_per_rank_for_good() -> None:
+    agreement = agreed(of((W, ONE)), of((W, ONE))).after({}, ("w", "later"))
     assert kinds(agreement, W) == [PER_RANK, PER_RANK]
     later: TensorKey = ("later", "bool", ())
-    agreement = grown(agreement, {0: of((W, ONE), (later, ONE)), 1: of((W, ONE), (later, ONE))})
+    agreement = met(agreement, of((W, ONE), (later, ONE)), of((W, ONE), (later, ONE)))
     assert kinds(agreement, W) == kinds(agreement, later) == [PER_RANK, PER_RANK]
 
 
-def test_growing_leaves_the_smaller_agreement_as_it_was() -> None:
+def test_a_meeting_leaves_the_agreement_before_as_it_was() -> None:
     before = agreed(of((W, ONE)), of((W, ONE)))
     fingerprint, found = before.fingerprint, duties(before, W)
-    grown(before, {0: of((BIG, ONE))}, ("w",))
+    met(before, of((W, TWO)), of(), per_rank=("w",))
     assert (before.fingerprint, duties(before, W)) == (fingerprint, found)
 
 
 def test_fingerprints_tell_histories_apart() -> None:
-    start = Agreement.start(2)
-    one, other = {0: of((W, ONE))}, {1: of((W, ONE))}
-    found = [start, Agreement.start(3), grown(start, one), grown(start, other), grown(grown(start, one), other)]
+    start, one, other = Agreement.start(2), (of((W, ONE)), of()), (of(), of((W, ONE)))
+    found = [start, Agreement.start(3), met(start, *one), met(start, *other), met(met(start, *one), *other)]
+    found += [start.after({}, ("w",)), start.after({}, ("v",)), met(start, *one, per_rank=("w",))]
     assert len({a.fingerprint for a in found}) == len(found)
-    assert grown(start, one).fingerprint == grown(Agreement.start(2), one).fingerprint
+    assert met(start, *one).fingerprint == met(Agreement.start(2), *one).fingerprint
     assert all(len(a.fingerprint) == 16 and int(a.fingerprint, 16) >= 0 for a in found)
 
 
-@pytest.mark.parametrize("rank", [2, 99])
-def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
-    with pytest.raises(ProtocolError, match=str(rank)):
-        grown(Agreement.start(2), {rank: of((W, ONE))})
+@pytest.mark.parametrize("ranks", [(0,), (0, 2), (0, 1, 2)])
+def test_contributions_of_other_ranks_than_all_of_the_world_are_refused(ranks: tuple[int, ...]) -> None:
+    with pytest.raises(ProtocolError, match="of 2 ranks"):
+        Agreement.start(2).after({rank: of((W, ONE)) for rank in ranks})

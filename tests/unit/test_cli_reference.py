@@ -54,7 +54,7 @@ def test_the_reference_is_up_to_date(maker: ModuleType) -> None:
 def test_every_command_has_help_and_examples_that_its_parser_takes(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = cli.COMMANDS[name]
+    module = cli.module_of(name)
     for example in module.EXAMPLES:
         program, command, *arguments = shlex.split(example.partition(" >> ")[0])
         assert (program, command) == ("asyncckpt", name)
@@ -73,6 +73,28 @@ def test_commands_that_print_data_have_json(name: str, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         cli.main(words)
     assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["no-such-command"]], ids=" ".join)
+def test_what_no_command_is_called_for_loads_few_modules(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom asyncckpt.cli import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "ours = [name for name in sys.modules if name.partition('.')[0] in ('asyncckpt', 'asyncckpt_worker')]\n"
+        "assert len(ours) < 40, ours\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_command_loads_no_other_command(tmp_path: pathlib.Path) -> None:
+    code = (
+        f"import sys\nfrom asyncckpt import cli\ncli.main(['du', {str(tmp_path)!r}])\n"
+        "print(*(name for name in cli.COMMANDS if f'asyncckpt.cli.{name}' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "du"
 
 
 def test_quick_commands_run_without_torch_and_numpy(tmp_path: pathlib.Path) -> None:

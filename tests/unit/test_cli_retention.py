@@ -14,9 +14,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from asyncckpt import SyncCheckpointer, cli  # noqa: E402
-from asyncckpt.conversion import statistics  # noqa: E402
-from asyncckpt.foreign.kinds import read_any  # noqa: E402
+from asyncckpt.format.names import SaveId  # noqa: E402
+from asyncckpt.interop import statistics  # noqa: E402
+from asyncckpt.interop.sources.detect import read_any  # noqa: E402
+from asyncckpt.maintenance.policy import told  # noqa: E402
+from asyncckpt.storage.catalog import read_manifest  # noqa: E402
 from asyncckpt.storage.files import Files  # noqa: E402
+from asyncckpt.storage.local import LocalStore  # noqa: E402
 
 STEPS = (10, 20, 30, 40, 50)
 
@@ -51,6 +55,10 @@ def found(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
     return json.loads(out)
 
 
+def save_id_of(path: pathlib.Path) -> SaveId:
+    return read_manifest(str(path), LocalStore()).save_id
+
+
 def steps(root: pathlib.Path) -> list[int]:
     return sorted(int(path.name[1:]) for path in root.glob("s*") if (path / "manifest.json").exists())
 
@@ -65,6 +73,14 @@ def test_prune_changes_nothing_unless_told_to_delete(root: pathlib.Path, capsys:
     assert [r["step"] for r in rows["kept"]] == [50, 40]
     code, out = run(capsys, "prune", root, "--keep", 2)
     assert code == 0 and "nothing was changed" in out and sorted(root.rglob("*")) == before
+
+
+def test_prune_says_what_a_rollback_left_behind(root: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with SyncCheckpointer() as checkpointer:
+        checkpointer.save({"w": torch.ones(1)}, root / "s21", step=21, metadata=told([save_id_of(root / "s20")], None))
+    out = run(capsys, "prune", root, "--keep", 2)[1]
+    left = [line.split()[2] for line in out.splitlines() if line.endswith("(left behind by a rollback)")]
+    assert left == ["30", "40", "50"]
 
 
 def test_prune_removes_the_oldest_and_nothing_foreign(root: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +109,8 @@ def test_what_is_not_there_cannot_be_pinned_or_pruned(root: pathlib.Path, capsys
     assert run(capsys, "pin", "--remove", root / "s10")[0] == 4
     assert run(capsys, "pin", "--list", "--remove", root)[0] == 2
     assert run(capsys, "prune", root / "nothing", "--keep", 1)[0] == 4
-    assert run(capsys, "prune", root, "--keep", 0)[0] == 2
+    with pytest.raises(SystemExit, match="2"):
+        run(capsys, "prune", root, "--keep", 0)
     assert run(capsys, "prune", root, "--keep", 1, "--best", "loss")[0] == 2, "no checkpoint has that metric"
     assert run(capsys, "prune", root, "--keep", 1, "--endpoint", f"ipc://{root}/w.sock")[0] in (1, 5)
     assert steps(root) == list(STEPS)

@@ -1,4 +1,4 @@
-"""What the commands print of a checkpoint that somebody else has made: nothing that a terminal obeys."""
+"""Odd names: nothing that a terminal obeys is printed, and an empty path is not taken for the current directory."""
 
 from __future__ import annotations
 
@@ -50,3 +50,33 @@ def test_a_message_about_a_damaged_file_is_shown_the_same_way(
     assert main(["verify", str(evil[1])]) == 3
     assert main(["inspect", str(evil[1] / EVIL)]) == 4
     assert not OBEYED.search("".join(capsys.readouterr()))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("ls", "du", "gc --delete", "inspect", "verify", "verify --newest", "doctor", "report", "pin", "pin --list"),
+        *("prune --keep 1 --delete", "diff a", "convert --to dcp a", "report . --output", "demo --dir"),
+    ],
+)
+def test_an_empty_path_as_of_a_variable_that_is_not_set_is_wrong_usage_and_changes_nothing(
+    command: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
+        for name in ("a", "b"):
+            checkpointer.save({"w": torch.ones(2)}, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SystemExit, match="2"):
+        main([*command.split(), ""])
+    assert "empty" in capsys.readouterr().err and sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', "[" * 200_000, "\ufeff{}"])
+def test_a_map_of_keys_that_is_none_is_wrong_usage(
+    text: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "map").write_text(text, encoding="utf-8")
+    arguments = ["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "dcp"]
+    assert main([*arguments, "--key-map", str(tmp_path / "map")]) == 2
+    assert "--key-map" in capsys.readouterr().err

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgpack
 import pytest
 
 from asyncckpt.errors import ProtocolError
-from asyncckpt.planning.contributions import Change, Contribution, candidates, decode_contributions, with_digests
+from asyncckpt.planning.contributions import (
+    Contribution,
+    candidates,
+    decode_contributions,
+    encode_contributions,
+    with_digests,
+)
 
 A, B, C = ("a", "float32", (2, 3)), ("b", "int64", ()), ("c", "uint8", (0, 1 << 40))
 
@@ -24,18 +29,10 @@ def test_a_contribution_comes_back() -> None:
     assert Contribution.decode(of().encode()) == of()
 
 
-def test_a_change_comes_back_and_its_bytes_do_not_depend_on_order_or_identity() -> None:
-    one = Change(contributions={0: of(A, B), 5: of(A, B), 2: of(C)}, per_rank=("x", "y"))
-    other = Change(contributions={5: of(*list((A, B))), 2: of(C), 0: of(A, B)}, per_rank=("x", "y"))
-    assert one.encode() == other.encode()
-    found = Change.decode(one.encode())
-    assert found == one
-    assert found.encode() == one.encode()
-
-
-def test_a_worker_that_knows_contributions_as_bytes_can_make_a_change() -> None:
-    raw = msgpack.packb({"contributions": {1: of(A).encode()}, "per_rank": ["x"], "later": 1})
-    assert Change.decode(raw) == Change(contributions={1: of(A)}, per_rank=("x",))
+def test_the_bytes_of_all_ranks_do_not_depend_on_order_or_identity() -> None:
+    one = {0: of(A, B), 5: of(A, B), 2: of(C)}
+    assert encode_contributions(one) == encode_contributions({5: of(*list((A, B))), 2: of(C), 0: of(A, B)})
+    assert encode_contributions(one) != encode_contributions({**one, 2: of(B)})
 
 
 def test_equal_parts_are_kept_once() -> None:
@@ -82,54 +79,27 @@ def test_junk_is_no_contribution(name: str) -> None:
         Contribution.decode(JUNK[name])
     with pytest.raises(ProtocolError, match="rank 3"):
         decode_contributions({2: of(A).encode(), 3: JUNK[name]})
+
+
+@pytest.mark.parametrize("raw", [1, [], {"0": of(A).encode()}, {-1: of(A).encode()}, {1 << 40: of(A).encode()}, {0: 1}])
+def test_junk_is_no_contributions_of_ranks(raw: Any) -> None:
     with pytest.raises(ProtocolError):
-        Change.decode(msgpack.packb({"contributions": {0: JUNK[name]}, "per_rank": []}))
+        decode_contributions(raw)
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        {},
-        [],
-        1,
-        {"contributions": {}},
-        {"per_rank": []},
-        {"contributions": [], "per_rank": []},
-        {"contributions": {"0": of(A).encode()}, "per_rank": []},
-        {"contributions": {-1: of(A).encode()}, "per_rank": []},
-        {"contributions": {1 << 40: of(A).encode()}, "per_rank": []},
-        {"contributions": {0: "text"}, "per_rank": []},
-        {"contributions": {0: 1}, "per_rank": []},
-        {"contributions": {0: 0}, "per_rank": []},
-        {"contributions": {0: 1, 1: 2, 2: of(A).encode()}, "per_rank": []},
-        {"contributions": {}, "per_rank": "ab"},
-        {"contributions": {}, "per_rank": [1]},
-    ],
-)
-def test_junk_is_no_change(raw: Any) -> None:
-    with pytest.raises(ProtocolError):
-        Change.decode(msgpack.packb(raw))
+def test_equal_contributions_are_encoded_once() -> None:
+    raw = encode_contributions({0: of(A), 2: of(B), 5: of(A), 7: of(A)})
+    assert msgpack.unpackb(raw, strict_map_key=False)[7] == 0
 
 
-def test_equal_contributions_are_written_once() -> None:
-    given = Change(contributions={0: of(A), 2: of(B), 5: of(A), 7: of(A)})
-    raw = given.encode()
-    assert msgpack.unpackb(raw, strict_map_key=False)["contributions"][7] == 0
-    assert Change.decode(raw) == given
-
-
-@pytest.mark.parametrize("decode", [Contribution.decode, Change.decode])
-def test_cut_or_flipped_bytes_end_in_a_value_or_a_typed_error(decode: Callable[[bytes], Any]) -> None:
-    given = of(A, B, digests=(b"12345678", b""))
-    data = (
-        given.encode() if decode == Contribution.decode else Change(contributions={0: given}, per_rank=("x",)).encode()
-    )
+def test_cut_or_flipped_bytes_end_in_a_value_or_a_typed_error() -> None:
+    data = of(A, B, digests=(b"12345678", b"")).encode()
     for n in range(len(data)):
         with pytest.raises(ProtocolError):
-            decode(data[:n])
+            Contribution.decode(data[:n])
         for bit in range(8):
             try:
-                decode(data[:n] + bytes([data[n] ^ 1 << bit]) + data[n + 1 :])
+                Contribution.decode(data[:n] + bytes([data[n] ^ 1 << bit]) + data[n + 1 :])
             except ProtocolError:
                 continue
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,11 @@ import torch
 
 import asyncckpt
 from asyncckpt import RankInfo, SyncCheckpointer, cli
-from asyncckpt.conversion.leftovers import CONVERSIONS
-from asyncckpt.conversion.publishing import beside
-from asyncckpt.format.names import LOCK_NAME, is_converting
-from asyncckpt.retention.pins import pin
+from asyncckpt.format.names import is_converting
+from asyncckpt.interop.publish import CONVERSIONS, beside
+from asyncckpt.maintenance.gc import Rules, remove_temporary, temporaries_in
 from asyncckpt.storage.catalog import scan
-from asyncckpt.storage.files import Files
-from asyncckpt.storage.garbage import Rules
-from asyncckpt.storage.temporaries import remove_temporary, temporaries_in
+from asyncckpt.storage.local import LocalStore
 
 NAME = ".out.0123456789ab.converting"
 OLD_S = 2 * 86400
@@ -66,7 +62,6 @@ def test_the_temporary_name_is_known_however_the_target_is_called(tmp_path: Path
         "out.converting",
         ".out.converting",
         ".out.0123456789AB.converting",
-        f"{NAME}.old",
         f"{NAME}.kept",
         f"x{NAME}",
     ):
@@ -77,7 +72,7 @@ def test_a_complete_conversion_under_its_temporary_name_is_no_checkpoint_to_anyb
     leave(root, "asyncckpt")
     assert asyncckpt.latest_checkpoint(root) == str(root / "good")
     assert asyncckpt.restore_latest(root).path == str(root / "good")
-    assert [one.path for one in scan(str(root), Files())] == [str(root / "good")]
+    assert [one.path for one in scan(str(root), LocalStore())] == [str(root / "good")]
 
 
 @pytest.mark.parametrize("kind", ["asyncckpt", "dcp", "torch", "safetensors", "hf"])
@@ -124,83 +119,15 @@ def test_what_may_be_under_way_or_is_not_provably_ours_stays(
     assert (sorted(os.listdir(root)), sorted(os.listdir(left)) if left.is_dir() else []) == before
 
 
-def test_a_checkpoint_that_was_being_replaced_is_found_and_what_would_have_replaced_it_stays(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Killed between two renames, where names cannot be exchanged: `.old` is all that stood there."""
-    left = leave(root, "asyncckpt")
-    os.rename(root / "good", root / f"{NAME}.old")
-    assert asyncckpt.latest_checkpoint(root) == str(root / f"{NAME}.old")
-    _, (row, aside) = gc(root, capsys, "--delete")
-    assert row["action"] == "kept" and f"{NAME}.old" in row["why"] and left.is_dir()
-    assert aside["action"] == "kept" and aside["path"] == str(root / f"{NAME}.old")
-    assert list(asyncckpt.load(aside["path"])) == ["w"]
-    asyncckpt.convert(root / f"{NAME}.old", root / "out", to="asyncckpt")
-    assert [row["action"] for row in gc(root, capsys, "--delete")[1]] == ["kept", "kept"]
-
-
-def set_aside(root: Path, kind: str) -> Path:
-    """Leave what was replaced beside what replaced it, as a kill between two renames does."""
-    old = leave(root, kind).rename(root / f"{NAME}.old")
-    asyncckpt.convert(root / "good", root / "out", to=kind)
-    return old
-
-
-@pytest.mark.parametrize("kind", ["asyncckpt", "dcp", "torch", "safetensors", "hf"])
-def test_gc_removes_what_was_set_aside_where_its_successor_stands(
+@pytest.mark.parametrize("kind", ["asyncckpt", "torch"])
+def test_what_could_not_be_put_back_is_named_and_stays(
     root: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    old = set_aside(root, kind)
-    if kind == "asyncckpt":
-        (old / LOCK_NAME).touch()
-        age(old)
-    code, (row,) = gc(root, capsys)
-    assert (code, row["action"], row["path"]) == (0, "would go", str(old)) and os.path.lexists(old)
+    kept = leave(root, kind).rename(root / f"{NAME}.kept")
+    asyncckpt.convert(root / "good", root / "out", to=kind)
     code, (row,) = gc(root, capsys, "--delete")
-    assert (code, row["action"]) == (0, "removed")
-    assert sorted(os.listdir(root)) == ["good", "out"]
-
-
-@pytest.mark.parametrize(
-    "why",
-    ["nothing", "an empty directory", "somebody else's file", "a damaged one", "a cut name", "young", "not put back"],
-)
-@pytest.mark.parametrize("kind", ["asyncckpt", "torch"])
-def test_what_was_set_aside_and_may_be_the_only_copy_is_named_and_stays(
-    root: Path, capsys: pytest.CaptureFixture[str], why: str, kind: str
-) -> None:
-    old, final = set_aside(root, kind), root / "out"
-    if why == "a cut name":
-        old = old.rename(root / f".{'x' * 200}.0123456789ab.converting.old")
-        final.rename(root / ("x" * 200))
-    elif why == "a damaged one":
-        for one in final.iterdir() if final.is_dir() else (final,):
-            one.write_bytes(b"")
-    elif why == "young":
-        age(old, 3600)
-    elif why == "not put back":
-        old = old.rename(root / f"{NAME}.kept")
-    else:
-        shutil.rmtree(final) if final.is_dir() else final.unlink()
-        if why == "an empty directory":
-            final.mkdir()
-        elif why == "somebody else's file":
-            final.write_text("mine")
-    code, (row,) = gc(root, capsys, "--delete")
-    assert (code, row["action"], row["removed"], row["path"]) == (0, "kept", [], str(old)) and row["why"]
-    assert list(asyncckpt.load(old)) == ["w"]
-
-
-@pytest.mark.parametrize("name", ["notes.txt", "rank-00000-part-000.000900-00000000-0123456789ab.safetensors", "pin"])
-def test_what_was_set_aside_with_something_else_in_it_stays(root: Path, name: str) -> None:
-    old = set_aside(root, "asyncckpt")
-    if name == "pin":
-        pin(str(old), Files(), umask=0o22)
-    else:
-        (old / name).write_text("mine")
-    age(old)
-    (found,) = temporaries_in(str(root), Files(), Rules(now=time.time(), older_than_s=60), [CONVERSIONS])
-    assert found.path == str(old) and str(root / "out") in found.kept
+    assert (code, row["action"], row["removed"], row["path"]) == (0, "kept", [], str(kept))
+    assert "only copy" in row["why"] and list(asyncckpt.load(kept)) == ["w"]
 
 
 def test_deeper_ones_are_found_if_asked_for(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,8 +141,8 @@ def test_deeper_ones_are_found_if_asked_for(root: Path, capsys: pytest.CaptureFi
 
 def test_a_file_that_came_meanwhile_stays(root: Path) -> None:
     left = leave(root, "dcp")
-    (found,) = temporaries_in(str(root), Files(), Rules(now=time.time(), older_than_s=60), [CONVERSIONS])
+    (found,) = temporaries_in(str(root), LocalStore(), Rules(now=time.time(), older_than_s=60), [CONVERSIONS])
     (left / "late").write_text("mine")
     with pytest.raises(OSError, match="not empty"):
-        remove_temporary(found, Files())
+        remove_temporary(found, LocalStore())
     assert os.listdir(left) == ["late"]

@@ -1,4 +1,4 @@
-"""Long `bytes`, which are no tensors and lie where tensors do: the same value in every kind, in little memory."""
+"""Long `bytes`, which are no tensors and lie where tensors do: the same value in every kind."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import codecs
 import pathlib
 import pickle
 import random
-import subprocess
-import sys
 from typing import Any
 
 import dcp_calls
@@ -17,23 +15,21 @@ from in_process_writer import StorageWriter
 from torch.distributed.checkpoint import FileSystemReader
 
 import asyncckpt
-from asyncckpt.conversion import long_bytes, torch_image
-from asyncckpt.conversion.comparison import compare
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedLeafError
-from asyncckpt.foreign import growth, pickle_values
-from asyncckpt.foreign.refusals import UnpicklingError
-from asyncckpt.foreign.torch_globals import KNOWN
-from asyncckpt.foreign.unpickling import unpickle_data
+from asyncckpt.interop import write_torch
+from asyncckpt.interop.diff import compare
+from asyncckpt.interop.sources import pickle_tree
+from asyncckpt.interop.sources.pickle_globals import KNOWN
+from asyncckpt.interop.sources.unpickler import UnpicklingError, unpickle_data
 from asyncckpt.planning.state_dict import HOIST_NBYTES
-from asyncckpt.storage import latin1
 
 pytest.importorskip("numpy")
 
-LONG = random.Random(0).randbytes(growth.LONG_NBYTES + 77)
+LONG = random.Random(0).randbytes(pickle_tree.LONG_NBYTES + 77)
 
 
 def test_as_long_as_in_saves_of_ours() -> None:
-    assert growth.LONG_NBYTES == HOIST_NBYTES
+    assert pickle_tree.LONG_NBYTES == HOIST_NBYTES
 
 
 def written(kind: str, path: pathlib.Path) -> dict[str, Any]:
@@ -51,10 +47,7 @@ def written(kind: str, path: pathlib.Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("to", ["asyncckpt", "dcp", "torch"])
 @pytest.mark.parametrize("kind", ["ours", "storage writer", "2", "5"])
-def test_every_kind_holds_them(kind: str, to: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_bytes, "PIECE_NBYTES", 3 * 999)
-    monkeypatch.setattr(pickle_values, "LONG_NBYTES", 1000)
-    monkeypatch.setattr(latin1, "STEP_NBYTES", 999)  # which cuts characters
+def test_every_kind_holds_them(kind: str, to: str, tmp_path: pathlib.Path) -> None:
     state = written(kind, tmp_path / "a")
     asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
     found = asyncckpt.load(tmp_path / "b")
@@ -82,7 +75,7 @@ def test_differences_are_told(tmp_path: pathlib.Path) -> None:
     torch.save({"a": bytes(changed), "b": LONG[:-1], "c": tensor, "d": "text"}, tmp_path / "b")
     found = compare(str(tmp_path / "a"), str(tmp_path / "b")).differences
     n = len(LONG)
-    assert [(d.fqn, d.what, d.first, d.second) for d in found] == [
+    assert [(d.fqn, d.what, d.a, d.b) for d in found] == [
         ("a", "value", f"bytes[{n}]", f"bytes[{n}]"),
         ("b", "value", f"bytes[{n}]", f"bytes[{n - 1}]"),
         ("c", "kind", f"bytes[{n}]", f"uint8[{n}]"),
@@ -96,14 +89,13 @@ def test_bytes_that_stand_twice_are_written_once(tmp_path: pathlib.Path) -> None
     found = torch.load(tmp_path / "b", weights_only=True)
     assert found["a"] is found["b"][0]
     assert (found["a"], found["c"]) == (LONG, LONG[::-1])
-    assert (tmp_path / "b").stat().st_size < 2.1 * len(latin1.encoded(LONG))
+    assert (tmp_path / "b").stat().st_size < 2.1 * len(LONG.decode("latin1").encode())
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp"])
 def test_other_bytes_in_the_target_are_found(to: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written("2", tmp_path / "a")
-    real = latin1.encoded
-    monkeypatch.setattr(latin1, "encoded", lambda data: real(data[:-1] + bytes([data[-1] ^ 1])))
+    monkeypatch.setattr(write_torch, "bytes_at", lambda outline, node, files: LONG[:-1] + bytes([LONG[-1] ^ 1]))
     with pytest.raises(CorruptCheckpointError, match=r"has another value|on one side"):
         asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
     assert not (tmp_path / "b").exists()
@@ -113,22 +105,20 @@ def test_a_pickle_that_nobody_would_read_again_is_not_written(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written("ours", tmp_path / "a")
-    for name, limit, match in (
-        ("MAX_NBYTES", 300, "no more than 300 are read again"),
-        ("_MAX_TEXT_NBYTES", len(LONG), f"{len(LONG) * 3 // 2 // 1000}... bytes of text, or more, are no member"),
-    ):
-        with monkeypatch.context() as patched:
-            patched.setattr(torch_image, name, limit)
-            with pytest.raises(UnsupportedLeafError, match=match):
-                asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch")
+    for limit in (
+        300,
+        len(LONG) * 3,
+    ):  # which the bytes exceed; and which their text does, with two characters for some
+        monkeypatch.setattr(write_torch, "MAX_NBYTES", limit)
+        with pytest.raises(UnsupportedLeafError, match=f"no more than {limit} are read again"):
+            asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch")
         assert not (tmp_path / "b").exists()
     asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch", keys=["short", "w"])
 
 
-def test_a_long_text_that_is_no_encoded_bytes_is_a_text_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_that_is_no_encoded_bytes_is_a_text_or_an_error() -> None:
     text = "é" * 5000
     long = pickle.dumps({"a": text, "b": text.encode("latin1")}, 2)
-    monkeypatch.setattr(pickle_values, "LONG_NBYTES", 1000)
     assert unpickle_data(long, KNOWN)[0] == {"a": text, "b": text.encode("latin1")}
 
     def encoding(utf8: bytes) -> bytes:
@@ -148,34 +138,6 @@ def test_a_long_text_that_is_no_encoded_bytes_is_a_text_or_an_error(monkeypatch:
     many = again + b"h\x00h\x02R" * 1000 + b"t."
     with pytest.raises(UnpicklingError, match="out of proportion"):
         unpickle_data(many, KNOWN)
-
-
-MEASURED = """
-import sys
-import asyncckpt
-def peak(name):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
-asyncckpt.convert(sys.argv[1] + "/small", sys.argv[1] + "/first", to=sys.argv[2])
-open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far: proc(5)
-before = peak("VmRSS")
-asyncckpt.convert(sys.argv[1] + "/" + sys.argv[3], sys.argv[1] + "/second", to=sys.argv[2])
-print(peak("VmHWM") - before)
-"""
-
-
-@pytest.mark.parametrize(("kind", "to"), [("array", "asyncckpt"), ("bytes", "torch")])
-def test_what_lies_in_a_pickle_takes_no_more_memory_than_tensors(kind: str, to: str, tmp_path: pathlib.Path) -> None:
-    np = pytest.importorskip("numpy")
-    try:
-        open("/proc/self/clear_refs", "w").close()
-    except OSError:
-        pytest.skip("the peak of memory cannot be reset here")
-    array = np.random.default_rng(0).integers(0, 256, 80_000_000, dtype=np.uint8)
-    torch.save({"w": torch.ones(3)}, tmp_path / "small")
-    torch.save({"long": array.tobytes() if kind == "bytes" else array}, tmp_path / "large")
-    arguments = [sys.executable, "-c", MEASURED, str(tmp_path), to, "large"]
-    found = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=True)
-    assert int(found.stdout) < 256_000_000, "with windows of 12 MiB for six threads"
 
 
 def test_a_long_text_beside_what_encodes_is_a_text(tmp_path: pathlib.Path) -> None:

@@ -11,12 +11,11 @@ import torch
 from in_process_writer import StorageWriter
 
 import asyncckpt
-from asyncckpt.conversion import opened_values
-from asyncckpt.conversion.comparison import compare
-from asyncckpt.conversion.opened_values import alike_when_opened, is_same_value
-from asyncckpt.conversion.outline import Outline
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.format.tree import Node
+from asyncckpt.format.state_tree import Node
+from asyncckpt.interop import diff
+from asyncckpt.interop.diff import alike_when_opened, compare, is_same_value
+from asyncckpt.interop.selection import Outline
 from asyncckpt.storage.unread import Unread
 
 MIXED: tuple[Any, ...] = (1, {2, 30, 400}, ["a", (None, {True})], {"k": {5}, 7: 1.5})
@@ -42,7 +41,7 @@ def test_a_value_that_became_another_is_found_when_opened(tmp_path: pathlib.Path
     names = {d.fqn for d in compare(str(tmp_path / "b"), str(tmp_path / "c")).differences}
     assert "t" in names and "t.1" in names
 
-    monkeypatch.setattr(opened_values, "is_same_value", lambda a, b: False)
+    monkeypatch.setattr(diff, "is_same_value", lambda a, b: False)
     with pytest.raises(CorruptCheckpointError, match="on one side only"):
         asyncckpt.convert(tmp_path / "a", tmp_path / "d", to="dcp")
 

@@ -1,4 +1,4 @@
-"""The way of a target into its place where names can only be renamed, and Ctrl-C at each step of it."""
+"""The way of a target into its place, also where names can only be renamed, and Ctrl-C at each step of it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.conversion import converter, publishing, renaming_by_steps
 from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveFailedError
 from asyncckpt.format.names import LOCK_NAME
+from asyncckpt.interop import convert, publish
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.overwrite_lock import overwrite_lock
+from asyncckpt.storage.local import LocalStore
 from asyncckpt.uninterrupted import uninterrupted
 
 KINDS = ("asyncckpt", "dcp", "torch", "safetensors", "hf")
+FILES = ("torch", "safetensors")
 
 
 @pytest.fixture
@@ -44,16 +45,16 @@ class Renameat2:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int = errno.EINVAL) -> None:
         self.code = code
-        self.before: list[Callable[[str], None]] = []
-        monkeypatch.setattr(Files, "rename_noreplace", lambda _, source, target: self.refuse(target))
-        monkeypatch.setattr(publishing, "_libc", self)
+        self.before: list[Callable[[], None]] = []
+        monkeypatch.setattr(Files, "rename_noreplace", self.refuse)
+        monkeypatch.setattr(publish, "_libc", self)
 
-    def refuse(self, target: str) -> None:
-        for call in self.before:
-            call(target)
+    def refuse(self, *_: Any) -> None:
         raise OSError(self.code, os.strerror(self.code))
 
     def renameat2(self, *_: Any) -> int:
+        for call in self.before:
+            call()
         ctypes.set_errno(self.code)
         return -1
 
@@ -74,26 +75,64 @@ def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
     ("code", "to"),
     [*((errno.EINVAL, kind) for kind in KINDS), (errno.ENOSYS, "dcp"), (errno.EOPNOTSUPP, "torch")],
 )
-def test_new_targets_and_old_ones_where_names_can_only_be_renamed(
+def test_new_targets_where_names_can_only_be_renamed(
     code: int, to: str, source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make(tmp_path / "old", to)
     Renameat2(monkeypatch, code)
-    (tmp_path / "empty").mkdir()
-    for name in ("x", "empty", "old"):
-        asyncckpt.convert(source, tmp_path / name, to=to, overwrite=name == "old")
-        assert list(asyncckpt.load(tmp_path / name)) == ["new"]
-    if to in ("torch", "safetensors"):
+    asyncckpt.convert(source, tmp_path / "x", to=to)
+    if to in FILES:
         no_links(monkeypatch)
         asyncckpt.convert(source, tmp_path / "y", to=to)
-        assert list(asyncckpt.load(tmp_path / "y")) == ["new"]
-        (tmp_path / "y").unlink()
-    assert sorted(os.listdir(tmp_path)) == ["a.pt", "empty", "old", "x"]
+    else:
+        (tmp_path / "y").mkdir()
+        asyncckpt.convert(source, tmp_path / "y", to=to)
+    assert list(asyncckpt.load(tmp_path / "x")) == list(asyncckpt.load(tmp_path / "y")) == ["new"]
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "x", "y"]
+
+
+@pytest.mark.parametrize("to", FILES)
+def test_a_file_replaces_a_file_where_names_cannot_be_exchanged(
+    to: str, source: pathlib.Path, tmp_path: pathlib.Path, plain: Renameat2
+) -> None:
+    make(tmp_path / "x", "torch")
+    asyncckpt.convert(source, tmp_path / "x", to=to, overwrite=True)
+    assert list(asyncckpt.load(tmp_path / "x")) == ["new"]
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
+
+
+@pytest.mark.parametrize(
+    ("old", "to"),
+    [("asyncckpt", "asyncckpt"), ("dcp", "hf"), ("torch", "dcp"), ("dcp", "torch"), ("empty", "torch")],
+)
+def test_a_directory_is_not_replaced_where_names_cannot_be_exchanged_and_nothing_is_written_first(
+    old: str, to: str, source: pathlib.Path, tmp_path: pathlib.Path, plain: Renameat2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x").mkdir() if old == "empty" else make(tmp_path / "x", old)
+    monkeypatch.setattr(convert, "write_files", None)
+    with pytest.raises(CheckpointExistsError, match="Remove it first"):
+        asyncckpt.convert(source, tmp_path / "x", to=to, overwrite=True)
+    assert not os.listdir(tmp_path / "x") if old == "empty" else list(asyncckpt.load(tmp_path / "x")) == ["old"]
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+def test_a_directory_beside_which_nothing_can_be_written_is_not_replaced(
+    to: str, source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "x", "dcp")
+
+    def failing(*_: Any) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Files, "mkdir", failing)
+    with pytest.raises(SaveFailedError) as caught:
+        asyncckpt.convert(source, tmp_path / "x", to=to, overwrite=True)
+    assert caught.value.code == "EACCES" and sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
 
 
 @pytest.mark.parametrize(("old", "to"), [("torch", "dcp"), ("dcp", "torch"), ("safetensors", "hf")])
 def test_a_file_gives_way_to_a_directory_and_the_other_way_round(
-    old: str, to: str, source: pathlib.Path, tmp_path: pathlib.Path, plain: Renameat2
+    old: str, to: str, source: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     make(tmp_path / "x", old)
     asyncckpt.convert(source, tmp_path / "x", to=to, overwrite=True)
@@ -102,118 +141,68 @@ def test_a_file_gives_way_to_a_directory_and_the_other_way_round(
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp"])
-@pytest.mark.parametrize("links", [True, False])
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("way", ["links", "flags", "neither"])
+@pytest.mark.parametrize("empty", [False, True])
 def test_what_comes_to_the_name_in_the_last_instant_is_not_replaced(
-    overwrite: bool,
-    links: bool,
+    empty: bool,
+    way: str,
     to: str,
     source: pathlib.Path,
     tmp_path: pathlib.Path,
-    plain: Renameat2,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if overwrite:
-        make(tmp_path / "x", "dcp")
-    if not links:
+    if empty:
+        (tmp_path / "x").mkdir()
+    if way != "flags" and not (empty and to == "torch"):  # which needs them
+        Renameat2(monkeypatch)
+    if way != "links":
         no_links(monkeypatch)
+    real = convert.verify_structure
 
-    def come(path: str) -> None:
-        pathlib.Path(path).write_text("dear")
+    def come(*arguments: Any, **kw: Any) -> None:
+        real(*arguments, **kw)
+        (tmp_path / "x" / "dear" if empty else tmp_path / "x").write_text("dear")
 
-    plain.before.append(come)
+    monkeypatch.setattr(convert, "verify_structure", come)
     with pytest.raises(CheckpointExistsError):
-        asyncckpt.convert(source, tmp_path / "x", to=to, overwrite=overwrite)
-    assert (tmp_path / "x").read_text() == "dear"
-    left = [name for name in os.listdir(tmp_path) if name not in ("a.pt", "x")]
-    assert len(left) == overwrite  # what stood there is whole beside it
-    assert all(name.endswith(".converting.kept") for name in left)
-    assert all(list(asyncckpt.load(tmp_path / name)) == ["old"] for name in left)
-
-
-@pytest.mark.parametrize("kind", ["asyncckpt", "hf"])
-def test_what_came_into_it_is_found_before_it_goes(
-    kind: str, source: pathlib.Path, tmp_path: pathlib.Path, plain: Renameat2, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make(tmp_path / "x", kind)
-    real = os.rename
-
-    def rename(one: Any, other: Any) -> None:
-        if str(other).endswith(".old"):
-            (tmp_path / "x" / "thesis.tex").write_text("dear")
-        real(one, other)
-
-    monkeypatch.setattr(os, "rename", rename)
-    with pytest.raises(CheckpointExistsError, match=r"thesis\.tex"):
-        asyncckpt.convert(source, tmp_path / "x", to=kind, overwrite=True)
-    assert (tmp_path / "x" / "thesis.tex").read_text() == "dear"
-    assert list(asyncckpt.load(tmp_path / "x")) == ["old"]
+        asyncckpt.convert(source, tmp_path / "x", to=to)
+    assert (tmp_path / "x" / "dear" if empty else tmp_path / "x").read_text() == "dear"
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
 
 
-def test_a_step_that_fails_or_is_not_durable_leaves_the_old_one(
-    source: pathlib.Path, tmp_path: pathlib.Path, plain: Renameat2, monkeypatch: pytest.MonkeyPatch
+def test_a_file_that_is_written_in_the_last_instant_is_not_replaced_where_names_cannot_be_exchanged(
+    source: pathlib.Path, tmp_path: pathlib.Path, plain: Renameat2
 ) -> None:
-    def failing(*_: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    for name in ("put_where_nothing_is", "fsync_directory"):
-        make(tmp_path / "x", "dcp")
-        with monkeypatch.context() as patch, pytest.raises(SaveFailedError):
-            patch.setattr(renaming_by_steps, name, failing)
-            asyncckpt.convert(source, tmp_path / "x", to="dcp", overwrite=True)
-        assert list(asyncckpt.load(tmp_path / "x")) == ["old"]
-        assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
-        shutil.rmtree(tmp_path / "x")
+    make(tmp_path / "x", "torch")
+    plain.before.append(lambda: os.utime(tmp_path / "x", ns=(0, 0)))
+    with pytest.raises(CheckpointExistsError, match="written meanwhile"):
+        asyncckpt.convert(source, tmp_path / "x", to="torch", overwrite=True)
+    assert list(asyncckpt.load(tmp_path / "x")) == ["old"] and sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
 
 
 def test_the_old_one_is_removed_by_its_temporary_name_when_no_lock_is_held_any_more(
-    source: pathlib.Path,
-    tmp_path: pathlib.Path,
-    plain: Renameat2,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make(tmp_path / "x", "asyncckpt")
     removed: list[list[str]] = []
     real = shutil.rmtree
 
     def rmtree(path: str) -> None:
+        if not os.listdir(path):  # made to see whether names can be exchanged
+            return real(path)
         assert list(asyncckpt.load(path)) == ["old"] and list(asyncckpt.load(tmp_path / "x")) == ["new"]
         for one in (path, str(tmp_path / "x")):
             assert LOCK_NAME not in os.listdir(one)
-            with overwrite_lock(one, files=Files(), umask=0o22, timeout_s=0):
+            with LocalStore().lock(one, 0):
                 pass
         removed.append(sorted(name[-11:] for name in os.listdir(tmp_path)))
-        real(path)
+        return real(path)
 
     monkeypatch.setattr(shutil, "rmtree", rmtree)
     asyncckpt.convert(source, tmp_path / "x", to="asyncckpt", overwrite=True)
     assert removed == [[".converting", "a.pt", "x"]]
     assert not caplog.records
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
-
-
-def test_an_old_one_that_cannot_be_renamed_again_is_said_and_the_new_one_stands(
-    source: pathlib.Path,
-    tmp_path: pathlib.Path,
-    plain: Renameat2,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    make(tmp_path / "x", "dcp")
-    real = os.rename
-
-    def rename(one: Any, other: Any) -> None:
-        if str(one).endswith(".old"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        real(one, other)
-
-    monkeypatch.setattr(os, "rename", rename)
-    asyncckpt.convert(source, tmp_path / "x", to="dcp", overwrite=True)
-    assert list(asyncckpt.load(tmp_path / "x")) == ["new"]
-    (left,) = (name for name in os.listdir(tmp_path) if name.endswith(".converting.old"))
-    assert left in caplog.text and list(asyncckpt.load(tmp_path / left)) == ["old"]
 
 
 # ---- Ctrl-C ---------------------------------------------------------------------------------------------------------
@@ -229,15 +218,13 @@ class Interrupts:
             (os, "rename"),
             (os, "replace"),
             (shutil, "rmtree"),
-            (publishing, "exchange"),
-            (publishing, "carry_over"),
-            (publishing, "look_at"),
-            (publishing, "fsync_directory"),
-            (renaming_by_steps, "look_at"),
-            (renaming_by_steps, "fsync_directory"),
-            (converter, "prove_structure"),
-            (converter, "prove_bytes"),
-            (converter, "put_into_place"),
+            (publish, "exchange"),
+            (publish, "fsync_directory"),
+            (publish, "copy_file"),
+            (publish, "publish"),
+            (convert, "verify_structure"),
+            (convert, "verify_bytes"),
+            (convert, "put_into_place"),
         ):
             monkeypatch.setattr(owner, name, self._watched(name, getattr(owner, name)))
 
@@ -263,7 +250,7 @@ def interrupts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupts]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize(("kind", "exchanges"), [("asyncckpt", True), ("hf", False), ("torch", True), ("torch", False)])
+@pytest.mark.parametrize(("kind", "exchanges"), [("asyncckpt", True), ("hf", True), ("torch", True), ("torch", False)])
 def test_ctrl_c_at_any_step_leaves_the_old_or_the_new_one_whole_and_nothing_else(
     kind: str,
     exchanges: bool,
@@ -296,7 +283,7 @@ def test_ctrl_c_at_any_step_leaves_the_old_or_the_new_one_whole_and_nothing_else
             assert (tmp_path / "x" / "notes.txt").read_text() == "dear"
         shutil.rmtree(tmp_path / "x") if (tmp_path / "x").is_dir() else (tmp_path / "x").unlink()
         number += 1
-    assert found[0] == ("ahead of prove_structure", "old") and found[-1][1] == "new"
+    assert ("ahead of verify_structure", "old") in found and found[-1][1] == "new"
     names = [name for _, name in found]
     assert names == sorted(names, reverse=True), "the new one, from some step on"
 
@@ -313,7 +300,7 @@ def test_a_second_ctrl_c_while_what_was_written_is_removed_waits(
         signal.raise_signal(signal.SIGINT)
         real(path)
 
-    monkeypatch.setattr(converter, "prove_bytes", first)
+    monkeypatch.setattr(convert, "verify_bytes", first)
     monkeypatch.setattr(shutil, "rmtree", removing)
     with pytest.raises(KeyboardInterrupt):
         asyncckpt.convert(source, tmp_path / "x", to="dcp")

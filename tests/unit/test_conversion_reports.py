@@ -15,7 +15,7 @@ import asyncckpt
 from asyncckpt import PerRank
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ConfigError, DuplicateNameError, UnsupportedFormatError, UnsupportedLeafError
-from asyncckpt.format.keys import MAX_KEY_CHARS
+from asyncckpt.format.state_tree import MAX_KEY_CHARS
 
 pytest.importorskip("numpy")
 safetensors_torch = pytest.importorskip("safetensors.torch")

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
 import pathlib
 import struct
-import threading
 import warnings
-import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
 
@@ -20,13 +15,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import asyncckpt
-from asyncckpt.conversion import source_checksums, windows
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.foreign import verification
-from asyncckpt.foreign.kinds import read_any
-from asyncckpt.format.checksum import BLOCK_NBYTES
-from asyncckpt.storage.contents import Contents, SavedTensor
-from asyncckpt.storage.files import MODE_FILE, Files
+from asyncckpt.format.checksums import BLOCK_NBYTES
+from asyncckpt.interop import copy_pipeline, source_reader
+from asyncckpt.interop.sources import verify
+from asyncckpt.storage.files import Files
 
 pytest.importorskip("numpy")
 pytest.importorskip("safetensors")
@@ -87,7 +80,7 @@ def flip(file: pathlib.Path, found: bytes, rng: Random) -> None:
 def test_a_flipped_bit_of_the_source_is_named_and_leaves_no_target(
     kind: str, name: str, to: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, rng: Random
 ) -> None:
-    monkeypatch.setattr(windows, "WINDOW_NBYTES", BLOCK_NBYTES)
+    monkeypatch.setattr(copy_pipeline, "WINDOW_NBYTES", BLOCK_NBYTES)
     state = states_by_name()[name]
     file = SAVES[kind](state, tmp_path / "source")
     asyncckpt.convert(tmp_path / "source", tmp_path / "sound", to=to)
@@ -142,89 +135,8 @@ def test_an_archive_whose_writer_left_them_out_is_converted(kind: str, tmp_path:
 def test_what_passes_in_its_order_is_not_read_again(
     kind: str, name: str, to: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windows, "WINDOW_NBYTES", BLOCK_NBYTES)
+    monkeypatch.setattr(copy_pipeline, "WINDOW_NBYTES", BLOCK_NBYTES)
     SAVES[kind](states_by_name()[name], tmp_path / "source")
-    monkeypatch.setattr(source_checksums, "crc_of", lambda *_: pytest.fail("an entry was read again"))
+    monkeypatch.setattr(source_reader, "crc_of", lambda *_: pytest.fail("an entry was read again"))
     asyncckpt.convert(tmp_path / "source", tmp_path / "out", to=to)
-    assert verification.verify_any(str(tmp_path / "out"), Files()).state == "ok"
-
-
-class MeetingFiles(Files):
-    """Whoever opens waits until two do at once."""
-
-    def __init__(self) -> None:
-        self.changed, self.inside, self.most = threading.Condition(), 0, 0
-
-    def open(self, path: str, flags: int, mode: int = MODE_FILE) -> int:
-        with self.changed:
-            self.inside += 1
-            self.most = max(self.most, self.inside)
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: self.most > 1, DEADLINE_S)
-            self.inside -= 1
-        return super().open(path, flags, mode)
-
-
-def items(tmp_path: pathlib.Path, count: int) -> tuple[Contents, list[SavedTensor], int]:
-    """A DCP directory of tensors of one content, whose places are found; and the CRC-32 of each."""
-    save_dcp({f"w{n}": marked(500) for n in range(count)}, tmp_path / "source")
-    contents = read_any(str(tmp_path / "source"), Files())
-    tensors = list(contents.tensors.values())
-    assert contents.source is not None
-    for tensor in tensors:
-        contents.source.place(tensor.chunks[0][1].part, Files())
-    return contents, tensors, zlib.crc32(struct.pack("<f", MARK) * 500)
-
-
-def take_by_four(checksums: source_checksums.SourceChecksums, tensors: list[SavedTensor], crc: int) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda tensor: checksums.take(tensor.chunks[0][1].part, 0, 2000, crc), tensors))
-
-
-def test_items_are_opened_by_several_threads_at_once(tmp_path: pathlib.Path) -> None:
-    contents, tensors, crc = items(tmp_path, 40)
-    files = MeetingFiles()
-    checksums = source_checksums.SourceChecksums(contents, files)
-    take_by_four(checksums, tensors, crc)
-    assert files.most > 1
-    files = MeetingFiles()
-    source_checksums.SourceChecksums(contents, files).check_rest(tensors, 4)
-    assert files.most > 1
-
-
-def test_the_directory_of_an_archive_is_read_once_however_many_threads_want_it(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_torch({f"w{n}": marked(500) for n in range(40)}, tmp_path / "source")
-    contents = read_any(str(tmp_path / "source"), Files())
-    count, read = itertools.count(), source_checksums.read_directory
-    monkeypatch.setattr(source_checksums, "read_directory", lambda *args: (next(count), read(*args))[1])
-    tensors, checksums = list(contents.tensors.values()), source_checksums.SourceChecksums(contents, Files())
-    with ThreadPoolExecutor(4) as pool:
-        crc = zlib.crc32(struct.pack("<f", MARK) * 500)
-        list(pool.map(lambda t: checksums.take(t.chunks[0][1].part, t.chunks[0][1].offset_bytes, 2000, crc), tensors))
-    assert next(count) == 1
-
-
-def test_nothing_is_kept_of_items_that_were_sound_and_they_are_not_looked_at_again(tmp_path: pathlib.Path) -> None:
-    contents, tensors, crc = items(tmp_path, 40)
-    checksums = source_checksums.SourceChecksums(contents, Files())
-    gc.collect()  # what other tests left
-    take_by_four(checksums, tensors, crc)
-    assert not [found for found in gc.get_objects() if type(found) is source_checksums._Storage]
-    (tmp_path / "source" / "__0_0.distcp").unlink()
-    checksums.check_rest(tensors, 4)
-    take_by_four(checksums, tensors, crc)
-
-
-def test_parts_in_any_order_are_compared_when_they_are_all_of_a_storage(tmp_path: pathlib.Path, rng: Random) -> None:
-    contents, tensors, _ = items(tmp_path, 1)
-    data, part = struct.pack("<f", MARK) * 500, tensors[0].chunks[0][1].part
-    cuts = sorted({0, 2000, *(rng.randrange(1, 2000) for _ in range(9))})
-    ranges = list(itertools.pairwise(cuts))
-    rng.shuffle(ranges)
-    checksums = source_checksums.SourceChecksums(contents, Files())
-    for start, end in ranges:
-        checksums.take(part, start, end - start, zlib.crc32(data[start:end]))
-    (tmp_path / "source" / "__0_0.distcp").unlink()
-    checksums.check_rest(tensors, 1)
+    assert verify.verify_any(str(tmp_path / "out"), Files()).state == "ok"

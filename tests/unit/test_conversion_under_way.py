@@ -13,13 +13,12 @@ import torch
 
 import asyncckpt
 from asyncckpt import RankInfo, SyncCheckpointer
-from asyncckpt.conversion import publishing, under_way
 from asyncckpt.errors import CheckpointExistsError, SaveFailedError
 from asyncckpt.failpoints import observed
 from asyncckpt.format.names import LOCK_NAME
-from asyncckpt.retention.pins import pin
-from asyncckpt.storage.files import Files
-from asyncckpt.storage.overwrite_lock import overwrite_lock
+from asyncckpt.interop import publish
+from asyncckpt.maintenance.pins import pin
+from asyncckpt.storage.local import LocalStore
 
 SAVES_FILE = "rank-00000-part-000.000900-00000000-0123456789ab.safetensors"
 
@@ -41,12 +40,22 @@ def save(checkpointer: SyncCheckpointer, path: pathlib.Path, name: str) -> None:
     checkpointer.save({name: torch.full((100,), 7.0)}, path)
 
 
+def exchange_by(call: Callable[[str, str], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchange names by `call`, but where it is only tried whether they can be."""
+    real = publish.exchange
+
+    def exchange(temporary: str, final: str) -> bool:
+        return real(temporary, final) if final.endswith(".converting") else call(temporary, final)
+
+    monkeypatch.setattr(publish, "exchange", exchange)
+
+
 @pytest.mark.parametrize(
     ("point", "layout"),
     [
         ("shard: created", "safetensors"),
         ("rank: durable", "dcp"),
-        ("commit: manifest written", "safetensors"),
+        ("put: written", "safetensors"),
         ("commit: put", "dcp"),
     ],
 )
@@ -55,7 +64,7 @@ def test_a_save_that_is_under_way_is_left_alone_and_goes_on(
 ) -> None:
     begun: list[str] = []
     refused: list[SaveFailedError] = []
-    monkeypatch.setattr(under_way, "LOCK_TIMEOUT_S", 0.0)  # "commit: put" holds it
+    monkeypatch.setattr(publish, "LOCK_TIMEOUT_S", 0.0)  # "commit: put" holds it
 
     def observer(reached: str) -> None:
         if reached == point and not begun:
@@ -96,10 +105,10 @@ def test_a_save_that_has_no_file_yet_learns_that_another_checkpoint_came(
 def test_who_holds_the_lock_is_waited_for_and_then_said(
     source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(under_way, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(publish, "LOCK_TIMEOUT_S", 0.05)
     path = make(tmp_path / "x")
     with (
-        overwrite_lock(str(path), files=Files(), umask=0o22),
+        LocalStore().lock(str(path), 30.0),
         pytest.raises(SaveFailedError, match=LOCK_NAME) as caught,
     ):
         asyncckpt.convert(source, path, to="asyncckpt", overwrite=True)
@@ -112,13 +121,13 @@ def test_the_lock_is_held_while_the_names_are_exchanged_and_gone_afterwards(
     source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, seen = make(tmp_path / "x"), []
-    real = publishing.exchange
+    real = publish.exchange
 
     def exchange(temporary: str, final: str) -> bool:
         for held in (final, temporary):
             with (
                 pytest.raises(BlockingIOError),
-                overwrite_lock(held, files=Files(), umask=0o22, timeout_s=0),
+                LocalStore().lock(held, 0),
             ):
                 pass
             seen.append(held)
@@ -126,7 +135,7 @@ def test_the_lock_is_held_while_the_names_are_exchanged_and_gone_afterwards(
                 assert real(temporary, final)
         return True
 
-    monkeypatch.setattr(publishing, "exchange", exchange)
+    exchange_by(exchange, monkeypatch)
     asyncckpt.convert(source, path, to="asyncckpt", overwrite=True)
     assert len(seen) == 2
     assert list(asyncckpt.load(path)) == ["new"] and LOCK_NAME not in os.listdir(path)
@@ -135,7 +144,7 @@ def test_the_lock_is_held_while_the_names_are_exchanged_and_gone_afterwards(
 
 def test_a_pinned_checkpoint_is_not_replaced(source: pathlib.Path, tmp_path: pathlib.Path) -> None:
     path = make(tmp_path / "x")
-    pin(str(path), Files(), umask=0o22)
+    pin(str(path), LocalStore())
     with pytest.raises(CheckpointExistsError, match="pinned"):
         asyncckpt.convert(source, path, to="asyncckpt", overwrite=True)
     assert list(asyncckpt.load(path)) == ["old"]
@@ -155,6 +164,20 @@ def test_files_of_a_save_that_may_be_under_way_are_refused_and_older_ones_are_no
     if standing == "asyncckpt":
         (path / name.replace("000900", "000000")).write_bytes(b"x")
     asyncckpt.convert(source, path, to=standing, overwrite=True)
+    assert list(asyncckpt.load(path)) == ["new"]
+
+
+def test_files_of_an_earlier_call_of_the_same_run_are_in_nobodys_way(
+    source: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "x"
+    with asyncckpt.SyncCheckpointer(fsync=False, overwrite=True) as checkpointer:
+        for _ in range(2):
+            checkpointer.save({"old": torch.ones(3)}, path)
+    (shard,) = path.glob("*.safetensors")
+    assert "-00000001-" in shard.name
+    shard.with_name(shard.name.replace("-00000001-", "-00000000-")).write_bytes(b"x")
+    asyncckpt.convert(source, path, to="asyncckpt", overwrite=True)
     assert list(asyncckpt.load(path)) == ["new"]
 
 
@@ -191,7 +214,7 @@ def test_what_comes_between_the_look_and_the_exchange_is_not_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path, came = make(tmp_path / "x", kind), []
-    real = publishing.exchange
+    real = publish.exchange
 
     def exchange(temporary: str, final: str) -> bool:
         if came:
@@ -203,7 +226,7 @@ def test_what_comes_between_the_look_and_the_exchange_is_not_removed(
         came.append(come(pathlib.Path(temporary)))  # by a directory that was opened before
         return True
 
-    monkeypatch.setattr(publishing, "exchange", exchange)
+    exchange_by(exchange, monkeypatch)
     with pytest.raises((CheckpointExistsError, SaveFailedError)) as caught:
         asyncckpt.convert(source, path, to=to, overwrite=True)
     assert came[0] in os.listdir(path)
@@ -218,7 +241,7 @@ def test_what_is_written_anew_between_the_look_and_the_exchange_is_not_removed(
     kind: str, source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, came = make(tmp_path / "x", kind), []
-    real = publishing.exchange
+    real = publish.exchange
     make(tmp_path / "other", kind)
 
     def exchange(temporary: str, final: str) -> bool:
@@ -228,7 +251,7 @@ def test_what_is_written_anew_between_the_look_and_the_exchange_is_not_removed(
             os.replace(tmp_path / "other" / name, path / name)
         return real(temporary, final)
 
-    monkeypatch.setattr(publishing, "exchange", exchange)
+    exchange_by(exchange, monkeypatch)
     with pytest.raises(CheckpointExistsError, match="written meanwhile"):
         asyncckpt.convert(source, path, to=kind, overwrite=True)
     assert list(asyncckpt.load(path)) == ["old"]
@@ -244,7 +267,7 @@ def test_what_comes_into_the_new_one_for_an_instant_is_in_the_old_one_afterwards
         _foreign(path)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(publishing, "refuse_arrivals", failing)
+    monkeypatch.setattr(publish, "_refuse_arrivals", failing)
     with pytest.raises(SaveFailedError):
         asyncckpt.convert(source, path, to="asyncckpt", overwrite=True)
     assert (path / "thesis.tex").read_text() == "dear" and list(asyncckpt.load(path)) == ["old"]
@@ -260,7 +283,7 @@ def test_what_cannot_be_put_back_is_kept_beside_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     path, calls = make(tmp_path / "x"), []
-    real = publishing.exchange
+    real = publish.exchange
 
     def exchange(temporary: str, final: str) -> bool:
         calls.append(temporary)
@@ -274,7 +297,7 @@ def test_what_cannot_be_put_back_is_kept_beside_it(
     def failing(*_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(publishing, "exchange", exchange)
+    exchange_by(exchange, monkeypatch)
     with pytest.raises(CheckpointExistsError):
         asyncckpt.convert(source, path, to="asyncckpt", overwrite=True)
     monkeypatch.undo()
@@ -288,7 +311,7 @@ def test_what_cannot_be_put_back_is_kept_beside_it(
 
 @pytest.mark.parametrize("name", ["notes.txt", SAVES_FILE])
 @pytest.mark.parametrize(("kind", "to"), [("asyncckpt", "asyncckpt"), ("dcp", "dcp"), ("hf", "hf")])
-@pytest.mark.parametrize("check", ["standing_at", "refuse_saves"])
+@pytest.mark.parametrize("check", ["_check_directory", "_refuse_pinned_or_saving"])
 def test_what_comes_while_the_last_checks_look_is_not_removed(
     check: str,
     kind: str,
@@ -299,7 +322,7 @@ def test_what_comes_while_the_last_checks_look_is_not_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path, calls = make(tmp_path / "x", kind), []
-    real = getattr(publishing, check)
+    real = getattr(publish, check)
 
     def checking(*arguments: Any, **kw: Any) -> Any:
         found = real(*arguments, **kw)
@@ -308,7 +331,7 @@ def test_what_comes_while_the_last_checks_look_is_not_removed(
             (path / name).write_text("dear")
         return found
 
-    monkeypatch.setattr(publishing, check, checking)
+    monkeypatch.setattr(publish, check, checking)
     with pytest.raises((CheckpointExistsError, SaveFailedError)) as caught:
         asyncckpt.convert(source, path, to=to, overwrite=True)
     assert len(calls) == 2

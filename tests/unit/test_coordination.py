@@ -1,25 +1,22 @@
-"""Ranks that meet again, while changes of their run are on the way: in the end they have agreed on the same."""
+"""Which save the ranks meet in: all of them come to the same, whatever each has heard, and none waits in vain."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from asyncckpt import taken_changes
 from asyncckpt.config import CheckpointerConfig, RankInfo
-from asyncckpt.coordination import Coordination
+from asyncckpt.coordination import MAX_IN_A_ROW, Coordination
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.exchange import Exchange, Meeting, refused
-from asyncckpt.planning.contributions import Change
+from asyncckpt.planning.agreement import DutyKind
 from asyncckpt.planning.planner import contribution_of
 from asyncckpt.planning.state_dict import flatten
-from asyncckpt.taken_changes import TakenChanges
 
 WORLD_SIZE = 2
 STATE = {"w": torch.arange(6.0)}
@@ -34,12 +31,13 @@ class Room:
         self.barrier = threading.Barrier(WORLD_SIZE, timeout=60)
         self.refusal: tuple[int, str] | None = None
         self.given: list[bytes] = [b""] * WORLD_SIZE
+        self.rounds = 0
 
 
 class InMemory(Exchange):
     def __init__(self, rank: int, rooms: dict[str, Room]) -> None:
         self.rank, self.rooms = rank, rooms
-        self.before_gather: Callable[[], None] = lambda: None
+        self.breaks_in_round = -1
 
     def meet(self, name: str, call: str) -> Meeting:
         name = name.partition("/")[2]  # checkpointers are numbered in each process
@@ -48,12 +46,10 @@ class InMemory(Exchange):
 
 class InRoom(Meeting):
     def __init__(self, exchange: InMemory, room: Room) -> None:
-        self.exchange, self.room = exchange, room
+        self.exchange, self.room, self.round = exchange, room, 0
 
     def gather(self, payload: bytes, deadline: float) -> list[bytes]:
-        room, act = self.room, self.exchange.before_gather
-        self.exchange.before_gather = lambda: None
-        act()
+        room, self.round = self.room, self.round + 1
         room.given[self.exchange.rank] = payload
         try:
             room.barrier.wait()
@@ -61,6 +57,8 @@ class InRoom(Meeting):
             room.barrier.wait()
         except threading.BrokenBarrierError:
             raise refused(*(room.refusal or (-1, "nobody"))) from None
+        if self.round == self.exchange.breaks_in_round:
+            raise SaveFailedError("this rank lost the others", code="exchange")
         return found
 
     def refuse(self, reason: str) -> None:
@@ -72,126 +70,218 @@ class InRoom(Meeting):
 
 
 class Ranks:
-    def __init__(self) -> None:
-        rooms: dict[str, Room] = {}
-        self.exchanges = [InMemory(rank, rooms) for rank in range(WORLD_SIZE)]
-        self.each = [self.made(rank) for rank in range(WORLD_SIZE)]
-        for one in self.each:
-            one.links.leader = WORKER
+    """Two ranks; `slots` of each. `decided`: what all of them hear of the saves so far."""
 
-    def made(self, rank: int) -> Coordination:
-        exchange = self.exchanges[rank]
-        found = Coordination(RankInfo(rank, WORLD_SIZE), CheckpointerConfig(), lambda: exchange, package="1")
+    def __init__(self, *slots: int) -> None:
+        self.rooms: dict[str, Room] = {}
+        self.exchanges = [InMemory(rank, self.rooms) for rank in range(WORLD_SIZE)]
+        self.each = [self.made(rank, n) for rank, n in enumerate(slots or (1, 1))]
+
+    def made(self, rank: int, slots: int) -> Coordination:
+        exchange, config = self.exchanges[rank], CheckpointerConfig(slots=slots, keep_in_memory="none")
+        found = Coordination(RankInfo(rank, WORLD_SIZE), config, lambda: exchange, package="1")
         found.links._worker.instance = lambda: WORKER  # type: ignore[method-assign]
         return found
 
-    def together(self, call: Callable[[Coordination], Any]) -> None:
+    def together(self, call: Callable[[Coordination], Any]) -> list[Any]:
         with ThreadPoolExecutor(WORLD_SIZE) as pool:
-            for done in [pool.submit(call, one) for one in self.each]:
-                done.result(60)
+            return [done.result(60) for done in [pool.submit(call, one) for one in self.each]]
 
-    def save(self, sequence: int) -> None:
-        """Agree as the stager does before a save."""
-        flat = flatten(STATE)
+    def save(self, sequence: int, *states: Any) -> list[Any]:
+        """Agree as the stager does before a save; returns for each rank whether it met, or its error."""
+        flats = [flatten(state) for state in states or (STATE, STATE)]
 
-        def agree(one: Coordination) -> None:
-            one.advance(sequence)
-            one.agree(flat, contribution_of(flat), sequence=sequence, path="/x", step=sequence)
+        def agree(one: Coordination) -> Any:
+            assert one.awaits(sequence) is None
+            met, flat = one.must_meet, flats[one.rank.rank]
+            try:
+                one.agree(flat, contribution_of(flat), sequence=sequence, path="/x", step=sequence)
+            except SaveFailedError as error:
+                return error
+            return met
 
-        self.together(agree)
+        return self.together(agree)
+
+    def ends(self, sequence: int, *, meet: bool = False, ranks: Sequence[int] = (0, 1)) -> None:
+        """These ranks hear how a save has ended."""
+        for rank in ranks:
+            self.each[rank].outcomes.take(self.each[rank].run_id, [(sequence, meet)])
 
     def prepare(self, state: Any) -> None:
         flat = flatten(state)
         self.together(lambda one: one.prepare(lambda: (flat, contribution_of(flat))))
 
-    def hear(self, number: int, effective: int, *ranks: int) -> None:
-        change = Change(contributions={}, per_rank=(f"name{number}",)).encode()
-        for rank in ranks:
-            self.each[rank].take_change(WORKER, number, effective, change)
-
-    def forget(self) -> None:
+    def agree_on(self, name: str, kind: DutyKind = DutyKind.SHARED) -> None:
+        """All have the same agreement, which says so of a tensor of `MORE`."""
+        assert len({one.agreement.fingerprint for one in self.each if one.agreement}) == 1
         for one in self.each:
-            one.forget()
-
-    def fingerprints(self) -> list[str]:
-        return [one.agreement.fingerprint if one.agreement else "" for one in self.each]
-
-    def agree_on(self, *, n_changes: int, since: list[str]) -> None:
-        """All have the same agreement, which is `since`'s after so many changes."""
-        one, other = self.fingerprints()
-        assert one == other
-        assert (one == since[0]) == (not n_changes)
+            assert one.agreement is not None
+            assert one.agreement.duty(one.rank.rank, name, "float32", tuple(MORE[name].shape)).kind is kind
 
 
-@pytest.mark.parametrize("effective", [1, 2, 5])
-def test_a_change_of_which_only_some_had_heard_when_the_ranks_met_again_is_applied_by_none(effective: int) -> None:
+@pytest.mark.parametrize("slots", [(1, 1), (2, 2), (3, 2), (16, 16)])
+def test_the_ranks_meet_as_many_saves_after_one_that_says_so_as_the_fewest_slots_of_a_rank(slots: Any) -> None:
+    ranks, window = Ranks(*slots), min(slots)
+    assert ranks.save(0) == [True, True]
+    for sequence in range(1, 2 + window):
+        ranks.ends(sequence - 1, meet=sequence == 2)
+        assert ranks.save(sequence, MORE, MORE) == [sequence == 1 + window] * 2
+    ranks.agree_on("m")
+
+
+def test_a_save_waits_for_the_outcome_that_says_whether_it_meets() -> None:
+    ranks = Ranks(2, 2)
+    ranks.save(0)
+    assert ranks.each[0].awaits(1) is None, "the save before the meeting decides nothing any more"
+    assert ranks.each[0].awaits(2) == 0
+    ranks.ends(1, ranks=(0,))
+    assert ranks.each[0].awaits(2) == 0
+    ranks.ends(0, ranks=(0,))
+    assert ranks.each[0].awaits(2) is None and not ranks.each[0].must_meet
+    assert ranks.each[0].awaits(4) == 2
+
+
+def test_what_was_said_of_saves_before_a_meeting_makes_no_other() -> None:
+    ranks = Ranks(2, 2)
+    ranks.save(0)
+    ranks.save(1, MORE, MORE)
+    for sequence in (0, 1):
+        ranks.ends(sequence, meet=True)
+    assert ranks.save(2, MORE, MORE) == [True, True]
+    ranks.ends(2)
+    assert ranks.save(3, MORE, MORE) == [False, False], "save 1 was taken before they met"
+    assert ranks.save(4, MORE, MORE) == [False, False]
+
+
+def test_a_rank_that_does_not_come_to_a_save_that_meets_fails_it_and_the_next_one_meets() -> None:
     ranks = Ranks()
     ranks.save(0)
-    ranks.hear(1, effective, 0)
-    ranks.forget()
-    ranks.save(2)
-    met = ranks.fingerprints()
-    ranks.hear(1, effective, 1)
-    ranks.save(6)
-    ranks.agree_on(n_changes=0, since=met)
+    ranks.ends(0, meet=True)
+    ranks.each[1].refuse(1, "no slot")
+    with ThreadPoolExecutor(1) as pool:
+        flat = flatten(STATE)
+        assert ranks.each[0].awaits(1) is None and ranks.each[0].must_meet
+        waits = pool.submit(ranks.each[0].agree, flat, contribution_of(flat), sequence=1, path="/x", step=1)
+        with pytest.raises(SaveFailedError, match="no slot") as caught:
+            waits.result(60)
+    assert caught.value.rank == 1
+    assert ranks.save(2) == [True, True]
 
 
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_change_that_comes_while_the_ranks_meet_again_is_applied_by_all(late: int) -> None:
+def test_a_rank_that_does_not_know_whether_a_save_meets_refuses_and_comes_to_the_next() -> None:
     ranks = Ranks()
     ranks.save(0)
-    ranks.hear(1, 5, 0, 1)
-    ranks.forget()
-    ranks.exchanges[1 - late].before_gather = lambda: ranks.hear(2, 5, 1 - late)
-    ranks.save(2)
-    met = ranks.fingerprints()
-    ranks.hear(2, 5, late)
-    ranks.save(4)
-    ranks.agree_on(n_changes=0, since=met)
-    ranks.save(5)
-    ranks.agree_on(n_changes=1, since=met)
+    ranks.ends(0, meet=True, ranks=(0,))
+    assert ranks.each[1].awaits(1) == 0
+    ranks.each[1].refuse(1, "it has not heard of save 0")
+    flat = flatten(STATE)
+    assert ranks.each[0].awaits(1) is None
+    with pytest.raises(SaveFailedError, match="has not heard"):
+        ranks.each[0].agree(flat, contribution_of(flat), sequence=1, path="/x", step=1)
+    ranks.ends(0, meet=True, ranks=(1,))
+    assert ranks.save(2) == [True, True]
 
 
-def test_ranks_that_prepare_while_one_has_applied_a_change_begin_anew() -> None:
+def test_a_rank_that_does_not_come_to_a_save_that_does_not_meet_lets_nobody_wait() -> None:
     ranks = Ranks()
     ranks.save(0)
-    ranks.hear(1, 1, 0)
-    ranks.save(1)
-    assert len(set(ranks.fingerprints())) == 2, "that save is lost"
-    ranks.prepare(MORE)
-    met = ranks.fingerprints()
-    ranks.hear(1, 1, 1)
-    ranks.save(2)
-    ranks.agree_on(n_changes=0, since=met)
-
-
-def test_a_change_that_waits_outlives_what_ranks_of_one_mind_prepare() -> None:
-    ranks = Ranks()
-    ranks.save(0)
-    ranks.hear(1, 3, 0)
-    ranks.prepare(MORE)
-    met = ranks.fingerprints()
-    ranks.hear(1, 3, 1)
-    ranks.save(2)
-    ranks.agree_on(n_changes=0, since=met)
-    ranks.save(3)
-    ranks.agree_on(n_changes=1, since=met)
-
-
-def test_another_worker_s_changes_are_counted_apart() -> None:
-    ranks = Ranks()
-    ranks.save(0)
-    ranks.hear(7, 9, 0, 1)
-    ranks.forget()
-    ranks.save(1)
-    met = ranks.fingerprints()
+    ranks.ends(0)
     for one in ranks.each:
-        one.take_change("2" * 16, 1, 2, Change(contributions={}, per_rank=("w",)).encode())
-    ranks.save(2)
-    ranks.agree_on(n_changes=1, since=met)
+        one.refuse(1, "no slot")
+    assert not any(name.endswith("/1") for name in ranks.rooms), "no meeting was refused"
+    ranks.ends(1)
+    assert ranks.save(2) == [False, False]
 
 
-def test_what_a_failed_prepare_leaves_is_no_agreement_to_another_worker_either() -> None:
+def test_a_rank_that_is_cut_off_in_the_last_round_meets_when_the_others_hear_of_it() -> None:
+    ranks = Ranks(2, 2)
+    ranks.exchanges[1].breaks_in_round = 3
+    met, error = ranks.save(0)
+    assert met is True and isinstance(error, SaveFailedError)
+    ranks.exchanges[1].breaks_in_round = -1
+    met, error = ranks.save(1)
+    assert met is False and "they meet in save 2" in str(error)
+    for sequence in (0, 1):
+        ranks.ends(sequence, meet=True)
+    assert ranks.save(2) == [True, True]
+    ranks.ends(2)
+    assert ranks.save(3) == ranks.save(4) == [False, False]
+
+
+def test_a_rank_that_has_failed_in_an_earlier_round_fails_the_meeting_of_all() -> None:
+    ranks = Ranks(2, 2)
+    ranks.exchanges[1].breaks_in_round = 2
+    assert all(isinstance(found, SaveFailedError) for found in ranks.save(0))
+    ranks.exchanges[1].breaks_in_round = -1
+    assert ranks.save(1) == [True, True]
+
+
+def test_ranks_of_which_one_has_another_agreement_begin_anew() -> None:
+    ranks = Ranks()
+    ranks.save(0, MORE, MORE)
+    ranks.each[1].agreement = None
+    ranks.ends(0, meet=True)
+    assert ranks.save(1) == [True, True]
+    ranks.agree_on("m", DutyKind.NEWS)
+
+
+def test_ranks_of_one_mind_keep_what_is_not_in_the_save_they_meet_in() -> None:
+    ranks = Ranks()
+    ranks.save(0, MORE, MORE)
+    ranks.ends(0, meet=True)
+    assert ranks.save(1) == [True, True]
+    ranks.agree_on("m")
+
+
+def test_something_new_that_is_not_in_the_save_that_meets_makes_the_next_one_meet() -> None:
+    """The ranks save two structures in turn, and the one with news never falls on a save that an outcome names."""
+    ranks = Ranks()
+    ranks.save(0)
+    ranks.ends(0)
+    assert ranks.save(1, MORE, MORE) == [False, False]
+    assert all(one.is_changed(["m"]) for one in ranks.each)
+    ranks.ends(1, meet=True)
+    assert ranks.save(2) == [True, True]
+    ranks.ends(2)
+    assert ranks.save(3, MORE, MORE) == [True, True]
+    ranks.agree_on("m")
+    ranks.ends(3)
+    assert ranks.save(4) == [False, False]
+
+
+def test_something_new_that_never_comes_again_makes_only_so_many_meetings() -> None:
+    ranks = Ranks()
+    ranks.save(0)
+    assert ranks.each[1].is_changed(["m"])
+    ranks.ends(0, meet=True)
+    for sequence in range(1, 2 + MAX_IN_A_ROW):
+        assert ranks.save(sequence) == [True, True]
+        ranks.ends(sequence)
+    assert ranks.save(2 + MAX_IN_A_ROW) == [False, False]
+    assert not ranks.each[1].is_changed(["m"]) and ranks.each[1].is_changed(["n"])
+
+
+def test_a_tensor_that_was_found_to_differ_is_stored_per_rank_whichever_rank_has_heard_of_it() -> None:
+    ranks = Ranks()
+    ranks.save(0)
+    ranks.each[1].differs("w")
+    ranks.ends(0, meet=True)
+    assert ranks.save(1) == [True, True]
+    ranks.agree_on("w", DutyKind.PER_RANK)
+
+
+def test_what_the_ranks_prepare_is_agreed_upon_and_the_saves_before_decide_nothing_more() -> None:
+    ranks = Ranks(2, 2)
+    ranks.save(0)
+    ranks.save(1)
+    ranks.ends(0, meet=True)
+    ranks.prepare(MORE)
+    ranks.ends(1, meet=True)
+    assert ranks.save(2) == ranks.save(3) == [False, False]
+    assert ranks.each[0].awaits(4) == 2
+
+
+def test_a_failed_prepare_leaves_no_agreement_to_any_rank() -> None:
     ranks = Ranks()
     ranks.save(0)
 
@@ -205,114 +295,4 @@ def test_what_a_failed_prepare_leaves_is_no_agreement_to_another_worker_either()
             one.prepare(fail if one.rank.rank else lambda: (flat, contribution_of(flat)))
 
     ranks.together(prepare)
-    for one in ranks.each:
-        one.start_over()
-        assert one.must_meet
-
-
-def test_a_change_that_holds_early_makes_those_before_it_hold_as_early() -> None:
-    ranks = Ranks()
-    ranks.save(0)
-    met = ranks.fingerprints()
-    ranks.hear(1, 5, 0, 1)
-    ranks.hear(2, 2, 0, 1)
-    ranks.save(1)
-    ranks.agree_on(n_changes=0, since=met)
-    ranks.save(2)
-    agreed = ranks.fingerprints()
-    ranks.save(5)
-    assert ranks.fingerprints() == agreed != met, "both hold from save 2 on"
-
-
-def test_a_save_waits_for_a_change_that_was_announced_and_not_for_one_that_never_comes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(taken_changes, "EXPECT_S", 60.0)
-    taken = TakenChanges()
-    taken.expect(WORKER, 1)
-    late = threading.Timer(0.05, taken.take, (WORKER, 1, 1, b"change"))
-    late.start()
-    try:
-        assert taken.due(1) == [b"change"]
-    finally:
-        late.join()
-    monkeypatch.setattr(taken_changes, "EXPECT_S", 0.1)
-    taken.expect(WORKER, 2)
-    begun = time.monotonic()
-    assert taken.due(2) == [] and taken_changes.EXPECT_S <= time.monotonic() - begun < 60
-    monkeypatch.setattr(taken_changes, "EXPECT_S", 600.0)
-    taken.expect(WORKER, 2)
-    begun = time.monotonic()
-    assert taken.due(3) == [] and time.monotonic() - begun < taken_changes.EXPECT_S, "once for each"
-
-
-def test_saves_that_were_taken_before_a_change_was_heard_of_that_holds_for_them_are_known() -> None:
-    taken = TakenChanges()
-    taken.due(7)
-    assert list(taken.take(WORKER, 1, 8, b"")) == []
-    assert list(taken.take(WORKER, 2, 6, b"")) == [6, 7]
-    assert len(taken.take(WORKER, 3, -99, b"")) == taken_changes.MAX_MISSED
-    taken.overtake([{WORKER: 4}])
-    assert list(taken.take(WORKER, 4, 6, b"")) == [], "the ranks have met since"
-
-
-def test_a_rank_that_took_a_save_too_early_does_not_let_the_others_wait_for_it() -> None:
-    """Rank 0 has heard that the ranks meet anew in save 1; rank 1 has not, and goes on without."""
-    ranks = Ranks()
-    ranks.save(0)
-    change = Change(contributions={}, per_rank=("name",)).encode()
-    flat = flatten(STATE)
-    ranks.each[1].advance(1)
-    ranks.each[0].advance(1)
-    ranks.each[0].forget()
-    with ThreadPoolExecutor(1) as pool:
-        begun = time.monotonic()
-        waits = pool.submit(ranks.each[0].agree, flat, contribution_of(flat), sequence=1, path="/x", step=1)
-        ranks.each[1].take_change(WORKER, 1, 1, change)
-        with pytest.raises(SaveFailedError, match="before it heard"):
-            waits.result(60)
-    assert time.monotonic() - begun < 60
-    for thread in threading.enumerate():
-        if thread.name == "asyncckpt-late":
-            thread.join(60)
-
-
-def test_a_change_is_taken_also_where_no_thread_tells_the_others_that_this_rank_stays_away(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is taken in the session's thread, which must not end by that."""
-
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    ranks = Ranks()
-    ranks.save(0)
-    ranks.each[1].advance(1)
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refused)
-        ranks.each[1].take_change(WORKER, 1, 1, Change(contributions={}, per_rank=("name",)).encode())
-    assert "cannot be told that this one does not meet them at save/1: can't start new thread" in caplog.text
-
-
-def test_a_rank_that_hears_late_of_one_that_has_not_agreed_stays_away_from_the_saves_that_it_took() -> None:
-    """Rank 0 failed to agree for save 1 and meets in save 2; rank 1 took both before it heard, and meets in save 3."""
-    ranks = Ranks()
-    ranks.save(0)
-    flat = flatten(STATE)
-    ranks.each[0].forget()
-    for sequence in (1, 2):
-        ranks.each[1].advance(sequence)
-    with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(ranks.each[0].agree, flat, contribution_of(flat), sequence=2, path="/x", step=2)
-        ranks.each[1].forget(1)
-        with pytest.raises(SaveFailedError, match="before it heard"):
-            waits.result(60)
-    ranks.save(3)
-    ranks.agree_on(n_changes=0, since=ranks.fingerprints())
-    ranks.each[1].forget(1)
-    assert not ranks.each[1].must_meet, "they have agreed since"
-    ranks.each[1].forget(3)
-    assert ranks.each[1].must_meet
-    for thread in threading.enumerate():
-        if thread.name == "asyncckpt-late":
-            thread.join(60)
+    assert ranks.save(1) == [True, True]

@@ -13,7 +13,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.format.checksum import BLOCK_NBYTES
+from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint

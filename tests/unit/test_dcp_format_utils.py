@@ -266,14 +266,14 @@ def test_a_target_around_its_source_that_fails_leaves_nothing(
 ) -> None:
     torch.save(STATE, tmp_path / "model.pt")
     before = contents_of(tmp_path)
-    real = Files.rename_noreplace
+    real = Files.link
 
     def failing(self: Files, source: str, target: str) -> None:
         if target.endswith(".metadata"):
             raise OSError(errno.EIO, "no")
         real(self, source, target)
 
-    monkeypatch.setattr(Files, "rename_noreplace", failing)
+    monkeypatch.setattr(Files, "link", failing)
     with pytest.raises(SaveFailedError):
         asyncckpt.dcp.torch_save_to_dcp(tmp_path / "model.pt", tmp_path)
     assert contents_of(tmp_path) == before and os.listdir(tmp_path) == ["model.pt"]

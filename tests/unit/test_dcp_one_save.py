@@ -21,8 +21,8 @@ import asyncckpt
 from asyncckpt.dcp import one_save
 from asyncckpt.dcp.one_save import Coordinators, Found, Own, check, compared, found_in
 from asyncckpt.errors import CorruptCheckpointError, RanksDisagreeError
-from asyncckpt.foreign import assembly
-from asyncckpt.foreign.kinds import read_any
+from asyncckpt.interop.sources.detect import read_any
+from asyncckpt.storage import contents
 from asyncckpt.storage.files import Files
 
 pytest.importorskip("numpy")
@@ -32,7 +32,7 @@ HERE, ELSEWHERE = "machine", "another"
 ASK = """
 import sys
 from asyncckpt.dcp.one_save import found_in
-from asyncckpt.foreign.kinds import read_any
+from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.storage.files import Files
 for path in sys.argv[1:]:
     print(found_in(read_any(path, Files()), Files()))
@@ -185,8 +185,8 @@ def test_one_file_on_two_mounts_of_one_machine_is_one_save(
 ) -> None:
     path = foreign_samples.write(kind, tmp_path)
     first = found_at(path)
-    stamp_of = assembly.stamp_of
-    monkeypatch.setattr(assembly, "stamp_of", lambda found: (stamp_of(found)[0] + 1, *stamp_of(found)[1:]))
+    stamp_of = contents.stamp_of
+    monkeypatch.setattr(contents, "stamp_of", lambda found: (stamp_of(found)[0] + 1, *stamp_of(found)[1:]))
     assert not first.differs(found_at(path))
 
 

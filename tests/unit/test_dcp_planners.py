@@ -406,3 +406,17 @@ def test_a_part_of_a_registered_type_that_shares_memory_is_in_when_it_is_handed_
     target = {"w": memory, "r": Row(memory[2:6])}
     dcp_calls.load(target, reader(storage, tmp_path / "c"), planner=ShardedLoadPlanner())
     assert memory.tolist() == list(range(8)) and seen == [[2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("empty", [{}, []], ids=["dict", "list"])
+def test_an_empty_place_that_has_saved_names_below_it_is_named(
+    empty: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inside = {"m": torch.ones(2)} if empty == {} else [torch.ones(2)]
+    saved = {"a": torch.ones(3), "state": {"inner": inside}, "none": {}}
+    asyncckpt.SyncCheckpointer().save(saved, tmp_path / "x")
+    target = {"a": torch.zeros(3), "state": {"inner": empty}, "none": {}}
+    dcp_calls.load(target, StorageReader(tmp_path / "x"), planner=ShardedLoadPlanner())
+    assert torch.equal(target["a"], saved["a"])  # type: ignore[arg-type]
+    (said,) = [record.message for record in caplog.records if "empty in the target" in record.message]
+    assert "'state.inner'" in said and "1 saved name" in said and "asyncckpt.load" in said

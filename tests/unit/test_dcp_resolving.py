@@ -27,7 +27,7 @@ import asyncckpt
 from asyncckpt.dcp import rank_part, resolving, written_tensor
 from asyncckpt.dcp.resolving import CallersResolves
 from asyncckpt.dcp.written_tensor import WrittenTensor, settle
-from asyncckpt.storage import rank_files
+from asyncckpt.storage import rank_writer
 from tests.simulated_device import SimulatedDevice
 
 STATE = {f"w{n:02}": torch.full((300, 1000), float(n)) for n in range(20)}
@@ -53,7 +53,7 @@ class Noting(DefaultSavePlanner):
 @pytest.fixture(autouse=True)
 def small_extents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Extents that hold half a tensor, so that several threads write."""
-    monkeypatch.setattr(rank_files, "EXTENT_NBYTES", 1 << 19)
+    monkeypatch.setattr(rank_writer, "EXTENT_NBYTES", 1 << 19)
 
 
 def our_threads() -> list[str]:
@@ -64,14 +64,14 @@ def test_the_calling_thread_alone_calls_the_planner_and_others_write(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writers = set()
-    write_extent = rank_files.ShardWriter.write_extent
+    write_extent = rank_writer.ShardWriter.write_extent
 
     def noted(self: Any, *arguments: Any) -> None:
         writers.add(threading.current_thread())
         time.sleep(0.002)
         write_extent(self, *arguments)
 
-    monkeypatch.setattr(rank_files.ShardWriter, "write_extent", noted)
+    monkeypatch.setattr(rank_writer.ShardWriter, "write_extent", noted)
     planner = Noting()
     dcp_calls.save(STATE, StorageWriter(tmp_path / "a"), planner=planner)
     assert planner.threads == {threading.current_thread()}
@@ -101,13 +101,13 @@ def test_ctrl_c_leaves_no_thread(tmp_path: pathlib.Path, late: bool, monkeypatch
     def soon() -> None:
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
 
-    write_extent = rank_files.ShardWriter.write_extent
+    write_extent = rank_writer.ShardWriter.write_extent
 
     def slow(self: Any, *arguments: Any) -> None:
         time.sleep(0.03)
         write_extent(self, *arguments)
 
-    monkeypatch.setattr(rank_files.ShardWriter, "write_extent", slow)
+    monkeypatch.setattr(rank_writer.ShardWriter, "write_extent", slow)
     planner = Noting("w05", soon if late else interrupt)
     with pytest.raises((KeyboardInterrupt, CheckpointException)) as caught:
         dcp_calls.save(STATE, StorageWriter(tmp_path / "a"), planner=planner)

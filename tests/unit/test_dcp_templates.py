@@ -8,9 +8,8 @@ from typing import Any
 import msgpack
 import pytest
 
-from asyncckpt.format import dcp_templates
-from asyncckpt.format.dcp_metadata import metadata_of
-from asyncckpt.format.dcp_templates import MetadataTemplates
+from asyncckpt.format import dcp
+from asyncckpt.format.dcp import MetadataTemplates, metadata_of
 from asyncckpt.format.names import SaveId
 
 FIRST, SECOND = SaveId(1, 2, "a" * 12), SaveId(30, 4, "0123456789ab")
@@ -32,7 +31,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[SaveId]:
         found.append(save_id)
         return metadata_of(save_id, ranks)
 
-    monkeypatch.setattr(dcp_templates, "metadata_of", counted)
+    monkeypatch.setattr(dcp, "metadata_of", counted)
     return found
 
 

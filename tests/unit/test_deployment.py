@@ -176,7 +176,7 @@ def test_the_sidecars_worker_takes_its_options_and_has_time_to_drain(pod: Any) -
 def test_every_page_says_what_survives_what_and_links_and_tests_exist(page: pathlib.Path) -> None:
     text = page.read_text()
     if page.stem != "README":
-        assert "| what is lost | what survives | what a restart goes on from |" in text
+        assert "| what is lost | what survives | where a restart continues |" in text
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert (page.parent / target).exists(), target
     for name in re.findall(r"`(tests/[\w/]+\.py)", text):

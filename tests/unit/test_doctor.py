@@ -19,12 +19,9 @@ import pytest
 from storage_samples import RecordingFiles, failing
 
 from asyncckpt import cli
-from asyncckpt.doctor import memory, probes, processes, storage
+from asyncckpt.doctor import directory, machine
 from asyncckpt.doctor.findings import FAIL, OK, STATUSES, WARN, Finding
-from asyncckpt.protocol.endpoint import users_directory
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.pace import Pace
-from asyncckpt.storage.pace_file import DevicePaces
 
 GB = 10**9
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
@@ -36,13 +33,13 @@ def by_name(found: Iterable[Finding]) -> dict[str, Finding]:
 
 
 def storage_of(path: Path, files: Files | None = None, state: int | None = None, ranks: int = 1) -> dict[str, Finding]:
-    return by_name(storage.storage_checks(str(path), state, ranks, files or Files()))
+    return by_name(directory.directory_checks(str(path), state, ranks, files or Files()))
 
 
 def processes_of(
     state: int | None = None, ranks: int = 1, environ: Mapping[str, str] | None = None
 ) -> dict[str, Finding]:
-    return by_name(processes.process_checks(state, ranks, dict(os.environ) if environ is None else environ))
+    return by_name(machine.machine_checks(state, ranks, dict(os.environ) if environ is None else environ))
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
@@ -53,7 +50,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 @pytest.fixture(autouse=True)
 def small_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "MAX_WRITE_NBYTES", probes.CHUNK_NBYTES)
+    monkeypatch.setattr(directory, "MAX_WRITE_NBYTES", directory.CHUNK_NBYTES)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -110,9 +107,9 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
 def test_memory_is_compared_with_the_state_and_the_cgroup_counts(
     monkeypatch: pytest.MonkeyPatch, state: int | None, available: int, limit: tuple[int | None, int], status: str
 ) -> None:
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
-    monkeypatch.setattr(memory, "cgroup_limit", lambda: limit)
-    assert by_name(memory.memory_checks(state))["memory"].status == status
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+    monkeypatch.setattr(machine, "cgroup_limit", lambda: limit)
+    assert by_name(machine.machine_checks(state, 1, os.environ))["memory"].status == status
 
 
 def test_without_memfd_no_save_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,13 +117,13 @@ def test_without_memfd_no_save_is_possible(monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError(errno.EPERM, "seccomp")
 
     monkeypatch.setattr(os, "memfd_create", refused)
-    found = by_name(memory.memory_checks(None))["slots"]
+    found = by_name(machine.machine_checks(None, 1, os.environ))["slots"]
     assert found.status == FAIL and "EPERM" in found.text and "seccomp" in found.advice
 
 
 def test_a_kernel_that_does_not_fill_in_pages_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncckpt.memory.mapping.Mapping.populate", lambda *args, **kw: False)
-    found = by_name(memory.memory_checks(None))["slots"]
+    found = by_name(machine.machine_checks(None, 1, os.environ))["slots"]
     assert found.status == WARN and found.facts["populate"] is False
 
 
@@ -154,9 +151,16 @@ def test_processes_that_may_not_open_each_others_slots_fail(monkeypatch: pytest.
     found = processes_of()["processes"]
     assert found.status == FAIL and "trainer's slots" in found.text and "one user" in found.advice
     monkeypatch.setattr(os, "open", real)
-    monkeypatch.setattr(processes, "_CHILD", processes._CHILD.replace("{sys.argv[1]}", "1999999999"))
+    monkeypatch.setattr(machine, "_CHILD", machine._CHILD.replace("{sys.argv[1]}", "1999999999"))
     found = processes_of()["processes"]
     assert found.status == FAIL and "worker's slots" in found.text
+
+
+def test_a_second_process_that_hangs_is_killed_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_CHILD", "import time; time.sleep(600)")
+    monkeypatch.setattr(machine, "CHILD_TIMEOUT_S", 0.5)
+    found = processes_of()["processes"]
+    assert found.status == FAIL and "said nothing" in found.text and "hidepid" in found.facts
 
 
 def test_limits_are_compared_with_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,15 +193,15 @@ def test_the_sockets_directory_must_be_this_users_alone(tmp_path: Path, what: st
 def test_versions_are_compared_as_numbers_and_torch_is_not_imported(
     monkeypatch: pytest.MonkeyPatch, version: str | None, status: str
 ) -> None:
-    real = processes._version_of
-    monkeypatch.setattr(processes, "_version_of", lambda name: version if name == "torch" else real(name))
+    real = machine._version_of
+    monkeypatch.setattr(machine, "_version_of", lambda name: version if name == "torch" else real(name))
     found = processes_of()["software"]
     assert found.status == status and (status == OK or "torch>=2.6" in found.advice)
 
 
 def test_the_versions_that_are_needed_are_those_of_the_package() -> None:
     listed = (REPOSITORY / "pyproject.toml").read_text().partition("dependencies = [")[2].partition("]")[0]
-    assert {f"{name}>={version}" for name, version in processes.NEEDED.items()} == {
+    assert {f"{name}>={version}" for name, version in machine.NEEDED.items()} == {
         line.strip().strip('",') for line in listed.splitlines() if line.strip()
     }
 
@@ -299,7 +303,7 @@ def test_a_lock_that_two_can_hold_is_said(tmp_path: Path) -> None:
 
 
 def test_a_slow_flush_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "SLOW_FSYNC_S", 0.0)
+    monkeypatch.setattr(directory, "SLOW_FSYNC_S", 0.0)
     assert storage_of(tmp_path)["fsync"].status == WARN
 
 
@@ -330,6 +334,16 @@ def test_room_is_compared_with_the_state(
     assert (found["free space"].status, found["inodes"].status) == (space, names)
 
 
+def test_a_table_of_mounts_that_cannot_be_read_costs_one_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(all: bool) -> list[Any]:
+        raise PermissionError(errno.EACCES, "no")
+
+    monkeypatch.setattr(directory.psutil, "disk_partitions", refused)
+    found = storage_of(tmp_path)
+    assert found["file system"].status == WARN and "EACCES" in found["file system"].text
+    assert found["storage clock"].status == OK
+
+
 # ---- for real -------------------------------------------------------------------------------------------------------
 
 
@@ -349,7 +363,10 @@ def test_real_limits_are_seen(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_a_small_file_system_in_memory_and_a_read_only_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["plain", "a b\tc\\d"])
+def test_a_small_file_system_in_memory_and_a_read_only_one(name: str, tmp_path: Path) -> None:
+    tmp_path = tmp_path / name
+    tmp_path.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=20", "none", str(tmp_path)], check=True)
     try:
         code, found = _doctor(str(tmp_path), "--state-bytes", "2MB", "--ranks", "8")
@@ -362,25 +379,3 @@ def test_a_small_file_system_in_memory_and_a_read_only_one(tmp_path: Path) -> No
         assert code == 1 and found["file system"]["status"] == FAIL and "EROFS" in found["permissions"]["text"]
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
-
-
-# ---- what was learnt of the device ----------------------------------------------------------------------------------
-
-
-def test_paces_that_loads_and_saves_have_learnt_are_shown(
-    tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
-    _, out = run(capsys, tmp_path, "--json")
-    (before,) = [one for one in json.loads(out)["checks"] if one["name"] == "pace"]
-    assert before["status"] == OK and before["facts"] == {"read": [], "write": []}
-    own, four = users_directory(os.environ, os.geteuid()), Pace(4, 16 << 20)
-    for seconds in (1.0, 2.0, 4.0):
-        DevicePaces(own, "read", (four,)).took(str(tmp_path), four, 1 << 30, seconds)
-    DevicePaces(str(short_path), "write", (four,)).took(str(tmp_path), four, 1 << 30, 1.0)
-    monkeypatch.setenv("ASYNCCKPT_ENDPOINT", f"ipc://{short_path}/w.sock")
-    _, out = run(capsys, tmp_path / "not there yet", "--json")
-    (after,) = [one for one in json.loads(out)["checks"] if one["name"] == "pace"]
-    read = {"threads": 4, "extent_nbytes": 16 << 20, "samples": 3, "bytes_per_s": 1 << 29}
-    assert after["facts"] == {"read": [read], "write": [{**read, "samples": 1, "bytes_per_s": 1 << 30}]}
-    assert "by 4 threads of" in run(capsys, tmp_path)[1]

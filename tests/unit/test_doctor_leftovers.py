@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from asyncckpt import cli
-from asyncckpt.doctor.leftovers import corner_name, is_corner
-from asyncckpt.doctor.probes import NAMES, probes
-from asyncckpt.doctor.storage import storage_checks
+from asyncckpt.doctor.directory import NAMES, PROBES, directory_checks, probes
 from asyncckpt.storage.catalog import scan
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 
 OLD_S = 2 * 86400
 
@@ -45,7 +44,7 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def corner(root: Path) -> Path:
     """Let a doctor look, and die before it has cleaned up; two days ago."""
-    for _ in storage_checks(str(root), None, 1, Killed()):
+    for _ in directory_checks(str(root), None, 1, Killed()):
         pass
     (found,) = root.iterdir()
     age(found)
@@ -71,10 +70,10 @@ def test_the_probes_leave_no_other_names_than_they_say(tmp_path: Path) -> None:
 
 
 def test_the_corner_is_known_by_its_name_and_is_no_checkpoint(root: Path, corner: Path) -> None:
-    assert is_corner(corner.name) and is_corner(corner_name())
+    assert PROBES.is_named(corner.name)
     for name in (".asyncckpt-doctor-", corner.name[:-1], corner.name + "0", corner.name.upper(), "x" + corner.name):
-        assert not is_corner(name)
-    assert scan(str(root), Files()) == []
+        assert not PROBES.is_named(name)
+    assert scan(str(root), LocalStore()) == []
 
 
 def test_gc_lists_it_and_removes_it_when_asked_to(root: Path, corner: Path, capsys: pytest.CaptureFixture[str]) -> None:

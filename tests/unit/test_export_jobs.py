@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import itertools
 import json
 import os
 import pathlib
+import shutil
+import signal
+import subprocess
+from typing import Any
 
+import mounts
 import pytest
 
 from asyncckpt.format.names import MANIFEST_NAME
-from asyncckpt.integrations.exporter import FIRST_RETRY_S, LAST_RETRY_S, REST, Retries, finish_exports
-from asyncckpt.integrations.pending_saves import remove
-from asyncckpt.integrations.spool import AGAIN, SPOOL_NAME, Job, job_for, jobs_in, locked, read_job
+from asyncckpt.integrations._export import (
+    FIRST_RETRY_S,
+    LAST_RETRY_S,
+    REST,
+    ExporterProcess,
+    Retries,
+    finish_exports,
+)
+from asyncckpt.integrations._export_queue import (
+    QUEUE_NAME,
+    WILL_RETRY,
+    ExportJob,
+    job_for,
+    jobs_in,
+    read_job,
+    remove_target,
+)
 
 
-def staged(root: pathlib.Path, target: str = "one", *, committed: bool = True) -> Job:
+def staged(root: pathlib.Path, target: str = "one", *, committed: bool = True) -> ExportJob:
     """Return a job on disk; its checkpoint is committed, but damaged."""
-    job = job_for(str(root / target), f"{target}.x.1", is_directory=True)
+    job = job_for(str(root / target), f"{target}.x.1")
     os.makedirs(job.native)
     if committed:
         pathlib.Path(job.native, MANIFEST_NAME).write_text("{}")
-    job.write()
+    os.close(job.write() or 0)
     return job
 
 
@@ -35,28 +55,28 @@ def test_a_job_is_read_as_it_was_written(tmp_path: pathlib.Path) -> None:
 def test_a_directory_that_was_moved_with_its_jobs_leads_to_itself_only(tmp_path: pathlib.Path) -> None:
     staged(tmp_path / "a")
     os.rename(tmp_path / "a", tmp_path / "b")
-    (found,) = jobs_in(str(tmp_path / "b" / SPOOL_NAME))
+    (found,) = jobs_in(str(tmp_path / "b" / QUEUE_NAME))
     assert found.target == str(tmp_path / "b" / "one")
-    assert found.native == str(tmp_path / "b" / SPOOL_NAME / "one.x.1")
+    assert found.native == str(tmp_path / "b" / QUEUE_NAME / "one.x.1")
 
 
 def test_a_job_of_somebody_else_removes_and_publishes_nothing_outside_its_directory(tmp_path: pathlib.Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis").write_text("long work")
-    spool = tmp_path / "downloaded" / SPOOL_NAME
-    spool.mkdir(parents=True)
-    facts = {"path": "", "native": str(precious), "target": str(precious), "is_directory": True, "moved": False}
-    (spool / "x.job").write_text(json.dumps(facts))
-    assert finish_exports(str(spool), timeout_s=1.0) == []
-    assert (precious / "thesis").read_text() == "long work" and not spool.exists()
+    queue = tmp_path / "downloaded" / QUEUE_NAME
+    queue.mkdir(parents=True)
+    facts = {"path": "", "native": str(precious), "target": str(precious), "kind": "directory"}
+    (queue / "x.job").write_text(json.dumps(facts))
+    assert finish_exports(str(queue), timeout_s=1.0) == []
+    assert (precious / "thesis").read_text() == "long work" and not queue.exists()
 
 
 @pytest.mark.parametrize(
     "text",
     [
         *("", "{", "[]", "1", '{"target": 1}', "[" * 100_000, "\ud800"),
-        *(json.dumps({"target": name, "is_directory": True, "moved": False}) for name in ("/", "/x/..", SPOOL_NAME)),
+        *(json.dumps({"target": name, "kind": "directory"}) for name in ("/", "/x/..", QUEUE_NAME)),
     ],
 )
 def test_what_is_no_job_is_none(text: str, tmp_path: pathlib.Path) -> None:
@@ -92,7 +112,7 @@ def test_one_that_fails_stays_and_the_start_goes_on(
     def broken(*_: object, **__: object) -> None:
         raise IndexError("a plan that makes no sense")
 
-    monkeypatch.setattr("asyncckpt.integrations.exporter.export", broken)
+    monkeypatch.setattr("asyncckpt.integrations._export.export", broken)
     assert finish_exports(os.path.dirname(job.path), timeout_s=1.0) == []
     assert "a plan that makes no sense" in caplog.text and job.is_committed and job.is_open
 
@@ -103,16 +123,49 @@ def test_one_that_was_never_committed_is_removed(tmp_path: pathlib.Path) -> None
     assert os.listdir(tmp_path) == []
 
 
+def test_one_that_its_exporter_has_not_begun_with_is_left_to_it_and_removed_when_the_exporter_is_killed(
+    tmp_path: pathlib.Path,
+) -> None:
+    first, second, exporter = (
+        staged(tmp_path, "first", committed=False),
+        staged(tmp_path, committed=False),
+        ExporterProcess(),
+    )
+    for job in (first, second):
+        pid = exporter.submit(job, job.lock(), timeout_s=600.0)
+    queue = os.path.dirname(first.path)
+    assert finish_exports(queue, timeout_s=0.2) == [] and first.is_open and second.is_open
+    os.kill(pid or 0, signal.SIGKILL)
+    exporter.close(60.0)
+    assert finish_exports(queue, timeout_s=60.0) == [] and os.listdir(tmp_path) == []
+
+
+def test_a_directory_that_is_called_like_the_package_hides_nothing_from_the_exporter(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, exporter, start = staged(tmp_path), ExporterProcess(), subprocess.Popen
+    (tmp_path / "root" / "asyncckpt").mkdir(parents=True)
+    (tmp_path / "root" / "asyncckpt" / "__init__.py").write_text("raise SystemExit('of somebody else')")
+
+    def started_there(command: list[str], **settings: Any) -> subprocess.Popen[bytes]:
+        return start(command, **{**settings, "cwd": tmp_path / "root"})
+
+    monkeypatch.setattr(subprocess, "Popen", started_there)
+    exporter.submit(job, job.lock(), timeout_s=1.0)
+    exporter.close(60.0)
+    assert os.path.exists(job.failure_path), "it was tried, and found to be damaged"
+
+
 def test_what_a_kill_leaves_of_a_removal_has_no_name_and_goes_at_the_next_start(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "one"
     (target / "sub").mkdir(parents=True)
     with monkeypatch.context() as killed:
-        killed.setattr("asyncckpt.integrations.pending_saves.shutil.rmtree", lambda *_, **__: None)
-        remove(str(target))
-    assert os.listdir(tmp_path) == [SPOOL_NAME]
-    assert finish_exports(str(tmp_path / SPOOL_NAME), timeout_s=1.0) == []
+        killed.setattr("asyncckpt.interop.publish.remove", lambda path: None)
+        remove_target(str(target))
+    assert os.listdir(tmp_path) == [QUEUE_NAME]
+    assert finish_exports(str(tmp_path / QUEUE_NAME), timeout_s=1.0) == []
     assert os.listdir(tmp_path) == []
 
 
@@ -121,8 +174,19 @@ def test_a_removal_leaves_nothing_whatever_it_removes(tmp_path: pathlib.Path) ->
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for name in ("directory", "file", "link", "nothing"):
-        remove(str(tmp_path / name))
+        remove_target(str(tmp_path / name))
     assert os.listdir(tmp_path) == []
+
+
+@mounts.needs_root
+def test_a_disk_that_is_too_full_for_another_directory_is_made_room_on(tmp_path: pathlib.Path) -> None:
+    with mounts.tmpfs(tmp_path / "disk", "nr_inodes=16") as disk:
+        (disk / "one").mkdir()
+        with contextlib.suppress(OSError):
+            for n in itertools.count():
+                (disk / "one" / f"{n}").write_bytes(b"x")
+        remove_target(str(disk / "one"))
+        assert os.listdir(disk) == []
 
 
 class Disk:
@@ -134,7 +198,7 @@ class Disk:
         self.done: list[tuple[str, float]] = []
         self.retries = Retries(self.do, lambda: self.now)
 
-    def do(self, job: Job) -> None:
+    def do(self, job: ExportJob) -> None:
         self.done.append((os.path.basename(job.target), self.now - 100.0))
         if self.errors:
             raise self.errors.pop(0)
@@ -155,9 +219,9 @@ def test_what_failed_for_a_reason_that_may_pass_is_tried_again_ever_later_and_th
     tmp_path: pathlib.Path,
 ) -> None:
     job, disk = staged(tmp_path), Disk(*(full() for _ in range(9)))
-    assert not disk.retries.attempt(job)
-    assert pathlib.Path(job.failure_path).read_text().endswith(AGAIN)
-    while len(disk.retries):
+    disk.retries.attempt(job)
+    assert pathlib.Path(job.failure_path).read_text().endswith(WILL_RETRY)
+    while job.is_open:
         disk.now += 0.5
         disk.retries.turn()
     times = [at for _, at in disk.done]
@@ -168,14 +232,16 @@ def test_what_failed_for_a_reason_that_may_pass_is_tried_again_ever_later_and_th
 
 def test_what_will_not_pass_is_not_tried_again(tmp_path: pathlib.Path) -> None:
     job, disk = staged(tmp_path), Disk(full(errno.ENOTDIR))
-    assert not disk.retries.attempt(job) and not len(disk.retries) and not disk.retries.is_well
-    assert not pathlib.Path(job.failure_path).read_text().endswith(AGAIN) and job.is_open
+    disk.retries.attempt(job)
+    disk.retries.turn(last=True)
+    assert len(disk.done) == 1
+    assert not pathlib.Path(job.failure_path).read_text().endswith(WILL_RETRY) and job.is_open
 
 
 def test_a_try_that_takes_long_is_followed_by_a_longer_rest(tmp_path: pathlib.Path) -> None:
     job, disk = staged(tmp_path), Disk(full())
 
-    def slow(job: Job) -> None:
+    def slow(job: ExportJob) -> None:
         disk.now += 1000.0
         disk.do(job)
 
@@ -186,7 +252,24 @@ def test_a_try_that_takes_long_is_followed_by_a_longer_rest(tmp_path: pathlib.Pa
     assert len(disk.done) == 1
     disk.now += 1.0
     retries.turn()
-    assert len(disk.done) == 2 and retries.is_well
+    assert len(disk.done) == 2
+
+
+def test_a_job_is_written_although_another_process_removes_the_empty_queue(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, removed = os.replace, list[str]()
+
+    def replace(source: str, target: str) -> None:
+        if not removed:
+            removed.append(os.path.dirname(source))
+            shutil.rmtree(removed[0])
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    job, before = job_for(str(tmp_path / "one"), "one.x.1"), os.listdir("/proc/self/fd")
+    os.close(job.write() or 0)
+    assert read_job(job.path) == job and removed and os.listdir("/proc/self/fd") == before
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP])
@@ -196,9 +279,10 @@ def test_a_job_on_a_file_system_without_locks_is_done_all_the_same(
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("asyncckpt.integrations.spool.fcntl.flock", refuse)
-    with locked(staged(tmp_path), 0.0) as is_ours:
-        assert is_ours
+    monkeypatch.setattr("asyncckpt.integrations._export_queue.fcntl.flock", refuse)
+    fd = staged(tmp_path).lock()
+    assert fd is not None
+    os.close(fd)
 
 
 def test_a_job_is_locked_as_nfs_wants_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,9 +293,10 @@ def test_a_job_is_locked_as_nfs_wants_it(tmp_path: pathlib.Path, monkeypatch: py
             raise OSError(errno.EBADF, "flock(2): on NFS an exclusive lock needs a file that is open for writing")
         flock(fd, how)
 
-    monkeypatch.setattr("asyncckpt.integrations.spool.fcntl.flock", of_nfs)
-    with locked(staged(tmp_path), 0.0) as is_ours:
-        assert is_ours
+    monkeypatch.setattr("asyncckpt.integrations._export_queue.fcntl.flock", of_nfs)
+    fd = staged(tmp_path).lock()
+    assert fd is not None
+    os.close(fd)
 
 
 def test_at_the_end_each_is_tried_once_more_unless_a_newer_one_has_taken_its_place(tmp_path: pathlib.Path) -> None:
@@ -220,4 +305,4 @@ def test_at_the_end_each_is_tried_once_more_unless_a_newer_one_has_taken_its_pla
     disk.retries.attempt(new)
     old.close()
     disk.retries.turn(last=True)
-    assert disk.done[2:] == [("new", 0.0)] and not len(disk.retries)
+    assert disk.done[2:] == [("new", 0.0)] and not new.is_open

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import pathlib
 import pickle
 from collections.abc import Callable
@@ -11,11 +13,11 @@ from typing import Any
 import foreign_samples
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 import asyncckpt
-from asyncckpt.errors import UnsupportedFormatError
-from asyncckpt.format.keys import MAX_KEY_CHARS
-from asyncckpt.format.tree import MAX_DEPTH
+from asyncckpt.errors import AsyncCkptError, CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.format.state_tree import MAX_DEPTH, MAX_KEY_CHARS
 
 pytest.importorskip("numpy")
 
@@ -103,6 +105,73 @@ def test_names_that_no_structure_of_ours_has_are_unsupported(
     with pytest.raises(UnsupportedFormatError, match=what):
         read(tmp_path / "d")
     assert not (tmp_path / "target").exists()
+
+
+OF_ANOTHER_TYPE = (
+    *(
+        None,
+        True,
+        5,
+        -1,
+        1 << 20_000,
+        1.5,
+        "x",
+        b"",
+        (),
+        [],
+        {},
+        frozenset({1}),
+        (None,),
+        [()],
+        {5: 5},
+        ("w", 1 << 20_000),
+    ),
+    *(torch.Size([1]), torch.float32, torch.device("cpu")),
+)
+
+
+def names_in(one: Any) -> list[str]:
+    return [*(field.name for field in dataclasses.fields(one)), "other"]
+
+
+def places_in(metadata: Metadata) -> list[Callable[[Any], None]]:
+    """Return what sets each value in DCP's metadata to another one."""
+    objects = [metadata, metadata.storage_meta, *metadata.storage_data, *metadata.storage_data.values()]
+    for entry in metadata.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata):
+            objects += [entry, *entry.chunks]
+    found = [functools.partial(object.__setattr__, one, name) for one in objects for name in names_in(one)]
+    for mapping in (metadata.state_dict_metadata, metadata.storage_data, metadata.planner_data):
+        found += [functools.partial(mapping.__setitem__, key) for key in mapping]
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("value", OF_ANOTHER_TYPE, ids=lambda value: type(value).__name__)
+def test_values_of_other_types_in_metadata_are_refused_or_change_no_tensor(value: Any, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "d"
+    foreign_samples.save_dcp(STATE, path)
+    sound = (path / ".metadata").read_bytes()
+    saved = {"a.w": STATE["a"]["w"], "a.v": STATE["a"]["v"]}  # type: ignore[index]
+    for number in range(len(places_in(pickle.loads(sound)))):
+        metadata = pickle.loads(sound)
+        places_in(metadata)[number](value)
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+        with contextlib.suppress(AsyncCkptError):
+            found = asyncckpt.open_checkpoint(path)
+            for name in found.tensors:
+                assert torch.equal(found.tensor(name), saved[name])
+
+
+@pytest.mark.parametrize("state", [(), (5,), (None, torch.float32), 5, "x", [], {}], ids=repr)
+def test_properties_of_tensors_without_a_dtype_are_refused(
+    state: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign_samples.save_dcp(STATE, tmp_path / "d")
+    metadata = pickle.loads((tmp_path / "d" / ".metadata").read_bytes())
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: state)
+    (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptCheckpointError, match="no dtype"):
+        asyncckpt.load(tmp_path / "d")
 
 
 @pytest.mark.parametrize("read", READERS)

@@ -13,7 +13,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.foreign.verification import verify_any
+from asyncckpt.interop.sources.verify import verify_any
 from asyncckpt.storage.files import Files
 
 pytest.importorskip("numpy")

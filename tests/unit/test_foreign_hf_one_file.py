@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import asyncckpt
-from asyncckpt.foreign.verification import verify_any
+from asyncckpt.interop.sources.verify import verify_any
 from asyncckpt.storage.files import Files
 
 pytest.importorskip("numpy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import pathlib
 import pickle
@@ -19,9 +20,10 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 import asyncckpt
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.foreign.kinds import read_any
-from asyncckpt.foreign.verification import verify_any
-from asyncckpt.foreign.zip_directory import read_directory
+from asyncckpt.interop.sources import torch_file
+from asyncckpt.interop.sources.detect import read_any
+from asyncckpt.interop.sources.torch_file import read_directory
+from asyncckpt.interop.sources.verify import verify_any
 from asyncckpt.storage.files import Files
 
 FILES = Files()
@@ -132,6 +134,24 @@ def test_what_torch_writes_is_read_however_it_aligns(alignment: int, has_crcs: b
     states.assert_same(asyncckpt.load(tmp_path / "a.pt"), state)
 
 
+@pytest.mark.parametrize("more", [-66, -16, -8, -1, 1, 8, 16, 64])
+@pytest.mark.parametrize("field", [26, 28], ids=["length of the name", "length of the extra field"])
+def test_a_local_header_that_moves_the_bytes_of_its_entry_is_refused(
+    field: int, more: int, tmp_path: pathlib.Path
+) -> None:
+    """Nothing sums up a local header: its lengths must agree with where the next one begins."""
+    torch.save({"a": torch.arange(500.0), "b": torch.arange(100, 600.0)}, tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    with zipfile.ZipFile(tmp_path / "a.pt") as opened:
+        header = next(info.header_offset for info in opened.infolist() if info.filename.endswith("data/0"))
+    (length,) = struct.unpack_from("<H", data, header + field)
+    struct.pack_into("<H", data, header + field, max(0, length + more))
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="header of entry"):
+        asyncckpt.load(tmp_path / "a.pt")
+    assert verify_any(str(tmp_path / "a.pt"), FILES).state == "corrupt"
+
+
 def test_items_of_dcp_that_overlap_are_refused(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "dcp"
     save({"a": torch.ones(300), "b": torch.zeros(300)}, FileSystemWriter(path))
@@ -146,3 +166,23 @@ def test_items_of_dcp_that_overlap_are_refused(tmp_path: pathlib.Path) -> None:
     second.offset = first.offset
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     assert torch.equal(asyncckpt.load(path, keys=["a"])["a"], torch.ones(300)), "an item may be two tensors"
+
+
+def test_a_directory_that_is_longer_than_is_held_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = archive(lambda *_: 0, 3)
+    assert len(entries_of(data)) == 4
+    monkeypatch.setattr(torch_file, "MAX_DIRECTORY_NBYTES", 100)
+    with pytest.raises(ValueError, match="a directory of"):
+        entries_of(data)
+
+
+def test_an_error_of_the_disk_is_not_taken_for_damage() -> None:
+    data = archive(lambda *_: 0, 300)
+
+    def read_at(at: int, length: int) -> bytes:
+        if at + length < len(data):
+            raise OSError(errno.EIO, "bad sector")
+        return data[at : at + length]
+
+    with pytest.raises(OSError, match="bad sector"):
+        read_directory(read_at, len(data))

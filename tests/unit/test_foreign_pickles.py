@@ -1,4 +1,4 @@
-"""Pickles of strangers are data: whatever they say, nothing is imported, called or changed, and the global is named."""
+"""Pickles of others are data: whatever they say, nothing is imported, called or changed, and the global is named."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ import torch
 import asyncckpt
 from asyncckpt.cli import main
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.foreign import numpy_globals, torch_globals
-from asyncckpt.foreign.pickle_values import Maker
-from asyncckpt.foreign.refusals import UnpicklingError
-from asyncckpt.foreign.torch_globals import KNOWN, storage_of
-from asyncckpt.foreign.unpickling import unpickle_data
-from asyncckpt.format.records import Record
+from asyncckpt.format.objects import Record
+from asyncckpt.interop.sources import pickle_globals
+from asyncckpt.interop.sources.pickle_globals import KNOWN, storage_of
+from asyncckpt.interop.sources.unpickler import Maker, UnpicklingError, unpickle_data
 
 CALLS: list[str] = []
 
@@ -67,6 +65,8 @@ HOSTILE: dict[str, bytes] = {
     "call of an inert class": b"\x80\x02ctorch\nTensor\n)R.",
     "call of a dtype": b"\x80\x02ctorch\nfloat32\n)R.",
     "call of a record": b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)R)R.",
+    "call of a record's class with arguments": b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    b"X\x01\x00\x00\x00x\x85R.",
     "call of a text": b"\x80\x02X\x01\x00\x00\x00x)R.",
     "new object with keywords": b"\x80\x04ccollections\nOrderedDict\n)}\x92.",
     "extension registry": b"\x80\x02\x82\x01.",
@@ -91,21 +91,21 @@ HOSTILE: dict[str, bytes] = {
 NAMES = {"reduce": "test_foreign_pickles.called", "eval": "builtins.eval", "getattr chain": "builtins.getattr"}
 
 
-@pytest.mark.parametrize("strangers", [False, True])
+@pytest.mark.parametrize("opaque", [False, True])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_pickle_is_refused_and_nothing_runs(
-    name: str, strangers: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    name: str, opaque: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     CALLS.clear()
     modules = set(sys.modules)
     try:
-        found, _ = unpickle_data(HOSTILE[name], KNOWN, storage_of, strangers=strangers)
+        found, _ = unpickle_data(HOSTILE[name], KNOWN, storage_of, opaque=opaque)
     except UnpicklingError as error:
         if name in NAMES:
             assert str(error.name).endswith(NAMES[name].rpartition(".")[2])
     else:
-        assert (name, found) == ("huge memo number", 1) or (strangers and "Stranger" in repr(_types_in(found)))
+        assert (name, found) == ("huge memo number", 1) or (opaque and "OpaqueGlobal" in repr(_types_in(found)))
     assert not CALLS
     assert not os.listdir(tmp_path)
     assert set(sys.modules) == modules
@@ -191,9 +191,9 @@ def test_a_pickle_takes_no_more_time_stack_or_memory_than_its_length_warrants(
     (tmp_path / "a").write_bytes(ENDLESS[name])
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30));"
-        "from asyncckpt.foreign.refusals import UnpicklingError;"
-        "from asyncckpt.foreign.torch_globals import KNOWN, storage_of;"
-        "from asyncckpt.foreign.unpickling import unpickle_data\n"
+        "from asyncckpt.interop.sources.unpickler import UnpicklingError;"
+        "from asyncckpt.interop.sources.pickle_globals import KNOWN, storage_of;"
+        "from asyncckpt.interop.sources.unpickler import unpickle_data\n"
         "try: unpickle_data(open(sys.argv[1], 'rb').read(), KNOWN, storage_of)\n"
         "except UnpicklingError as error: assert 'MemoryError' not in str(error); sys.exit(7)"
     )
@@ -241,7 +241,7 @@ def test_everything_that_torch_s_own_list_makes_is_known_or_refused_by_name() ->
 
 
 def test_no_maker_of_the_table_is_anything_but_ours() -> None:
-    plain, ours = {slice}, (torch_globals.__name__, numpy_globals.__name__)
+    plain, ours = {slice}, (pickle_globals.__name__,)
     for name, value in KNOWN.items():
         made = value.make if isinstance(value, Maker) else None
         assert made is None or made in plain or made.__module__ in ours, name

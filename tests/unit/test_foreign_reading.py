@@ -31,9 +31,8 @@ from asyncckpt.errors import (
     ShapeMismatchError,
     UnsupportedFormatError,
 )
-from asyncckpt.foreign.kinds import kind_at
-from asyncckpt.foreign.verification import verify_any
-from asyncckpt.loading.foreign_ranges import _BringingFiles
+from asyncckpt.interop.sources.detect import kind_at
+from asyncckpt.interop.sources.verify import verify_any
 from asyncckpt.storage import read_plan
 from asyncckpt.storage.files import Files
 
@@ -168,12 +167,7 @@ def test_boxes_of_a_file_without_checksums_are_read_through_their_gaps_bit_for_b
         assert torch.equal(target.tensor.view(torch.uint8), box.view(torch.uint8))
 
 
-@pytest.mark.parametrize("brought", [True, False])
-def test_columns_of_a_large_dcp_item_come_whether_or_not_they_can_be_brought_in_large_pages(
-    brought: bool, tmp_path: pathlib.Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not brought:
-        monkeypatch.setattr(Files, "bring", lambda *_: False)
+def test_columns_of_a_large_dcp_item_come_from_the_disk(tmp_path: pathlib.Path, rng: random.Random) -> None:
     value = torch.randint(0, 1 << 31, (900, 4096), dtype=torch.int32)
     foreign_samples.save_dcp({"note": "x" * rng.randrange(1, 99), "w": value}, tmp_path / "c")
     with (tmp_path / "c" / "__0_0.distcp").open("rb") as opened:
@@ -182,26 +176,6 @@ def test_columns_of_a_large_dcp_item_come_whether_or_not_they_can_be_brought_in_
     target = asyncckpt.ShardedSlice(torch.zeros(900, 2048, dtype=torch.int32), (900, 4096), (0, first))
     asyncckpt.load(tmp_path / "c", {"w": target})
     assert torch.equal(target.tensor, value[:, first : first + 2048])
-
-
-def test_the_pages_around_a_header_are_brought_in_once_however_many_pieces_it_is_read_in(
-    tmp_path: pathlib.Path,
-) -> None:
-    brought: list[int] = []
-
-    class Noting(Files):
-        def bring(self, fd: int, offset: int, nbytes: int) -> bool:
-            brought.append(offset)
-            return True
-
-    (tmp_path / "x").write_bytes(bytes(5 << 20))
-    files = _BringingFiles(Noting())
-    for _ in range(2):  # the next file may get the number of one that was closed
-        fd = files.open(str(tmp_path / "x"), os.O_RDONLY)
-        for offset in (10, 500, 100, (4 << 20) + 1, 10):
-            files.preadv(fd, [bytearray(10), bytearray(20)], offset)
-        files.close(fd)
-    assert brought == [10, (4 << 20) + 1, 10] * 2
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -412,6 +386,20 @@ def test_verify_finds_a_flipped_byte_by_its_crc_and_names_the_tensor(tmp_path: p
     assert (fault.fqn, fault.file) == ("b", "__0_0.distcp")  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("name", [b"archive/data/0", b"archive/data.pkl"])
+def test_verify_finds_an_item_in_which_no_tensor_can_be_found(name: bytes, tmp_path: pathlib.Path) -> None:
+    """No checksum covers the names in the directory of an archive."""
+    foreign_samples.save_dcp({"a": torch.zeros(10), "b": torch.ones(10)}, tmp_path / "d")
+    file = tmp_path / "d" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[data.rfind(name) + 9] ^= 16
+    file.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        asyncckpt.load(tmp_path / "d")
+    verdict = verify_any(str(tmp_path / "d"), FILES)
+    assert (verdict.state, [str(fault) for fault in verdict.faults]) == ("corrupt", [str(caught.value)])
+
+
 def test_verify_says_what_it_could_not_check(samples: dict[str, pathlib.Path]) -> None:
     assert "no checksums" in verify_any(str(samples["safetensors"]), FILES).unchecked
     assert "no checksums" in verify_any(str(samples["legacy"]), FILES).unchecked
@@ -505,14 +493,14 @@ def test_a_local_header_that_points_beyond_the_archive_is_refused(tmp_path: path
     header = data.rfind(b"PK\x03\x04", 0, data.find(b"/data/0"))
     data[header + 28 : header + 30] = b"\xff\xff"  # the length of the extra field
     file.write_bytes(data)
-    with pytest.raises(CorruptCheckpointError, match="reach into"):
+    with pytest.raises(CorruptCheckpointError, match="header of entry"):
         asyncckpt.load(tmp_path / "d")
     torch.save({"k": torch.ones(2, 3).t()}, tmp_path / "a.pt")
     data = bytearray((tmp_path / "a.pt").read_bytes())
     header = data.rfind(b"PK\x03\x04", 0, data.find(b"/data/0"))
     data[header + 28 : header + 30] = b"\xff\xff"
     (tmp_path / "a.pt").write_bytes(data)
-    with pytest.raises(CorruptCheckpointError, match="reach into"):
+    with pytest.raises(CorruptCheckpointError, match="header of entry"):
         asyncckpt.load(tmp_path / "a.pt")
 
 

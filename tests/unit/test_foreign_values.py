@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import collections
 import pathlib
 import zlib
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.errors import UnsupportedFormatError
-from asyncckpt.foreign import pickle_cursor, refusals
+from asyncckpt.errors import MissingKeysError, UnsupportedFormatError
+from asyncckpt.format.state_tree import FACTORIES
+from asyncckpt.interop.sources import unpickler
 
 np = pytest.importorskip("numpy")
 
@@ -55,6 +57,36 @@ def test_a_value_comes_back_from_the_file_and_from_what_it_becomes(
         assert getattr(found, "dtype", None) == getattr(value, "dtype", None)
         assert getattr(found, "shape", ()) == getattr(value, "shape", ())
         assert repr(found) == repr(value)
+
+
+@protocols
+@pytest.mark.parametrize("name", FACTORIES)
+def test_a_defaultdict_keeps_what_makes_its_missing_values(name: str, protocol: int, tmp_path: pathlib.Path) -> None:
+    factory = getattr(builtins, name) if "." not in name else getattr(collections, name.partition(".")[2])
+    torch.save({"x": collections.defaultdict(factory, a=1)}, tmp_path / "a", pickle_protocol=protocol)
+    found = asyncckpt.load(tmp_path / "a")["x"]
+    assert (found, found.default_factory) == ({"a": 1}, factory)
+
+
+@pytest.mark.parametrize("key", [1 << 20_000, (1, 1 << 20_000)], ids=["a number", "a number in a tuple"])
+def test_a_key_of_more_digits_than_python_writes_out_blocks_tensors_behind_it_alone(
+    key: Any, tmp_path: pathlib.Path
+) -> None:
+    torch.save({"x": {key: 5}, "y": {key: torch.ones(1)}, "t": torch.ones(1)}, tmp_path / "a")
+    assert asyncckpt.load(tmp_path / "a", keys=["x", "t"]) == {"x": {key: 5}, "t": torch.ones(1)}
+    with pytest.raises(UnsupportedFormatError, match="y: tensor, not read"):
+        asyncckpt.load(tmp_path / "a")
+
+
+def test_a_dict_whose_keys_have_no_form_is_one_leaf_also_at_the_top_level(tmp_path: pathlib.Path) -> None:
+    torch.save({1j: 5, "t": 6}, tmp_path / "plain")
+    assert asyncckpt.load(tmp_path / "plain") == {1j: 5, "t": 6}
+    torch.save({1j: torch.ones(1), "t": torch.ones(1)}, tmp_path / "tensors")
+    with pytest.raises(UnsupportedFormatError, match="the top level: tensor, not read: inside a dict, 2 tensors"):
+        asyncckpt.load(tmp_path / "tensors")
+    for options in ({"keys": ["t"]}, {"state_dict": {"t": 1}}):
+        with pytest.raises(MissingKeysError):
+            asyncckpt.load(tmp_path / "tensors", **options)
 
 
 @protocols
@@ -118,7 +150,7 @@ def test_what_a_layout_and_an_ordered_dict_were_is_reported(tmp_path: pathlib.Pa
 
 def test_a_pickle_that_is_too_large_is_no_damage(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"x": np.zeros(1000)}, tmp_path / "a")
-    monkeypatch.setattr(refusals, "MAX_NBYTES", 4000)
-    monkeypatch.setattr(pickle_cursor, "WINDOW_NBYTES", 100)
+    monkeypatch.setattr(unpickler, "MAX_NBYTES", 4000)
+    monkeypatch.setattr(unpickler, "WINDOW_NBYTES", 100)
     with pytest.raises(UnsupportedFormatError, match="more than are read"):
         asyncckpt.load(tmp_path / "a")

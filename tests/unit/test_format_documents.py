@@ -15,7 +15,7 @@ from mutations import altered, damaged, packed
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format import manifest as manifests
-from asyncckpt.format.checksum import file_checksum
+from asyncckpt.format.checksums import file_checksum
 from asyncckpt.format.index import decode_index, encode_index
 from asyncckpt.format.manifest import decode_manifest, encode_manifest
 from asyncckpt.format.names import MAX_PARTS, SaveId

@@ -14,8 +14,9 @@ from format_samples import MANIFEST, SAVE_ID
 
 from asyncckpt.dtypes import DTYPES, stored_as
 from asyncckpt.errors import ConfigError, DuplicateNameError
-from asyncckpt.format import checksum, layout, names, steps
+from asyncckpt.format import checksums, layout, names
 from asyncckpt.format.layout import BoxSpec, build_layout, save_id_bytes
+from asyncckpt.format.manifest import newest
 from asyncckpt.format.names import SaveId, owner_of
 
 SHAPES = ((), (0,), (5,), (3, 0, 2), (2, 3), (1, 1, 7))
@@ -172,23 +173,23 @@ def test_save_id_of_no_form_is_refused(text: str) -> None:
 def test_save_id_comes_back_and_sorts_by_lineage() -> None:
     ids = [SaveId(1, 900, "f" * 12), SaveId(2, 0, "0" * 12), SaveId(2, 1, "0" * 12)]
     assert [SaveId.parse(str(i)) for i in ids] == ids
-    assert sorted(ids, key=steps.lineage_key) == ids
+    assert sorted(ids, key=names.lineage_key) == ids
     assert sorted(map(str, ids)) == [str(i) for i in ids]
 
 
 def test_newest_is_by_lineage_and_not_by_step() -> None:
     old = dataclasses.replace(MANIFEST, step=900, save_id=SaveId(1, 9, "f" * 12))
     new = dataclasses.replace(MANIFEST, step=150, save_id=SaveId(2, 0, "0" * 12))
-    assert steps.newest([("new", new), ("old", old)]) == ("new", new)
-    assert steps.newest([]) is None
+    assert newest([("new", new), ("old", old)]) == ("new", new)
+    assert newest([]) is None
 
 
 def test_checksums_are_the_ones_of_the_spec() -> None:
-    assert checksum.block_digest(b"") == (0x2D06800538D394C2).to_bytes(8, "little")
-    assert checksum.file_checksum(b"") == "xxh3_128:99aa06d3014798d86001c324468d497f"
-    assert checksum.is_file_checksum(checksum.file_checksum(b"x"))
-    assert not checksum.is_file_checksum("xxh3_128:" + "0" * 31)
-    assert [checksum.block_count(n) for n in (0, 1, 262_144, 262_145)] == [0, 1, 1, 2]
+    assert checksums.block_digest(b"") == (0x2D06800538D394C2).to_bytes(8, "little")
+    assert checksums.file_checksum(b"") == "xxh3_128:99aa06d3014798d86001c324468d497f"
+    assert checksums.is_file_checksum(checksums.file_checksum(b"x"))
+    assert not checksums.is_file_checksum("xxh3_128:" + "0" * 31)
+    assert [checksums.block_count(n) for n in (0, 1, 262_144, 262_145)] == [0, 1, 1, 2]
 
 
 def test_parts_keep_a_limit_whatever_lies_in_them() -> None:

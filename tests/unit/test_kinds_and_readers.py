@@ -21,7 +21,7 @@ from in_process_writer import StorageWriter
 import asyncckpt
 from asyncckpt.cli import main
 from asyncckpt.dcp import StorageReader
-from asyncckpt.foreign.verification import verify_any
+from asyncckpt.interop.sources.verify import verify_any
 from asyncckpt.storage.files import Files
 
 for _module in ("numpy", "safetensors"):

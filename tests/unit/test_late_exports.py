@@ -4,28 +4,56 @@ from __future__ import annotations
 
 import os
 import pathlib
+import types
 from typing import Any
 
 import pytest
 
+from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.format.names import SaveId
 from asyncckpt.handle import SaveHandle, SaveReport
-from asyncckpt.integrations.pending_saves import MAX_TRIES, PendingSave, PendingSaves
-from asyncckpt.integrations.spool import AGAIN, Job, job_for
+from asyncckpt.integrations import _background_saver
+from asyncckpt.integrations._background_saver import MAX_TRIES, BackgroundSaver
+from asyncckpt.integrations._export_queue import WILL_RETRY, ExportJob
 
 
 class Exporter:
     """Stands for the process: who has it is alive until it is killed."""
 
     def __init__(self) -> None:
-        self.pid, self.told = 1, list[str]()
+        self.pid, self.told = 1, list[ExportJob]()
 
     def is_alive(self, pid: int | None) -> bool:
         return pid == self.pid
 
-    def submit(self, job: Job) -> int:
-        self.told.append(os.path.basename(job.target))
+    def submit(self, job: ExportJob, fd: int, *, timeout_s: float) -> int:
+        os.close(fd)
+        self.told.append(job)
         return self.pid
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        pass
+
+    def fail(self, said: str = f"no room{WILL_RETRY}") -> None:
+        """Say why the newest job cannot be done."""
+        pathlib.Path(self.told[-1].failure_path).write_text(said)
+
+    def publish(self) -> None:
+        """Do the newest job."""
+        os.makedirs(self.told[-1].target, exist_ok=True)
+        self.told[-1].close()
+
+    @property
+    def names(self) -> list[str]:
+        return [os.path.basename(job.target) for job in self.told]
+
+
+def _committed(state: Any, path: str, *, step: int) -> SaveHandle:
+    save_id = SaveId(1, 2, "0" * 12)
+    handle = SaveHandle(save_id=save_id, step=step, path=path)
+    handle.staged.set_result(SaveReport(save_id=str(save_id), nbytes=1))
+    handle.written.set_result(SaveReport(save_id=str(save_id), nbytes=1))
+    return handle
 
 
 @pytest.fixture
@@ -34,79 +62,91 @@ def exporter() -> Exporter:
     return Exporter()
 
 
-def committed(tmp_path: pathlib.Path, name: str, exporter: Exporter) -> PendingSave:
-    """Return a save that is committed, and whose job is on disk."""
-    job = job_for(str(tmp_path / name), f"{name}.x.1", is_directory=True)
-    os.makedirs(job.native)
-    job.write()
-    save_id = SaveId(1, 2, "0" * 12)
-    handle = SaveHandle(save_id=save_id, step=1, path=job.native)
-    handle.staged.set_result(SaveReport(save_id=str(save_id), nbytes=1))
-    handle.written.set_result(SaveReport(save_id=str(save_id), nbytes=1))
-    return PendingSave(job.target, handle, job, exporter.pid)
+@pytest.fixture
+def saver(exporter: Exporter, monkeypatch: pytest.MonkeyPatch) -> BackgroundSaver:
+    """A saver whose saves are committed at once, and whose jobs the exporter has."""
+    checkpointer = types.SimpleNamespace(
+        save=_committed, config=CheckpointerConfig(), rank_info=RankInfo(0, 1), _coordination=None, attach=lambda: None
+    )
+    monkeypatch.setattr(_background_saver, "AsyncCheckpointer", lambda **_: checkpointer)
+    monkeypatch.setattr(_background_saver, "ExporterProcess", lambda: exporter)
+    return BackgroundSaver()
 
 
-def late(tmp_path: pathlib.Path, name: str, exporter: Exporter, said: str = f"no room{AGAIN}") -> Any:
-    """Return a table, and its one save, which a full disk keeps from being published."""
-    table, one = PendingSaves(exporter), committed(tmp_path, name, exporter)  # type: ignore[arg-type]
-    assert one.job is not None
-    pathlib.Path(one.job.failure_path).write_text(said)
-    table.saves.append(one)
-    assert table.poll() == []
-    return table, one
+@pytest.fixture
+def late(saver: BackgroundSaver, exporter: Exporter, tmp_path: pathlib.Path) -> str:
+    """The target of a save that a full disk keeps from being published."""
+    target = str(tmp_path / "a")
+    saver.save(target, {}, step=1)
+    exporter.fail()
+    assert saver.poll() == []
+    return target
 
 
-def publish(one: PendingSave) -> None:
-    """Do what the exporter does in the end."""
-    os.makedirs(one.target)
-    assert one.job is not None
-    one.job.close()
+def test_one_that_comes_late_is_reported_once(saver: BackgroundSaver, exporter: Exporter, late: str) -> None:
+    assert saver.pending() == [late] and saver.wait() == []
+    exporter.publish()
+    assert saver.poll() == [late] and saver.poll() == [] and saver.pending() == []
 
 
-def test_one_that_comes_late_is_told_of_once(tmp_path: pathlib.Path, exporter: Exporter) -> None:
-    table, one = late(tmp_path, "a", exporter)
-    assert table.pending() == [one.target] and table.saves == []
-    publish(one)
-    assert table.poll() == [one.target] and table.poll() == [] and table.pending() == []
+def test_one_whose_reason_found_no_room_on_the_disk_is_late_too(
+    saver: BackgroundSaver, exporter: Exporter, tmp_path: pathlib.Path
+) -> None:
+    saver.save(tmp_path / "a", {}, step=1)
+    exporter.fail("")
+    assert saver.poll() == [] and saver.wait() == [] and saver.pending() == [str(tmp_path / "a")]
 
 
-def test_one_whose_reason_found_no_room_on_the_disk_is_late_too(tmp_path: pathlib.Path, exporter: Exporter) -> None:
-    table, one = late(tmp_path, "a", exporter, said="")
-    assert table.pending() == [one.target]
+def test_one_that_is_to_be_removed_goes_when_it_comes_late(
+    saver: BackgroundSaver, exporter: Exporter, late: str
+) -> None:
+    saver.discard(late)
+    exporter.publish()
+    saver.poll()
+    assert not os.path.exists(late)
 
 
-def test_one_that_is_to_be_removed_goes_when_it_comes_late(tmp_path: pathlib.Path, exporter: Exporter) -> None:
-    table, one = late(tmp_path, "a", exporter)
-    table.discard(one.target)
-    publish(one)
-    table.poll()
-    assert not os.path.exists(one.target)
+def test_one_that_is_saved_again_stays_when_it_comes_late(
+    saver: BackgroundSaver, exporter: Exporter, late: str
+) -> None:
+    saver.discard(late)
+    saver.save(late, {}, step=2)
+    exporter.publish()
+    saver.poll()
+    assert os.path.isdir(late)
 
 
-def test_one_that_is_saved_again_stays_when_it_comes_late(tmp_path: pathlib.Path, exporter: Exporter) -> None:
-    table, one = late(tmp_path, "a", exporter)
-    table.discard(one.target)
-    table.keep(one.target)
-    publish(one)
-    table.poll()
-    assert os.path.isdir(one.target)
+def test_what_is_published_stays_while_what_is_to_replace_it_is_late(
+    saver: BackgroundSaver, exporter: Exporter, tmp_path: pathlib.Path
+) -> None:
+    saver.save(tmp_path / "old", {}, step=1)
+    exporter.publish()
+    assert saver.poll() == [str(tmp_path / "old")]
+    saver.save(tmp_path / "new", {}, step=2)
+    saver.discard(tmp_path / "old")
+    exporter.fail()
+    saver.poll()
+    assert (tmp_path / "old").is_dir()
+    exporter.publish()
+    assert saver.poll() == [str(tmp_path / "new")]
+    assert not (tmp_path / "old").exists()
 
 
 def test_another_exporter_tries_what_a_killed_one_wanted_to_try_again(
-    tmp_path: pathlib.Path, exporter: Exporter
+    saver: BackgroundSaver, exporter: Exporter, late: str
 ) -> None:
-    table, one = late(tmp_path, "a", exporter)
     exporter.pid = 2
-    table.poll()
-    table.poll()
-    assert exporter.told == ["a"] and table.pending() == [one.target]
-    publish(one)
-    assert table.poll() == [one.target]
+    saver.poll()
+    saver.poll()
+    assert exporter.names == ["a", "a"] and saver.pending() == [late]
+    exporter.publish()
+    assert saver.poll() == [late]
 
 
-def test_one_that_kills_its_exporters_is_left_to_the_next_start(tmp_path: pathlib.Path, exporter: Exporter) -> None:
-    table, _ = late(tmp_path, "a", exporter)
+def test_one_that_kills_its_exporters_is_left_to_the_next_start(
+    saver: BackgroundSaver, exporter: Exporter, late: str
+) -> None:
     for _ in range(MAX_TRIES + 1):
         exporter.pid += 1
-        table.poll()
-    assert exporter.told == ["a"] * (MAX_TRIES - 1) and table.pending() == []
+        saver.poll()
+    assert exporter.names == ["a"] * MAX_TRIES and saver.pending() == []

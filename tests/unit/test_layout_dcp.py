@@ -33,12 +33,14 @@ from asyncckpt.errors import (  # noqa: E402
     UnsupportedFormatError,
     UnsupportedLeafError,
 )
-from asyncckpt.format import dcp_layout, layout  # noqa: E402
+from asyncckpt.format import dcp as dcp_layout  # noqa: E402
+from asyncckpt.format import layout  # noqa: E402
 from asyncckpt.format.index import decode_index, encode_index  # noqa: E402
 from asyncckpt.format.manifest import decode_manifest  # noqa: E402
 from asyncckpt.hooks import HookRunner  # noqa: E402
 from asyncckpt.storage import catalog, dcp_commit  # noqa: E402
 from asyncckpt.storage.files import Files  # noqa: E402
+from asyncckpt.storage.local import LocalStore  # noqa: E402
 from asyncckpt.storage.verification import leftovers, verify_checkpoint  # noqa: E402
 from asyncckpt.sync_writer import SyncWriter  # noqa: E402
 
@@ -312,7 +314,7 @@ def stock_sees(path: pathlib.Path) -> int | None:
 
 def ours_sees(path: pathlib.Path) -> int | None:
     try:
-        catalog.read_manifest(str(path), FILES)
+        catalog.read_manifest(str(path), LocalStore(FILES))
     except AsyncCkptError:
         return None
     found = asyncckpt.load(path)
@@ -429,9 +431,9 @@ def test_what_died_between_manifest_and_metadata_is_no_checkpoint_for_anybody(ha
     with pytest.raises(dcp.api.CheckpointException, match=r"\.metadata"):
         dcp.load({"w": torch.zeros(100)}, checkpoint_id=str(half), no_dist=True)
     assert asyncckpt.latest_checkpoint(half.parent) is None
-    found = catalog.look(str(half), FILES)
+    found = catalog.look(str(half), LocalStore(FILES))
     assert found is not None and found.state == "incomplete"
-    assert catalog.next_epoch_beside(str(half), FILES) == 2
+    assert catalog.next_epoch_beside(str(half), LocalStore(FILES)) == 2
 
 
 @pytest.mark.parametrize("kind", ["dcp", "safetensors"])
@@ -478,7 +480,7 @@ def test_a_failed_save_over_another_layout_takes_its_metadata_back(
 
 def test_a_reader_that_does_not_know_the_layout_refuses_it(tmp_path: pathlib.Path) -> None:
     save(numbered(1), tmp_path / "a")
-    from asyncckpt.format.versions import check_version
+    from asyncckpt.format.manifest import check_version
 
     document = json.loads((tmp_path / "a" / "manifest.json").read_text())
     with pytest.raises(UnsupportedFormatError, match="layout"):

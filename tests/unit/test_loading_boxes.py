@@ -14,7 +14,7 @@ from storage_samples import SAVE_ID, RecordingFiles, manifest_of
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.format.checksum import BLOCK_NBYTES
+from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, BoxSpec, build_layout, save_id_bytes
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.objects import encode_objects
@@ -25,15 +25,16 @@ from asyncckpt.loading.reader import DefaultReader
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.planning.sharding.shards import FlatShard, ShardedSlice
+from asyncckpt.storage.checkpoint_dir import prepare_directory
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.contents import read_contents
 from asyncckpt.storage.coverage import Box
-from asyncckpt.storage.directory import prepare_directory
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_files import write_rank_files
-from asyncckpt.storage.rank_job import RankJob, RankResult
+from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.rank_writer import RankJob, RankResult, write_rank_files
 
 FILES = Files()
+STORE = LocalStore()
 Boxes = dict[int, list[Box]]
 """Boxes of one tensor by rank."""
 
@@ -42,7 +43,7 @@ def save_boxes(
     path: Path, tensors: dict[str, torch.Tensor], boxes: dict[str, Boxes], world_size: int, objects: Any = ()
 ) -> str:
     """Commit a checkpoint whose ranks hold the given boxes of float tensors."""
-    prepare_directory(str(path), save_id=SAVE_ID, files=FILES, umask=0o022, fsync=False)
+    prepare_directory(str(path), save_id=SAVE_ID, store=STORE, fsync=False)
     results = [_write_rank(path, tensors, boxes, rank, world_size, objects) for rank in range(world_size)]
     first = manifest_of(results[0], fsync=False)
     manifest = Manifest(
@@ -54,7 +55,7 @@ def save_boxes(
         writer="tests",
         ranks=tuple(r.record for r in results),
     )
-    publish(str(path), manifest, files=FILES, umask=0o022)
+    publish(str(path), manifest, store=STORE)
     return str(path)
 
 

@@ -14,11 +14,11 @@ import torch
 
 import asyncckpt
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
-from asyncckpt.format.checksum import file_checksum
+from asyncckpt.format.checksums import file_checksum
 from asyncckpt.format.manifest import encode_manifest
 from asyncckpt.loading.loader import load
 from asyncckpt.storage.catalog import read_manifest
-from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 
 TYPED = (CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError)
 
@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def reseal(path: Path, index: bytes) -> None:
     """Put `index` in the place of the rank's, and a manifest that vouches for it."""
-    manifest = read_manifest(str(path), Files())
+    manifest = read_manifest(str(path), LocalStore())
     (record,) = manifest.ranks
     record = dataclasses.replace(record, index_nbytes=len(index), index_checksum=file_checksum(index))
     (path / record.index_name).write_bytes(index)

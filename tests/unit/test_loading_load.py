@@ -28,7 +28,7 @@ from asyncckpt.errors import (
     ShapeMismatchError,
     UnsupportedPathError,
 )
-from asyncckpt.format.checksum import BLOCK_NBYTES
+from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.loading.loader import load
 from asyncckpt.loading.reader import DefaultReader
 

@@ -24,7 +24,7 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
     UnsupportedLeafError,
 )
-from asyncckpt.format.checksum import file_checksum
+from asyncckpt.format.checksums import file_checksum
 from asyncckpt.format.manifest import decode_manifest, encode_manifest
 from asyncckpt.format.names import index_name
 from asyncckpt.loading.opened import open_checkpoint

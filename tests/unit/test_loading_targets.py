@@ -26,7 +26,7 @@ from asyncckpt.errors import (
     StateLoadError,
     UnsupportedLeafError,
 )
-from asyncckpt.format.checksum import BLOCK_NBYTES
+from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.loading import sinks
 from asyncckpt.loading.loader import load
 from asyncckpt.loading.reader import DefaultReader

@@ -35,6 +35,7 @@ from asyncckpt.errors import (  # noqa: E402
 )
 from asyncckpt.format.names import SaveId  # noqa: E402
 from asyncckpt.handle import SaveHandle, SaveReport  # noqa: E402
+from asyncckpt.maintenance.policy import RetentionPolicy  # noqa: E402
 from asyncckpt.managing import housekeeping, stopping, time_plan  # noqa: E402
 from asyncckpt.managing.advice import AFTER_SAVES, Advice  # noqa: E402
 from asyncckpt.managing.housekeeping import Hold, Housekeeping  # noqa: E402
@@ -49,7 +50,6 @@ from asyncckpt.managing.step_names import StepNames  # noqa: E402
 from asyncckpt.managing.stopping import Stopping  # noqa: E402
 from asyncckpt.managing.time_plan import TimePlan  # noqa: E402
 from asyncckpt.managing.watch import Watch  # noqa: E402
-from asyncckpt.retention.policy import RetentionPolicy  # noqa: E402
 
 
 class Clock:

@@ -12,7 +12,7 @@ from asyncckpt.errors import AsyncCkptError
 from asyncckpt.format.index import decode_index
 from asyncckpt.format.structure import decode_structure
 from asyncckpt.msgpacked import unpack_whole
-from asyncckpt.planning.contributions import Change, decode_contributions
+from asyncckpt.planning.contributions import decode_contributions
 from asyncckpt.protocol.codec import unpack
 from asyncckpt.protocol.messages import REQUESTS
 from asyncckpt.protocol.request import decode_request
@@ -29,7 +29,6 @@ READERS: dict[str, Callable[[bytes], Any]] = {
     "message": lambda data: unpack(data, REQUESTS),
     "request": lambda data: decode_request(data, 1 << 30),
     "samples": decode_samples,
-    "change": Change.decode,
     "contributions": lambda data: decode_contributions({0: data}),
 }
 

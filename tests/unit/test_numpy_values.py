@@ -14,7 +14,7 @@ import torch
 import asyncckpt
 from asyncckpt import SyncCheckpointer
 from asyncckpt.errors import LeafTypeMismatchError, UnsupportedLeafError
-from asyncckpt.format import numpy_scalars
+from asyncckpt.format import objects as format_objects
 from asyncckpt.format.objects import decode_value
 from asyncckpt.planning import numpy_values
 from asyncckpt.planning.leaves import encode_leaves
@@ -245,6 +245,6 @@ def test_malformed_scalar_is_refused(payload: Any) -> None:
 
 
 def test_every_dtype_that_is_known_is_one_of_numpys() -> None:
-    for dtype in (*numpy_scalars._NUMBERS, "<U3", "|S0", "<M8", "<m8[25s]", "<M8[as]"):
-        assert numpy_scalars.is_known(dtype) and np.dtype(dtype).str == dtype
-        assert np.dtype(dtype).itemsize == numpy_scalars._itemsize(dtype)
+    for dtype in (*format_objects._NUMBERS, "<U3", "|S0", "<M8", "<m8[25s]", "<M8[as]"):
+        assert format_objects.is_numpy_scalar(dtype) and np.dtype(dtype).str == dtype
+        assert np.dtype(dtype).itemsize == format_objects._itemsize(dtype)

@@ -12,7 +12,6 @@ from worker_bench import Bench
 from asyncckpt.handle import SaveReport
 from asyncckpt.protocol.options import _OPTIONS
 from asyncckpt.storage import event_log
-from asyncckpt_worker.exposition import Histogram, page
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "observability.md").read_text()
@@ -23,14 +22,21 @@ def section(title: str) -> str:
 
 
 def test_every_metric_is_named_with_its_labels() -> None:
+    prometheus_client = pytest.importorskip("prometheus_client", reason="the extra `metrics` is not installed")
+    prometheus = pytest.importorskip("asyncckpt_worker.service.prometheus")
     report = {
         **Bench().brain.report(),
-        "process": dict.fromkeys(("rss_nbytes", "private_nbytes", "cpu_seconds", "fds", "write_nbytes"), 1),
+        "process": dict.fromkeys(("private_nbytes", "write_nbytes"), 1),
         "counters": {},
         "failures": {"x": 1},
         "runs": [{"run": "r", "committed_step": 1, "committed_age_s": 1.0, "in_flight": 0}],
     }
-    text = page(report, {name: Histogram() for name in ("save", "stage", "write", "commit")}, 0.0)
+    exporter = prometheus.Exporter("127.0.0.1:0")
+    try:
+        exporter.show(report, 0.0)
+        text = prometheus_client.generate_latest(exporter.registry).decode()
+    finally:
+        exporter.close()
     made = {name: set() for name in re.findall(r"^# TYPE (\S+)", text, re.M)}
     for name, labels in re.findall(r"^(\w+?)(?:_bucket|_sum|_count)?(\{.*\})? \S+$", text, re.M):
         if name in made:
@@ -44,7 +50,7 @@ def test_names_and_limits_of_the_events_are_the_codes() -> None:
     text = section("`events.jsonl`")
     assert event_log.EVENTS_NAME in text and event_log.ROTATED_NAME in text
     assert event_log.MAX_EVENTS_NBYTES == 64 << 20 and "64 MB" in text
-    sources = [REPOSITORY / "worker" / name for name in ("telling.py", "moves.py")]
+    sources = [REPOSITORY / "worker" / name for name in ("service/observers.py", "core/status.py")]
     told = "".join(path.read_text() for path in [*sources, REPOSITORY / "asyncckpt" / "save_events.py"])
     rows = [row for row in re.findall(r"^\| (.*?) \| (?:worker|trainer) \| (.*) \|$", text, re.M)]
     assert len(rows) == 6

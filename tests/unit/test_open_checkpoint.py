@@ -26,7 +26,7 @@ from asyncckpt.errors import (
     MissingKeysError,
     PerRankUnavailableError,
 )
-from asyncckpt.format.checksum import BLOCK_NBYTES
+from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_OFFSET
 from asyncckpt.loading import boxes, slicing
 from asyncckpt.loading.opened import OpenCheckpoint
@@ -47,12 +47,6 @@ class CountingFiles(RecordingFiles):
         if name.endswith(".safetensors") and offset != SAVE_ID_OFFSET:
             with self.lock:
                 self.shards.append((name, offset, count))
-        return count
-
-    def gather(self, fd: int, target: int, offset: int, nbytes: int, every: int, times: int, apart: int = 0) -> int:
-        count = super().gather(fd, target, offset, nbytes, every, times, apart)
-        with self.lock:
-            self.shards += [(self.paths[fd], offset + n * every, nbytes) for n in range(count)]
         return count
 
     @property

@@ -11,7 +11,7 @@ import pytest
 from mutations import altered, packed
 
 from asyncckpt.errors import AsyncCkptError, CorruptCheckpointError
-from asyncckpt.format import structure, tree
+from asyncckpt.format import state_tree, structure
 from asyncckpt.format.structure import MAX_INT, decode_structure
 
 
@@ -100,7 +100,7 @@ def test_altered_documents_end_as_one_by_one(monkeypatch: pytest.MonkeyPatch, rn
         found = end(data)
         with monkeypatch.context() as patched:
             patched.setattr(structure, "_plain_tensors", lambda raw, parts: None)
-            patched.setattr(tree, "_are_tensors", lambda keys, nodes, n_tensors: False)
+            patched.setattr(state_tree, "_are_tensors", lambda keys, nodes, n_tensors: False)
             expected = end(data)
         assert repr(found) == repr(expected)  # True is 1, but does not look like it
 

@@ -19,7 +19,7 @@ import torch
 
 from asyncckpt import ShardedSlice
 from asyncckpt.errors import DuplicateNameError, UnsupportedLeafError
-from asyncckpt.format import tree as trees
+from asyncckpt.format import state_tree as trees
 from asyncckpt.format.structure import decode_structure
 from asyncckpt.planning.leaves import decode_leaf, encode_leaves
 from asyncckpt.planning.planner import PlanCache, make_plan, signature_of
@@ -258,11 +258,17 @@ class Frozen:
 @pytest.mark.parametrize("allow_pickle", [False, True])
 def test_keys_that_have_no_form_are_refused_by_path_and_type(key: Any, allow_pickle: bool) -> None:
     with pytest.raises(
-        UnsupportedLeafError, match="keys are str, int, float but NaN, bool, bytes, None, and"
+        UnsupportedLeafError, match="keys are str, int of 63 bits, float but NaN, bool, bytes, None, and"
     ) as caught:
         flatten({"a": {key: 1}}, allow_pickle=allow_pickle)
     assert caught.value.leaf == f"a.{key!r}"
     assert caught.value.type_name == type(key).__name__
+
+
+@pytest.mark.parametrize("key", [1 << 20_000, (1, -(1 << 20_000))], ids=["a number", "in a tuple"])
+def test_numbers_of_more_digits_than_python_writes_out_are_refused_as_keys(key: Any) -> None:
+    with pytest.raises(UnsupportedLeafError, match="keys are str, int of 63 bits"):
+        flatten({"a": {key: 1}})
 
 
 @pytest.mark.parametrize("key", [1 << 63, -(1 << 63), "x" * 5000, "\ud800"])

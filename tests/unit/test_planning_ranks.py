@@ -14,11 +14,10 @@ import states  # noqa: E402
 from simulated_ranks import Ranks  # noqa: E402
 
 from asyncckpt.errors import DuplicateNameError, UnsupportedLeafError  # noqa: E402
-from asyncckpt.format import tree as trees  # noqa: E402
+from asyncckpt.format import state_tree as trees  # noqa: E402
 from asyncckpt.format.names import is_reserved, per_rank_name, split_per_rank_name  # noqa: E402
 from asyncckpt.per_rank import PerRank  # noqa: E402
 from asyncckpt.planning import assignment  # noqa: E402
-from asyncckpt.planning.contributions import Change  # noqa: E402
 from asyncckpt.planning.match import match  # noqa: E402
 from asyncckpt.planning.plan import SavePlan, SharedTensor  # noqa: E402
 from asyncckpt.planning.planner import PlanCache, contribution_of, make_plan, signature_of  # noqa: E402
@@ -131,10 +130,10 @@ def test_tensors_as_they_were_initialised_are_no_replicas_until_a_second_look() 
         }
 
     ranks = Ranks(2)
-    ranks.exchange([state(r, 0) for r in (0, 1)], settle=False)
+    ranks.meet([state(r, 0) for r in (0, 1)])
     first = ranks.save([state(r, 0) for r in (0, 1)])
     assert set(first) == {"weight", *(f"{name}@rank{r}" for name in ("bias", "mean", "mask") for r in (0, 1))}
-    ranks.apply(Change(contributions=ranks.news([state(r, 1) for r in (0, 1)])))
+    ranks.meet([state(r, 1) for r in (0, 1)])
     later = ranks.save([state(r, 1) for r in (0, 1)])
     assert set(later) == {"weight", "bias", "mask", "mean@rank0", "mean@rank1"}
     assert torch.equal(later["mean@rank1"], state(1, 1)["mean"])
@@ -163,7 +162,7 @@ def test_assumed_replicas_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_stored(ranks.save(given), {"w": given[0]["w"]})
 
 
-def test_news_are_stored_per_rank_until_they_are_agreed_upon() -> None:
+def test_what_is_new_is_stored_per_rank_until_the_ranks_have_met() -> None:
     first = {"w": torch.ones(5)}
     ranks = Ranks(2)
     ranks.exchange([first, first])
@@ -173,12 +172,11 @@ def test_news_are_stored_per_rank_until_they_are_agreed_upon() -> None:
         ranks.save([more, less]),
         {"w": first["w"], "new@rank0": more["new"], "new@rank1": more["new"], "mine@rank0": more["mine"]},
     )
-    news = ranks.news([more, less])
-    assert [[bool(d) for d in news[rank].digests] for rank in (0, 1)] == [[False, True, True], [False, True]]
-    ranks.apply(Change(contributions=news))
-    assert not ranks.news([more, less])
+    assert ranks.changed([more, less]) == [True, True]
+    ranks.exchange([more, less])
+    assert ranks.changed([more, less]) == [False, False]
     assert_stored(ranks.save([more, less]), {"w": first["w"], "new": more["new"], "mine": more["mine"]})
-    assert not ranks.news([first, first]), "structures accumulate"
+    assert ranks.changed([first, first]) == [False, False], "what is not held at a meeting stays agreed upon"
 
 
 def test_a_name_that_proved_unequal_moves_to_each_rank() -> None:
@@ -188,7 +186,7 @@ def test_a_name_that_proved_unequal_moves_to_each_rank() -> None:
     given[1]["w"][3] = 0
     one, other = ranks.samples(given, 0)
     assert (one.names, other.names) == (["w"], ["w"]) and one.digests != other.digests
-    ranks.apply(Change(contributions={}, per_rank=("w",)))
+    ranks.agree(ranks.agreement.after({}, ("w",)))
     assert_stored(ranks.save(given), {"w@rank0": given[0]["w"], "w@rank1": given[1]["w"]})
     assert ranks.samples(given, 1)[0].names == []
 
@@ -421,7 +419,7 @@ def test_a_plan_is_laid_out_anew_when_the_agreement_says_something_else_of_it() 
     ranks.exchange([state, state])
     plans = ranks.plans[0]
     plan, _ = plans.take(state)
-    ranks.apply(Change(contributions={}, per_rank=("a",)))
+    ranks.agree(ranks.agreement.after({}, ("a",)))
     again, _ = plans.take(state)
     assert again.layout is not plan.layout
     assert (plan.names, again.names) == (("a", "b"), ("a@rank0", "b"))

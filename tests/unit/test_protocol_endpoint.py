@@ -158,28 +158,30 @@ def test_without_any_fit_place_it_is_using_the_endpoint_that_fails(
     monkeypatch.setattr(endpoints, "_TEMPORARY", (str(short_path),))
     endpoint = _default(TMPDIR="/does/not/exist")
     assert "/does/not/exist" in caplog.text and TEMPORARY in caplog.text
-    assert endpoints.users_directory({"TMPDIR": "/does/not/exist"}, os.geteuid()) is None
     with pytest.raises(EndpointError, match="directory of this user"):
         make_directory(endpoint)
 
 
 OTHER_USER = """
-import os, sys, time
+import os, shutil, sys, time  # what argparse imports late too: it may lie where only root can read
 
 from asyncckpt import launcher
-from asyncckpt.cli.worker import default_of_this_user, status_of
-from asyncckpt.protocol.endpoint import make_directory, users_directory
-from asyncckpt_worker import cli, daemon, inheritance, logs
+from asyncckpt.cli.worker import status_of
+from asyncckpt.protocol.endpoint import make_directory
+from asyncckpt.recall.snapshots import endpoint_of
+from asyncckpt_worker import cli, inheritance
+from asyncckpt_worker.service import daemon
+from asyncckpt_worker.service import log
 
 os.setgroups([]), os.setgid(12345), os.setuid(12345)
-endpoint = default_of_this_user()
+endpoint = endpoint_of(None)
 worker = os.fork()
 if not worker:
     sys.exit(cli.main(["--endpoint", endpoint]))
 try:
     while True:
         try:
-            print(users_directory(os.environ, os.geteuid()), status_of(endpoint)["pid"] == worker)
+            print(os.path.dirname(endpoint.removeprefix("ipc://")), status_of(endpoint)["pid"] == worker)
             break
         except OSError:  # not yet
             assert not os.waitpid(worker, os.WNOHANG)[0], "the worker has ended"

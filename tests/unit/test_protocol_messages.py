@@ -13,12 +13,12 @@ from protocol_samples import BETWEEN_WORKERS, HEX, SAVE_ID
 from protocol_samples import MESSAGES as OF_TRAINERS
 
 from asyncckpt.errors import ProtocolError, ProtocolVersionError, from_wire
-from asyncckpt.protocol import codec, lifecycle, messages
-from asyncckpt.protocol import fields as checks
+from asyncckpt.protocol import codec, messages
+from asyncckpt.protocol.fields import MAX_RANKS
 from asyncckpt.protocol.messages import REPLIES, REQUESTS, Message
-from asyncckpt.protocol.relay import FOLLOWER_RECORDS, LEADER_RECORDS, PEER_MESSAGES
+from asyncckpt.protocol.node_tables import NODE_MESSAGES, ROWS
 
-KNOWN = {**REQUESTS, **REPLIES, **PEER_MESSAGES, **FOLLOWER_RECORDS, **LEADER_RECORDS}
+KNOWN = {**REQUESTS, **REPLIES, **NODE_MESSAGES}
 MESSAGES = OF_TRAINERS + BETWEEN_WORKERS
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 HEADER = codec.encode(messages.Ok(id=1))[0]
@@ -93,15 +93,14 @@ BAD_VALUES = {
     "hex12": ["", HEX[:11], HEX[:13], HEX[:12].upper(), HEX[:12] + "\n", HEX[:12].encode(), None],
     "hex16": [HEX[:-1], HEX + "0", HEX.upper(), HEX + "\n", HEX.encode()],
     "save_id_or_none": [" ", SAVE_ID[:-1], SAVE_ID + "0", SAVE_ID.encode(), None, 0],
+    "hex12_or_none": [" ", HEX, HEX[:11], None, 0, b""],
+    "outcomes": [None, 7, {}, [7], [(1,)], [(1, True, 2)], [(-1, True)], [(1, 1)], [("1", True)], [(1, True)] * 25],
     "hex16_or_none": [" ", HEX[:-1], HEX.upper(), None, 0, b""],
     "curve_key": ["", KEY[1:], KEY + "0", KEY[:-1] + "\n", KEY[:-1] + '"', KEY.encode(), None],
     "curve_key_or_none": [" ", KEY[1:], KEY.encode(), None],
     "port": [-1, 65536, True, "7000", None],
     "address": ["", "ipc:///x", "tcp://h", "tcp://:1", "tcp://h:x", "tcp://a/b:1", "tcp://h:1\n", b"tcp://h:1", None],
-    "end_phase": ["begun", "durable", "", None, [], {}],
     "error_or_none": [e for e in BAD_ERRORS if e != {}],
-    "figures": BAD_REPORTS,
-    "record_bytes": ["x", bytearray(1), None],
     "path": ["", "relative", "/a\0b", "/" + "x" * 4000, "/\ud800", "/" + "\u20ac" * 1400, b"/a", None],
     "text": ["x" * 201, "\ud800", b"x", None],
     "seconds": [-1, float("nan"), float("inf"), 1e9, "1", True, None],
@@ -129,8 +128,8 @@ BAD_VALUES = {
         [{"save_id": SAVE_ID, "phase": "lost"}],
         [{"save_id": SAVE_ID, "phase": {}}],
         [{"save_id": SAVE_ID, "phase": []}],
-        [{"save_id": [], "phase": "begun"}],
-        [{"save_id": SAVE_ID, "phase": "begun"}] * 1025,
+        [{"save_id": [], "phase": "open"}],
+        [{"save_id": SAVE_ID, "phase": "open"}] * 1025,
         [SAVE_ID],
         None,
         *([{"save_id": SAVE_ID, "phase": "durable", "missing": n}] for n in (None, 3, ["1"], [-1], [0] * 65)),
@@ -140,13 +139,51 @@ BAD_VALUES = {
 }
 
 
+CHECKS = {check.__name__: check for cls in KNOWN.values() for check in cls.checks.values()}
+TABLES = {
+    check.__name__: getattr(message, field)[0]
+    for message in BETWEEN_WORKERS
+    for field, check in type(message).checks.items()
+    if check.__name__ in ROWS
+}
+"""Name of a table -> a valid row of it."""
+
+BAD_KEYS: dict[str, list[Any]] = {
+    "step": ["1", 1.0, [], b"x"],
+    "rank": [-1, True, MAX_RANKS, "0", None],
+    "phase": ["writing", "committed", "", None, []],
+    "outcome": ["begun", "durable", None, []],
+    "error": [e for e in BAD_ERRORS if e != {}],
+    "missing": [[-1], ["1"], [0] * 65, None],
+    "known": [None, [1], [[1]], [[1, "writing"]], [["1", "begun"]], [[1, "begun"]] * 1025],
+    "request": ["x", bytearray(1), bytes((2 << 20) + 1), None],
+    "result": [[], None],
+    "report": BAD_REPORTS,
+    "consent": [0, 1, None],
+}
+
+
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in BAD_VALUES.items() for v in values])
 def test_check_refuses(name: str, value: Any) -> None:
-    assert getattr(checks, name)(value) is False
+    assert CHECKS[name](value) is False
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_table_with_a_row_that_is_none_is_refused(name: str) -> None:
+    row, fits = TABLES[name], CHECKS[name]
+    assert fits([row]) and fits([]) and not fits([row] * 1025)
+    for value in (None, row, [None], [[]], "x", 3):
+        assert fits(value) is False
+    for key in ROWS[name]:
+        assert fits([{k: v for k, v in row.items() if k != key}]) is False, f"without {key}"
+    for key in row:
+        for value in BAD_KEYS.get(key, [None, {}, [], b"x"]):
+            if not (name == "outcome_rows" and key == "error" and value == {}):
+                assert fits([{**row, key: value}]) is False, f"{key}: {value!r}"
 
 
 def test_every_check_has_its_refusals() -> None:
-    assert set(BAD_VALUES) == {c.__name__ for cls in KNOWN.values() for c in cls.checks.values()}
+    assert {*BAD_VALUES, *TABLES} == set(CHECKS)
 
 
 def test_unknown_fields_are_dropped_unless_they_are_required() -> None:
@@ -200,9 +237,9 @@ def test_message_of_the_other_direction_is_refused() -> None:
 
 
 def test_another_version_is_named() -> None:
-    with pytest.raises(ProtocolVersionError, match="version 9") as caught:
-        codec.decode([b"ACKP\x09\x00", b"anything at all"], KNOWN)
-    assert (caught.value.ours, caught.value.theirs) == (messages.PROTOCOL_VERSION, 9)
+    with pytest.raises(ProtocolVersionError, match=f"version {messages.PROTOCOL_VERSION + 1}") as caught:
+        codec.decode([b"ACKP" + (messages.PROTOCOL_VERSION + 1).to_bytes(2, "little"), b"anything at all"], KNOWN)
+    assert (caught.value.ours, caught.value.theirs) == (messages.PROTOCOL_VERSION, messages.PROTOCOL_VERSION + 1)
 
 
 def test_message_too_large_for_any_peer_is_not_sent() -> None:
@@ -237,24 +274,3 @@ def test_damaged_and_altered_messages_are_refused_or_valid(rng: random.Random) -
             from_wire(found.error)
         again = codec.decode(codec.encode(found), KNOWN)
         assert repr(_body(again)) == repr(_body(found))  # NaN equals nothing
-
-
-def test_life_of_a_save_follows_the_table() -> None:
-    events = {event for row in lifecycle.TRANSITIONS.values() for event in row}
-    for phase, row in lifecycle.TRANSITIONS.items():
-        for event in events:
-            if event in row:
-                assert lifecycle.advance(phase, event) == row[event]
-            else:
-                with pytest.raises(ValueError, match=phase):
-                    lifecycle.advance(phase, event)
-
-
-def test_every_save_can_end_and_nothing_leaves_an_end() -> None:
-    reached, level = {lifecycle.BEGUN}, {lifecycle.BEGUN}
-    while level:
-        level = {after for phase in level for after in lifecycle.TRANSITIONS[phase].values()} - reached
-        reached |= level
-    assert reached == lifecycle.PHASES
-    assert {"committed", "failed", "unknown", "abandoned"} == lifecycle.ENDED
-    assert not lifecycle.ENDED & lifecycle.IN_FLIGHT

@@ -25,8 +25,9 @@ from asyncckpt.errors import (  # noqa: E402
     ShapeMismatchError,
     UnsupportedFormatError,
 )
-from asyncckpt.storage import candidates  # noqa: E402
-from asyncckpt.storage.block_reader import read_shards  # noqa: E402
+from asyncckpt.storage import catalog  # noqa: E402
+from asyncckpt.storage.local import LocalStore  # noqa: E402
+from asyncckpt.storage.reader import read_shards  # noqa: E402
 
 N = 70_000
 
@@ -178,6 +179,45 @@ def test_a_root_that_cannot_be_read_is_an_error_and_not_none(tmp_path: Path) -> 
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(OSError, match="loop"):
         asyncckpt.restore_latest(tmp_path / "loop")
+
+
+@pytest.mark.parametrize("to", ["another disk", "a neighbour"])
+def test_a_link_to_a_checkpoint_counts_and_stays(root: Path, to: str) -> None:
+    moved = root.parent / f"{root.name}-moved" / "s30"
+    if to == "another disk":
+        moved.parent.mkdir()
+        os.rename(root / "s30", moved)
+        (root / "s30").symlink_to(moved)
+    else:
+        (root / "latest").symlink_to("s30")
+    assert asyncckpt.latest_checkpoint(root) == str(root / "s30")
+    found = asyncckpt.restore_latest(root)
+    assert (found.step, found.path, found.skipped) == (30, str(root / "s30"), ())
+    with (
+        asyncckpt.SyncCheckpointer(fsync=False, rank_info=RankInfo(0, 1)) as saves,
+        asyncckpt.CheckpointManager(root, checkpointer=saves, max_to_keep=1, step_format="s{step}") as manager,
+    ):
+        assert manager.latest_step() == 30 and manager.all_steps() == [10, 20, 30]
+        manager.restore(target())
+        for step in (40, 50):
+            manager.save(step, state(step))
+        manager.wait()
+    left = set(os.listdir(root))
+    assert "s50" in left and "s10" not in left
+    assert (moved.exists() and "s30" in left) if to == "another disk" else "latest" in left
+
+
+@pytest.mark.parametrize("link", ["s30", "the root"])
+def test_a_link_that_leads_nowhere_is_named(root: Path, link: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As where a disk is not mounted."""
+    path = root / "s30" if link == "s30" else root.parent / f"{root.name}-link"
+    if link == "s30":
+        shutil.rmtree(path)
+    path.symlink_to("not-mounted")
+    found = asyncckpt.restore_latest(root if link == "s30" else path)
+    assert (found and found.step) == (20 if link == "s30" else None)
+    (said,) = [one for one in caplog.records if "leads nowhere" in one.getMessage()]
+    assert said.levelname == "WARNING" and str(path) in said.getMessage()
 
 
 def test_one_that_was_never_committed_is_no_candidate(root: Path) -> None:
@@ -354,7 +394,7 @@ def test_a_save_to_a_name_of_quarantine_is_refused(tmp_path: Path) -> None:
 
 def test_candidates_are_the_newest_first_and_a_damaged_manifest_counts_by_its_files(root: Path) -> None:
     damage(root / "s20", "manifest")
-    found = candidates.candidates_in(str(root), asyncckpt.storage.files.Files())
+    found = catalog.candidates_in(str(root), LocalStore())
     assert [(os.path.basename(one.path), one.step) for one in found] == [("s30", 30), ("s20", None), ("s10", 10)]
     assert found[1].save_id is not None and found[1].save_id.sequence == 1
 

@@ -19,20 +19,19 @@ from storage_samples import RecordingFiles, Snapshot, failing, manifest_of, shar
 
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotCommittedError, CheckpointNotFoundError, ConfigError
 from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.names import LOCK_NAME, MANIFEST_NAME, SaveId, owner_of
-from asyncckpt.format.steps import lineage_key
-from asyncckpt.retention import ancestry, pins, pruning
-from asyncckpt.retention.policy import RetentionPolicy, Stored, best_of, newest_of, to_delete
-from asyncckpt.retention.pruning import Pruned, prune, survey
+from asyncckpt.format.names import LOCK_NAME, MANIFEST_NAME, SaveId, lineage_key, owner_of
+from asyncckpt.maintenance import pins, policy, retention
+from asyncckpt.maintenance.gc import QUIET_S
+from asyncckpt.maintenance.policy import RetentionPolicy, Stored, best_of, newest_of, to_delete
+from asyncckpt.maintenance.retention import Pruned, is_whole, prune, retire, retire_rest, survey
 from asyncckpt.storage.catalog import ABANDONED, COMMITTED, look, next_epoch_beside, scan
+from asyncckpt.storage.checkpoint_dir import prepare_directory, tombstone_at
 from asyncckpt.storage.commit import publish
-from asyncckpt.storage.directory import prepare_directory
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.garbage import QUIET_S
-from asyncckpt.storage.retiring import is_whole, retire, retire_rest
-from asyncckpt.storage.standing import tombstone_at
+from asyncckpt.storage.local import LocalStore
 
 FILES = RecordingFiles()
+STORE = LocalStore(FILES)
 RUN = "0123456789ab"
 
 
@@ -93,8 +92,8 @@ class Scalar:
 
 def test_metrics_survive_the_manifest_whatever_their_numbers_are() -> None:
     given = {"loss": math.nan, "top": [math.inf, -math.inf, 1.5], "more": {"at": Scalar(2.5), "n": 3}, "who": "inf"}
-    text = json.dumps(ancestry.told((), given), allow_nan=False)
-    found = ancestry.metrics_in(json.loads(text))
+    text = json.dumps(policy.told((), given), allow_nan=False)
+    found = policy.metrics_in(json.loads(text))
     assert found is not None and math.isnan(found["loss"])
     del found["loss"]  # type: ignore[attr-defined]
     assert found == {"top": [math.inf, -math.inf, 1.5], "more": {"at": 2.5, "n": 3}, "who": "inf"}
@@ -169,26 +168,26 @@ def test_after_a_rollback_the_old_future_is_no_ancestor() -> None:
     old, new = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
     base, newest = SaveId(1, 5, old), SaveId(2, 0, new)
     for sequence, expected in ((4, True), (5, True), (6, False)):
-        assert ancestry.is_ancestor(SaveId(1, sequence, old), newest, (base,)) is expected
-    assert ancestry.is_ancestor(SaveId(2, 7, new), newest, (base,))
-    assert not ancestry.is_ancestor(SaveId(1, 0, "cccccccccccc"), newest, (base,)), "a run that nobody went on from"
-    assert ancestry.is_ancestor(SaveId(1, 6, old), newest, None), "whoever says nothing abandons nothing"
+        assert policy.is_ancestor(SaveId(1, sequence, old), newest, (base,)) is expected
+    assert policy.is_ancestor(SaveId(2, 7, new), newest, (base,))
+    assert not policy.is_ancestor(SaveId(1, 0, "cccccccccccc"), newest, (base,)), "a run that nobody went on from"
+    assert policy.is_ancestor(SaveId(1, 6, old), newest, None), "whoever says nothing abandons nothing"
 
 
 def test_an_ancestry_survives_the_manifest_and_is_bounded() -> None:
     line: tuple[SaveId, ...] = ()
-    for epoch in range(1, ancestry.MAX_ANCESTRY + 50):
-        line = ancestry.extended(SaveId(epoch, 3, f"{epoch:012x}"), ancestry.told(line, {"loss": 1.0}))
-        assert ancestry.ancestry_in(ancestry.told(line, None)) == line
-    assert len(line) == ancestry.MAX_ANCESTRY
+    for epoch in range(1, policy.MAX_ANCESTRY + 50):
+        line = policy.extended(SaveId(epoch, 3, f"{epoch:012x}"), policy.told(line, {"loss": 1.0}))
+        assert policy.ancestry_in(policy.told(line, None)) == line
+    assert len(line) == policy.MAX_ANCESTRY
     newest = SaveId(999, 0, RUN)
-    assert ancestry.is_ancestor(SaveId(2, 9, f"{2:012x}"), newest, line), "forgotten: taken for one"
-    assert not ancestry.is_ancestor(SaveId(300, 9, f"{300:012x}"), newest, line)
+    assert policy.is_ancestor(SaveId(2, 9, f"{2:012x}"), newest, line), "forgotten: taken for one"
+    assert not policy.is_ancestor(SaveId(300, 9, f"{300:012x}"), newest, line)
 
 
 @pytest.mark.parametrize("metadata", [{}, {"asyncckpt_manager": 3}, {"asyncckpt_manager": {"ancestry": "x"}}])
 def test_metadata_of_others_say_nothing(metadata: dict[str, Any]) -> None:
-    assert ancestry.ancestry_in(metadata) is None and ancestry.metrics_in(metadata) is None
+    assert policy.ancestry_in(metadata) is None and policy.metrics_in(metadata) is None
 
 
 # ---- on disk --------------------------------------------------------------------------------------------------------
@@ -247,7 +246,7 @@ for _name in ("unlink", "rename", "link", "rmdir", "mkdir", "listdir", "lstat", 
 def save(root: Path, step: int, save_id: SaveId, *, metadata: dict[str, Any] | None = None) -> Manifest:
     """Commit a checkpoint, in the place of an older one."""
     manifest = begin(root, step, save_id, metadata=metadata)
-    publish(str(root / f"step-{step}"), manifest, files=Mortal(), umask=0o022, overwrite=True)
+    publish(str(root / f"step-{step}"), manifest, store=LocalStore(Mortal()), overwrite=True)
     return manifest
 
 
@@ -255,7 +254,7 @@ def begin(root: Path, step: int, save_id: SaveId, *, metadata: dict[str, Any] | 
     """Write all of a checkpoint but its manifest, which is returned."""
     path, files = str(root / f"step-{step}"), Mortal()
     with Snapshot({"w": 100}, save_id=save_id) as snapshot:
-        prepare_directory(path, save_id=save_id, files=files, umask=0o022, fsync=False, overwrite=True)
+        prepare_directory(path, save_id=save_id, store=LocalStore(files), fsync=False, overwrite=True)
         record = snapshot.write(path, files, fsync=False, overwrite=True)
     manifest = manifest_of(record, step=step, save_id=save_id, fsync=False)
     return dataclasses.replace(manifest, metadata=metadata or {})
@@ -269,14 +268,14 @@ def rest(root: Path, step: int, seconds: float = 3600.0) -> None:
 
 def prune_all(root: Path, files: Files = FILES, **more: Any) -> list[Pruned]:
     policy = more.pop("policy", RetentionPolicy(max_to_keep=1))
-    return prune(str(root), files, policy, umask=0o022, package="test", **more)
+    return prune(str(root), LocalStore(files), policy, package="test", **more)
 
 
 def committed(root: Path) -> dict[int, Manifest]:
     """Return the committed checkpoints by step, each found whole."""
-    found = {one.manifest.step: one for one in scan(str(root), FILES) if one.state == COMMITTED and one.manifest}
+    found = {one.manifest.step: one for one in scan(str(root), STORE) if one.state == COMMITTED and one.manifest}
     for one in found.values():
-        assert one.manifest is not None and is_whole(one.path, one.manifest, FILES), (
+        assert one.manifest is not None and is_whole(one.path, one.manifest, STORE), (
             f"{one.path} is listed, and not whole"
         )
     return {step: one.manifest for step, one in found.items() if one.manifest is not None}
@@ -305,19 +304,19 @@ def test_foreign_files_stay_and_so_does_their_directory(three: Path) -> None:
     (three / "step-1" / "notes.txt").write_text("mine")
     prune_all(three)
     assert os.listdir(three / "step-1") == ["notes.txt"]
-    assert look(str(three / "step-1"), FILES) is None
+    assert look(str(three / "step-1"), STORE) is None
 
 
 def test_a_save_that_has_taken_the_place_is_left_alone(three: Path) -> None:
     path = str(three / "step-1")
-    assert not retire(path, SaveId(1, 0, RUN), FILES, umask=0o022, package="test")
+    assert not retire(path, SaveId(1, 0, RUN), STORE, package="test")
     assert sorted(committed(three)) == [1, 2, 3]
 
 
 def test_nothing_goes_while_the_newest_is_not_whole(three: Path) -> None:
     os.unlink(shard_paths(str(three / "step-3"))[0])
     assert all(not one.is_removed and "not whole" in one.kept for one in prune_all(three))
-    assert {one.state for one in scan(str(three), FILES)} == {COMMITTED}
+    assert {one.state for one in scan(str(three), STORE)} == {COMMITTED}
 
 
 def test_nothing_goes_while_the_pins_cannot_be_read(three: Path) -> None:
@@ -339,7 +338,7 @@ def test_a_failing_removal_is_reported_and_done_the_next_time(three: Path) -> No
 
     done = prune_all(three, Refusing())
     assert [one.error is not None for one in done] == [True, False]
-    assert look(str(three / "step-1"), FILES).state == ABANDONED  # type: ignore[union-attr]
+    assert look(str(three / "step-1"), STORE).state == ABANDONED  # type: ignore[union-attr]
     prune_all(three)
     assert os.listdir(three) == ["step-3"]
 
@@ -348,7 +347,7 @@ def test_while_the_score_fails_on_all_metrics_those_of_earlier_runs_stay_for_one
     tmp_path: Path,
 ) -> None:
     def saved(step: int, epoch: int, metrics: dict[str, Any] | None) -> None:
-        save(tmp_path, step, SaveId(epoch, step, f"{epoch:012x}"), metadata=ancestry.told((), metrics))
+        save(tmp_path, step, SaveId(epoch, step, f"{epoch:012x}"), metadata=policy.told((), metrics))
 
     saved(1, 1, {"loss": 0.1})
     saved(2, 1, None)
@@ -365,8 +364,8 @@ def test_while_the_score_fails_on_all_metrics_those_of_earlier_runs_stay_for_one
 
 def test_a_score_that_fails_is_none_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step, metrics in ((1, {"loss": 0.1}), (2, {"other": 1}), (3, None)):
-        save(tmp_path, step, SaveId(1, step, RUN), metadata=ancestry.told((), metrics))
-    found = survey(str(tmp_path), FILES, score=lambda metrics: metrics["loss"])
+        save(tmp_path, step, SaveId(1, step, RUN), metadata=policy.told((), metrics))
+    found = survey(str(tmp_path), STORE, score=lambda metrics: metrics["loss"])
     assert [(one.step, one.score) for one in found.stored] == [(3, None), (2, None), (1, 0.1)]
     assert "step 2" in caplog.text
 
@@ -387,8 +386,7 @@ def test_after_a_kill_at_any_call_it_is_whole_or_no_checkpoint_and_goes_the_next
                 retire(
                     str(root / "step-1"),
                     SaveId(1, 1, RUN),
-                    failing("unlink", errno.EACCES, at="/rank"),
-                    umask=0o022,
+                    LocalStore(failing("unlink", errno.EACCES, at="/rank")),
                     package="test",
                 )
             first.die()
@@ -412,10 +410,10 @@ def test_a_tombstone_of_gc_is_not_taken_for_one_of_retention(tmp_path: Path) -> 
     save(tmp_path, 2, SaveId(2, 0, "fedcba987654"))
     rest(tmp_path, 1)
     prune_all(tmp_path)  # what a dead run has left goes, and may never be committed
-    found = tombstone_at(str(tmp_path / "step-1"), FILES)
+    found = tombstone_at(str(tmp_path / "step-1"), STORE)
     assert found is not None and not found.was_committed and found.save_id == SaveId(1, 1, RUN)
     assert os.listdir(tmp_path / "step-1") == [MANIFEST_NAME]
-    assert not retire_rest(str(tmp_path / "step-1"), FILES, umask=0o022)
+    assert not retire_rest(str(tmp_path / "step-1"), STORE)
 
 
 @pytest.mark.parametrize(("more", "stays"), [({}, True), ({"dead_after_s": -1e9}, False)])
@@ -434,7 +432,7 @@ def test_what_a_worker_may_still_write_for_a_dead_run_is_not_given_up(tmp_path: 
     save(tmp_path, 2, SaveId(2, 0, "fedcba987654"))
     rest(tmp_path, 1, QUIET_S / 2)
     prune_all(tmp_path, policy=RetentionPolicy(max_to_keep=1, keep_period=1))
-    publish(str(tmp_path / "step-1"), staged, files=Mortal(), umask=0o022, overwrite=True)
+    publish(str(tmp_path / "step-1"), staged, store=LocalStore(Mortal()), overwrite=True)
     assert sorted(committed(tmp_path)) == [1, 2]
 
 
@@ -445,18 +443,18 @@ def test_a_save_that_begins_where_a_dead_run_left_files_is_not_taken_for_dead(
     begin(tmp_path, 5, SaveId(1, 5, RUN))
     rest(tmp_path, 5)
     save(tmp_path, 2, SaveId(2, 0, RUN))
-    collected, begun = pruning.collect, []
+    collected, begun = retention.collect, []
 
     def begun_first(path: str, *args: Any, **more: Any) -> Any:
         if path.endswith("step-5"):
             begun.append(begin(tmp_path, 5, SaveId(2, 1, RUN)))
         return collected(path, *args, **more)
 
-    monkeypatch.setattr(pruning, "collect", begun_first)
+    monkeypatch.setattr(retention, "collect", begun_first)
     prune_all(tmp_path)
     assert {owner_of(name) for name in os.listdir(tmp_path / "step-5")} >= {SaveId(2, 1, RUN)}
-    assert tombstone_at(str(tmp_path / "step-5"), FILES) is None
-    publish(str(tmp_path / "step-5"), begun[0], files=FILES, umask=0o022, overwrite=True)
+    assert tombstone_at(str(tmp_path / "step-5"), STORE) is None
+    publish(str(tmp_path / "step-5"), begun[0], store=STORE, overwrite=True)
     assert sorted(committed(tmp_path)) == [2, 5]
 
 
@@ -464,13 +462,13 @@ def test_a_save_that_begins_while_others_are_removed_keeps_its_directory(
     three: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy: set[str] = set()
-    retired = pruning.retire
+    retired = retention.retire
 
     def begun_then(path: str, *args: Any, **more: Any) -> bool:
         busy.add("step-2")
         return retired(path, *args, **more)
 
-    monkeypatch.setattr(pruning, "retire", begun_then)
+    monkeypatch.setattr(retention, "retire", begun_then)
     assert [(one.stored.step, one.is_removed) for one in prune_all(three, busy=busy)] == [(1, True), (2, False)]
     assert sorted(committed(three)) == [2, 3]
 
@@ -480,11 +478,11 @@ def test_a_save_that_begins_while_others_are_removed_keeps_its_directory(
 
 def test_a_pin_holds_until_it_is_taken_off(three: Path) -> None:
     for _ in range(2):
-        pins.pin(str(three / "step-1"), FILES, umask=0o022)
-    assert pins.pinned_in(str(three), FILES) == {"step-1"}
+        pins.pin(str(three / "step-1"), STORE)
+    assert pins.pinned_in(str(three), STORE) == {"step-1"}
     prune_all(three)
     assert sorted(committed(three)) == [1, 3]
-    assert [pins.unpin(str(three / "step-1"), FILES) for _ in range(2)] == [True, False]
+    assert [pins.unpin(str(three / "step-1"), STORE) for _ in range(2)] == [True, False]
     prune_all(three)
     assert sorted(committed(three)) == [3]
 
@@ -492,20 +490,20 @@ def test_a_pin_holds_until_it_is_taken_off(three: Path) -> None:
 def test_only_what_is_committed_can_be_pinned(three: Path) -> None:
     begin(three, 9, SaveId(1, 9, RUN))
     with pytest.raises(CheckpointNotCommittedError):
-        pins.pin(str(three / "step-9"), FILES, umask=0o022)
+        pins.pin(str(three / "step-9"), STORE)
     with pytest.raises(CheckpointNotFoundError):
-        pins.pin(str(three / "step-8"), FILES, umask=0o022)
-    assert pins.pinned_in(str(three), FILES) == frozenset()
+        pins.pin(str(three / "step-8"), STORE)
+    assert pins.pinned_in(str(three), STORE) == frozenset()
 
 
 def test_a_pinned_one_is_not_replaced_by_a_save_of_the_same_step_until_the_pin_is_off(three: Path) -> None:
     before = committed(three)[2].save_id
-    pins.pin(str(three / "step-2"), FILES, umask=0o022)
+    pins.pin(str(three / "step-2"), STORE)
     later = SaveId(2, 0, "b" * len(RUN))
     with pytest.raises(CheckpointExistsError, match="pinned"):
         save(three, 2, later)
     assert committed(three)[2].save_id == before
-    pins.unpin(str(three / "step-2"), FILES)
+    pins.unpin(str(three / "step-2"), STORE)
     save(three, 2, later)
     assert committed(three)[2].save_id == later
 
@@ -514,31 +512,31 @@ def test_a_pin_that_comes_while_another_save_replaces_it_holds(three: Path) -> N
     """The last look is under the lock that who pins takes."""
     later = SaveId(2, 0, "b" * len(RUN))
     manifest = begin(three, 2, later)
-    pins.pin(str(three / "step-2"), FILES, umask=0o022)
+    pins.pin(str(three / "step-2"), STORE)
     with pytest.raises(CheckpointExistsError, match="pinned"):
-        publish(str(three / "step-2"), manifest, files=Mortal(), umask=0o022, overwrite=True)
+        publish(str(three / "step-2"), manifest, store=LocalStore(Mortal()), overwrite=True)
     assert committed(three)[2].save_id != later
 
 
 def test_a_pin_on_a_link_protects_what_it_leads_to(three: Path) -> None:
     (three / "latest").symlink_to("step-1")
-    pins.pin(str(three / "latest"), FILES, umask=0o022)
+    pins.pin(str(three / "latest"), STORE)
     prune_all(three)
     assert sorted(committed(three)) == [1, 3]
-    assert pins.unpin(str(three / "latest"), FILES)
-    assert pins.pinned_in(str(three), FILES) == frozenset()
+    assert pins.unpin(str(three / "latest"), STORE)
+    assert pins.pinned_in(str(three), STORE) == frozenset()
 
 
 def test_a_pin_that_comes_right_before_the_removal_holds(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The list of pins was read before; under the lock each one is looked at again."""
-    read = pruning.pinned_in
+    read = retention.pinned_in
 
     def then_pinned(root: str, files: Files) -> frozenset[str]:
         found = read(root, files)
-        pins.pin(str(three / "step-1"), FILES, umask=0o022)
+        pins.pin(str(three / "step-1"), STORE)
         return found
 
-    monkeypatch.setattr(pruning, "pinned_in", then_pinned)
+    monkeypatch.setattr(retention, "pinned_in", then_pinned)
     assert [one.is_removed for one in prune_all(three)] == [False, True]
     assert sorted(committed(three)) == [1, 3]
 
@@ -567,7 +565,7 @@ class Training:
 
     def _start(self, step: int) -> None:
         self.run, self.sequence, self.step = f"{next(self._runs):012x}", 0, step
-        self.epoch = next_epoch_beside(str(self.root / "x"), FILES)
+        self.epoch = next_epoch_beside(str(self.root / "x"), STORE)
 
     def save(self) -> None:
         if len(self.flying) == 2 or any(step == self.step + 1 for step, _ in self.flying):
@@ -576,7 +574,7 @@ class Training:
         metrics = {"loss": self.rng.random()} if self.rng.random() < 0.6 else None
         save_id = SaveId(self.epoch, self.sequence, self.run)
         self.sequence += 1
-        told = ancestry.told(self.line, metrics)
+        told = policy.told(self.line, metrics)
         if f"step-{self.step}" in self.pinned:  # it went back: that one is not replaced
             with pytest.raises(CheckpointExistsError):
                 begin(self.root, self.step, save_id, metadata=told)
@@ -587,13 +585,13 @@ class Training:
     def commit(self) -> None:
         if self.flying:
             step, manifest = self.flying.pop(self.rng.randrange(len(self.flying)))
-            options: dict[str, Any] = {"files": Mortal(), "umask": 0o022, "overwrite": True}
+            options: dict[str, Any] = {"store": LocalStore(Mortal()), "overwrite": True}
             if f"step-{step}" in self.pinned:  # while it was under way
                 with pytest.raises(CheckpointExistsError):
                     publish(str(self.root / f"step-{step}"), manifest, **options)
                 return
             publish(str(self.root / f"step-{step}"), manifest, **options)
-            metrics = ancestry.metrics_in(manifest.metadata)
+            metrics = policy.metrics_in(manifest.metadata)
             score = None if metrics is None else metrics["loss"]
             self.there[f"step-{step}"] = Stored(name=f"step-{step}", step=step, save_id=manifest.save_id, score=score)
 
@@ -641,7 +639,7 @@ class Training:
             return self._start(0)
         newest = max(found.values(), key=lambda one: lineage_key(one.save_id))
         base = newest if step is None else found[step]
-        self.line = ancestry.extended(base.save_id, base.metadata)
+        self.line = policy.extended(base.save_id, base.metadata)
         return self._start(base.step)
 
     def roll_back(self) -> None:
@@ -651,12 +649,12 @@ class Training:
     def pin(self) -> None:
         if self.there:
             one = self.rng.choice(sorted(self.there))
-            pins.pin(str(self.root / one), FILES, umask=0o022)
+            pins.pin(str(self.root / one), STORE)
             self.pinned.add(one)
 
     def unpin(self) -> None:
         for one in sorted(self.pinned)[:1]:
-            pins.unpin(str(self.root / one), FILES)
+            pins.unpin(str(self.root / one), STORE)
             self.pinned.discard(one)
             self.unsettled += 1
 

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 import msgpack  # noqa: E402
 import states  # noqa: E402
 
-from asyncckpt.format.checksum import block_digest  # noqa: E402
+from asyncckpt.format.checksums import block_digest  # noqa: E402
 from asyncckpt.planning import digests  # noqa: E402
 from asyncckpt.planning.contributions import TensorKey  # noqa: E402
 from asyncckpt.planning.digests import Samples, digests_for, tensor_digest  # noqa: E402

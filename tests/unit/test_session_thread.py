@@ -113,7 +113,7 @@ def test_a_connection_that_gets_no_thread_to_begin_with_is_made_by_the_first_sav
 
 def test_answer_of_one_callback_leaves_before_the_next_callback_runs() -> None:
     """Commit hooks run there, for as long as they like, and the worker waits for what each of them says."""
-    saves = codec.encode(messages.Saves(id=0, saves=(), changes=0, leader=""))
+    saves = codec.encode(messages.Saves(id=0, saves=(), run="", outcomes=()))
     welcome = messages.Welcome(
         id=0, package="0", pid=os.getpid(), pid_start=start_ticks(os.getpid()) or 0, instance="0" * 16, heartbeat_s=1.0
     )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,12 +14,12 @@ from simulated_ranks import Ranks
 from asyncckpt import PerRank, ShardedSlice
 from asyncckpt.errors import OverlappingShardsError, RanksDisagreeError, ReplicaMismatchError, UnsupportedLeafError
 from asyncckpt.planning.claims import ShardClaim
-from asyncckpt.planning.contributions import Change
-from asyncckpt.planning.planner import PlanCache, contribution_of
+from asyncckpt.planning.planner import PlanCache
 from asyncckpt.planning.shard_book import ShardBook
 from asyncckpt.planning.shard_lies import Lie
 from asyncckpt.planning.state_dict import flatten
-from asyncckpt.storage.proof import uncovered
+from asyncckpt.storage.coverage import uncovered
+from tests.bytecodes import bytecodes
 
 __all__ = ["grids"]
 MESHES = {
@@ -179,7 +177,7 @@ def test_an_optimizer_s_slices_that_come_after_the_first_save_lie_as_its_weights
     found = ranks.save(more)
     assert states.bits_of(found["moment"]) == states.bits_of(moment)
     assert all(plan.news for plan in ranks.made)
-    ranks.apply(Change(contributions=ranks.news(more)))
+    ranks.meet(more)
     assert states.bits_of(ranks.save(more)["moment"]) == states.bits_of(moment)
     assert max(loads_of(ranks)) < moment.nbytes * 0.8  # one replica writes each half, the other of the weight more
 
@@ -203,7 +201,7 @@ def test_an_optimizer_s_shards_on_meshes_of_some_ranks_lie_as_its_weights_do() -
     assert states.bits_of(found["moment"]) == states.bits_of(moment)
     assert states.bits_of(found["x"]) == states.bits_of(other)
     assert all(plan.news for plan in ranks.made)
-    ranks.apply(Change(contributions=ranks.news(more)))
+    ranks.meet(more)
     assert states.bits_of(ranks.save(more)["moment"]) == states.bits_of(moment)
 
 
@@ -311,14 +309,12 @@ def test_replicas_that_come_later_are_written_whole_by_one_until_they_have_been_
     held: list[Any] = [{"m": OnGrid(replicas[rank // 2], mesh, rank)} for rank in range(4)]
     if kind == "slices":
         held = [{"m": tp(replicas[rank // 2], rank % 2, 2, rank // 2)} for rank in range(4)]
-    for _ in range(3):
-        found = ranks.save(held)["m"]
-        boxes = [(spec.offsets, spec.sizes) for plan in ranks.made for spec in plan.specs]
-        assert sorted(boxes) == [((0, 0), (2048, 640)), ((2048, 0), (2048, 640))]
-        assert any(torch.equal(found, replica) for replica in replicas)
-        flats = [flatten(state) for state in held]  # a change that says the same again proves no more
-        ranks.apply(Change(contributions={rank: contribution_of(flat) for rank, flat in enumerate(flats)}))
-    assert not any(plan.news for plan in ranks.made)
+    found = ranks.save(held)["m"]
+    boxes = [(spec.offsets, spec.sizes) for plan in ranks.made for spec in plan.specs]
+    assert sorted(boxes) == [((0, 0), (2048, 640)), ((2048, 0), (2048, 640))]
+    assert any(torch.equal(found, replica) for replica in replicas)
+    with pytest.raises(ReplicaMismatchError):
+        ranks.meet(held)
 
 
 @pytest.mark.usefixtures("grids")
@@ -326,14 +322,9 @@ def test_replicas_that_came_later_are_spread_once_the_ranks_have_met_again() -> 
     ranks, mesh = Ranks(4), MESHES["HSDP"]
     ranks.exchange([{"w": OnGrid(whole(4, 4), mesh, rank)} for rank in range(4)])
     held = [{"m": OnGrid(whole(4096, 640), mesh, rank)} for rank in range(4)]
-    ranks.apply(Change(contributions=ranks.news(held)))
     ranks.save(held)
     assert sorted(loads_of(ranks))[:2] == [0, 0]
-    ranks.exchange(held)
-    ranks.save(held)
-    assert max(loads_of(ranks)) - min(loads_of(ranks)) <= 2 << 20
-    flats = [flatten(state) for state in held]  # what is told again takes nothing back
-    ranks.apply(Change(contributions={rank: contribution_of(flat) for rank, flat in enumerate(flats)}))
+    ranks.meet(held)
     ranks.save(held)
     assert max(loads_of(ranks)) - min(loads_of(ranks)) <= 2 << 20
 
@@ -351,7 +342,7 @@ def test_replicas_on_meshes_of_different_shapes_are_compared_too() -> None:
 def test_replicas_that_were_initialised_with_zeros_are_replicas() -> None:
     grid, zeros = grid_of((2,), None), torch.zeros(600, 600)
     ranks, held = Ranks(2), [{"w": OnGrid(zeros, grid, rank)} for rank in range(2)]
-    ranks.exchange(held, settle=False)
+    ranks.meet(held)
     assert set(ranks.save(held)) == {"w"}
 
 
@@ -374,7 +365,7 @@ def test_a_tensor_that_comes_later_is_stored_at_once_and_agreed_upon_then() -> N
     held = [{"one": OnGrid(one, grid, rank), "two": OnGrid(two, grid, rank)} for rank in range(4)]
     assert states.bits_of(ranks.save(held)["two"]) == states.bits_of(two)
     assert all(plan.news for plan in ranks.made)
-    ranks.apply(Change(contributions=ranks.news(held)))
+    ranks.meet(held)
     assert states.bits_of(ranks.save(held)["two"]) == states.bits_of(two)
     assert not any(plan.news for plan in ranks.made)
 
@@ -506,28 +497,10 @@ def boxes_by_hand(n_ranks: int, n_tensors: int) -> list[tuple[tuple[int, ...], t
     ]
 
 
-def n_lines(call: Callable[[], object]) -> int:
-    """Count the lines that run: as telling as seconds, and the same on a busy machine."""
-    count = 0
-
-    def trace(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
-
-
 def test_boxes_by_hand_are_noted_in_steps_linear_in_ranks() -> None:
     few, many = boxes_by_hand(32, 4), boxes_by_hand(512, 4)
-    short = n_lines(lambda: ShardBook(32).extended(few, {}))
-    assert n_lines(lambda: ShardBook(512).extended(many, {})) < 32 * short  # 16 times as much; squared it would be 256
+    short = bytecodes(lambda: ShardBook(32).extended(few, {}))
+    assert bytecodes(lambda: ShardBook(512).extended(many, {})) < 32 * short  # 16 times as much, squared 256
 
 
 @pytest.mark.usefixtures("grids")

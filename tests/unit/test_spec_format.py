@@ -12,7 +12,7 @@ from format_samples import INDEX, MANIFEST, SAVE_ID, STRUCTURE
 from spec_markdown import spec, table, tables
 
 from asyncckpt import dtypes
-from asyncckpt.format import dcp_layout, index, keys, layout, manifest, names, objects, structure, tombstone, tree
+from asyncckpt.format import dcp, index, layout, manifest, names, objects, state_tree, structure
 
 SPEC = spec("format")
 
@@ -68,21 +68,8 @@ def test_constant_equals_the_codes(name: str, value: str) -> None:
 
 
 def test_every_limit_of_the_code_is_in_the_spec() -> None:
-    named = {name.partition(".")[2] for name, _ in CONSTANTS} | {"MAX_EXACT_INT"}
-    for module in (
-        "names",
-        "manifest",
-        "index",
-        "structure",
-        "tree",
-        "keys",
-        "objects",
-        "layout",
-        "checksum",
-        "dcp_layout",
-        "dcp_metadata",
-        "dcp_items",
-    ):
+    named = {name.partition(".")[2] for name, _ in CONSTANTS} | {"MAX_EXACT_INT", "MAX_ALIKE"}
+    for module in ("names", "manifest", "index", "structure", "state_tree", "objects", "layout", "checksums", "dcp"):
         loaded = importlib.import_module(f"asyncckpt.format.{module}")
         assert {n for n in vars(loaded) if n.startswith(("MAX_", "MIN_"))} <= named
 
@@ -100,11 +87,11 @@ def test_documents_have_the_fields_of_the_spec() -> None:
 
 
 def test_a_tombstone_has_the_fields_of_the_spec() -> None:
-    data = tombstone.encode_tombstone(tombstone.Tombstone(save_id=SAVE_ID, created="", writer=""))
+    data = manifest.encode_tombstone(manifest.Tombstone(save_id=SAVE_ID, created="", writer=""))
     written = json.loads(data)
     assert [row[0] for row in table(SPEC, "field", "type", "of a tombstone")] == list(written)
     assert (written["state"], written["asyncckpt_manifest"]) == ("abandoned", manifest.MANIFEST_VERSION)
-    assert tombstone.decode_tombstone(data) is not None
+    assert manifest.decode_tombstone(data) is not None
 
 
 def test_layout_dcp_adds_the_fields_of_the_spec() -> None:
@@ -126,11 +113,11 @@ def test_layout_dcp_adds_the_fields_of_the_spec() -> None:
 
 def test_shard_of_layout_dcp_begins_as_the_spec_says() -> None:
     spec = layout.BoxSpec(fqn="a", dtype="int8", global_shape=(3,), offsets=(0,), sizes=(3,))
-    placed = dcp_layout.build_dcp_layout([spec])
+    placed = dcp.build_dcp_layout([spec])
     header = placed.parts[0].header
-    assert f"`{dcp_layout.DCP_PREFIX.decode()}`" in SPEC
-    assert header.startswith(dcp_layout.DCP_PREFIX + b"0" * layout.SAVE_ID_NBYTES + b" ") and header[127:] == b"\n"
-    assert placed.chunks[0].offset_bytes % dcp_layout.ALIGNMENT == 0
+    assert f"`{dcp.DCP_PREFIX.decode()}`" in SPEC
+    assert header.startswith(dcp.DCP_PREFIX + b"0" * layout.SAVE_ID_NBYTES + b" ") and header[127:] == b"\n"
+    assert placed.chunks[0].offset_bytes % dcp.ALIGNMENT == 0
 
 
 def test_dtypes_are_those_of_the_spec() -> None:
@@ -150,18 +137,18 @@ def test_tags_are_those_of_the_spec() -> None:
 
 def test_tree_nodes_are_those_of_the_spec() -> None:
     kinds = [row[0][2] for row in table(SPEC, "node", "means")]
-    assert kinds == [*tree.CONTAINERS, "T", "N", "B", "O"]
+    assert kinds == [*state_tree.CONTAINERS, "T", "N", "B", "O"]
 
 
 def test_keys_with_a_tag_are_those_of_the_spec() -> None:
-    made = [keys.key_of(value) for value in (None, True, 1.5, b"x", (1, "a"))]
-    tags = [key[0] for key in made if isinstance(key, keys.TypedKey)]
+    made = [state_tree.key_of(value) for value in (None, True, 1.5, b"x", (1, "a"))]
+    tags = [key[0] for key in made if isinstance(key, state_tree.TypedKey)]
     assert [row[0].split('"')[1] for row in table(SPEC, "key", "means")] == tags
 
 
 def test_factories_of_defaultdicts_are_those_of_the_spec() -> None:
     listed = SPEC.partition("A reader MUST refuse any other: ")[2].partition(".\n\n")[0]
-    assert tuple(name.strip().strip("`") for name in listed.split(",")) == tree.FACTORIES
+    assert tuple(name.strip().strip("`") for name in listed.split(",")) == state_tree.FACTORIES
 
 
 def test_shard_begins_as_the_spec_says() -> None:

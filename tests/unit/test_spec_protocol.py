@@ -8,14 +8,17 @@ from dataclasses import fields
 import pytest
 from spec_markdown import spec, table, tables
 
-from asyncckpt.protocol import codec, endpoint, lifecycle, messages
+from asyncckpt.protocol import codec, endpoint, messages, save_phases
 from asyncckpt.protocol import fields as checks
 from asyncckpt.protocol.messages import REPLIES, REQUESTS
-from asyncckpt.protocol.relay import FOLLOWER_RECORDS, LEADER_RECORDS, PEER_MESSAGES
+from asyncckpt.protocol.node_tables import NODE_MESSAGES, ROWS
 from asyncckpt.protocol.request import SaveRequest
+from asyncckpt_worker.core.part_table import TABLE
 
 SPEC = spec("protocol")
-IMPORTED = {"MAX_PIECE_NBYTES", "MAX_TABLE", "MAX_CONTRIBUTION_NBYTES", "MAX_JOBS", "MAX_RECORD_NBYTES", "MAX_MISSING"}
+IMPORTED = {
+    *("MAX_PIECE_NBYTES", "MAX_TABLE", "MAX_JOBS", "MAX_MISSING", "MAX_RANKS", "MAX_TEXT_CHARS", "MAX_OUTCOMES"),
+}
 """Limits that the worker's modules take from elsewhere."""
 
 
@@ -49,44 +52,39 @@ def test_limit_equals_the_codes(name: str, value: str) -> None:
 WORKERS_LIMITS = [row for rows in tables(SPEC, "limit of the worker", "value") for row in rows]
 
 
-@pytest.mark.parametrize(
-    ("header", "known"),
-    [
-        ("between workers", PEER_MESSAGES),
-        ("record of a follower", FOLLOWER_RECORDS),
-        ("record of a leader", LEADER_RECORDS),
-    ],
-)
-def test_what_workers_say_to_each_other_is_that_of_the_spec(
-    header: str, known: dict[str, type[messages.Message]]
-) -> None:
-    assert table(SPEC, header, "fields") == [(name, _described(cls)) for name, cls in known.items()]
+def test_what_workers_say_to_each_other_is_that_of_the_spec() -> None:
+    assert table(SPEC, "between workers", "fields") == [(name, _described(c)) for name, c in NODE_MESSAGES.items()]
+
+
+def test_rows_of_what_workers_say_are_those_of_the_spec() -> None:
+    described = [(n, ", ".join(f"{key}: {fits.__name__}" for key, fits in row.items())) for n, row in ROWS.items()]
+    assert table(SPEC, "row", "keys") == described
 
 
 def test_every_type_of_a_workers_field_is_explained() -> None:
-    known = {**PEER_MESSAGES, **FOLLOWER_RECORDS, **LEADER_RECORDS}
-    used = {check.__name__ for cls in known.values() for check in cls.checks.values()}
+    used = {check.__name__ for cls in NODE_MESSAGES.values() for check in cls.checks.values()}
     explained = {name for header in ("type", "type between workers") for name, _ in table(SPEC, header, "values")}
     assert used <= explained
 
 
 @pytest.mark.parametrize(("name", "value"), WORKERS_LIMITS)
 def test_limit_equals_the_workers(name: str, value: str) -> None:
-    module, _, constant = name.partition(".")
+    module, _, constant = name.rpartition(".")
     assert getattr(importlib.import_module(f"asyncckpt_worker.{module}"), constant) == int(value)
 
 
 def test_every_limit_of_the_ranks_books_is_in_the_spec() -> None:
     named = {name for name, _ in WORKERS_LIMITS}
-    for module in ("runs", "lineages", "boards", "changes", "report", "leading", "following", "streams"):
+    for name in ("runs", "lineages", "boards", "status", "decider", "follower", "node_tables"):
+        module = f"core.{name}"
         loaded = importlib.import_module(f"asyncckpt_worker.{module}")
         own = {f"{module}.{n}" for n in vars(loaded) if n.startswith("MAX_")}
-        assert {n for n in own if n.partition(".")[2] not in IMPORTED} <= named
+        assert {n for n in own if n.rpartition(".")[2] not in IMPORTED} <= named
 
 
 def test_every_limit_of_the_code_is_in_the_spec() -> None:
     named = {name.partition(".")[2] for name, _ in table(SPEC, "limit", "value")}
-    for module in ("messages", "codec", "fields", "request", "relay", "samples", "endpoint"):
+    for module in ("messages", "codec", "fields", "request", "node_tables", "samples", "endpoint"):
         loaded = importlib.import_module(f"asyncckpt.protocol.{module}")
         assert {n for n in vars(loaded) if n.startswith("MAX_")} <= named
 
@@ -103,9 +101,9 @@ def test_request_in_the_slot_has_the_fields_of_the_spec() -> None:
 
 
 def test_life_of_a_save_is_the_table_of_the_spec() -> None:
-    cells = [(phase, event, after) for phase, row in lifecycle.TRANSITIONS.items() for event, after in row.items()]
+    cells = [(phase or "(new)", event, after) for phase, row in TABLE.items() for event, (after, _) in row.items()]
     assert table(SPEC, "phase", "event", "next") == cells
-    assert all(f"`{phase}`" in SPEC for phase in lifecycle.PHASES)
+    assert all(f"`{phase}`" in SPEC for phase in save_phases.PHASES)
 
 
 def test_endpoint_is_named_as_the_spec_says() -> None:

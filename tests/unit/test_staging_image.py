@@ -22,7 +22,7 @@ from asyncckpt.planning.planner import PlanCache  # noqa: E402
 from asyncckpt.staging import copy_cpu, moving  # noqa: E402
 from asyncckpt.staging.copy_cpu import LARGE_NBYTES, SlotImage  # noqa: E402
 from asyncckpt.staging.moving import PIECE_NBYTES, Pace  # noqa: E402
-from asyncckpt.staging.watermark import Watermark  # noqa: E402
+from asyncckpt.staging.streaming import Watermark  # noqa: E402
 
 SAVE_ID = SaveId(3, 7, "0123456789ab")
 DIRTY = 0xA5
@@ -466,3 +466,32 @@ def test_a_careful_copy_that_comes_in_parts_goes_on(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(moving, "_read", in_parts)
     moving.careful_move(target.data_ptr(), source.data_ptr(), 800_000)
     assert torch.equal(target, source) and asked == [300_000, 300_000, 200_000]
+
+
+def test_pieces_are_gathered_and_read_one_by_one_where_the_kernel_does_not_take_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, read = torch.arange(100_000), moving._read
+    places = [5, 70_000, 20, 6, 99_992]
+    addresses = [source.data_ptr() + 8 * at for at in places]
+    expected = torch.cat([source[at : at + 8] for at in places])
+
+    def refused(*_: Any) -> int:
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    def half(pid: int, here: Any, n: int, there: Any, n_ranges: int, flags: int) -> int:
+        return int(read(pid, here, n, there, max(1, n_ranges // 2), flags))
+
+    for answer in (read, refused, half):
+        monkeypatch.setattr(moving, "_read", answer)
+        target = torch.zeros(40, dtype=torch.int64)
+        moving.careful_gather(target.data_ptr(), addresses, 64)
+        assert torch.equal(target, expected)
+
+
+def test_pieces_of_memory_that_has_gone_are_an_error() -> None:
+    source, target = torch.arange(1000), torch.zeros(24, dtype=torch.int64)
+    gone = Gone(torch.zeros(8192, dtype=torch.uint8))
+    with pytest.raises(OSError, match="Bad address"):
+        moving.careful_gather(target.data_ptr(), [source.data_ptr(), gone.data_ptr() + 4096, source.data_ptr()], 64)

@@ -21,9 +21,9 @@ from asyncckpt.errors import (  # noqa: E402
     SnapshotTornError,
     StagingError,
 )
-from asyncckpt.memory.ring import Ring  # noqa: E402
+from asyncckpt.memory.streaming import StreamLayout  # noqa: E402
 from asyncckpt.protocol import request  # noqa: E402
-from asyncckpt.staging import overlap, rings  # noqa: E402
+from asyncckpt.staging import overlap, segmented_copy  # noqa: E402
 from asyncckpt.staging.cutting import runs  # noqa: E402
 from tests.simulated_device import SimulatedDevice  # noqa: E402
 
@@ -43,8 +43,8 @@ def device(rng: random.Random) -> Iterator[SimulatedDevice]:
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of pages, so that small states have many."""
     monkeypatch.setattr(request, "RING_UNIT_NBYTES", UNIT)
-    monkeypatch.setattr(rings, "RING_UNIT_NBYTES", UNIT)
-    monkeypatch.setattr(rings, "REQUEST_SLACK_NBYTES", UNIT)
+    monkeypatch.setattr(segmented_copy, "RING_UNIT_NBYTES", UNIT)
+    monkeypatch.setattr(segmented_copy, "REQUEST_SLACK_NBYTES", UNIT)
     use_small_pieces(monkeypatch)
 
 
@@ -344,7 +344,7 @@ def test_while_every_core_is_busy_a_ring_is_filled_behind_the_training_and_a_who
 def test_much_that_no_optimizer_owns_makes_the_save_blocking(
     device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rings, "CLONED_NBYTES", 1000)
+    monkeypatch.setattr(segmented_copy, "CLONED_NBYTES", 1000)
     saver = saver_of(device, arena_limit_bytes=16 * UNIT)
     owned = Owned(saver, statistic=1000)
     handle = saver.save(owned.state())
@@ -409,8 +409,9 @@ def test_closing_gives_a_ring_up_at_once(device: SimulatedDevice) -> None:
 
 
 def test_a_ring_is_like_another_only_if_it_is_cut_alike() -> None:
-    ring = Ring([10_000], UNIT, 2)
-    assert ring.is_like(Ring([10_000], UNIT, 2))
-    assert not ring.is_like(Ring([10_001], UNIT, 2))
-    assert not ring.is_like(Ring([10_000], UNIT, 3))
-    assert not ring.is_like(Ring([10_000], 2 * UNIT, 2))
+    ring = StreamLayout([(4096, 10_000)], UNIT, 2)
+    assert ring.is_like(StreamLayout([(4096, 10_000)], UNIT, 2))
+    assert not ring.is_like(StreamLayout([(8192, 10_000)], UNIT, 2))
+    assert not ring.is_like(StreamLayout([(4096, 10_001)], UNIT, 2))
+    assert not ring.is_like(StreamLayout([(4096, 10_000)], UNIT, 3))
+    assert not ring.is_like(StreamLayout([(4096, 10_000)], 2 * UNIT, 2))

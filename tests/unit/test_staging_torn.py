@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import itertools
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -17,14 +21,20 @@ from overlapping import COPIER, copy_all_behind  # noqa: E402
 from simulated_saves import Saver, two_devices, use_small_pieces  # noqa: E402
 
 from asyncckpt.errors import SnapshotTornError  # noqa: E402
-from asyncckpt.memory.ring import Ring  # noqa: E402
+from asyncckpt.format.names import SaveId  # noqa: E402
+from asyncckpt.memory.mapping import Mapping  # noqa: E402
+from asyncckpt.memory.streaming import StreamLayout  # noqa: E402
+from asyncckpt.planning.state_dict import flatten  # noqa: E402
 from asyncckpt.protocol.request import RING_UNIT_NBYTES  # noqa: E402
-from asyncckpt.staging import rings, torn, whole  # noqa: E402
+from asyncckpt.staging import segmented_copy, torn, whole  # noqa: E402
 from asyncckpt.staging.copy_cpu import Share, SlotImage  # noqa: E402
-from asyncckpt.staging.torn import MOST, SAVES, Turns, window_in, windows_of  # noqa: E402
+from asyncckpt.staging.torn import MOST, SourceWatch, Turns  # noqa: E402
+from asyncckpt.staging.windows import FRACTION, PIECES, SMALL_SAVES, WINDOW_NBYTES, Windows, choose  # noqa: E402
 from tests.simulated_device import SimulatedDevice  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+
+SAVE_ID = SaveId(1, 2, "0123456789ab")
 
 
 @pytest.fixture(autouse=True)
@@ -105,48 +115,147 @@ def overwrite(tensor: Any) -> None:
 # ---- which windows
 
 
-@pytest.mark.parametrize("n_tensors", [1, 2, 7, MOST, MOST + 1, 3 * MOST, 40 * MOST, 130 * MOST])
-def test_every_element_is_looked_at_within_the_bound_and_never_more_than_the_limit_at_once(n_tensors: int) -> None:
-    period = -(-n_tensors // MOST)
-    bound = period * -(-SAVES // period)
-    assert bound < SAVES + n_tensors / MOST + 1
-    some = sorted({0, 1, n_tensors // 2, n_tensors - 1} & set(range(n_tensors)))
-    sizes = [1, 5, 127, 128, 1000, 70_000]
-    seen: dict[tuple[int, int], list[tuple[int, int]]] = {(n, size): [] for n in some for size in sizes}
-    for turn in range(bound):
-        chosen = windows_of(n_tensors, turn + 5, MOST)
-        assert len(chosen) <= MOST
-        for n, piece, pieces in chosen:
-            if n in some:
-                for size in sizes:
-                    window = window_in(size, piece, pieces)
-                    assert 0 < window.n <= max(1, -(-size // pieces))
-                    seen[n, size].append((window.start, window.start + window.n))
-    for (_, size), found in seen.items():
-        covered = 0
-        for start, end in sorted(found):
-            assert start <= covered
-            covered = max(covered, end)
-        assert covered == size
+def windows_for(tensor: Any, fraction: int = FRACTION, n_pieces: int = PIECES) -> Windows:
+    return Windows(tuple(tensor.shape), tensor.stride(), tensor.element_size(), fraction, n_pieces)
+
+
+def numbered(layout: str, rng: random.Random) -> Any:
+    """A tensor of this layout and some shape, with another number in each place of its memory."""
+    n_dimensions = 4 if layout == "channels_last" else rng.randrange(2, 5)
+    sizes = [1, 2, 3, 5, 8, 17, 64, 100]
+    shape = [60_000]
+    while math.prod(shape) >= 60_000:
+        shape = [rng.choice(sizes) for _ in range(n_dimensions)]
+
+    def arange(*sizes: int) -> Any:
+        return torch.arange(math.prod(sizes)).view(sizes)
+
+    if layout == "channels_last":
+        return arange(*(shape[n] for n in (0, 2, 3, 1))).permute(0, 3, 1, 2)
+    if layout == "transposed":
+        return arange(*shape).permute(*rng.sample(range(len(shape)), len(shape)))
+    if layout == "rows with gaps":
+        return arange(*shape[:-1], shape[-1] + 3)[..., 2 : 2 + shape[-1]]
+    if layout == "elements with gaps":
+        return arange(*shape[:-1], 2 * shape[-1])[..., ::2]
+    if layout == "expanded":
+        return arange(*shape)[:, None].expand(shape[0], rng.choice([2, 9]), *shape[1:])
+    return arange(*shape)
+
+
+LAYOUTS = ["row-major", "transposed", "channels_last", "rows with gaps", "elements with gaps", "expanded"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_element_of_every_layout_is_in_a_window_within_the_bound(layout: str, rng: random.Random) -> None:
+    for _ in range(15):
+        tensor = numbered(layout, rng)
+        fraction, n_pieces = rng.choice([FRACTION, FRACTION, 10, 1]), rng.choice([PIECES, 1])
+        windows = windows_for(tensor, fraction, n_pieces)
+        memory = torch.arange(tensor.untyped_storage().nbytes() // 8)
+        copied, seen = tensor.reshape(-1), torch.zeros(tensor.numel(), dtype=torch.bool)
+        first, largest = rng.randrange(1000), 1
+        for turn in range(first, first + windows.count):
+            pieces, start, copied_at = windows.at(turn)
+            assert 1 <= pieces <= n_pieces
+            largest = max(largest, pieces * windows.run)
+            assert pieces * windows.run * 8 <= max(8, min(WINDOW_NBYTES, tensor.numel() * 8 // fraction))
+            for n in range(pieces):
+                at = tensor.storage_offset() + start + n * windows.step
+                places = copied_at + n * windows.copied_step + windows.copied_stride * torch.arange(windows.run)
+                assert torch.equal(memory[at : at + windows.run], copied[places]), "the slot's elements are others"
+                seen[places] = True
+        assert seen.all(), f"not within {windows.count} saves"
+        assert windows.count <= max(SMALL_SAVES, 2 * PIECES * tensor.numel() // largest + 2)
+        if layout == "row-major" and fraction == FRACTION and n_pieces == PIECES:
+            assert windows.count <= max(SMALL_SAVES, tensor.nbytes / WINDOW_NBYTES + 2)
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])
+def test_of_row_major_tensors_the_saves_that_reach_every_byte_are_bounded(itemsize: int, rng: random.Random) -> None:
+    for n in [*range(1, 3000), *(rng.randrange(1 << rng.randrange(12, 34)) + 1 for _ in range(500))]:
+        count = Windows((n,), (1,), itemsize, FRACTION, PIECES).count
+        assert count <= max(SMALL_SAVES, n * itemsize / WINDOW_NBYTES + 2)
+        assert count >= n / max(1, min(n // FRACTION, WINDOW_NBYTES // itemsize)) * 0.99
+
+
+def test_every_window_touches_any_contiguous_half_give_or_take_a_piece(rng: random.Random) -> None:
+    for _ in range(200):
+        n = rng.randrange(FRACTION * PIECES, 1 << rng.randrange(11, 30))
+        windows = Windows((n,), (1,), 4, FRACTION, PIECES)
+        for _ in range(50):
+            pieces, start, _ = windows.at(rng.randrange(1 << 20))
+            edges = [-1, *(start + at * windows.step for at in range(pieces)), n]
+            gaps = [b - a - windows.run for a, b in itertools.pairwise(edges)]
+            assert max(gaps[0] + windows.run, *gaps[1:]) < n / PIECES + windows.run
+
+
+@pytest.mark.parametrize("n_tensors", [0, 1, 2, 7, MOST, MOST + 1, 3 * MOST, 40 * MOST, 130 * MOST])
+def test_every_tensor_has_its_turn_and_never_more_than_the_limit_at_once(n_tensors: int) -> None:
+    period = max(1, -(-n_tensors // MOST))
+    looks: dict[int, list[int]] = {}
+    for turn in range(5, 5 + 3 * period):
+        positions, number, fraction = choose(n_tensors, turn, MOST)
+        assert len(positions) <= MOST
+        assert len(positions) / fraction <= max(n_tensors, 1) / 100, "the share of equal tensors that is looked at"
+        for n in positions:
+            looks.setdefault(n, []).append(number)
+    assert sorted(looks) == list(range(n_tensors))
+    for numbers in looks.values():
+        assert numbers == list(range(numbers[0], numbers[0] + 3)), "each save takes the next window"
+
+
+def test_every_save_looks_at_other_elements() -> None:
+    tensor, turns, plan, seen = torch.zeros(FRACTION * 64), Turns(), object(), set()
+    for _ in range(FRACTION):
+        ((_, windows, place),) = torn.sampled([0], turns.next(plan), MOST, lambda _: [torn.Source(0, tensor, None)])
+        seen.add(place)
+    assert len(seen) == windows.count == FRACTION
 
 
 @pytest.mark.parametrize("n_tensors", [1, 100, MOST, 7 * MOST])
 def test_less_than_one_percent_is_looked_at(n_tensors: int, rng: random.Random) -> None:
-    size = rng.randrange(16_384, 1_000_000)
-    for turn in range(20):
-        looked_at = sum(window_in(size, piece, pieces).n for _, piece, pieces in windows_of(n_tensors, turn, MOST))
-        assert looked_at < 0.01 * size * n_tensors
+    tensor = torch.empty(rng.randrange(16_384, 1_000_000), device="meta")
+    turns, plan = Turns(), object()
+    for _ in range(5):
+        chosen = torn.sampled(
+            range(n_tensors), turns.next(plan), MOST, lambda some: [torn.Source(n, tensor, None) for n in some]
+        )
+        assert 0 < sum(place[0] * windows.run for _, windows, place in chosen) < 0.01 * tensor.numel() * n_tensors
+
+
+def test_a_tensor_whose_layout_changes_is_looked_at_as_it_lies() -> None:
+    turns, plan = Turns(), object()
+    for tensor in (
+        torch.zeros(300, 200),
+        torch.zeros(200, 300).t(),
+        torch.zeros(300, 201)[:, 1:],
+        torch.zeros(300, 200),
+    ):
+        ((_, windows, _),) = torn.sampled([4], turns.next(plan), MOST, lambda _, t=tensor: [torn.Source(0, t, None)])
+        assert (windows.count, windows.step) == (windows_for(tensor).count, windows_for(tensor).step)
 
 
 def test_structures_that_are_saved_in_turn_come_to_all_their_windows() -> None:
     turns = Turns()
     plans = [object() for _ in range(3)]
-    seen = [[turns.next(plan) for plan in plans] for _ in range(10)]
+    seen = [[turns.next(plan).number for plan in plans] for _ in range(10)]
     for of_one in zip(*seen, strict=True):
         assert list(of_one) == list(range(of_one[0], of_one[0] + 10))
     for _ in range(100):  # as where every save has another structure
         turns.next(object())
-    assert turns.next(object()) > 100
+    assert turns.next(object()).number > 100
+
+
+@pytest.mark.parametrize("after", [torch.zeros(30, 10), torch.zeros(300, 10, dtype=torch.float16)], ids=str)
+def test_a_tensor_whose_layout_is_another_in_the_same_structure_gets_windows_of_its_own(after: Any) -> None:
+    turns, plan = Turns(), object()
+    for tensor in (torch.zeros(300, 10), after):
+        [(_, windows, (n_pieces, start, _))] = torn.sampled(
+            [0], turns.next(plan), MOST, lambda _, t=tensor: [torn.Source(0, t, None)]
+        )
+        assert (start + (n_pieces - 1) * windows.step + windows.run) <= tensor.numel()
+        assert windows is torn.windows_of(tensor.shape, tensor.stride(), tensor.element_size(), FRACTION, PIECES)
 
 
 # ---- what is found
@@ -184,40 +293,83 @@ def test_a_write_to_the_whole_of_one_tensor_is_found_at_once(
 
 
 @pytest.mark.parametrize("when", ["before its copy", "after its copy"])
-@pytest.mark.parametrize("shape", [(1,), (77,), (40, 50), (70_000,)], ids=str)
+@pytest.mark.parametrize("layout", ["row-major", "transposed", "channels_last", "rows with gaps", "elements with gaps"])
 def test_a_write_to_one_element_is_found_within_the_bound_of_saves(
-    saver: Saver, writer: Writer, rng: random.Random, shape: tuple[int, ...], when: str
+    saver: Saver, writer: Writer, rng: random.Random, layout: str, when: str
 ) -> None:
-    tensor = torch.zeros(shape)
-    state = {"a": torch.zeros(300), "b": tensor.t() if len(shape) > 1 else tensor, "c": torch.zeros(5)}
-    element = rng.randrange(tensor.numel())
-    writer.large = writer.small = 0 if when == "before its copy" else 9
+    for _ in range(4):
+        tensor = numbered(layout, rng)
+        while not 1 < tensor.numel() < 9000:
+            tensor = numbered(layout, rng)
+        state = {"a": torch.zeros(300), "b": tensor, "c": torch.zeros(5)}
+        place = tuple(rng.randrange(size) for size in tensor.shape)
+        writer.large = writer.small = 0 if when == "before its copy" else 9
 
-    def write() -> None:
-        tensor.data.view(-1)[element] += 1
+        def write(tensor: Any = tensor, place: tuple[int, ...] = place) -> None:
+            tensor.data[place] += 1
 
-    writer.write = write
-    errors = [saver.ended(saver.save(state)) for _ in range(SAVES)]
-    found = [error for error in errors if error is not None]
-    assert found
-    assert all(isinstance(error, SnapshotTornError) and error.fqn == "b" for error in found)
-
-
-CHECKS = [("off", 0), ("sample", 1), ("hash", SAVES)]
+        writer.write = write
+        for _ in range(windows_for(tensor).count):
+            if (error := saver.ended(saver.save(state))) is not None:
+                break
+        assert isinstance(error, SnapshotTornError) and error.fqn == "b"
 
 
-@pytest.mark.parametrize(("saver", "least"), [({"overlap_check": c}, n) for c, n in CHECKS], indirect=["saver"])
-def test_a_write_to_one_window_of_many_is_found_never_sometimes_and_always(
-    saver: Saver, writer: Writer, least: int
+def test_a_value_that_is_there_only_during_the_copy_is_found_in_the_slot(
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensor = torch.zeros(SAVES * 100)
-    writer.write = lambda: tensor.data[:100].add_(1)
-    errors = [saver.ended(saver.save({"w": tensor})) for _ in range(SAVES)]
+    """As where other weights are swapped in for an evaluation, and back."""
+    swapped = {
+        "row-major": torch.rand(300, 200),
+        "transposed": torch.rand(200, 300).t(),
+        "gaps": torch.rand(300, 400)[:, ::2],
+        "odd rows": torch.rand(300, 201)[:, 1:],
+    }
+    copy = SlotImage.copy
+    for name, tensor in swapped.items():
+
+        def swapped_in(image: SlotImage, *arguments: Any, tensor: Any = tensor) -> None:
+            if threading.current_thread().name == COPIER:
+                tensor.data.neg_()
+            copy(image, *arguments)
+            if threading.current_thread().name == COPIER:
+                tensor.data.neg_()
+
+        monkeypatch.setattr(SlotImage, "copy", swapped_in)
+        error = saver.ended(saver.save({"w": tensor}))
+        assert isinstance(error, SnapshotTornError) and error.fqn == "w", name
+
+
+@pytest.mark.parametrize("layout", ["row-major", "transposed", "rows with gaps"])
+def test_memory_that_goes_away_before_the_last_look_is_an_error_and_no_crash(layout: str) -> None:
+    with contextlib.closing(Mapping(-1, 1 << 20)) as mapping:
+        memory = torch.frombuffer((ctypes.c_char * (1 << 20)).from_address(mapping.address), dtype=torch.float32)
+        rows = memory.view(512, 512)
+        tensor = {"row-major": rows, "transposed": rows.t(), "rows with gaps": rows[:, 1:]}[layout]
+        watch = SourceWatch(flatten({"w": tensor}), frozenset([0]), [], save_id=SAVE_ID, step=4, path="/x")
+        turn = Turns().next(object())
+        watch.sample(torn.sampled([0], turn, MOST, lambda _: [torn.Source(0, tensor, None)]))
+        watch.check()
+        protect = ctypes.CDLL(None).mprotect
+        assert protect(ctypes.c_void_p(mapping.address), ctypes.c_size_t(1 << 20), 0) == 0
+        with pytest.raises(SnapshotTornError, match="share_memory_"):
+            watch.check()
+
+
+LEAST = {"off": 0, "sample": 1, "hash": FRACTION}
+
+
+@pytest.mark.parametrize("saver", [{"overlap_check": c} for c in LEAST], indirect=True)
+def test_a_write_to_one_window_of_many_is_found_never_sometimes_and_always(saver: Saver, writer: Writer) -> None:
+    tensor = torch.zeros(FRACTION * 100)
+    windows = windows_for(tensor)
+    writer.write = lambda: tensor.data[: windows.run].add_(1)
+    errors = [saver.ended(saver.save({"w": tensor})) for _ in range(windows.count)]
     n_found = sum(isinstance(error, SnapshotTornError) for error in errors)
-    assert n_found == least
+    assert windows.count == FRACTION and n_found == LEAST[saver.config.overlap_check]
 
 
-@pytest.mark.parametrize("saver", [{"overlap_check": c} for c, _ in CHECKS], indirect=True)
+@pytest.mark.parametrize("saver", [{"overlap_check": c} for c in LEAST], indirect=True)
 def test_what_nobody_writes_to_is_never_torn(saver: Saver, rng: random.Random) -> None:
     state = {**states.every_tensor(), **{f"r{n}": some_tensor(rng) for n in range(20)}}
     for _ in range(10):
@@ -234,14 +386,14 @@ def test_a_write_once_everything_is_staged_tears_nothing(saver: Saver) -> None:
 
 
 @pytest.mark.parametrize("saver", [{"staging": "blocking"}, {"overlap_check": "off"}], indirect=True)
-def test_nothing_is_digested_where_nothing_is_copied_later_or_the_check_is_off(
+def test_nothing_is_read_where_nothing_is_copied_later_or_the_check_is_off(
     saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> bytes:
-        raise AssertionError("digested")
+        raise AssertionError("read")
 
     monkeypatch.setattr(torn, "tensor_digest", refuse)
-    monkeypatch.setattr(torn, "memory_digest", refuse)
+    monkeypatch.setattr(Windows, "read", refuse)
     assert saver.ended(saver.save({"w": torch.ones(100_000)})) is None
 
 
@@ -273,7 +425,7 @@ def test_one_box_of_a_tensor_that_is_cut_over_files_is_looked_at_like_any_other(
 
 
 def test_a_ring_s_sources_are_sampled(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rings, "REQUEST_SLACK_NBYTES", 4096)
+    monkeypatch.setattr(segmented_copy, "REQUEST_SLACK_NBYTES", 4096)
     saver = Saver(device, staging="overlap", arena_limit_bytes=16 * RING_UNIT_NBYTES)
     state = {f"t{n}": torch.full((3000 + n, 100), float(n)) for n in range(8)}
     streamed: list[Any] = []
@@ -295,7 +447,7 @@ def test_a_ring_s_sources_are_sampled(device: SimulatedDevice, monkeypatch: pyte
         error = saver.ended(handle)
         assert isinstance(error, SnapshotTornError) is written
         assert getattr(error, "fqn", "t3") == "t3"
-    assert isinstance(streamed[-1].ring, Ring)
+    assert isinstance(streamed[-1].ring, StreamLayout)
     saver.close()
 
 

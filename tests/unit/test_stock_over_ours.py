@@ -16,9 +16,10 @@ import asyncckpt
 from asyncckpt import RankInfo, SyncCheckpointer
 from asyncckpt.cli import main
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.foreign.verification import verify_any
+from asyncckpt.interop.sources.verify import verify_any
 from asyncckpt.storage.catalog import CORRUPT, scan
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 
 pytest.importorskip("numpy")
 
@@ -62,7 +63,7 @@ def test_it_is_neither_listed_as_committed_nor_verified(
     replaced: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(0.0, replaced.parent / "step-0")
-    assert {os.path.basename(f.path): f.state for f in scan(str(replaced.parent), Files())}["step-1"] == CORRUPT
+    assert {os.path.basename(f.path): f.state for f in scan(str(replaced.parent), LocalStore())}["step-1"] == CORRUPT
     assert str(asyncckpt.latest_checkpoint(replaced.parent)).endswith("step-0")
     assert verify_any(str(replaced), Files()).state == CORRUPT
     assert main(["verify", str(replaced)]) == 3

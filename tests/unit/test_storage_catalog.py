@@ -23,8 +23,10 @@ from asyncckpt.format.names import SaveId, index_name
 from asyncckpt.storage.catalog import next_epoch_beside, read_manifest, scan
 from asyncckpt.storage.contents import read_contents, read_objects
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 
 FILES = Files()
+STORE = LocalStore()
 
 
 def save(path: Path, save_id: SaveId = SAVE_ID, step: int = 0) -> Path:
@@ -35,19 +37,19 @@ def save(path: Path, save_id: SaveId = SAVE_ID, step: int = 0) -> Path:
 
 def test_a_committed_checkpoint_gives_its_manifest(tmp_path: Path) -> None:
     save(tmp_path / "c", step=12)
-    assert read_manifest(str(tmp_path / "c"), FILES).step == 12
+    assert read_manifest(str(tmp_path / "c"), STORE).step == 12
 
 
 @pytest.mark.parametrize("path", ["nowhere", "nowhere/deeper"])
 def test_no_directory_is_not_found(tmp_path: Path, path: str) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no such directory"):
-        read_manifest(str(tmp_path / path), FILES)
+        read_manifest(str(tmp_path / path), STORE)
 
 
 def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointNotFoundError, match="is a file"):
-        read_manifest(str(tmp_path / "file"), FILES)
+        read_manifest(str(tmp_path / "file"), STORE)
 
 
 @pytest.mark.parametrize("begun", ["empty", "with files"])
@@ -57,14 +59,14 @@ def test_a_directory_without_manifest_was_never_committed(tmp_path: Path, begun:
             snapshot.write(str(tmp_path))
     said = {"empty": "is an empty directory", "with files": "load an earlier one"}
     with pytest.raises(CheckpointNotCommittedError, match=f"(?=.*never committed).*{said[begun]}"):
-        read_manifest(str(tmp_path), FILES)
+        read_manifest(str(tmp_path), STORE)
 
 
 def test_a_directory_of_other_things_is_not_found_and_the_newest_inside_is_named(tmp_path: Path) -> None:
     save(tmp_path / "step-900", SaveId(1, 9, "a" * 12))
     save(tmp_path / "step-150", SaveId(2, 0, "b" * 12))
     with pytest.raises(CheckpointNotFoundError, match="step-150"):
-        read_manifest(str(tmp_path), FILES)
+        read_manifest(str(tmp_path), STORE)
 
 
 @pytest.mark.parametrize("kind", ["garbage", "empty", "link", "directory", "fifo"])
@@ -82,25 +84,25 @@ def test_what_is_no_manifest_is_corrupt(tmp_path: Path, kind: str) -> None:
     else:
         target.write_bytes(b"" if kind == "empty" else b"garbage")
     with pytest.raises(CorruptCheckpointError) as caught:
-        read_manifest(str(tmp_path / "c"), FILES)
+        read_manifest(str(tmp_path / "c"), STORE)
     assert caught.value.file == "manifest.json"
-    assert [found.state for found in scan(str(tmp_path), FILES)] == ["corrupt"]
+    assert [found.state for found in scan(str(tmp_path), STORE)] == ["corrupt"]
 
 
 def test_a_newer_manifest_is_unsupported_not_corrupt(tmp_path: Path) -> None:
     target = save(tmp_path / "c") / "manifest.json"
     target.write_bytes(target.read_bytes().replace(b'"asyncckpt_manifest": 1', b'"asyncckpt_manifest": 99'))
     with pytest.raises(UnsupportedFormatError):
-        read_manifest(str(tmp_path / "c"), FILES)
-    assert [found.state for found in scan(str(tmp_path), FILES)] == ["unsupported"]
+        read_manifest(str(tmp_path / "c"), STORE)
+    assert [found.state for found in scan(str(tmp_path), STORE)] == ["unsupported"]
 
 
 def test_a_manifest_that_cannot_be_read_is_no_verdict(tmp_path: Path) -> None:
     save(tmp_path / "c")
     with pytest.raises(OSError) as caught:
-        read_manifest(str(tmp_path / "c"), failing("open", errno.EACCES))
+        read_manifest(str(tmp_path / "c"), LocalStore(failing("open", errno.EACCES)))
     assert not isinstance(caught.value, FileNotFoundError)
-    assert [found.state for found in scan(str(tmp_path), failing("open", errno.EACCES))] == ["unreadable"]
+    assert [found.state for found in scan(str(tmp_path), LocalStore(failing("open", errno.EACCES)))] == ["unreadable"]
 
 
 def test_scan_finds_one_level_below_and_names_states(tmp_path: Path) -> None:
@@ -112,20 +114,21 @@ def test_scan_finds_one_level_below_and_names_states(tmp_path: Path) -> None:
     save(tmp_path / "deep/er")
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    found = {os.path.basename(f.path): f.state for f in scan(str(tmp_path), FILES)}
+    found = {os.path.basename(f.path): f.state for f in scan(str(tmp_path), STORE)}
     assert found == {"a": "committed", "b": "incomplete"}
-    deep = {os.path.relpath(f.path, tmp_path) for f in scan(str(tmp_path), FILES, recursive=True)}
+    deep = {os.path.relpath(f.path, tmp_path) for f in scan(str(tmp_path), STORE, recursive=True)}
     assert deep == {"a", "b", "deep/er"}
-    assert [f.path for f in scan(str(tmp_path / "a"), FILES)] == [str(tmp_path / "a")]
+    assert [f.path for f in scan(str(tmp_path / "a"), STORE)] == [str(tmp_path / "a")]
 
 
 def test_the_next_epoch_is_above_every_sibling(tmp_path: Path) -> None:
-    assert next_epoch_beside(str(tmp_path / "new/step-1"), FILES) == 1
+    assert next_epoch_beside(str(tmp_path / "new/step-1"), STORE) == 1
     save(tmp_path / "a", SaveId(3, 5, "a" * 12))
     save(tmp_path / "b", SaveId(7, 0, "b" * 12))
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "manifest.json").write_text("damaged")
-    assert next_epoch_beside(str(tmp_path / "step-1"), FILES) == 8
+    (tmp_path / "circle").symlink_to("circle")
+    assert next_epoch_beside(str(tmp_path / "step-1"), STORE) == 8
 
 
 @pytest.mark.parametrize(
@@ -135,34 +138,34 @@ def test_the_next_epoch_is_above_every_sibling(tmp_path: Path) -> None:
 def test_the_next_epoch_is_above_what_was_never_committed(tmp_path: Path, name: str) -> None:
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / name.format(SaveId(4, 0, "a" * 12))).write_text("")
-    assert next_epoch_beside(str(tmp_path / "step-2"), FILES) == 5
-    assert next_epoch_beside(str(tmp_path / "step-1"), FILES) == 5
+    assert next_epoch_beside(str(tmp_path / "step-2"), STORE) == 5
+    assert next_epoch_beside(str(tmp_path / "step-1"), STORE) == 5
 
 
 def test_a_damaged_manifest_counts_by_its_files(tmp_path: Path) -> None:
     save(tmp_path / "a", SaveId(6, 0, "a" * 12))
     (tmp_path / "a" / "manifest.json").write_text("damaged")
-    assert next_epoch_beside(str(tmp_path / "b"), FILES) == 7
+    assert next_epoch_beside(str(tmp_path / "b"), STORE) == 7
 
 
 @pytest.mark.parametrize(("method", "code"), [("open", errno.EIO), ("open", errno.EACCES), ("listdir", errno.EIO)])
 def test_a_sibling_that_cannot_be_read_is_named(tmp_path: Path, method: str, code: int) -> None:
     save(tmp_path / "a")
     with pytest.raises(OSError, match="epochs of earlier runs") as caught:
-        next_epoch_beside(str(tmp_path / "b"), failing(method, code, nth=2 if method == "listdir" else 1))
+        next_epoch_beside(str(tmp_path / "b"), LocalStore(failing(method, code, nth=2 if method == "listdir" else 1)))
     assert (caught.value.errno, caught.value.filename) == (code, str(tmp_path / "a"))
 
 
 def test_what_another_user_keeps_closed_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "a")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert next_epoch_beside(str(tmp_path / "b"), failing("listdir", errno.EACCES, nth=2)) == 1
+    assert next_epoch_beside(str(tmp_path / "b"), LocalStore(failing("listdir", errno.EACCES, nth=2))) == 1
 
 
 def test_an_epoch_that_no_save_id_can_hold_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "a", SaveId(999_999, 0, "a" * 12))
     with pytest.raises(SaveFailedError, match="another directory"):
-        next_epoch_beside(str(tmp_path / "b"), FILES)
+        next_epoch_beside(str(tmp_path / "b"), STORE)
 
 
 def test_contents_hold_every_tensor(tmp_path: Path) -> None:
@@ -208,7 +211,7 @@ def test_every_flipped_byte_of_manifest_and_index_is_noticed(tmp_path: Path) -> 
 def test_an_index_of_another_save_is_refused(tmp_path: Path) -> None:
     """Even with a manifest that vouches for it."""
     path, other = save(tmp_path / "c"), save(tmp_path / "d", OTHER_ID)
-    theirs, ours = read_manifest(str(other), FILES), read_manifest(str(path), FILES)
+    theirs, ours = read_manifest(str(other), STORE), read_manifest(str(path), STORE)
     record = dataclasses.replace(theirs.ranks[0], index_name=ours.ranks[0].index_name)
     shutil.copy(other / theirs.ranks[0].index_name, path / record.index_name)
     (path / "manifest.json").write_bytes(encode_manifest(dataclasses.replace(ours, ranks=(record,))))

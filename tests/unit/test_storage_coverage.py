@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from asyncckpt.storage.coverage import Box, coverage_fault
-from asyncckpt.storage.holes import located_fault
+from asyncckpt.storage.coverage import Box, coverage_fault, located_fault
 
 
 def partition(rng: random.Random, offsets: tuple[int, ...], sizes: tuple[int, ...], depth: int) -> list[Box]:

@@ -20,20 +20,30 @@ from asyncckpt.errors import (
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
-from asyncckpt.format.manifest import decode_manifest
+from asyncckpt.format.manifest import Tombstone, decode_manifest, decode_tombstone, encode_tombstone
 from asyncckpt.format.names import LOCK_NAME, MANIFEST_NAME, SaveId, owner_of, temporary_manifest_name
-from asyncckpt.format.tombstone import Tombstone, decode_tombstone, encode_tombstone
-from asyncckpt.storage import collecting
+from asyncckpt.maintenance import gc
+from asyncckpt.maintenance.gc import (
+    ATTEMPT,
+    BROKEN,
+    LEFTOVERS,
+    LOCK,
+    TOMBSTONE,
+    Collected,
+    Garbage,
+    Rules,
+    collect,
+    garbage_in,
+)
 from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, look, next_epoch_beside, read_manifest, scan
-from asyncckpt.storage.collecting import Collected, collect
+from asyncckpt.storage.checkpoint_dir import prepare_directory
 from asyncckpt.storage.commit import publish, remove_files_of
-from asyncckpt.storage.directory import prepare_directory
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.garbage import ATTEMPT, BROKEN, LEFTOVERS, LOCK, TOMBSTONE, Garbage, Rules, garbage_in
-from asyncckpt.storage.overwrite_lock import overwrite_lock
+from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.verification import verify_checkpoint
 
 FILES = Files()
+STORE = LocalStore()
 EARLIER, MIDDLE, LATER = SAVE_ID, OTHER_ID, SaveId(2, 0, "ffffffffffff")
 NOW = time.time() + 1000.0
 ALL = Rules(now=NOW, older_than_s=0.0)
@@ -88,11 +98,11 @@ def committed(path: Path, save_id: SaveId, **changes: Any) -> None:
 
 
 def commit(path: Path, manifest: Any, files: Files = FILES, **changes: Any) -> None:
-    publish(str(path), manifest, files=files, umask=0o022, **changes)
+    publish(str(path), manifest, store=LocalStore(files), **changes)
 
 
 def collected(path: Path, files: Files = FILES, rules: Rules = ALL) -> Collected | None:
-    return collect(str(path), files, rules, umask=0o022, package="test")
+    return collect(str(path), LocalStore(files), rules, package="test")
 
 
 def owners(path: Path) -> set[SaveId]:
@@ -100,7 +110,7 @@ def owners(path: Path) -> set[SaveId]:
 
 
 def found_in(root: Path, rules: Rules = ALL) -> dict[str, Garbage]:
-    return {os.path.basename(one.path): one for one in garbage_in(str(root), FILES, rules)}
+    return {os.path.basename(one.path): one for one in garbage_in(str(root), STORE, rules)}
 
 
 def is_sound(path: Path) -> bool:
@@ -228,8 +238,8 @@ def test_a_tombstone_says_what_it_is_to_every_reader(root: Path) -> None:
     collected(root / "attempt")
     path = str(root / "attempt")
     with pytest.raises(CheckpointNotCommittedError, match="given up"):
-        read_manifest(path, FILES)
-    found = look(path, FILES)
+        read_manifest(path, STORE)
+    found = look(path, STORE)
     assert found is not None and found.state == ABANDONED and found.manifest is None
     data = (root / "attempt" / MANIFEST_NAME).read_bytes()
     tombstone = decode_tombstone(data)
@@ -255,14 +265,12 @@ def test_the_save_that_was_given_up_and_earlier_ones_are_refused_for_ever(
     manifests = {one: begun(tmp_path / "c", one) for one in (EARLIER, MIDDLE)}
     collected(tmp_path / "c")
     with pytest.raises(CheckpointExistsError, match="given up"):
-        prepare_directory(
-            str(tmp_path / "c"), save_id=save_id, files=FILES, umask=0o022, fsync=False, overwrite=overwrite
-        )
+        prepare_directory(str(tmp_path / "c"), save_id=save_id, store=STORE, fsync=False, overwrite=overwrite)
     begun(tmp_path / "c", save_id)  # a worker that was frozen, and goes on
     with pytest.raises(CheckpointExistsError, match="given up"):
         commit(tmp_path / "c", manifests[save_id], overwrite=overwrite)
-    assert look(str(tmp_path / "c"), FILES).state == ABANDONED  # type: ignore[union-attr]
-    remove_files_of(str(tmp_path / "c"), save_id, files=FILES)
+    assert look(str(tmp_path / "c"), STORE).state == ABANDONED  # type: ignore[union-attr]
+    remove_files_of(str(tmp_path / "c"), save_id, store=STORE)
     assert (tmp_path / "c" / MANIFEST_NAME).exists()
 
 
@@ -270,7 +278,7 @@ def test_a_later_save_takes_its_place_without_being_asked_to_overwrite(tmp_path:
     begun(tmp_path / "c", MIDDLE)
     collected(tmp_path / "c")
     committed(tmp_path / "c", LATER)
-    assert is_sound(tmp_path / "c") and read_manifest(str(tmp_path / "c"), FILES).save_id == LATER
+    assert is_sound(tmp_path / "c") and read_manifest(str(tmp_path / "c"), STORE).save_id == LATER
 
 
 def test_a_later_attempt_beside_a_tombstone_gets_one_too(tmp_path: Path) -> None:
@@ -286,7 +294,7 @@ def test_a_later_attempt_beside_a_tombstone_gets_one_too(tmp_path: Path) -> None
 def test_the_next_run_s_epoch_is_above_that_of_a_tombstone(tmp_path: Path) -> None:
     begun(tmp_path / "c", LATER)
     collected(tmp_path / "c")
-    assert next_epoch_beside(str(tmp_path / "d"), FILES) == LATER.epoch + 1
+    assert next_epoch_beside(str(tmp_path / "d"), STORE) == LATER.epoch + 1
 
 
 def test_a_directory_with_only_a_tombstone_goes_on_request_and_with_foreign_files_stays(root: Path) -> None:
@@ -309,7 +317,7 @@ def test_a_commit_that_was_frozen_ahead_of_its_last_call_finds_the_tombstone(tmp
     manifest = begun(tmp_path / "c", EARLIER)
     with pytest.raises(CheckpointExistsError, match="given up"):
         commit(tmp_path / "c", manifest, MeanwhileFiles("link", lambda: collected(tmp_path / "c")))
-    assert look(str(tmp_path / "c"), FILES).state == ABANDONED  # type: ignore[union-attr]
+    assert look(str(tmp_path / "c"), STORE).state == ABANDONED  # type: ignore[union-attr]
 
 
 def test_a_commit_that_comes_first_is_left_whole(tmp_path: Path) -> None:
@@ -320,8 +328,8 @@ def test_a_commit_that_comes_first_is_left_whole(tmp_path: Path) -> None:
 
 
 def test_while_somebody_holds_the_lock_nothing_goes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collecting, "LOCK_TIMEOUT_S", 0.05)
-    with overwrite_lock(str(root / "replaced"), files=FILES, umask=0o022):
+    monkeypatch.setattr(gc, "LOCK_TIMEOUT_S", 0.05)
+    with LocalStore().lock(str(root / "replaced"), 30.0):
         done = collected(root / "replaced")
     assert done is not None and done.error is not None and not done.removed
     assert owners(root / "replaced") == {EARLIER, MIDDLE, LATER} and is_sound(root / "replaced")
@@ -333,7 +341,7 @@ def test_an_overwrite_whose_files_were_removed_fails_and_the_old_checkpoint_stay
     collected(tmp_path / "c")
     with pytest.raises(OSError):
         commit(tmp_path / "c", manifest, overwrite=True)
-    assert is_sound(tmp_path / "c") and read_manifest(str(tmp_path / "c"), FILES).save_id == EARLIER
+    assert is_sound(tmp_path / "c") and read_manifest(str(tmp_path / "c"), STORE).save_id == EARLIER
 
 
 # ---- killed at any call ---------------------------------------------------------------------------------------------
@@ -359,7 +367,7 @@ def test_killed_at_any_call_an_attempt_is_gone_whole_or_can_be_collected_again(t
         except OSError as error:  # ahead of its first change
             assert error.errno == errno.EIO
         assert files.is_dead
-        assert look(str(path), FILES).state in (INCOMPLETE, ABANDONED)  # type: ignore[union-attr]
+        assert look(str(path), STORE).state in (INCOMPLETE, ABANDONED)  # type: ignore[union-attr]
         if then == "the save goes on":
             try:
                 commit(path, manifest)
@@ -374,7 +382,7 @@ def test_killed_at_any_call_an_attempt_is_gone_whole_or_can_be_collected_again(t
         done = collected(path)
         assert done is None or done.error is None
         assert owners(path) == set() and set(os.listdir(path)) <= {MANIFEST_NAME, LOCK_NAME}, nth
-        assert look(str(path), FILES).state == ABANDONED  # type: ignore[union-attr]
+        assert look(str(path), STORE).state == ABANDONED  # type: ignore[union-attr]
     assert outcomes == ({"refused", "committed"} if then == "the save goes on" else set())
 
 
@@ -388,7 +396,7 @@ def test_killed_at_any_call_beside_a_committed_one_that_stays_whole(root: Path) 
             collected(path, files, EVERYTHING)
         except OSError as error:
             assert error.errno == errno.EIO
-        assert files.is_dead and is_sound(path) and read_manifest(str(path), FILES).save_id == MIDDLE
+        assert files.is_dead and is_sound(path) and read_manifest(str(path), STORE).save_id == MIDDLE
         collected(path, rules=EVERYTHING)
         assert is_sound(path) and owners(path) == {MIDDLE}, nth
-    assert {one.state for one in scan(str(root / "killed"), FILES)} == {COMMITTED}
+    assert {one.state for one in scan(str(root / "killed"), STORE)} == {COMMITTED}

@@ -14,17 +14,18 @@ import pytest
 from storage_samples import OTHER_ID, SAVE_ID, RecordingFiles, Snapshot, failing, manifest_of, shard_paths
 
 from asyncckpt.errors import CheckpointExistsError, CommitUnknownError
+from asyncckpt.format.manifest import newest
 from asyncckpt.format.names import LOCK_NAME, SaveId, owner_of
-from asyncckpt.format.steps import newest
-from asyncckpt.storage import overwrite_lock as lock_module
+from asyncckpt.storage import local
 from asyncckpt.storage.catalog import read_manifest, scan
+from asyncckpt.storage.checkpoint_dir import prepare_directory
 from asyncckpt.storage.commit import publish, remove_files_of, remove_leftovers
-from asyncckpt.storage.directory import prepare_directory
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.overwrite_lock import overwrite_lock
+from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.verification import verify_checkpoint
 
 FILES = Files()
+STORE = LocalStore()
 OLD, NEW = SAVE_ID, OTHER_ID
 LATER_RUN = SaveId(2, 0, "ffffffffffff")
 
@@ -37,7 +38,7 @@ def saved(path: Path, save_id: SaveId, files: Files = FILES, **changes: Any) -> 
 def stands(path: Path) -> SaveId:
     """Return the save that is committed at `path`, after a look at every byte of it."""
     assert verify_checkpoint(str(path), FILES).faults == []
-    return read_manifest(str(path), FILES).save_id
+    return read_manifest(str(path), STORE).save_id
 
 
 def owners(path: Path) -> set[SaveId]:
@@ -48,7 +49,7 @@ def test_an_older_checkpoint_is_replaced_and_its_files_go(tmp_path: Path) -> Non
     saved(tmp_path, OLD)
     saved(tmp_path, NEW, overwrite=True)
     assert stands(tmp_path) == NEW and owners(tmp_path) == {OLD, NEW}
-    remove_leftovers(str(tmp_path), NEW, files=FILES)
+    remove_leftovers(str(tmp_path), NEW, store=STORE)
     assert stands(tmp_path) == NEW and owners(tmp_path) == {NEW}
     assert LOCK_NAME not in os.listdir(tmp_path)
 
@@ -83,17 +84,20 @@ def test_every_file_is_flushed_before_the_one_rename_and_the_directory_after_it(
     saved(path, NEW, files, fsync=True, overwrite=True)
     temporary = str(path / f"manifest.{NEW}.tmp")
     changes = [c for c in files.calls if c[0] in ("fsync", "rename", "link", "unlink", "flock") or c[0] == "pwrite"]
-    assert changes[-8:] == [
-        ("pwrite", temporary),
-        ("fsync", temporary),
-        ("fsync", str(path)),
-        ("fsync", str(tmp_path)),
-        ("rename", temporary),
-        ("fsync", str(path)),
-        ("unlink", temporary),
-        ("unlink", str(path / LOCK_NAME)),
-    ]
-    flushed = {where for name, where in changes[:-8] if name == "fsync"}
+    assert (
+        changes[-7:]
+        == [
+            ("fsync", str(tmp_path)),
+            ("unlink", temporary),
+            ("pwrite", temporary),
+            ("fsync", temporary),
+            ("fsync", str(path)),
+            ("rename", temporary),
+            ("fsync", str(path)),
+            ("unlink", str(path / LOCK_NAME)),
+        ][-7:]
+    )
+    flushed = {where for name, where in changes[:-7] if name == "fsync"}
     assert {str(path / name) for name in os.listdir(path) if owner_of(name) == NEW} <= flushed
     assert not any(str(OLD) in str(where) for name, where in changes if name == "unlink")
 
@@ -108,7 +112,7 @@ def test_at_every_call_one_complete_checkpoint_stands(tmp_path: Path) -> None:
 
     saved(tmp_path, OLD)
     saved(tmp_path, NEW, Watched(), overwrite=True)
-    remove_leftovers(str(tmp_path), NEW, files=Watched())
+    remove_leftovers(str(tmp_path), NEW, store=LocalStore(Watched()))
     assert seen == sorted(seen) and set(seen) == {OLD, NEW}
 
 
@@ -124,13 +128,13 @@ def test_a_newer_checkpoint_is_not_replaced(tmp_path: Path, standing: SaveId) ->
 def test_a_newer_checkpoint_that_comes_while_the_files_are_written_is_not_replaced(tmp_path: Path) -> None:
     saved(tmp_path, OLD)
     with Snapshot({"a": 50}, save_id=NEW) as snapshot:
-        prepare_directory(str(tmp_path), save_id=NEW, files=FILES, umask=0o022, fsync=False, overwrite=True)
+        prepare_directory(str(tmp_path), save_id=NEW, store=STORE, fsync=False, overwrite=True)
         manifest = manifest_of(snapshot.write(str(tmp_path), overwrite=True), save_id=NEW)
         saved(tmp_path, LATER_RUN, overwrite=True)
         with pytest.raises(CheckpointExistsError, match="newer"):
-            publish(str(tmp_path), manifest, files=FILES, umask=0o022, overwrite=True)
+            publish(str(tmp_path), manifest, store=STORE, overwrite=True)
     assert stands(tmp_path) == LATER_RUN
-    assert remove_files_of(str(tmp_path), NEW, files=FILES)
+    assert remove_files_of(str(tmp_path), NEW, store=STORE)
     assert stands(tmp_path) == LATER_RUN
 
 
@@ -144,7 +148,7 @@ def test_a_manifest_that_cannot_be_read_is_not_replaced(tmp_path: Path) -> None:
 def test_publishing_again_what_has_replaced_another_succeeds(tmp_path: Path) -> None:
     saved(tmp_path, OLD)
     saved(tmp_path, NEW, overwrite=True)
-    publish(str(tmp_path), read_manifest(str(tmp_path), FILES), files=FILES, umask=0o022, overwrite=True)
+    publish(str(tmp_path), read_manifest(str(tmp_path), STORE), store=STORE, overwrite=True)
     assert stands(tmp_path) == NEW
 
 
@@ -156,7 +160,7 @@ def test_foreign_files_stay_when_a_checkpoint_is_replaced(tmp_path: Path) -> Non
     (tmp_path / f"rank-00009.{OLD}.index").mkdir()
     (tmp_path / f"rank-00008.{OLD}.index").symlink_to("notes.txt")
     saved(tmp_path, NEW, overwrite=True)
-    remove_leftovers(str(tmp_path), NEW, files=FILES)
+    remove_leftovers(str(tmp_path), NEW, store=STORE)
     assert {n for n in os.listdir(tmp_path) if owner_of(n) != NEW} == {"manifest.json", *foreign}
 
 
@@ -165,15 +169,15 @@ def test_leftovers_of_an_overwrite_that_was_cut_short_go_with_the_next_one(tmp_p
     saved(tmp_path, NEW, overwrite=True)  # and never came to clean up
     (tmp_path / LOCK_NAME).touch()
     saved(tmp_path, LATER_RUN, overwrite=True)
-    remove_leftovers(str(tmp_path), LATER_RUN, files=FILES)
+    remove_leftovers(str(tmp_path), LATER_RUN, store=STORE)
     assert owners(tmp_path) == {LATER_RUN} and LOCK_NAME not in os.listdir(tmp_path)
 
 
 def test_the_newest_checkpoint_is_the_one_that_was_replaced_last(tmp_path: Path) -> None:
     for number, name in enumerate(["a", "b"]):
-        saved(tmp_path / name, SAVE_ID._replace(sequence=number), step=100 + number)
-    saved(tmp_path / "a", SAVE_ID._replace(sequence=2), step=1, overwrite=True)
-    found = newest((f.path, f.manifest) for f in scan(str(tmp_path), FILES) if f.manifest)
+        saved(tmp_path / name, SaveId(SAVE_ID.epoch, number, SAVE_ID.run_id), step=100 + number)
+    saved(tmp_path / "a", SaveId(SAVE_ID.epoch, 2, SAVE_ID.run_id), step=1, overwrite=True)
+    found = newest((f.path, f.manifest) for f in scan(str(tmp_path), STORE) if f.manifest)
     assert found is not None and found[0] == str(tmp_path / "a") and found[1].step == 1
 
 
@@ -245,7 +249,7 @@ def test_a_lock_that_is_held_too_long_fails_the_save_and_changes_nothing(tmp_pat
     try:
         with (
             pytest.raises(OSError) as caught,
-            overwrite_lock(str(tmp_path), files=FILES, umask=0o022, timeout_s=0.05),
+            LocalStore().lock(str(tmp_path), 0.05),
         ):
             raise AssertionError("it is held by another")
     finally:
@@ -272,7 +276,7 @@ def test_two_runs_that_overwrite_at_once_come_one_after_the_other(tmp_path: Path
     def run(save_id: SaveId) -> None:
         try:
             saved(tmp_path, save_id, Slow(), overwrite=True)
-            remove_leftovers(str(tmp_path), save_id, files=FILES)
+            remove_leftovers(str(tmp_path), save_id, store=STORE)
         except CheckpointExistsError:
             pass  # a later one was quicker
         except BaseException as error:
@@ -292,7 +296,7 @@ def test_two_runs_that_overwrite_at_once_come_one_after_the_other(tmp_path: Path
 def test_a_lock_whose_name_its_holder_took_away_counts_for_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock_module, "_POLL_S", 0.001)
+    monkeypatch.setattr(local, "_POLL_S", 0.001)
     removed: list[int] = []
 
     class Raced(RecordingFiles):
@@ -302,7 +306,7 @@ def test_a_lock_whose_name_its_holder_took_away_counts_for_nothing(
                 removed.append(1)
 
     files = Raced()
-    with overwrite_lock(str(tmp_path), files=files, umask=0o022):
+    with LocalStore(files).lock(str(tmp_path), 30.0):
         assert files.names().count("flock") == 2
         assert (tmp_path / LOCK_NAME).exists()
     assert not (tmp_path / LOCK_NAME).exists()

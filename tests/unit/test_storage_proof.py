@@ -14,10 +14,10 @@ from simulated_workers import result_of
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format import layout
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
-from asyncckpt.storage.proof import uncovered
-from asyncckpt_worker import provers
-from asyncckpt_worker.provers import Prover, hole
-from asyncckpt_worker.results import pack_result, unpack_result
+from asyncckpt.storage.coverage import uncovered
+from asyncckpt_worker.core.node_tables import pack_result, unpack_result
+from asyncckpt_worker.io import coverage_check
+from asyncckpt_worker.io.coverage_check import Prover, hole
 
 Piece = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """FQN, dtype, global shape, offsets, sizes."""
@@ -76,7 +76,7 @@ def test_structure_that_is_none_is_refused() -> None:
 def test_proof_is_made_once_and_a_fault_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(
-        provers, "uncovered", lambda found, *a, **k: calls.append(len(found)) or uncovered(found, *a, **k)
+        coverage_check, "uncovered", lambda found, *a, **k: calls.append(len(found)) or uncovered(found, *a, **k)
     )
     prover = Prover()
     good = [replace(REQUEST, structure=structure(piece)) for piece in (TOP, BOTTOM)]
@@ -88,7 +88,7 @@ def test_proof_is_made_once_and_a_fault_every_time(monkeypatch: pytest.MonkeyPat
 
 
 def test_proofs_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provers, "MAX_PROOFS", 3)
+    monkeypatch.setattr(coverage_check, "MAX_PROOFS", 3)
     prover = Prover()
     for n in range(6):
         prover.faults([replace(REQUEST, structure=structure((f"t{n}", "float32", (2,), (0,), (2,))))])
@@ -97,7 +97,7 @@ def test_proofs_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_structure_is_decoded_before_its_files_are_written_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     prover, calls = Prover(), []
-    monkeypatch.setattr(provers, "decode_structure", calls.append)
+    monkeypatch.setattr(coverage_check, "decode_structure", calls.append)
     for _ in range(3):
         prover.check(replace(REQUEST, structure=structure(WHOLE)))
     assert len(calls) == 1
@@ -108,7 +108,7 @@ def test_a_structure_is_decoded_before_its_files_are_written_and_once(monkeypatc
 
 def test_the_collector_is_off_while_a_structure_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr(provers, "decode_structure", lambda data: seen.append(gc.isenabled()))
+    monkeypatch.setattr(coverage_check, "decode_structure", lambda data: seen.append(gc.isenabled()))
     Prover().check(replace(REQUEST, structure=structure(WHOLE)))
     assert seen == [False] and gc.isenabled()
 
@@ -141,7 +141,7 @@ def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
 def test_tallies_made_beside_the_ranks_are_all_that_a_commit_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [replace(REQUEST, rank=n, structure=structure(piece)) for n, piece in enumerate((TOP, BOTTOM))]
     tallies = [Prover().check(request) for request in requests]
-    monkeypatch.setattr(provers, "decode_structure", lambda data: pytest.fail("it was decoded again"))
+    monkeypatch.setattr(coverage_check, "decode_structure", lambda data: pytest.fail("it was decoded again"))
     assert Prover().faults(requests, tallies) == []
     assert [name for name, _ in Prover().faults([requests[0]] * 2, [tallies[0]] * 2)] == ["w"]
 
@@ -153,7 +153,7 @@ def test_tallies_of_one_run_are_not_those_of_another() -> None:
 
 
 def test_tallies_that_are_remembered_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provers, "MAX_TALLIES_NBYTES", 25)
+    monkeypatch.setattr(coverage_check, "MAX_TALLIES_NBYTES", 25)
     prover = Prover()
     for n in range(6):
         prover.check(replace(REQUEST, structure=structure((f"t{n}", "float32", (2,), (0,), (2,)))))
@@ -167,7 +167,7 @@ def test_a_text_about_a_hole_names_the_missing_box_and_its_neighbours_and_is_bou
     requests = [replace(REQUEST, rank=n, structure=structure(piece)) for n, piece in enumerate((TOP, middle))]
     error = hole(requests[0], Prover().faults(requests))
     assert "[3:4,0:3] is missing (rank 1 holds [2:3,0:3] beside it)" in str(error)
-    assert len(hole(requests[0], [("w" * 100_000, "torn")]).detail) == provers.MAX_DETAIL_CHARS
+    assert len(hole(requests[0], [("w" * 100_000, "torn")]).detail) == coverage_check.MAX_DETAIL_CHARS
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""storage.tally: what boxes add up to, against counting; and storage.holes: where a tensor is not covered."""
+"""storage.coverage: what boxes add up to, against counting; and where a tensor is not covered."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ import xxhash
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.names import SaveId
-from asyncckpt.storage import proof
-from asyncckpt.storage.coverage import Box, coverage_fault
-from asyncckpt.storage.holes import located_fault, missing_boxes
-from asyncckpt.storage.proof import uncovered
-from asyncckpt.storage.tally import LANE_NBYTES, Counter, Tally, seed_of, suspects, tally_of
+from asyncckpt.storage import coverage
+from asyncckpt.storage.coverage import (
+    LANE_NBYTES,
+    Box,
+    Counter,
+    Tally,
+    coverage_fault,
+    located_fault,
+    missing_boxes,
+    seed_of,
+    suspects,
+    tally_of,
+    uncovered,
+)
 
 SEED = seed_of(SaveId(1, 0, "0123456789ab"))
 
@@ -79,8 +88,8 @@ TOP, BOTTOM = ((0, 0), (2, 3)), ((2, 0), (2, 3))
 
 def test_only_what_is_doubtful_is_looked_at_box_by_box(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[set[str] | None] = []
-    exact = proof._uncovered
-    monkeypatch.setattr(proof, "_uncovered", lambda s, names: looked.append(names) or exact(s, names))
+    exact = coverage._uncovered
+    monkeypatch.setattr(coverage, "_uncovered", lambda s, names: looked.append(names) or exact(s, names))
     good = [raw(("w", "int8", (4, 3), [box]), ("v", "int8", (2,), [])) for box in (TOP, BOTTOM)]
     whole = raw(("v", "int8", (2,), [None]))
     assert uncovered([*good, whole]) == [] and looked == []

@@ -27,9 +27,11 @@ from asyncckpt.errors import AsyncCkptError, CorruptCheckpointError, Insufficien
 from asyncckpt.format.objects import decode_objects
 from asyncckpt.storage.catalog import next_epoch_beside, scan
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.verification import verify_checkpoint
 
 FILES = Files()
+STORE = LocalStore()
 ROOM_NBYTES = 512 << 20
 
 
@@ -115,8 +117,8 @@ def test_what_is_no_file_in_a_checkpoint_of_ours_is_named_at_once(
     assert caught.value.file == victim.name
     assert verify_checkpoint(str(path), FILES).state == "corrupt"
     assert verify_checkpoint(str(path), FILES, fast=True).state == "corrupt"
-    assert [f.state for f in scan(str(tmp_path), FILES)] == ["corrupt" if pattern == "manifest.json" else "committed"]
-    assert next_epoch_beside(str(tmp_path / "next"), FILES) == 2
+    assert [f.state for f in scan(str(tmp_path), STORE)] == ["corrupt" if pattern == "manifest.json" else "committed"]
+    assert next_epoch_beside(str(tmp_path / "next"), STORE) == 2
 
 
 @pytest.mark.parametrize("make", STRANGE)

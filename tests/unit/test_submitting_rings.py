@@ -27,10 +27,12 @@ class FakeSession:
     def __init__(self, name: str) -> None:
         self.name, self.error = name, None
         self.said: list[Any] = []
+        self.futures: list[Future[Any]] = []
 
     def request(self, build: Any, timeout_s: float) -> Future[Any]:
         self.said.append(build(len(self.said) + 1))
-        return Future()
+        self.futures.append(Future())
+        return self.futures[-1]
 
     @property
     def kinds(self) -> list[type]:
@@ -90,7 +92,7 @@ def test_while_its_worker_lives_a_ring_is_only_filled(trainer: Trainer) -> None:
     assert not trainer.begun
 
 
-def test_when_its_worker_dies_another_is_looked_for_and_told_to_go_on(trainer: Trainer) -> None:
+def test_when_its_worker_dies_another_is_looked_for_and_told_of_the_save(trainer: Trainer) -> None:
     trainer.is_streamed()
     check = trainer.stream(SAVE, trainer.slot)
     trainer.dies()
@@ -127,6 +129,19 @@ def test_of_a_whole_slot_that_is_being_filled_the_next_worker_hears_no_doorbell_
     trainer.is_streamed()
     trainer.dies()
     assert trainer.is_found().kinds == [messages.Begin]
+    trainer.close()
+
+
+def test_whether_anybody_hears_of_a_whole_slot_that_is_being_filled_ends_nothing() -> None:
+    trainer = Trainer(is_ring=False)
+    trainer.is_streamed()
+    trainer.stream(SAVE, trainer.slot)
+    assert trainer.one.kinds == [messages.Begin, messages.Submit]
+    trainer.one.futures[-1].set_exception(SaveFailedError("refused", code="x"))
+    assert trainer.early_error(SAVE) is None
+    trainer.dies(is_handed_on=False)
+    trainer.stream(SAVE, trainer.slot)
+    assert len(trainer.one.said) == 2
     trainer.close()
 
 

@@ -73,10 +73,10 @@ class Parts:
             on_given_up=lambda saves, error: self.given_up.append((saves, error)),
         )
 
-    def begin(self) -> None:
+    def begin(self, *, is_known: bool = True) -> None:
         self.slot.generation += 1
         self.slot.user, self.slot.staging = SAVE, True
-        self.pending.begin(SAVE, None, self.slot.generation)
+        self.pending.begin(SAVE, None, self.slot.generation, is_known=is_known)
 
     def seal(self) -> WriteFuture:
         self.slot.memory.control.open(self.slot.generation)
@@ -117,6 +117,17 @@ def test_a_staged_save_is_handed_over_and_told_of(parts: Parts) -> None:
     assert save.snapshot is not None and save.snapshot.resubmitted == 1
     parts.takeover.hand_over(session)  # it has it
     assert session.said == [adopt]
+
+
+def test_a_save_that_is_begun_after_the_worker_s_death_is_not_one_that_it_may_have_written(parts: Parts) -> None:
+    parts.begin(is_known=False)
+    parts.slot.memory.control.open(1)
+    generations = []
+    for name in "bc":  # the second is told, since the first may have written it
+        session: Any = FakeSession(name * 16)
+        parts.takeover.hand_over(session)
+        generations += [(adopt.generation, adopt.ended) for adopt in session.said]
+    assert generations == [(0, 0), (1, 0)]
 
 
 def test_of_a_save_that_has_ended_the_next_worker_is_not_told(parts: Parts) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -299,3 +300,35 @@ def test_a_default_device_that_has_no_memory_disturbs_nothing(saved: dict[str, s
     states.assert_same(target, a_state())
     states.assert_same({key: found[key] for key in target}, a_state())
     states.assert_same(asyncckpt.load(tmp_path / "c"), a_state())
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
+@pytest.mark.parametrize("n_others", [0, 3000])
+@pytest.mark.parametrize("low_memory", [True, False])
+def test_a_target_over_memory_that_is_mapped_read_only_is_refused(
+    tmp_path: Path, low_memory: bool, n_others: int
+) -> None:
+    others = {f"{n:04}": torch.ones(2) for n in range(n_others)}
+    with SyncCheckpointer(fsync=False) as checkpointer:
+        checkpointer.save({**others, "w": torch.ones(1024)}, tmp_path / "c")
+    (tmp_path / "file").write_bytes(bytes(4096))
+    with open(tmp_path / "file", "rb") as file:
+        closed = mmap.mmap(file.fileno(), 4096, access=mmap.ACCESS_READ)
+    target = {**{name: torch.zeros(2) for name in others}, "w": torch.frombuffer(closed, dtype=torch.float32)}
+    with pytest.raises(UnsupportedLeafError, match=r"'w'.*read-only") as caught:
+        asyncckpt.load(tmp_path / "c", target, low_memory=low_memory)
+    assert caught.value.leaf == "w" and not any(value.any() for value in target.values())
+
+
+def test_targets_over_a_mapping_that_may_be_written_to_are_filled(tmp_path: Path) -> None:
+    with SyncCheckpointer(fsync=False) as checkpointer:
+        checkpointer.save({"private": torch.ones(1024), "shared": torch.ones(1024)}, tmp_path / "c")
+    (tmp_path / "file").write_bytes(bytes(4096))
+    with open(tmp_path / "file", "r+b") as file:
+        maps = {
+            "private": mmap.mmap(file.fileno(), 4096, access=mmap.ACCESS_COPY),
+            "shared": mmap.mmap(file.fileno(), 4096, access=mmap.ACCESS_WRITE),
+        }
+    target = {name: torch.frombuffer(found, dtype=torch.float32) for name, found in maps.items()}
+    asyncckpt.load(tmp_path / "c", target)
+    assert all(bool((value == 1).all()) for value in target.values())

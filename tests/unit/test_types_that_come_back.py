@@ -19,7 +19,7 @@ import asyncckpt  # noqa: E402
 from asyncckpt import SyncCheckpointer  # noqa: E402
 from asyncckpt.errors import DuplicateNameError, ShapeMismatchError, UnsupportedLeafError  # noqa: E402
 from asyncckpt.format.objects import decode_value  # noqa: E402
-from asyncckpt.format.tree import checked  # noqa: E402
+from asyncckpt.format.state_tree import checked  # noqa: E402
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -8,8 +8,8 @@ import pytest
 from worker_bench import ERROR, FIRST, SECOND, Bench
 
 from asyncckpt.protocol import messages as m
-from asyncckpt_worker import actions as ac
-from asyncckpt_worker import events as ev
+from asyncckpt_worker.core import actions as ac
+from asyncckpt_worker.core import events as ev
 
 TOKEN = b"t" * 16
 
@@ -115,10 +115,10 @@ def test_a_save_that_may_be_committed_does_not_end_by_a_rank_that_is_gone_until_
     bench.say(m.Lineage, b"q", run=FIRST[-12:], path="/ckpt/a")
     bench.read(slot, generation=4, rank=0, world_size=2)
     bench.say(m.Goodbye, b"q")
-    assert bench.phase() == "submitted"
+    assert bench.phase() == "recovering"
     bench.now += 1e6
     bench.feed(ev.Tick)
-    assert bench.phase() == "submitted"
+    assert bench.phase() == "recovering"
     bench.feed(ev.Prepared, key=(FIRST, 0), committed=True)
     assert bench.phase() == "committed"
 
@@ -129,7 +129,7 @@ def test_a_save_that_is_not_committed_after_all_ends_by_the_rank_that_is_gone() 
     bench.say(m.Lineage, b"q", run=FIRST[-12:], path="/ckpt/a")
     bench.say(m.Goodbye, b"q")
     bench.read(slot, generation=4, rank=0, world_size=2)
-    assert bench.phase() == "submitted"
+    assert bench.phase() == "recovering"
     bench.feed(ev.Prepared, key=(FIRST, 0))
     assert bench.phase() == "failed"
     assert bench.row()["error"]["fields"]["code"] == "not_sealed"
@@ -142,7 +142,7 @@ def test_a_save_that_is_not_committed_after_all_waits_for_no_hook_of_a_rank_that
         bench.read(slots[rank], generation=4, rank=rank, world_size=2, hook_timeout_s=50.0 * rank)
     bench.feed(ev.Died, session="2" * 16)
     bench.feed(ev.SlotRead, slot=slots[1], reason="SEALED", opened=False)
-    assert bench.phase(FIRST, 1) == "submitted"  # it may have been committed by the worker that is dead
+    assert bench.phase(FIRST, 1) == "recovering"  # it may have been committed by the worker that is dead
     bench.feed(ev.Prepared, key=(FIRST, 0))
     assert [bench.phase(FIRST, rank) for rank in (0, 1)] == ["failed", "failed"]
     assert bench.row()["error"]["fields"]["code"] == "vetoed"
@@ -152,7 +152,7 @@ def test_a_path_that_another_save_has_taken_meanwhile_refuses_it_unless_it_is_co
     bench.begin(bench.slot(), SECOND)
     slot = adopted(bench)
     bench.read(slot, generation=4)
-    assert bench.phase() == "submitted"
+    assert bench.phase() == "recovering"
     bench.feed(ev.Prepared, key=(FIRST, 0))
     assert bench.row()["error"]["fields"]["code"] == "path_in_use"
 
@@ -167,7 +167,7 @@ def test_a_trainer_that_dies_while_its_slot_is_opened_loses_nothing_that_it_had_
     assert not bench.of(ac.Send)
     assert bench.of(ac.ReadSlot)
     bench.read(job.slot, generation=4, rank=0, world_size=2)
-    assert bench.phase() == "submitted"
+    assert bench.phase() == "recovering"
     assert not bench.of(ac.FreeSlot)
 
 
@@ -214,11 +214,3 @@ def test_what_the_worker_before_has_left_goes_when_the_save_fails_here(at: str) 
     bench.feed(ev.Removed, save_id=FIRST)
     bench.feed(ev.Tick)
     assert not bench.of(ac.Remove)
-
-
-def test_news_of_a_save_of_the_worker_before_are_not_published() -> None:
-    bench = two_ranks()
-    for rank, peer in enumerate((b"p", b"q")):
-        slot = adopted(bench, peer=peer)
-        bench.read(slot, generation=4, rank=rank, world_size=2, contribution=b"news", plan="1" * 16)
-    assert bench.brain.tables.runs[FIRST[-12:]].changes == []

@@ -28,14 +28,16 @@ class Clock:
         self.now += seconds
 
 
-@pytest.mark.parametrize(("text", "rate"), [("800M", 800_000_000), ("2.5G", 2_500_000_000), ("1048576", MIB)])
+@pytest.mark.parametrize(
+    ("text", "rate"), [("800M", 800_000_000), ("2.5G", 2_500_000_000), ("1048576", MIB), ("5GiB", 5120 * MIB)]
+)
 def test_rates_are_written_as_people_write_them(text: str, rate: int) -> None:
     assert bandwidth(text) == rate
 
 
-@pytest.mark.parametrize("text", ["", "fast", "-1G", "0", "10K", "nan", "inf", "1T"])
+@pytest.mark.parametrize("text", ["", "fast", "-1G", "0", "10K", "nan", "inf"])
 def test_what_is_no_rate_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=r"rate|less than"):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected"):
         bandwidth(text)
 
 

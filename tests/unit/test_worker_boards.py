@@ -9,9 +9,9 @@ from worker_bench import Bench, code
 
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.fields import MAX_PIECE_NBYTES
-from asyncckpt.protocol.request import MAX_CONTRIBUTION_NBYTES
-from asyncckpt_worker import boards
-from asyncckpt_worker import events as ev
+from asyncckpt_worker.core import boards
+from asyncckpt_worker.core import events as ev
+from asyncckpt_worker.core.boards import MAX_SHARED_NBYTES
 
 
 class Meeting(Bench):
@@ -98,7 +98,7 @@ def test_share_that_begins_in_the_middle_is_told_to_start_again(meeting: Meeting
 
 
 def test_share_beyond_the_limit_is_refused(meeting: Meeting) -> None:
-    assert code(meeting.share(0, b"x", total=MAX_CONTRIBUTION_NBYTES + 1)) == "protocol"
+    assert code(meeting.share(0, b"x", total=MAX_SHARED_NBYTES + 1)) == "protocol"
 
 
 def test_fetch_of_a_rank_beyond_the_world_is_refused(meeting: Meeting) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 from test_worker_simulation import CONFIG, ERROR, Memory, Trainer, World
+from worker_bench import WatchedBrain
 
 from asyncckpt.protocol import messages as m
-from asyncckpt.protocol.lifecycle import COMMITTED
-from asyncckpt_worker import actions as ac
-from asyncckpt_worker import events as ev
-from asyncckpt_worker.state import Brain
+from asyncckpt.protocol.save_phases import COMMITTED
+from asyncckpt_worker.core import actions as ac
+from asyncckpt_worker.core import events as ev
 
 SCHEDULES = max(6, int(os.environ.get("ASYNCCKPT_TEST_SCHEDULES", "0")))
 """Of each kind; `make test-fault` raises it."""
@@ -67,7 +67,7 @@ class CrashingWorld(World):
         self.jobs.clear()
         self.network.clear()
         self.memory, self.fds, self.written, self.removed = {}, {}, {}, set()
-        self.brain = Brain(replace(CONFIG, instance=f"{self.crashes:016x}"), self.now)
+        self.brain = WatchedBrain(replace(CONFIG, instance=f"{self.crashes:016x}"), self.now, self)
         trainers, self.trainers = list(self.trainers.values()), {}
         self.hurt |= {t.run for t in trainers if not t.alive or t.epoch is None}
         for trainer in trainers:
@@ -78,8 +78,7 @@ class CrashingWorld(World):
                 self.trainers[trainer.name.encode()] = trainer
 
     def count_resumed(self) -> None:
-        entries = [entry for _, entry in self.brain.tables.entries()]
-        self.resumed += sum(entry.resumed and entry.phase == COMMITTED for entry in entries)
+        self.resumed += sum(part.leftovers and part.phase == COMMITTED for part in self.brain.parts())
 
     def greet_anew(self, trainer: Trainer) -> None:
         kept = self.kept.pop(trainer.name, [])
@@ -172,7 +171,7 @@ class CrashingWorld(World):
         if isinstance(job, ac.ScanLineage):  # what was only promised to a run dies with the worker: here each has saved
             epoch = max((e for run, e in self.epochs.items() if run != job.run), default=0) + 1
             epoch = self.epochs.get(job.run, epoch)
-            scanned = ev.LineageScanned(now=self.now, peer=job.peer, id=job.id, run=job.run, path=job.path, epoch=epoch)
+            scanned = ev.LineageScanned(now=self.now, run=job.run, path=job.path, epoch=epoch)
             return self.feed(scanned)
         return super().do(job)
 
@@ -193,7 +192,7 @@ class CrashingWorld(World):
                 save_id = f"{trainer.epoch:06d}-{sequence:08d}-{trainer.run}"
                 everywhere = all((save_id, r) in self.sealed for r in range(trainer.world_size))
                 if everywhere and save_id not in excused:
-                    save = self.brain.tables.saves.get(save_id)
+                    save = self.brain.tables.find(save_id)
                     known = ("commit_timeout", "path_in_use", "vetoed", "withdrawn", "not_sealed")
                     ended = save is not None and any(code in str(save.error) for code in known)
                     assert save_id in self.commits or ended or trainer.name in self.kept, f"{save_id} is lost: {save}"

@@ -9,8 +9,8 @@ import pytest
 from worker_bench import COMMIT_TIMEOUT_S, CONFIG, ERROR, FIRST, PATH, REQUEST, SECOND, Bench
 
 from asyncckpt.protocol import messages as m
-from asyncckpt_worker import actions as ac
-from asyncckpt_worker import events as ev
+from asyncckpt_worker.core import actions as ac
+from asyncckpt_worker.core import events as ev
 
 
 class Early(Bench):
@@ -62,7 +62,7 @@ def bench() -> Early:
 def test_a_slot_is_written_while_its_save_is_only_begun(bench: Early) -> None:
     write = bench.at_streaming()
     assert (write.slot, write.generation, write.early, write.resumed) == (bench.number, 1, True, False)
-    assert bench.phase() == "begun"
+    assert bench.phase() == "open"
 
 
 def test_the_seal_comes_before_the_end_of_the_writing_and_starts_no_other(bench: Early) -> None:
@@ -77,7 +77,7 @@ def test_the_seal_comes_before_the_end_of_the_writing_and_starts_no_other(bench:
 def test_nothing_is_committed_that_is_written_and_not_sealed(bench: Early) -> None:
     bench.at_streaming()
     bench.feed(ev.Written, key=(FIRST, 0), result="files")
-    assert (bench.phase(), bench.of(ac.Commit)) == ("begun", [])
+    assert (bench.phase(), bench.of(ac.Commit)) == ("open", [])
     bench.seal()
     assert bench.phase() == "durable"
     assert len(bench.of(ac.Commit)) == 1
@@ -96,7 +96,7 @@ def test_what_is_sealed_before_its_directory_is_there_is_written_as_ever(bench: 
 def test_an_error_before_the_seal_ends_nothing_and_the_seal_leads_to_another_attempt(bench: Early) -> None:
     bench.at_streaming()
     bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
-    assert bench.phase() == "begun"
+    assert bench.phase() == "open"
     bench.submit(bench.number)
     bench.read_slot(streamed=True)  # a doorbell that comes again begins nothing twice
     assert not bench.of(ac.Write)
@@ -227,7 +227,7 @@ def test_the_next_worker_writes_only_what_is_sealed_and_removes_what_stands_befo
     bench.feed(ev.Prepared, key=(FIRST, 0))
     bench.submit(slot)
     bench.read_slot(streamed=True, slot=slot)
-    assert (bench.phase(), bench.of(ac.Write)) == ("begun", [])
+    assert (bench.phase(), bench.of(ac.Write)) == ("open", [])
     bench.seal(slot)
     (write,) = bench.of(ac.Write)
     assert (bench.phase(), write.early, write.resumed) == ("writing", False, True)
@@ -252,7 +252,9 @@ def test_what_a_dead_worker_had_begun_to_write_is_removed_when_another_rank_has_
     bench.begin(bench.slot(b"q"), peer=b"q")
     bench.feed(ev.Prepared, key=(FIRST, 1), error=ERROR)
     assert bench.phase(rank=1) == "failed"
-    bench.brain.tables.saves[FIRST].removing = removing
+    if removing:
+        save = bench.brain.tables.opened(FIRST)
+        save.job, save.jobs = "remove", 1
     bench.begin(slot)
     assert (bench.phase(), len(bench.of(ac.Remove))) == ("failed", 0 if removing else 1)
     bench.feed(ev.Removed, save_id=FIRST)

@@ -1,8 +1,8 @@
 """Workers die in the middle of random schedules, and most saves are written while they are staged.
 
 As `test_worker_crash_simulation`; files that a worker has written, or begun to, stay on the disk when it dies. Slots
-outlive it whatever their state: the trainer fills on, and seals or gives up when it likes. Some are rings, with which
-the next worker goes on before they are sealed.
+outlive it whatever their state: the trainer fills on, and seals or gives up when it likes. Some are rings: the next
+worker ends their saves, unless the dead one had finished them, and what stands of these is removed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 from test_worker_crash_simulation import CrashingWorld
 from test_worker_simulation import COMMIT_TIMEOUT_S, ERROR, STEPS, Memory, Trainer
+from worker_bench import all_entries
 
 from asyncckpt.protocol import messages as m
-from asyncckpt.protocol.lifecycle import ABANDONED, BEGUN, COMMITTED, FAILED
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt_worker import actions as ac
-from asyncckpt_worker import events as ev
+from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, FAILED, OPEN
+from asyncckpt_worker.core import actions as ac
+from asyncckpt_worker.core import events as ev
 
 
 @dataclass
@@ -49,7 +50,8 @@ class EarlyWorld(CrashingWorld):
         """Ranks of saves of which files were left by a worker that is dead."""
 
         self.cut: set[tuple[int, int]] = set()
-        names = ("written first", "failed early", "failed, sealed", "taken over", "given up", "swept", "gone on with")
+        self.lost: set[tuple[str, int]] = set()
+        names = ("written first", "failed early", "failed, sealed", "taken over", "given up", "swept", "lost")
         self.counts = dict.fromkeys(names, 0)
 
     # ---- the trainers
@@ -146,11 +148,10 @@ class EarlyWorld(CrashingWorld):
         if isinstance(action, ac.Write):
             entry = self.brain.tables.entry(action.key)
             assert entry is not None
-            assert action.early == (entry.phase == BEGUN)
+            assert action.early == (entry.phase == OPEN)
             assert action.resumed or action.key not in self.standing, f"{action.key} is written beside files that stand"
             is_ring = action.request.ring_segments > 0
             assert is_ring or not (action.early and action.resumed), "an adopted slot is written before its seal"
-            self.counts["gone on with"] += action.early and action.resumed
         elif isinstance(action, ac.CutOff):
             self.cut.add((action.slot, action.generation))
         return super().perform(action)
@@ -165,6 +166,11 @@ class EarlyWorld(CrashingWorld):
             self.standing = {key for key in self.standing if key[0] != job.save_id}
         if not isinstance(job, ac.Write):
             return super().do(job)
+        if job.resumed and job.request.ring_segments and (job.early or self.luck(0.5)):
+            self.counts["lost"] += 1
+            self.injected.add(job.key[0])
+            self.lost.add(job.key)
+            return self.feed(ev.Written(now=self.now, key=job.key, error=ERROR))  # what stands stays
         if not job.early:
             self.standing.discard(job.key)  # written anew, kept, or removed by the job
             return super().do(job)
@@ -187,10 +193,11 @@ class EarlyWorld(CrashingWorld):
         return self.feed(ev.Written(now=self.now, key=job.key, error=ERROR))
 
     def check_end(self) -> None:
-        for save, entry in self.brain.tables.entries():
+        for save, entry in all_entries(self.brain.tables):
             key = (save.save_id, entry.rank)
-            swept = save.outcome not in (FAILED, ABANDONED) or key in self.sealed or key not in self.standing
-            assert swept, f"{key} was never sealed, and files of a dead worker stand"
+            written = key in self.sealed and key not in self.lost  # anew, or removed by the job
+            swept = save.outcome not in (FAILED, ABANDONED) or written or key not in self.standing
+            assert swept, f"{key} was not written again, and files of a dead worker stand"
         super().check_end()
 
 
@@ -217,7 +224,7 @@ def test_the_simulation_of_early_writing_reaches_what_is_rare(rng: random.Random
         world = EarlyWorld(rng.getrandbits(32), 0.05, 0.01)
         world.run(steps=STEPS)
         seen |= {name for name, count in world.counts.items() if count}
-        seen |= {e.phase for _, e in world.brain.tables.entries() if e.streaming}
+        seen |= {part.phase for part in world.brain.parts() if part.streaming}
         if seen >= {*world.counts, COMMITTED, ABANDONED}:
             break
     assert seen >= {*world.counts, COMMITTED, ABANDONED}

@@ -10,9 +10,9 @@ from worker_bench import COMMIT_TIMEOUT_S, FIRST, RUN, SECOND, Bench
 
 from asyncckpt.errors import CheckpointExistsError, CommitUnknownError, SaveFailedError, to_wire
 from asyncckpt.protocol import messages as m
-from asyncckpt_worker import events as ev
-from asyncckpt_worker.report import report
-from asyncckpt_worker.verdicts import MAX_KINDS, count, kind_of
+from asyncckpt_worker.core import events as ev
+from asyncckpt_worker.core.failures import MAX_KINDS, count, kind_of
+from asyncckpt_worker.core.status import report
 
 FULL = to_wire(SaveFailedError("no room", code="ENOSPC"))
 EXISTS = to_wire(CheckpointExistsError("it stands", path="/a"))

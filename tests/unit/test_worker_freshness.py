@@ -13,11 +13,11 @@ from worker_bench import ERROR, FIRST, REQUEST, SECOND, Bench
 from asyncckpt.format.layout import SAVE_ID_OFFSET, save_id_bytes
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
-from asyncckpt.storage.prints import PRINT_NBYTES, first_block
-from asyncckpt_worker import actions as ac
-from asyncckpt_worker import events as ev
-from asyncckpt_worker.freshness import Committed, Contents, contents_of, rest_print, unchanged
-from asyncckpt_worker.results import pack_result, unpack_result
+from asyncckpt.storage.shard_writer import PRINT_NBYTES, first_block
+from asyncckpt_worker.core import actions as ac
+from asyncckpt_worker.core import events as ev
+from asyncckpt_worker.core.freshness import Committed, Contents, contents_of, rest_print, unchanged
+from asyncckpt_worker.core.node_tables import pack_result, unpack_result
 
 THIRD = FIRST[:14] + "2" + FIRST[15:]
 ONE, OTHER = b"1" * PRINT_NBYTES, b"2" * PRINT_NBYTES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -11,19 +11,18 @@ from simulated_workers import KEY, result_of
 from worker_bench import COMMIT_TIMEOUT_S, ERROR, REQUEST, Bench
 
 from asyncckpt.protocol import messages as m
-from asyncckpt.protocol.codec import pack
+from asyncckpt.protocol.fields import MAX_RANKS
 from asyncckpt.protocol.messages import REQUESTS
-from asyncckpt.protocol.relay import FOLLOWER_RECORDS, LEADER_RECORDS, Joined, Piece, Unlinked
+from asyncckpt.protocol.node_tables import PART_DETAILS, ROWS, Outcomes, Report
 from asyncckpt.protocol.request import SaveRequest, encode_request
 from asyncckpt.protocol.samples import encode_samples
-from asyncckpt_worker import actions as ac
-from asyncckpt_worker import events as ev
-from asyncckpt_worker.boards import MAX_BOARDS, MAX_BOARDS_NBYTES
-from asyncckpt_worker.keeping import MAX_KEPT_SAVES
-from asyncckpt_worker.records import MAX_HISTORY, MAX_SESSIONS, Slot
-from asyncckpt_worker.results import pack_result
-from asyncckpt_worker.run_record import MAX_DIRECTORIES
-from asyncckpt_worker.runs import MAX_RUNS, MAX_WITHDRAWN
+from asyncckpt_worker.core import actions as ac
+from asyncckpt_worker.core import events as ev
+from asyncckpt_worker.core.boards import MAX_BOARDS, MAX_BOARDS_NBYTES
+from asyncckpt_worker.core.kept_snapshots import MAX_KEPT_SAVES
+from asyncckpt_worker.core.model import MAX_DIRECTORIES, MAX_HISTORY, MAX_SESSIONS, Slot
+from asyncckpt_worker.core.node_tables import pack_result
+from asyncckpt_worker.core.runs import MAX_RUNS, MAX_WITHDRAWN
 
 HONEST = "000001-00000000-ffffffffffff"
 KINDS = [kind for kind in REQUESTS.values() if kind is not m.Drain]
@@ -36,7 +35,7 @@ class Mob(Bench):
         super().__init__()
         self.rng = rng
         self.jobs: list[Any] = []
-        self.counts: dict[str, int] = {}
+        self.pages = 1
 
     def save_id(self) -> str:
         return f"{self.rng.randrange(4):06d}-{self.rng.randrange(4):08d}-{self.rng.randrange(3):012x}"
@@ -52,10 +51,12 @@ class Mob(Bench):
             "umask": lambda: 0o22,
             "save_id": self.save_id,
             "hex12": lambda: f"{rng.randrange(3):012x}",
+            "hex12_or_none": lambda: rng.choice(("", f"{rng.randrange(3):012x}")),
+            "outcomes": lambda: [(rng.randrange(9), rng.random() < 0.5)],
             "hex16": lambda: f"{rng.randrange(1, 9):016x}",
             "hex16_or_none": lambda: rng.choice(("", f"{rng.randrange(1, 9):016x}")),
             "path": lambda: f"/ckpt/{rng.randrange(4)}/{rng.randrange(9)}",
-            "text": lambda: rng.choice(("", "plan", "plan-2", "change-000000000000-1", "change-", "\u0661" * 9)),
+            "text": lambda: rng.choice(("", "plan", "plan-2", "\u0661" * 9)),
             "seconds": lambda: 1.0,
             "timeout": lambda: rng.choice((1e-3, 5.0, COMMIT_TIMEOUT_S)),
             "piece": lambda: rng.choice((b"", b"x", b"abcde")),
@@ -66,11 +67,17 @@ class Mob(Bench):
             "curve_key_or_none": lambda: rng.choice(("", KEY)),
             "port": lambda: rng.choice((0, 7000)),
             "address": lambda: rng.choice(("tcp://a:7000", "tcp://b:7000")),
-            "record_bytes": lambda: rng.choice((b"", b"x", encode_request(self.request_for(None)))),
+            "request_bytes": lambda: rng.choice((b"", b"x", encode_request(self.request_for(None)))),
+            "rank": lambda: rng.randrange(2),
+            "part_phase": lambda: rng.choice(("open", "sealed", "durable")),
+            "failure": lambda: rng.choice(("failed", "abandoned")),
+            "error": lambda: ERROR,
+            "end_or_open": lambda: rng.choice(("", "", "committed", "failed", "abandoned", "unknown")),
+            "missing": lambda: tuple(range(rng.randrange(3))),
+            "known": lambda: tuple((n, rng.choice(("open", "sealed", "durable"))) for n in range(rng.randrange(3))),
             "mapping": lambda: rng.choice(({}, {"record": {}}, pack_result(result_of(self.save_id(), 1)))),
             "error_or_none": lambda: rng.choice(({}, ERROR)),
             "figures": lambda: rng.choice(({}, {"nbytes": 1})),
-            "end_phase": lambda: rng.choice(("committed", "failed", "abandoned", "unknown")),
             "save_ids": lambda: tuple(self.save_id() for _ in range(rng.randrange(4))),
         }[kind]()
 
@@ -93,49 +100,57 @@ class Mob(Bench):
         self.take(self.brain.handle(ev.Received(now=self.now, peer=peer, message=kind(**body))))
 
     def whisper(self) -> None:
-        """One record, or nonsense, of another worker: of a follower, or of a leader."""
-        route, run = self.rng.choice((b"", b"1", b"2")), f"{self.rng.randrange(3):012x}"
-        followed = self.brain._following._followed.get(run)
-        stream = f"{int(run, 16) * 4 + self.rng.randrange(2):016x}"
-        if not route:
-            stream = followed.stream.name if followed is not None else "f" * 16
-        record = self.rng.choice(list((FOLLOWER_RECORDS if route else LEADER_RECORDS).values()))
-        if route and not self.counts.get(stream):
-            record = Joined
-        body = {f.name: self.value(f.name, record.checks[f.name].__name__) for f in fields(record)}  # type: ignore[arg-type]
-        body |= {"world_size": 2 + int(run, 16) % 2} if "world_size" in body else {}
-        body |= {"rank": self.rng.randrange(2)} if "rank" in body else {}
-        if "save_id" in body and self.rng.random() < 0.95:
-            body["save_id"] = body["save_id"][:16] + run
-        data = b"nonsense" if self.rng.random() < 0.02 else pack(record(**body), 1 << 20)
-        self.counts[stream] = self.counts.get(stream, 0) + (self.rng.random() < 0.9)
-        piece = Piece(
-            stream=stream,
-            sender=self.rng.choice((*["a" * 16] * 20, "b" * 16)),
-            number=self.counts[stream],
-            first=1,
-            more=self.rng.random() < 0.01,
-            data=data,
-            taken=self.rng.choice((*[0] * 50, 100)),
-        )
-        said = self.rng.choice((*[piece] * 20, Unlinked(stream=stream, sender="a" * 16)))
-        self.take(self.brain.handle(ev.Relayed(now=self.now, run=run, route=route, message=said)))
+        """One page of another worker's table: of a follower, or of a decider."""
+        rng, run = self.rng, f"{self.rng.randrange(3):012x}"
+        route, kind = rng.choice(((b"", Outcomes), (b"1", Report), (b"2", Report)))
+        sender = rng.choice((*["a" * 16] * 20, "b" * 16))
+        own = self.brain.tables.instance
+        body: dict[str, Any] = {"counter": self.pages, "sender": sender, "to": rng.choice((own, own, own, "c" * 16))}
+        self.pages += rng.random() < 0.98
+        if kind is Report:
+            body |= {
+                "world_size": rng.choice((*[2 + int(run, 16) % 2] * 20, 9, MAX_RANKS + 1)),
+                "saves": self.save_ids(run),
+            }
+            tables = {"ranks": "rank", "parts": "part", "failures": "failure", "withdrawals": "withdrawal"}
+            tables["questions"] = "question"
+        else:
+            body |= {
+                "decided": ((rng.randrange(9), True),),
+                "gone": tuple(range(rng.randrange(3))),
+                "error": rng.choice((*[{}] * 9, ERROR)),
+            }
+            tables = {"saves": "outcome", "epochs": "epoch"}
+        for field, rows in tables.items():
+            body[field] = tuple(self.row(f"{rows}_rows", run) for _ in range(rng.randrange(3)))
+        self.take(self.brain.handle(ev.Relayed(now=self.now, run=run, route=route, message=kind(**body))))
+
+    def save_ids(self, run: str) -> tuple[str, ...]:
+        return tuple({self.save_id()[:16] + run for _ in range(self.rng.randrange(4))})
+
+    def row(self, table: str, run: str) -> dict[str, Any]:
+        """Return a row that is valid by itself, nearly always of this run."""
+        rng = self.rng
+        kinds = dict(ROWS[table])
+        if table == "part_rows":
+            kinds |= {key: fits for key, fits in PART_DETAILS.items() if rng.random() < 0.5}
+        made = {key: self.value(key, fits.__name__) for key, fits in kinds.items()}
+        if "save_id" in made and rng.random() < 0.95:
+            made["save_id"] = made["save_id"][:16] + run
+        if "request" in made and rng.random() < 0.8:
+            request = replace(self.request_for(None), save_id=made["save_id"], rank=made["rank"])
+            made["request"] = encode_request(replace(request, world_size=2 + int(run, 16) % 2))
+        if "result" in made and rng.random() < 0.8:
+            made["result"] = pack_result(result_of(made["save_id"], made["rank"]))
+        return made
 
     def take(self, actions: list[Any]) -> None:
         for action in actions:
-            if isinstance(action, ac.Listen):
-                where = {"address": "tcp://h:1", "public": KEY, "secret": KEY}
-                self.take(self.brain.handle(ev.Listening(now=self.now, **where)))
-            if isinstance(action, ac.Relay) and isinstance(action.message, Unlinked):
-                self.counts[action.message.stream] = 0
-            if isinstance(action, (ac.Listen, ac.Connect, ac.Disconnect, ac.Relay)):
+            if isinstance(action, ac.Fault):
+                raise action.error
+            if isinstance(action, ac.Relay):
                 continue
-            if isinstance(action, ac.Watch):
-                self.take(self.brain.handle(ev.Watched(now=self.now, session=action.session, alive=True)))
-            elif isinstance(action, ac.CreateSlot):
-                fd = {"fd": action.slot + 100, "token": b"t" * 16}
-                self.take(self.brain.handle(ev.SlotCreated(now=self.now, slot=action.slot, **fd)))  # type: ignore[arg-type]
-            elif not isinstance(action, (ac.Send, ac.Log, ac.SendStatus, ac.Unwatch)):
+            if not isinstance(action, (ac.Send, ac.Log, ac.SendStatus, ac.Unwatch)):
                 self.jobs.append(action)
 
     def finish(self) -> None:
@@ -159,7 +174,7 @@ class Mob(Bench):
             case ac.Remove():
                 self.take(self.brain.handle(ev.Removed(now=now, save_id=job.save_id)))
             case ac.ScanLineage():
-                facts = {"peer": job.peer, "id": job.id, "run": job.run, "path": job.path}
+                facts = {"run": job.run, "path": job.path}
                 self.take(self.brain.handle(ev.LineageScanned(now=now, epoch=rng.randrange(1, 5), **facts)))
 
     def read_slot(self, slot: int) -> ev.SlotRead:
@@ -180,7 +195,7 @@ class Mob(Bench):
             "hook_timeout_s": self.rng.choice((0, 0, 3.0)),
             "plan": self.rng.choice(("", "1" * 16)),
             "samples": encode_samples([("w", self.rng.random() < 0.5, self.rng.choice((bytes(8), b"8 bytes!")))]),
-            "contribution": self.rng.choice((b"", b"news")),
+            "changed": self.rng.random() < 0.5,
         }
         if held is not None and self.rng.random() < 0.7:
             changes |= {"rank": held.rank, "world_size": held.world_size}

@@ -10,14 +10,14 @@ from worker_bench import CONFIG, ERROR, FIRST, SECOND, Bench
 
 from asyncckpt.errors import InsufficientMemoryError, SaveFailedError, to_wire
 from asyncckpt.protocol import messages as m
-from asyncckpt_worker import actions as ac
-from asyncckpt_worker import events as ev
-from asyncckpt_worker.keeping import MAX_KEPT_SAVES, MAX_ROWS_NBYTES, PARTING_S, speaks_against
-from asyncckpt_worker.shortage import is_short
+from asyncckpt_worker.core import actions as ac
+from asyncckpt_worker.core import events as ev
+from asyncckpt_worker.core.kept_snapshots import MAX_KEPT_SAVES, MAX_ROWS_NBYTES, PARTING_S, speaks_against
+from asyncckpt_worker.service.memory_pressure import is_short
 
 KEEP_S = 300.0
 NEWER_RUN = "000002-00000000-bbbbbbbbbbbb"
-NO_ROOM = to_wire(InsufficientMemoryError("no room", nbytes=1))
+NO_ROOM = InsufficientMemoryError("no room", nbytes=1)
 
 
 class Keeper(Bench):
@@ -44,9 +44,6 @@ class Keeper(Bench):
 
     def slot(self, peer: bytes = b"p", nbytes: int = 12288) -> int:
         granted = self.say(m.Allocate, peer, nbytes=nbytes, populate=True)
-        for create in self.of(ac.CreateSlot):
-            self.feed(ev.SlotCreated, slot=create.slot, fd=100 + create.slot, token=b"t" * 16)
-            (granted,) = (a.message for a in self.of(ac.Send))
         return int(granted.slot)
 
     def dies(self, session: str = "1" * 16) -> list[Any]:
@@ -455,7 +452,7 @@ def test_committed_snapshots_memory_is_lent_to_the_restarted_trainer(keeper: Kee
     peer = keeper.restarted()
     granted = keeper.say(m.Allocate, peer, nbytes=12288, populate=True)
     assert (granted.slot, granted.fd, granted.nbytes) == (slot, 100 + slot, 12288)
-    assert not keeper.of(ac.CreateSlot) and keeper.state(slot) == "lent"
+    assert not keeper.asked("create_slot") and keeper.state(slot) == "lent"
     assert keeper.rows() == [(FIRST, 0, True)], "until it is begun again"
     assert isinstance(keeper.begin(slot, NEWER_RUN, 2, peer), m.Ok)
     assert keeper.rows() == []
@@ -481,7 +478,7 @@ def test_memory_of_another_rank_or_size_is_not_lent(keeper: Keeper, changes: dic
     keeper.dies()
     peer = keeper.restarted(**changes)
     keeper.say(m.Allocate, peer, nbytes=12288 if changes else 16384, populate=True)
-    assert keeper.of(ac.CreateSlot) and keeper.state(slot) == "kept"
+    assert keeper.asked("create_slot") and keeper.state(slot) == "kept"
 
 
 def test_memory_of_a_snapshot_that_is_nowhere_else_is_not_lent(keeper: Keeper) -> None:
@@ -512,12 +509,12 @@ def test_what_is_kept_and_on_disk_makes_room_for_a_slot_that_does_not_fit(keeper
     keeper.committed(slot)
     keeper.dies()
     peer = keeper.restarted()
+    keeper.resources.no_slot = NO_ROOM
     keeper.say(m.Allocate, peer, nbytes=1 << 20, populate=True)
-    (create,) = keeper.of(ac.CreateSlot)
-    keeper.feed(ev.SlotCreated, slot=create.slot, error=NO_ROOM)
+    (created,) = keeper.asked("create_slot")
     assert keeper.of(ac.FreeSlot) == [ac.FreeSlot(slot=slot)] and not keeper.of(ac.Send)
     keeper.feed(ev.SlotFreed, slot=slot)
-    assert [c.slot for c in keeper.of(ac.CreateSlot)] == [create.slot]
+    assert keeper.asked("create_slot") == [created]
 
 
 def test_the_only_copy_makes_room_for_no_slot(keeper: Keeper) -> None:
@@ -526,9 +523,8 @@ def test_the_only_copy_makes_room_for_no_slot(keeper: Keeper) -> None:
     keeper.feed(ev.Written, key=(FIRST, 0), error=ERROR)
     keeper.dies()
     peer = keeper.restarted()
+    keeper.resources.no_slot = NO_ROOM
     keeper.say(m.Allocate, peer, nbytes=1 << 20, populate=True)
-    (create,) = keeper.of(ac.CreateSlot)
-    keeper.feed(ev.SlotCreated, slot=create.slot, error=NO_ROOM)
     assert [a.message.error["code"] for a in keeper.of(ac.Send)] == ["insufficient_memory"]  # type: ignore[attr-defined]
     assert keeper.state(slot) == "kept"
 

@@ -14,9 +14,9 @@ from dataclasses import replace
 import pytest
 from test_worker_crash_simulation import CrashingWorld
 from test_worker_simulation import CONFIG, Memory, Trainer
+from worker_bench import WatchedBrain
 
 from asyncckpt.protocol import messages as m
-from asyncckpt_worker.state import Brain
 
 SCHEDULES = max(5, int(os.environ.get("ASYNCCKPT_TEST_SCHEDULES", "0")))
 """Of each kind; `make test-fault` raises it."""
@@ -37,7 +37,7 @@ class KeepingWorld(CrashingWorld):
 
     def begin_anew(self) -> None:
         instance = f"{self.crashes:016x}"
-        self.brain = Brain(replace(CONFIG, instance=instance, keep_snapshots_s=KEEP_S), self.now)
+        self.brain = WatchedBrain(replace(CONFIG, instance=instance, keep_snapshots_s=KEEP_S), self.now, self)
 
     def crash(self) -> None:
         super().crash()

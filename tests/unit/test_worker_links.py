@@ -17,21 +17,20 @@ from worker_bench import (
     PATH,
     REQUEST,
     RUN,
-    SECOND,
     Bench,
     code,
 )
 
+from asyncckpt.errors import from_wire
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.fields import MAX_RANKS
-from asyncckpt.protocol.relay import Ended, Joined, Piece, Ringed, Unlinked
-from asyncckpt_worker import actions as ac
-from asyncckpt_worker import events as ev
-from asyncckpt_worker import leading, sessions
-from asyncckpt_worker.leading import FORGET_S
-from asyncckpt_worker.progress import packed
-from asyncckpt_worker.run_record import MAX_DIRECTORIES
-from asyncckpt_worker.streams import BEAT_S, Stream
+from asyncckpt.protocol.node_tables import BEAT_S, Outcomes, Report
+from asyncckpt_worker.core import actions as ac
+from asyncckpt_worker.core import decider, sessions
+from asyncckpt_worker.core import events as ev
+from asyncckpt_worker.core.decider import FORGET_S
+from asyncckpt_worker.core.model import MAX_DIRECTORIES
+from asyncckpt_worker.core.resources import Listener
 
 ADDRESS = "tcp://first:7000"
 FOLLOW = {"run": RUN, "address": ADDRESS, "server_public": KEY, "client_public": KEY, "client_secret": SECRET}
@@ -44,6 +43,7 @@ class Worker(Bench):
 
     def __init__(self, rank: int, instance: str, world_size: int = 2) -> None:
         super().__init__(replace(CONFIG, instance=instance))
+        self.resources.listener = Listener(address=ADDRESS, public=KEY, secret=SECRET)
         self.rank = rank
         self.said: list[ac.Relay] = []
         self.hello(b"p", f"{rank:016x}", rank, world_size)
@@ -64,7 +64,6 @@ class Pair:
 
     def link(self) -> Any:
         self.leader.say(m.Lead, **LEAD)
-        self.leader.feed(ev.Listening, address=ADDRESS, public=KEY, secret=SECRET)
         self.follower.say(m.Follow, **FOLLOW)
         return self.pump()
 
@@ -114,30 +113,26 @@ def pair() -> Pair:
 
 def test_lead_listens_once_and_says_where() -> None:
     leader = Worker(0, "a" * 16)
-    assert leader.say(m.Lead, **LEAD) is None
-    assert leader.of(ac.Listen) == [ac.Listen(port=0, secret="")]
-    leader.feed(ev.Listening, address=ADDRESS, public=KEY, secret=SECRET)
-    (first,) = [a.message for a in leader.of(ac.Send)]
+    first = leader.say(m.Lead, **LEAD)
+    assert leader.asked("listen") == [(0, "")]
     again = leader.say(m.Lead, **LEAD)
-    assert isinstance(first, m.Leading) and not leader.of(ac.Listen)
+    assert isinstance(first, m.Leading) and not leader.asked("listen")
     assert replace(again, id=0) == replace(first, id=0)
     assert leader.brain.run_of_key(KEY) == RUN and leader.brain.run_of_key(SECRET) is None
 
 
 def test_a_port_that_is_taken_is_refused_and_tried_again() -> None:
     leader = Worker(0, "a" * 16)
-    leader.say(m.Lead, **LEAD)
-    leader.feed(ev.Listening, error=ERROR)
-    (refused,) = [a.message for a in leader.of(ac.Send)]
-    assert code(refused) == "save_failed"
-    leader.say(m.Lead, **LEAD)
-    assert leader.of(ac.Listen)
+    leader.resources.no_socket = from_wire(ERROR)
+    assert code(leader.say(m.Lead, **LEAD)) == "save_failed"
+    leader.resources.no_socket = None
+    assert isinstance(leader.say(m.Lead, **LEAD), m.Leading)
 
 
 def test_follow_is_answered_when_the_leader_has_spoken() -> None:
     pair = Pair()
     assert pair.follower.say(m.Follow, **FOLLOW) is None
-    assert [c.address for c in pair.follower.of(ac.Connect)] == [ADDRESS]
+    assert [c.address for c in pair.follower.asked("connect")] == [ADDRESS]
     assert not [said for said in pair.heard[1] if isinstance(said, m.Following)]
     pair.link()
     assert {said.leader for said in pair.heard[1] if isinstance(said, m.Following)} == {"a" * 16}
@@ -154,10 +149,8 @@ def test_follow_is_refused_when_nobody_answers_in_time() -> None:
 
 def test_follow_is_refused_at_once_where_there_can_be_no_connection() -> None:
     follower = Worker(1, "b" * 16)
-    follower.say(m.Follow, **FOLLOW)
-    follower.feed(ev.Unconnected, run=RUN, error=ERROR)
-    (refused,) = [a.message for a in follower.of(ac.Send)]
-    assert code(refused) == "save_failed" and follower.of(ac.Disconnect)
+    follower.resources.no_socket = from_wire(ERROR)
+    assert code(follower.say(m.Follow, **FOLLOW)) == "save_failed"
     assert not follower.brain.tables.runs[RUN].followed
 
 
@@ -167,21 +160,27 @@ def test_a_worker_does_not_lead_what_it_follows_nor_follow_what_it_leads(pair: P
 
 
 def test_a_follower_speaks_for_the_run_of_its_key_only(pair: Pair) -> None:
-    pair.follower.said.clear()
-    pair.follower.now += BEAT_S
-    pair.follower.feed(ev.Tick)
-    (beat,) = pair.follower.said
+    pair.follower.begin(1)
+    (told,) = pair.follower.said
     pair.leader.say(m.Lead, **{**LEAD, "run": OTHER_RUN, "client_public": SECRET})
-    pair.leader.feed(ev.Relayed, run=OTHER_RUN, route=b"x", message=beat.message)
-    assert [type(r.message).__name__ for r in pair.leader.of(ac.Relay)] == ["Unlinked"]
-    stranger = Piece(stream="e" * 16, sender="e" * 16, number=0, first=1, more=False, data=b"", taken=0)
-    pair.leader.feed(ev.Relayed, run="d" * 12, route=b"x", message=stranger)
+    counts = counted(pair.leader, ev.Relayed, run=OTHER_RUN, route=b"x", message=told.message)
+    assert "protocol_errors" in counts and pair.leader.brain.tables.find(FIRST) is None
+    pair.leader.feed(ev.Relayed, run="d" * 12, route=b"x", message=told.message)
     assert not pair.leader.of(ac.Relay), "nobody has led such a run"
 
 
-def test_ranks_are_told_who_decides(pair: Pair) -> None:
-    for worker in (pair.leader, pair.follower):
-        assert worker.say(m.Heartbeat, saves=()).leader == "a" * 16
+def counted(worker: Worker, kind: Any, **fields: Any) -> list[str | None]:
+    """Feed an event; returns what was counted for it."""
+    actions = worker.brain.handle(kind(now=worker.now, **fields))
+    worker.said += [a for a in actions if isinstance(a, ac.Relay)]
+    return [a.count for a in actions if isinstance(a, ac.Log)]
+
+
+def test_ranks_of_both_workers_are_told_what_was_decided(pair: Pair) -> None:
+    pair.follower.say(m.Withdraw, save_id=FIRST, reason="out of luck", skipped=False)
+    pair.pump()
+    said = [worker.say(m.Heartbeat, saves=()).outcomes for worker in (pair.leader, pair.follower)]
+    assert said[0] == said[1] and len(said[0]) == 1
 
 
 # ---- a save
@@ -207,7 +206,7 @@ def test_the_epoch_is_asked_through(pair: Pair) -> None:
     assert pair.follower.say(m.Lineage, run=RUN, path=PATH) is None
     pair.pump()
     assert not pair.follower.of(ac.ScanLineage)
-    pair.leader.feed(ev.LineageScanned, peer=b"", id=0, run=RUN, path=PATH, epoch=7)
+    pair.leader.feed(ev.LineageScanned, run=RUN, path=PATH, epoch=7)
     pair.pump()
     assert [said.epoch for said in pair.heard[1] if isinstance(said, m.LineageFound)] == [7]
     assert pair.follower.say(m.Lineage, run=RUN, path="/ckpt/next") == m.LineageFound(id=pair.follower.ids, epoch=7)
@@ -217,7 +216,7 @@ def test_the_epoch_is_asked_through(pair: Pair) -> None:
 def test_an_epoch_that_cannot_be_found_is_an_error_there(pair: Pair) -> None:
     pair.follower.say(m.Lineage, run=RUN, path=PATH)
     pair.pump()
-    pair.leader.feed(ev.LineageScanned, peer=b"", id=0, run=RUN, path=PATH, error=ERROR)
+    pair.leader.feed(ev.LineageScanned, run=RUN, path=PATH, error=ERROR)
     pair.pump()
     assert [code(said) for said in pair.heard[1] if isinstance(said, m.Refused)] == ["save_failed"]
 
@@ -251,16 +250,34 @@ def test_a_rank_of_the_follower_that_will_not_come_ends_the_save_here(pair: Pair
     assert fields["rank"] == 1 and fields["code"] == ("not_sealed" if how == "death" else "withdrawn")
 
 
-def test_a_save_that_ended_with_a_lost_stream_need_not_be_waited_for(pair: Pair) -> None:
+def test_a_rank_is_gone_only_once_the_decider_has_what_it_sealed(pair: Pair) -> None:
+    pair.stages(pair.leader)
     pair.follower.begin(1)
-    (told,) = pair.follower.said
-    pair.follower.said.clear()
-    over = Unlinked(stream=told.message.stream, sender="a" * 16)  # type: ignore[attr-defined]
-    pair.follower.feed(ev.Relayed, run=RUN, route=b"", message=over)
-    assert pair.follower.phase(rank=1) == "failed"
     pair.pump()
-    pair.leader.begin(1)
-    assert pair.leader.phase() == "abandoned" and pair.follower.row()["error"]["fields"]["code"] == "leader_lost"
+    pair.follower.feed(ev.Prepared, key=(FIRST, 1))
+    pair.follower.submit(1)
+    pair.follower.read(1, rank=1, world_size=2)
+    pair.follower.said.clear()  # what says that it is sealed is lost
+    pair.follower.feed(ev.Died, session=f"{1:016x}")
+    pair.follower.feed(ev.SlotRead, slot=1, reason="SEALED")
+    pair.pump()
+    assert phases(pair) == ("writing", "open") and not pair.leader.brain.tables.runs[RUN].gone
+    pair.pump(BEAT_S)
+    assert phases(pair) == ("writing", "writing") and list(pair.leader.brain.tables.runs[RUN].gone) == [1]
+    pair.writes(pair.follower)
+    assert phases(pair) == ("writing", "durable")
+
+
+def test_a_save_ends_once_whatever_is_told_later(pair: Pair) -> None:
+    pair.stages(pair.leader)
+    pair.stages(pair.follower)
+    pair.leader.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    pair.pump()
+    assert pair.follower.phase(rank=1) == "failed" and FIRST in pair.follower.brain.tables.saves, "a job is under way"
+    row = {"save_id": FIRST, "outcome": "committed", "error": {}, "report": {}, "missing": (), "known": ()}
+    told = Outcomes(sender="a" * 16, counter=99, to="b" * 16, saves=(row,), epochs=(), decided=(), gone=(), error={})
+    assert "saves_committed" not in counted(pair.follower, ev.Relayed, run=RUN, route=b"", message=told)
+    assert pair.follower.phase(rank=1) == "failed" and pair.follower.brain.tables.find(FIRST).outcome == "failed"
 
 
 # ---- silence
@@ -290,7 +307,7 @@ def test_a_follower_that_is_silent_while_it_writes_is_named(pair: Pair) -> None:
     pair.pump(29.0)
     pair.leader.now += 29.0
     pair.leader.feed(ev.Tick)
-    assert pair.leader.brain.tables.saves[FIRST].outcome is None, "it was heard 29 s ago"
+    assert pair.leader.brain.tables.find(FIRST).outcome is None, "it was heard 29 s ago"
     pair.leader.now += 2.0
     pair.leader.feed(ev.Tick)
     (row,) = pair.leader.pushed()
@@ -306,7 +323,7 @@ def test_a_follower_that_is_silent_while_a_hook_is_waited_for_is_named(pair: Pai
     assert phases(pair) == ("durable", "durable")
     pair.leader.now += 29.0
     pair.leader.feed(ev.Tick)
-    assert pair.leader.brain.tables.saves[FIRST].outcome is None, "it was heard 29 s ago"
+    assert pair.leader.brain.tables.find(FIRST).outcome is None, "it was heard 29 s ago"
     pair.leader.now += 2.0  # its rank may have died, and who was to tell of it takes the leader for gone
     pair.leader.feed(ev.Tick)
     (row,) = pair.leader.pushed()
@@ -338,11 +355,11 @@ def test_a_ring_that_a_follower_writes_is_waited_for_though_another_rank_has_sea
     fills_a_ring(pair)
     for _ in range(20):
         pair.pump(0.5 * COMMIT_TIMEOUT_S)
-    assert phases(pair) == ("writing", "begun")
+    assert phases(pair) == ("writing", "open")
     pair.writes(pair.follower)
     for _ in range(9):
         pair.pump(0.1 * COMMIT_TIMEOUT_S)
-    assert phases(pair) == ("writing", "begun")
+    assert phases(pair) == ("writing", "open")
     pair.follower.submit(1)
     reads_the_ring(pair, streamed=False)
     pair.pump()
@@ -374,16 +391,6 @@ def test_a_ring_that_fails_at_a_follower_ends_the_save_here(pair: Pair) -> None:
     pair.pump()
     assert phases(pair) == ("failed", "failed")
     assert pair.rows(0)[-1]["error"]["text"] == ERROR["text"]
-
-
-@pytest.mark.parametrize("save_id", [FIRST, SECOND])
-def test_a_ring_of_which_nothing_was_heard_is_no_breach_of_the_rules(pair: Pair, save_id: str) -> None:
-    (name,) = pair.leader.brain.tables.heard
-    (known,) = pair.leader.brain._leading._links.values()
-    pair.stages(pair.leader)
-    pair.leader.brain._leading._hearing.take(known, Ringed(save_id=save_id, rank=1, writing=True))
-    assert list(pair.leader.brain.tables.heard) == [name]
-    assert phases(pair) == ("writing", None)
 
 
 def test_a_follower_that_is_gone_for_good_is_forgotten(pair: Pair) -> None:
@@ -426,54 +433,76 @@ def test_a_hook_that_has_spoken_leaves_the_end_to_the_leader(pair: Pair) -> None
     assert pair.leader.of(ac.Commit)
 
 
-def test_a_late_piece_of_a_stream_of_the_worker_before_is_no_breach_of_the_rules(pair: Pair) -> None:
-    stream = Stream("e" * 16, "e" * 16)
-    joins(pair.leader, stream, [1])
-    late = Piece(stream="e" * 16, sender="e" * 16, number=2, first=1, more=False, data=b"", taken=9)
-    event = ev.Relayed(now=pair.leader.now, run=RUN, route=b"n", message=late)
-    counts = [a.count for a in pair.leader.brain.handle(event) if isinstance(a, ac.Log)]
-    assert "protocol_errors" not in counts and "e" * 16 not in pair.leader.brain.tables.heard
+def test_of_what_was_reported_to_another_decider_only_ranks_are_taken(pair: Pair) -> None:
+    pair.follower.begin(1)
+    (told,) = pair.follower.said
+    late = replace(told.message, to="e" * 16)
+    assert "protocol_errors" not in counted(pair.leader, ev.Relayed, run=RUN, route=b"r", message=late)
+    assert pair.leader.brain.tables.find(FIRST) is None
+    (answer,) = [relay.message for relay in pair.leader.said]
+    assert isinstance(answer, Outcomes) and answer.sender == "a" * 16, "so it learns who decides"
 
 
-def joins(leader: Worker, stream: Stream, ranks: Sequence[int], world_size: int = 2) -> list[str]:
-    """Let a follower tell of its ranks; returns the kinds of what the leader answers."""
-    for rank in ranks:
-        stream.post(packed(Joined(rank=rank, world_size=world_size, attempt=1, opened=1)))
-    leader.said.clear()
-    for piece in stream.due(leader.now):
-        leader.feed(ev.Relayed, run=RUN, route=b"n", message=piece)
-    return [said.message.name for said in leader.said]
-
-
-def test_an_end_without_a_reason_is_a_breach_of_the_rules_and_ranks_get_an_error(pair: Pair) -> None:
+def test_a_page_that_comes_late_or_twice_changes_nothing(pair: Pair) -> None:
     pair.stages(pair.follower)
-    followed = pair.follower.brain._following._followed[RUN]
-    end = packed(Ended(save_id=FIRST, outcome="failed", error={}, report={}))
-    name, number = followed.stream.name, followed.stream.taken + 1
-    piece = Piece(stream=name, sender="a" * 16, number=number, first=1, more=False, data=end, taken=0)
-    event = ev.Relayed(now=pair.follower.now, run=RUN, route=b"", message=piece)
-    counts = [a.count for a in pair.follower.brain.handle(event) if isinstance(a, ac.Log)]
-    assert "protocol_errors" in counts
+    pair.follower.feed(ev.Tick)
+    pair.pump(BEAT_S)
+    (reporter,) = pair.leader.brain._decider._reporters.values()
+    old = report("b" * 16, reporter.heard, [1], to="a" * 16)
+    pair.leader.feed(ev.Relayed, run=RUN, route=b"elsewhere", message=old)
+    assert reporter.route == b"r" and reporter.saves == (FIRST,)
+
+
+def report(instance: str, counter: int, ranks: Sequence[int], world_size: int = 2, to: str = "") -> Report:
+    """Return a page of a follower whose ranks save nothing."""
+    rows = tuple({"rank": rank, "attempt": 1, "gone": ""} for rank in ranks)
+    nothing: dict[str, Any] = {"saves": (), "parts": (), "failures": (), "withdrawals": (), "questions": ()}
+    return Report(sender=instance, counter=counter, to=to, world_size=world_size, ranks=rows, **nothing)
+
+
+def joins(leader: Worker, instance: str, ranks: Sequence[int], world_size: int = 2) -> list[Outcomes]:
+    """Let a follower report its ranks; returns what the decider answers."""
+    leader.said.clear()
+    leader.feed(ev.Relayed, run=RUN, route=b"n", message=report(instance, 1, ranks, world_size))
+    return [said.message for said in leader.said if isinstance(said.message, Outcomes)]
+
+
+def test_an_end_without_a_reason_is_a_breach_of_the_rules_and_ends_nothing(pair: Pair) -> None:
+    pair.stages(pair.follower)
+    row = {"save_id": FIRST, "outcome": "failed", "error": {}, "report": {}, "missing": (), "known": ()}
+    told = Outcomes(sender="a" * 16, counter=99, to="b" * 16, saves=(row,), epochs=(), decided=(), gone=(), error={})
+    assert "protocol_errors" in counted(pair.follower, ev.Relayed, run=RUN, route=b"", message=told)
+    assert pair.follower.phase(rank=1) == "submitted" or pair.follower.phase(rank=1) == "writing"
+
+
+@pytest.mark.parametrize("wrong", [{"request": b"junk"}, {"result": {"record": {}}}])
+def test_a_part_that_makes_no_sense_ends_its_save_and_nothing_else(pair: Pair, wrong: dict[str, Any]) -> None:
+    pair.leader.begin(1)
+    pair.follower.begin(1)
     pair.pump()
-    assert all(row.get("error", ERROR) for row in pair.rows(1))
+    row = {"save_id": FIRST, "rank": 1, "phase": "durable", "step": 7, "path": PATH, "nbytes": 1, "umask": 0}
+    row |= {"overwrite": False, "commit_timeout_s": 9.0, "recovering": False, "streamed": False, "writing": False}
+    page = replace(report("b" * 16, 99, [1], to="a" * 16), saves=(FIRST,), parts=({**row, **wrong},))
+    assert "protocol_errors" in counted(pair.leader, ev.Relayed, run=RUN, route=b"r", message=page)
+    assert pair.leader.phase() == "failed" and pair.leader.row()["error"]["fields"]["code"] == "protocol"
 
 
-def test_streams_that_no_rank_has_any_more_make_room(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leading, "MAX_LINKS", 1)
-    assert joins(pair.leader, Stream("e" * 16, "e" * 16), [1]) == ["unlinked"], "the first one has its rank"
+def test_followers_that_no_rank_has_any_more_make_room(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decider, "MAX_FOLLOWERS", 1)
+    assert not joins(pair.leader, "e" * 16, [1]), "the first one has its rank"
     pair.follower.say(m.Goodbye)
     pair.follower.feed(ev.SlotRead, slot=1, reason="EMPTY")
     pair.pump()
-    assert "unlinked" not in joins(pair.leader, Stream("f" * 16, "f" * 16), [1])
-    assert set(pair.leader.brain.tables.heard) == {"f" * 16}
+    assert joins(pair.leader, "f" * 16, [1])
+    assert set(pair.leader.brain.tables.heard) == {f"{'f' * 16}.{RUN}"}
 
 
 def test_a_follower_that_is_not_taken_does_not_try_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leading, "MAX_LINKS", 0)
+    monkeypatch.setattr(decider, "MAX_FOLLOWERS", 0)
     pair = Pair()
     pair.link()
     assert not pair.follower.said and not pair.leader.said, "neither says anything before some time has passed"
-    monkeypatch.setattr(leading, "MAX_LINKS", 1)
+    monkeypatch.setattr(decider, "MAX_FOLLOWERS", 1)
     assert not [said for said in pair.pump(BEAT_S / 2) if isinstance(said, m.Following)]
     assert [said for said in pair.pump(BEAT_S / 2) if isinstance(said, m.Following)]
 
@@ -485,10 +514,16 @@ def test_ranks_of_other_nodes_take_no_place_of_our_own(pair: Pair, monkeypatch: 
     assert code(pair.leader.hello(b"r", "8" * 16)) == "worker_unavailable"
 
 
-def test_a_world_larger_than_any_is_refused(pair: Pair) -> None:
-    large = MAX_RANKS + 1
-    assert "unlinked" in joins(pair.leader, Stream("e" * 16, "e" * 16), [5], world_size=large)
-    assert len(pair.leader.brain.tables.sessions) == 2
+@pytest.mark.parametrize("world_size", [3, MAX_RANKS + 1])
+def test_a_follower_of_another_world_is_told_so(pair: Pair, world_size: int) -> None:
+    (answer,) = joins(pair.leader, "e" * 16, [1], world_size=world_size)
+    assert answer.error["code"] == "ranks_disagree" and len(pair.leader.brain.tables.sessions) == 2
+    pair.follower.say(m.Follow, **{**FOLLOW, "attempt": 2})
+    refused = replace(answer, to="b" * 16, counter=99)
+    pair.follower.brain.tables.runs[RUN].leader = ""
+    pair.follower.say(m.Follow, **{**FOLLOW, "attempt": 3})
+    pair.follower.feed(ev.Relayed, run=RUN, route=b"", message=refused)
+    assert [code(a.message) for a in pair.follower.of(ac.Send)] == ["ranks_disagree"]
 
 
 def test_a_follower_remembers_the_epochs_of_some_directories_only(pair: Pair) -> None:
@@ -496,7 +531,7 @@ def test_a_follower_remembers_the_epochs_of_some_directories_only(pair: Pair) ->
         path = f"/ckpt/{n}/a"
         pair.follower.say(m.Lineage, run=RUN, path=path)
         pair.pump()
-        pair.leader.feed(ev.LineageScanned, peer=b"", id=0, run=RUN, path=path, epoch=7)
+        pair.leader.feed(ev.LineageScanned, run=RUN, path=path, epoch=7)
         pair.pump()
     assert list(pair.follower.brain.tables.runs[RUN].epochs)[-1] == f"/ckpt/{n}"
     assert len(pair.follower.brain.tables.runs[RUN].epochs) == MAX_DIRECTORIES
@@ -508,10 +543,9 @@ def test_what_a_turn_costs_does_not_grow_with_followers_times_ranks() -> None:
     for n_nodes in (4, 8):
         leader = Worker(0, "a" * 16, world_size=1 + 4 * n_nodes)
         leader.say(m.Lead, **LEAD)
-        leader.feed(ev.Listening, address=ADDRESS, public=KEY, secret=SECRET)
         for n in range(n_nodes):
             ranks = range(1 + 4 * n, 5 + 4 * n)
-            joins(leader, Stream(f"{n + 1:016x}", "e" * 16), ranks, 1 + 4 * n_nodes)
+            joins(leader, f"{n + 1:016x}", ranks, 1 + 4 * n_nodes)
         leader.begin(1)
         leader.submit(1)
         leader.read(1, world_size=1 + 4 * n_nodes)
@@ -519,7 +553,7 @@ def test_what_a_turn_costs_does_not_grow_with_followers_times_ranks() -> None:
         save.ranks = Counted(save.ranks)
         leader.now += BEAT_S
         leader.feed(ev.Tick)
-        assert len(leader.of(ac.Relay)) == 2 * n_nodes, "a beat, and whom the save waits for"
+        assert len(leader.of(ac.Relay)) == n_nodes, "one page each"
         looks.append(save.ranks.looks)
     assert looks[1] == looks[0], looks
 
@@ -537,7 +571,9 @@ class Counted(dict[int, Any]):
 def test_a_run_that_nobody_saves_in_is_followed_no_more(pair: Pair) -> None:
     pair.follower.say(m.Goodbye)
     pair.follower.feed(ev.SlotRead, slot=1, reason="EMPTY")
+    pair.follower.feed(ev.Tick)
+    assert not pair.follower.asked("disconnect"), "the decider has not shown that it knows that the rank is gone"
     pair.pump()
     pair.follower.feed(ev.Tick)
-    assert pair.follower.of(ac.Disconnect) == [ac.Disconnect(run=RUN)]
+    assert pair.follower.asked("disconnect") == [RUN]
     assert list(pair.leader.brain.tables.runs[RUN].gone) == [1]

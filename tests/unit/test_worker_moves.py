@@ -12,9 +12,11 @@ from worker_bench import ERROR, FIRST, SECOND, Bench
 from asyncckpt.protocol.codec import MAX_FRAME_NBYTES, pack
 from asyncckpt.protocol.messages import StatusReport
 from asyncckpt.storage.event_log import read_events
-from asyncckpt_worker import events as ev
-from asyncckpt_worker.moves import ALMOST, Moved, with_progress
-from asyncckpt_worker.telling import Teller
+from asyncckpt_worker.config import WorkerConfig
+from asyncckpt_worker.core import events as ev
+from asyncckpt_worker.core.status import ALMOST, Moved, with_progress
+from asyncckpt_worker.service import observers
+from asyncckpt_worker.service.observers import EventWriter, Observers
 
 
 class Watched(Bench):
@@ -50,7 +52,7 @@ def phases(bench: Watched) -> list[tuple[str, str]]:
 
 def test_each_phase_of_a_rank_is_told_once(bench: Watched) -> None:
     bench.commit(bench.slot())
-    assert phases(bench) == [("", "begun"), ("begun", "writing"), ("writing", "durable"), ("durable", "committed")]
+    assert phases(bench) == [("", "open"), ("open", "writing"), ("writing", "durable"), ("durable", "committed")]
     *_, durable, committed = bench.moves
     assert (durable.was_s, durable.nbytes, durable.ends) == (2.0, 7, False)
     assert (committed.was_s, committed.begun_s, committed.ends) == (1.0, 3.0, True)
@@ -84,7 +86,7 @@ def test_a_rank_shows_its_last_save_and_its_last_durable_step(bench: Watched) ->
     bench.now += 4
     bench.begin(slot, SECOND, 2, step=6, path="/ckpt/b", nbytes=100)
     (row,) = bench.brain.report()["ranks"]
-    assert (row["phase"], row["step"], row["staged"], row["nbytes"]) == ("begun", 6, 0.0, 100)
+    assert (row["phase"], row["step"], row["staged"], row["nbytes"]) == ("open", 6, 0.0, 100)
     assert (row["durable_step"], row["durable_age_s"], row["slots_nbytes"]) == (5, 5.0, 12288)
     (run,) = bench.brain.report()["runs"]
     assert (run["committed_step"], run["committed_path"], run["committed_age_s"]) == (5, "/ckpt/a", 4.0)
@@ -132,9 +134,9 @@ def test_a_report_of_many_ranks_fits_into_a_frame() -> None:
 def test_a_committed_save_has_its_lines(bench: Watched, tmp_path: pathlib.Path) -> None:
     slot = bench.slot()
     bench.commit(slot)
-    teller = Teller(())
-    teller.tell([_at(m, tmp_path) for m in bench.moves])
-    teller.log.close(60.0)
+    event_writer = EventWriter(())
+    event_writer.tell([_at(m, tmp_path) for m in bench.moves])
+    event_writer.log.close(60.0)
     begun, sealed, durable, committed = read_events(str(tmp_path))
     assert [e["event"] for e in (begun, sealed, durable, committed)] == ["begun", "sealed", "durable", "committed"]
     assert {(e["save_id"], e["step"], e["name"]) for e in (begun, sealed, durable, committed)} == {(FIRST, 5, "a")}
@@ -144,19 +146,39 @@ def test_a_committed_save_has_its_lines(bench: Watched, tmp_path: pathlib.Path) 
 
 def test_a_follower_leaves_the_lines_to_its_leader(bench: Watched, tmp_path: pathlib.Path) -> None:
     bench.commit(bench.slot())
-    teller = Teller(())
-    teller.tell([_at(m, tmp_path, followed=True) for m in bench.moves])
-    teller.log.close(60.0)
+    event_writer = EventWriter(())
+    event_writer.tell([_at(m, tmp_path, followed=True) for m in bench.moves])
+    event_writer.log.close(60.0)
     assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_told_outside_the_roots(bench: Watched, tmp_path: pathlib.Path) -> None:
     bench.commit(bench.slot())
-    teller = Teller((str(tmp_path / "elsewhere"),))
-    teller.tell([_at(m, tmp_path) for m in bench.moves])
-    teller.log.close(60.0)
-    assert not list(tmp_path.iterdir()) and teller.log.dropped == 4
+    event_writer = EventWriter((str(tmp_path / "elsewhere"),))
+    event_writer.tell([_at(m, tmp_path) for m in bench.moves])
+    event_writer.log.close(60.0)
+    assert not list(tmp_path.iterdir()) and event_writer.log.dropped == 4
 
 
 def _at(moved: Moved, root: pathlib.Path, **changes: Any) -> Moved:
     return replace(moved, path=str(root / "a"), **changes)
+
+
+def test_a_line_that_cannot_be_written_costs_none_of_the_others(
+    bench: Watched, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.commit(bench.slot())
+    bugs: list[str] = []
+    watching = Observers(WorkerConfig(endpoint="ipc:///tmp/x.sock", events=True), {}, bugs.append)
+    real = observers._of_a_rank
+
+    def fails(moved: Moved) -> dict[str, object]:
+        if moved.phase == "durable":
+            raise ValueError("simulated")
+        return real(moved)
+
+    monkeypatch.setattr(observers, "_of_a_rank", fails)
+    watching.saw([_at(m, tmp_path) for m in bench.moves])
+    watching.close("test")
+    assert [event["event"] for event in read_events(str(tmp_path))] == ["begun", "sealed", "committed"]
+    assert bugs == ["internal_errors"]

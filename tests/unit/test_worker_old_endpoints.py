@@ -11,8 +11,8 @@ import pytest
 
 from asyncckpt.protocol import endpoint as endpoint_module
 from asyncckpt.protocol.endpoint import acquire_lock
-from asyncckpt_worker import old_endpoints
-from asyncckpt_worker.claim import claim
+from asyncckpt_worker.service import endpoint_lock
+from asyncckpt_worker.service.endpoint_lock import claim
 
 MINE = "f" * 16
 
@@ -20,7 +20,7 @@ MINE = "f" * 16
 @pytest.fixture
 def directory(short_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """The directory of made-up endpoints, with only three of them kept."""
-    monkeypatch.setattr(old_endpoints, "MAX_KEPT", 3)
+    monkeypatch.setattr(endpoint_lock, "MAX_KEPT", 3)
     found = short_path / f"asyncckpt-{os.geteuid()}"
     found.mkdir(mode=0o700)
     return found
@@ -86,7 +86,7 @@ def test_files_of_other_names_stay(directory: pathlib.Path) -> None:
 def test_nothing_is_removed_in_a_directory_that_a_user_chose(
     short_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(old_endpoints, "MAX_KEPT", 1)
+    monkeypatch.setattr(endpoint_lock, "MAX_KEPT", 1)
     (short_path / "sockets").mkdir(mode=0o700)
     leave(short_path / "sockets", "0" * 16, 1)
     with claimed(short_path / "sockets"):
@@ -99,10 +99,12 @@ def test_a_directory_that_cannot_be_tidied_does_not_keep_a_worker_from_starting(
     leave(directory, "0" * 16, 1)
 
     def refused(path: str) -> int | None:
+        if MINE in path:
+            return acquire_lock(path)
         raise PermissionError(13, "no")
 
-    monkeypatch.setattr(old_endpoints, "MAX_KEPT", 1)
-    monkeypatch.setattr(old_endpoints, "acquire_lock", refused)
+    monkeypatch.setattr(endpoint_lock, "MAX_KEPT", 1)
+    monkeypatch.setattr(endpoint_lock, "acquire_lock", refused)
     with claimed(directory):
         assert stems(directory) == {"0" * 16, MINE}
 

@@ -1,4 +1,4 @@
-"""The worker's small parts: slots in memory, lanes of jobs, errors with advice, log lines, liveness."""
+"""The worker's small parts: slots in memory, errors with advice, log lines, liveness."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pathlib
+import select
 import subprocess
 import sys
 import threading
@@ -18,15 +19,14 @@ import pytest
 from asyncckpt.errors import CheckpointExistsError, CommitUnknownError, SaveFailedError
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol.identity import start_ticks
-from asyncckpt.storage.failures import ADVICE
-from asyncckpt.storage.rank_files import DEFAULT_THREADS
-from asyncckpt_worker import cli, logs
-from asyncckpt_worker.events import Tick
-from asyncckpt_worker.liveness import Liveness
-from asyncckpt_worker.metrics import Metrics
-from asyncckpt_worker.scheduler import LANES, Scheduler
-from asyncckpt_worker.slots import SlotStore
-from asyncckpt_worker.writer import MIN_THREADS, wrap
+from asyncckpt.storage.files import ADVICE
+from asyncckpt.storage.rank_writer import DEFAULT_THREADS
+from asyncckpt_worker import cli
+from asyncckpt_worker.io.slot_store import SlotStore
+from asyncckpt_worker.io.writer import MIN_THREADS, wrap
+from asyncckpt_worker.service import log
+from asyncckpt_worker.service.metrics import Metrics
+from asyncckpt_worker.service.process_watch import Liveness
 
 # ---- slots
 
@@ -91,61 +91,6 @@ def test_slot_freed_while_it_is_populated_is_closed_without_a_crash(store: SlotS
     assert not len(store)
 
 
-# ---- jobs
-
-
-@pytest.fixture
-def scheduler() -> Iterator[Scheduler]:
-    """A scheduler that is closed at the end."""
-    scheduler = Scheduler()
-    yield scheduler
-    assert scheduler.close(5.0) and scheduler.close(5.0)
-    scheduler.wake()
-
-
-def collect(scheduler: Scheduler, count: int) -> list[object]:
-    found: list[object] = []
-    while len(found) < count:
-        found += scheduler.results()
-    return found
-
-
-def test_results_of_jobs_come_back_and_make_the_fd_readable(scheduler: Scheduler) -> None:
-    scheduler.submit("memory", lambda: Tick(now=1.0))
-    scheduler.submit("memory", lambda: None)
-    scheduler.submit("memory", lambda: Tick(now=2.0))
-    assert collect(scheduler, 2) == [Tick(now=1.0), Tick(now=2.0)]
-    scheduler.post(Tick(now=3.0))
-    assert os.eventfd_read(scheduler.fd) >= 1
-
-
-def test_lane_runs_as_many_jobs_at_once_as_it_has_threads(scheduler: Scheduler) -> None:
-    together = threading.Barrier(LANES["write"])
-
-    def job() -> Tick:
-        together.wait(60)
-        return Tick(now=0.0)
-
-    for _ in range(2 * LANES["write"]):
-        scheduler.submit("write", job)
-    assert len(collect(scheduler, 2 * LANES["write"])) == 2 * LANES["write"]
-
-
-def test_job_that_hangs_does_not_stop_other_lanes(scheduler: Scheduler) -> None:
-    gate = threading.Event()
-    scheduler.submit("memory", lambda: Tick(now=float(gate.wait(60))))
-    scheduler.submit("commit", lambda: Tick(now=7.0))
-    assert collect(scheduler, 1) == [Tick(now=7.0)]
-    gate.set()
-
-
-def test_job_that_raises_does_not_end_its_lane(scheduler: Scheduler, caplog: pytest.LogCaptureFixture) -> None:
-    scheduler.submit("memory", lambda: Tick(now=1 / 0))
-    scheduler.submit("memory", lambda: Tick(now=1.0))
-    assert collect(scheduler, 1) == [Tick(now=1.0)]
-    assert "our own bug" in caplog.text
-
-
 # ---- errors
 
 
@@ -186,9 +131,9 @@ def test_log_lines_carry_save_session_and_facts(log_format: str) -> None:
     stream = io.StringIO()
     logger = logging.getLogger("asyncckpt")
     before = (logger.level, logger.propagate)
-    handler = logs.configure(log_format, stream)
+    handler = log.configure(log_format, stream)
     try:
-        logs.write("info", "two\nlines", save_id="s1", session="t1", facts={"seconds": 0.12345, "n": 3})
+        log.write("info", "two\nlines", save_id="s1", session="t1", facts={"seconds": 0.12345, "n": 3})
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before[0])
@@ -201,28 +146,28 @@ def test_log_lines_carry_save_session_and_facts(log_format: str) -> None:
 
 
 def test_long_log_of_earlier_workers_is_cut_to_its_end(tmp_path: pathlib.Path) -> None:
-    log = tmp_path / "w.log"
-    logs.keep_tail(str(log))
-    log.write_text("short\n")
-    logs.keep_tail(str(log))
-    assert log.read_text() == "short\n"
-    log.write_text("".join(f"line {i:09d}\n" for i in range(200_000)))
-    logs.keep_tail(str(log))
-    lines = log.read_text().splitlines()
+    path = tmp_path / "w.log"
+    log.keep_tail(str(path))
+    path.write_text("short\n")
+    log.keep_tail(str(path))
+    assert path.read_text() == "short\n"
+    path.write_text("".join(f"line {i:09d}\n" for i in range(200_000)))
+    log.keep_tail(str(path))
+    lines = path.read_text().splitlines()
     assert lines[-1] == "line 000199999" and len(lines[0]) == 14
-    assert 0 < log.stat().st_size <= logs.MAX_LOG_NBYTES // 2
+    assert 0 < path.stat().st_size <= log.MAX_LOG_NBYTES // 2
 
 
 def test_log_of_a_started_worker_is_bounded(tmp_path: pathlib.Path) -> None:
     code = (
-        "import sys\nfrom asyncckpt_worker import logs\n"
-        "logs.redirect_output(sys.argv[1])\nlogs.configure('human', rotated=sys.argv[1])\n"
-        "for i in range(4000): logs.write('info', f'{i:06d}' + 'x' * 1000)\n"
+        "import sys\nfrom asyncckpt_worker.service import log\n"
+        "log.redirect_output(sys.argv[1])\nlog.configure('human', rotated=sys.argv[1])\n"
+        "for i in range(4000): log.write('info', f'{i:06d}' + 'x' * 1000)\n"
         "print('the last word', file=sys.stderr)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "w.log")], check=True, timeout=60)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["w.log", "w.log.1"]
-    assert all(p.stat().st_size < logs.MAX_LOG_NBYTES + 2000 for p in tmp_path.iterdir())
+    assert all(p.stat().st_size < log.MAX_LOG_NBYTES + 2000 for p in tmp_path.iterdir())
     assert (tmp_path / "w.log").read_text().endswith("the last word\n")
     assert "003999" in (tmp_path / "w.log").read_text()
 
@@ -235,6 +180,24 @@ def test_counters_and_process_figures_are_plain_numbers() -> None:
     assert metrics.process()["rss_nbytes"] > 0 and metrics.process()["fds"] > 0
 
 
+def test_death_is_told_though_its_descriptor_cannot_be_taken_from_the_others() -> None:
+    class Broken:
+        def __init__(self, epoll: select.epoll) -> None:
+            self.poll, self.register, self.close = epoll.poll, epoll.register, epoll.close
+
+        def unregister(self, fd: int) -> None:
+            raise OSError(errno.EBADF, "simulated")
+
+    liveness = Liveness()
+    with subprocess.Popen(["sleep", "60"]) as one:
+        assert liveness.watch("one", one.pid, start_ticks(one.pid) or 0)
+        liveness._epoll = Broken(liveness._epoll)  # type: ignore[arg-type,assignment]
+        one.kill()
+        one.wait()
+    assert liveness.dead() == ["one"]
+    liveness.close()
+
+
 @pytest.mark.parametrize("use_pidfd", [True, False])
 def test_liveness_tells_the_living_from_the_dead_and_the_mistaken(use_pidfd: bool) -> None:
     liveness = Liveness(use_pidfd=use_pidfd)
@@ -244,7 +207,7 @@ def test_liveness_tells_the_living_from_the_dead_and_the_mistaken(use_pidfd: boo
     assert not liveness.watch("other", os.getpid(), started + 1)
     with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as child:
         assert liveness.watch("child", child.pid, start_ticks(child.pid) or 0)
-        assert liveness.dead() == [] and (liveness.poll_s is None) == use_pidfd and len(liveness.fds()) == 2 * use_pidfd
+        assert liveness.dead() == [] and (liveness.poll_s is None) == use_pidfd and len(liveness.fds()) == use_pidfd
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert liveness.dead() == ["child"] and liveness.dead() == []

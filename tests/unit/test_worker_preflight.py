@@ -11,8 +11,8 @@ import pytest
 from asyncckpt.errors import ConfigError, InsufficientMemoryError, SaveFailedError
 from asyncckpt.memory import headroom
 from asyncckpt.storage.files import Files
-from asyncckpt_worker import preflight
 from asyncckpt_worker.config import WorkerConfig
+from asyncckpt_worker.io import writer
 
 
 def tree(root: pathlib.Path, files: dict[str, str]) -> str:
@@ -94,12 +94,12 @@ def test_paths_must_lie_below_a_root_links_followed(tmp_path: pathlib.Path, path
     (tmp_path / "link").symlink_to("/tmp")
     where = str(tmp_path / path)
     if allowed:
-        preflight.check_root(where, [str(tmp_path / "root")])
+        writer.check_root(where, [str(tmp_path / "root")])
     else:
         with pytest.raises(SaveFailedError, match="--root") as caught:
-            preflight.check_root(where, [str(tmp_path / "root")])
+            writer.check_root(where, [str(tmp_path / "root")])
         assert caught.value.code == "EPERM"  # type: ignore[attr-defined]
-    preflight.check_root(where, [])
+    writer.check_root(where, [])
 
 
 class Disk(Files):
@@ -117,10 +117,10 @@ class Disk(Files):
 )
 def test_disk_room_and_inodes_are_checked(disk: Disk, fits: bool) -> None:
     if fits:
-        preflight.check_disk("/", 8192, disk)
+        writer.check_disk("/", 8192, disk)
     else:
         with pytest.raises(OSError) as caught:
-            preflight.check_disk("/", 8192, disk)
+            writer.check_disk("/", 8192, disk)
         assert caught.value.errno == errno.ENOSPC
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgpack
 import pytest
 from worker_bench import ERROR, FIRST, OTHER_RUN, PATH, RUN, SECOND, Bench, code
 
+from asyncckpt.config import MAX_SLOTS
+from asyncckpt.errors import SaveFailedError, to_wire
 from asyncckpt.protocol import messages as m
+from asyncckpt.protocol.fields import MAX_OUTCOMES
 from asyncckpt.protocol.samples import encode_samples
-from asyncckpt_worker import actions as ac
-from asyncckpt_worker import events as ev
-from asyncckpt_worker import runs
-from asyncckpt_worker.changes import EFFECTIVE_AFTER, TELL_AGAIN
-from asyncckpt_worker.report import report as brains_report
-from asyncckpt_worker.runs import MAX_WITHDRAWN
+from asyncckpt.protocol.save_phases import NOT_AGREED
+from asyncckpt_worker.core import actions as ac
+from asyncckpt_worker.core import events as ev
+from asyncckpt_worker.core import runs
+from asyncckpt_worker.core.runs import MAX_WITHDRAWN
+from asyncckpt_worker.core.status import report as brains_report
 
 EPOCH_UNKNOWN = "000000" + FIRST[6:]
 EQUAL, OTHER = b"8 bytes!", b"others.."
@@ -33,7 +35,7 @@ class Ranks(Bench):
             if join:
                 self.say(m.Lineage, self.peer(rank), run=RUN, path=PATH)
                 for scan in self.of(ac.ScanLineage):
-                    facts = {"peer": scan.peer, "id": scan.id, "run": scan.run, "path": scan.path}
+                    facts = {"run": scan.run, "path": scan.path}
                     self.feed(ev.LineageScanned, epoch=1, **facts)
 
     @staticmethod
@@ -88,20 +90,17 @@ class Ranks(Bench):
         return {a.peer: r["phase"] for a in sends for r in a.message.saves}
 
     def outcome(self, save_id: str = FIRST) -> str | None:
-        return self.brain.tables.saves[save_id].outcome
+        return self.brain.tables.find(save_id).outcome
 
     def passes(self, seconds: float) -> None:
         self.now += seconds
         self.feed(ev.Tick)
 
-    def changes(self) -> list[dict[str, Any]]:
-        """Fetch all changes of the run, as rank 0 would."""
-        found = []
-        for n in range(1, self.say(m.Heartbeat, b"0", saves=()).changes + 1):
-            reply = self.say(m.Fetch, b"0", board=f"change-{RUN}-{n}", rank=0, offset=0)
-            assert reply.missing == () and reply.total == len(reply.data)
-            found.append(msgpack.unpackb(reply.data))
-        return [{**f, "change": msgpack.unpackb(f["change"], strict_map_key=False)} for f in found]
+    def outcomes(self, rank: int = 0) -> dict[int, bool]:
+        """Return what a rank is told of saves that have ended: sequence -> whether all ranks meet again after it."""
+        reply = self.say(m.Heartbeat, self.peer(rank), saves=())
+        assert reply.run == RUN
+        return dict(reply.outcomes)
 
 
 # ---- who takes part
@@ -133,6 +132,27 @@ def test_rank_that_is_gone_while_it_staged_is_named_to_the_others() -> None:
     assert bench.error(0)["fields"]["rank"] == 1 and bench.outcome() == "abandoned"
 
 
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize(
+    ("leaves", "why"), [("death", "its process 7 died"), ("goodbye", "its checkpointer was closed")]
+)
+def test_end_of_a_save_says_why_its_rank_is_gone_and_which_save_it_was(begun: bool, leaves: str, why: str) -> None:
+    bench = Ranks()
+    bench.stages(0)
+    if begun:
+        bench.starts(1)
+    if leaves == "death":
+        bench.dies(1)
+    else:
+        bench.say(m.Goodbye, b"1")
+        bench.feed(ev.SlotRead, slot=2, reason="OPEN")
+    error = bench.error(0)
+    assert error["fields"] == {
+        "code": "not_sealed", "rank": 1, "save_id": FIRST, "detail": why, "step": 5, "path": PATH
+    }  # fmt: skip
+    assert all(part in error["text"] for part in ("step 5", "rank 1", PATH, why))
+
+
 def test_rank_that_died_after_its_seal_is_not_missed() -> None:
     bench = Ranks()
     bench.stages(0)
@@ -152,7 +172,7 @@ def test_rank_is_not_gone_before_all_of_its_slots_are_read() -> None:
     bench.feed(ev.SlotRead, slot=2, reason="EMPTY")
     assert bench.outcome() is None
     bench.read(second, FIRST, rank=1, world_size=2)
-    assert bench.phase(rank=1) == "submitted" and bench.outcome() is None
+    assert bench.phase(rank=1) == "sealed" and bench.outcome() is None
 
 
 def test_save_that_is_begun_after_a_rank_is_gone_ends_at_once() -> None:
@@ -196,7 +216,7 @@ def test_replaced_session_hands_its_rank_over_and_the_next_one_is_missed_when_it
     assert bench.outcome() is None, "its next session may seal it"
     bench.feed(ev.Died, session="9" * 16)
     assert bench.error(0)["fields"] == {
-        "code": "not_sealed", "rank": 1, "save_id": FIRST, "detail": "its process 7 died"
+        "code": "not_sealed", "rank": 1, "save_id": FIRST, "detail": "its process 7 died", "step": 5, "path": PATH
     }  # fmt: skip
 
 
@@ -285,7 +305,7 @@ def test_runs_without_anybody_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
         (
             {"plan": "1" * 16},
             "plan",
-            "a change of the state reached them at different saves; the next ones agree again",
+            "the ranks meet again in one of the next saves",
         ),
     ],
 )
@@ -359,7 +379,7 @@ def test_status_names_ranks_and_who_is_missing() -> None:
     bench.starts(1)
     (row,) = brains_report(bench.brain.tables, "ab" * 8)["saves"]
     assert row == {
-        "save_id": FIRST, "step": 5, "path": PATH, "phase": "begun", "ranks": {"0": "writing", "1": "begun"},
+        "save_id": FIRST, "step": 5, "path": PATH, "phase": "open", "ranks": {"0": "writing", "1": "open"},
         "missing": [1, 2],
     }  # fmt: skip
 
@@ -527,7 +547,7 @@ def test_equal_samples_commit() -> None:
         bench.stages(rank, **sampled(EQUAL, split=True))
     for rank in range(2):
         bench.writes(rank)
-    assert bench.of(ac.Commit) and not bench.changes()
+    assert bench.of(ac.Commit) and not bench.outcomes()
 
 
 @pytest.mark.parametrize("split_on", [(0,), (1,), (0, 1)])
@@ -539,24 +559,15 @@ def test_replica_that_is_split_and_differs_fails_the_save(split_on: tuple[int, .
         error = bench.error(rank)
         assert (error["code"], error["fields"]["fqn"]) == ("replica_mismatch", "w")
         assert list(error["fields"]["ranks"]) == [0, 1, 2] and "[0, 2] and [1]" in error["text"]
-    assert [c["change"]["per_rank"] for c in bench.changes()] == [["w"]]
+    assert bench.outcomes() == {0: True}
 
 
-def test_replica_with_one_writer_that_differs_fails_too_and_is_stored_per_rank_later() -> None:
+def test_replica_with_one_writer_that_differs_fails_too_and_the_ranks_meet_again() -> None:
     bench = Ranks()
     bench.stages(0, **sampled(EQUAL))
     bench.stages(1, **sampled(OTHER))
     assert bench.outcome() == "failed"
-    assert bench.changes() == [{"effective": 1, "change": {"contributions": {}, "per_rank": ["w"]}}]
-
-
-def test_a_name_that_saves_under_way_find_as_well_is_published_once() -> None:
-    bench = Ranks()
-    bench.stages(0, **sampled(EQUAL))
-    bench.stages(0, SECOND, 2, **sampled(EQUAL))
-    bench.stages(1, **sampled(OTHER))
-    bench.stages(1, SECOND, 2, **sampled(OTHER))
-    assert [c["effective"] for c in bench.changes()] == [2]
+    assert bench.outcomes() == {0: True}
 
 
 def test_names_of_different_ranks_are_compared_where_they_meet() -> None:
@@ -566,168 +577,99 @@ def test_names_of_different_ranks_are_compared_where_they_meet() -> None:
     assert bench.outcome() is None
 
 
-# ---- changes
+# ---- meeting again
 
 
-def test_contributions_are_published_when_all_ranks_have_sealed() -> None:
+def commits(bench: Ranks, save_id: str = FIRST) -> None:
+    for rank in range(bench.world_size):
+        bench.writes(rank, save_id)
+    bench.feed(ev.Published, save_id=save_id)
+
+
+@pytest.mark.parametrize("changed", [(), (0,), (1,), (0, 1)])
+def test_a_rank_that_has_changed_makes_all_ranks_meet_after_the_save(changed: tuple[int, ...]) -> None:
     bench = Ranks()
-    bench.stages(0, contribution=b"zero")
-    assert not bench.changes()
-    bench.stages(1, contribution=b"one")
-    told = [a for a in bench.of(ac.Send) if isinstance(a.message, m.Saves)]
-    assert {(a.peer, a.message.changes) for a in told} == {(b"0", 1), (b"1", 1)}
-    assert bench.changes() == [{"effective": 4, "change": {"contributions": {0: b"zero", 1: b"one"}, "per_rank": []}}]
+    for rank in range(2):
+        bench.stages(rank, changed=rank in changed)
+    assert bench.outcomes() == {}, "it has not ended"
+    commits(bench)
+    for send in [a for a in bench.of(ac.Send) if isinstance(a.message, m.Saves)]:
+        assert dict(send.message.outcomes) == {0: bool(changed)}, "told with the end of the save"
+    assert bench.outcome() == "committed"
+    assert [bench.outcomes(rank) for rank in range(2)] == [{0: bool(changed)}] * 2
 
 
-def sequence(number: int) -> str:
-    return f"000001-{number:08d}-{RUN}"
-
-
-def test_contributions_of_a_save_that_not_all_have_sealed_are_not_published() -> None:
+def test_each_save_has_an_outcome_of_its_own() -> None:
     bench = Ranks()
-    bench.stages(0, contribution=b"zero")
+    for number, save_id in enumerate((FIRST, SECOND)):
+        for rank in range(2):
+            bench.stages(rank, save_id, number + 1, path=f"/ckpt/{number}", changed=number == 0)
+        commits(bench, save_id)
+    assert bench.outcomes() == {0: True, 1: False}
+
+
+@pytest.mark.parametrize(
+    ("reason", "skipped", "meet"),
+    [("no slot", True, False), ("staging failed", False, False), (NOT_AGREED + "cut off", False, True)],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_rank_that_withdraws_decides_the_save_at_once(reason: str, skipped: bool, meet: bool, first: bool) -> None:
+    bench = Ranks()
+    if not first:
+        bench.stages(0)
+    bench.withdraws(1, EPOCH_UNKNOWN, skipped=skipped, reason=reason)
+    assert [bench.outcomes(rank) for rank in range(2)] == [{0: meet}] * 2, "also to the rank that takes no part"
+    if first:
+        bench.stages(0, changed=True)
+    assert bench.outcome() == "abandoned" and bench.outcomes() == {0: meet}, "what was told stays"
+
+
+def test_a_save_that_a_rank_has_changed_in_and_another_withdraws_from_makes_all_meet() -> None:
+    bench = Ranks()
+    bench.stages(0, changed=True)
     bench.withdraws(1)
-    assert bench.outcome() == "abandoned" and not bench.changes()
+    assert bench.outcomes() == {0: True}
 
 
-def test_contributions_under_different_plans_are_not_published() -> None:
+@pytest.mark.parametrize("differs", [{"path": "/ckpt/b"}, {"step": 9}, {"plan": "1" * 16}])
+def test_ranks_that_disagree_meet_again(differs: dict[str, Any]) -> None:
     bench = Ranks()
-    bench.stages(0, contribution=b"zero", plan="0" * 16)
-    bench.stages(1, contribution=b"one", plan="1" * 16)
-    assert bench.outcome() == "failed" and not bench.changes()
+    bench.stages(0)
+    bench.stages(1, **differs)
+    assert bench.outcome() == "failed" and bench.outcomes() == {0: True}
 
 
-def test_contributions_of_a_save_whose_replicas_differ_are_published_with_their_names() -> None:
+def test_ranks_of_which_one_was_missing_meet_again() -> None:
     bench = Ranks()
-    bench.stages(0, contribution=b"zero", **sampled(EQUAL, split=True))
-    bench.stages(1, contribution=b"one", **sampled(OTHER, split=True))
-    assert bench.outcome() == "failed"
-    assert [c["change"] for c in bench.changes()] == [{"contributions": {0: b"zero", 1: b"one"}, "per_rank": ["w"]}]
+    bench.stages(0, commit_timeout_s=5.0)
+    bench.passes(6.0)
+    assert bench.outcome() == "failed" and bench.outcomes() == {0: True}
 
 
-def test_what_some_ranks_report_waits_for_the_save_at_which_all_report() -> None:
-    bench = Ranks()
-    for number in range(1, TELL_AGAIN + 1):
-        assert not bench.changes()
-        save_id = sequence(number)
-        bench.stages(0, save_id, number, path=f"/ckpt/{number}")
-        bench.stages(1, save_id, number, path=f"/ckpt/{number}", contribution=b"one")
-        bench.passes(1.0)
-    assert [c["change"]["contributions"] for c in bench.changes()] == [{1: b"one"}]
-
-
-def test_contributions_that_precede_the_last_change_are_not_published() -> None:
-    """They say again what that change says; what is news under it still, the ranks report when it holds."""
-    bench, effective = Ranks(), 0
-    for number in range(EFFECTIVE_AFTER + 1):
-        for rank in range(2):
-            bench.stages(rank, sequence(number), number + 1, path=f"/ckpt/{number}", contribution=b"%d" % number)
-        effective = bench.changes()[0]["effective"]
-        assert len(bench.changes()) == (1 if number < effective else 2)
-    assert effective == EFFECTIVE_AFTER
-
-
-def test_trainers_report_again_when_the_worker_expects_it() -> None:
-    requests = pytest.importorskip("asyncckpt.staging.requests", exc_type=ImportError)
-    assert requests.TELL_AGAIN == TELL_AGAIN
-
-
-def test_a_name_is_told_again_if_it_was_found_under_the_change_that_told_it() -> None:
-    """Of shards, which the ranks have agreed on anew by then; not of each save until the change holds."""
-    bench, told = Ranks(), []
-    for number in range(4):
-        for rank in range(2):
-            samples = sampled(OTHER if rank else EQUAL, split=True)
-            bench.stages(rank, sequence(number), number + 1, path=f"/ckpt/{number}", **samples)
-        told.append(len(bench.changes()))
-    assert told == [1, 2, 3, 4] and [c["effective"] for c in bench.changes()] == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(("differing", "effective"), [(False, 45), (True, 42)])
-def test_change_holds_some_saves_after_the_highest_that_was_heard_of(differing: bool, effective: int) -> None:
-    bench = Ranks()
-    bench.withdraws(1, "000000-00000041-" + RUN)
-    bench.stages(0, contribution=b"zero", **sampled(OTHER))
-    bench.stages(1, contribution=b"one", **sampled(OTHER if not differing else EQUAL))
-    assert [c["effective"] for c in bench.changes()] == [effective]
-
-
-def test_a_change_that_cures_failing_saves_holds_from_the_next_one_on() -> None:
-    """Whatever was published before holds as early: `TakenChanges`."""
-    bench = Ranks()
-    for rank in range(2):
-        bench.stages(rank, contribution=b"news")
-    for rank in range(2):
-        bench.stages(rank, SECOND, 2, path="/ckpt/b", **sampled(EQUAL if rank else OTHER))
-    assert [c["effective"] for c in bench.changes()] == [4, 2]
-
-
-def test_hole_fails_the_save_and_its_tensor_is_stored_per_rank_later() -> None:
+@pytest.mark.parametrize(("code", "meet"), [("coverage", True), ("ENOSPC", False)])
+def test_a_tensor_that_is_not_covered_makes_the_ranks_meet_and_a_full_disk_does_not(code: str, meet: bool) -> None:
     bench = Ranks()
     for rank in range(2):
         bench.stages(rank)
     for rank in range(2):
         bench.writes(rank)
-    bench.feed(ev.Published, save_id=FIRST, error=ERROR, uncovered=("w", "v@rank1"))
-    assert bench.outcome() == "failed"
-    assert [c["change"]["per_rank"] for c in bench.changes()] == [["w"]]
+    bench.feed(ev.Published, save_id=FIRST, error=to_wire(SaveFailedError("failed", code=code)))
+    assert bench.outcome() == "failed" and bench.outcomes() == {0: meet}
 
 
-@pytest.mark.parametrize(("limit", "value"), [("MAX_CHANGES", 1), ("MAX_CHANGES_NBYTES", 60)])
-def test_changes_are_bounded(limit: str, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"asyncckpt_worker.changes.{limit}", value)
+def test_only_the_latest_outcomes_are_told() -> None:
+    assert MAX_OUTCOMES > MAX_SLOTS, "a rank hears too late of the save before its next one"
     bench = Ranks()
-    for generation in range(1, 4):
-        for rank in range(2):
-            save_id = sequence(10 * generation)
-            bench.stages(rank, save_id, generation, path=f"/ckpt/{generation}", contribution=bytes([rank]) * 25)
-    assert len(bench.changes()) == 1
+    for number in range(MAX_OUTCOMES + 5):
+        bench.withdraws(1, f"000000-{number:08d}-{RUN}")
+    assert list(bench.outcomes()) == list(range(5, MAX_OUTCOMES + 5))
 
 
-def test_runs_that_are_over_shut_no_living_one_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncckpt_worker.changes.MAX_CHANGES_NBYTES", 400)
-    bench = Ranks()
-
-    def publishes(run: str, generation: int) -> None:
-        save_id = f"{generation:06d}-00000000-{run}"
-        for rank in range(2):
-            bench.say(m.Lineage, bench.peer(rank), run=run, path=f"/ckpt/{generation}")
-            news = b"%d of %d" % (rank, generation) * 10
-            bench.stages(rank, save_id, generation, path=f"/ckpt/{generation}", contribution=news)
-
-    publishes("1" * 12, 1)
-    for generation in range(2, 9):
-        publishes(f"{generation:012x}", generation)
-        for rank in range(2):
-            for kind in (ev.Prepared, ev.Written):
-                bench.feed(kind, key=(f"{generation:06d}-00000000-{generation:012x}", rank), error=ERROR)
-    counts = {run.run_id: list(map(bool, run.changes)) for run in bench.brain.tables.runs.values() if run.changes}
-    assert counts[f"{8:012x}"] == [True], "the last one was not shut out"
-    assert counts["1" * 12] == [True], "a save of it is open still"
-    assert [counts[f"{n:012x}"] for n in range(2, 8)] == [[False]] * 6, "their numbers stay taken"
-    assert code(bench.say(m.Fetch, b"0", board=f"change-{2:012x}-1", rank=0, offset=0)) == "unknown_save"
-
-
-def test_equal_contributions_are_kept_once() -> None:
-    bench = Ranks(4)
-    for rank, news in enumerate((b"same" * 100, b"other", b"same" * 100, b"same" * 100)):
-        bench.stages(rank, contribution=news)
-    assert bench.changes()[0]["change"]["contributions"] == {0: b"same" * 100, 1: b"other", 2: 0, 3: 0}
-
-
-def test_world_of_one_has_no_changes() -> None:
+def test_a_rank_without_others_is_told_no_outcome() -> None:
     bench = Ranks(1)
-    bench.stages(0, contribution=b"zero", **sampled(EQUAL))
-    assert not bench.changes()
-
-
-@pytest.mark.parametrize(
-    "board", [f"change-{RUN}-1", f"change-{RUN}-0", f"change-{RUN}-\u0661", "change-", "change-x-1"]
-)
-def test_change_that_is_not_there_is_refused(board: str) -> None:
-    bench = Ranks()
-    assert code(bench.say(m.Fetch, b"0", board=board, rank=0, offset=0)) == "unknown_save"
-    assert code(bench.say(m.Share, b"0", board=board, offset=0, total=1, data=b"x")) == "protocol"
+    bench.stages(0, changed=True)
+    commits(bench)
+    assert bench.outcomes() == {}
 
 
 # ---- lineage
@@ -742,7 +684,7 @@ def test_ranks_of_a_run_get_one_epoch_and_another_run_a_larger_one() -> None:
     def ask(peer: bytes, run: str, on_disk: int, path: str = PATH) -> Any:
         reply = bench.say(m.Lineage, peer, run=run, path=path)
         for scan in bench.of(ac.ScanLineage):
-            facts = {"peer": scan.peer, "id": scan.id, "run": scan.run, "path": scan.path}
+            facts = {"run": scan.run, "path": scan.path}
             bench.feed(ev.LineageScanned, epoch=on_disk, **facts)
             reply = bench.of(ac.Send)[0].message
         return reply.epoch
@@ -754,20 +696,34 @@ def test_ranks_of_a_run_get_one_epoch_and_another_run_a_larger_one() -> None:
     assert ask(b"z", OTHER_RUN, 2, "/elsewhere/a") == 2
 
 
-def test_two_ranks_that_ask_before_the_first_answer_get_the_same() -> None:
+def test_ranks_that_ask_before_the_first_answer_and_repeats_are_one_scan_and_all_are_answered() -> None:
     bench = Ranks(join=False)
-    bench.say(m.Lineage, b"0", id=70, run=RUN, path=PATH)
-    bench.say(m.Lineage, b"1", id=71, run=RUN, path=PATH)
-    bench.feed(ev.LineageScanned, peer=b"1", id=71, run=RUN, path=PATH, epoch=2)
-    bench.feed(ev.LineageScanned, peer=b"0", id=70, run=RUN, path=PATH, epoch=5)
-    assert bench.of(ac.Send)[0].message == m.LineageFound(id=70, epoch=2)
+    scans = []
+    for _ in range(3):
+        for rank in range(2):
+            bench.say(m.Lineage, bench.peer(rank), id=70 + rank, run=RUN, path=f"{PATH}{rank}")
+            scans += bench.of(ac.ScanLineage)
+    assert scans == [ac.ScanLineage(run=RUN, path=PATH + "0")]
+    bench.feed(ev.LineageScanned, run=RUN, path=PATH + "0", epoch=2)
+    answers = {a.peer: a.message for a in bench.of(ac.Send)}
+    assert answers == {bench.peer(rank): m.LineageFound(id=70 + rank, epoch=2) for rank in range(2)}
+
+
+def test_scan_that_fails_is_told_to_everybody_who_has_asked_and_the_next_question_scans_again() -> None:
+    bench = Ranks(join=False)
+    for rank in range(2):
+        bench.say(m.Lineage, bench.peer(rank), id=70 + rank, run=RUN, path=PATH)
+    bench.feed(ev.LineageScanned, run=RUN, path=PATH, error=ERROR)
+    assert {(a.peer, code(a.message)) for a in bench.of(ac.Send)} == {(bench.peer(r), "save_failed") for r in range(2)}
+    bench.say(m.Lineage, b"0", id=72, run=RUN, path=PATH)
+    assert bench.of(ac.ScanLineage)
 
 
 def test_run_whose_saves_the_worker_knows_keeps_their_epoch() -> None:
     bench = Ranks(join=False)
     bench.starts(0, "000007-00000000-" + RUN)
     bench.say(m.Lineage, b"1", id=70, run=RUN, path=PATH + "b")
-    bench.feed(ev.LineageScanned, peer=b"1", id=70, run=RUN, path=PATH + "b", epoch=8)
+    bench.feed(ev.LineageScanned, run=RUN, path=PATH + "b", epoch=8)
     assert bench.of(ac.Send)[0].message == m.LineageFound(id=70, epoch=7)
 
 
@@ -776,7 +732,7 @@ def test_directories_whose_epochs_are_remembered_are_bounded() -> None:
     for number in range(100):
         path = f"/runs/{number}/a"
         bench.say(m.Lineage, b"0", id=700 + number, run=RUN, path=path)
-        bench.feed(ev.LineageScanned, peer=b"0", id=700 + number, run=RUN, path=path, epoch=1)
+        bench.feed(ev.LineageScanned, run=RUN, path=path, epoch=1)
     assert len(bench.brain.tables.runs[RUN].epochs) == 64
 
 

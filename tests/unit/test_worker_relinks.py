@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from simulated_workers import KEY, SECRET, result_of
-from test_worker_links import ADDRESS, FOLLOW, LEAD, Pair, Worker
+from simulated_workers import SECRET, result_of
+from test_worker_links import FOLLOW, LEAD, Pair, Worker
 from worker_bench import COMMIT_TIMEOUT_S, ERROR, FIRST, PATH, RUN, SECOND
 
+from asyncckpt.errors import from_wire
 from asyncckpt.protocol import messages as m
-from asyncckpt.protocol.relay import Begun, Joined, Unlinked
-from asyncckpt_worker import actions as ac
-from asyncckpt_worker import events as ev
-from asyncckpt_worker.progress import packed
-from asyncckpt_worker.streams import BEAT_S, Stream
+from asyncckpt.protocol.node_tables import BEAT_S, Outcomes
+from asyncckpt_worker.core import actions as ac
+from asyncckpt_worker.core import events as ev
 
 SEALED = {"rank": 1, "world_size": 2}
 
@@ -29,7 +28,6 @@ class Next(Worker):
             self.say(m.Follow, **{**FOLLOW, "attempt": attempt})
         else:
             self.say(m.Lead, **{**LEAD, "server_secret": SECRET})
-            self.feed(ev.Listening, address=ADDRESS, public=KEY, secret=SECRET)
 
     def adopts(self, *, sealed: bool = True, **changes: Any) -> int:
         """Take the slot over in which FIRST lies, of generation 1; returns the slot's number."""
@@ -83,7 +81,7 @@ def end_of(pair: Pair, rank: int) -> Any:
 
 def test_a_rank_whose_worker_died_as_it_wrote_goes_on_with_the_next_one(pair: Pair) -> None:
     replace_follower(pair)
-    assert pair.leader.phase(rank=1) == "writing" and pair.leader.brain.tables.saves[FIRST].outcome is None
+    assert pair.leader.phase(rank=1) == "writing" and pair.leader.brain.tables.find(FIRST).outcome is None
     pair.follower.feed(ev.Prepared, key=(FIRST, 1))
     pair.writes(pair.follower)
     (commit,) = leader_writes(pair)
@@ -96,7 +94,7 @@ def test_a_rank_whose_worker_died_as_it_wrote_goes_on_with_the_next_one(pair: Pa
 def test_what_was_durable_stays_so_and_the_commit_does_not_wait_for_the_next_worker(pair: Pair) -> None:
     pair.writes(pair.follower)
     replace_follower(pair)
-    assert pair.leader.phase(rank=1) == "durable" and pair.follower.phase(rank=1) == "submitted"
+    assert pair.leader.phase(rank=1) == "durable" and pair.follower.phase(rank=1) == "recovering"
     assert leader_writes(pair)
 
 
@@ -140,7 +138,7 @@ def test_a_rank_that_was_still_staging_seals_with_the_next_worker() -> None:
     slot = pair.follower.adopts(sealed=False)
     pair.follower.begin(slot)
     pair.pump()
-    assert pair.leader.phase(rank=1) == "begun"
+    assert pair.leader.phase(rank=1) == "open"
     pair.follower.submit(slot)
     pair.follower.read(slot, **SEALED)
     pair.pump()
@@ -232,11 +230,11 @@ def test_what_the_dead_leader_had_committed_is_found_before_anything_ends_it(pai
     pair.writes(pair.follower)
     replace_leader(pair)  # whose own rank has not come
     entry = pair.leader.brain.tables.saves[FIRST].ranks[1]
-    assert entry.preparing and entry.resumed
+    assert entry.preparing and entry.phase == "recovering"
     pair.follower.feed(ev.Died, session=f"{1:016x}")
     pair.follower.feed(ev.SlotRead, slot=1, reason="SEALED")
     pair.pump(1.1 * COMMIT_TIMEOUT_S)
-    assert pair.leader.brain.tables.saves[FIRST].outcome is None
+    assert pair.leader.brain.tables.find(FIRST).outcome is None
     pair.leader.feed(ev.Prepared, key=(FIRST, 1), committed=True)
     pair.leader.adopts()
     assert pair.leader.phase() == "committed"
@@ -249,7 +247,7 @@ def test_what_is_given_up_while_it_may_be_committed_is_found_to_be_committed(pai
     pair.follower.feed(ev.Prepared, key=(FIRST, 1), error=ERROR)
     pair.leader = Next(0, "d" * 16, 0.0)
     pair.pump(BEAT_S)
-    assert pair.leader.phase(rank=1) == "submitted"
+    assert pair.leader.phase(rank=1) == "recovering"
     pair.leader.feed(ev.Prepared, key=(FIRST, 1), committed=True)
     pair.pump()
     assert end_of(pair, 1)["phase"] == "committed"
@@ -325,7 +323,7 @@ def test_a_rank_that_has_left_or_declined_is_not_waited_for_by_the_next_leader(p
     pair.pump()
     replace_leader(pair)
     pair.leader.begin(1, SECOND)
-    assert pair.leader.phase(SECOND) == "abandoned" and pair.leader.phase(FIRST, 1) == "submitted"
+    assert pair.leader.phase(SECOND) == "abandoned" and pair.leader.phase(FIRST, 1) == "recovering"
 
 
 def test_the_epoch_is_asked_for_again() -> None:
@@ -334,29 +332,27 @@ def test_the_epoch_is_asked_for_again() -> None:
     pair.follower.say(m.Lineage, run=RUN, path=PATH)
     pair.pump()
     replace_leader(pair)
-    pair.leader.feed(ev.LineageScanned, peer=b"", id=0, run=RUN, path=PATH, epoch=7)
+    pair.leader.feed(ev.LineageScanned, run=RUN, path=PATH, epoch=7)
     pair.pump()
     assert [said.epoch for said in pair.heard[1] if isinstance(said, m.LineageFound)] == [7]
 
 
-def test_news_that_were_sealed_for_the_dead_leader_are_dropped(pair: Pair) -> None:
-    made = Pair()
-    made.link()
-    seals_with_news(made, made.follower)
-    replace_leader(made)
-    made.leader.feed(ev.Prepared, key=(FIRST, 1))
-    seals_with_news(made, made.leader)
-    assert made.leader.brain.tables.saves[FIRST].complete and not made.leader.brain.tables.runs[RUN].changes
-
-
-def test_an_unknown_stream_counts_for_silence(pair: Pair) -> None:
-    followed = pair.follower.brain._following._followed[RUN]
-    for _ in range(12):
+def test_what_is_said_to_another_follower_counts_for_silence(pair: Pair) -> None:
+    for n in range(12):
         pair.follower.now += 0.1 * COMMIT_TIMEOUT_S
-        over = Unlinked(stream=followed.stream.name, sender="d" * 16)
-        pair.follower.feed(ev.Relayed, run=RUN, route=b"", message=over)
+        said = Outcomes(
+            sender="a" * 16, counter=100 + n, to="9" * 16, saves=(), epochs=(), decided=(), gone=(), error={}
+        )
+        pair.follower.feed(ev.Relayed, run=RUN, route=b"", message=said)
         pair.follower.feed(ev.Tick)
     assert end_of(pair, 1)["error"]["fields"]["code"] == "leader_lost"
+
+
+def test_what_a_replaced_decider_had_said_comes_late_and_is_not_heard(pair: Pair) -> None:
+    replace_leader(pair)
+    said = Outcomes(sender="a" * 16, counter=100, to="b" * 16, saves=(), epochs=(), decided=(), gone=(), error={})
+    pair.follower.feed(ev.Relayed, run=RUN, route=b"", message=said)
+    assert pair.follower.brain.tables.runs[RUN].leader == "d" * 16
 
 
 # ---- nobody leads
@@ -366,9 +362,9 @@ def test_an_unknown_stream_counts_for_silence(pair: Pair) -> None:
 def test_a_leader_that_is_lost_is_told_with_the_ranks_that_are_missing(said: bool) -> None:
     pair = Pair()
     pair.link()
+    if not said:
+        pair.pump = lambda seconds=0.0: []  # type: ignore[method-assign]
     pair.stages(pair.follower, commit_timeout_s=30.0)
-    if said:
-        pair.pump(BEAT_S)
     pair.follower.now += 31.0
     pair.follower.feed(ev.Tick)
     (row,) = pair.follower.pushed()
@@ -386,53 +382,42 @@ def test_nobody_is_missing_of_whom_the_lost_leader_had_said_that_it_waits_for_no
     assert row["phase"] == "unknown" and row["error"]["fields"]["missing_ranks"] == []
 
 
-def seals_with_news(pair: Pair, worker: Worker) -> None:
-    worker.begin(1)
-    worker.submit(1)
-    worker.read(1, rank=worker.rank, world_size=2, contribution=b"news")
-    pair.pump()
-
-
 # ---- what another worker may know
 
 
-def late_begun(pair: Pair, leader: Worker) -> None:
-    """Let another leader take the first pieces of a stream with the dead one, which come late."""
-    stream = Stream("5" * 16, "b" * 16, opened=1)
-    joined = Joined(rank=1, world_size=2, attempt=1, opened=1)
-    about = {"step": 7, "path": PATH, "nbytes": 1, "umask": 0, "overwrite": False, "commit_timeout_s": COMMIT_TIMEOUT_S}
-    begun = Begun(save_id=FIRST, rank=1, resumed=False, **about)
-    for record in (joined, begun):
-        stream.post(packed(record))
-    for piece in stream.due(leader.now):
-        leader.feed(ev.Relayed, run=RUN, route=b"late", message=piece)
+def recovers(pair: Pair, leader: Worker) -> None:
+    """Let another leader hear of the follower's part, which the dead one had heard of too."""
+    pair.leader = leader
+    pair.pump(BEAT_S)
+    pair.pump(BEAT_S)
+    assert leader.brain.tables.saves[FIRST].ranks[1].phase == "recovering"
 
 
-def test_a_save_that_another_leader_knows_by_late_pieces_only_is_looked_for_before_it_ends(pair: Pair) -> None:
+def test_a_save_that_the_dead_leader_had_heard_of_is_looked_for_before_it_ends(pair: Pair) -> None:
     leader = Next(0, "d" * 16, pair.leader.now)
-    late_begun(pair, leader)
-    assert not leader.brain.tables.saves[FIRST].ranks[1].resumed
+    recovers(pair, leader)
+    assert leader.brain.tables.saves[FIRST].ranks[1].preparing
     leader.say(m.Withdraw, save_id=FIRST, reason="it had failed", skipped=False)
-    assert leader.brain.tables.saves[FIRST].outcome is None and leader.of(ac.Prepare)[-1].resumed
+    assert leader.brain.tables.find(FIRST).outcome is None
     leader.feed(ev.Prepared, key=(FIRST, 1), committed=True)
-    assert leader.brain.tables.saves[FIRST].outcome == "committed" and not leader.of(ac.Remove)
+    assert leader.brain.tables.find(FIRST).outcome == "committed" and not leader.of(ac.Remove)
 
 
 @pytest.mark.parametrize("error", [None, ERROR])
 def test_a_save_that_was_looked_for_in_vain_ends_by_what_was_kept(pair: Pair, error: Any) -> None:
     leader = Next(0, "d" * 16, pair.leader.now)
-    late_begun(pair, leader)
+    recovers(pair, leader)
     leader.say(m.Withdraw, save_id=FIRST, reason="it had failed", skipped=False)
     leader.feed(ev.Prepared, key=(FIRST, 1), error=error)
-    assert leader.brain.tables.saves[FIRST].outcome is not None
+    assert leader.brain.tables.find(FIRST).outcome is not None
 
 
 def test_a_save_that_is_looked_for_before_it_ends_is_not_committed_meanwhile(pair: Pair) -> None:
     leader = Next(0, "d" * 16, pair.leader.now)
-    late_begun(pair, leader)
+    recovers(pair, leader)
     save = leader.brain.tables.saves[FIRST]
     leader.brain._saves.end(save, "failed", ERROR)
-    assert save.objection is not None and not leader.brain._saves.commit_when_complete(save)
+    assert save.pending_failure is not None and not leader.brain._saves.commit_when_complete(save)
 
 
 def test_the_first_leader_of_a_run_ends_a_save_without_a_look(pair: Pair) -> None:
@@ -451,7 +436,7 @@ def test_a_leader_that_comes_back_does_not_wait_for_a_rank_that_has_ended_as_unk
     leader_writes(pair)
     for _ in range(11):
         pair.pump(0.1 * COMMIT_TIMEOUT_S)
-    assert pair.leader.brain.tables.saves[FIRST].outcome == "failed"
+    assert pair.leader.brain.tables.find(FIRST).outcome == "failed"
 
 
 def test_a_follower_leaves_it_to_the_leader_whether_a_gone_ranks_hook_has_spoken() -> None:
@@ -478,8 +463,8 @@ def test_a_worker_that_cannot_follow_does_not_end_as_failed_what_its_leader_may_
     worker = Worker(1, "c" * 16)
     worker.brain.tables.runs.clear()
     if refused:
+        worker.resources.no_socket = from_wire(ERROR)
         worker.say(m.Follow, **{**FOLLOW, "attempt": 2})
-        worker.feed(ev.Unconnected, run=RUN, error=ERROR)
     Next.adopts(worker)  # type: ignore[arg-type]
     worker.feed(ev.Prepared, key=(FIRST, 1))
     worker.feed(ev.Written, key=(FIRST, 1), result=result_of(FIRST, 1))

@@ -8,8 +8,8 @@ import pytest
 from worker_bench import FIRST, PATH, SECOND, Bench
 
 from asyncckpt.protocol import messages as m
-from asyncckpt_worker import actions as ac
-from asyncckpt_worker import events as ev
+from asyncckpt_worker.core import actions as ac
+from asyncckpt_worker.core import events as ev
 
 TOKEN = b"t" * 16
 

@@ -16,10 +16,10 @@ import pytest
 from test_worker_simulation import COMMIT_TIMEOUT_S, ERROR, STEPS, Memory, Trainer, World
 
 from asyncckpt.protocol import messages as m
-from asyncckpt.protocol.lifecycle import BEGUN, ENDED
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt_worker import actions as ac
-from asyncckpt_worker import events as ev
+from asyncckpt.protocol.save_phases import ENDED, OPEN
+from asyncckpt_worker.core import actions as ac
+from asyncckpt_worker.core import events as ev
 
 
 @dataclass
@@ -118,7 +118,7 @@ class RingWorld(World):
             case ac.Write():
                 entry = self.brain.tables.entry(action.key)
                 assert entry is not None
-                assert action.early == (entry.phase == BEGUN), "written before its seal"
+                assert action.early == (entry.phase == OPEN), "written before its seal"
         return super().perform(action)
 
     def do(self, job: Any) -> None:
@@ -188,7 +188,7 @@ def test_the_simulation_of_rings_reaches_what_is_rare(rng: random.Random) -> Non
         world = RingWorld(rng.getrandbits(32), 0.2)
         world.run(steps=STEPS)
         seen |= {name for name, count in world.counts.items() if count}
-        seen |= {e.phase for _, e in world.brain.tables.entries() if e.streaming}
+        seen |= {part.phase for part in world.brain.parts() if part.streaming}
         if seen == {*world.counts, *ENDED}:
             break
     assert seen == {*world.counts, *ENDED}

@@ -9,8 +9,8 @@ import pytest
 from worker_bench import COMMIT_TIMEOUT_S, ERROR, FIRST, PATH, REQUEST, SECOND, Bench
 
 from asyncckpt.protocol import messages as m
-from asyncckpt_worker import actions as ac
-from asyncckpt_worker import events as ev
+from asyncckpt_worker.core import actions as ac
+from asyncckpt_worker.core import events as ev
 
 RINGED = {"ring_segments": 4, "ring_segment_nbytes": 262_144}
 
@@ -53,7 +53,7 @@ def bench() -> Rings:
 def test_a_ring_is_written_while_its_save_is_only_begun(bench: Rings) -> None:
     write = bench.at_streaming()
     assert (write.slot, write.generation, write.request.ring_segments) == (bench.number, 1, 4)
-    assert bench.phase() == "begun"
+    assert bench.phase() == "open"
 
 
 def test_the_seal_comes_before_the_end_of_the_writing(bench: Rings) -> None:
@@ -70,7 +70,7 @@ def test_the_seal_comes_before_the_end_of_the_writing(bench: Rings) -> None:
 def test_nothing_is_committed_that_is_written_and_not_sealed(bench: Rings) -> None:
     bench.at_streaming()
     bench.feed(ev.Written, key=(FIRST, 0), result="files")
-    assert (bench.phase(), bench.of(ac.Commit)) == ("begun", [])
+    assert (bench.phase(), bench.of(ac.Commit)) == ("open", [])
     bench.seal()
     assert bench.phase() == "durable"
     assert len(bench.of(ac.Commit)) == 1
@@ -248,7 +248,7 @@ def test_the_next_save_may_use_the_slot_of_a_ring_that_was_taken_back(bench: Rin
     bench.say(m.Withdraw, save_id=FIRST, reason="torn", skipped=False)
     assert isinstance(bench.begin(bench.number, SECOND, 2), m.Ok)
     bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
-    assert bench.phase(SECOND) == "begun"
+    assert bench.phase(SECOND) == "open"
 
 
 class Pair(Bench):
@@ -281,7 +281,7 @@ class Pair(Bench):
 def test_a_ring_that_is_being_written_is_waited_for_though_another_rank_has_sealed_long_ago() -> None:
     pair = Pair()
     pair.later(10 * COMMIT_TIMEOUT_S)
-    assert pair.phases() == ("begun", "writing")
+    assert pair.phases() == ("open", "writing")
     pair.feed(ev.Written, key=(FIRST, 0), result="files")
     pair.later(0.9 * COMMIT_TIMEOUT_S)
     pair.submit(pair.numbers[0])

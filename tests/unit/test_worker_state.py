@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from worker_bench import COMMIT_TIMEOUT_S, CONFIG, ERROR, FIRST, OTHER_RUN, PATH, REQUEST, SECOND, Bench, code
 
-from asyncckpt.errors import CheckpointExistsError, InsufficientMemoryError, to_wire
+from asyncckpt.errors import CheckpointExistsError, InsufficientMemoryError, from_wire, to_wire
 from asyncckpt.protocol import messages as m
-from asyncckpt_worker import actions as ac
-from asyncckpt_worker import events as ev
-from asyncckpt_worker import records
-from asyncckpt_worker.report import report as brains_report
+from asyncckpt_worker.core import actions as ac
+from asyncckpt_worker.core import events as ev
+from asyncckpt_worker.core import model as records
+from asyncckpt_worker.core.ended import History
+from asyncckpt_worker.core.status import report as brains_report
 
 
 @pytest.fixture
@@ -30,16 +31,15 @@ def bench() -> Bench:
 def test_hello_is_answered_once_the_process_is_watched() -> None:
     bench = Bench()
     bench.say(m.Hello, session="1" * 16, replaces="", package="t", pid=7, pid_start=8, rank=0, world_size=1)
-    assert bench.of(ac.Watch) == [ac.Watch(session="1" * 16, pid=7, pid_start=8)] and not bench.of(ac.Send)
-    bench.feed(ev.Watched, session="1" * 16, alive=True)
+    assert bench.asked("watch") == [("1" * 16, 7, 8)]
     (send,) = bench.of(ac.Send)
     assert isinstance(send.message, m.Welcome) and (send.message.id, send.message.instance) == (1, "ab" * 8)
 
 
 def test_hello_of_an_invisible_process_is_refused_and_forgotten() -> None:
     bench = Bench()
+    bench.resources.alive = False
     bench.say(m.Hello, session="1" * 16, replaces="", package="t", pid=7, pid_start=8, rank=0, world_size=1)
-    bench.feed(ev.Watched, session="1" * 16, alive=False)
     assert code(bench.of(ac.Send)[0].message) == "worker_unavailable"
     assert not bench.brain.tables.sessions and not bench.brain.tables.peers
 
@@ -93,12 +93,12 @@ def test_hello_ends_the_session_that_it_replaces(bench: Bench) -> None:
     sealed, begun, empty = bench.slot(), bench.slot(), bench.slot()
     bench.begin(begun, SECOND, path="/ckpt/b")
     bench.feed(ev.Prepared, key=(SECOND, 0))
-    assert isinstance(bench.hello(b"q", "2" * 16, replaces="1" * 16), type(None))
+    assert isinstance(bench.hello(b"q", "2" * 16, replaces="1" * 16), m.Welcome)
     assert set(bench.brain.tables.sessions) == {"2" * 16}
     assert bench.of(ac.Unwatch) == [ac.Unwatch(session="1" * 16)]
     assert {a.slot for a in bench.of(ac.ReadSlot)} == {sealed, begun, empty}
     bench.read(sealed)
-    assert bench.phase() == "submitted", "what was sealed is taken up"
+    assert bench.phase() == "sealed", "what was sealed is taken up"
     bench.feed(ev.SlotRead, slot=begun, reason="OPEN")
     bench.feed(ev.SlotRead, slot=empty, reason="EMPTY")
     assert bench.phase(SECOND) == "abandoned" and set(bench.brain.tables.slots) == {sealed}
@@ -119,8 +119,8 @@ def test_hello_that_replaces_nobody_changes_nothing(bench: Bench, replaces: str)
 
 
 def test_hello_of_an_invisible_process_replaces_nobody(bench: Bench) -> None:
-    bench.say(m.Hello, b"q", session="2" * 16, replaces="1" * 16, package="t", pid=7, pid_start=8, rank=0, world_size=1)
-    bench.feed(ev.Watched, session="2" * 16, alive=False)
+    bench.resources.alive = False
+    bench.hello(b"q", "2" * 16, replaces="1" * 16)
     assert set(bench.brain.tables.sessions) == {"1" * 16}
 
 
@@ -148,38 +148,37 @@ def test_allocate_is_granted_with_fd_and_token(bench: Bench) -> None:
 def test_repeated_allocate_gets_the_same_slot(bench: Bench) -> None:
     slot = bench.slot()
     again = bench.say(m.Allocate, id=2, nbytes=12288, populate=True)
-    assert again.slot == slot and not bench.of(ac.CreateSlot)
+    assert again.slot == slot and not bench.asked("create_slot")
 
 
 def test_late_repeat_of_allocate_after_the_release_makes_no_slot(bench: Bench) -> None:
     slot = bench.slot()
     bench.say(m.Release, slot=slot)
     assert code(bench.say(m.Allocate, id=2, nbytes=12288, populate=True)) == "unknown_save"
-    assert not bench.of(ac.CreateSlot)
+    assert not bench.asked("create_slot")
 
 
 def test_allocate_without_memory_is_refused_and_may_be_tried_again(bench: Bench) -> None:
-    bench.say(m.Allocate, id=50, nbytes=12288, populate=True)
-    bench.feed(ev.SlotCreated, slot=bench.of(ac.CreateSlot)[0].slot, error=ERROR)
-    assert code(bench.of(ac.Send)[0].message) == "save_failed"
+    bench.resources.no_slot = from_wire(ERROR)
+    assert code(bench.say(m.Allocate, id=50, nbytes=12288, populate=True)) == "save_failed"
     assert not bench.brain.tables.slots
-    bench.say(m.Allocate, id=50, nbytes=12288, populate=True)
-    assert bench.of(ac.CreateSlot)
+    bench.resources.no_slot = None
+    assert isinstance(bench.say(m.Allocate, id=50, nbytes=12288, populate=True), m.Granted)
 
 
-NO_MEMORY = to_wire(InsufficientMemoryError("it does not fit", nbytes=12288, available=0))
+NO_MEMORY = InsufficientMemoryError("it does not fit", nbytes=12288, available=0)
 
 
 def test_slot_that_does_not_fit_while_another_is_freed_waits_for_that(bench: Bench) -> None:
     old = bench.slot()
     bench.say(m.Release, slot=old)
-    bench.say(m.Allocate, id=50, nbytes=12288, populate=True)
-    (create,) = bench.of(ac.CreateSlot)
-    assert not bench.feed(ev.SlotCreated, slot=create.slot, error=NO_MEMORY)
+    bench.resources.no_slot = NO_MEMORY
+    assert bench.say(m.Allocate, id=50, nbytes=12288, populate=True) is None
+    (created,) = bench.asked("create_slot")
     assert bench.feed(ev.SlotRead, slot=old, reason="EMPTY") == [ac.FreeSlot(slot=old)]
     assert bench.brain.tables.jobs == 1 and bench.say(m.Allocate, id=50, nbytes=12288, populate=True) is None
-    assert bench.feed(ev.SlotFreed, slot=old) == [create]
-    bench.feed(ev.SlotCreated, slot=create.slot, error=NO_MEMORY)
+    bench.feed(ev.SlotFreed, slot=old)
+    assert bench.asked("create_slot") == [created]
     assert code(bench.of(ac.Send)[0].message) == "insufficient_memory", "nothing more will be freed"
     assert not bench.brain.tables.slots and bench.brain.tables.jobs == 0
 
@@ -187,8 +186,8 @@ def test_slot_that_does_not_fit_while_another_is_freed_waits_for_that(bench: Ben
 def test_slot_that_waits_for_memory_is_forgotten_with_its_session(bench: Bench) -> None:
     old = bench.slot()
     bench.say(m.Release, slot=old)
+    bench.resources.no_slot = NO_MEMORY
     bench.say(m.Allocate, nbytes=12288, populate=True)
-    bench.feed(ev.SlotCreated, slot=bench.of(ac.CreateSlot)[0].slot, error=NO_MEMORY)
     bench.feed(ev.Died, session="1" * 16)
     bench.feed(ev.SlotRead, slot=old, reason="EMPTY")
     assert not bench.feed(ev.SlotFreed, slot=old) and not bench.brain.tables.slots
@@ -313,7 +312,7 @@ def test_begin_of_the_next_save_in_a_slot_ends_the_one_that_was_never_sealed(ben
     slot = bench.slot()
     bench.begin(slot)
     bench.begin(slot, SECOND, generation=2)
-    assert bench.phase() == "abandoned" and bench.phase(SECOND) == "begun"
+    assert bench.phase() == "abandoned" and bench.phase(SECOND) == "open"
 
 
 def test_begin_of_another_world_size_is_refused(bench: Bench) -> None:
@@ -325,7 +324,7 @@ def test_begin_of_another_world_size_is_refused(bench: Bench) -> None:
 
 def test_begin_is_refused_when_too_many_jobs_wait(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     slot = bench.slot()
-    monkeypatch.setattr("asyncckpt_worker.lending.MAX_JOBS", 0)
+    monkeypatch.setattr("asyncckpt_worker.core.slots.MAX_JOBS", 0)
     assert code(bench.begin(slot)) == "worker_unavailable"
 
 
@@ -336,7 +335,7 @@ def test_submit_reads_the_slot_and_is_answered_after_that(bench: Bench) -> None:
     assert bench.of(ac.ReadSlot) == [ac.ReadSlot(slot=slot)]
     bench.read(slot)
     assert [type(a.message) for a in bench.of(ac.Send)] == [m.Ok]
-    assert bench.phase() == "submitted"
+    assert bench.phase() == "sealed"
 
 
 def test_submit_before_the_directory_is_ready_waits_for_it(bench: Bench) -> None:
@@ -363,7 +362,7 @@ def test_late_begin_after_submit_changes_nothing(bench: Bench) -> None:
     bench.submit(slot)
     bench.read(slot)
     assert isinstance(bench.begin(slot), m.Ok)
-    assert bench.phase() == "submitted" and not bench.of(ac.Prepare)
+    assert bench.phase() == "sealed" and not bench.of(ac.Prepare)
 
 
 def test_repeated_submits_are_all_answered_and_write_once(bench: Bench) -> None:
@@ -385,7 +384,7 @@ def test_submit_of_an_unsealed_slot_is_refused_and_the_save_goes_on(bench: Bench
     bench.feed(ev.SlotRead, slot=slot, reason="the slot is OPEN, not SEALED")
     reply = bench.of(ac.Send)[0].message
     assert code(reply) == "unknown_save" and "OPEN" in reply.error["text"]
-    assert bench.phase() == "begun"
+    assert bench.phase() == "open"
 
 
 def test_submit_naming_another_save_than_the_slot_holds_is_refused(bench: Bench) -> None:
@@ -419,8 +418,8 @@ def test_sealed_request_that_contradicts_its_begin_fails_the_save(bench: Bench, 
     bench.submit(slot)
     bench.read(slot, **changes)
     assert not bench.of(ac.Write)
-    save = bench.brain.tables.saves[FIRST]
-    assert save.outcome == "failed" and save.error is not None
+    save = bench.brain.tables.find(FIRST)
+    assert save is not None and save.outcome == "failed" and save.error is not None
     if "world_size" in changes:
         assert save.error["code"] == "ranks_disagree"
     else:
@@ -432,10 +431,10 @@ def test_forgotten_save_is_not_written_again_from_its_old_slot(bench: Bench, mon
     bench.at_writing(slot)
     bench.feed(ev.Written, key=(FIRST, 0), result="r")
     bench.feed(ev.Published, save_id=FIRST)
-    bench.brain.tables.saves.clear()
+    bench.brain.tables.ended = History()
     bench.feed(ev.Died, session="1" * 16)
     bench.read(slot)
-    assert not bench.of(ac.Prepare) and bench.of(ac.FreeSlot)
+    assert not bench.of(ac.Prepare) and not bench.brain.tables.saves
 
 
 # ---- the life of a save
@@ -496,7 +495,6 @@ def test_results_that_come_twice_or_for_nothing_are_ignored(bench: Bench) -> Non
         (ev.SlotRead, {"slot": 77}),
         (ev.SlotCreated, {"slot": 77, "error": ERROR}),
         (ev.Died, {"session": "9" * 16}),
-        (ev.Watched, {"session": "9" * 16, "alive": False}),
     ):
         assert bench.feed(kind, **fields) == []
     assert bench.phase() == "durable"
@@ -526,7 +524,7 @@ def test_withdraw_that_overtakes_begin_keeps_the_save_from_beginning(bench: Benc
 def test_heartbeat_leaves_out_unknown_saves(bench: Bench) -> None:
     bench.begin(bench.slot())
     reply = bench.say(m.Heartbeat, saves=(SECOND, FIRST, FIRST))
-    assert [(r["save_id"], r["phase"]) for r in reply.saves] == [(FIRST, "begun")]
+    assert [(r["save_id"], r["phase"]) for r in reply.saves] == [(FIRST, "open")]
 
 
 def test_history_of_ended_saves_is_bounded(bench: Bench) -> None:
@@ -535,16 +533,16 @@ def test_history_of_ended_saves_is_bounded(bench: Bench) -> None:
         save_id = f"000001-{generation:08d}-aaaaaaaaaaaa"
         bench.begin(slot, save_id, generation)
         bench.feed(ev.Prepared, key=(save_id, 0), error=ERROR)
-    assert len(bench.brain.tables.saves) == records.MAX_HISTORY
+    assert (len(bench.brain.tables.saves), len(bench.brain.tables.ended)) == (0, records.MAX_HISTORY)
     assert bench.phase(f"000001-{records.MAX_HISTORY + 49:08d}-aaaaaaaaaaaa") == "failed"
 
 
 def test_lineage_is_scanned_and_answered(bench: Bench) -> None:
     assert bench.say(m.Lineage, id=70, run=OTHER_RUN, path=PATH) is None
-    bench.feed(ev.LineageScanned, peer=b"p", id=70, run=OTHER_RUN, path=PATH, epoch=4)
+    bench.feed(ev.LineageScanned, run=OTHER_RUN, path=PATH, epoch=4)
     assert bench.of(ac.Send)[0].message == m.LineageFound(id=70, epoch=4)
     bench.say(m.Lineage, id=71, run=OTHER_RUN, path="/other/b")
-    bench.feed(ev.LineageScanned, peer=b"p", id=71, run=OTHER_RUN, path="/other/b", error=ERROR)
+    bench.feed(ev.LineageScanned, run=OTHER_RUN, path="/other/b", error=ERROR)
     assert code(bench.of(ac.Send)[0].message) == "save_failed"
 
 
@@ -552,14 +550,14 @@ def test_lineage_counts_saves_that_no_disk_shows_yet(bench: Bench) -> None:
     bench.begin(bench.slot(), "000007-00000000-aaaaaaaaaaaa", path="/ckpt/first")
     for path, epoch in (("/ckpt/b", 8), ("/elsewhere/b", 2)):
         bench.say(m.Lineage, id=70, run=OTHER_RUN, path=path)
-        bench.feed(ev.LineageScanned, peer=b"p", id=70, run=OTHER_RUN, path=path, epoch=2)
+        bench.feed(ev.LineageScanned, run=OTHER_RUN, path=path, epoch=2)
         assert bench.of(ac.Send)[0].message == m.LineageFound(id=70, epoch=epoch)
 
 
 def test_lineage_beyond_the_last_epoch_is_refused(bench: Bench) -> None:
     bench.begin(bench.slot(), "999999-00000000-aaaaaaaaaaaa", path="/ckpt/first")
     bench.say(m.Lineage, id=70, run=OTHER_RUN, path=PATH)
-    bench.feed(ev.LineageScanned, peer=b"p", id=70, run=OTHER_RUN, path=PATH, epoch=2)
+    bench.feed(ev.LineageScanned, run=OTHER_RUN, path=PATH, epoch=2)
     assert bench.of(ac.Send)[0].message.error["fields"]["code"] == "epoch"
 
 
@@ -640,7 +638,7 @@ def test_second_save_to_a_path_in_flight_is_refused(bench: Bench, sealed_first: 
         bench.begin(first)
     reply = bench.begin(second, SECOND, overwrite=overwrite)
     assert reply.error["fields"]["code"] == "path_in_use" and not bench.of(ac.Prepare)
-    assert bench.row(SECOND)["error"] == reply.error and bench.phase() == ("writing" if sealed_first else "begun")
+    assert bench.row(SECOND)["error"] == reply.error and bench.phase() == ("writing" if sealed_first else "open")
     bench.submit(second, SECOND)
     bench.read(second, SECOND)
     assert bench.phase(SECOND) == "failed" and not bench.of(ac.Prepare), "sealed all the same, it is not taken up"
@@ -651,7 +649,7 @@ def test_sealed_slot_to_a_path_in_flight_fails_too(bench: Bench) -> None:
     bench.at_writing(first)
     bench.feed(ev.Died, session="1" * 16)
     bench.read(second, SECOND)
-    error = bench.brain.tables.saves[SECOND].error
+    error = bench.brain.tables.find(SECOND).error
     assert error is not None and error["fields"]["code"] == "path_in_use" and bench.phase() == "writing"
 
 
@@ -701,7 +699,7 @@ def test_death_during_a_read_reads_again(bench: Bench) -> None:
     bench.feed(ev.SlotRead, slot=slot, reason="OPEN: the read was faster than the seal")
     assert bench.of(ac.ReadSlot) and not bench.of(ac.FreeSlot)
     bench.read(slot)
-    assert bench.phase() == "submitted"
+    assert bench.phase() == "sealed"
 
 
 def test_death_of_a_session_with_a_save_being_written_finishes_it(bench: Bench) -> None:
@@ -719,7 +717,7 @@ def test_goodbye_takes_up_what_is_sealed_and_unwatches(bench: Bench) -> None:
     assert isinstance(bench.say(m.Goodbye), m.Ok)
     assert bench.of(ac.Unwatch) and bench.of(ac.ReadSlot)
     bench.read(slot)
-    assert bench.phase() == "submitted"
+    assert bench.phase() == "sealed"
 
 
 def test_message_of_the_dead_is_refused(bench: Bench) -> None:
@@ -808,16 +806,16 @@ def test_ranks_that_disagree_never_commit(pair: tuple[Bench, int, int]) -> None:
     bench.begin(second, peer=b"q", path="/ckpt/other")
     bench.submit(second, peer=b"q")
     bench.read(second, rank=1, world_size=2, path="/ckpt/other")
-    assert bench.brain.tables.saves[FIRST].outcome == "failed"
+    assert bench.brain.tables.find(FIRST).outcome == "failed"
 
 
-@pytest.mark.parametrize("moment", ["begun", "writing", "committing", "committed"])
+@pytest.mark.parametrize("moment", ["open", "writing", "committing", "committed"])
 def test_rank_of_another_world_never_spoils_a_commit(moment: str) -> None:
     bench = Bench()
     bench.hello()
     bench.hello(b"q", "2" * 16, 1, 2)
     first, second = bench.slot(), bench.slot(b"q")
-    if moment == "begun":
+    if moment == "open":
         bench.begin(first)
     else:
         bench.at_writing(first)
@@ -843,7 +841,7 @@ def test_bug_ends_the_save_that_it_met(bench: Bench) -> None:
     bench.at_writing(first)
     bench.begin(second, SECOND, path="/ckpt/b")
     bench.feed(ev.Broken, save_id=FIRST, reason="AssertionError()")
-    assert bench.row()["error"]["fields"]["code"] == "internal" and bench.phase(SECOND) == "begun"
+    assert bench.row()["error"]["fields"]["code"] == "internal" and bench.phase(SECOND) == "open"
     bench.feed(ev.Broken, save_id=FIRST, reason="again")
     bench.feed(ev.Broken, save_id="000009-00000000-aaaaaaaaaaaa", reason="of nobody")
 
@@ -867,7 +865,7 @@ def test_second_session_with_the_same_rank_cannot_touch_the_save(pair: tuple[Ben
     bench.say(m.Withdraw, b"z", save_id=FIRST, reason="", skipped=False)
     bench.feed(ev.Died, session="3" * 16)
     bench.read(twin, world_size=2)
-    assert bench.phase() == "begun" and bench.brain.tables.entry((FIRST, 0)).slot == first  # type: ignore[union-attr]
+    assert bench.phase() == "open" and bench.brain.tables.entry((FIRST, 0)).slot == first  # type: ignore[union-attr]
 
 
 # ---- the end
@@ -896,7 +894,7 @@ def test_drain_looks_once_more_before_the_exit(bench: Bench) -> None:
     bench.feed(ev.SlotRead, slot=slot, reason="EMPTY")
     assert bench.of(ac.ReadSlot) and not bench.of(ac.Exit)
     bench.read(slot)
-    assert bench.phase() == "submitted" and not bench.of(ac.Exit)
+    assert bench.phase() == "sealed" and not bench.of(ac.Exit)
 
 
 def test_drain_lets_a_known_session_begin_within_the_grace(bench: Bench) -> None:
@@ -933,7 +931,7 @@ def test_drain_takes_up_what_is_sealed_though_its_doorbell_is_under_way(bench: B
     bench.read(slot)
     bench.now = 11.0
     bench.feed(ev.Tick)
-    assert bench.phase() == "submitted" and not bench.of(ac.Exit)
+    assert bench.phase() == "sealed" and not bench.of(ac.Exit)
 
 
 def test_drain_waits_a_little_for_what_is_being_staged(bench: Bench) -> None:
@@ -962,7 +960,14 @@ def test_second_stop_exits_at_once(bench: Bench) -> None:
     bench.at_writing(bench.slot())
     bench.feed(ev.StopRequested)
     bench.feed(ev.StopRequested, immediately=True)
-    assert bench.of(ac.Exit) == [ac.Exit(complete=False, reason="drain timeout")]
+    assert bench.of(ac.Exit) == [ac.Exit(complete=False, reason="stopped at once")]
+
+
+def test_stop_without_saves_is_no_error_though_slots_are_still_looked_into(bench: Bench) -> None:
+    bench.slot()
+    bench.feed(ev.StopRequested, immediately=True)
+    assert bench.of(ac.Exit) == [ac.Exit(complete=True, reason="stopped at once")]
+    assert not [log for log in bench.of(ac.Log) if log.level == "error"]
 
 
 def test_draining_worker_refuses_sessions_slots_and_saves(bench: Bench) -> None:
@@ -1036,7 +1041,7 @@ def test_rank_0_has_to_say_the_step_when_it_seals(pair: tuple[Bench, int, int]) 
     bench.feed(ev.Prepared, key=(FIRST, 0))
     bench.submit(first)
     bench.read(first, world_size=2, step=None)
-    save = bench.brain.tables.saves[FIRST]
+    save = bench.brain.tables.find(FIRST)
     assert save.outcome == "failed" and "says no step" in str(save.error)
 
 
@@ -1047,5 +1052,5 @@ def test_steps_that_are_said_must_be_one(pair: tuple[Bench, int, int]) -> None:
         bench.feed(ev.Prepared, key=(FIRST, rank))
         bench.submit(slot, peer=peer)
         bench.read(slot, rank=rank, world_size=2, step=step)
-    assert bench.brain.tables.saves[FIRST].outcome == "failed"
+    assert bench.brain.tables.find(FIRST).outcome == "failed"
     assert "rank 1 saves step 6" in str(bench.row(peer=b"q")["error"])

@@ -11,14 +11,14 @@ from typing import Any
 
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.protocol import fields as kinds
-from asyncckpt.protocol import lifecycle, request
+from asyncckpt.protocol import request, save_phases
 from asyncckpt.protocol.messages import PROTOCOL_VERSION, REPLIES, REQUESTS, Message
-from asyncckpt.protocol.relay import FOLLOWER_RECORDS, LEADER_RECORDS, PEER_MESSAGES
-from asyncckpt.storage.rank_job import RankResult
-from asyncckpt.storage.tally import Tally
+from asyncckpt.protocol.node_tables import NODE_MESSAGES, PART_DETAILS, ROWS
+from asyncckpt.storage.coverage import Tally
+from asyncckpt.storage.rank_writer import RankResult
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "wire.json"
-_MODULES = ("codec", "fields", "request", "relay", "samples")
+_MODULES = ("codec", "fields", "request", "node_tables", "samples")
 
 
 def schema() -> dict[str, Any]:
@@ -26,16 +26,18 @@ def schema() -> dict[str, Any]:
     return {
         "requests": _messages(REQUESTS),
         "answers": _messages(REPLIES),
-        "between workers": _messages(PEER_MESSAGES),
-        "records of a follower": _messages(FOLLOWER_RECORDS),
-        "records of a leader": _messages(LEADER_RECORDS),
+        "between workers": _messages(NODE_MESSAGES),
+        "rows between workers": {
+            name: {key: _name(fits) for key, fits in row.items()}
+            for name, row in {**ROWS, "part details": PART_DETAILS}.items()
+        },
         "request in the slot": {
             f.name: f"{f.type} {_name(request._CHECKS.get(f.name))}" for f in fields(request.SaveRequest)
         },
         "result": {cls.__name__: {f.name: str(f.type) for f in fields(cls)} for cls in (RankResult, RankRecord, Tally)},
         "patterns": {n: v.pattern for n, v in sorted(vars(kinds).items()) if isinstance(v, re.Pattern)},
         "limits": {f"{module}.{name}": value for module in _MODULES for name, value in _limits(module)},
-        "phases": {phase: dict(row) for phase, row in lifecycle.TRANSITIONS.items()},
+        "phases": sorted(save_phases.PHASES),
     }
 
 

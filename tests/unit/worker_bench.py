@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from asyncckpt.errors import SaveFailedError, to_wire
+from asyncckpt.errors import AsyncCkptError, SaveFailedError, to_wire
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.request import PartRange, SaveRequest
-from asyncckpt_worker import actions as ac
-from asyncckpt_worker import events as ev
-from asyncckpt_worker.ending import BrainConfig
-from asyncckpt_worker.state import Brain
+from asyncckpt_worker.core import actions as ac
+from asyncckpt_worker.core import events as ev
+from asyncckpt_worker.core.ended import EndedSave, History
+from asyncckpt_worker.core.machine import Brain
+from asyncckpt_worker.core.model import RankSave, Save
+from asyncckpt_worker.core.resources import Connection, Listener, Resources
+from asyncckpt_worker.core.shutdown import BrainConfig
+from asyncckpt_worker.core.tables import Tables
 
 CONFIG = BrainConfig(
     package="test",
@@ -33,17 +38,104 @@ ERROR = to_wire(SaveFailedError("no room", code="ENOSPC"))
 T = TypeVar("T")
 
 
+def all_saves(tables: Tables) -> list[Save | EndedSave]:
+    """Return all saves that a brain knows, open or ended."""
+    return list({save.save_id: save for save in (*tables.ended, *tables.saves.values())}.values())
+
+
+def all_entries(tables: Tables) -> Iterator[tuple[Save | EndedSave, RankSave]]:
+    """Yield all ranks of all saves that a brain knows."""
+    for save in all_saves(tables):
+        for rank in save.ranks:
+            entry = tables.entry((save.save_id, rank))
+            assert entry is not None
+            yield save, entry
+
+
+class WatchedHistory(History):
+    """Keeps the parts of all ranks as they were when their saves had ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[RankSave] = []
+
+    def add(self, save: Save) -> None:
+        """Also keep the parts."""
+        self.parts += save.ranks.values()
+        super().add(save)
+
+
+class WatchedBrain(Brain):
+    """A brain of which a test sees all parts that there were."""
+
+    def __init__(self, config: BrainConfig, now: float, resources: Resources) -> None:
+        super().__init__(config, now, resources)
+        self.history = self.tables.ended = WatchedHistory()
+
+    def parts(self) -> list[RankSave]:
+        """Return the parts of all ranks in all saves."""
+        return [*self.history.parts, *(entry for _, entry in self.tables.entries())]
+
+
+class FakeResources:
+    """Gives what is asked for, unless a test says otherwise, and notes it: the name of the method, and what it took.
+
+    Attributes:
+        alive: Whether processes are.
+        no_slot, no_socket: Why there is none.
+        listener: Where this worker listens.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any]] = []
+        self.alive = True
+        self.no_slot: AsyncCkptError | None = None
+        self.no_socket: AsyncCkptError | None = None
+        self.listener = Listener(address="tcp://here:1", public="k" * 40, secret="s" * 40)
+
+    def watch(self, session: str, pid: int, pid_start: int) -> bool:
+        """See `Resources`."""
+        self.asked.append(("watch", (session, pid, pid_start)))
+        return self.alive
+
+    def create_slot(self, number: int, nbytes: int, *, populate: bool) -> tuple[int, bytes]:
+        """See `Resources`."""
+        self.asked.append(("create_slot", number))
+        if self.no_slot is not None:
+            raise self.no_slot
+        return 100 + number, b"t" * 16
+
+    def listen(self, port: int, secret: str) -> Listener:
+        """See `Resources`."""
+        self.asked.append(("listen", (port, secret)))
+        if self.no_socket is not None:
+            raise self.no_socket
+        return self.listener
+
+    def connect(self, connection: Connection) -> None:
+        """See `Resources`."""
+        self.asked.append(("connect", connection))
+        if self.no_socket is not None:
+            raise self.no_socket
+
+    def disconnect(self, run: str) -> None:
+        """See `Resources`."""
+        self.asked.append(("disconnect", run))
+
+
 class Bench:
     """A brain with its surroundings at hand."""
 
     def __init__(self, config: BrainConfig = CONFIG) -> None:
-        self.brain = Brain(config, 0.0)
+        self.resources = FakeResources()
+        self.brain = Brain(config, 0.0, self.resources)
         self.now = 0.0
         self.ids = 0
         self.actions: list[Any] = []
 
     def feed(self, kind: Any, **fields: Any) -> list[Any]:
         """Feed one event and return the actions, logs left out."""
+        self.resources.asked.clear()
         self.actions = [a for a in self.brain.handle(kind(now=self.now, **fields)) if not isinstance(a, ac.Log)]
         return self.actions
 
@@ -58,6 +150,10 @@ class Bench:
     def of(self, kind: type[T]) -> list[T]:
         """Return the last actions of one kind."""
         return [a for a in self.actions if isinstance(a, kind)]
+
+    def asked(self, name: str) -> list[Any]:
+        """Return what the last event has asked one method of the resources for."""
+        return [what for method, what in self.resources.asked if method == name]
 
     def pushed(self) -> list[Any]:
         """Return the rows that were pushed last."""
@@ -77,16 +173,10 @@ class Bench:
             "rank": rank,
             "world_size": world_size,
         }
-        reply = self.say(m.Hello, peer, **{**fields, **changes})
-        if self.of(ac.Watch):
-            self.feed(ev.Watched, session=session, alive=True)
-        return reply
+        return self.say(m.Hello, peer, **{**fields, **changes})
 
     def slot(self, peer: bytes = b"p") -> int:
-        self.say(m.Allocate, peer, nbytes=12288, populate=True)
-        (create,) = self.of(ac.CreateSlot)
-        self.feed(ev.SlotCreated, slot=create.slot, fd=100 + create.slot, token=b"t" * 16)
-        return create.slot
+        return int(self.say(m.Allocate, peer, nbytes=12288, populate=True).slot)
 
     def begin(self, slot: int, save_id: str = FIRST, generation: int = 1, peer: bytes = b"p", **changes: Any) -> Any:
         fields = {
@@ -148,7 +238,7 @@ REQUEST = SaveRequest(
     hook_timeout_s=0,
     plan="",
     samples=b"",
-    contribution=b"",
+    changed=False,
 )
 
 

@@ -56,7 +56,7 @@ class ShardedSlice:
         global_shape: Of the whole tensor, in elements.
         offsets: Where the box begins in it, in elements.
         replica_id: Of equal boxes on several ranks, which one this is. A box that comes after the first save is
-            written by those with 0 until the ranks have heard of each other's, a few saves later, so give others to
+            written by those with 0 until the ranks have met again, a few saves later, so give others to
             copies. Without, it is taken to lie as an equal box of an equal shape does that is known, as an optimizer's
             state does; else the saves until then fail (`coverage`). From then on equal boxes are written once,
             whatever it is.

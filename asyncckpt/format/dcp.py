@@ -1,0 +1,461 @@
+"""Layout "dcp": shard files, items and the pickled `.metadata` that `torch.distributed.checkpoint` reads; no torch.
+
+Shard files are runs of `torch.save`'s archives, one for each chunk. The bytes before and behind each payload depend on
+dtype and sizes only, so they are known when the plan is made. Nothing in an archive depends on the elements: CRC-32 are
+left zero, which torch never looks at (`torch.serialization.set_crc32_options(False)`); blocks have checksums of ours.
+
+Source: torch 2.13 `distributed/checkpoint/_traverse.py`, `metadata.py`, `filesystem.py`, `default_planner.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgpack
+
+from asyncckpt.errors import ConfigError, CorruptCheckpointError
+from asyncckpt.format.layout import (
+    PAGE_NBYTES,
+    SAVE_ID_NBYTES,
+    SAVE_ID_OFFSET,
+    BoxSpec,
+    Layout,
+    PartLayout,
+    Payload,
+    round_up,
+)
+from asyncckpt.format.names import DCP, MAX_PARTS, SaveId, items_name, per_rank_name, shard_name, split_per_rank_name
+from asyncckpt.format.objects import Opaque, Record
+from asyncckpt.format.state_tree import Key, Node, Path, TypedKey, checked_key, fqn_of
+from asyncckpt.format.structure import Chunk
+from asyncckpt.format.torch_pickle import Call, Encoded, PickleImage, encoded
+from asyncckpt.format.torch_zip import torch_archive
+
+
+class Item(NamedTuple):
+    """A leaf as DCP sees it: a tensor, or all that stands at a path. `own`: it belongs to the rank that stored it."""
+
+    path: Path
+    node: Node
+    own: bool
+
+
+def items_of(tree: Node) -> Iterator[Item]:
+    """Yield the items of a tree, also of one that was unpacked and not checked, in order; keys are texts, positions in
+    lists numbers.
+    """
+
+    def visit(node: Node, path: Path, own: bool) -> Iterator[Item]:
+        if node[0] == "r":
+            yield from visit(node[1], path, True)
+        elif node[0] in ("d", "o"):
+            for key, child in zip(node[1][::2], node[1][1::2], strict=True):
+                yield from visit(child, (*path, str(_key(key))), own)
+        elif node[0] == "l" and not is_terminal(node):
+            for n, child in enumerate(node[1]):
+                yield from visit(child, (*path, n), own)
+        else:
+            yield Item(path, node, own)
+
+    yield from visit(tree, (), False)
+
+
+def _key(raw: Any) -> Key:
+    """Return a key of a tree that was unpacked, or need not be: whether it is too long is for those who store it."""
+    return raw if type(raw) in (str, int, TypedKey) else checked_key(raw)
+
+
+def is_terminal(node: Node) -> bool:
+    """Whether a list is one item: nothing in it but values and lists of them."""
+    members = [child[1] if child[0] == "r" else child for child in node[1]]
+    return not any(
+        child[0] in ("d", "o", "T", "N") or (child[0] == "l" and not is_terminal(child)) for child in members
+    )
+
+
+def refusal_of(node: Node) -> str | None:
+    """Return why an item cannot be written while its elements are still to come; None: it can."""
+    kind = node[0]
+    if kind in ("T", "O"):
+        return None
+    if kind == "r":
+        return refusal_of(node[1])
+    if kind == "N":
+        return "a numpy array, which stock DCP would pickle: save a tensor instead"
+    if kind == "B":
+        return "bytes of this length: save a uint8 tensor instead"
+    members = node[1] if kind in ("l", "t") else node[1][1::2]
+    for member in members:
+        if member[0] in ("T", "N"):
+            return "a tuple with tensors in it, which stock DCP pickles as a whole: make it a list or a dict"
+        why = refusal_of(member)
+        if why is not None:
+            return why
+    return None
+
+
+def name_of(item: Item, rank: int) -> tuple[str, Path]:
+    """Return the name of an item of `rank`, and where DCP puts it back: what belongs to a rank is called so."""
+    if item.own:
+        name = per_rank_name(fqn_of(item.path), rank)
+        return name, (name,)
+    return fqn_of(item.path), item.path
+
+
+def item_pickle(node: Node, objects: Sequence[Any]) -> bytes:
+    """Return the pickle of an item that holds no tensor.
+
+    Raises:
+        NotPickledError: A value in it has no form that `torch.load(weights_only=True)` reads.
+    """
+    return PickleImage(_no_tensor, objects).of_node(_without_ranks(node))
+
+
+def _without_ranks(node: Node) -> Node:
+    if node[0] == "r":
+        return _without_ranks(node[1])
+    if node[0] in ("l", "t"):
+        return (node[0], tuple(map(_without_ranks, node[1])), *node[2:])
+    if node[0] in ("d", "o"):
+        members = tuple(_without_ranks(m) if n % 2 else _key(m) for n, m in enumerate(node[1]))
+        return (node[0], members, *node[2:])
+    return node
+
+
+def _no_tensor(number: int) -> tuple[str, tuple[int, ...]]:
+    raise AssertionError(f"tensor {number} inside of an item that holds none")
+
+
+def encode_items(tree: Node, objects: Sequence[Any], rank: int) -> tuple[bytes, bytes]:
+    """Return the file of a rank's items that are no tensors, and its table.
+
+    Args:
+        tree: The rank's.
+        objects: JSON forms by number.
+        rank: Of it.
+
+    Returns:
+        Archives back to back, each as `torch.save` writes it; and msgpack of [[name, path, offset, length], ...].
+
+    Raises:
+        NotPickledError: As `item_pickle`.
+    """
+    parts: list[bytes] = []
+    table: list[Any] = []
+    offset = 0
+    for item in items_of(tree):
+        if item.node[0] == "T":
+            continue
+        archive = torch_archive(item_pickle(item.node, objects), ())
+        data = b"".join(piece for piece in archive.pieces if isinstance(piece, bytes))
+        table.append((*name_of(item, rank), offset, len(data)))
+        parts.append(data)
+        offset += len(data)
+    return b"".join(parts), bytes(msgpack.packb(table))
+
+
+ALIGNMENT = 64
+"""Of archives in a file, and of payloads."""
+
+DCP_PREFIX = b"asyncckpt layout=dcp; torch.save archives; id ".ljust(SAVE_ID_OFFSET)
+DCP_HEADER_NBYTES = round_up(SAVE_ID_OFFSET + SAVE_ID_NBYTES, ALIGNMENT)
+"""Before the first archive of a file: the prefix, the save id, spaces and a line feed."""
+
+_HEADER = (DCP_PREFIX + b"0" * SAVE_ID_NBYTES).ljust(DCP_HEADER_NBYTES - 1) + b"\n"
+assert len(DCP_PREFIX) == SAVE_ID_OFFSET
+
+
+class Frames:
+    """The bytes around payloads, remembered by dtype and sizes."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, tuple[int, ...]], tuple[bytes, bytes]] = {}
+
+    def around(self, dtype: str, sizes: tuple[int, ...], nbytes: int) -> tuple[bytes, bytes]:
+        """Return what stands before and behind the elements of a chunk in its archive."""
+        found = self._known.get((dtype, sizes))
+        if found is None:
+            pickle = PickleImage(lambda _: (dtype, sizes), ()).of_node(("T", 0))
+            pieces = torch_archive(pickle, [Payload(0, nbytes)], crc=False).pieces
+            at = next(n for n, piece in enumerate(pieces) if isinstance(piece, Payload))
+            head = b"".join(piece for piece in pieces[:at] if isinstance(piece, bytes))
+            tail = b"".join(piece for piece in pieces[at + 1 :] if isinstance(piece, bytes))
+            found = self._known[dtype, sizes] = (head, tail)
+        return found
+
+
+def room_for_dcp(max_nbytes: int) -> int:
+    """Return how many bytes of a tensor fit into a part that holds nothing else: an archive adds less than a page."""
+    return max(1, max_nbytes - PAGE_NBYTES)
+
+
+def build_dcp_layout(specs: Sequence[BoxSpec], *, n_parts: int = 1, max_nbytes: int | None = None) -> Layout:
+    """Place every box into a part; as `layout.build_layout`.
+
+    Args:
+        specs: Boxes in the order of the state dict.
+        n_parts: Shard files to spread over, largest box first to the least loaded.
+        max_nbytes: No part is larger, unless it holds one box that is.
+
+    Returns:
+        The layout; empty without boxes.
+
+    Raises:
+        ConfigError: `max_nbytes` is too small for these boxes.
+    """
+    frames = Frames()
+    around = [frames.around(s.dtype, s.sizes, s.nbytes) for s in specs]
+    lengths = [
+        round_up(len(head) + s.nbytes + len(tail), ALIGNMENT) for s, (head, tail) in zip(specs, around, strict=True)
+    ]
+    chunks: list[Chunk | None] = [None] * len(specs)
+    parts: list[PartLayout] = []
+    for part, numbers in enumerate(_spread(lengths, min(n_parts, MAX_PARTS), max_nbytes)):
+        inserts: list[tuple[int, bytes]] = []
+        offset = DCP_HEADER_NBYTES
+        for n in numbers:
+            s, (head, tail) = specs[n], around[n]
+            begin = offset + len(head)
+            chunks[n] = Chunk(part=part, offset_bytes=begin, nbytes=s.nbytes, offsets=s.offsets, sizes=s.sizes)
+            end = offset + lengths[n]
+            inserts += [(offset, head), (begin + s.nbytes, tail.ljust(end - begin - s.nbytes, b"\0"))]
+            offset = end
+        parts.append(PartLayout(header=_HEADER, nbytes=offset, inserts=tuple(inserts)))
+    return Layout(parts=tuple(parts), chunks=tuple(c for c in chunks if c is not None))
+
+
+def _spread(lengths: Sequence[int], n_parts: int, max_nbytes: int | None) -> list[list[int]]:
+    """Return the numbers of the boxes of each part, in order; no part is empty."""
+    members: list[list[int]] = [[] for _ in range(n_parts)]
+    loads = [DCP_HEADER_NBYTES] * n_parts
+    for n in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
+        fitting = [
+            p
+            for p in range(len(members))
+            if not members[p] or max_nbytes is None or loads[p] + lengths[n] <= max_nbytes
+        ]
+        part = min(fitting, key=lambda p: (loads[p], p), default=len(members))
+        if part == MAX_PARTS:
+            raise ConfigError(
+                f"max_shard_bytes={max_nbytes} is too small: this rank's part of the state needs more than "
+                f"{MAX_PARTS} files",
+                field="max_shard_bytes",
+                value=str(max_nbytes),
+            )
+        if part == len(members):
+            members.append([])
+            loads.append(DCP_HEADER_NBYTES)
+        members[part].append(n)
+        loads[part] += lengths[n]
+    return [sorted(found) for found in members if found]
+
+
+DCP_VERSION = "1.0.0"
+"""Of DCP's metadata: torch 2.13, `distributed/checkpoint/_version.py` and the planner that writes it."""
+
+OWNER_PREFIX = "asyncckpt "
+OWNER_WITHIN_NBYTES = 4096
+"""The save id stands within these first bytes of a `.metadata` of ours."""
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_OWNER = re.compile(re.escape(OWNER_PREFIX.encode()) + rb"([0-9]{6}-[0-9]{8}-[0-9a-f]{12})")
+_JUNK = (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, msgpack.UnpackException)
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@functools.lru_cache(maxsize=4096)
+def _size(numbers: tuple[int, ...]) -> Encoded:
+    """Return a `torch.Size`."""
+    return encoded(Opaque("torch.Size", list(numbers)))
+
+
+@functools.cache
+def _properties(dtype: str) -> Encoded:
+    """Return the `TensorProperties` of a dense tensor."""
+    properties = (
+        Opaque("torch.dtype", dtype),
+        Call("torch.serialization._get_layout", ("torch.strided",)),
+        False,
+        Call(f"{_METADATA}._MEM_FORMAT_ENCODING", (0,)),
+        False,
+    )
+    return encoded(Record(f"{_METADATA}.TensorProperties", properties))
+
+
+def tensor_entry(dtype: str, shape: Sequence[int], boxes: Iterable[Box]) -> Record:
+    """Return a `TensorStorageMetadata`; boxes are (offsets, sizes)."""
+    chunks = [
+        Record(f"{_METADATA}.ChunkStorageMetadata", {"offsets": _size(tuple(offsets)), "sizes": _size(tuple(sizes))})
+        for offsets, sizes in boxes
+    ]
+    state = {
+        "properties": _properties(dtype),
+        "size": _size(tuple(shape)),
+        "chunks": chunks,
+    }
+    return Record(f"{_METADATA}.TensorStorageMetadata", state)
+
+
+def bytes_entry() -> Record:
+    """Return a `BytesStorageMetadata`."""
+    return Record(f"{_METADATA}.BytesStorageMetadata")
+
+
+def index_record(fqn: str, offset: Sequence[int] | None = None, number: int = 0) -> Record:
+    """Return a `MetadataIndex`: of a tensor's chunk number `number` at `offset`, or of an item without one."""
+    state = {
+        "fqn": fqn,
+        "offset": None if offset is None else _size(tuple(offset)),
+        "index": None if offset is None else number,
+    }
+    return Record(f"{_METADATA}.MetadataIndex", state)
+
+
+def storage_record(name: str, offset: int, length: int) -> Record:
+    """Return a `_StorageInfo`."""
+    info = {"relative_path": name, "offset": offset, "length": length}
+    return Record("torch.distributed.checkpoint.filesystem._StorageInfo", info)
+
+
+def metadata_pickle(
+    entries: Mapping[str, Record], paths: Mapping[str, Path], storage: Mapping[Any, Record], owner: str
+) -> bytes:
+    """Return the file's bytes.
+
+    Args:
+        entries, paths, storage: DCP's `state_dict_metadata`, `planner_data`, `storage_data`.
+        owner: A text that the storage's metadata keep.
+    """
+    meta: dict[str, Any] = {"checkpoint_id": None, "save_id": owner, "load_id": None, "modules": []}
+    state = {
+        "storage_meta": Record(f"{_METADATA}.StorageMeta", meta),
+        "state_dict_metadata": dict(entries),
+        "planner_data": dict(paths),
+        "storage_data": dict(storage),
+        "version": DCP_VERSION,
+    }
+    return b"\x80\x02" + encoded(Record(f"{_METADATA}.Metadata", state)).data + b"."
+
+
+def metadata_of(save_id: SaveId, ranks: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Return the `.metadata` of a save in layout "dcp".
+
+    At each name the first rank that has it counts, as for readers of ours.
+
+    Args:
+        save_id: Of the save.
+        ranks: Of every rank, in order: its structure, and the table of its items that are no tensors.
+
+    Raises:
+        CorruptCheckpointError: One of them does not decode.
+    """
+    entries: dict[str, Record] = {}
+    paths: dict[str, Path] = {}
+    storage: dict[Any, Record] = {}
+    try:
+        structures = [msgpack.unpackb(structure, strict_map_key=True, use_list=False) for structure, _ in ranks]
+        places = _places(save_id, structures)
+        for rank, (raw, (_, table)) in enumerate(zip(structures, ranks, strict=True)):
+            for item in items_of(raw["tree"]):
+                if item.node[0] != "T":
+                    continue
+                stored, dtype, shape, _ = raw["tensors"][item.node[1]]
+                name, path = _named(stored, *name_of(item._replace(own=False), rank))
+                if name in entries:
+                    continue
+                found = places[stored]
+                entries[name], paths[name] = tensor_entry(dtype, shape, (box for box, _ in found)), path
+                for number, ((offsets, _), place) in enumerate(found):
+                    storage[index_record(name, offsets, number)] = place
+            for name, path, offset, length in msgpack.unpackb(table, use_list=False):
+                if name not in entries:
+                    entries[name], paths[name] = bytes_entry(), path
+                    storage[index_record(name)] = storage_record(items_name(save_id, rank), offset, length)
+    except _JUNK as error:
+        raise CorruptCheckpointError(f"the structure of a rank does not decode: {error}", detail=str(error)) from error
+    return metadata_pickle(entries, paths, storage, f"{OWNER_PREFIX}{save_id}")
+
+
+def _named(stored: str, name: str, path: Path) -> tuple[str, Path]:
+    """Return name and path of a tensor; one that a rank has stored for itself is called so."""
+    own = split_per_rank_name(stored)
+    if own is None:
+        return name, path
+    name = per_rank_name(fqn_of(path), own[1])
+    return name, (name,)
+
+
+def _places(save_id: SaveId, structures: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[Box, Record]]]:
+    """Return the chunks of every stored tensor over all ranks: (box, where its archive lies)."""
+    frames = Frames()
+    found: dict[str, list[tuple[Box, Record]]] = {}
+    for rank, raw in enumerate(structures):
+        for fqn, dtype, shape, chunks in raw["tensors"]:
+            places = found.setdefault(fqn, [])
+            for part, at, nbytes, *box in chunks:
+                offsets, sizes = box or ((0,) * len(shape), shape)
+                head, tail = frames.around(dtype, sizes, nbytes)
+                name = shard_name(save_id, rank, part, DCP)
+                place = storage_record(name, at - len(head), len(head) + nbytes + len(tail))
+                places.append(((offsets, sizes), place))
+    return found
+
+
+def owner_of_metadata(head: bytes) -> SaveId | None:
+    """Return the save of ours that wrote a `.metadata`, by its first `OWNER_WITHIN_NBYTES`; None: somebody else's."""
+    found = _OWNER.search(head[:OWNER_WITHIN_NBYTES])
+    return SaveId.parse(found[1].decode()) if found else None
+
+
+TEMPLATES_NBYTES = 16 << 20
+"""Of all templates together. They are kept compressed: of the 17 MB of 20,000 tensors 2 remain. Chosen."""
+
+
+class MetadataTemplates:
+    """Remembers what was made last. Safe to use from several threads.
+
+    Args:
+        max_nbytes: What is remembered at most; the least recently used goes first.
+    """
+
+    def __init__(self, max_nbytes: int = TEMPLATES_NBYTES) -> None:
+        self._max_nbytes = max_nbytes
+        self._lock = threading.Lock()
+        self._known: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()
+
+    def metadata_of(self, save_id: SaveId, ranks: Sequence[tuple[bytes, bytes]]) -> bytes:
+        """Return what `metadata_of` returns, with its arguments and errors."""
+        key, text = _digest(ranks), str(save_id).encode()
+        with self._lock:
+            found = self._known.get(key)
+            if found is not None:
+                self._known.move_to_end(key)
+        if found is not None and not _holds(ranks, text):
+            old, data = found
+            return zlib.decompress(data).replace(old, text)
+        data = metadata_of(save_id, ranks)
+        packed = b"" if _holds(ranks, text) else zlib.compress(data, 1)  # the id may be a part of somebody's name
+        if 0 < len(packed) <= self._max_nbytes:
+            with self._lock:
+                self._known[key] = (text, packed)
+                while sum(len(kept) for _, kept in self._known.values()) > self._max_nbytes:
+                    self._known.popitem(last=False)
+        return data
+
+
+def _digest(ranks: Sequence[tuple[bytes, bytes]]) -> bytes:
+    digest = hashlib.blake2b(digest_size=32)
+    for part in (part for rank in ranks for part in rank):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def _holds(ranks: Sequence[tuple[bytes, bytes]], text: bytes) -> bool:
+    return any(text in part for rank in ranks for part in rank)

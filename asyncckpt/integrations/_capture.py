@@ -1,0 +1,217 @@
+"""What a framework's own saving code would write, taken as pieces before a byte of a tensor is read.
+
+While a `recording` runs, `torch.save` and safetensors' `save_file` of this thread, to paths below a directory, are
+captured; other files, small ones, are written there by the framework and read back. So every version of a framework
+saves what it always saves. Other threads and other paths are passed on.
+
+A captured file is made by `torch.save` itself, told to skip the elements. Where they belong it leaves room, in the
+order in which it met their storages. So any object, on any device, becomes the very file that the framework would have
+written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.serialization import register_package, skip_data
+
+from asyncckpt.dtypes import DTYPES
+from asyncckpt.errors import UnsupportedLeafError
+from asyncckpt.interop.write_torch import SkippedSave
+from asyncckpt.planning.torch_types import flat_bytes
+
+Pieces = tuple[bytes | torch.Tensor, ...]
+"""One file, front to back: bytes that are known, and tensors of bytes that share memory with what was saved."""
+
+_PACKAGES = frozenset({"transformers", "accelerate", "peft", "safetensors"})
+"""The packages whose modules may have safetensors' `save_file` under a name of their own."""
+
+_SAFETENSORS_ALIGNMENT = 8
+_SAFETENSORS_ORDER = (
+    *("BOOL", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),
+    *("I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64"),
+)
+"""The library writes the last of these first. Source: safetensors 0.8, `tensor.rs`, enum Dtype."""
+
+_torch_save: Callable[..., None] = torch.save
+"""The real one, also while a recording has replaced it."""
+
+_captured = threading.local()
+"""`storages`: those that the `torch.save` of this thread has met, by address; None: it captures nothing."""
+
+_replacing = threading.RLock()
+"""Held while a function is replaced, so that each of two threads puts back what it has found."""
+
+
+def _note_storage(storage: Any) -> None:
+    """Called by torch for every storage that it pickles. It never names a location, so torch's own taggers do."""
+    storages = getattr(_captured, "storages", None)
+    if storages is not None:
+        storages.setdefault(storage._cdata, storage)
+
+
+register_package(-1, _note_storage, lambda storage, location: None)  # before the taggers of torch: the first has 10
+
+
+def capture_torch_save(value: Any, **options: Any) -> Pieces:
+    """Return the file that `torch.save(value, file, **options)` writes, except for CRC-32s of elements, which are 0.
+
+    Raises:
+        UnsupportedLeafError: The room that torch left differs from its storages.
+        Exception: Whatever `torch.save` raises.
+    """
+    sink, storages = SkippedSave(), dict[int, Any]()
+    skipping: Any = skip_data()
+
+    def save_whole(outer: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+        """Save with its elements what an object saves while it is pickled itself, into its own bytes for example."""
+        if getattr(_captured, "storages", None) is None:  # another thread, or inside such a save
+            return outer(*arguments, **keywords)
+        _captured.storages = None
+        skipping.__exit__(None, None, None)
+        try:
+            _torch_save(*arguments, **keywords)
+        finally:
+            skipping.__enter__()
+            _captured.storages = storages
+
+    with _replaced([(torch, "save")], save_whole):
+        _captured.storages = storages
+        try:
+            with skipping:
+                _torch_save(value, sink, **options)
+        finally:
+            _captured.storages = None
+    met = [storage for storage in storages.values() if storage.nbytes()]
+    rooms = [part for part in sink.parts if isinstance(part, int)]
+    if rooms != [storage.nbytes() for storage in met]:
+        raise UnsupportedLeafError(
+            f"torch.save left room for {len(rooms)} storages of {sum(rooms)} bytes, and met {len(met)} others",
+            leaf="",
+            type_name=type(value).__name__,
+        )
+    elements = (torch.empty(0, dtype=torch.uint8, device=one.device).set_(one) for one in met)
+    return tuple(next(elements) if isinstance(part, int) else bytes(part) for part in sink.parts)
+
+
+def capture_safetensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Pieces:
+    """Return the file that `safetensors.torch.save_file(tensors, file, metadata)` writes, byte for byte.
+
+    Raises:
+        UnsupportedLeafError: A sparse tensor, or a dtype that safetensors lacks.
+    """
+    named = [(name, tensor, _safetensors_dtype(name, tensor)) for name, tensor in tensors.items()]
+    places = {dtype: place for place, dtype in enumerate(_SAFETENSORS_ORDER)}
+    named.sort(key=lambda one: (-places.get(one[2], -1), one[0]))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end, elements = 0, []
+    for name, tensor, dtype in named:
+        start, end = end, end + tensor.numel() * tensor.itemsize
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        if end > start:
+            elements.append(flat_bytes(tensor))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _SAFETENSORS_ALIGNMENT)
+    return (len(text).to_bytes(8, "little") + text, *elements)
+
+
+def _safetensors_dtype(name: str, tensor: torch.Tensor) -> str:
+    dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+    if tensor.layout != torch.strided or dtype is None or dtype.safetensors is None:
+        raise UnsupportedLeafError(
+            f"{name}: a tensor of dtype {tensor.dtype} and layout {tensor.layout} has no place in safetensors files",
+            leaf=name,
+            type_name=str(tensor.dtype),
+        )
+    return dtype.safetensors
+
+
+@dataclass
+class Recording:
+    """What a framework saved.
+
+    Attributes:
+        directory: Where the framework believes that it saves.
+        files: By name relative to the directory, in the order in which they were saved; complete after the block.
+    """
+
+    directory: str
+    files: dict[str, Pieces] = field(default_factory=dict)
+    _thread: int = field(default_factory=threading.get_ident)
+
+    def name_of(self, path: Any) -> str | None:
+        """Return the name under which a file is recorded; None if it is of another thread or another directory."""
+        if threading.get_ident() != self._thread or not isinstance(path, (str, os.PathLike)):
+            return None
+        name = os.path.relpath(os.path.abspath(os.fsdecode(path)), self.directory)
+        return None if name.partition(os.sep)[0] in (".", "..") else name
+
+
+@contextlib.contextmanager
+def recording(name: str) -> Iterator[Recording]:
+    """Record what this thread saves to a directory called `name`, which is made, and gone afterwards.
+
+    Yields:
+        The recording.
+    """
+    with tempfile.TemporaryDirectory(prefix="asyncckpt-") as parent:
+        found = Recording(os.path.join(parent, name))
+        os.mkdir(found.directory)
+
+        def save(outer: Callable[..., None], obj: Any, f: Any, *arguments: Any, **options: Any) -> None:
+            file = found.name_of(f)
+            if file is None or arguments or options.get("_use_new_zipfile_serialization") is False:
+                outer(obj, f, *arguments, **options)
+            else:
+                found.files[file] = capture_torch_save(obj, **options)
+
+        def save_file(outer: Callable[..., None], tensors: Any, filename: Any, metadata: Any = None) -> None:
+            file = found.name_of(filename)
+            if file is None:
+                outer(tensors, filename, metadata)
+            else:
+                found.files[file] = capture_safetensors(tensors, metadata)
+
+        with _replaced([(torch, "save")], save), _replaced(_names_of_save_file(), save_file):
+            yield found
+        for folder, _, names in os.walk(found.directory):
+            for path in (os.path.join(folder, one) for one in sorted(names)):
+                with open(path, "rb") as file:
+                    found.files[os.path.relpath(path, found.directory)] = (file.read(),)
+
+
+@contextlib.contextmanager
+def _replaced(names: list[tuple[Any, str]], function: Callable[..., None]) -> Iterator[None]:
+    """Call `function` instead of what modules have under these names; its first argument is what it replaces."""
+    with _replacing, contextlib.ExitStack() as stack:
+        for module, name in names:
+            outer = getattr(module, name)
+            stack.callback(setattr, module, name, outer)
+            setattr(module, name, lambda *args, outer=outer, **options: function(outer, *args, **options))
+        yield
+
+
+def _names_of_save_file() -> list[tuple[Any, str]]:
+    """Return (module, name) of every place from which safetensors' `save_file` is called."""
+    try:
+        library = importlib.import_module("safetensors.torch")
+    except ImportError:
+        return []
+    modules = [module for name, module in sorted(sys.modules.items()) if name.partition(".")[0] in _PACKAGES]
+    return [
+        (module, key)
+        for module in modules
+        if module is not None
+        for key, value in list(vars(module).items())
+        if value is library.save_file
+    ]

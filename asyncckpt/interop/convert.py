@@ -1,0 +1,278 @@
+"""`asyncckpt.convert`: from any kind of checkpoint to any other, streaming."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from asyncckpt.errors import AsyncCkptError, ConfigError
+from asyncckpt.format.names import SaveId
+from asyncckpt.interop.checkpoint_files import copied_files, copy_file
+from asyncckpt.interop.copy_pipeline import DuplexFiles, Progress, Target, write_files
+from asyncckpt.interop.losses import Losses, changes, settled
+from asyncckpt.interop.publish import (
+    Standing,
+    beside,
+    check_apart,
+    check_around,
+    check_inside,
+    check_place,
+    check_room,
+    is_inside,
+    put_into_directory,
+    put_into_place,
+)
+from asyncckpt.interop.selection import KeyMap, Outline, outline_of, readable
+from asyncckpt.interop.source_reader import SourceReader
+from asyncckpt.interop.sources.detect import KINDS, read_any
+from asyncckpt.interop.verify_target import verify_bytes, verify_structure
+from asyncckpt.interop.write_asyncckpt import asyncckpt_target, check_asyncckpt
+from asyncckpt.interop.write_safetensors import check_safetensors, hf_target, safetensors_target
+from asyncckpt.interop.write_torch import check_dcp, check_torch, dcp_target, torch_target
+from asyncckpt.loading.fetching import thread_count
+from asyncckpt.loading.selection import key_list
+from asyncckpt.paths import absolute_path, current_umask
+from asyncckpt.storage.catalog import next_epoch_beside
+from asyncckpt.storage.contents import Contents
+from asyncckpt.storage.files import MODE_DIRECTORY, MODE_FILE, Files, fsync_directory, save_failure
+from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.read_plan import with_verifiers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversionReport:
+    """What was converted.
+
+    Attributes:
+        kind: Of the source.
+        to: Of the target.
+        tensors, objects: Leaves of each sort; a tied tensor counts under each name.
+        nbytes: Length of the target's files that were streamed.
+        changed: What the target holds in another form, one sentence each, with all names.
+        left_out: FQNs that the target cannot hold (`partial=True`).
+        copied: Other files of a Hugging Face directory, copied along to another.
+        not_copied: What else is in it: directories, hidden files, weights in other formats; to other kinds all of it.
+        carried_over: Files that lay beside the weights of the Hugging Face directory that was replaced, and still do.
+    """
+
+    kind: str
+    to: str
+    tensors: int
+    objects: int
+    nbytes: int
+    changed: tuple[str, ...]
+    left_out: tuple[str, ...]
+    copied: tuple[str, ...]
+    not_copied: tuple[str, ...]
+    carried_over: tuple[str, ...]
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    to: str,
+    keys: str | Iterable[str] | None = None,
+    key_map: KeyMap | None = None,
+    max_shard_bytes: int | None = None,
+    overwrite: bool = False,
+    partial: bool = False,
+    threads: int | None = None,
+    read_back: bool = True,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Convert a checkpoint of any kind that is read to any kind that is written.
+
+    The target is written beside its place under a hidden name, opened as a reader would and compared, read back, and
+    renamed: it is there whole or not at all. Tensors pass in windows; needs no process group and no worker. Memory:
+    256 MB; the largest tensor whose elements are not row-major in the source; and a few times everything that lies in
+    pickles, which is held whole: texts, `bytes`, numpy arrays.
+
+    Args:
+        src: A checkpoint of ours, a DCP directory, a file of `torch.save`, a safetensors file, or a directory of them.
+        dst: The target: a directory for `asyncckpt`, `dcp` and `hf`, else a file. Its directory must exist. A file may
+            lie in the source's directory; and a directory for `asyncckpt` or `dcp` in which no checkpoint is may lie
+            around the source: what else is there stays, and nothing is replaced.
+        to: `asyncckpt`, `dcp`, `torch`, `safetensors` or `hf`.
+        keys: FQNs, or prefixes, of the source: only these. None takes everything.
+        key_map: From the source's FQNs to the target's: a dict (other names stay) or a callable.
+        max_shard_bytes: Limit of one file's tensors, of a target that is a directory; of a file of ours with its
+            header, as of a save. A larger tensor has a file of its own. None: one file; for `hf` 5 GB.
+        overwrite: Replaces a checkpoint that stands at `dst`, in one step; where the file system cannot exchange two
+            names, only a file by a file. Of a Hugging Face directory the weights: what lies beside them is carried
+            over to another such; else it is refused.
+        partial: Leaves out, and reports, what the target cannot hold, and what cannot be read of the source (objects of
+            classes that are not on the list); otherwise that is an error.
+        threads: At the disk at once, half of them to read and half to write; others move and sum up. None takes 4.
+        read_back: Reads every byte of the target from the disk and compares it with what was written. False: leaves,
+            types, shapes, places and values are compared, not the elements of tensors.
+        progress: Called with (bytes done, bytes in all); bytes that are written and read back both count.
+
+    Returns:
+        What was done, and what the target holds in another form.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is at `src`; or the directory of `dst` is not there.
+        CheckpointNotCommittedError: A save of ours was begun at `src` and never committed.
+        CheckpointExistsError: Something is at `dst`, and `overwrite` is False, or it is pinned or no checkpoint, or
+            cannot be replaced in one step.
+        CorruptCheckpointError: The source is damaged; or the target read back differs.
+        UnsupportedFormatError: The source is of no known kind, or holds something that is not read; all named.
+        UnsupportedLeafError: The target cannot hold some leaves, which are named (of more than 1,000 as many); or this
+            torch lacks a dtype.
+        MissingKeysError: `keys` name something that is not there.
+        DuplicateNameError: Two leaves have, or get, one name.
+        SaveFailedError: Not enough room, or the file system failed; nothing is left of the target. EAGAIN: a save of
+            ours may be under way at `dst`, which would be replaced.
+        ConfigError: An argument that makes no sense; a limit for which a checkpoint of ours would need too many files.
+        UnsupportedPathError: A URL, or no path at all.
+        OSError: The source cannot be read.
+
+    Blocks: for reading and writing everything; with `overwrite`, for a save of ours that commits at `dst`, half a
+        minute at most.
+    """
+    conversion = _Conversion(
+        absolute_path(src), absolute_path(dst), to, overwrite, thread_count(threads), read_back, progress
+    )
+    _check_arguments(to, max_shard_bytes, conversion.source, conversion.path)
+    if keys is not None and not isinstance(keys, Iterable):
+        raise ConfigError(f"keys={keys!r}: expected FQNs and prefixes, such as ['model']", field="keys")
+    return conversion.run(key_list(keys), key_map, max_shard_bytes, partial)
+
+
+def _check_arguments(to: str, max_shard_bytes: int | None, source: str, path: str) -> None:
+    if to not in KINDS:
+        raise ConfigError(f"to={to!r}: expected one of {', '.join(KINDS)}", field="to", value=repr(to))
+    if max_shard_bytes is not None:
+        if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+            raise ConfigError(f"max_shard_bytes={max_shard_bytes!r}: a positive integer", field="max_shard_bytes")
+        if to in ("torch", "safetensors"):
+            raise ConfigError(f"to={to!r} is one file: max_shard_bytes is for directories", field="max_shard_bytes")
+    check_apart(path, source, to)
+
+
+class _Conversion:
+    """One call."""
+
+    def __init__(
+        self,
+        source: str,
+        path: str,
+        to: str,
+        overwrite: bool,
+        threads: int,
+        read_back: bool,
+        progress: Progress | None,
+    ) -> None:
+        self.source, self.path, self._folder = source, path, source
+        self._to, self._overwrite, self._threads, self._read_back = to, overwrite, threads, read_back
+        self._progress = progress
+        self._files = Files()
+        self._umask = current_umask()
+        self._done = self._total = 0
+
+    def run(
+        self, keys: list[str] | None, key_map: KeyMap | None, max_shard_bytes: int | None, partial: bool
+    ) -> ConversionReport:
+        contents = read_any(self.source, self._files)
+        if contents.source is not None:
+            self._folder = contents.source.directory
+        check_inside(self.path, self.source, contents)
+        is_around = is_inside(self.source, self.path)
+        if is_around:
+            check_around(self.path, self._files)
+            standing, place = Standing.NOTHING, os.path.join(self.path, os.path.basename(self.path))
+        else:
+            standing, place = check_place(self.path, self._to, self._files, overwrite=self._overwrite), self.path
+        whole = outline_of(contents, self._files, keys=keys, key_map=key_map)
+        losses = _CHECKS[self._to](readable(whole))
+        outline = settled(whole, losses, to=self._to, partial=partial)
+        target = self._target(outline, max_shard_bytes)
+        extras, not_copied = self._beside(contents)
+        room = target.nbytes + sum(os.path.getsize(os.path.join(self._folder, name)) for name in extras)
+        check_room(place, room, self._files)
+        changed = tuple(losses.changed + changes(whole, outline, self._to, keys, self._files))
+        self._total = target.nbytes * (2 if self._read_back else 1)
+        carried: tuple[str, ...] = ()
+        with beside(place) as temporary:
+            try:
+                self._write(temporary, target, outline, extras)
+                if contents.source is not None:
+                    contents.source.check_unchanged(self._files)
+                if is_around:
+                    put_into_directory(temporary, self.path, self._files)
+                else:
+                    carried = put_into_place(temporary, self.path, standing, self._to, self._files, self._umask)
+            except AsyncCkptError:
+                raise
+            except OSError as error:
+                raise save_failure(error, save_id=None, rank=None, step=None, path=self.path) from error
+        if self._progress is not None:
+            self._progress(self._total, self._total)
+        kinds = [node[0] for _, node in outline.leaves()]
+        return ConversionReport(
+            kind=contents.source.kind if contents.source is not None else "asyncckpt",
+            to=self._to,
+            tensors=len(kinds) - kinds.count("O"),
+            objects=kinds.count("O"),
+            nbytes=target.nbytes,
+            changed=changed,
+            left_out=(*losses.cannot, *whole.away),
+            copied=tuple(extras),
+            not_copied=tuple(not_copied),
+            carried_over=carried,
+        )
+
+    def _target(self, outline: Outline, max_shard_bytes: int | None) -> Target:
+        if self._to == "asyncckpt":
+            epoch = next_epoch_beside(self.path, LocalStore(self._files))
+            save_id = SaveId(epoch, 0, secrets.token_hex(6))
+            return asyncckpt_target(outline, save_id, self._files, self._umask, max_shard_bytes)
+        if self._to == "safetensors":
+            return safetensors_target(outline)
+        if self._to == "hf":
+            return hf_target(outline, max_shard_bytes)
+        if self._to == "torch":
+            return torch_target(outline, self._files)
+        return dcp_target(outline, self._files, max_shard_bytes)
+
+    def _write(self, temporary: str, target: Target, outline: Outline, extras: list[str]) -> None:
+        mode = MODE_FILE & ~self._umask
+        if target.is_directory:
+            self._files.mkdir(temporary, MODE_DIRECTORY & ~self._umask)
+        files, threads = DuplexFiles(self._threads), with_verifiers(self._threads)
+        reader = SourceReader(outline.contents, outline.tensors, files)
+        blocks = write_files(temporary, target, reader, files, mode, self._step, threads=threads)
+        reader.check_checksums(range(len(outline.tensors)), self._threads)
+        for name in extras:
+            copy_file(os.path.join(self._folder, name), os.path.join(temporary, name), mode)
+        if target.finish is not None:
+            target.finish(temporary, blocks)
+        if target.is_directory:
+            fsync_directory(self._files, temporary)
+        verify_structure(temporary, outline, self._to, target, self._files, self._threads)
+        if self._read_back:
+            verify_bytes(temporary, outline, target, blocks, self._files, self._threads, self._step)
+
+    def _step(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(min(self._done, self._total), self._total)
+
+    def _beside(self, contents: Contents) -> tuple[list[str], list[str]]:
+        """Return what lies beside a Hugging Face model: what goes along to another one, and what does not."""
+        if contents.source is None or contents.source.kind != "hf":
+            return [], []
+        extras, others = copied_files(self._folder, contents, self._files)
+        return (extras, others) if self._to == "hf" else ([], sorted([*extras, *others]))
+
+
+_CHECKS: dict[str, Callable[[Outline], Losses]] = {
+    "asyncckpt": check_asyncckpt,
+    "dcp": check_dcp,
+    "torch": check_torch,
+    "safetensors": check_safetensors,
+    "hf": check_safetensors,
+}

@@ -1,0 +1,307 @@
+"""Compares two checkpoints of any kinds leaf by leaf, and their tensors slab by slab.
+
+Values that are one leaf in one checkpoint and a container of leaves in another are alike if they hold the same. A tuple
+that holds a set is one leaf of a save through `asyncckpt.dcp.StorageWriter`, since torch's planners take no tuple
+apart; whoever reads the same tuple from an item of a DCP directory, or from a file of `torch.save`, opens it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from asyncckpt.dtypes import DTYPES
+from asyncckpt.errors import MissingKeysError
+from asyncckpt.format.objects import decode_value, encode_value
+from asyncckpt.format.state_tree import Node, Path, fqn_of, leaves, members, python_key
+from asyncckpt.interop.selection import Outline, containers, outline_of
+from asyncckpt.interop.sources.detect import read_any
+from asyncckpt.loading.fetching import bytes_of
+from asyncckpt.loading.slicing import SLAB_NBYTES, read_tensor, slab_slices
+from asyncckpt.storage.contents import SavedTensor
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.reader import DEFAULT_THREADS
+from asyncckpt.storage.unread import Unread
+
+_SHOWN_CHARS = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """One leaf that differs.
+
+    Attributes:
+        fqn: Its name.
+        what: `only in A`, `only in B`, `kind`, `dtype`, `shape`, `value`, `bits` (equal numbers, such as -0.0 and 0.0).
+        a, b: What it is on both sides, for people.
+        max_abs_difference: Of numbers: the largest absolute difference; NaN where one side alone is NaN.
+    """
+
+    fqn: str
+    what: str
+    a: str | None = None
+    b: str | None = None
+    max_abs_difference: float | None = None
+
+
+@dataclass(slots=True)
+class Comparison:
+    """How many leaves there are on either side, and those that differ.
+
+    `unread`: by FQN the class of those that neither side has read, and of which only that was compared.
+    """
+
+    leaves: int = 0
+    differences: list[Difference] = field(default_factory=list)
+    unread: dict[str, str] = field(default_factory=dict)
+
+
+def compare(
+    first: str, second: str, *, keys: Iterable[str] | None = None, data: bool = True, files: Files | None = None
+) -> Comparison:
+    """Compare two checkpoints of any kinds.
+
+    Args:
+        first, second: Their absolute paths.
+        keys: FQNs and prefixes; None takes everything. A key must be there on one side at least.
+        data: Whether the elements of tensors are read and compared.
+        files: The storage seam.
+
+    Raises:
+        AsyncCkptError: One of them cannot be read; as `open_checkpoint`.
+        MissingKeysError: A key is on neither side.
+        OSError: The files cannot be read.
+
+    Blocks: for reading both. Memory: a few slabs of 32 MiB.
+    """
+    files = files or Files()
+    ours, theirs = _outlines(first, second, None if keys is None else list(keys), files)
+    mine, others = dict(ours.leaves()), dict(theirs.leaves())
+    found = Comparison(leaves=len(mine.keys() | others.keys()))
+    on_one_side = mine.keys() ^ others.keys()
+    alike = on_one_side & alike_when_opened(ours, theirs) if on_one_side else set()
+    for fqn in [*mine, *(name for name in others if name not in mine)]:
+        node, other = mine.get(fqn), others.get(fqn)
+        a = None if node is None else _shown(ours, node)
+        b = None if other is None else _shown(theirs, other)
+        if fqn in alike:
+            continue
+        if node is None or other is None:
+            what: tuple[str, float | None] | None = ("only in B" if node is None else "only in A"), None
+        elif (kind := _alike_unread(ours, node, theirs, other)) is not None:
+            found.unread[fqn] = kind
+            continue
+        else:
+            what = _compared(ours, node, theirs, other, files, data)
+        if what is not None:
+            found.differences.append(Difference(fqn=fqn, what=what[0], a=a, b=b, max_abs_difference=what[1]))
+    return found
+
+
+def _outlines(first: str, second: str, keys: list[str] | None, files: Files) -> tuple[Outline, Outline]:
+    """Return both checkpoints, with those leaves alone that `keys` name; each lacks what is on the other side only."""
+    nowhere, found = set(keys or ()), []
+    for path in (first, second):
+        contents, wanted = read_any(path, files), keys
+        try:
+            outline = outline_of(contents, files, keys=wanted)
+        except MissingKeysError as error:
+            wanted = [key for key in keys or () if key not in error.keys]
+            outline = outline_of(contents, files, keys=wanted)
+        nowhere -= set(wanted or ())
+        found.append(outline)
+    if nowhere:
+        raise MissingKeysError(f"neither {first} nor {second} has {', '.join(sorted(nowhere))}", keys=sorted(nowhere))
+    return found[0], found[1]
+
+
+def _shown(outline: Outline, node: Node) -> str:
+    if node[0] == "B":
+        return f"bytes[{outline.nbytes_of(node[1])}]"
+    if node[0] != "O":
+        tensor = outline.tensors[node[1]]
+        return f"{tensor.dtype}{list(tensor.global_shape)}"
+    raw = outline.objects[node[1]]
+    if isinstance(raw, Unread):
+        return raw.described()
+    try:
+        text = repr(decode_value(raw))
+    except ValueError:
+        text = repr(raw)
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."
+
+
+def _alike_unread(ours: Outline, mine: Node, theirs: Outline, other: Node) -> str | None:
+    """Return the class of a leaf that neither side has read, if it is the same; else None."""
+    if (mine[0], other[0]) != ("O", "O"):
+        return None
+    a, b = ours.objects[mine[1]], theirs.objects[other[1]]
+    return a.kind if isinstance(a, Unread) and isinstance(b, Unread) and a.kind == b.kind else None
+
+
+def _compared(
+    ours: Outline, mine: Node, theirs: Outline, other: Node, files: Files, data: bool
+) -> tuple[str, float | None] | None:
+    """Return `what` and `max_abs_difference` of a leaf that differs, else None."""
+    if not data and mine[0] == other[0] == "B":
+        return None if ours.nbytes_of(mine[1]) == theirs.nbytes_of(other[1]) else ("value", None)
+    if "B" in (mine[0], other[0]):
+        values = bytes_at(ours, mine, files), bytes_at(theirs, other, files)
+        return None if values[0] == values[1] else ("kind" if None in values else "value", None)
+    if (mine[0] == "O") != (other[0] == "O"):
+        return "kind", None
+    if mine[0] == "O":
+        one, another = ours.objects[mine[1]], theirs.objects[other[1]]
+        if is_same_value(one, another):
+            return None
+        apart = _apart(one, another)
+        return "bits" if apart == 0.0 and type(one) is type(another) else "value", apart
+    a, b = ours.tensors[mine[1]], theirs.tensors[other[1]]
+    if a.global_shape != b.global_shape:
+        return "shape", None
+    if not data:
+        return None if a.dtype == b.dtype else ("dtype", None)
+    equal, apart = _tensors(ours, a, theirs, b, files)
+    if a.dtype != b.dtype:
+        return "dtype", apart
+    return None if equal else ("bits" if apart == 0.0 else "value", apart)
+
+
+def _apart(one: Any, another: Any) -> float | None:
+    """Return the absolute difference of two numbers; None for other values, and where no float holds it."""
+    if isinstance(one, Unread) or isinstance(another, Unread):
+        return None
+    try:
+        a, b = decode_value(one), decode_value(another)
+        return float(abs(a - b)) if {type(a), type(b)} <= {int, float} else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def _tensors(ours: Outline, a: SavedTensor, theirs: Outline, b: SavedTensor, files: Files) -> tuple[bool, float]:
+    """Return whether all bits are equal, and the largest absolute difference; NaN where one side alone is NaN."""
+    equal, apart = True, 0.0
+    limit = SLAB_NBYTES // max(DTYPES[one.dtype].itemsize for one in (a, b))
+    for slices in slab_slices(a.global_shape, limit):
+        x = read_tensor(ours.contents, a, slices, files, threads=DEFAULT_THREADS, verify=True).reshape(-1)
+        y = read_tensor(theirs.contents, b, slices, files, threads=DEFAULT_THREADS, verify=True).reshape(-1)
+        if x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)):
+            continue
+        equal = False
+        apart = max(apart, _largest(x, y), key=lambda value: (math.isnan(value), value))
+    return equal, apart
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a slab, eight at a time if there are as many: they are compared three times as fast."""
+    flat = x.view(torch.uint8)
+    return flat if flat.numel() % 8 else flat.view(torch.int64)
+
+
+def _largest(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Return the largest absolute difference of two slabs; equal infinities and NaN on both sides count as none."""
+    wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+    left, right = x.to(wide), y.to(wide)
+    same = (left == right) | (left.isnan() & right.isnan())
+    difference = torch.where(same, torch.zeros((), dtype=torch.float64), (left - right).abs())
+    return float(difference.max()) if difference.numel() else 0.0
+
+
+def is_same_value(a: Any, b: Any) -> bool:
+    """Whether two leaves' JSON forms say the same: True is not 1, and -0.0 not 0.0. A set has no order.
+
+    What was not read (`storage.unread.Unread`) is like nothing else.
+    """
+    return not (isinstance(a, Unread) or isinstance(b, Unread)) and _as_text(a) == _as_text(b)
+
+
+def _as_text(raw: Any) -> str:
+    return json.dumps(_ordered(raw))
+
+
+def _ordered(raw: Any) -> Any:
+    if isinstance(raw, list):
+        return [_ordered(member) for member in raw]
+    if not isinstance(raw, dict):
+        return raw
+    payload = raw.get("v")
+    if raw.get("$") in ("set", "frozenset") and isinstance(payload, list):
+        payload = sorted(map(_as_text, payload))
+    return {**raw, "v": _ordered(payload)}
+
+
+def bytes_at(outline: Outline, node: Node, files: Files) -> bytes | None:
+    """Return the value of a leaf that is `bytes`, which lie where tensors do if they are long; None of any other.
+
+    Raises:
+        CorruptCheckpointError: They were changed since they were written.
+        OSError: They cannot be read.
+    """
+    if node[0] == "B":
+        saved = outline.tensors[node[1]]
+        return bytes_of(read_tensor(outline.contents, saved, (...,), files, threads=DEFAULT_THREADS, verify=True))
+    raw = outline.objects[node[1]] if node[0] == "O" else None
+    return base64.b64decode(raw["v"]) if isinstance(raw, dict) and raw.get("$") == "bytes" else None
+
+
+def alike_when_opened(one: Outline, other: Outline) -> set[str]:
+    """Return the names of leaves that only one side has, and whose values the other side holds all the same.
+
+    Args:
+        one: A checkpoint.
+        other: Another one.
+
+    Raises:
+        CorruptCheckpointError, OSError: Long `bytes` cannot be read.
+
+    Returns:
+        Those of the leaf on the one side, and of all that it was opened to on the other. Empty containers count as
+        they are: what has lost one is not alike.
+    """
+    return _held_opened(one, other) | _held_opened(other, one)
+
+
+def _held_opened(closed: Outline, opened: Outline) -> set[str]:
+    """Return the names, on both sides, of leaves of `closed` that are containers in `opened`."""
+    places: dict[str, list[tuple[Path, Node]]] = {}
+    for path, container in containers(opened.tree):  # of one name there may be several: "a.b", and "b" in "a"
+        places.setdefault(fqn_of(path), []).append((path, container))
+    found: set[str] = set()
+    for fqn, node in closed.leaves():
+        for path, container in places.get(fqn, ()) if node[0] == "O" else ():
+            try:
+                value = _value_of(container, opened)
+            except _HoldsMoreError:
+                continue
+            if is_same_value(value, closed.objects[node[1]]):
+                found |= {fqn, *(fqn_of(at) for at, _ in leaves(container, path))}
+                break
+    return found
+
+
+class _HoldsMoreError(Exception):
+    """A container holds tensors, or what was not read."""
+
+
+def _value_of(node: Node, outline: Outline) -> Any:
+    """Return the JSON form that a container would have as one leaf."""
+    kind, inner, *form = node
+    if kind == "O" and not isinstance(outline.objects[inner], Unread):
+        return outline.objects[inner]
+    if kind == "B":
+        return encode_value(bytes_at(outline, node, Files()))
+    if kind in ("T", "N", "O") or (kind == "o" and form[0] is not None):
+        raise _HoldsMoreError
+    values = [(key, _value_of(child, outline)) for key, child in members(node)]
+    if kind in ("d", "o"):
+        return {"$": "dict", "v": [[encode_value(python_key(key)), value] for key, value in values]}
+    sequence = [value for _, value in values]
+    if kind == "t":
+        return {"$": "tuple", "v": sequence}
+    return {"$": "deque", "v": [form[0][1], sequence]} if form else sequence

@@ -1,0 +1,251 @@
+"""Reads runs of tensors' elements to where they are wanted, whatever the source stores them as, and verifies them.
+
+A source's zip archives carry a CRC-32 for each storage, which may hold one tensor, many, or a shard of one. The threads
+that read sum up what passes. At the end the sums of each storage are joined; what did not pass as it lies in the file
+is read once more: a flipped bit is an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from asyncckpt.dtypes import DTYPES
+from asyncckpt.format.structure import row_major
+from asyncckpt.format.torch_zip import combined_crc32
+from asyncckpt.interop.copy_pipeline import Run
+from asyncckpt.interop.sources.torch_file import ZipEntry, crc_of, damaged, data_offset, opened_archive, read_directory
+from asyncckpt.loading.boxes import whole_region
+from asyncckpt.loading.fetching import read_ranges, strided_view
+from asyncckpt.loading.placements import wanted_ranges
+from asyncckpt.loading.sinks import boxes_within, elements_at
+from asyncckpt.planning.torch_types import CARRIERS
+from asyncckpt.storage.contents import Contents, Inline, Located, SavedTensor, Strided, check_lengths
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.read_plan import Wanted
+from asyncckpt.storage.reader import DEFAULT_THREADS
+from asyncckpt.uninterrupted import mapped
+
+_BATCH = 16
+"""Archives that a thread looks at in turn: a directory may have very many."""
+
+
+_Archive = tuple[str, int, int]
+"""As `ForeignSource.archives` has them: name of the file, where it begins there, length."""
+
+
+class _Storage(NamedTuple):
+    """An entry of an archive that holds elements, which begin at `start` of the file."""
+
+    archive: _Archive
+    start: int
+    entry: ZipEntry
+
+
+class SourceChecksums:
+    """See the module. Several threads may call `take`.
+
+    Args:
+        contents: The source; of one whose data lie in no archives there is nothing to compare.
+        files: The storage seam.
+
+    Attributes:
+        are_there: Whether sums are wanted: archives have them, but for a few whose writer was told to leave them out.
+    """
+
+    def __init__(self, contents: Contents, files: Files) -> None:
+        self._contents, self._files = contents, files
+        self._archives: dict[str, list[_Archive]] = {}
+        self._passed: dict[str, dict[int, tuple[int, int]]] = {}
+        for found in sorted(contents.source.archives) if contents.source is not None else []:
+            self._archives.setdefault(found[0], []).append(found)
+            self._passed[found[0]] = {}
+        self.are_there = bool(self._archives)
+
+    def take(self, part: int, offset: int, nbytes: int, crc: int) -> None:
+        """Take the CRC-32 of `nbytes` of a part, from byte `offset` of it on, as they lie in the file.
+
+        Raises:
+            CorruptCheckpointError, OSError: As `ForeignSource.place`.
+        """
+        assert self._contents.source is not None
+        place = self._contents.source.place(part, self._files)
+        if nbytes and isinstance(place, Located):
+            passed = self._passed.get(self._name_of(place), {})
+            passed[place.offset + offset] = (nbytes, crc)
+
+    def check(self, tensors: Iterable[SavedTensor], threads: int) -> None:
+        """Compare the storages that hold these tensors.
+
+        Args:
+            tensors: That were converted.
+            threads: That look at archives, and read.
+
+        Raises:
+            CorruptCheckpointError: One has another CRC-32; names file and tensor.
+            OSError: It cannot be read.
+
+        Blocks: for the reads.
+        """
+        source, held = self._contents.source, dict[_Archive, list[int]]()
+        for chunk in (chunk for tensor in tensors for _, chunk in tensor.chunks if chunk.nbytes and self.are_there):
+            assert source is not None
+            place = source.place(chunk.part, self._files)
+            if isinstance(place, Inline):  # the CRC-32 is of the pickle that it lies in
+                continue
+            archives, at = self._archives.get(self._name_of(place), []), place.offset + chunk.offset_bytes
+            number = bisect_right(archives, at, key=lambda archive: archive[1]) - 1
+            if number >= 0:
+                held.setdefault(archives[number], []).append(at)
+        found = list(held.items())
+        batches = (found[at : at + _BATCH] for at in range(0, len(found), _BATCH))
+        with ThreadPoolExecutor(threads, "asyncckpt-sums") as pool:
+            rest = [storage for storages in mapped(pool, self._not_passed, batches) for storage in storages]
+            for _ in mapped(pool, self._read, rest):
+                pass
+
+    def _name_of(self, place: Located | Strided) -> str:
+        return self._contents.ranks[0].index.shards[place.part].name
+
+    def _not_passed(self, held: Sequence[tuple[_Archive, list[int]]]) -> list[_Storage]:
+        """Compare the storages of archives that hold something at given places; return those that are yet to be read.
+
+        Raises:
+            CorruptCheckpointError: All of one has passed, and has another CRC-32.
+        """
+        rest = []
+        for archive, places in held:
+            storages, passed = self._storages_of(archive), self._passed[archive[0]]
+            numbers = {bisect_right(storages, at, key=lambda storage: storage.start) - 1 for at in places}
+            for storage in (storages[number] for number in sorted(numbers) if number >= 0):
+                at, end, crc = storage.start, storage.start + storage.entry.nbytes, 0
+                while at < end and at in passed:
+                    nbytes, of_range = passed[at]
+                    crc = combined_crc32(crc, of_range, nbytes) if at > storage.start else of_range
+                    at += nbytes
+                if at != end:
+                    rest.append(storage)
+                elif crc != storage.entry.crc:
+                    raise damaged(self._contents, archive[0], storage.entry, storage.start)
+        return rest
+
+    def _storages_of(self, archive: _Archive) -> list[_Storage]:
+        """Return the storages of an archive in their order; none of one without CRC-32s."""
+        with opened_archive(self._contents, archive, self._files) as read_at:
+            entries = read_directory(read_at, archive[2]).values()
+            if not any(entry.crc for entry in entries):  # torch.serialization.set_crc32_options(False)
+                return []
+            held = [entry for entry in entries if "/data/" in entry.name]
+            found = [_Storage(archive, archive[1] + data_offset(read_at, entry), entry) for entry in held]
+        return sorted(found, key=lambda storage: storage.start)
+
+    def _read(self, storage: _Storage) -> None:
+        archive, start, entry = storage
+        with opened_archive(self._contents, archive, self._files) as read_at:
+            crc = crc_of(read_at, entry, start - archive[1])
+        if crc != entry.crc:
+            raise damaged(self._contents, archive[0], entry, start)
+
+
+class SourceReader:
+    """Reads runs of the tensors of one source, in the calling thread; several may call.
+
+    A large tensor whose elements are not row-major in their file is read as a whole, and kept until another such.
+
+    Args:
+        contents: The source.
+        tensors: What runs number.
+        files: The storage seam.
+
+    Raises:
+        CorruptCheckpointError: A file is missing or of another length, or an archive damaged.
+        OSError: It cannot be known.
+    """
+
+    def __init__(self, contents: Contents, tensors: Sequence[SavedTensor], files: Files) -> None:
+        check_lengths(contents, files)
+        self._contents, self._tensors, self._files = contents, tensors, files
+        self._checksums = SourceChecksums(contents, files)
+        self._lock = threading.Lock()
+        self._view: tuple[int, torch.Tensor | None] = (-1, None)
+
+    def read(self, runs: Sequence[Run], address: int, origin: int, buffer: memoryview) -> dict[Run, int]:
+        """Read and verify the runs of a window; see `copy_pipeline.ReadsRuns`.
+
+        Raises:
+            CorruptCheckpointError: The files differ from what was saved.
+            OSError: They cannot be read.
+        """
+        ranges: list[tuple[tuple[int, int], Wanted]] = []
+        whole: dict[int, Run] = {}
+        for run in runs:
+            to = address + run.at - origin
+            saved = self._tensors[run.tensor]
+            rank, chunk = saved.chunks[0]
+            if chunk.sizes != saved.global_shape:
+                ranges += self._of_chunks(saved, run, to)
+            elif run.nbytes == chunk.nbytes or not self._copied(run, to):
+                whole[len(ranges)] = run
+                ranges.append(((rank, chunk.part), Wanted(chunk.offset_bytes + run.start, run.nbytes, saved.fqn, to)))
+        read_ranges(self._contents, ranges, self._files, threads=1, verify=True, buffer=buffer)
+        sums = {}
+        for number, ((_, part), wanted) in enumerate(ranges if self._checksums.are_there else ()):
+            if isinstance(wanted.sink, int) and wanted.times == 1:
+                crc = zlib.crc32((ctypes.c_char * wanted.nbytes).from_address(wanted.sink))
+                self._checksums.take(part, wanted.offset, wanted.nbytes, crc)
+                if number in whole:
+                    sums[whole[number]] = crc
+        return sums
+
+    def check_checksums(self, numbers: Iterable[int], threads: int) -> None:
+        """Compare what was read, and the rest of its storages, with the CRC-32s that the source has.
+
+        Args:
+            numbers: Of the tensors that were converted.
+            threads: That read what did not pass `read` as it lies in the source.
+
+        Raises:
+            CorruptCheckpointError: It was changed since it was written; names file and tensor.
+            OSError: It cannot be read.
+
+        Blocks: for the reads; there are few where every tensor is row-major in its file, and has a storage for itself.
+        """
+        self._checksums.check((self._tensors[number] for number in numbers), threads)
+
+    def _of_chunks(self, saved: SavedTensor, run: Run, to: int) -> Iterator[tuple[tuple[int, int], Wanted]]:
+        """Yield the ranges of a tensor that lies in several chunks."""
+        for target, offsets in _targets(saved, run, to):
+            region = whole_region(offsets, tuple(target.shape))
+            yield from wanted_ranges(self._contents, saved, region, target, target.dtype, verify=True)
+
+    def _copied(self, run: Run, to: int) -> bool:
+        """Copy a run of a tensor that is not row-major in its file; False of any other, and nothing is done."""
+        saved = self._tensors[run.tensor]
+        with self._lock:  # also while it is copied: one such tensor at a time is in memory
+            if self._view[0] != run.tensor:
+                self._view = (-1, None)
+                self._view = (run.tensor, strided_view(self._contents, saved, self._files, threads=DEFAULT_THREADS))
+            view = self._view[1]
+            if view is None:
+                return False
+            for target, offsets in _targets(saved, run, to):
+                target.copy_(view[tuple(slice(o, o + n) for o, n in zip(offsets, target.shape, strict=True))])
+            return True
+
+
+def _targets(saved: SavedTensor, run: Run, to: int) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    """Yield the boxes that a run consists of: the memory at `to` that each goes to, and its offsets."""
+    itemsize, shape = DTYPES[saved.dtype].itemsize, saved.global_shape
+    assert run.start % itemsize == run.nbytes % itemsize == 0, "a window cuts an element"
+    first, end = run.start // itemsize, (run.start + run.nbytes) // itemsize
+    for start, offsets, sizes in boxes_within(shape, row_major(shape), (0,) * len(shape), first, end):
+        nbytes = math.prod(sizes) * itemsize
+        yield elements_at(to + (start - first) * itemsize, nbytes, CARRIERS[itemsize]).view(sizes), offsets

@@ -1,0 +1,87 @@
+"""Statistics of a checkpoint's tensors, slab by slab: smallest, largest, mean, spread, zeros, and what is no number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from asyncckpt.loading.slicing import read_tensor, slab_slices
+from asyncckpt.storage.contents import Contents, SavedTensor
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.reader import DEFAULT_THREADS
+
+SLAB_ELEMENTS = 4 << 20
+"""Read and looked at together: 32 MiB as float64."""
+
+
+@dataclass(slots=True)
+class TensorStatistics:
+    """Of one tensor. Of complex elements the absolute value counts. Numbers are None where no element is finite.
+
+    Attributes:
+        n: Elements.
+        minimum, maximum, mean: Of the finite ones.
+        std: Their standard deviation (of the population).
+        zeros, nans, infinities: How many elements are that.
+    """
+
+    n: int = 0
+    minimum: float | None = None
+    maximum: float | None = None
+    mean: float | None = None
+    std: float | None = None
+    zeros: int = 0
+    nans: int = 0
+    infinities: int = 0
+
+    def described(self) -> dict[str, Any]:
+        """Return it for tables and JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def statistics_of(contents: Contents, files: Files) -> Iterator[tuple[SavedTensor, TensorStatistics]]:
+    """Yield each stored tensor with its statistics; every byte that is read is verified.
+
+    Raises:
+        CorruptCheckpointError: Bytes are not those that were written.
+        OSError: A file cannot be read.
+
+    Blocks: for the reads. Memory: one slab and its copy.
+    """
+    for saved in contents.tensors.values():
+        found, squares = TensorStatistics(), 0.0
+        for slices in slab_slices(saved.global_shape, SLAB_ELEMENTS):
+            slab = read_tensor(contents, saved, slices, files, threads=DEFAULT_THREADS, verify=True)
+            squares = _add(found, squares, slab)
+        finite = found.n - found.nans - found.infinities
+        if finite:
+            found.std = math.sqrt(max(0.0, squares / finite))
+        yield saved, found
+
+
+def _add(found: TensorStatistics, squares: float, slab: torch.Tensor) -> float:
+    """Merge a slab; returns the new sum of squared distances from the mean (Chan, Golub and LeVeque, 1979)."""
+    values = (slab.abs() if slab.is_complex() else slab).reshape(-1).to(torch.float64)
+    before = found.n - found.nans - found.infinities
+    found.n += values.numel()
+    found.zeros += values.numel() - int(values.count_nonzero())
+    finite = values.isfinite()
+    if not finite.all():
+        found.nans += int(values.isnan().sum())
+        found.infinities += int(values.isinf().sum())
+        values = values[finite]
+    count = values.numel()
+    if not count:
+        return squares
+    low, high = map(float, values.aminmax())
+    variance, mean = map(float, torch.var_mean(values, correction=0))
+    found.minimum = low if found.minimum is None else min(found.minimum, low)
+    found.maximum = high if found.maximum is None else max(found.maximum, high)
+    apart = mean - (found.mean or 0.0)
+    total = before + count
+    found.mean = mean if not before else (found.mean or 0.0) + apart * count / total
+    return squares + variance * count + (apart * apart * before * count / total if before else 0.0)

@@ -1,0 +1,147 @@
+"""The target `asyncckpt`: a committed checkpoint of one rank."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime, timezone
+
+from asyncckpt import __version__
+from asyncckpt.format.checksums import file_checksum
+from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord, encode_index
+from asyncckpt.format.layout import (
+    METADATA_KEY,
+    SAVE_ID_NBYTES,
+    SAVE_ID_OFFSET,
+    BoxSpec,
+    Layout,
+    Payload,
+    build_layout,
+    save_id_bytes,
+)
+from asyncckpt.format.manifest import Manifest, RankRecord, encode_manifest
+from asyncckpt.format.names import MANIFEST_NAME, SaveId, index_name, is_reserved, objects_name, shard_name
+from asyncckpt.format.objects import encode_objects
+from asyncckpt.format.state_tree import fqn_of, is_storable
+from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
+from asyncckpt.interop.copy_pipeline import OutputFile, Target
+from asyncckpt.interop.losses import Losses, is_text, metadata_again, refuse_long_keys
+from asyncckpt.interop.selection import Outline, leaves_and_empty
+from asyncckpt.storage.files import MODE_FILE, Files, write_new_file
+
+
+def check_asyncckpt(outline: Outline) -> Losses:
+    """Say what a checkpoint of ours cannot hold of the outline."""
+    losses = Losses()
+    for path, node in leaves_and_empty(outline.tree):
+        fqn = fqn_of(path)
+        if not is_text(fqn) or not all(map(is_storable, path)):
+            losses.cannot[fqn] = "its key is a text that UTF-8 has not, or a number of more than 63 bits"
+        elif node[0] in ("T", "N", "B") and (is_reserved(fqn) or fqn == METADATA_KEY):
+            losses.cannot[fqn] = "names like this are reserved"
+    refuse_long_keys(outline, losses)
+    return losses
+
+
+def asyncckpt_target(
+    outline: Outline, save_id: SaveId, files: Files, umask: int, max_shard_nbytes: int | None
+) -> Target:
+    """Return the pieces of a checkpoint of ours; index, objects and manifest follow when the shards are written.
+
+    Args:
+        outline: What is written.
+        save_id: Of the new checkpoint.
+        files: The storage seam.
+        umask: Of the files' mode 0666.
+        max_shard_nbytes: Of one shard file with its header; a larger tensor has a file of its own. None: one file.
+
+    Raises:
+        ConfigError: The limit is so small that more files would be needed than a rank may have.
+        DuplicateNameError: A tensor has a name that safetensors keeps for itself.
+    """
+    specs = [_spec(outline, number) for number in range(len(outline.tensors))]
+    layout = build_layout(specs, max_nbytes=max_shard_nbytes)
+    shards = [
+        OutputFile(
+            name=shard_name(save_id, 0, part),
+            pieces=(_with_save_id(layout.parts[part].header, save_id), *_payloads(layout, part)),
+        )
+        for part in range(len(layout.parts))
+    ]
+    structure = encode_structure(
+        Structure(
+            tree=outline.tree,
+            tensors=tuple(
+                TensorEntry(fqn=s.fqn, dtype=s.dtype, global_shape=s.global_shape, chunks=(chunk,))
+                for s, chunk in zip(specs, layout.chunks, strict=True)
+            ),
+            n_objects=len(outline.objects),
+            part_nbytes=tuple(part.nbytes for part in layout.parts),
+        )
+    )
+    objects = encode_objects(save_id, outline.objects)
+
+    def finish(directory: str, digests: dict[str, bytes]) -> None:
+        records = tuple(ShardRecord(name=s.name, nbytes=s.nbytes, digests=digests[s.name]) for s in shards)
+        _finish(directory, outline, save_id, records, structure, objects, files, umask)
+
+    return Target(files=shards, is_directory=True, finish=finish, keeps_nesting=True)
+
+
+def _spec(outline: Outline, number: int) -> BoxSpec:
+    tensor = outline.tensors[number]
+    shape = tensor.global_shape
+    return BoxSpec(
+        fqn=outline.names[number], dtype=tensor.dtype, global_shape=shape, offsets=(0,) * len(shape), sizes=shape
+    )
+
+
+def _with_save_id(header: bytes, save_id: SaveId) -> bytes:
+    return header[:SAVE_ID_OFFSET] + save_id_bytes(save_id) + header[SAVE_ID_OFFSET + SAVE_ID_NBYTES :]
+
+
+def _payloads(layout: Layout, part: int) -> list[Payload]:
+    found = [(chunk.offset_bytes, chunk.nbytes, n) for n, chunk in enumerate(layout.chunks) if chunk.part == part]
+    return [Payload(number, nbytes) for _, nbytes, number in sorted(found)]
+
+
+def _finish(
+    directory: str,
+    outline: Outline,
+    save_id: SaveId,
+    shards: tuple[ShardRecord, ...],
+    structure: bytes,
+    objects: bytes,
+    files: Files,
+    umask: int,
+) -> None:
+    """Write objects, index and manifest."""
+    record = ObjectsRecord(name=objects_name(save_id, 0), nbytes=len(objects), checksum=file_checksum(objects))
+    index = encode_index(
+        RankIndex(save_id=save_id, rank=0, world_size=1, shards=shards, objects=record, structure=structure)
+    )
+    rank = RankRecord(
+        rank=0,
+        index_name=index_name(save_id, 0),
+        index_nbytes=len(index),
+        index_checksum=file_checksum(index),
+        n_tensors=len(outline.tensors),
+        n_files=len(shards) + 2,
+        nbytes=sum(shard.nbytes for shard in shards) + len(objects) + len(index),
+    )
+    manifest = Manifest(
+        save_id=save_id,
+        step=max(0, outline.contents.manifest.step),
+        world_size=1,
+        created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        fsync=True,
+        writer=f"asyncckpt {__version__}",
+        ranks=(rank,),
+        metadata=metadata_again(outline.contents),
+    )
+    # The directory has a hidden name: it is committed when it gets its own, and nobody else puts a manifest here.
+    for name, data in (
+        (record.name, objects),
+        (index_name(save_id, 0), index),
+        (MANIFEST_NAME, encode_manifest(manifest)),
+    ):
+        write_new_file(files, os.path.join(directory, name), data, mode=MODE_FILE & ~umask, fsync=True)

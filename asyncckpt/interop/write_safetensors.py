@@ -1,0 +1,146 @@
+"""The targets `safetensors` and `hf`: one file, or a directory with shards of bounded size and their index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from asyncckpt.dtypes import DTYPES
+from asyncckpt.errors import ConfigError
+from asyncckpt.format.layout import MAX_HEADER_NBYTES, METADATA_KEY, Payload, round_up
+from asyncckpt.format.state_tree import fqn_of, leaves
+from asyncckpt.interop.copy_pipeline import OutputFile, Target
+from asyncckpt.interop.losses import (
+    IN_ONE_TEXT,
+    TOP,
+    Losses,
+    forms_lost,
+    is_text,
+    kept_metadata,
+    listed,
+    ordered_lost,
+)
+from asyncckpt.interop.selection import Outline, containers
+from asyncckpt.interop.sources.safetensors_file import INDEX_NAME, OF_ONE_FILE, header_form
+from asyncckpt.storage.contents import SavedTensor
+
+DEFAULT_SHARD_NBYTES = 5_000_000_000
+"""What `save_pretrained` of Hugging Face's transformers used for years ("5GB")."""
+
+_ALIGNMENT = 64
+
+
+def check_safetensors(outline: Outline) -> Losses:
+    """Say what safetensors files cannot hold of the outline, and what they change."""
+    losses = Losses()
+    for fqn, node in outline.leaves():
+        if node[0] in ("O", "B"):
+            losses.cannot[fqn] = "safetensors files hold tensors only, and this is none"
+        elif _form(outline.tensors[node[1]]) is None:
+            dtype = outline.tensors[node[1]].dtype
+            only = " without a dimension" if header_form(dtype, (1,)) else ""
+            losses.cannot[fqn] = f"safetensors has no tensors of dtype {dtype}{only}"
+        elif not is_text(fqn):
+            losses.cannot[fqn] = "its name is no text that UTF-8 has, and so none for JSON"
+        elif fqn == METADATA_KEY:
+            losses.cannot[fqn] = "safetensors keeps this name for itself"
+    kept = [(path, node) for path, node in leaves(outline.tree) if node[0] in ("T", "N")]
+    nested = [path for path, _ in kept if len(path) > 1 or type(path[0]) is not str]
+    if nested:
+        tops = listed(sorted({str(path[0]) for path in nested}))
+        losses.changed.append(f"nesting and keys of {len(nested)} tensors became names with dots, in: {tops}")
+    firsts: dict[int, str] = {}
+    held = [(fqn, node[1]) for fqn, node in outline.leaves() if fqn not in losses.cannot]
+    pairs = [f"{fqn} (= {first})" for fqn, number in held if (first := firsts.setdefault(number, fqn)) != fqn]
+    if pairs:
+        losses.changed.append(f"tied tensors are stored once for each name: {listed(pairs)}")
+    arrays = [fqn for fqn, node in outline.leaves() if node[0] == "N"]
+    if arrays:
+        losses.changed.append(f"numpy arrays became tensors: {listed(arrays)}")
+    found = list(containers(outline.tree))
+    empty = sorted(fqn_of(path) or TOP for path, node in found if node[0] in ("d", "o") and not node[1])
+    if empty:
+        losses.changed.append(f"empty dicts are not kept: {listed(empty)}")
+    losses.changed += ordered_lost(found) + forms_lost(found)
+    return losses
+
+
+def safetensors_target(outline: Outline) -> Target:
+    """Return the pieces of one safetensors file.
+
+    Raises:
+        ConfigError: Its header would be larger than readers take.
+    """
+    named = [(fqn, node[1]) for fqn, node in outline.leaves()]
+    return Target(files=[_file("", outline, named, _metadata(outline))], is_directory=False)
+
+
+def hf_target(outline: Outline, max_shard_nbytes: int | None) -> Target:
+    """Return the pieces of a directory as Hugging Face's hub has it: `from_pretrained` loads it.
+
+    Args:
+        outline: Tensors only.
+        max_shard_nbytes: Of one file's tensors; a larger tensor has a file of its own. None: 5 GB.
+
+    Raises:
+        ConfigError: A header would be larger than readers take.
+    """
+    limit = max_shard_nbytes or DEFAULT_SHARD_NBYTES
+    shards: list[list[tuple[str, int]]] = [[]]
+    held = total = 0
+    for fqn, node in outline.leaves():
+        nbytes = outline.nbytes_of(node[1])
+        if shards[-1] and held + nbytes > limit:
+            shards.append([])
+            held = 0
+        shards[-1].append((fqn, node[1]))
+        held += nbytes
+        total += nbytes
+    metadata = _metadata(outline)
+    if len(shards) == 1:
+        return Target(files=[_file("model.safetensors", outline, shards[0], metadata)], is_directory=True)
+    names = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+    weight_map = {fqn: name for name, shard in zip(names, shards, strict=True) for fqn, _ in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    files = [_file(name, outline, shard, metadata) for name, shard in zip(names, shards, strict=True)]
+    text = json.dumps(index, indent=2).encode() + b"\n"
+    return Target(files=[*files, OutputFile(name=INDEX_NAME, pieces=(text,))], is_directory=True)
+
+
+def _metadata(outline: Outline) -> dict[str, str]:
+    """Return what goes into the header: the source's texts; its other metadata as JSON.
+
+    The format is torch's whatever the source's was: without it transformers takes no file, nor with another's.
+    """
+    found = {key: value for key, value in kept_metadata(outline.contents).items() if key not in OF_ONE_FILE}
+    if not all(isinstance(value, str) for value in found.values()):
+        found = {IN_ONE_TEXT: json.dumps(found)}
+    return {**found, "format": "pt"}
+
+
+def _form(tensor: SavedTensor) -> tuple[str, tuple[int, ...]] | None:
+    return header_form(tensor.dtype, tuple(tensor.global_shape))
+
+
+def _file(name: str, outline: Outline, named: Sequence[tuple[str, int]], metadata: dict[str, str]) -> OutputFile:
+    """Return a file: the widest dtype's elements first, so that all are aligned; the header in the dict's order."""
+    ordered = sorted(named, key=lambda pair: -DTYPES[outline.tensors[pair[1]].dtype].itemsize)
+    header: dict[str, object] = {METADATA_KEY: metadata} if metadata else {}
+    header |= dict.fromkeys(fqn for fqn, _ in named)
+    at, payloads = 0, []
+    for fqn, number in ordered:
+        tensor, nbytes = outline.tensors[number], outline.nbytes_of(number)
+        form = _form(tensor)
+        assert form is not None, "refused, or left out"
+        header[fqn] = {"dtype": form[0], "shape": form[1], "data_offsets": [at, at + nbytes]}
+        payloads.append(Payload(number, nbytes))
+        at += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    length = round_up(8 + len(text), _ALIGNMENT) - 8
+    if length > MAX_HEADER_NBYTES:
+        raise ConfigError(
+            f"the names of {len(named)} tensors take {length} bytes, more than safetensors takes; "
+            "use to='hf' with max_shard_bytes",
+            field="to",
+        )
+    return OutputFile(name=name, pieces=(length.to_bytes(8, "little") + text.ljust(length), *payloads))

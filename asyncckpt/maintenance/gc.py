@@ -1,0 +1,455 @@
+"""Garbage collection: what is left of saves that came to nothing, of replaced checkpoints, and of killed programs.
+
+A file is garbage only if its name carries a save id, the save is not the committed one of its directory, and neither
+the worker nor the clock says that it may still be under way. It goes after nothing of its save can be published any
+more: see storage/COMMIT.md, section 7.
+
+What killed programs left under temporary names of their own is theirs by three things: the name, which nobody else
+gives; that only files with names that this program gives are in it; and that no part of it was changed for so long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+
+from asyncckpt.failpoints import reach
+from asyncckpt.format.manifest import Manifest, Tombstone, encode_tombstone
+from asyncckpt.format.names import (
+    LOCK_NAME,
+    MANIFEST_NAME,
+    SaveId,
+    is_quarantined,
+    is_temporary,
+    lineage_key,
+    owner_of,
+    temporary_tombstone_name,
+)
+from asyncckpt.storage import dcp_commit
+from asyncckpt.storage.catalog import COMMITTED, scan
+from asyncckpt.storage.checkpoint_dir import standing_at, tombstone_at
+from asyncckpt.storage.store import OBJECT, PREFIX, Entry, Store, UnsupportedByStoreError, exclusively
+
+ATTEMPT = "attempt"
+LEFTOVERS = "leftovers"
+TOMBSTONE = "tombstone"
+LOCK = "lock"
+BROKEN = "broken"
+CONVERSION = "conversion"
+PROBE = "probe"
+QUIET_S = 60.0
+"""A worker may still write what a run had staged that has died. Then it changes its files more often. Chosen."""
+
+CUT_CHARS = 1000
+"""A worker's report cuts paths there."""
+
+LOCK_TIMEOUT_S = 1.0
+"""Who holds the lock of a directory commits there just now, or is stopped in the middle of it. Chosen."""
+
+_logger = logging.getLogger("asyncckpt.storage")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """What may go.
+
+    Attributes:
+        now: Seconds since 1970, as the file system counts.
+        older_than_s: What was changed later than so long ago may be under way.
+        dead_before_epoch: Saves of runs before it are not, once nothing of theirs was changed for `QUIET_S`.
+        busy: Real paths to which a worker writes.
+        tombstones: Also directories with nothing but a tombstone.
+        locks: Also lock files that nobody holds, and temporary names of the committed save.
+        broken: Also checkpoints that were put aside as broken.
+    """
+
+    now: float
+    older_than_s: float
+    dead_before_epoch: int = 0
+    busy: Collection[str] = ()
+    tombstones: bool = False
+    locks: bool = False
+    broken: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Garbage:
+    """What there is to remove of one directory.
+
+    Attributes:
+        path: The directory.
+        kind: `attempt`: a save that was never committed. `leftovers`: of other saves beside a committed one, or of a
+            save that was given up. `tombstone`, `lock`, `broken`: as in `Rules`. `conversion`, `probe`: of `convert`
+            and `doctor`, killed.
+        names: Files that go.
+        nbytes: Their length.
+        age_s: Since the last of them was changed.
+        save_ids: Of what saves, the earliest first.
+        standing: The manifest or tombstone that stands there.
+        version: The store's of that.
+        kept: Why nothing of it goes; empty: it does.
+    """
+
+    path: str
+    kind: str
+    names: tuple[str, ...]
+    nbytes: int
+    age_s: float
+    save_ids: tuple[SaveId, ...]
+    standing: Manifest | Tombstone | None = None
+    version: str | None = None
+    kept: str = ""
+
+
+def garbage_at(path: str, store: Store, rules: Rules, *, is_locked: bool = False) -> Garbage | None:
+    """Return what there is to remove in one directory; None: nothing of ours, or only what belongs there.
+
+    Args:
+        path: The directory.
+        store: Where it lies.
+        rules: What may go.
+        is_locked: The caller holds its lock, whose file is then no garbage.
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
+    found = {entry.name: entry for entry in store.entries(path)}
+    regular = {name: one for name, one in found.items() if one.is_object}  # neither links nor directories
+    if is_locked:
+        regular.pop(LOCK_NAME, None)
+    owners = {name: owner for name in regular if (owner := owner_of(name)) is not None}
+    standing_entry = found.get(MANIFEST_NAME)
+    version = None if standing_entry is None else standing_entry.version
+    look = _Look(path, store.resolve(path), regular, rules, version)
+    if is_quarantined(os.path.basename(path)):
+        return look.broken(owners, store) if owners and rules.broken else None
+    if MANIFEST_NAME not in found:
+        return look.garbage(ATTEMPT, owners) if owners else None
+    standing, tombstone = standing_at(path, store), tombstone_at(path, store)
+    if tombstone is not None:
+        return look.beside_tombstone(owners, tombstone)
+    if standing is None:
+        kept = "its manifest cannot be read, is damaged, of a newer version, or not ours"
+        return look.garbage(ATTEMPT, owners, kept=kept) if owners else None
+    if not dcp_commit.is_finished(path, standing, store):
+        return look.garbage(ATTEMPT, owners, standing)
+    return look.beside_committed(owners, standing)
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """At one directory and the regular files in it."""
+
+    path: str
+    real_path: str
+    regular: Mapping[str, Entry]
+    rules: Rules
+    version: str | None
+
+    def beside_tombstone(self, owners: Mapping[str, SaveId], tombstone: Tombstone) -> Garbage | None:
+        if any(lineage_key(owner) > lineage_key(tombstone.save_id) for owner in owners.values()):
+            return self.garbage(ATTEMPT, owners, tombstone)
+        if owners:
+            return self.garbage(LEFTOVERS, owners, tombstone)
+        return self.garbage(TOMBSTONE, {MANIFEST_NAME: tombstone.save_id}, tombstone) if self.rules.tombstones else None
+
+    def beside_committed(self, owners: Mapping[str, SaveId], standing: Manifest) -> Garbage | None:
+        names = {name: owner for name, owner in owners.items() if owner != standing.save_id}
+        kind = LEFTOVERS if names else LOCK
+        if self.rules.locks:
+            names |= {name: owner for name, owner in owners.items() if is_temporary(name)}
+            if LOCK_NAME in self.regular and self.regular[LOCK_NAME].nbytes == 0:
+                names[LOCK_NAME] = standing.save_id
+        return self.garbage(kind, names, standing) if names else None
+
+    def broken(self, owners: Mapping[str, SaveId], store: Store) -> Garbage:
+        names = dict(owners)
+        if MANIFEST_NAME in self.regular:  # ours, although it may be damaged: by the names beside it
+            names[MANIFEST_NAME] = max(owners.values(), key=lineage_key)
+        beside = scan(os.path.dirname(self.path), store)
+        last = "" if any(one.state == COMMITTED for one in beside) else "no committed checkpoint is beside it"
+        return self.garbage(BROKEN, names, kept=last)
+
+    def garbage(
+        self,
+        kind: str,
+        names: Mapping[str, SaveId],
+        standing: Manifest | Tombstone | None = None,
+        *,
+        kept: str = "",
+    ) -> Garbage:
+        save_ids = set(names.values())
+        if kind == ATTEMPT and standing is not None:  # layout dcp: a manifest that commits nothing
+            save_ids.add(standing.save_id)
+            names = names or {MANIFEST_NAME: standing.save_id}
+        age_s = self.rules.now - max(self.regular[name].mtime_s for name in names)
+        if not kept and self._is_busy():
+            kept = "the worker writes there"
+        # IMPORTANT: of the very files that would go: a save of a living run may have begun to write there meanwhile.
+        is_dead = all(one.epoch < self.rules.dead_before_epoch for one in save_ids)
+        quiet_s = min(QUIET_S, self.rules.older_than_s) if is_dead else self.rules.older_than_s
+        if not kept and age_s < quiet_s:
+            kept = f"changed {max(0.0, age_s):.0f} s ago: it may be under way"
+        return Garbage(
+            path=self.path,
+            kind=kind,
+            names=tuple(sorted(names)),
+            nbytes=sum(self.regular[name].nbytes for name in names),
+            age_s=age_s,
+            save_ids=tuple(sorted(save_ids, key=lineage_key)),
+            standing=standing,
+            version=self.version if standing is not None else None,
+            kept=kept,
+        )
+
+    def _is_busy(self) -> bool:
+        real = self.real_path
+        return any(real == path or (len(path) >= CUT_CHARS and real.startswith(path)) for path in self.rules.busy)
+
+
+def garbage_in(root: str, store: Store, rules: Rules, *, recursive: bool = False) -> list[Garbage]:
+    """Return what there is to remove in `root` and one level below it, or at any depth, ordered by path.
+
+    Links are not followed. What cannot be read is passed over.
+
+    Raises:
+        OSError: `root` cannot be listed.
+    """
+    found: list[Garbage] = []
+    for one in scan(root, store, recursive=recursive):
+        try:
+            garbage = garbage_at(one.path, store, rules)
+        except OSError as error:
+            _logger.warning("%s cannot be looked at: %s", one.path, error)
+            continue
+        if garbage is not None:
+            found.append(garbage)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collected:
+    """What became of a directory's garbage.
+
+    Attributes:
+        garbage: As it was found right before.
+        removed: Names that are gone.
+        error: What stopped it.
+    """
+
+    garbage: Garbage
+    removed: tuple[str, ...] = ()
+    error: OSError | None = None
+
+
+def collect(path: str, store: Store, rules: Rules, *, package: str) -> Collected | None:
+    """Remove the garbage of one directory; looks at it again first, and once more under its lock.
+
+    Args:
+        path: The directory.
+        store: Where it lies.
+        rules: What may go.
+        package: asyncckpt's version.
+
+    Returns:
+        What was done; None: there is nothing to remove any more.
+
+    Raises:
+        OSError: The directory cannot be looked at.
+
+    Blocks: for who commits there, at most `LOCK_TIMEOUT_S`.
+    """
+    garbage = garbage_at(path, store, rules)
+    if garbage is None or garbage.kept:
+        return None if garbage is None else Collected(garbage=garbage)
+    removed: list[str] = []
+    try:
+        if garbage.kind == BROKEN:
+            _remove_broken(garbage, store, removed)
+            return Collected(garbage=garbage, removed=tuple(removed))
+        with exclusively(store, path, LOCK_TIMEOUT_S) as is_locked:
+            now = garbage_at(path, store, rules, is_locked=True)
+            if now is not None and now.kept:
+                return Collected(garbage=now)
+            if now is not None and not is_locked and not _goes_without_lock(now):
+                raise UnsupportedByStoreError("locks", path)
+            if now is not None:
+                _remove_locked(now, store, removed, package=package)
+        if garbage.kind == LOCK and LOCK_NAME in garbage.names:
+            removed.append(LOCK_NAME)  # whoever held it last does that
+        if now is not None and now.kind == TOMBSTONE:
+            with contextlib.suppress(OSError):  # somebody else's files are in it
+                store.remove_prefix(path)
+    except FileExistsError:
+        return Collected(garbage=replace(garbage, kept="a save was committed there meanwhile"))
+    except OSError as error:
+        return Collected(garbage=garbage, removed=tuple(removed), error=error)
+    return Collected(garbage=now or garbage, removed=tuple(removed))
+
+
+def _goes_without_lock(garbage: Garbage) -> bool:
+    """Whether nobody can publish what goes: behind a tombstone, or since a later save stands."""
+    if garbage.kind == ATTEMPT:
+        return True
+    standing = garbage.standing
+    if garbage.kind != LEFTOVERS or standing is None:
+        return False
+    return all(lineage_key(one) <= lineage_key(standing.save_id) for one in garbage.save_ids)
+
+
+def _remove_locked(garbage: Garbage, store: Store, removed: list[str], *, package: str) -> None:
+    path = garbage.path
+    if garbage.kind == TOMBSTONE:
+        _unlink(path, MANIFEST_NAME, store, removed)
+        return
+    if garbage.kind == ATTEMPT:
+        write_tombstone(path, garbage.save_ids[-1], store, package=package, replaces=garbage.version)
+    # IMPORTANT: what stands must outlive a power cut before anything goes that it makes worthless.
+    store.sync(path)
+    reach("gc: nothing removed")
+    _remove_files(garbage, store, removed)
+
+
+def write_tombstone(
+    path: str,
+    save_id: SaveId,
+    store: Store,
+    *,
+    package: str,
+    replaces: str | None,
+    was_committed: bool = False,
+) -> None:
+    """Put a tombstone, under the lock of its directory where there are locks.
+
+    Args:
+        path: The directory.
+        save_id: The latest save that is given up.
+        store: Where it lies.
+        package: As of `collect`.
+        replaces: Version of the manifest or tombstone that it replaces; None: it fails if something stands.
+        was_committed: What it replaces is the save's own manifest.
+
+    Raises:
+        FileExistsError: Something has come to stand there.
+        OSError: A call failed; the tombstone stands, or does not.
+    """
+    created = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    tombstone = Tombstone(save_id=save_id, created=created, writer=f"asyncckpt {package}", was_committed=was_committed)
+    data = encode_tombstone(tombstone)
+    temporary = os.path.join(path, temporary_tombstone_name(save_id))
+    final = os.path.join(path, MANIFEST_NAME)
+    if replaces is None:
+        store.put_if_absent(final, data, temporary=temporary)
+    else:
+        store.replace_if(final, data, replaces, temporary=temporary)
+    reach("gc: tombstone put")
+
+
+def _remove_files(garbage: Garbage, store: Store, removed: list[str]) -> None:
+    stands = garbage.standing.save_id if isinstance(garbage.standing, Manifest) and garbage.kind != ATTEMPT else None
+    for save_id in garbage.save_ids:
+        if save_id != stands:
+            dcp_commit.remove_metadata_of(garbage.path, save_id, None, store, is_locked=True)
+    for name in garbage.names:
+        if owner_of(name) is not None:
+            _unlink(garbage.path, name, store, removed)
+    store.sync(garbage.path)
+
+
+def _remove_broken(garbage: Garbage, store: Store, removed: list[str]) -> None:
+    """The manifest goes first: what is left then is no checkpoint any more, not a damaged one."""
+    if MANIFEST_NAME in garbage.names:
+        _unlink(garbage.path, MANIFEST_NAME, store, removed)
+        store.sync(garbage.path)
+    _remove_files(garbage, store, removed)
+    with contextlib.suppress(OSError):
+        store.remove_prefix(garbage.path)
+
+
+def _unlink(path: str, name: str, store: Store, removed: list[str]) -> None:
+    reach("gc: removing")
+    with contextlib.suppress(FileNotFoundError):  # by its save itself
+        store.remove(os.path.join(path, name))
+        removed.append(name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Temporary:
+    """What one program makes.
+
+    Attributes:
+        kind: Of `Garbage`.
+        who: The program, for people: "conversion".
+        is_named: Whether a file or directory is called as it calls what it makes.
+        may_hold: Whether it puts a file of this name into such a directory.
+        keeps: Why the one at a path is not to go, whatever else holds; "" where nothing speaks against it.
+    """
+
+    kind: str
+    who: str
+    is_named: Callable[[str], bool]
+    may_hold: Callable[[str], bool]
+    keeps: Callable[[str], str] = lambda path: ""
+
+
+def temporaries_in(
+    root: str, store: Store, rules: Rules, of: Sequence[Temporary], *, recursive: bool = False
+) -> Iterator[Garbage]:
+    """Yield what these programs left in `root`, or at any depth, ordered by path. Links are not followed.
+
+    Raises:
+        OSError: `root` cannot be listed.
+    """
+    for entry in sorted(store.entries(root), key=lambda one: one.name):
+        path = os.path.join(root, entry.name)
+        made = next((one for one in of if one.is_named(entry.name)), None)
+        try:
+            if made is not None:
+                yield _left_by(made, path, entry, store, rules)
+            elif recursive and entry.kind == PREFIX:
+                yield from temporaries_in(path, store, rules, of, recursive=True)
+        except OSError:  # gone, or closed to this user
+            continue
+
+
+def _left_by(made: Temporary, path: str, found: Entry, store: Store, rules: Rules) -> Garbage:
+    inside = {one.name: one for one in store.entries(path)} if found.kind == PREFIX else {}
+    foreign = [name for name, one in sorted(inside.items()) if not (one.is_object and made.may_hold(name))]
+    age_s = rules.now - max(one.mtime_s for one in (found, *inside.values()))
+    kept = made.keeps(path)
+    if kept:
+        pass
+    elif found.kind not in (PREFIX, OBJECT):
+        kept = "it is neither a file nor a directory"
+    elif foreign:
+        kept = f"it holds {foreign[0]!r}, which no {made.who} writes"
+    elif age_s < rules.older_than_s:
+        kept = f"changed {max(0.0, age_s):.0f} s ago: it may be under way"
+    return Garbage(
+        path=path,
+        kind=made.kind,
+        names=tuple(sorted(inside)),
+        nbytes=sum(one.nbytes for one in inside.values()) if inside else found.nbytes,
+        age_s=age_s,
+        save_ids=(),
+        kept=kept,
+    )
+
+
+def remove_temporary(garbage: Garbage, store: Store) -> list[str]:
+    """Remove what was found, and return the names of the files that are gone. A file that came since then stays.
+
+    Raises:
+        OSError: Something cannot be removed, or came into the directory meanwhile.
+    """
+    if store.stat(garbage.path).kind != PREFIX:
+        store.remove(garbage.path)
+        return [os.path.basename(garbage.path)]
+    for name in garbage.names:
+        store.remove(os.path.join(garbage.path, name))
+    store.remove_prefix(garbage.path)
+    return list(garbage.names)

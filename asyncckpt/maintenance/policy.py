@@ -1,0 +1,205 @@
+"""Which checkpoints may go. Pure: values in, values out.
+
+What counts is the order of lineage, not the step. Every checkpoint of a manager names, in its manifest's metadata, the
+saves that its run and the runs before it went on from. After `restore(step=100)` and a new save, what the old branch
+saved after step 100 is no ancestor of the newest checkpoint any more: it is abandoned, and goes first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncckpt.errors import ConfigError
+from asyncckpt.format.names import SaveId, lineage_key
+
+BEST_MODES = ("min", "max")
+
+METADATA_KEY = "asyncckpt_manager"
+"""Where a manager keeps what it must know, in a manifest's metadata; format/SPEC.md section 2."""
+
+_FLOAT = "float"
+
+MAX_ANCESTRY = 256
+"""Restarts that are remembered; checkpoints of runs before those count as ancestors. Chosen: 8 KiB of a manifest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """A committed checkpoint, as retention sees it.
+
+    Attributes:
+        name: Of its directory, which lies in the root.
+        step: Of its manifest.
+        save_id: Of its manifest.
+        score: What `best_fn` made of its metrics; None, NaN or infinite: it is no candidate for the best.
+        is_abandoned: The newest one does not come from it: it lies in a future that a rollback has given up.
+        is_sound: False for one that was found damaged: it never counts as one to fall back to.
+        nbytes: Of its files, by its manifest.
+    """
+
+    name: str
+    step: int
+    save_id: SaveId
+    score: float | None = None
+    is_abandoned: bool = False
+    is_sound: bool = True
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetentionPolicy:
+    """What is to be kept.
+
+    Attributes:
+        max_to_keep: How many checkpoints stay, the newest and the best among them; None: all. Those that are kept by
+            `keep_period` or a pin come on top.
+        keep_period: Each whose step is a multiple of it stays for ever; None: none for that reason.
+        best_mode: Whether the best score is the smallest ("min") or the largest ("max").
+
+    Raises:
+        ConfigError: A value that makes no sense.
+    """
+
+    max_to_keep: int | None = None
+    keep_period: int | None = None
+    best_mode: str = "min"
+
+    def __post_init__(self) -> None:
+        for field in ("max_to_keep", "keep_period"):
+            value = getattr(self, field)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{field}={value!r}: expected None or an int from 1", field=field, value=repr(value))
+        if self.best_mode not in BEST_MODES:
+            raise ConfigError(
+                f"best_mode={self.best_mode!r}: expected one of {BEST_MODES}", field="best_mode", value=self.best_mode
+            )
+
+
+def newest_of(stored: Collection[Stored]) -> Stored | None:
+    """Return the newest sound one by lineage; None: there is none."""
+    return max((one for one in stored if one.is_sound), key=_age, default=None)
+
+
+def best_of(stored: Collection[Stored], best_mode: str) -> Stored | None:
+    """Return the sound one with the best score, of equal ones the newest; None: none has a score."""
+    scored = [one for one in stored if one.is_sound and one.score is not None and math.isfinite(one.score)]
+    sign = -1 if best_mode == "min" else 1
+    return max(scored, key=lambda one: (sign * (one.score or 0.0), _age(one)), default=None)
+
+
+def to_delete(stored: Sequence[Stored], policy: RetentionPolicy, pinned: Collection[str] = ()) -> list[Stored]:
+    """Return what may go, in the order in which it goes.
+
+    Never the newest sound one, the best, a pinned one or one of `keep_period`; nothing while not one is sound.
+
+    Args:
+        stored: All committed checkpoints of a root.
+        policy: What is to be kept.
+        pinned: Names of those that must not go.
+    """
+    newest, best = newest_of(stored), best_of(stored, policy.best_mode)
+    if policy.max_to_keep is None or newest is None:
+        return []
+    counted = sorted((one for one in stored if not _is_kept_apart(one, policy, pinned)), key=_rank, reverse=True)
+    room = policy.max_to_keep - sum(one in (newest, best) for one in counted)
+    doomed = []
+    for one in counted:
+        if one in (newest, best):
+            continue
+        if room > 0:
+            room -= 1
+        else:
+            doomed.append(one)
+    return doomed[::-1]
+
+
+def _is_kept_apart(one: Stored, policy: RetentionPolicy, pinned: Collection[str]) -> bool:
+    return one.name in pinned or (policy.keep_period is not None and one.step % policy.keep_period == 0)
+
+
+def _age(one: Stored) -> tuple[int, int, str]:
+    return lineage_key(one.save_id)
+
+
+def _rank(one: Stored) -> tuple[bool, bool, tuple[int, int, str]]:
+    """What is worth more is larger."""
+    return one.is_sound, not one.is_abandoned, _age(one)
+
+
+def ancestry_in(metadata: Mapping[str, Any]) -> tuple[SaveId, ...] | None:
+    """Return the saves that a checkpoint's run and the runs before it went on from, the latest first.
+
+    Returns:
+        None: The checkpoint does not say.
+    """
+    told = metadata.get(METADATA_KEY)
+    raw = told.get("ancestry") if isinstance(told, Mapping) else None
+    if not isinstance(raw, Sequence) or isinstance(raw, str):
+        return None
+    try:
+        return tuple(SaveId.parse(text) for text in raw)
+    except (ValueError, TypeError):
+        return None
+
+
+def metrics_in(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the metrics that a checkpoint was saved with; None: there are none."""
+    told = metadata.get(METADATA_KEY)
+    metrics = told.get("metrics") if isinstance(told, Mapping) else None
+    return _read(metrics) if isinstance(metrics, Mapping) else None
+
+
+def told(ancestry: Sequence[SaveId], metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what a manager adds to the metadata of a checkpoint.
+
+    Args:
+        ancestry: What this run went on from, and those before it; the latest first.
+        metrics: The user's: JSON values; numbers may be of numpy or torch, and NaN or infinite: a loss is so now and
+            then, and a training must not fail for it.
+    """
+    found: dict[str, Any] = {"ancestry": [str(one) for one in ancestry[:MAX_ANCESTRY]]}
+    if metrics is not None:
+        found["metrics"] = _written(dict(metrics))
+    return {METADATA_KEY: found}
+
+
+def _written(value: Any) -> Any:
+    """JSON has no NaN and no infinities: they become `{"float": "nan"}`."""
+    if isinstance(value, Mapping):
+        return {key: _written(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_written(one) for one in value]
+    if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
+        value = value.item()
+    return {_FLOAT: repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        if set(value) == {_FLOAT} and value[_FLOAT] in ("nan", "inf", "-inf"):
+            return float(value[_FLOAT])
+        return {key: _read(one) for key, one in value.items()}
+    return [_read(one) for one in value] if isinstance(value, list) else value
+
+
+def extended(save_id: SaveId, metadata: Mapping[str, Any]) -> tuple[SaveId, ...]:
+    """Return the ancestry of a run that goes on from a checkpoint."""
+    return (save_id, *(ancestry_in(metadata) or ()))[:MAX_ANCESTRY]
+
+
+def is_ancestor(save_id: SaveId, newest: SaveId, ancestry: Sequence[SaveId] | None) -> bool:
+    """Whether a checkpoint lies on the branch of the newest one.
+
+    Args:
+        save_id: Of the checkpoint.
+        newest: Save id of the newest one.
+        ancestry: What that one says; None: it says nothing, and all older ones are taken for its ancestors.
+    """
+    if ancestry is None or save_id.run_id == newest.run_id:
+        return True
+    if len(ancestry) >= MAX_ANCESTRY and lineage_key(save_id) < lineage_key(ancestry[-1]):
+        return True  # forgotten
+    return any(one.run_id == save_id.run_id and lineage_key(save_id) <= lineage_key(one) for one in ancestry)

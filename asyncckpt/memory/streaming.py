@@ -1,0 +1,157 @@
+"""A slot that is written while it is being filled: its segments, and how far these are filled (SPEC.md section 5).
+
+    a slot with room for everything  | head page | part 0 | part 1 | ... | request | tail page |
+    a ring, for what does not fit    | head page | cell 0 | cell 1 | ... | request | tail page |
+
+The trainer counts what it has filled, the worker what it has written; each polls the other's counter. In a ring the
+memory of what is written is used again: segment n lies in cell n modulo their number. If its worker dies, the save
+ends.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from asyncckpt.memory.arena import SlotMemory
+from asyncckpt.memory.slot import (
+    COUNTERS_GENERATIONS,
+    COUNTERS_NBYTES,
+    COUNTERS_OFFSET,
+    PAGE_NBYTES,
+    SlotError,
+)
+
+_COUNTER = struct.Struct("<QQ")
+_ONES = (1 << 64) - 1
+_FREED_OFFSET = 32
+_READS = 100
+"""So often a counter is read in the middle of a write at most; a write takes nanoseconds. Chosen."""
+
+
+class Segment(NamedTuple):
+    """Bytes `start` to `end` of a part's file, the pages' padding excluded."""
+
+    part: int
+    start: int
+    end: int
+
+
+class StreamLayout:
+    """How an image is cut into segments, and where these lie in the slot.
+
+    Args:
+        parts: Where each file begins in the image, in bytes from the slot's beginning, and its exact length.
+        segment_nbytes: Length of a segment, and of a cell: whole pages.
+        n_cells: How many cells a ring has; 0: the slot has room for the image, and each byte lies where it does there.
+
+    Attributes:
+        segments: In their order: part by part.
+        cells_nbytes: Of all cells.
+        image_nbytes: Of the image, from the end of the head page on.
+        end: Where the request may begin in the slot.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, int]], segment_nbytes: int, n_cells: int = 0) -> None:
+        self.segment_nbytes, self.n_cells = segment_nbytes, n_cells
+        self.cells_nbytes = segment_nbytes * n_cells
+        self.segments = tuple(
+            Segment(part, start, min(start + segment_nbytes, nbytes))
+            for part, (_, nbytes) in enumerate(parts)
+            for start in range(0, nbytes, segment_nbytes)
+        )
+        self._offsets = [offset for offset, _ in parts]
+        self.image_nbytes = max((o - PAGE_NBYTES + -(-n // PAGE_NBYTES) * PAGE_NBYTES for o, n in parts), default=0)
+        self.end = PAGE_NBYTES + (self.cells_nbytes if n_cells else self.image_nbytes)
+        # Also if the parts did not lie one after another.
+        self._ends = list(accumulate((self._offsets[s.part] - PAGE_NBYTES + s.end for s in self.segments), max))
+        self._firsts: list[int] = []
+        at = 0
+        for _, nbytes in parts:
+            self._firsts.append(at)
+            at += -(-nbytes // segment_nbytes)
+
+    def is_like(self, other: StreamLayout) -> bool:
+        """Whether the same image is cut into segments, and these lie in the slot, in the same way."""
+        mine = (self.segments, self._offsets, self.segment_nbytes, self.n_cells)
+        return mine == (other.segments, other._offsets, other.segment_nbytes, other.n_cells)
+
+    def number_of(self, part: int, start: int) -> int:
+        """Return the number of the segment that byte `start` of a part's file lies in."""
+        return self._firsts[part] + start // self.segment_nbytes
+
+    def number_at(self, offset_bytes: int) -> int:
+        """Return the number of the segment that a byte of a file lies in: in the image, from the slot's beginning."""
+        part = bisect_right(self._offsets, offset_bytes) - 1
+        return self.number_of(part, offset_bytes - self._offsets[part])
+
+    def offset_of(self, number: int) -> int:
+        """Return where a segment lies in the slot."""
+        if self.n_cells:
+            return PAGE_NBYTES + number % self.n_cells * self.segment_nbytes
+        return self.image_offset_of(number)
+
+    def image_offset_of(self, number: int) -> int:
+        """Return where a segment begins in the image, from the slot's beginning."""
+        segment = self.segments[number]
+        return self._offsets[segment.part] + segment.start
+
+    def end_of(self, count: int) -> int:
+        """Return what a counter says once the first `count` segments are filled, or written."""
+        return self._ends[count - 1] if count else 0
+
+    def count_in(self, nbytes: int) -> int:
+        """Return how many segments are filled, or written, when a counter says `nbytes`."""
+        return bisect_right(self._ends, nbytes)
+
+
+class Counters:
+    """How many bytes of the image, from its beginning on, are filled and written, of one generation.
+
+    The slot's fd must outlive it.
+
+    IMPORTANT: by system calls, not through the mapping. On some architectures a plain store may be seen before the
+    bytes of the image that it speaks of; the kernel's locks of page and file order both.
+    """
+
+    def __init__(self, memory: SlotMemory, generation: int) -> None:
+        self._memory = memory
+        self._offset = COUNTERS_OFFSET + COUNTERS_NBYTES * (generation % COUNTERS_GENERATIONS)
+
+    def reset(self) -> None:
+        """Nothing is filled, nothing written; by the trainer, before the slot is streamed."""
+        self._write(self._offset, 0)
+        self._write(self._offset + _FREED_OFFSET, 0)
+
+    @property
+    def filled(self) -> int:
+        """How many bytes the trainer has filled."""
+        return self._read(self._offset)
+
+    @filled.setter
+    def filled(self, nbytes: int) -> None:
+        self._write(self._offset, nbytes)
+
+    @property
+    def freed(self) -> int:
+        """How many bytes the worker has written and needs no more."""
+        return self._read(self._offset + _FREED_OFFSET)
+
+    @freed.setter
+    def freed(self, nbytes: int) -> None:
+        self._write(self._offset + _FREED_OFFSET, nbytes)
+
+    def _write(self, offset: int, nbytes: int) -> None:
+        if os.pwrite(self._memory.fd, _COUNTER.pack(nbytes, nbytes ^ _ONES), offset) != _COUNTER.size:
+            raise SlotError("a counter of the slot was not written")
+
+    def _read(self, offset: int) -> int:
+        for _ in range(_READS):
+            nbytes, complement = _COUNTER.unpack(os.pread(self._memory.fd, _COUNTER.size, offset))
+            if nbytes == complement ^ _ONES:
+                return int(nbytes)
+        raise SlotError("a counter of the slot is damaged")

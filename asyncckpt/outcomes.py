@@ -1,0 +1,74 @@
+"""The run of this checkpointer's ranks as its client knows it, and which of the run's saves have ended on all ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from asyncckpt.config import RankInfo
+from asyncckpt.links import Links
+from asyncckpt.protocol import messages
+
+MAX_KNOWN = 1024
+"""Outcomes that are remembered, the latest. Many times the saves that can be in flight; chosen."""
+
+Send = Callable[[Callable[[int], messages.Message]], "Future[messages.Message] | None"]
+"""Sends a request, made from its id; None when there is no session."""
+
+
+class Outcomes:
+    """The outcomes of one run's saves, as its worker tells them with every `Saves` message. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._run = ""
+        self._meet: dict[int, bool] = {}
+
+    def take(self, run: str, outcomes: Iterable[tuple[int, bool]]) -> None:
+        """Add what a worker tells: [sequence, whether all ranks meet again after it]; what was told first stays."""
+        with self._changed:
+            if not run:
+                return  # the worker does not know yet in which run the session saves
+            if run != self._run:
+                self._run, self._meet = run, {}
+            for sequence, meet in outcomes:
+                self._meet.setdefault(sequence, meet)
+            for old in list(self._meet)[:-MAX_KNOWN]:
+                del self._meet[old]
+            self._changed.notify_all()
+
+    def get(self, run: str, sequence: int) -> bool | None:
+        """Return whether all ranks meet again after a save; None: it is not known to have ended."""
+        with self._changed:
+            return self._meet.get(sequence) if run == self._run else None
+
+    def wait(self, run: str, sequence: int, timeout_s: float) -> None:
+        """Wait until the outcome of a save is known, at most `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: run == self._run and sequence in self._meet, timeout_s)
+
+
+class Run(Protocol):
+    """The run of this checkpointer's ranks; `coordination.Coordination` is one, which needs torch."""
+
+    rank: RankInfo
+    run_id: str
+    agreement: Any
+    links: Links
+    outcomes: Outcomes
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is but one rank."""
+
+    @property
+    def knows_run(self) -> bool:
+        """Whether `run_id` is that of all ranks."""
+
+    def refuse(self, sequence: int, reason: str) -> None:
+        """This rank does not take part in a save: ranks that meet at it must not wait."""
+
+    def differs(self, fqn: str) -> None:
+        """A tensor that was taken for a replica was found to differ between the ranks."""

@@ -1,1 +1,0 @@
-"""Which checkpoints of a directory stay, and how the others go. Imports no torch."""

@@ -1,0 +1,191 @@
+"""The trainer's end of a slot that the worker writes while it is being filled (memory/SPEC.md, section 5)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from asyncckpt.config import CheckpointerConfig
+from asyncckpt.errors import SlotTimeoutError, StagingError
+from asyncckpt.failpoints import reach
+from asyncckpt.format.names import SaveId
+from asyncckpt.memory.streaming import Counters, StreamLayout
+from asyncckpt.staging.lent_slot import LentSlot, what_is_saved
+
+STREAMED_FROM_NBYTES = 128 << 20
+"""Less than that is copied in about the time that the worker needs to begin."""
+
+STEP_NBYTES = 16 << 20
+"""So often the worker is told how far a slot is filled: as `storage.rank_writer.EXTENT_NBYTES`, one write."""
+
+FIRST_POLL_S, LAST_POLL_S = 0.0002, 0.005
+"""Between two looks at the worker's counter: a segment takes a disk some milliseconds. Chosen, not measured."""
+
+MARGIN_S = 5.0
+"""Beyond its own deadline, who waits for such a copy waits for its end. Chosen."""
+
+
+def pays(nbytes: int) -> bool:
+    """Whether so much, left to copy into a slot with room for everything, is worth writing while it is copied."""
+    return nbytes >= STREAMED_FROM_NBYTES
+
+
+class Process(Protocol):
+    """The trainer's end of the wire, as far as this needs it."""
+
+    @property
+    def config(self) -> CheckpointerConfig:
+        """For `slot_timeout_s` and `worker_start_timeout_s`."""
+
+    def stream(self, save_id: SaveId, slot: LentSlot) -> Callable[[], bool]:
+        """As `Submitting.stream`."""
+
+
+class SlotStream:
+    """Tells the worker how far a slot is filled, and waits for the cells of a ring. For one save.
+
+    Args:
+        process: The worker; it is told of the slot now.
+        slot: Open, and of this save.
+        request: The request, encoded.
+        offset: Where that lies.
+        ring: The segments of a ring; None: the slot has room for everything.
+        save_id, step, path: Of the save; `step` is None where only rank 0 knows it.
+
+    Attributes:
+        waited_s: How long it has waited for the worker.
+
+    Raises:
+        WorkerUnavailableError: Of a ring: the worker was lost, and nobody takes its slots over.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        slot: LentSlot,
+        request: bytes,
+        offset: int,
+        ring: StreamLayout | None = None,
+        *,
+        save_id: SaveId,
+        step: int | None,
+        path: str,
+    ) -> None:
+        self.ring, self._control = ring, slot.memory.control
+        self._save_id, self._step, self._path = save_id, step, path
+        self._timeout_s = process.config.slot_timeout_s
+        self._handover_s = process.config.worker_start_timeout_s
+        self._counters = Counters(slot.memory, slot.generation)
+        self._is_between = self._dropped = False
+        self._progressed_at = time.monotonic()
+        self.waited_s = 0.0
+        self._counters.reset()
+        self._control.stream(request, offset)
+        self._check = process.stream(save_id, slot)
+
+    def has_filled(self, nbytes: int) -> None:
+        """Nothing writes any more to the first bytes of the image, from the end of the head page on."""
+        # IMPORTANT: after every byte of them. The worker writes, and never looks again.
+        self._counters.filled = nbytes
+        reach("stream: more filled")
+
+    def note_staged(self, nbytes: int) -> None:
+        """As `SlotControl.note_staged`."""
+        self._control.note_staged(nbytes)
+
+    def finish(self, request: bytes | None = None, offset: int = 0) -> None:
+        """Seal the slot, of which everything is filled; with another `request`, at another `offset`, if one is given.
+
+        Raises:
+            SlotError: That request does not fit.
+        """
+        if request is not None:
+            self._control.ask_again(request, offset)
+            # IMPORTANT: by a system call. The worker polls the state, and must not see it before the request.
+            self._counters.filled = self._counters.filled
+        self._control.finish()
+
+    def drop(self) -> None:
+        """Let who waits for a cell wait no longer: what was copied is worth nothing."""
+        self._dropped = True
+
+    def patience(self) -> float:
+        """Return until when the copy ends by itself if nothing becomes free (`time.monotonic()`)."""
+        return self._progressed_at + self._patience_s() + MARGIN_S
+
+    def _patience_s(self) -> float:
+        return self._timeout_s + (self._handover_s if self._is_between else 0.0)
+
+    def await_cell(self, number: int) -> None:
+        """Wait until the cell of a segment of the ring is free.
+
+        Raises:
+            SlotTimeoutError: The worker has written nothing for too long.
+            StagingError: The copy was dropped.
+            AsyncCkptError: The save has ended, or no worker will write what comes next.
+        """
+        assert self.ring is not None
+        began, before, pause_s = time.monotonic(), -1, FIRST_POLL_S
+        while True:
+            if self._dropped:
+                raise StagingError(f"{what_is_saved(self._save_id, self._step)}: the copy was given up")
+            # True: the worker is dead, another one is being found, which ends the save.
+            was_between, self._is_between = self._is_between, self._check()
+            freed, now = self.ring.count_in(self._counters.freed), time.monotonic()
+            if freed > before or (was_between and not self._is_between):  # the next worker has its own time to end it
+                before, self._progressed_at = freed, now
+            if freed > number - self.ring.n_cells:
+                self.waited_s += now - began
+                return
+            if now - self._progressed_at > self._patience_s():
+                why = "no other worker was found" if self._is_between else "storage hangs, or the worker is too busy"
+                what = what_is_saved(self._save_id, self._step)
+                raise SlotTimeoutError(
+                    f"{what}: the state is larger than its memory, and nothing of it was written for "
+                    f"slot_timeout_s={self._timeout_s:g}; {why}",
+                    timeout_s=self._timeout_s,
+                    save_id=str(self._save_id),
+                    step=self._step,
+                    path=self._path,
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_POLL_S)
+
+
+class Watermark:
+    """How far a slot is filled from its beginning on, while threads copy pieces of it in any order. For one copy.
+
+    Args:
+        start: Address of the first byte.
+        end: Address behind the last one.
+        tell: Called with how many bytes, from `start` on, nothing writes to any more. Under a lock, in any thread.
+    """
+
+    def __init__(self, start: int, end: int, tell: Callable[[int], None]) -> None:
+        self._start, self._end, self._tell = start, end, tell
+        self._lock = threading.Lock()
+        self._left: list[int] = []
+        self._done: set[int] = set()
+        self._told = 0
+
+    def expect(self, addresses: Iterable[int]) -> None:
+        """Pieces that begin at `addresses` are still to be copied, each once, and everything else is there."""
+        with self._lock:
+            self._left = sorted(addresses, reverse=True)
+            self._look()
+
+    def done(self, address: int) -> None:
+        """The piece that begins there is copied: nothing will write to it again."""
+        with self._lock:
+            self._done.add(address)
+            self._look()
+
+    def _look(self) -> None:
+        while self._left and self._left[-1] in self._done:
+            self._done.remove(self._left.pop())
+        filled = (self._left[-1] if self._left else self._end) - self._start
+        if filled > self._told and (filled - self._told >= STEP_NBYTES or not self._left):
+            self._told = filled
+            self._tell(filled)

@@ -1,0 +1,107 @@
+"""How fast are conversions, against a copy of the source's bytes?
+
+The limits are measured beside the conversions in each round, with O_DIRECT and several block sizes and thread counts: a
+copy, read and written at once and flushed, and a read. A conversion with `read_back=False` is compared with the fastest
+copy of the round, the default, which reads its target back from the disk, with the fastest copy and the fastest read.
+The source is not in the page cache. A round needs 2.2 times `--mib` of disk and 1.2 times of memory.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import asyncckpt
+from benchmarks import machine
+from benchmarks.figures import Row
+from benchmarks.limits import Memory, read_s
+from benchmarks.questions.load import save
+from benchmarks.runner import Context, Question
+
+TENSOR_NBYTES = 64 << 20
+PAIRS = (
+    *("dcp:safetensors", "dcp:torch", "torch:dcp", "torch:hf", "torch:asyncckpt"),
+    *("asyncckpt:safetensors", "hf:asyncckpt"),
+)
+CHOICES = ((4 << 20, 2), (16 << 20, 2), (16 << 20, 4))
+"""Bytes of a block, and threads."""
+
+
+def run(context: Context) -> Row:
+    """Convert each pair of formats once beside each choice of the limits."""
+    warnings.simplefilter("ignore")
+    nbytes = context.facts["nbytes"] = context.options.mib << 20
+    memory = Memory(max(block * threads for block, threads in CHOICES))
+    row: Row = {}
+    pairs = [pair.split(":") for pair in context.in_turn(context.options.pairs)]
+    for kind in dict.fromkeys(source for source, _ in pairs):
+        source = context.directory / f"source-{kind}"
+        write_source(kind, source, max(1, nbytes // TENSOR_NBYTES), min(nbytes, TENSOR_NBYTES))
+        for target in [target for of, target in pairs if of == kind]:
+            row[f"{kind} to {target}"] = _pair(context, source, target, memory)
+        machine.remove(source)
+    return row
+
+
+def _pair(context: Context, source: Path, to: str, memory: Memory) -> Row:
+    largest = max(machine.files_of(source), key=lambda file: file.stat().st_size)
+    scale = sum(file.stat().st_size for file in machine.files_of(source)) / largest.stat().st_size
+    copy, target = context.directory / "copy", context.directory / "target"
+    found: Row = {"copies_s": [], "reads_s": [], "once_s": [], "once_cpu_s": []}
+    found |= {"read_back_s": [], "read_back_cpu_s": []}
+    for block, threads in context.in_turn(CHOICES):
+        machine.drop_cache(source)
+        found["copies_s"].append(scale * read_s(largest, memory.view(), block, threads, into=copy))
+        machine.remove(copy)
+        machine.drop_cache(source)
+        found["reads_s"].append(scale * read_s(largest, memory.view(), block, threads))
+        for name, read_back in (("once", False), ("read_back", True)):
+            work = partial(asyncckpt.convert, source, target, to=to, read_back=read_back)  # imported before the clock
+            machine.drop_cache(source)
+            for key, value in machine.timed(work).items():
+                found[f"{name}_{key}"].append(value)
+            machine.remove(target)
+    copy_s, copy_and_read_s = min(found["copies_s"]), min(found["copies_s"]) + min(found["reads_s"])
+    found |= {"copy_share": [copy_s / s for s in found["once_s"]]}
+    return found | {"copy_and_read_share": [copy_and_read_s / s for s in found["read_back_s"]]}
+
+
+def write_source(kind: str, path: Path, n_tensors: int, nbytes: int) -> None:
+    """Write a checkpoint of `n_tensors` tensors of `nbytes` each, in one of the formats that are converted."""
+    from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+    values = torch.randn(nbytes // 4096, 1024)
+    state = {f"w{n}": values + n for n in range(n_tensors)}
+    if kind == "torch":
+        torch.save(state, path)
+    elif kind == "dcp":
+        dcp_save(state, checkpoint_id=str(path), no_dist=True)
+    elif kind == "hf":
+        whole = path.with_name("whole.pt")
+        torch.save(state, whole)
+        asyncckpt.convert(whole, path, to="hf", max_shard_bytes=1 << 30, read_back=False)
+        whole.unlink()
+    else:
+        save(state, path)
+
+
+QUESTION = Question(
+    run,
+    {
+        "conversion, s": "*/once_s",
+        "conversion, CPU s": "*/once_cpu_s",
+        "a copy over a conversion": "*/copy_share",
+        "conversion and reading back, s": "*/read_back_s",
+        "a copy and a read over it": "*/copy_and_read_share",
+        "copy, s": "*/copies_s",
+    },
+    options={
+        "--mib": {"type": int, "default": 4096},
+        "--pairs": {"nargs": "+", "choices": PAIRS, "default": list(PAIRS)},
+    },
+    smallest=("--mib", "4"),
+    rounds=3,
+)

@@ -1,0 +1,104 @@
+"""What CPU time does one save take: in `save()`, in the trainer beyond the copy itself, and in the worker?
+
+`many` has 100,000 tensors of 1 KiB. Nothing trains, so that whatever CPU the trainer's process uses between `save()`
+and `written` is the save's. On a machine that is not quiet, CPU time varies less than seconds do.
+"""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+
+import asyncckpt
+from asyncckpt.staging import copy_cpu, moving
+from benchmarks import machine, workloads
+from benchmarks.figures import Row
+from benchmarks.runner import Context, Question
+
+STAGINGS = ("overlap", "blocking")
+SAVE_S = 300.0
+
+
+class CopyClock:
+    """CPU time that threads spend in moving bytes, as opposed to finding out which."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        moving.careful_move = self._timed(moving.careful_move)
+        moving.ctypes.memmove = self._timed(moving.ctypes.memmove)  # type: ignore[attr-defined]
+        copy_cpu._copy_batch = self._timed(copy_cpu._copy_batch)
+
+    def _timed(self, move: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return move(*arguments)
+            finally:
+                self.seconds.append(time.thread_time() - began)
+
+        return run
+
+
+def run(context: Context) -> Row:
+    """Save each state with each staging a few times; the first save of each does not count."""
+    torch.set_num_threads(1)  # no thread of torch's spins while CPU time is measured
+    clock = CopyClock()
+    row: Row = {}
+    for state in context.options.state_names:
+        loop = workloads.loop(state)
+        loop.step()
+        tensors = workloads.tensors(loop.state())
+        row[state] = {"nbytes": workloads.nbytes_of(tensors), "tensors": len(tensors)}
+        for staging in context.in_turn(STAGINGS):
+            row[state][staging] = _saves(context, loop, staging, clock)
+    return row
+
+
+def _saves(context: Context, loop: workloads.Loop, staging: str, clock: CopyClock) -> list[Row]:
+    found = []
+    with asyncckpt.AsyncCheckpointer(staging=staging) as checkpointer:
+        loop.attach(checkpointer.attach)
+        checkpointer.prepare(loop.state())
+        worker = psutil.Process(machine.worker_status()["pid"])
+        for number in range(context.options.saves + 1):
+            state, path, written = loop.state(), context.directory / f"{staging}-{number}", threading.Event()
+            clock.seconds.clear()
+            before, thread_s, worker_s = _process_s(), time.thread_time(), sum(worker.cpu_times()[:2])
+            handle = checkpointer.save(state, path)
+            row = {"save_s": time.thread_time() - thread_s}
+            handle.written.add_done_callback(lambda _, written=written: written.set())
+            assert written.wait(SAVE_S), f"{path} is not written after {SAVE_S:.0f} s"
+            handle.written.result()
+            row |= {"trainer_s": _process_s() - before, "copy_s": sum(clock.seconds)}
+            row |= {"beyond_s": row["trainer_s"] - row["copy_s"], "worker_s": sum(worker.cpu_times()[:2]) - worker_s}
+            found.append(row)
+            shutil.rmtree(path)
+    return found[1:]
+
+
+def _process_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+QUESTION = Question(
+    run,
+    {
+        f"{staging}: {label}, CPU s": f"*/{staging}/{figure}_s"
+        for staging in STAGINGS
+        for label, figure in (("save()", "save"), ("copy", "copy"), ("beyond", "beyond"), ("worker", "worker"))
+    },
+    options={
+        "--state-names": {"nargs": "+", "default": ["gpt", "small", "many"], "help": "what is saved"},
+        "--saves": {"type": int, "default": 8, "help": "of each kind in a round"},
+    },
+    smallest=("--state-names", "tiny", "--saves", "1"),
+    rounds=1,
+)

@@ -1,0 +1,321 @@
+"""Makes the rounds of a question on a quiet machine, and keeps them in a result file.
+
+A round measures everything that is compared once, in a process of its own, and in another order than the round before:
+the speed of a shared machine changes, and what runs close together meets the same speed. With `--against`, each round
+is made by this checkout and by others in turn, with the same code of the question and another `asyncckpt`.
+
+Result files: `benchmark`, the options, `machine`, `code`, `rounds`, and what holds for all rounds (`nbytes`, `best`).
+Each round is in the file as soon as it is made. `against` has the rounds of the other checkouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib
+import json
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import figures, machine, processes
+from benchmarks.figures import Row
+
+RESULTS = Path(__file__).resolve().parent / "results"
+CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Context:
+    """What a round is given.
+
+    Attributes:
+        options: The options of the question, by name.
+        directory: An empty directory for checkpoints; removed after the round.
+        number: Of the round, from 0.
+        rows: The rounds of this checkout that there are by now.
+        facts: What holds for all rounds and checkouts; what a round adds is in the result file and in later rounds.
+    """
+
+    options: argparse.Namespace
+    directory: Path
+    number: int = 0
+    rows: list[Row] = field(default_factory=list)
+    facts: Row = field(default_factory=dict)
+
+    def in_turn(self, ways: Any, turn: int = 0) -> list[Any]:
+        """Return what is compared, in the order of this round, and of the turn within the round."""
+        return figures.in_turn(ways, self.number + turn)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a module of `benchmarks.questions` measures; the module's docstring says what it asks.
+
+    Attributes:
+        run: Makes one round: measures everything once, and returns the figures.
+        shows: Label -> figure (see `benchmarks.figures`): what is printed.
+        states: What can be saved (`--state`), the default first; each has a result file of its own.
+        options: Option -> what `add_argument` is given. The default may be a dict by state.
+        smallest: Options with which the question takes seconds and shows that it runs.
+        suite: The states in which `python -m benchmarks` runs it; empty if it must be asked for.
+        rounds, budget_s, deadline_s: Defaults: how many rounds, the time for all of them, and for one.
+        label: Names the result file besides the question; the state, if it is None.
+    """
+
+    run: Callable[[Context], Row]
+    shows: Mapping[str, str]
+    states: Sequence[str] = ()
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    smallest: Sequence[str] = ()
+    suite: Sequence[str] = ("",)
+    rounds: int = 5
+    budget_s: float = 1800.0
+    deadline_s: float = 900.0
+    label: Callable[[], str] | None = None
+
+
+def names() -> list[str]:
+    """Return the names of all questions."""
+    return sorted(file.stem for file in (CHECKOUT / "benchmarks" / "questions").glob("[a-z]*.py"))
+
+
+def asks(name: str) -> str:
+    """Return what a question asks: the docstring of its module."""
+    return ast.get_docstring(ast.parse((CHECKOUT / f"benchmarks/questions/{name}.py").read_text())) or ""
+
+
+def question(name: str) -> Question:
+    """Return a question by its name."""
+    found: Question = importlib.import_module(f"benchmarks.questions.{name}").QUESTION
+    return found
+
+
+def parser_of(name: str, asked: Question) -> argparse.ArgumentParser:
+    """Return the options of a question."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(f"benchmarks {name}", description=asks(name), formatter_class=formatter)
+    if asked.states:
+        parser.add_argument("--state", choices=asked.states, default=asked.states[0], help="what is saved")
+    for option, how in asked.options.items():
+        parser.add_argument(option, **how)
+    group = parser.add_argument_group("options of every question")
+    group.add_argument("--rounds", type=int, default=asked.rounds, help="how many")
+    group.add_argument("--budget-s", type=float, default=asked.budget_s, help="no round begins that cannot end within")
+    group.add_argument("--deadline-s", type=float, default=asked.deadline_s, help="for one round")
+    group.add_argument("--quiet-wait-s", type=float, default=60.0, help="how long a round waits for an idle machine")
+    group.add_argument("--dir", type=Path, help="where checkpoints are written (default: the temporary directory)")
+    group.add_argument("--out", type=Path, help="the result file (default: in benchmarks/results)")
+    group.add_argument("--quick", action="store_true", help="one round beside the result file, which is not changed")
+    group.add_argument("--against", type=Path, nargs="+", default=[], metavar="PATH", help="other checkouts")
+    return parser
+
+
+def main(name: str, arguments: Sequence[str]) -> int:
+    """Measure, print, and keep the result file; return the exit code: 1 if no round could be made."""
+    asked = question(name)
+    options = parser_of(name, asked).parse_args(arguments)
+    for option in asked.options:
+        key = option.lstrip("-").replace("-", "_")
+        if isinstance(value := getattr(options, key), dict):
+            setattr(options, key, value.get(options.state, value[""]))
+    label = asked.label() if asked.label else getattr(options, "state", "")
+    stem = "-".join(filter(None, (name, label, "against" if options.against else "")))
+    path: Path = options.out or RESULTS / f"{stem}.json"
+    options.rounds = 1 if options.quick else options.rounds
+    checkouts = [CHECKOUT, *(path.resolve() for path in options.against)]
+    with workplace(options.dir, checkouts) as place:
+        run = Run(name, options, place, checkouts, None if options.quick else path)
+        run.make(lambda number, checkout: _round(name, options, place, run, number, checkout))
+    if not run.result["rounds"]:
+        return 1
+    print("\n".join(report(run.result, asked.shows, path.stem)))
+    if options.quick and path.exists():
+        print("\n".join(figures.compared({"last": json.loads(path.read_text()), "now": run.result}, asked.shows)))
+    return 0
+
+
+def _round(name: str, options: argparse.Namespace, place: Path, run: Run, number: int, checkout: Path) -> Row:
+    """Make one round in a process that imports `asyncckpt` from a checkout."""
+    directory = Path(tempfile.mkdtemp(dir=place))
+    links = place / f"links-{run.checkouts.index(checkout)}"
+    asked = {key: value for key, value in vars(options).items() if key not in ("dir", "out", "against")}
+    given = (name, asked, str(directory), number, run.rows(checkout), run.facts)
+    try:
+        row, facts = processes.call(
+            round_in_process,
+            *given,
+            deadline_s=options.deadline_s,
+            own_worker=True,
+            echo=True,
+            environment={"PYTHONPATH": str(links)},
+            cwd=links,
+        )
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        machine.until_discarded(place)
+    run.facts.update(facts)
+    return dict(row)
+
+
+def round_in_process(
+    name: str, options: Mapping[str, Any], directory: str, number: int, rows: list[Row], facts: Row
+) -> tuple[Row, Row]:
+    """Make one round in this process; return its figures, and what holds for all rounds."""
+    context = Context(argparse.Namespace(**options), Path(directory), number, rows, facts)
+    return question(name).run(context), context.facts
+
+
+@contextlib.contextmanager
+def workplace(parent: Path | None, checkouts: Sequence[Path]) -> Iterator[Path]:
+    """Provide a directory for all rounds; in it are links to this package and to those of each checkout."""
+    place = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=parent))
+    try:
+        for number, checkout in enumerate(checkouts):
+            links = place / f"links-{number}"
+            links.mkdir()
+            (links / "benchmarks").symlink_to(CHECKOUT / "benchmarks")
+            (links / "asyncckpt").symlink_to(checkout / "asyncckpt")
+            (links / "asyncckpt_worker").symlink_to(checkout / "worker")
+            if not (links / "asyncckpt" / "__init__.py").exists():
+                sys.exit(f"{checkout} is no checkout of asyncckpt: it has no asyncckpt/__init__.py")
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+class Run:
+    """The rounds of one run, and the result file.
+
+    Args:
+        name: Of the question.
+        options: Of the run.
+        place: Where checkpoints are written.
+        checkouts: This one, then those of `--against`.
+        path: The result file; None keeps none.
+
+    Attributes:
+        result: What is in the file.
+        facts: What holds for all rounds.
+    """
+
+    def __init__(
+        self, name: str, options: argparse.Namespace, place: Path, checkouts: Sequence[Path], path: Path | None
+    ) -> None:
+        self.checkouts = list(checkouts)
+        self._path, self._options = path, options
+        skipped = ("rounds", "dir", "out", "quick", "against", "quiet_wait_s")
+        asked = {key: value for key, value in vars(options).items() if key not in skipped}
+        self.facts: Row = {}
+        self._head = {"benchmark": name, **asked, "rounds_asked": options.rounds, "machine": machine.describe(place)}
+        self._head["code"] = {"commit": machine.commit(checkouts[0])}
+        self.result: Row = {**self._head, "took_s": 0.0, "ended": "interrupted", "rounds": []}
+        others = {path.name: {"commit": machine.commit(path), "rounds": []} for path in checkouts[1:]}
+        if len(others) != len(checkouts) - 1 or checkouts[0].name in others:
+            sys.exit("--against: the checkouts need directories of different names")
+        if others:
+            self.result["against"] = others
+
+    def rows(self, checkout: Path) -> list[Row]:
+        """Return the rounds of a checkout."""
+        of = self.result if checkout == self.checkouts[0] else self.result["against"][checkout.name]
+        rounds: list[Row] = of["rounds"]
+        return rounds
+
+    def make(self, one: Callable[[int, Path], Row]) -> None:
+        """Make rounds until there are as many as asked for, or one more could not end within the budget.
+
+        The result says why no more were made, in `ended`: "done", "budget", or the error of a round.
+
+        Args:
+            one: Makes the round of a number in a checkout.
+        """
+        began, longest_s, asked = time.monotonic(), 0.0, self.result["rounds_asked"]
+        ended = "done"
+        while (number := min(len(self.rows(checkout)) for checkout in self.checkouts)) < asked:
+            elapsed_s = time.monotonic() - began
+            if longest_s and elapsed_s + longest_s > self._options.budget_s:
+                ended = "budget"
+                break
+            idle = machine.until_idle(self._options.quiet_wait_s, min(machine.OVER_S, self._options.quiet_wait_s + 0.1))
+            made: dict[Path, Row] = {}
+            try:
+                for checkout in figures.in_turn(self.checkouts, number):
+                    since = time.monotonic()
+                    made[checkout] = {**one(number, checkout), **idle, "took_s": time.monotonic() - since}
+            except processes.ProcessError as error:
+                ended = str(error)
+                break
+            for checkout, row in made.items():
+                self.rows(checkout).append({**row, "ended": machine.now()})
+            longest_s = max(longest_s, took_s := time.monotonic() - began - elapsed_s)
+            self.result["took_s"] += took_s
+            print(f"round {number + 1} of {asked}: {took_s:.0f} s", file=sys.stderr)
+            self._keep()
+        if ended != "done":
+            print(f"{len(self.result['rounds'])} of {asked} rounds were made: {ended}", file=sys.stderr)
+        self.result["ended"] = ended
+        self._keep()
+
+    def _keep(self) -> None:
+        """Replace the result file; without a round, the old one stays."""
+        self.result = {**self.result, **self.facts, "rounds": self.result["rounds"]}
+        if self._path is None or not self.result["rounds"]:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        new = self._path.with_name(f".{self._path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+        new.write_text(json.dumps(self.result, indent=1) + "\n")
+        new.replace(self._path)
+
+
+def report(result: Row, shows: Mapping[str, str], file: str) -> list[str]:
+    """Return what is printed: every figure, beside those of the other checkouts, and the targets of the file."""
+    from benchmarks import targets
+
+    size = f"{result['nbytes'] / 1e9:.2f} GB, " if "nbytes" in result else ""
+    lines = [f"{file}: {size}{len(result['rounds'])} rounds, {machine.how_busy(result)}"]
+    if "against" in result:
+        return lines + figures.compared({**result["against"], CHECKOUT.name: result}, shows)
+    for label, figure in shows.items():
+        for match, found in figures.matches(result, figure).items():
+            low, middle, high = figures.quartiles(found)
+            of = f"{label}, {match}" if match else label
+            lines.append(f"  {of:58s} {middle:10.4g} ({low:.4g} to {high:.4g}), least {min(found):.4g}")
+    return [*lines, *(target_line(row) for row in targets.rows(only=file, result=result))]
+
+
+def target_line(row: Sequence[str]) -> str:
+    """Return a target as a line of text."""
+    name, limit, measured, _, verdict, _ = row
+    return f"  {name:62s} at most {limit:>9s} {measured:>9s}   {verdict}"
+
+
+def smoke(wanted: Sequence[str]) -> int:
+    """Run questions once at their smallest, and keep nothing; return 1 if one fails."""
+    failed = []
+    for name in wanted or names():
+        with tempfile.TemporaryDirectory(prefix="asyncckpt-bench-") as directory:
+            out = Path(directory, "result.json")
+            print(f"== {name}", flush=True)
+            options = ["--rounds", "1", "--quiet-wait-s", "0", "--out", str(out), "--dir", directory]
+            if main(name, [*question(name).smallest, *options]) or _errors(json.loads(out.read_text())):
+                failed.append(name)
+    print(f"failed: {', '.join(failed)}" if failed else "all run")
+    return int(bool(failed))
+
+
+def _errors(value: Any, name: str = "") -> list[str]:
+    """Return the errors of our contenders in a result; another library may not be installed."""
+    if not isinstance(value, dict):
+        return [error for member in value for error in _errors(member)] if isinstance(value, list) else []
+    if name.startswith("asyncckpt") and "error" in value:
+        return [value["error"]]
+    return [error for key, member in value.items() for error in _errors(member, key)]

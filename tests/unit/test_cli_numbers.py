@@ -1,0 +1,80 @@
+"""Numbers on the command line: sizes, durations and counts mean the same, and are refused the same, everywhere."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt import cli
+from asyncckpt_worker import cli as worker_cli
+
+SIZES = ("convert a b --to hf --max-shard-bytes", "doctor --state-bytes", "worker start --max-write-bandwidth")
+DURATIONS = (
+    *("gc x --older-than", "top --interval", "worker drain --timeout-s", "worker stop --timeout-s"),
+    *("worker start --idle-exit-s", "worker start --keep-snapshots-s", "run --drain-timeout-s"),
+)
+POSITIVE = ("verify x --threads", "doctor --ranks", "prune x --keep", "prune x --keep 1 --keep-period")
+COUNTS = ("worker start --while-pid", "worker start --port", "run --threads")
+
+
+def value_of(option: str, text: str) -> object:
+    parsed = cli.parser().parse_args([*f"{option}={text}".split(), *(["--", "true"] if option[:3] == "run" else [])])
+    return getattr(parsed, option.rpartition("--")[2].replace("-", "_"))
+
+
+@pytest.mark.parametrize("option", SIZES)
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("5GiB", 5 << 30), ("5GB", 5 * 10**9), ("5g", 5 * 10**9), ("1.5TiB", 3 << 39), ("2000000b", 2_000_000)],
+)
+def test_every_option_reads_sizes_the_same_way(option: str, text: str, nbytes: int) -> None:
+    assert value_of(option, text) == nbytes
+
+
+@pytest.mark.parametrize("option", DURATIONS)
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("1.5h", 5400), ("2d", 172800), ("0", 0)])
+def test_every_option_reads_durations_the_same_way(option: str, text: str, seconds: float) -> None:
+    assert value_of(option, text) == seconds
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "inf", "1e400", "9" * 5000, "much", ""])
+@pytest.mark.parametrize("option", [*SIZES, *DURATIONS, *POSITIVE, *COUNTS])
+def test_a_number_that_cannot_be_is_a_usage_error_that_says_what_is_expected(
+    option: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        value_of(option, text)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "expected" in said and "invalid" not in said
+    assert f"argument --{option.rpartition('--')[2]}" in said
+
+
+@pytest.mark.parametrize("option", [*POSITIVE, *SIZES])
+def test_zero_is_refused_where_one_is_the_least(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        value_of(option, "0")
+    assert ended.value.code == 2 and "expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--idle-exit-s=nan", "--threads=x", "--port=65536", "--max-write-bandwidth=1"])
+def test_the_worker_refuses_them_with_the_same_words(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        worker_cli.main([option])
+    assert ended.value.code == 2 and "expected" in capsys.readouterr().err
+
+
+def test_keys_take_no_positional_argument_and_are_repeated(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
+        for name in ("a", "b"):
+            checkpointer.save({"model": {"w": torch.ones(3)}, "step": 1, "name": name}, name)
+    assert cli.main(["convert", "--to", "torch", "--keys", "model", "--keys", "step", "a", "c.pt"]) == 0
+    assert set(torch.load("c.pt")) == {"model", "step"}
+    assert cli.main(["diff", "--keys", "model", "a", "b"]) == 0
+    assert cli.main(["diff", "--keys", "name", "a", "b"]) == 1
+    capsys.readouterr()

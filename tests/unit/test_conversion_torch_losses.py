@@ -1,0 +1,241 @@
+"""From `torch.save` to `torch.save`: values, ties and mapping types are kept, and what is lost is listed.
+
+The readers and writers are torch's.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import pathlib
+from typing import Any
+
+import pytest
+import states
+import torch
+
+import asyncckpt
+from asyncckpt.errors import CorruptCheckpointError
+
+pytest.importorskip("numpy")
+hypothesis = pytest.importorskip("hypothesis")
+
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+Counts = collections.Counter
+OLDER = pytest.mark.parametrize("older", [False, True], ids=["zip", "older"])
+VIEWS = "views of the same elements are stored apart"
+SHARED = "containers that were one object are stored apart"
+
+
+def torch_state() -> dict[str, Any]:
+    """What `torch.load(weights_only=True)` gives back, of every sort that is more than rows of elements and plain."""
+    base = torch.arange(24.0).reshape(4, 6)
+    learnt = torch.nn.Parameter(torch.randn(3, 4))
+    return {
+        "learnt": learnt,
+        "tied": learnt,
+        "same_elements": learnt.detach(),
+        "frozen": torch.nn.Parameter(torch.ones(2), requires_grad=False),
+        "strided_parameter": torch.nn.Parameter(torch.randn(6, 8).t()),
+        "graph": torch.ones(3, requires_grad=True),
+        "base": base,
+        "row": base[1],
+        "column": base[:, 2],
+        "image": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        "expanded": torch.ones(1).expand(1000, 3),
+        "empty": torch.empty(0, 3).t(),
+        "scalar": base[2, 3],
+        "eights": torch.arange(8).to(torch.float8_e4m3fn),
+        "sixteens": torch.arange(10).to(torch.uint16).view(2, 5).t(),
+        "complex": torch.randn(3, 2, dtype=torch.complex64).t(),
+        "seen": Counts(a=2, b=-3),
+        "keyed": {(1, 2): Counts({(1,): 4}), (3, 4): collections.OrderedDict([((1,), 2), ((0,), 1)])},
+        "layout": torch.strided,
+        "layouts": [torch.strided, torch.sparse_coo],
+        "pair": (torch.nn.Parameter(torch.ones(3)), Counts(x=1), [Counts()]),
+        "module": collections.OrderedDict(weight=base[3]),
+    }
+
+
+def listed(report: Any, said: str) -> set[str]:
+    """The names that a report lists behind a sentence."""
+    found = [text.removeprefix(f"{said}: ") for text in report.changed if text.startswith(f"{said}: ")]
+    return {name for names in found for name in names.split(", ")}
+
+
+def assert_same_values(found: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
+    assert type(found) is torch.Tensor, name
+    assert not found.requires_grad, name
+    assert found.is_contiguous(), name
+    states.assert_same(found, tensor.detach().clone(memory_format=torch.contiguous_format), name)
+
+
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and one past the last byte of a tensor's elements."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + ((last + 1) * tensor.itemsize if tensor.numel() else 0)
+
+
+@OLDER
+def test_values_ties_and_mapping_types_are_kept_and_the_rest_is_listed(older: bool, tmp_path: pathlib.Path) -> None:
+    state = torch_state()
+    torch.save(state, tmp_path / "a", _use_new_zipfile_serialization=not older)
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch")
+    found = torch.load(tmp_path / "b", weights_only=True)
+    for name, value in state.items():
+        if torch.is_tensor(value):
+            assert_same_values(found[name], value, name)
+    assert found["learnt"] is found["tied"]
+    assert found["pair"][1:] == state["pair"][1:]
+    for name in ("seen", "keyed"):
+        assert found[name] == state[name], name
+    assert (found["layout"], found["layouts"]) == ("torch.strided", ["torch.strided", "torch.sparse_coo"])
+    kept = [found["seen"], *found["keyed"].values(), found["pair"][1], found["pair"][2][0], found["module"]]
+    assert list(map(type, kept)) == [Counts, Counts, collections.OrderedDict, Counts, Counts, collections.OrderedDict]
+    assert listed(report, "a Parameter became a tensor") == {
+        "frozen", "learnt", "pair.0", "strided_parameter", "tied"
+    }  # fmt: skip
+    assert listed(report, "requires_grad is not kept") == {"graph"}
+    assert listed(report, "a tensor that was strided otherwise became row-major") == {
+        "column", "complex", "expanded", "image", "sixteens", "strided_parameter"
+    }  # fmt: skip
+    assert listed(report, VIEWS) == {"base", "column", "module.weight", "row", "scalar"}
+    assert listed(report, "a torch.layout became a text") == {"layout", "layouts"}
+    assert len(report.changed) == 5
+
+
+_SHAPES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 7)), max_size=3)
+_DTYPES = [torch.float32, torch.float64, torch.uint8, torch.bfloat16, torch.uint16, torch.complex128]
+_VIEWS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), _SHAPES, st.sampled_from("tpr")), max_size=9)
+
+
+@given(dtypes=st.lists(st.sampled_from(_DTYPES), min_size=4, max_size=4), views=_VIEWS, older=st.booleans())
+def test_any_views_of_any_storages_have_their_values_and_are_listed(
+    dtypes: Any, views: Any, older: bool, tmp_path_factory: Any
+) -> None:
+    path = tmp_path_factory.mktemp("views")
+    if older:  # torch.load(weights_only=True) reads no uint16 there
+        dtypes = [torch.int16 if dtype is torch.uint16 else dtype for dtype in dtypes]
+    storages = [torch.arange(100).to(dtype) for dtype in dtypes]
+    state: dict[str, Any] = {}
+    for number, (storage, offset, box, sort) in enumerate(views):
+        sizes, strides = [n for n, _ in box], [s for _, s in box]
+        if offset + sum((n - 1) * s for n, s in box if n) >= 100:
+            continue
+        tensor = storages[storage].as_strided(sizes, strides, offset)
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            tensor = torch.nn.Parameter(tensor) if sort == "p" else tensor.requires_grad_(sort == "r")
+        state[f"{number}"] = tensor
+        if sort == "t":
+            state[f"{number} again"] = tensor
+    torch.save(state, path / "a", _use_new_zipfile_serialization=not older)
+    report = asyncckpt.convert(path / "a", path / "b", to="torch")
+    found = torch.load(path / "b", weights_only=True)
+    assert list(found) == list(state)
+    for name, tensor in state.items():
+        assert_same_values(found[name], tensor, name)
+        if name.endswith(" again"):
+            assert found[name] is found[name.removesuffix(" again")]
+    shares = {
+        name
+        for name, tensor in state.items()
+        for other, view in state.items()
+        if max(span_of(tensor)[0], span_of(view)[0]) < min(span_of(tensor)[1], span_of(view)[1])
+        and found[name].data_ptr() != found[other].data_ptr()
+    }
+    assert shares <= listed(report, VIEWS), "and what lies between them"
+    assert listed(report, VIEWS) <= set(state)
+    if not shares:
+        assert not listed(report, VIEWS)
+
+
+def test_what_is_chosen_does_not_bring_the_rest_of_its_storage(tmp_path: pathlib.Path) -> None:
+    base = torch.arange(1 << 20)
+    torch.save({"a": base[100:200], "b": base[150:300], "all": base}, tmp_path / "a")
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch", keys=["a", "b"], key_map={"a": "x.a"})
+    assert report.changed == (f"{VIEWS}: a, b",)
+    found = torch.load(tmp_path / "b", weights_only=True)
+    assert torch.equal(found["x.a"], base[100:200])
+    assert torch.equal(found["b"], base[150:300])
+    assert os.path.getsize(tmp_path / "b") < 8192
+
+
+def test_a_flipped_bit_of_shared_elements_is_an_error(tmp_path: pathlib.Path) -> None:
+    base = torch.arange(5000.0)
+    torch.save({"a": base[:3000], "b": base[2000:]}, tmp_path / "a")
+    data = bytearray((tmp_path / "a").read_bytes())
+    at = data.index(base[2500:2510].numpy().tobytes())
+    data[at] ^= 1
+    (tmp_path / "a").write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="CRC-32"):
+        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+# ---- containers
+
+
+@pytest.mark.parametrize("to", ["torch", "asyncckpt", "dcp"])
+def test_containers_that_were_one_object_are_listed_by_their_names_in_the_source(
+    to: str, tmp_path: pathlib.Path
+) -> None:
+    once, plain, odd = {"w": torch.ones(2), "n": 1}, [1, 2], [torch.strided, 1]
+    state = {"model": {"a": once, "b": once, "l": [plain, plain]}, "o": {"x": once}, "u": odd, "v": odd, "z": [odd, 3]}
+    torch.save({**state, "apart": [[1, 2], [1, 2]]}, tmp_path / "a")
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to, key_map=lambda fqn: fqn.removeprefix("model."))
+    assert listed(report, SHARED) == {"model.a", "model.b", "model.l", "o.x", "u", "v", "z"}
+    assert asyncckpt.load(tmp_path / "b")["z"] == [["torch.strided", 1], 3]
+
+
+def test_empty_containers_that_were_one_object_are_listed(tmp_path: pathlib.Path) -> None:
+    empty: dict[str, Any] = {}
+    torch.save({"a": empty, "b": empty, "c": {}}, tmp_path / "a")
+    assert listed(asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="asyncckpt"), SHARED) == {"a", "b"}
+
+
+def test_views_in_items_of_dcp_are_listed(tmp_path: pathlib.Path) -> None:
+    flat, once = torch.arange(100.0), {"q": 1}
+    torch.save({"two": (flat[:10], flat[5:20]), "t": (once, once, torch.ones(2))}, tmp_path / "a")
+    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="dcp")
+    assert listed(report, VIEWS) == {"two.0", "two.1"}
+    assert listed(report, SHARED) == {"t.0", "t.1"}
+    assert asyncckpt.convert(tmp_path / "b", tmp_path / "c", to="asyncckpt").changed == (), "they are apart now"
+
+
+_MEMBERS = st.lists(st.integers(0, 9), max_size=4)
+_CONTAINERS = st.lists(st.tuples(st.sampled_from("ldoc"), _MEMBERS), min_size=1, max_size=6)
+
+
+def containers_of(value: Any) -> list[Any]:
+    """Every dict and list below a value, as often as it stands there."""
+    members = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
+    found = [value] if isinstance(value, (dict, list, set)) else []
+    return found + [container for member in members for container in containers_of(member)]
+
+
+@given(containers=_CONTAINERS, chosen=st.lists(st.integers(0, 9), min_size=1, max_size=6))
+def test_any_containers_keep_their_types_and_shared_ones_are_listed(
+    containers: Any, chosen: Any, tmp_path_factory: Any
+) -> None:
+    root, made = tmp_path_factory.mktemp("x"), list[Any]()
+    for kind, numbers in containers:
+        members: list[Any] = [made[n % len(made)] for n in numbers] if made else []
+        if kind == "l":
+            made.append([torch.ones(2), *members])  # of plain values alone it would be one leaf
+        elif kind == "c":
+            made.append(Counts({f"k{n}": n for n in numbers}))
+        else:
+            kept: dict[str, Any] = collections.OrderedDict() if kind == "o" else {}
+            made.append(kept)
+            kept.update({f"m{n}": member for n, member in enumerate(members)})
+    state = {f"s{n}": made[place % len(made)] for n, place in enumerate(chosen)}
+    torch.save(state, root / "a")
+    report = asyncckpt.convert(root / "a", root / "b", to="torch")
+    found = torch.load(root / "b", weights_only=True)
+    assert list(map(type, containers_of(found))) == list(map(type, containers_of(state)))
+    everything = containers_of(state)
+    assert bool(listed(report, SHARED)) == (len({id(one) for one in everything}) < len(everything))
+    assert len(report.changed) == bool(listed(report, SHARED))

@@ -1,0 +1,78 @@
+"""Whether what the ranks of one save say about it is the same."""
+
+from __future__ import annotations
+
+from asyncckpt.protocol.request import SaveRequest
+from asyncckpt.protocol.samples import decode_samples, unequal
+from asyncckpt_worker.core.failures import SAME_CALLS, SAME_PLANS, SAME_SETTINGS
+from asyncckpt_worker.core.model import RankSave, Save, Slot
+
+
+def own_contradiction(entry: RankSave, slot: Slot) -> str:
+    """Return how a sealed request contradicts its session or its Begin; "" when it does not."""
+    request = entry.request
+    assert request is not None
+    wanted: dict[str, object] = {"rank": slot.rank, "world_size": slot.world_size, "path": entry.path}
+    if entry.step is not None and request.step is not None:
+        wanted["step"] = entry.step
+    wanted["overwrite"] = entry.overwrite
+    for name, value in wanted.items():
+        if getattr(request, name) != value:
+            return f"the sealed request says {name} {getattr(request, name)!r}, begun was {value!r}"
+    if request.rank == 0 and request.step is None:
+        return "the sealed request of rank 0 says no step, which nobody else does"
+    return ""
+
+
+def disagreement(save: Save, entry: RankSave) -> tuple[str, int, str] | None:
+    """Return how a rank that has just come contradicts another, which, and what to do; None when it does not."""
+    for other in [*save.sayings.values()]:
+        if other.path != entry.path or (None not in (other.step, entry.step) and other.step != entry.step):
+            text = f"rank {entry.rank} saves {_step(entry)}to {entry.path}, "
+            return text + f"rank {other.rank} {_step(other)}to {other.path}", other.rank, SAME_CALLS
+        if other.overwrite != entry.overwrite:
+            text = f"rank {entry.rank} saves with overwrite={entry.overwrite}, "
+            return text + f"rank {other.rank} with overwrite={other.overwrite}", other.rank, SAME_SETTINGS
+        if other.request and entry.request and other.request.layout != entry.request.layout:
+            text = f"rank {entry.rank} saves with layout={entry.request.layout!r}, "
+            return text + f"rank {other.rank} with layout={other.request.layout!r}", other.rank, SAME_SETTINGS
+        if _plan(other.request) != _plan(entry.request) and other.request and entry.request:
+            text = f"rank {entry.rank} follows plan {_plan(entry.request) or 'none'}, "
+            text += f"rank {other.rank} {_plan(other.request) or 'none'}"
+            return text, other.rank, SAME_PLANS
+    return None
+
+
+def say(save: Save, entry: RankSave) -> None:
+    """Note what a rank says that all must say alike, for `disagreement`: what was said before need not be noted."""
+    request = entry.request
+    layout, plan = (request.layout, request.plan) if request is not None else (None, None)
+    save.sayings.setdefault((entry.path, entry.step, entry.overwrite, layout, plan), entry)
+
+
+def settle_step(save: Save, sealed: RankSave) -> None:
+    """Let the ranks that leave the step to rank 0 have its step, once it and they have sealed."""
+    first = save.ranks.get(0)
+    if first is None or first.request is None:
+        return
+    for entry in save.ranks.values() if sealed is first else [sealed]:
+        if entry.step is None:
+            entry.step = first.step
+
+
+def _plan(request: SaveRequest | None) -> str:
+    return request.plan if request else ""
+
+
+def unequal_samples(save: Save) -> list[tuple[str, bool, list[list[int]]]]:
+    """Compare the samples of a save that all ranks have sealed; as `protocol.samples.unequal`."""
+    requests = {rank: entry.request for rank, entry in save.ranks.items() if entry.request is not None}
+    distinct = {request.samples for request in requests.values()}
+    if len(distinct) == 1:  # the usual case, of thousands of names and many ranks as well
+        return []
+    decoded = {samples: decode_samples(samples) for samples in distinct}
+    return unequal({rank: decoded[request.samples] for rank, request in requests.items()})
+
+
+def _step(entry: RankSave) -> str:
+    return "" if entry.step is None else f"step {entry.step} "

@@ -1,0 +1,530 @@
+"""The runs that this worker decides for the workers of other nodes: who follows, what they report, what they are told.
+
+A rank of another node takes part like those of this worker's own trainers: its session has no peer, and the phases of
+its parts come from the follower's table.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncckpt.errors import AsyncCkptError, from_wire
+from asyncckpt.format.names import SaveId
+from asyncckpt.protocol.fields import MAX_MISSING, MAX_RANKS, MAX_TABLE
+from asyncckpt.protocol.messages import Consent, Lead, Leading, Lineage, Withdraw
+from asyncckpt.protocol.node_tables import BEAT_S, Outcomes, Report
+from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, DURABLE, FAILED
+from asyncckpt_worker.core.actions import Relay
+from asyncckpt_worker.core.deadlines import forget_the_silent
+from asyncckpt_worker.core.ended import EndedSave
+from asyncckpt_worker.core.events import Relayed, Wire
+from asyncckpt_worker.core.failures import failed, leads_not, not_taken, other_world, worker_lost
+from asyncckpt_worker.core.intake import Intake
+from asyncckpt_worker.core.lineages import LineageBook
+from asyncckpt_worker.core.model import RankSave, Save, Session, Slot
+from asyncckpt_worker.core.node_tables import Row, begin_of, pages, reported_phase, request_of, unpack_result
+from asyncckpt_worker.core.resources import Listener, Resources
+from asyncckpt_worker.core.runs import RunBook
+from asyncckpt_worker.core.saves import SaveBook
+from asyncckpt_worker.core.slots import Lending, busy
+from asyncckpt_worker.core.status import missing_of
+from asyncckpt_worker.core.tables import Tables
+
+MAX_LED = 64
+"""Runs whose followers are admitted; the oldest that nobody saves in any more makes room. Chosen, not measured."""
+
+MAX_FOLLOWERS = 4096
+"""More than a job has nodes."""
+
+MAX_ANSWERS = 64
+"""Directories of a run of which the answer is remembered, until nobody asks any more."""
+
+FORGET_S = 600.0
+"""A follower that is silent for so long, and longer than any of its saves may take, is forgotten."""
+
+PRESENT_S = 5.0
+"""A follower that was heard so lately is there."""
+
+
+@dataclass(slots=True)
+class _Reporter:
+    """A follower in one run. `route`: where it was heard last; `link`: its name in sessions and parts."""
+
+    run_id: str
+    instance: str
+    link: str
+    route: bytes
+    heard: int = 0
+    """Counter of its last page."""
+
+    counter: int = 0
+    """Of the last page sent to it."""
+
+    world_size: int = 0
+    ranks: dict[int, int] = field(default_factory=dict)
+    """Rank -> `attempt`, of those that have no other worker by now."""
+
+    gone: set[int] = field(default_factory=set)
+    """Of these, those that it has reported as gone."""
+
+    lost: set[int] = field(default_factory=set)
+    """Ranks that have another worker by now."""
+
+    refused: dict[str, int] = field(default_factory=dict)
+    """Save id -> a lost rank of which this follower still reports a part."""
+
+    saves: tuple[str, ...] = ()
+    """What it wants to hear of."""
+
+    questions: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Directory -> a path in it and the number of the last question: what its ranks want to know."""
+
+    error: Wire | None = None
+    """Why nothing is taken of it."""
+
+    whole_at: float = float("-inf")
+    """When it was told everything last."""
+
+
+class Decider:
+    """Takes reports, and tells outcomes."""
+
+    def __init__(
+        self,
+        tables: Tables,
+        runs: RunBook,
+        intake: Intake,
+        saves: SaveBook,
+        lending: Lending,
+        lineages: LineageBook,
+        resources: Resources,
+    ) -> None:
+        self._t, self._runs, self._lending = tables, runs, lending
+        self._intake, self._saves, self._lineages = intake, saves, lineages
+        self._resources = resources
+        self._listener: Listener | None = None
+        self._admitted: dict[str, str] = {}
+        """Run -> the key that its followers prove."""
+
+        self._reporters: dict[str, _Reporter] = {}
+        self._answers: dict[tuple[str, str], Wire] = {}
+        """Run and directory -> why there is no epoch."""
+
+        self._told: dict[str, dict[str, None]] = {}
+        """Link -> saves of which it is told at the end of this event; all others wait until the table is sent whole."""
+
+    # ---- what trainers ask ------------------------------------------------------------------------------------------
+
+    def lead(self, session: Session, m: Lead) -> None:
+        """Admit the run's followers, and say where this worker listens for them."""
+        run = self._runs.join(session, m.run)
+        if run is None:
+            world_size = self._t.runs[m.run].world_size
+            error = from_wire(other_world(m.run, world_size, session.rank, session.world_size))
+            return self._lending.refuse(session.peer, m.id, error)
+        if run.followed:
+            return self._lending.refuse(session.peer, m.id, leads_not(m.run))
+        if not self._make_room(m.run):
+            return self._lending.refuse(session.peer, m.id, busy())
+        self._admitted[m.run] = m.client_public
+        if self._listener is None:
+            try:
+                self._listener = self._resources.listen(m.port, m.server_secret)
+            except AsyncCkptError as error:
+                return self._lending.refuse(session.peer, m.id, error)
+            self._t.log("info", f"listening for other workers at {self._listener.address}")
+        at = self._listener
+        answer = Leading(id=m.id, address=at.address, server_public=at.public, server_secret=at.secret)
+        return self._lending.send(session.peer, answer)
+
+    def _make_room(self, run_id: str) -> bool:
+        for old in [r for r in self._admitted if r != run_id and not self._is_in_use(r)]:
+            if len(self._admitted) < MAX_LED:
+                break
+            del self._admitted[old]
+        return run_id in self._admitted or len(self._admitted) < MAX_LED
+
+    def _is_in_use(self, run_id: str) -> bool:
+        run = self._t.runs.get(run_id)
+        return run is not None and bool(run.members)
+
+    def run_of(self, client_public: str) -> str | None:
+        """Return the run whose followers prove this key, or None: nobody of ours."""
+        return next((run_id for run_id, key in self._admitted.items() if key == client_public), None)
+
+    # ---- what followers report --------------------------------------------------------------------------------------
+
+    def received(self, event: Relayed) -> None:
+        """Take a page of a follower's table.
+
+        IMPORTANT: rows of what its ranks have sealed come before those that say that a rank is gone, or takes no part.
+        """
+        m = event.message
+        if not isinstance(m, Report) or event.run not in self._admitted:
+            return
+        reporter = self._reporter(event, m)
+        if reporter is None or m.counter <= reporter.heard:
+            return
+        link = reporter.link
+        reporter.heard, reporter.route, reporter.saves = m.counter, event.route, tuple(m.saves)
+        reporter.world_size = m.world_size
+        reporter.refused = {save_id: rank for save_id, rank in reporter.refused.items() if save_id in reporter.saves}
+        self._t.heard[link] = self._t.now
+        if m.to != self._t.instance:
+            reporter.whole_at = float("-inf")  # it has not heard of this worker, or waits for a dead one
+        run = self._t.runs.get(event.run)
+        known = run.world_size if run is not None else m.world_size
+        reporter.error = None
+        if m.world_size > MAX_RANKS or known != m.world_size:
+            rank = m.ranks[0]["rank"] if m.ranks else 0
+            reporter.error = other_world(event.run, known, rank, m.world_size)
+            return
+        rows = [(self._take_rank, row) for row in m.ranks]
+        if m.to == self._t.instance:
+            rows += [(self._take_part, row) for row in m.parts]
+            rows += [(self._take_failure, row) for row in m.failures]
+            rows += [(self._take_withdrawal, row) for row in m.withdrawals]
+            rows += [(self._take_gone, row) for row in m.ranks if row["gone"]]
+        rows += [(self._take_question, row) for row in m.questions]
+        for take, row in rows:
+            if row.get("rank", 0) >= m.world_size or ("save_id" in row and _run_of(row) != event.run):
+                text = f"worker {m.sender} reports what is not of run {event.run}"
+                self._t.log("error", text, count="protocol_errors")
+                continue
+            self._t.contained(row.get("save_id", ""), take, reporter, row)
+        ended = [i for i in m.saves if (save := self._t.find(i)) is not None and save.outcome is not None]
+        if ended:
+            self._told.setdefault(link, {}).update(dict.fromkeys(ended))
+
+    def _reporter(self, event: Relayed, m: Report) -> _Reporter | None:
+        link = f"{m.sender}.{event.run}"
+        found = self._reporters.get(link)
+        if found is None and self._has_room():
+            found = self._reporters[link] = _Reporter(event.run, m.sender, link, event.route)
+            self._t.log("info", f"worker {m.sender} follows in run {event.run}", count="followers_linked")
+        return found
+
+    def _has_room(self) -> bool:
+        """Whether another follower fits; else the one that was silent longest of those without ranks makes room."""
+        if len(self._reporters) >= MAX_FOLLOWERS:
+            with_ranks = {s.link for s in self._t.sessions.values()}
+            spare = [link for link in self._reporters if link not in with_ranks]
+            if spare:
+                oldest = min(spare, key=lambda link: self._t.heard.get(link, 0.0))
+                self._forget(self._reporters[oldest], "another needs its place")
+        return len(self._reporters) < MAX_FOLLOWERS
+
+    # ---- ranks ------------------------------------------------------------------------------------------------------
+
+    def _take_rank(self, reporter: _Reporter, row: Row) -> None:
+        """A rank has this follower for its worker, unless it has named another one since."""
+        rank, attempt, run = row["rank"], row["attempt"], self._t.runs.get(reporter.run_id)
+        holder = self._t.sessions.get(run.members.get(rank, "")) if run is not None else None
+        if holder is not None and holder.link not in ("", reporter.link):
+            other = self._reporters.get(holder.link)
+            if other is not None and attempt <= other.ranks.get(rank, -1):
+                reporter.ranks.pop(rank, None)
+                reporter.lost.add(rank)
+                return
+            self._part(holder, "the rank has another worker now")
+        is_new = reporter.ranks.get(rank) != attempt
+        reporter.ranks[rank] = attempt
+        reporter.lost.discard(rank)
+        if is_new or not row["gone"]:
+            reporter.gone.discard(rank)
+            session = self._session(reporter, rank)
+            self._t.sessions[session.name] = session
+            self._runs.join(session, reporter.run_id)
+
+    def _session(self, reporter: _Reporter, rank: int) -> Session:
+        """Return the session of a rank; one that is not kept where the rank is gone."""
+        name = f"{reporter.link}/{rank}"
+        new = Session(name, b"", 0, 0, rank, reporter.world_size, "", link=reporter.link)
+        return self._t.sessions.get(name) or new
+
+    def _take_gone(self, reporter: _Reporter, row: Row) -> None:
+        session = self._t.sessions.get(f"{reporter.link}/{row['rank']}")
+        if session is not None:
+            del self._t.sessions[session.name]
+            self._runs.leave(session, row["gone"])
+        if row["rank"] in reporter.ranks and row["rank"] not in reporter.gone:
+            reporter.gone.add(row["rank"])
+            self._told.setdefault(reporter.link, {})
+
+    def _part(self, session: Session, why: str) -> None:
+        """A rank has left a follower. Its parts go on: the next worker reports them again.
+
+        Those of which it does not end with the silence of this follower (`deadlines`), as if that were cut off.
+        """
+        reporter = self._reporters.get(session.link)
+        if reporter is not None:
+            reporter.ranks.pop(session.rank, None)
+            reporter.lost.add(session.rank)
+        del self._t.sessions[session.name]
+        self._runs.leave(session, f"its worker was lost: {why}")
+
+    def _forget(self, reporter: _Reporter, why: str) -> None:
+        """The worker of some ranks is gone: what it had not written, or their hooks not seen, will never be."""
+        del self._reporters[reporter.link]
+        self._t.heard.pop(reporter.link, None)
+        for session in [s for s in self._t.sessions.values() if s.link == reporter.link]:
+            self._part(session, why)
+            for save in [s for s in self._t.saves.values() if s.outcome is None and not s.committing]:
+                entry = save.ranks.get(session.rank)
+                if entry is not None and entry.link == reporter.link and _is_unfinished(entry):
+                    self._saves.end(save, FAILED, worker_lost(save, entry, why))
+
+    # ---- parts ------------------------------------------------------------------------------------------------------
+
+    def _take_part(self, reporter: _Reporter, row: Row) -> None:
+        save_id, rank = row["save_id"], row["rank"]
+        if rank not in reporter.ranks:
+            if rank in reporter.lost:
+                reporter.refused[save_id] = rank
+            return
+        session = self._session(reporter, rank)
+        self._goes_on(reporter, session, save_id)
+        save, entry = self._t.find(save_id), self._t.entry((save_id, rank))
+        if entry is None and save is not None and save.outcome == COMMITTED:
+            return  # by the decider before: of every rank of the world
+        if entry is None:
+            if self._intake.refuse_other_world(session, save_id) is None:
+                self._intake.begin(session, begin_of(row), resumed=row["recovering"])
+            entry = self._t.entry((save_id, rank))
+        if entry is None or entry.link != reporter.link or entry.ended:
+            return
+        if row["streamed"] and entry.is_open and (not entry.streaming or entry.ringed != row["writing"]):
+            entry.streaming, entry.ringed, entry.written_at = True, row["writing"], self._t.now
+            self._t.touched[(save_id, rank)] = None
+        try:
+            request = request_of(row)
+            result = unpack_result(row["result"], save_id, rank) if "result" in row else None
+        except (ValueError, TypeError, KeyError, AsyncCkptError) as error:
+            return self._makes_no_sense(save_id, entry, error)
+        if request is not None and entry.is_open:
+            slot = Slot(0, 0, session.name, rank, session.world_size, 0, link=reporter.link)
+            self._intake.take_up(slot, 1, request)
+        opened = self._t.saves.get(save_id)
+        if result is not None and opened is not None and entry.request is not None and entry.result is None:
+            self._saves.delivered(opened, entry, result, row.get("report", {}))
+        if "consent" in row:
+            consent = Consent(id=0, save_id=save_id, granted=row["consent"], reason=row.get("reason", ""))
+            self._intake.consent(session, consent)
+
+    def _makes_no_sense(self, save_id: str, entry: RankSave, error: Exception) -> None:
+        """A part that cannot be read never can: its save ends now, rather than with its deadline."""
+        text = f"the worker of rank {entry.rank} reports what makes no sense: {error!r}"
+        self._t.log("error", text, save_id=save_id, count="protocol_errors")
+        save = self._t.saves.get(save_id)
+        if save is not None and save.outcome is None and not save.committing:
+            self._saves.end(save, FAILED, failed(save, entry, "protocol", text))
+
+    def _goes_on(self, reporter: _Reporter, session: Session, save_id: str) -> None:
+        """A rank that has another worker now goes on with what it had begun with the one before.
+
+        What was reported by that stays: it is reported again, and is the same.
+        """
+        entry = self._t.entry((save_id, session.rank))
+        if entry is None or entry.link in ("", reporter.link) or session.run != reporter.run_id:
+            return
+        save = self._t.opened(save_id, session.rank)
+        assert save is not None
+        entry = save.ranks[session.rank]
+        entry.link, entry.session = reporter.link, session.name
+        entry.ringed = entry.streaming = False
+        text = "a rank of it has another worker"
+        self._t.log("info", text, save_id=save_id, session=session.name, count="ranks_resumed")
+
+    def _take_failure(self, reporter: _Reporter, row: Row) -> None:
+        save, parsed = self._t.find(row["save_id"]), SaveId.parse(row["save_id"])
+        run = self._t.runs.get(parsed.run_id)
+        if isinstance(save, Save) and save.outcome is None and not save.committing:
+            self._saves.end(save, row["outcome"], row["error"])
+        elif save is None and run is not None:
+            self._runs.withdraw(run, parsed.sequence, row["error"])  # ranks that begin it later need not wait
+
+    def _take_withdrawal(self, reporter: _Reporter, row: Row) -> None:
+        if row["rank"] not in reporter.ranks:
+            return
+        if not self._is_given_up(reporter, row):
+            fields = {name: row[name] for name in ("save_id", "reason", "skipped")}
+            self._intake.withdraw(self._session(reporter, row["rank"]), Withdraw(id=0, **fields))
+
+    def _is_given_up(self, reporter: _Reporter, row: Row) -> bool:
+        """Whether a rank says of what it has sealed that nobody goes on with it: its worker is dead."""
+        save, entry = self._t.saves.get(row["save_id"]), self._t.entry((row["save_id"], row["rank"]))
+        if entry is None or entry.link in ("", reporter.link) or entry.is_open:
+            return False
+        if save is not None and save.outcome is None and not save.committing and _is_unfinished(entry):
+            self._saves.end(save, FAILED, worker_lost(save, entry, row["reason"] or "nobody goes on with it"))
+        return True
+
+    def _take_question(self, reporter: _Reporter, row: Row) -> None:
+        parent, run = os.path.dirname(row["path"]), self._t.runs.get(reporter.run_id)
+        if row["rank"] not in reporter.ranks or run is None:
+            return
+        _, number = reporter.questions.get(parent, ("", 0))
+        if row["number"] <= number:
+            return
+        for old in list(reporter.questions)[: 1 - MAX_ANSWERS]:
+            del reporter.questions[old]
+        reporter.questions[parent] = (row["path"], row["number"])
+        self._answers.pop((reporter.run_id, parent), None)
+        session = self._session(reporter, row["rank"])
+        self._lineages.ask(session, Lineage(id=0, run=reporter.run_id, path=row["path"]))
+
+    def epoch_found(self, run_id: str, path: str, epoch: int, error: Wire | None) -> None:
+        """Tell every follower of the run that asks."""
+        parent = os.path.dirname(path)
+        if error is not None:
+            self._answers[run_id, parent] = error
+            for old in list(self._answers)[: -MAX_LED * MAX_ANSWERS]:
+                del self._answers[old]
+        for link, reporter in self._reporters.items():
+            if reporter.run_id == run_id and parent in reporter.questions:
+                self._told.setdefault(link, {})
+
+    # ---- what followers are told ------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Forget followers that are gone for good."""
+        for reporter in list(self._reporters.values()):
+            silent_s = self._t.now - self._t.heard.get(reporter.link, self._t.now)
+            if silent_s >= FORGET_S and all(silent_s >= s.timeout_s for s in self._t.open_saves(reporter.run_id)):
+                self._forget(reporter, f"it has not been heard of for {silent_s:.0f} s")
+        forget_the_silent(self._t, self._reporters.keys())
+
+    def flush(self) -> None:
+        """At the end of an event: tell of what has changed, or everything when that is due."""
+        told, self._told = self._told, {}
+        if not self._reporters:
+            return
+        for save_id, rank in (*self._t.touched, *self._t.changed):
+            save = self._t.saves.get(save_id)
+            entry = save.ranks.get(rank) if save is not None else None
+            if entry is not None and entry.link:
+                told.setdefault(entry.link, {})[save_id] = None
+        rows: dict[str, dict[str, Any]] = {}  # once for all followers
+        for link, reporter in self._reporters.items():
+            if reporter.run_id in self._t.announced:
+                told.setdefault(link, {})
+            if self._t.now - reporter.whole_at >= BEAT_S:
+                reporter.whole_at = self._t.now
+                self._t.contained("", self._send, reporter, reporter.saves, rows)
+            elif link in told:
+                self._t.contained("", self._send, reporter, tuple(told[link]), rows)
+
+    def _send(self, reporter: _Reporter, save_ids: tuple[str, ...], rows: dict[str, dict[str, Any]]) -> None:
+        tables = {
+            "saves": [self._outcome_row(reporter, save_id, rows) for save_id in save_ids],
+            "epochs": list(self._epoch_rows(reporter)),
+        }
+        run = self._t.runs.get(reporter.run_id)
+        for page in pages(tables):
+            reporter.counter += 1
+            outcomes = Outcomes(
+                sender=self._t.instance,
+                counter=reporter.counter,
+                to=reporter.instance,
+                decided=tuple(run.outcomes.items()) if run is not None else (),
+                gone=tuple(sorted(reporter.gone))[:MAX_TABLE],
+                error=reporter.error or {},
+                **page,
+            )
+            self._t.actions.append(Relay(run=reporter.run_id, route=reporter.route, message=outcomes))
+
+    def _outcome_row(self, reporter: _Reporter, save_id: str, rows: dict[str, dict[str, Any]]) -> Row:
+        """Return the row of a save as this follower needs it: what its own ranks have come to is in it."""
+        save = self._t.find(save_id)
+        if save_id not in rows:
+            rows[save_id] = self._row_of_all(save_id, save)
+        row = rows[save_id]
+        if save is None:
+            return row
+        parts = {rank: self._t.entry((save_id, rank)) for rank in sorted(reporter.ranks)}
+        mine = {rank: entry for rank, entry in parts.items() if entry is not None and entry.link == reporter.link}
+        if row["outcome"] == COMMITTED:
+            late = next((e for e in mine.values() if e.ended and e.phase != COMMITTED), None)
+            if late is not None:  # it came after the commit, and is in no manifest
+                return {**row, "outcome": FAILED, "error": late.error or not_taken(save_id, late.rank), "report": {}}
+            report = next((dict(entry.report) for entry in mine.values()), {})
+            return {**row, "report": report}
+        if row["outcome"]:
+            error = next((e.error for e in mine.values() if e.ended and e.error), None)
+            return {**row, "error": error or row["error"]}
+        if save_id in reporter.refused and not mine:
+            return {**row, "outcome": FAILED, "error": not_taken(save_id, reporter.refused[save_id])}
+        known = [(rank, phase) for rank, entry in mine.items() if (phase := _phase_of(entry))]
+        return {**row, "known": known[:MAX_TABLE]}
+
+    def _row_of_all(self, save_id: str, save: Save | EndedSave | None) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "save_id": save_id,
+            "outcome": "",
+            "error": {},
+            "report": {},
+            "missing": (),
+            "known": (),
+        }
+        parsed = SaveId.parse(save_id)
+        if save is None:
+            run = self._t.runs.get(parsed.run_id)
+            ended = [s for s in self._t.of_call(parsed.call) if s.outcome is not None]
+            if ended:
+                row |= {"outcome": ended[0].outcome, "error": ended[0].error or {}}
+            elif run is not None and parsed.sequence in run.withdrawn and not self._t.of_call(parsed.call):
+                row |= {"outcome": ABANDONED, "error": run.withdrawn[parsed.sequence]}
+        elif save.outcome is not None:
+            row |= {"outcome": save.outcome, "error": save.error or {}}
+        elif isinstance(save, Save):
+            row["missing"] = tuple(missing_of(save)[:MAX_MISSING])
+        return row
+
+    def _epoch_rows(self, reporter: _Reporter) -> Iterator[Row]:
+        run = self._t.runs.get(reporter.run_id)
+        for parent, (path, number) in list(reporter.questions.items()):
+            error = self._answers.get((reporter.run_id, parent))
+            epoch = run.epochs.get(parent) if run is not None else None
+            if error is not None or epoch is not None:
+                told = {} if error is None or epoch is not None else error
+                yield {"path": path, "number": number, "epoch": epoch or 0, "error": told}
+
+    # ---- for others -------------------------------------------------------------------------------------------------
+
+    def times(self) -> Iterator[float]:
+        """Yield when something is due."""
+        return (reporter.whole_at + BEAT_S for reporter in self._reporters.values())
+
+    def report(self) -> list[Mapping[str, Any]]:
+        """Return a row for people of each follower."""
+        now, heard = self._t.now, self._t.heard
+        return [
+            {"run": r.run_id, "worker": r.instance, "silent_s": now - heard.get(link, now)}
+            for link, r in self._reporters.items()
+        ]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a follower that is there still waits for the end of a save that has ended."""
+        now = self._t.now
+        return any(
+            now - self._t.heard.get(link, now) < PRESENT_S
+            and any((save := self._t.find(s)) is not None and save.outcome is not None for s in reporter.saves)
+            for link, reporter in self._reporters.items()
+        )
+
+
+def _run_of(row: Row) -> str:
+    return SaveId.parse(row["save_id"]).run_id
+
+
+def _is_unfinished(entry: RankSave) -> bool:
+    return entry.phase != DURABLE or entry.needs_consent
+
+
+def _phase_of(entry: RankSave) -> str:
+    """Return how far a part is known here; "" once it has ended."""
+    return DURABLE if entry.result is not None and not entry.ended else reported_phase(entry)

@@ -1,0 +1,212 @@
+"""The errors that the brain itself ends a save with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from asyncckpt.errors import (
+    CommitTimeoutError,
+    CommitUnknownError,
+    ProtocolError,
+    RanksDisagreeError,
+    ReplicaMismatchError,
+    SaveFailedError,
+    SaveSkippedError,
+    to_wire,
+)
+from asyncckpt.protocol.fields import MAX_MISSING
+from asyncckpt.protocol.save_phases import NOT_AGREED
+from asyncckpt.storage.files import whose
+from asyncckpt_worker.core.events import Wire
+from asyncckpt_worker.core.model import RankSave, Save
+
+BOX = re.compile(r" \[[0-9:,]*\]\Z")
+"""What follows the FQN in the name of a sample that is of a shard: its box."""
+
+_DIFFERENCES = frozenset(error.wire_code for error in (CommitTimeoutError, RanksDisagreeError, ReplicaMismatchError))
+
+_KIND = re.compile(r"\w{1,40}\Z", re.ASCII)
+
+MAX_KINDS = 200
+"""Kinds of failures that are counted apart: more than we have; another worker may tell any."""
+
+SHOWN = 20
+"""Ranks that a text names at most; the error's field has more."""
+
+
+def kind_of(error: Wire) -> str:
+    """Return a short word for what went wrong: an error's own `code` (`ENOSPC`, `coverage`), else that of its class."""
+    own = (error.get("fields") or {}).get("code")
+    kind = own if isinstance(own, str) and _KIND.match(own) else error.get("code")
+    return kind if isinstance(kind, str) and _KIND.match(kind) else "other"
+
+
+def count(failures: dict[str, int], error: Wire) -> None:
+    """Count a save that has ended with `error`."""
+    kind = kind_of(error)
+    if kind not in failures and len(failures) >= MAX_KINDS:
+        kind = "other"
+    failures[kind] = failures.get(kind, 0) + 1
+
+
+def asks_to_meet(error: Wire) -> bool:
+    """Whether the ranks must meet again after a save that ended with `error`: they differ, or one was missing."""
+    fields = error.get("fields") or {}
+    if error.get("code") in _DIFFERENCES or fields.get("code") == "coverage":
+        return True
+    return fields.get("code") == "withdrawn" and str(fields.get("detail")).startswith(NOT_AGREED)
+
+
+def failed(save: Save, entry: RankSave, code: str, detail: str, **more: Any) -> Wire:
+    """One rank cannot go on. `code`: a word of ours; `more`: further facts."""
+    return to_wire(
+        SaveFailedError(
+            f"save {save.save_id} ({whose(entry.step, entry.rank)}) to {entry.path}: {detail}; nothing was published",
+            code=code,
+            rank=entry.rank,
+            path=entry.path,
+            detail=detail,
+            save_id=save.save_id,
+            step=entry.step,
+            **more,
+        )
+    )
+
+
+def path_in_use(save: Save, entry: RankSave, other: str) -> Wire:
+    """An earlier save has the path."""
+    return failed(save, entry, "path_in_use", f"save {other} to the same path has not ended; wait for it")
+
+
+def not_sealed(save: Save, rank: int, detail: str) -> Wire:
+    """A rank is gone that has not sealed."""
+    entry = save.ranks.get(rank) or save.ranks[min(save.ranks)]
+    which = f"save {save.save_id} ({whose(entry.step, rank)}) to {entry.path}"
+    return to_wire(
+        SaveFailedError(
+            f"{which}: rank {rank} has not staged it: {detail}; nothing was published",
+            code="not_sealed",
+            rank=rank,
+            path=entry.path,
+            detail=detail,
+            save_id=save.save_id,
+            step=entry.step,
+        )
+    )
+
+
+def withdrawn(save_id: str, rank: int, reason: str, *, skipped: bool) -> Wire:
+    """A rank does not take part."""
+    if skipped:
+        text = f"save {save_id} was skipped: rank {rank} says {reason}; nothing was published"
+        return to_wire(SaveSkippedError(text, save_id=save_id, rank=rank))
+    text = f"save {save_id}: rank {rank} has withdrawn: {reason}; nothing was published"
+    return to_wire(SaveFailedError(text, code="withdrawn", rank=rank, detail=reason, save_id=save_id))
+
+
+SAME_CALLS = "all ranks must call save() as often and in the same order, with the same path and step"
+SAME_WORLD = "the ranks of one run must be of one world"
+SAME_SETTINGS = "all ranks must save with the same settings"
+SAME_PLANS = "the ranks meet again in one of the next saves"
+
+
+def disagree(save_id: str, path: str, detail: str, ranks: Iterable[int], advice: str = SAME_CALLS) -> Wire:
+    """The ranks of one save differ."""
+    return to_wire(
+        RanksDisagreeError(
+            f"save {save_id}: {detail}; nothing was published; {advice}",
+            detail=detail,
+            save_id=save_id,
+            path=path,
+            ranks=sorted(ranks),
+        )
+    )
+
+
+def other_world(save_id: str, known: int, rank: int, world_size: int) -> Wire:
+    """A rank of another world uses the ids of this one."""
+    detail = f"rank {rank} of {world_size} saves under an id that {known} ranks use"
+    return disagree(save_id, "", detail, [rank], SAME_WORLD)
+
+
+def mismatch(save: Save, path: str, fqn: str, groups: list[list[int]], *, split: bool) -> Wire:
+    """Replicas differ. `groups`: the ranks that hold equal ones; `split`: several ranks write parts of it."""
+    shown = " and ".join(str(g[:SHOWN]) for g in groups[:SHOWN])
+    written = "several ranks write in parts" if split else "one rank writes for all"
+    box = BOX.search(fqn)
+    what_next = "the ranks meet again in one of the next saves, and from then on it is stored for each rank"
+    if box is not None:
+        fqn = fqn[: box.start()]
+        what_next = f"its shard{box[0]} must be equal on all ranks that hold it: synchronise it, or give it other keys"
+    return to_wire(
+        ReplicaMismatchError(
+            f"save {save.save_id} to {path}: tensor {fqn!r}, which {written}, was taken for a replica "
+            f"but differs between ranks {shown}; nothing was published; {what_next}",
+            fqn=fqn,
+            ranks=sorted(r for g in groups for r in g),
+            save_id=save.save_id,
+            path=path,
+        )
+    )
+
+
+def timed_out(save: Save, missing: list[int]) -> Wire:
+    """Ranks did not seal in time after the first one had; or their worker is silent that was to write it."""
+    path = next(iter(save.ranks.values())).path
+    what, since = ("written", "after their worker was heard last")
+    if save.missing:
+        what, since = ("staged", "after the first one")
+    return to_wire(
+        CommitTimeoutError(
+            f"save {save.save_id} to {path}: ranks {missing[:SHOWN]} had not {what} it {save.timeout_s:g} s "
+            f"{since}; nothing was published",
+            missing_ranks=missing,
+            timeout_s=save.timeout_s,
+            save_id=save.save_id,
+            path=path,
+        )
+    )
+
+
+def worker_lost(save: Save, entry: RankSave, why: str) -> Wire:
+    """The worker of another node is gone before it had written a rank's files."""
+    return failed(save, entry, "worker_lost", f"its worker was lost: {why}")
+
+
+def leader_lost(save: Save, why: str, *, unknown: bool) -> Wire:
+    """The worker that decides is gone, or silent. `unknown`: it may have committed the save."""
+    entry = save.ranks[min(save.ranks)]
+    detail = f"the worker beside rank 0, which commits, was lost: {why}"
+    missing = save.told_missing
+    if missing is not None:
+        detail += f"; it waited for ranks {missing[:SHOWN]} when it was heard last" if missing else ""
+    else:
+        missing = [rank for rank in range(save.world_size) if rank not in save.ranks][:MAX_MISSING]
+        detail += f"; nothing was heard of ranks {missing[:SHOWN]}, which have other workers" if missing else ""
+    if not unknown:
+        return failed(save, entry, "leader_lost", detail, missing_ranks=missing)
+    return to_wire(
+        CommitUnknownError(
+            f"save {save.save_id} ({whose(entry.step, entry.rank)}) to {entry.path}: {detail}; this node's "
+            "ranks were written, so that it may have committed the checkpoint, or may still; look with `asyncckpt ls`",
+            code="leader_lost",
+            path=entry.path,
+            detail=detail,
+            save_id=save.save_id,
+            step=entry.step,
+            missing_ranks=missing,
+        )
+    )
+
+
+def not_taken(save_id: str, rank: int) -> Wire:
+    """The leader has no place for a rank's part in a save."""
+    detail = f"rank {rank} is of another world than the others, or saves twice"
+    return disagree(save_id, "", detail, [rank], SAME_WORLD)
+
+
+def leads_not(run_id: str) -> ProtocolError:
+    """A run that is followed here cannot be led from here."""
+    return ProtocolError(f"run {run_id} is led by another worker; rank 0 must be beside that one", detail="leads")

@@ -1,0 +1,278 @@
+"""How the brain's saves come to be: by Begin or by a sealed slot; and how a rank says that it will not take part."""
+
+from __future__ import annotations
+
+from asyncckpt.format.names import SaveId
+from asyncckpt.protocol.messages import Begin, Consent, Withdraw
+from asyncckpt.protocol.request import SaveRequest
+from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, FAILED, OPEN
+from asyncckpt_worker.core.agreement import own_contradiction, say
+from asyncckpt_worker.core.ended import EndedSave
+from asyncckpt_worker.core.events import Wire
+from asyncckpt_worker.core.failures import failed, kind_of, other_world, withdrawn
+from asyncckpt_worker.core.model import RankSave, Save, Session, Slot
+from asyncckpt_worker.core.part_jobs import clean_up
+from asyncckpt_worker.core.part_table import NEW
+from asyncckpt_worker.core.runs import RunBook
+from asyncckpt_worker.core.saves import SaveBook
+from asyncckpt_worker.core.tables import Tables
+
+MAX_DECLINED = 64
+"""What the ranks of a run have declined last, told again to another leader. More than saves are in flight at once."""
+
+
+class Intake:
+    """Adds to `tables.saves`, and ends at once what cannot be."""
+
+    def __init__(self, tables: Tables, saves: SaveBook, runs: RunBook) -> None:
+        self._t, self._saves, self._runs = tables, saves, runs
+
+    def refuse_other_world(self, session: Session, save_id: str) -> Wire | None:
+        """Return why a session cannot begin a save of ranks of another world, which ends by that; else None."""
+        save, run = self._t.find(save_id), self._t.run_of(save_id)
+        known = save.world_size if save is not None else run.world_size if run is not None else session.world_size
+        if known == session.world_size:
+            return None
+        return self._refuse_world(save_id, session.rank, session.world_size, session.name)
+
+    # ---- begin ------------------------------------------------------------------------------------------------------
+
+    def begin(self, session: Session, message: Begin, *, resumed: bool = False) -> Wire | None:
+        """Add the entry of a rank that stages. The caller has checked slot and generation.
+
+        Args:
+            session, message: Of whom, and what.
+            resumed: As of `entry_of_begin`.
+
+        Returns:
+            Why the save has failed at once since another has its path, or None.
+        """
+        self._runs.join(session, SaveId.parse(message.save_id).run_id)
+        self._runs.heard_of(message.save_id, session.world_size)
+        save = self._open(message.save_id, session.world_size)
+        slot = None if session.link else self._t.slots.get(message.slot)
+        adopted = slot.adopted if slot is not None else -1
+        entry = entry_of_begin(session, message, self._t.now, adopted=adopted, resumed=resumed)
+        had_ended = save.outcome is not None
+        self._add(save, entry)
+        if had_ended:
+            clean_up(self._t, save)  # what its former worker had begun to write goes
+        elif not entry.ended and not save.given_up:
+            self._t.log("debug", "staging", save_id=save.save_id, session=session.name, count="saves_begun")
+        return entry.error if not had_ended and kind_of(entry.error or {}) == "path_in_use" else None
+
+    # ---- the seal ---------------------------------------------------------------------------------------------------
+
+    def take_up(self, slot: Slot, generation: int, request: SaveRequest) -> bool:
+        """Take a sealed snapshot over: from here its slot is in flight until the save has ended.
+
+        Returns:
+            Whether it was new.
+        """
+        slot.taken = max(slot.taken, generation)
+        found = self._part_in(slot, generation, request, sealed=True)
+        if found is None:
+            return False
+        save, entry = found
+        entry.ring = request.ring_segments > 0
+        if not entry.is_open:  # it has ended, or the same snapshot came twice
+            if entry.phase == COMMITTED and (entry.slot, entry.generation) == (slot.number, generation):
+                slot.part = (save, entry)  # where it can still be loaded from
+            return False
+        self.supersede(slot, save.save_id)
+        entry.slot, entry.generation, entry.request = slot.number, generation, request
+        entry.commit_timeout_s = min(entry.commit_timeout_s, request.commit_timeout_s)
+        save.timeout_s = min(save.timeout_s, entry.commit_timeout_s)
+        slot.part = (save, entry)
+        say(save, entry)
+        save.meet = save.meet or request.changed
+        save.sealed_since = self._t.now if save.sealed_since is None else save.sealed_since
+        self._t.log("info", "snapshot taken up", save_id=save.save_id, session=slot.session, count="saves_submitted")
+        entry.step = request.step if entry.step is None else entry.step
+        entry.contradiction = own_contradiction(entry, slot)
+        if entry.phase == NEW:
+            self._begin(save, entry, "seal")
+        else:
+            self._saves.advance(save, entry, "seal")
+        return True
+
+    def stream(self, slot: Slot, generation: int, request: SaveRequest) -> None:
+        """Write a slot that its trainer has begun to fill: its save stays open until that is sealed."""
+        found = self._part_in(slot, generation, request, sealed=False)
+        if found is None:
+            return
+        save, entry = found
+        if not entry.is_open or entry.stream is not None:
+            return
+        if (entry.slot, entry.generation) != (slot.number, generation):
+            return
+        self.supersede(slot, save.save_id)
+        slot.part = (save, entry)
+        entry.ring, entry.stream = request.ring_segments > 0, request
+        if entry.ring:
+            text, level, counter = "a ring is being filled", "info", "saves_ringed"
+        else:
+            text, level, counter = "writing begins while it is staged", "debug", "saves_early"
+        self._t.log(level, text, save_id=save.save_id, session=slot.session, count=counter)
+        if entry.phase == OPEN and not entry.preparing and not save.given_up:
+            self._saves.advance(save, entry, "prepared")
+
+    def _part_in(
+        self, slot: Slot, generation: int, request: SaveRequest, *, sealed: bool
+    ) -> tuple[Save, RankSave] | None:
+        """Return what a slot's request is of; None: nothing that it can be.
+
+        A rank that was not heard of is added, and has begun with this unless the request is sealed.
+        """
+        known = self._t.find(request.save_id)
+        run = self._runs.join_by_slot(slot, SaveId.parse(request.save_id).run_id, request.world_size)
+        world_size = known.world_size if known is not None else run.world_size
+        if world_size != request.world_size:
+            # IMPORTANT: before it gets an entry: a rank beyond the world would spoil a commit that is under way.
+            self._refuse_world(request.save_id, request.rank, request.world_size, slot.session)
+            return None
+        self._runs.heard_of(request.save_id, request.world_size)
+        save = self._open(request.save_id, request.world_size, request.rank)
+        entry = save.ranks.get(request.rank)
+        if entry is None:
+            entry = entry_of_request(slot, generation, request, self._t.now)
+            self._add(save, entry, sealed=sealed)
+        if entry.session != slot.session:
+            text = f"two sessions, {entry.session} and this one, save as rank {entry.rank}; the second was ignored"
+            self._t.log("error", text, save_id=save.save_id, session=slot.session, count="protocol_errors")
+            return None
+        return save, entry
+
+    # ---- who does not take part -------------------------------------------------------------------------------------
+
+    def withdraw(self, session: Session, m: Withdraw) -> None:
+        """End a save that will not be sealed by this rank, on all ranks; one that nobody has begun is remembered."""
+        parsed = SaveId.parse(m.save_id)
+        run = self._runs.join(session, parsed.run_id)
+        if run is None or self._runs.is_other_sessions(run, session):
+            text = f"rank {session.rank} of {session.world_size} withdrew a save of others; that was ignored"
+            return self._t.log("error", text, save_id=m.save_id, session=session.name, count="protocol_errors")
+        self._runs.heard_of(m.save_id, session.world_size)
+        if run.followed:
+            row = {"save_id": m.save_id, "rank": session.rank, "reason": m.reason, "skipped": m.skipped}
+            run.declined = [*run.declined, row][-MAX_DECLINED:]
+            return self._t.to_report.add(run.run_id)
+        saves = self._t.of_call(parsed.call)
+        if any(s.outcome is not None or isinstance(s, EndedSave) or s.has_sealed(session.rank) for s in saves):
+            return None
+        error = withdrawn(m.save_id, session.rank, m.reason or "no reason given", skipped=m.skipped)
+        self._runs.withdraw(run, parsed.sequence, error)
+        for save in saves:
+            if isinstance(save, Save):
+                self._saves.end(save, ABANDONED, error)
+        return None
+
+    def consent(self, session: Session, m: Consent) -> None:
+        """A rank's hook has spoken. Its first word counts; one for no such save, or too late, changes nothing."""
+        run = self._t.run_of(m.save_id)
+        if run is not None and run.members.get(session.rank) == session.name:
+            run.spoke[session.rank] = self._t.now
+            if run.followed:
+                if (mine := self._t.entry((m.save_id, session.rank))) is not None:
+                    mine.consented, mine.consent = m.granted, mine.consent or (m.granted, m.reason)
+                return self._t.to_report.add(run.run_id)
+        save, entry = self._t.saves.get(m.save_id), self._t.entry((m.save_id, session.rank))
+        if save is None or entry is None or save.outcome is not None or save.world_size != session.world_size:
+            return
+        if entry.session != session.name and entry.session in self._t.sessions:
+            return
+        if not m.granted and entry.needs_consent:
+            self._saves.end(save, FAILED, failed(save, entry, "vetoed", f"its pre_commit hook refused: {m.reason}"))
+        elif m.granted and entry.needs_consent:
+            entry.consented = True
+            self._saves.commit_when_complete(save)
+
+    def supersede(self, slot: Slot, save_id: str) -> None:
+        """End a save that was begun in `slot` and never sealed, now that the slot is used for `save_id`."""
+        if slot.part is not None and slot.part[0].save_id != save_id and slot.part[1].is_open:
+            self.abandon(*slot.part, "withdrawn", "its slot was used for the next save")
+
+    def abandon(self, save: Save, entry: RankSave, code: str, detail: str) -> None:
+        """End a save because one of its ranks will never seal it."""
+        self._saves.end(save, ABANDONED, failed(save, entry, code, detail))
+
+    # ---- what cannot be ---------------------------------------------------------------------------------------------
+
+    def _open(self, save_id: str, world_size: int, *ranks: int) -> Save:
+        save = self._t.opened(save_id, *ranks)
+        if save is None:
+            save = self._t.saves[save_id] = Save(SaveId.parse(save_id), world_size)
+        return save
+
+    def _add(self, save: Save, entry: RankSave, *, sealed: bool = False) -> None:
+        """Add a rank. It ends with a save that has ended before; else it begins here, or with its seal."""
+        save.add(entry)
+        say(save, entry)
+        if (session := self._t.sessions.get(entry.session)) is not None:
+            session.last = (save, entry)
+        if save.outcome == COMMITTED and sealed and entry.leftovers:  # by the worker before, as its ranks have said
+            self._saves.advance(save, entry, "commit")
+        elif save.outcome is not None:
+            error = save.error or failed(save, entry, "disagree", "it has ended before")
+            self._saves.advance(save, entry, "fail", error)
+        elif not sealed:
+            self._begin(save, entry, "begin")
+
+    def _begin(self, save: Save, entry: RankSave, event: str) -> None:
+        """Give a rank its first phase: one of which a dead worker may know more is looked for first."""
+        if entry.leftovers and not save.looked:
+            event = "recover"
+        self._saves.advance(save, entry, event)
+
+    def _refuse_world(self, save_id: str, rank: int, world_size: int, session: str) -> Wire:
+        """End a save that a rank of another world contradicts, unless it is too late for that."""
+        save, run = self._t.find(save_id), self._t.run_of(save_id)
+        known = save.world_size if save is not None else run.world_size if run is not None else 0
+        error = other_world(save_id, known, rank, world_size)
+        self._t.log("error", str(error["text"]), save_id=save_id, session=session, count="protocol_errors")
+        if isinstance(save, Save) and save.outcome is None and not save.committing:
+            self._saves.end(save, FAILED, error)
+        return error
+
+
+def entry_of_begin(session: Session, m: Begin, now: float, *, adopted: int = -1, resumed: bool = False) -> RankSave:
+    """Return the entry of a rank that stages, into a slot of which a dead worker had the generation `adopted`.
+
+    `resumed`: of a follower, whose leader or worker before is dead: whether it is committed is to be found.
+    """
+    return RankSave(
+        rank=session.rank,
+        session=session.name,
+        slot=m.slot,
+        generation=m.generation,
+        path=m.path,
+        step=m.step,
+        nbytes=m.nbytes,
+        umask=m.umask,
+        fsync=m.fsync,
+        overwrite=m.overwrite,
+        begun_at=now,
+        commit_timeout_s=m.commit_timeout_s,
+        link=session.link,
+        leftovers=resumed or m.generation <= adopted,
+    )
+
+
+def entry_of_request(slot: Slot, generation: int, request: SaveRequest, now: float) -> RankSave:
+    """Return the entry of a rank whose sealed slot is the first that is heard of it."""
+    return RankSave(
+        rank=request.rank,
+        session=slot.session,
+        slot=slot.number,
+        generation=generation,
+        path=request.path,
+        step=request.step,
+        nbytes=sum(p.nbytes for p in request.parts),
+        umask=request.umask,
+        fsync=request.fsync,
+        overwrite=request.overwrite,
+        begun_at=now,
+        commit_timeout_s=request.commit_timeout_s,
+        link=slot.link,
+        leftovers=generation <= slot.adopted,
+    )

@@ -1,0 +1,172 @@
+"""The rows of the tables that workers of several nodes send each other (`protocol.node_tables`): built here, read here.
+
+A rank's part in a save is one row. What is large in it, the request and what was written, is in the row until the other
+side has shown that it has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import msgpack
+
+from asyncckpt.format.manifest import RankRecord
+from asyncckpt.format.names import SaveId, index_name
+from asyncckpt.protocol import fields as check
+from asyncckpt.protocol.fields import MAX_TABLE
+from asyncckpt.protocol.messages import Begin
+from asyncckpt.protocol.node_tables import PAGE_NBYTES
+from asyncckpt.protocol.request import SaveRequest, decode_request, encode_request
+from asyncckpt.protocol.save_phases import DURABLE, OPEN, SEALED
+from asyncckpt.storage.coverage import KINDS_NBYTES, LANE_NBYTES, Tally
+from asyncckpt.storage.rank_writer import RankResult
+from asyncckpt.storage.shard_writer import PRINT_NBYTES
+from asyncckpt_worker.core.model import RankSave
+
+STEPS = {"": 0, OPEN: 1, SEALED: 2, DURABLE: 3}
+"""Phase of a row -> how far that is."""
+
+MAX_SUMS_NBYTES = 1 << 20
+"""Of the sums of a rank's structure in a row; larger ones are added up again from the rank's index. Chosen."""
+
+_ANY_OFFSET = 1 << 62
+"""Where a request's parts lie in the slot is the follower's affair."""
+
+_TEXTS = ("index_name", "index_checksum")
+_PRINTS = ("shards_print", "rest_print")
+
+Row = Mapping[str, Any]
+
+
+def reported_phase(entry: RankSave) -> str:
+    """Return the phase of a part's row; "" once it has ended. That it is being written is nobody else's affair."""
+    if entry.ended:
+        return ""
+    return DURABLE if entry.phase == DURABLE else OPEN if entry.is_open else SEALED
+
+
+def part_row(save_id: str, entry: RankSave, *, recovering: bool) -> dict[str, Any]:
+    """Return the row of a rank's part in an open save.
+
+    Args:
+        save_id: ID of the save.
+        entry: The part; `entry.known` is the phase that the decider has shown.
+        recovering: A dead worker or decider may have written or committed it.
+    """
+    phase = reported_phase(entry)
+    row: dict[str, Any] = {
+        "save_id": save_id,
+        "rank": entry.rank,
+        "phase": phase,
+        "step": entry.step,
+        "path": entry.path,
+        "nbytes": entry.nbytes,
+        "umask": entry.umask,
+        "overwrite": entry.overwrite,
+        "commit_timeout_s": entry.commit_timeout_s,
+        "recovering": recovering,
+        "streamed": entry.ring,
+        "writing": entry.ring and entry.writing and phase == OPEN,
+    }
+    if STEPS[phase] >= STEPS[SEALED] > STEPS[entry.known]:
+        assert entry.request is not None
+        slim = replace(entry.request, structure=b"", objects=b"", metadata="{}")
+        row["request"] = encode_request(slim)
+    if phase == DURABLE and entry.known != DURABLE:
+        row["result"], row["report"] = pack_result(entry.result), entry.report
+    if entry.consent is not None:
+        row["consent"], row["reason"] = entry.consent
+    return row
+
+
+def begin_of(row: Row) -> Begin:
+    """Return the `begin` that a row stands for."""
+    return Begin(
+        id=0,
+        save_id=row["save_id"],
+        step=row["step"],
+        path=row["path"],
+        slot=0,
+        generation=0,
+        nbytes=row["nbytes"],
+        umask=row["umask"],
+        fsync=True,
+        overwrite=row["overwrite"],
+        commit_timeout_s=row["commit_timeout_s"],
+    )
+
+
+def request_of(row: Row) -> SaveRequest | None:
+    """Return the request of a row of a sealed part, without structure, objects and metadata.
+
+    Raises:
+        ValueError: It is of another save or rank.
+        ProtocolError: It does not decode.
+    """
+    if "request" not in row:
+        return None
+    request = decode_request(row["request"], _ANY_OFFSET)
+    if (request.save_id, request.rank) != (row["save_id"], row["rank"]):
+        raise ValueError("a request of another save or rank")
+    return request
+
+
+def pack_result(result: RankResult) -> dict[str, Any]:
+    """Return what a rank's files came to, as plain values. The structure, and sums that are too large, stay behind."""
+    tally = result.tally
+    if tally is not None and len(tally.sums) > MAX_SUMS_NBYTES:
+        tally = None
+    return {**asdict(replace(result, tally=tally, dcp=None)), "record": asdict(result.record)}
+
+
+def unpack_result(found: Row, save_id: str, rank: int) -> RankResult:
+    """Read it back.
+
+    Raises:
+        ValueError, TypeError, KeyError: It is no result of this rank and save.
+    """
+    record = {f.name: found["record"][f.name] for f in fields(RankRecord)}
+    for name, value in record.items():
+        if not (check.text(value) if name in _TEXTS else check.uint(value)):
+            raise ValueError(f"{name} of a result")
+    seconds = dict(found["seconds"])
+    if record["index_name"] != index_name(SaveId.parse(save_id), rank):
+        raise ValueError("the name of an index")
+    if record["rank"] != rank or not check.uint(found["nbytes"]) or not all(map(check.seconds, seconds.values())):
+        raise ValueError(f"a result of rank {record['rank']}, expected {rank}")
+    tally = found["tally"]
+    if tally is not None:
+        tally = Tally(kinds=tally["kinds"], sums=tally["sums"])
+        if type(tally.kinds) is not bytes or type(tally.sums) is not bytes:
+            raise ValueError("the tally of a result")
+        if len(tally.kinds) != KINDS_NBYTES or len(tally.sums) % LANE_NBYTES:
+            raise ValueError(f"a tally of {len(tally.kinds)} and {len(tally.sums)} bytes")
+    prints = {name: found.get(name, b"") for name in _PRINTS}
+    if not all(type(value) is bytes and len(value) in (0, PRINT_NBYTES) for value in prints.values()):
+        raise ValueError("the prints of a result")
+    return RankResult(
+        record=RankRecord(**record),
+        nbytes=found["nbytes"],
+        seconds=seconds,
+        direct=bool(found["direct"]),
+        **prints,
+        tally=tally,
+    )
+
+
+def pages(tables: Mapping[str, Iterable[Row]]) -> Iterator[dict[str, tuple[Row, ...]]]:
+    """Yield the rows of several tables in pages of about `PAGE_NBYTES`, each with some rows; at least one page."""
+    page: dict[str, list[Row]] = {name: [] for name in tables}
+    nbytes, any_yet = 0, False
+    for name, rows in tables.items():
+        for row in rows:
+            size = len(msgpack.packb(row))
+            if nbytes and (nbytes + size > PAGE_NBYTES or len(page[name]) >= MAX_TABLE):
+                yield {n: tuple(some) for n, some in page.items()}
+                page, nbytes, any_yet = {n: [] for n in tables}, 0, True
+            page[name].append(row)
+            nbytes += size
+    if nbytes or not any_yet:
+        yield {n: tuple(some) for n, some in page.items()}

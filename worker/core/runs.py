@@ -1,0 +1,175 @@
+"""The brain's runs: which session saves as which rank, and which ranks will never come.
+
+none       lineage, begin, or a sealed slot of a session that is in no run      -> member
+member     its session is replaced by another of its client                     -> member
+member     its session ends (death, goodbye)                                    -> leaving
+leaving    its slots have been read once more                                   -> gone, unless it has come back
+gone       lineage, begin, or a sealed slot of a new session                    -> member
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncckpt.format.names import SaveId
+from asyncckpt.protocol.save_phases import ABANDONED, FAILED
+from asyncckpt_worker.core.events import Wire
+from asyncckpt_worker.core.failures import asks_to_meet, failed, not_sealed
+from asyncckpt_worker.core.model import Run, Save, Session, Slot
+from asyncckpt_worker.core.tables import Tables
+
+MAX_RUNS = 1024
+"""Runs that are remembered; those with a session, or a save under way, are kept beyond that. Chosen, not measured."""
+
+MAX_WITHDRAWN = 1024
+"""Sequences of a run that are remembered as withdrawn; the oldest are forgotten. As many as ended saves."""
+
+
+@dataclass(slots=True)
+class _Leaving:
+    """A session that has ended and whose slots may still hold what it sealed."""
+
+    run: str
+    rank: int
+    world_size: int
+    why: str
+
+
+class RunBook:
+    """Changes `tables.runs`."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._t = tables
+        self._leaving: dict[str, _Leaving] = {}
+
+    # ---- who is in a run --------------------------------------------------------------------------------------------
+
+    def join(self, session: Session, run_id: str) -> Run | None:
+        """Make the session a member of the run, which comes to be; None if that has another world size."""
+        run = self._open(run_id, session.world_size)
+        if run.world_size != session.world_size:
+            return None
+        holder = run.members.get(session.rank, session.name)
+        if holder != session.name and holder in self._t.sessions:
+            text = f"two sessions, {holder} and this one, save as rank {session.rank} of run {run_id}"
+            self._t.log("error", text, session=session.name, count="protocol_errors")
+            return run
+        if session.run != run_id:
+            self.part(session)
+        session.run = run_id
+        run.members[session.rank] = session.name
+        run.gone.pop(session.rank, None)
+        return run
+
+    def join_by_slot(self, slot: Slot, run_id: str, world_size: int) -> Run:
+        """A sealed slot says which run a session is in that has not told it, or has ended before it could."""
+        session, leaving = self._t.sessions.get(slot.session), self._leaving.get(slot.session)
+        if session is not None and not session.run and session.world_size == world_size:
+            self.join(session, run_id)
+        elif leaving is not None and not leaving.run:
+            leaving.run = run_id
+        return self._open(run_id, world_size)
+
+    def part(self, session: Session) -> None:
+        """The session saves in its run no more, and its rank is not gone for that: it comes again."""
+        run = self._t.runs.get(session.run)
+        if run is not None and run.members.get(session.rank) == session.name:
+            del run.members[session.rank]
+
+    def leave(self, session: Session, why: str) -> None:
+        """The session has ended. Its rank is gone once its slots have been read."""
+        self._leaving[session.name] = _Leaving(session.run, session.rank, session.world_size, why)
+
+    def hand_over(self, old: Session, new: Session) -> None:
+        """The session has ended in favour of another of the same client, which may still seal."""
+        if (old.rank, old.world_size) != (new.rank, new.world_size):
+            return self.leave(old, "its client took another rank")
+        run = self._t.runs.get(old.run)
+        if run is not None and run.members.get(old.rank) == old.name:
+            run.members[old.rank] = new.name
+            new.run = new.run or old.run
+        return None
+
+    def settle(self) -> list[tuple[Run, int]]:
+        """Find the ranks that are gone as of this event."""
+        if not self._leaving:
+            return []
+        read = {slot.session for slot in self._t.closing.values() if slot.reading}
+        found = []
+        for name in [n for n in self._leaving if n not in read]:
+            leaving = self._leaving.pop(name)
+            run = self._t.runs.get(leaving.run)
+            if run is None or run.world_size != leaving.world_size or run.members.get(leaving.rank, name) != name:
+                continue  # it was in no run, or the rank is another session's by now
+            run.members.pop(leaving.rank, None)
+            run.gone[leaving.rank] = leaving.why
+            found.append((run, leaving.rank))
+        return found
+
+    def is_other_sessions(self, run: Run, session: Session) -> bool:
+        """Whether another living session holds this one's rank in the run."""
+        holder = run.members.get(session.rank, session.name)
+        return holder != session.name and holder in self._t.sessions
+
+    # ---- what can never be ------------------------------------------------------------------------------------------
+
+    def heard_of(self, save_id: str, world_size: int) -> Run:
+        """Remember how far the run has come."""
+        parsed = SaveId.parse(save_id)
+        run = self._open(parsed.run_id, world_size)
+        run.highest = max(run.highest, parsed.sequence)
+        return run
+
+    def withdraw(self, run: Run, sequence: int, error: Wire) -> None:
+        """Remember that a save can never be; the first reason stays."""
+        run.withdrawn.setdefault(sequence, error)
+        save_id = SaveId(0, sequence, run.run_id)
+        if not self._t.of_call(save_id.call):  # else they decide
+            self.decide(save_id, meet=asks_to_meet(error))
+        for old in list(run.withdrawn)[:-MAX_WITHDRAWN]:
+            del run.withdrawn[old]
+
+    def decide(self, save_id: SaveId, *, meet: bool) -> None:
+        """A save has ended on all ranks: tell them, and whether they meet again after it. What was told first stays."""
+        run = self._t.run_of(save_id)
+        if run is not None and not run.followed and run.world_size > 1 and run.add_outcome(save_id.sequence, meet):
+            self._t.announced[run.run_id] = None
+
+    def why_impossible(self, save: Save) -> tuple[str, Wire] | None:
+        """Return how a save ends that can never be committed, and why; None: it may be.
+
+        A rank has withdrawn it, or is gone and has not sealed it, or is gone before its hook has spoken.
+        """
+        run = self._t.run_of(save.save_id)
+        if run is None:
+            return None
+        if run.world_size == save.world_size:
+            if save.save_id.sequence in run.withdrawn:
+                return ABANDONED, run.withdrawn[save.save_id.sequence]
+            for rank in sorted(run.gone):
+                if not save.has_sealed(rank):
+                    return ABANDONED, not_sealed(save, rank, run.gone[rank])
+        for rank in sorted(run.gone):
+            entry = save.ranks.get(rank)
+            if entry is not None and entry.needs_consent:
+                detail = f"its pre_commit hook has not consented: {run.gone[rank]}"
+                return FAILED, failed(save, entry, "vetoed", detail)
+        return None
+
+    # ---- the table --------------------------------------------------------------------------------------------------
+
+    def _open(self, run_id: str, world_size: int) -> Run:
+        run = self._t.runs.get(run_id)
+        if run is None:
+            self._forget_old()
+            run = self._t.runs[run_id] = Run(run_id, world_size)
+        return run
+
+    def _forget_old(self) -> None:
+        excess = len(self._t.runs) - MAX_RUNS + 1
+        if excess <= 0:
+            return
+        under_way = {save.save_id.run_id for save in self._t.open_saves()}
+        under_way |= {leaving.run for leaving in self._leaving.values()}
+        for run_id in [r for r, run in self._t.runs.items() if not run.members and r not in under_way][:excess]:
+            del self._t.runs[run_id]

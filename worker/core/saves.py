@@ -1,0 +1,443 @@
+"""What becomes of a save: from the first rank's begin to the commit, and every way in which one ends.
+
+A save is keyed by its id and has one entry per rank, which `part_table` moves. It commits when all ranks of its world
+are durable and their hooks have consented; one rank that fails ends it on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, DURABLE, ENDED, FAILED, OPEN, RECOVERING, UNKNOWN
+from asyncckpt_worker.core.actions import Commit
+from asyncckpt_worker.core.agreement import disagreement, settle_step, unequal_samples
+from asyncckpt_worker.core.deadlines import deadline, has_elder, rival
+from asyncckpt_worker.core.events import Broken, Prepared, Published, Removed, SaveKey, Wire, Written
+from asyncckpt_worker.core.failures import (
+    asks_to_meet,
+    count,
+    disagree,
+    failed,
+    leader_lost,
+    mismatch,
+    path_in_use,
+    timed_out,
+)
+from asyncckpt_worker.core.freshness import Committed, Contents, unchanged
+from asyncckpt_worker.core.model import COMMIT, REMOVE, RankSave, Run, Save
+from asyncckpt_worker.core.part_jobs import clean_up, prepare_of, start_writing, stop_streams, write_again
+from asyncckpt_worker.core.part_table import ADMIT, COMPARE, COMPLETE, ENDS, PREPARE, PROCEED, STREAM, TABLE, WRITE
+from asyncckpt_worker.core.runs import RunBook
+from asyncckpt_worker.core.tables import Tables
+
+
+class SaveBook:
+    """Changes `tables.saves` and adds the actions that follow."""
+
+    def __init__(self, tables: Tables, runs: RunBook) -> None:
+        self._t, self._runs = tables, runs
+        self._held_back = False
+        self._steps = {
+            ADMIT: self._admit,
+            PREPARE: self._prepare,
+            COMPARE: self._compare,
+            PROCEED: self._proceed,
+            STREAM: self._stream,
+            WRITE: self._write,
+            COMPLETE: self._complete,
+        }
+
+    # ---- the table --------------------------------------------------------------------------------------------------
+
+    def advance(self, save: Save, entry: RankSave, event: str, error: Wire | None = None) -> None:
+        """Move a rank's part by one event, and take the steps of its cell; nothing leaves an end.
+
+        A cell that is missing is a bug of ours, and ends the save.
+        """
+        was = entry.phase
+        if was in ENDED:
+            return
+        cell = TABLE[was].get(event)
+        if cell is None:
+            text = f"rank {entry.rank} of save {save.save_id} cannot {event!r} in phase {was!r}"
+            return self._t.fault(save.save_id, ValueError(text))
+        entry.phase, steps = cell
+        if entry.phase in ENDED:
+            entry.request, entry.stream, entry.error = None, None, error
+        if entry.phase in ENDED or entry.phase == DURABLE:
+            self._t.changed[(save.save_id, entry.rank)] = None
+        save.moved(entry, was)
+        self._t.touched[(save.save_id, entry.rank)] = None
+        for step in steps:
+            if entry.phase not in ENDED:
+                self._steps[step](save, entry)
+        return None
+
+    def _admit(self, save: Save, entry: RankSave) -> None:
+        """End a save that cannot be; of one that a dead worker may have committed, that is asked after the look."""
+        same_call = self._t.of_call(save.save_id.call)
+        twins = [s for s in same_call if s.save_id != save.save_id and s.world_size > 1]
+        if twins:
+            detail = f"rank {entry.rank} saves it as {save.save_id}, others as {twins[0].save_id}"
+            open_twins = [t for t in twins if isinstance(t, Save) and t.outcome is None and not t.committing]
+            for one in [save, *open_twins]:
+                ranks = {*save.ranks, *twins[0].ranks}
+                self.end(one, FAILED, disagree(one.save_id, entry.path, detail, ranks))
+        elif entry.leftovers:
+            pass
+        elif entry.is_open and (why := self._runs.why_impossible(save)) is not None:
+            self.end(save, *why)
+        elif not self._t.is_followed(save.save_id):  # else its leader sees all ranks
+            other = rival(entry.path, save.save_id, self._t.saves)
+            if other is not None:
+                self.end(save, FAILED, path_in_use(save, entry, other.save_id))
+
+    def _prepare(self, save: Save, entry: RankSave) -> None:
+        if save.given_up or (entry.link and not entry.leftovers):
+            return
+        entry.job = PREPARE
+        save.jobs += 1
+        self._t.actions.append(prepare_of(save.save_id, entry))
+
+    def _compare(self, save: Save, entry: RankSave) -> None:
+        """End a save whose ranks disagree, or that one of them can never be in."""
+        if entry.is_open:
+            return
+        problem = self._problem(save, entry)
+        settle_step(save, entry)
+        if problem is not None:
+            self.end(save, FAILED, problem)
+        elif not entry.leftovers and (why := self._runs.why_impossible(save)) is not None:
+            self.end(save, *why)
+        else:
+            save.complete = not save.is_missed
+            if save.complete:
+                self._t.stirred = True
+                self.reckon(save)
+
+    def _problem(self, save: Save, entry: RankSave) -> Wire | None:
+        """Compare a rank that has just sealed with its session and the other ranks; once all have, their samples."""
+        if entry.contradiction:
+            return failed(save, entry, "disagree", entry.contradiction)
+        found = disagreement(save, entry)
+        if found is not None:
+            return disagree(save.save_id, entry.path, found[0], [entry.rank, found[1]], found[2])
+        if save.is_missed:
+            return None
+        for fqn, split, groups in unequal_samples(save):
+            # IMPORTANT: also where one rank writes all of it. Which one that is differs from tensor to tensor, so what
+            # the writers have would be a checkpoint that no rank ever held.
+            return mismatch(save, entry.path, fqn, groups, split=split)
+        return None
+
+    def _proceed(self, save: Save, entry: RankSave) -> None:
+        if not entry.preparing and save.pending_failure is None:
+            self.advance(save, entry, "prepared")
+
+    def _stream(self, save: Save, entry: RankSave) -> None:
+        if entry.stream is not None and not entry.job:
+            start_writing(self._t, save, entry, entry.stream)
+
+    def _write(self, save: Save, entry: RankSave) -> None:
+        assert entry.request is not None
+        if not entry.link and not entry.streaming:
+            start_writing(self._t, save, entry, entry.request)
+        elif entry.result is not None:  # it was written to its end before its seal was seen
+            self.advance(save, entry, "written")
+
+    def _complete(self, save: Save, entry: RankSave) -> None:
+        entry.durable_at = self._t.now
+        save.waiting_since = self._t.now if save.waiting_since is None else save.waiting_since
+        self.commit_when_complete(save)
+
+    # ---- what its jobs report ---------------------------------------------------------------------------------------
+
+    def prepared(self, event: Prepared) -> None:
+        found = self._whose_job(event.key, PREPARE)
+        if found is None:
+            return
+        save, entry = found
+        entry.home = event.home
+        if event.error is None and not event.committed and entry.phase == RECOVERING:
+            self._go_on(save)
+        entry.job = ""
+        save.jobs -= 1
+        refusal = late_refusal(self._t, self._runs, save, entry) if entry.leftovers else None
+        if save.outcome is not None:
+            clean_up(self._t, save)
+        elif event.error is not None:
+            self.end(save, *(save.pending_failure or (FAILED, event.error)))
+        elif event.committed and not save.committing:
+            self.was_committed(save, {})
+        elif save.given_up:
+            pass
+        elif save.pending_failure is not None:
+            self.end(save, *save.pending_failure)
+        elif refusal is not None:
+            self.end(save, *refusal)
+        else:
+            self.advance(save, entry, "prepared")
+
+    def _go_on(self, save: Save) -> None:
+        """A look has shown that the save was not committed; nobody but this worker can have done it since."""
+        save.looked = True
+        for entry in save.ranks.values():
+            if entry.phase == RECOVERING:
+                self.advance(save, entry, "resume_open" if entry.is_open else "resume_sealed")
+
+    def written(self, event: Written) -> None:
+        found = self._whose_job(event.key, WRITE)
+        if found is None:
+            return
+        save, entry = found
+        entry.job, self._t.touched[event.key] = "", None
+        save.jobs -= 1
+        slot = self._t.slots.get(entry.slot)
+        if slot is not None:
+            slot.writes.discard(event.key)
+            self._t.stirred = self._t.stirred or slot.closing
+        entry.report.update(event.report)
+        if event.error is None:
+            entry.result, entry.written_at = event.result, self._t.now
+        if save.outcome is not None:
+            clean_up(self._t, save)
+        elif event.error is not None and entry.streaming and not entry.ring:
+            write_again(self._t, save, entry, event.error)
+        elif event.error is not None:
+            self.end(save, FAILED, event.error)
+        else:
+            self.advance(save, entry, "written")
+
+    def _whose_job(self, key: SaveKey, job: str) -> tuple[Save, RankSave] | None:
+        save, entry = self._t.saves.get(key[0]), self._t.entry(key)
+        return None if save is None or entry is None or entry.job != job else (save, entry)
+
+    def delivered(self, save: Save, entry: RankSave, result: Any, report: Mapping[str, Any]) -> None:
+        """A follower has written a rank's files, or one that took them over has found them whole.
+
+        IMPORTANT: a commit under way has what was delivered first, and is left alone: the files are the same.
+        """
+        if save.outcome is not None or save.committing or entry.phase == OPEN:
+            return
+        entry.result = result
+        entry.report.update(report)
+        if entry.phase not in (DURABLE, RECOVERING):  # else it is durable already, or is looked for on disk first
+            self.advance(save, entry, "written")
+
+    def published(self, event: Published) -> None:
+        save = self._t.saves.get(event.save_id)
+        if save is None or not save.committing:
+            return
+        save.job = ""
+        save.jobs -= 1
+        for entry in save.ranks.values():
+            entry.report.update(event.report)
+        if event.error is not None:
+            self.end(save, UNKNOWN if event.unknown else FAILED, event.error)
+            return
+        found = compare(self._t, save, event.contents)
+        for entry in save.ranks.values():
+            entry.report.update(found)
+        self._committed(save, {**event.report, **found})
+
+    def removed(self, event: Removed) -> None:
+        save = self._t.saves.get(event.save_id)
+        if save is not None and save.job == REMOVE:
+            save.job = ""
+            save.jobs -= 1
+            clean_up(self._t, save)  # of ranks that have come since
+
+    # ---- gone ranks, and time ---------------------------------------------------------------------------------------
+
+    def gone(self, run: Run, rank: int) -> None:
+        """A rank of the run will say nothing more: end the saves that need it."""
+        if run.followed:
+            return self._t.to_report.add(run.run_id)
+        for save in self._t.open_saves(run.run_id):
+            if not (save.committing or save.is_recovering):
+                self._t.contained(save.save_id, self._without, save)
+        return None
+
+    def _without(self, save: Save) -> None:
+        why = self._runs.why_impossible(save)
+        if why is not None:
+            self.end(save, *why)
+
+    def tick(self) -> None:
+        """End saves whose other ranks, or hooks, have not spoken in time; let go those that waited for earlier ones."""
+        for save in list(self._t.saves.values()):
+            self._t.contained(save.save_id, self._on_time, save)
+
+    def _on_time(self, save: Save) -> None:
+        silent = None
+        if self._t.now >= save.look_at:
+            save.look_at, silent = deadline(self._t, save)
+        if self._t.now < save.look_at:
+            if save.outcome is None and not save.committing and save.waiting_since is not None:
+                self.commit_when_complete(save)
+        elif silent is not None and silent.request is not None:
+            detail = f"its pre_commit hook said nothing for {silent.request.hook_timeout_s:g} s"
+            self.end(save, FAILED, failed(save, silent, "vetoed", detail))
+        else:
+            late = [e.rank for e in save.ranks.values() if e.link and (e.phase != DURABLE or e.needs_consent)]
+            self.end(save, FAILED, timed_out(save, save.missing or sorted(late)))
+
+    # ---- how it ends ------------------------------------------------------------------------------------------------
+
+    def end(self, save: Save, outcome: str, error: Wire) -> None:
+        """End a save on all of its ranks, without a commit; one that another worker leads is given up."""
+        assert save.outcome is None and not save.committing, f"{save.save_id} ends twice"
+        if not self._t.is_followed(save.save_id):
+            if not save.is_recovering:
+                return self.end_here(save, *estranged(self._t, save, outcome, error))
+            # IMPORTANT: it may be committed. The look that is under way says so, or ends it by this.
+            save.pending_failure = save.pending_failure or (outcome, error)
+            return None
+        if not save.given_up:
+            save.given_up, save.pending_failure = True, (outcome, error)
+            self._t.to_report.add(save.save_id.run_id)
+        return None
+
+    def end_here(self, save: Save, outcome: str, error: Wire) -> None:
+        """As `end`, also where another worker decides: it has."""
+        save.outcome, save.error = outcome, error
+        self._runs.decide(save.save_id, meet=save.meet or asks_to_meet(error))
+        if outcome == UNKNOWN:
+            self._recover_open(save)
+        for entry in save.ranks.values():
+            self.advance(save, entry, ENDS[outcome], error)
+        entry = next(iter(save.ranks.values()))
+        facts = {"step": entry.step, "path": entry.path, "code": error.get("code")}
+        count(self._t.failures, error)
+        level = "warning" if outcome == ABANDONED else "error"
+        text = f"{outcome}: {error.get('text', '')}"
+        self._t.log(level, text, save_id=save.save_id, session=entry.session, count=f"saves_{outcome}", **facts)
+        stop_streams(self._t, save)
+        clean_up(self._t, save)
+        self._commit_next(save)
+
+    def _recover_open(self, save: Save) -> None:
+        """Let what a dead worker may have known as durable end as such, whatever is known of it here."""
+        for entry in save.ranks.values():
+            if entry.phase == OPEN and entry.leftovers:
+                self.advance(save, entry, "recover")
+
+    def was_committed(self, save: Save, report: Mapping[str, Any]) -> None:
+        """Another worker has put the manifest."""
+        self._recover_open(save)
+        self._committed(save, report)
+
+    def _committed(self, save: Save, report: Mapping[str, Any]) -> None:
+        """The manifest stands."""
+        save.outcome = COMMITTED
+        self._runs.decide(save.save_id, meet=save.meet)
+        for entry in save.ranks.values():
+            error = None
+            if entry.phase == OPEN:
+                error = failed(save, entry, "not_sealed", "it was committed before, without what this rank stages")
+            self.advance(save, entry, ENDS[COMMITTED], error)
+            entry.result = None
+        entry = save.ranks[min(save.ranks)]
+        facts = {**report, "step": entry.step, "path": entry.path}
+        self._t.log("info", "committed", save_id=save.save_id, session=entry.session, count="saves_committed", **facts)
+        self._commit_next(save)
+
+    def broken(self, event: Broken) -> None:
+        """End the save at which our own code failed; one that is being committed ends with its commit."""
+        save = self._t.saves.get(event.save_id)
+        if save is not None and save.outcome is None and not save.committing:
+            self.end(save, FAILED, failed(save, next(iter(save.ranks.values())), "internal", event.reason))
+
+    # ---- the commit -------------------------------------------------------------------------------------------------
+
+    def _commit_next(self, ended: Save) -> None:
+        """A save has ended: those that were held back for it may be due."""
+        self._held_back = self._t.stirred = True
+        for save in self._t.open_saves(ended.save_id.run_id):
+            if save.save_id > ended.save_id:
+                save.turn_since = self._t.now
+                self._t.contained(save.save_id, self.reckon, save)
+
+    def reckon(self, save: Save) -> None:
+        """Find out when the next deadline of a save is."""
+        save.look_at = deadline(self._t, save)[0]
+
+    def commit_what_was_held_back(self) -> None:
+        """At the end of an event: the one that ends a save may begin another that goes first."""
+        if not self._held_back:
+            return
+        self._held_back = False
+        for save in sorted(self._t.saves.values(), key=lambda s: s.save_id):
+            if save.outcome is None and not save.committing and save.waiting_since is not None:
+                self._t.contained(save.save_id, self.commit_when_complete, save)
+
+    def commit_when_complete(self, save: Save) -> bool:
+        """Commit when every rank is durable and consents, and no earlier save of the run is in flight or time is up.
+
+        Returns:
+            Whether it is committing now.
+        """
+        # IMPORTANT: every rank of the world, each durable: a manifest that names one that is not would list a torn
+        # checkpoint.
+        if self._t.is_followed(save.save_id) or save.pending_failure is not None or save.n_durable != save.world_size:
+            return False
+        entries = [save.ranks[r] for r in sorted(save.ranks)]
+        assert len(entries) == save.world_size and all(e.phase == DURABLE for e in entries)
+        if any(e.needs_consent for e in entries):
+            return False
+        overdue = save.waiting_since is not None and self._t.now - save.waiting_since >= save.timeout_s
+        if has_elder(save, self._t.saves) and not overdue:
+            return False
+        requests = tuple(e.request for e in entries if e.request is not None)
+        assert len(requests) == save.world_size
+        save.job = COMMIT
+        save.jobs += 1
+        remote = tuple(e.rank for e in entries if e.link)
+        results = tuple(e.result for e in entries)
+        self._t.actions.append(Commit(save_id=save.save_id, requests=requests, results=results, remote=remote))
+        return True
+
+
+def late_refusal(t: Tables, runs: RunBook, save: Save, entry: RankSave) -> tuple[str, Wire] | None:
+    """Return outcome and error, or None: it goes on."""
+    if t.is_followed(save.save_id):
+        return None  # its leader sees all ranks, and has heard of consents that died with the worker before this one
+    if (why := runs.why_impossible(save)) is not None:
+        return why
+    other = rival(entry.path, save.save_id, t.saves)
+    return None if other is None else (FAILED, path_in_use(save, entry, other.save_id))
+
+
+def estranged(t: Tables, save: Save, outcome: str, error: Wire) -> tuple[str, Wire]:
+    """Return how a save ends here: if its leader cannot be followed, nobody knows what that one makes of it.
+
+    It may have heard from a worker that is dead that all of these ranks are durable.
+    """
+    run = t.run_of(save.save_id)
+    if run is None or not run.estranged or not any(e.leftovers for e in save.ranks.values()):
+        return outcome, error
+    why = f"it cannot be followed from here; {error.get('text', '')}"
+    return UNKNOWN, leader_lost(save, why, unknown=True)
+
+
+def compare(t: Tables, save: Save, contents: Contents | None) -> Mapping[str, Any]:
+    """Return the figures of a save that has just been committed, remember what it holds, and warn if that is not new.
+
+    A save that cannot be compared is forgotten: the next one is not compared with an older one.
+    """
+    saved = save.save_id
+    run = t.run_of(saved)
+    if run is None:
+        return {}
+    entry = save.ranks[min(save.ranks)]
+    before = run.committed
+    now = None if contents is None else Committed(saved.sequence, entry.step or 0, contents)
+    if before is not None and before.sequence >= saved.sequence:
+        return {}  # it was overdue, and a later one has gone first
+    run.committed = now
+    found = unchanged(before, now) if before is not None and now is not None else {}
+    if found.get("unchanged"):
+        text = f"step {entry.step} is bit for bit what step {found['same_tensors_as_step']} was"
+        t.log("warning", text, save_id=save.save_id, count="saves_unchanged", path=entry.path)
+    return found

@@ -1,0 +1,103 @@
+"""The brain's sessions: which process speaks over which connection, and when it has gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from asyncckpt.errors import ProtocolError, WorkerUnavailableError
+from asyncckpt.protocol.messages import Hello, Welcome
+from asyncckpt_worker.core.boards import BoardBook
+from asyncckpt_worker.core.events import Died, Peer
+from asyncckpt_worker.core.kept_snapshots import KeepBook
+from asyncckpt_worker.core.model import MAX_SESSIONS, Session
+from asyncckpt_worker.core.resources import Resources
+from asyncckpt_worker.core.runs import RunBook
+from asyncckpt_worker.core.slots import Lending
+from asyncckpt_worker.core.tables import Tables
+
+
+class SessionBook:
+    """Changes `tables.sessions` and adds the actions that follow."""
+
+    def __init__(
+        self,
+        tables: Tables,
+        lending: Lending,
+        keeping: KeepBook,
+        runs: RunBook,
+        boards: BoardBook,
+        welcome: Callable[[int], Welcome],
+        resources: Resources,
+    ) -> None:
+        self._t, self._resources = tables, resources
+        self._lending, self._keeping = lending, keeping
+        self._runs, self._boards = runs, boards
+        self._welcome = welcome
+
+    def hello(self, peer: Peer, m: Hello) -> None:
+        """Open a session, or find it again: a repeated Hello, or one over a new connection."""
+        known = self._t.sessions.get(m.session)
+        if self._t.peers.get(peer, m.session) != m.session:
+            return self._lending.refuse(
+                peer, m.id, ProtocolError("this connection belongs to another session", detail="session")
+            )
+        if known is not None:
+            if (known.pid, known.pid_start, known.rank) != (m.pid, m.pid_start, m.rank):
+                return self._lending.refuse(
+                    peer, m.id, ProtocolError("another process has this session", detail="session")
+                )
+            self._t.peers.pop(known.peer, None)
+            self._t.peers[peer], known.peer = known.name, peer
+            return self._lending.send(peer, self._welcome(m.id))
+        own = sum(not s.link for s in self._t.sessions.values())  # the ranks of other nodes cost nobody a place here
+        if self._t.draining or own >= MAX_SESSIONS:
+            why = "is shutting down" if self._t.draining else f"serves {MAX_SESSIONS} sessions already"
+            return self._lending.refuse(
+                peer, m.id, WorkerUnavailableError(f"this worker {why}; start another", detail=why)
+            )
+        if not m.rank < m.world_size:
+            return self._lending.refuse(
+                peer, m.id, ProtocolError(f"rank {m.rank} of world {m.world_size}", detail="rank")
+            )
+        if not self._resources.watch(m.session, m.pid, m.pid_start):
+            text = f"the worker sees no process {m.pid} with that start time; both must share a PID namespace"
+            return self._lending.refuse(peer, m.id, WorkerUnavailableError(text, detail="pid"))
+        session = Session(m.session, peer, m.pid, m.pid_start, m.rank, m.world_size, m.package, m.replaces)
+        self._t.sessions[m.session] = session
+        self._t.peers[peer] = m.session
+        self._lending.send(peer, self._welcome(m.id))
+        text = f"session opened by process {session.pid}, rank {session.rank} of {session.world_size}"
+        self._t.log("info", text, session=session.name, count="sessions_opened")
+        return self._replace(session)
+
+    def died(self, event: Died) -> None:
+        """Take up what the dead process had sealed, free the rest."""
+        session = self._t.sessions.get(event.session)
+        if session is not None:
+            self._t.log("info", "process died", session=session.name, count="sessions_died", pid=session.pid)
+            self._forget(session, died=True)
+            self._runs.leave(session, f"its process {session.pid} died")
+        else:
+            self._keeping.died(event.session)
+
+    def goodbye(self, session: Session) -> None:
+        """End a session in order."""
+        self._t.log("info", "session closed", session=session.name, count="sessions_closed")
+        self._forget(session)
+        self._runs.leave(session, "its checkpointer was closed")
+
+    def _replace(self, session: Session) -> None:
+        """End the session that this one's client gave up: nobody else would, as long as the process lives."""
+        old = self._t.sessions.get(session.replaces)
+        if old is not None and old is not session and (old.pid, old.pid_start) == (session.pid, session.pid_start):
+            self._t.log("info", f"replaced by session {session.name}", session=old.name, count="sessions_replaced")
+            self._runs.hand_over(old, session)
+            self._forget(old, session)
+
+    def _forget(self, session: Session, successor: Session | None = None, *, died: bool = False) -> None:
+        self._t.sessions.pop(session.name, None)
+        self._keeping.session_ended(session, died=died, replaced=successor is not None)
+        self._boards.ended(session, successor)
+        self._t.peers.pop(session.peer, None)
+        for number in sorted(session.slots):
+            self._lending.close(self._t.slots[number])

@@ -1,0 +1,406 @@
+"""The brain's slots: who holds which memory, and when it may be freed.
+
+Two rules: memory is freed only after a release, a goodbye or the proof of its holder's death, never by a timeout; and
+only when no save reads it any more. Before it is freed it is read once more, so that a sealed snapshot whose doorbell
+was lost is taken up.
+"""
+
+from __future__ import annotations
+
+from asyncckpt.errors import (
+    AsyncCkptError,
+    InsufficientMemoryError,
+    ProtocolError,
+    RanksDisagreeError,
+    UnknownSaveError,
+    WorkerUnavailableError,
+    from_wire,
+    to_wire,
+)
+from asyncckpt.format.names import SaveId
+from asyncckpt.memory.slot import MAX_SLOT_NBYTES, MIN_SLOT_NBYTES, PAGE_NBYTES
+from asyncckpt.protocol.messages import Adopt, Allocate, Begin, Granted, Message, Ok, Refused, Release, Submit
+from asyncckpt.protocol.save_phases import COMMITTED
+from asyncckpt_worker.core.actions import AdoptSlot, FreeSlot, ReadSlot, Send
+from asyncckpt_worker.core.events import Peer, SlotCreated, SlotRead
+from asyncckpt_worker.core.intake import Intake, entry_of_request
+from asyncckpt_worker.core.kept_snapshots import KeepBook, is_in_flight
+from asyncckpt_worker.core.model import MAX_JOBS, MAX_SLOTS_PER_SESSION, Save, Session, Slot, Waiter
+from asyncckpt_worker.core.resources import Resources
+from asyncckpt_worker.core.tables import Tables
+
+MAX_WAITERS = 16
+"""Repeats of one Submit that are all answered; a trainer repeats it a few times at most."""
+
+
+class Lending:
+    """Changes `tables.slots` and adds the actions that follow."""
+
+    def __init__(self, tables: Tables, intake: Intake, keeping: KeepBook, resources: Resources) -> None:
+        self._t, self._resources = tables, resources
+        self._intake, self._keeping = intake, keeping
+
+    def send(self, peer: Peer, message: Message) -> None:
+        """Add a Send action."""
+        self._t.actions.append(Send(peer=peer, message=message))
+
+    def refuse(self, peer: Peer, id: int, error: AsyncCkptError) -> None:
+        """Answer a request with an error."""
+        self._t.log("debug", f"refused: {error}", session=self._t.peers.get(peer), count="requests_refused")
+        self.send(peer, Refused(id=id, error=to_wire(error)))
+
+    # ---- slots ------------------------------------------------------------------------------------------------------
+
+    def allocate(self, session: Session, m: Allocate) -> None:
+        """Grant a slot; a repeated request gets the one that it got before."""
+        if m.id in session.granted:
+            self.grant_again(session, m.id)
+        elif self._t.draining:
+            self.refuse(session.peer, m.id, draining())
+        elif len(session.slots) >= MAX_SLOTS_PER_SESSION:
+            text = f"a session has at most {MAX_SLOTS_PER_SESSION} slots; release one"
+            self.refuse(session.peer, m.id, ProtocolError(text, detail="slots"))
+        elif self._t.jobs >= MAX_JOBS:
+            self.refuse(session.peer, m.id, busy())
+        elif (kept := self._keeping.lend_again(session, m)) is not None:
+            self.is_of(session, kept)
+            self._grant(session, kept)
+        else:
+            number = self._t.next_slot
+            self._t.next_slot += 1
+            slot = Slot(number, m.nbytes, session.name, session.rank, session.world_size, m.id, populate=m.populate)
+            slot.process = (session.pid, session.pid_start)
+            self._t.slots[number] = slot
+            self.is_of(session, slot)
+            self._create(slot)
+
+    def is_of(self, session: Session, slot: Slot) -> None:
+        """Note whose slot it is, and which request it answers."""
+        session.slots.add(slot.number)
+        for old in list(session.granted)[: -MAX_SLOTS_PER_SESSION * 4]:
+            del session.granted[old]
+        session.granted[slot.allocate_id] = slot.number
+
+    def grant_again(self, session: Session, id: int) -> None:
+        """Answer a repeated Allocate or Adopt, unless the first one is still under way."""
+        slot = self._t.slots.get(session.granted[id])
+        if slot is None or slot.closing:
+            self.refuse(session.peer, id, UnknownSaveError("that slot was released", detail="slot"))
+        elif slot.fd >= 0:
+            self._grant(session, slot)
+
+    def _create(self, slot: Slot) -> None:
+        try:
+            slot.fd, slot.token = self._resources.create_slot(slot.number, slot.nbytes, populate=slot.populate)
+        except InsufficientMemoryError as error:
+            if self._freeing() or self._keeping.make_room():
+                self._t.postponed[slot.number] = slot
+            else:
+                self._not_made(slot, error)
+        except AsyncCkptError as error:
+            self._not_made(slot, error)
+        else:
+            self._made(slot)
+
+    def adopted(self, event: SlotCreated) -> None:
+        """Answer the Adopt, and look into the slot."""
+        slot = self._t.slots.get(event.slot)
+        if slot is None or slot.fd >= 0:
+            return
+        if event.error is not None:
+            return self._not_made(slot, from_wire(event.error))
+        slot.fd, slot.token = event.fd, event.token
+        self._t.stirred = self._t.stirred or slot.closing
+        self._t.actions.append(ReadSlot(slot=slot.number))
+        return self._made(slot)
+
+    def _made(self, slot: Slot) -> None:
+        session = self._t.sessions.get(slot.session)
+        if session is not None and not slot.closing:
+            self._grant(session, slot)
+            self._t.log(
+                "debug", "slot lent", session=session.name, count="slots_lent", slot=slot.number, nbytes=slot.nbytes
+            )
+
+    def _not_made(self, slot: Slot, error: AsyncCkptError) -> None:
+        del self._t.slots[slot.number]
+        self._t.closing.pop(slot.number, None)
+        self._t.stirred = True
+        self._t.n_reading -= slot.reading
+        session = self._t.sessions.get(slot.session)
+        if session is not None:
+            session.slots.discard(slot.number)
+            session.granted.pop(slot.allocate_id, None)
+            self.refuse(session.peer, slot.allocate_id, error)
+
+    def _freeing(self) -> bool:
+        """Whether memory is about to come back."""
+        return bool(self._t.freeing) or any(s.reading for s in self._t.closing.values())
+
+    def create_what_was_postponed(self) -> None:
+        """Try again what did not fit, once everything that was being freed is."""
+        if not self._t.postponed or self._freeing():
+            return
+        postponed, self._t.postponed = self._t.postponed, {}
+        for slot in postponed.values():
+            if slot.closing:
+                del self._t.slots[slot.number], self._t.closing[slot.number]
+                self._t.n_reading -= slot.reading
+            else:
+                self._create(slot)
+
+    def _grant(self, session: Session, slot: Slot) -> None:
+        self.send(
+            session.peer,
+            Granted(id=slot.allocate_id, slot=slot.number, fd=slot.fd, nbytes=slot.nbytes, token=slot.token),
+        )
+
+    def release(self, session: Session, m: Release) -> None:
+        """Take a slot back; one that was freed before is as good."""
+        if m.slot in session.slots:
+            session.slots.discard(m.slot)
+            self._t.slots[m.slot].dropped = True
+            self.close(self._t.slots[m.slot])
+        elif not 0 < m.slot < self._t.next_slot or (m.slot in self._t.slots and not self._was_of(session, m.slot)):
+            return self.refuse(session.peer, m.id, _unknown_slot(m.slot))
+        self.send(session.peer, Ok(id=m.id))
+        return None
+
+    def _was_of(self, session: Session, number: int) -> bool:
+        return self._t.slots[number].session == session.name
+
+    def close(self, slot: Slot) -> None:
+        """Take a slot back; it is read once more, then freed when nothing needs it."""
+        slot.closing = self._t.stirred = True
+        self._t.closing[slot.number] = slot
+        self._read(slot)
+
+    def _read(self, slot: Slot) -> None:
+        if slot.fd < 0:
+            return  # it is only being made: nothing can be in it
+        if slot.reading:
+            # IMPORTANT: a read that began before the seal, or before the death, proves nothing: read again.
+            slot.read_again = True
+        else:
+            slot.reading = True
+            self._t.n_reading += 1
+            self._t.actions.append(ReadSlot(slot=slot.number))
+
+    def read_all_lent(self) -> bool:
+        """Look into every slot: for the snapshots that are sealed while their doorbells are still under way.
+
+        Returns:
+            Whether there is any to look into.
+        """
+        for slot in self._t.slots.values():
+            self._read(slot)
+        return self._t.n_reading > 0
+
+    # ---- saves in slots ---------------------------------------------------------------------------------------------
+
+    def begin(self, session: Session, m: Begin) -> None:
+        """Check slot and generation, then begin the save; a repeated Begin changes nothing."""
+        slot = self._t.slots.get(m.slot) if m.slot in session.slots else None
+        entry = self._t.entry((m.save_id, session.rank))
+        if slot is None:
+            return self.refuse(session.peer, m.id, _unknown_slot(m.slot))
+        other_world = self._intake.refuse_other_world(session, m.save_id)
+        if other_world is not None:
+            return self.refuse(session.peer, m.id, from_wire(other_world))
+        if entry is not None:
+            if entry.slot and (entry.slot, entry.generation) != (m.slot, m.generation):
+                text = f"save {m.save_id} was begun in slot {entry.slot}, generation {entry.generation}"
+                return self.refuse(session.peer, m.id, ProtocolError(text, detail="slot"))
+            return self.send(session.peer, Ok(id=m.id))
+        before = slot.part[1] if slot.part is not None else None
+        if m.generation <= slot.taken or (before and before.is_open and m.generation <= before.generation):
+            text = f"generation {m.generation} of slot {m.slot} is over"
+            return self.refuse(session.peer, m.id, UnknownSaveError(text, detail="generation", save_id=m.save_id))
+        if before is not None and before.in_flight:
+            text = f"slot {m.slot} still holds save {slot.key[0] if slot.key else ''}, which has not ended"
+            return self.refuse(session.peer, m.id, ProtocolError(text, detail="slot"))
+        if self._t.now >= self._t.begins_until:
+            return self.refuse(session.peer, m.id, draining())
+        if self._t.jobs >= MAX_JOBS:
+            return self.refuse(session.peer, m.id, busy())
+        self._intake.supersede(slot, m.save_id)
+        error = self._intake.begin(session, m)
+        save = self._t.saves[m.save_id]
+        slot.part = (save, save.ranks[session.rank])
+        if error is not None:
+            return self.refuse(session.peer, m.id, from_wire(error))
+        return self.send(session.peer, Ok(id=m.id))
+
+    def submit(self, session: Session, m: Submit) -> None:
+        """Answer the doorbell: at once when the save is known to be sealed, else when its slot has been read."""
+        slot = self._t.slots.get(m.slot) if m.slot in session.slots else None
+        entry = self._t.entry((m.save_id, session.rank))
+        if slot is None:
+            self.refuse(session.peer, m.id, _unknown_slot(m.slot))
+        elif entry is not None and (entry.slot, entry.generation) != (m.slot, m.generation):
+            text = f"save {m.save_id} is in slot {entry.slot}, generation {entry.generation}"
+            self.refuse(session.peer, m.id, ProtocolError(text, detail="slot"))
+        elif entry is not None and not entry.is_open:
+            self.send(session.peer, Ok(id=m.id))
+        elif m.generation <= slot.taken:
+            text = f"generation {m.generation} of slot {m.slot} is over"
+            self.refuse(session.peer, m.id, UnknownSaveError(text, detail="generation", save_id=m.save_id))
+        elif len(slot.waiters) < MAX_WAITERS:
+            slot.waiters.append(Waiter(session.peer, m.id, m.save_id, m.generation))
+            self._read(slot)
+
+    def slot_read(self, event: SlotRead) -> None:
+        """Take up what is sealed, whoever asked: a sealed snapshot is meant to be written."""
+        slot = self._t.slots.get(event.slot)
+        if slot is None or not slot.reading:
+            return
+        slot.reading, slot.opened = False, event.opened
+        self._t.n_reading -= 1
+        self._t.stirred = self._t.stirred or slot.closing
+        request = event.request
+        if request is not None and request.ring_segments:
+            slot.committed = ""  # of a ring only the end is there
+        if request is not None and event.streamed:
+            # Of what the worker before has streamed, only a ring is gone on with before it is sealed, and only once its
+            # trainer has begun it here.
+            begun = request.ring_segments and self._t.entry((request.save_id, slot.rank)) is not None
+            if not slot.closing and (begun or event.generation > slot.adopted):
+                self._intake.stream(slot, event.generation, request)
+        elif request is not None and event.generation > slot.taken:
+            taken = self._intake.take_up(slot, event.generation, request)
+            if taken and slot.closing:
+                text = "its doorbell had not come"
+                self._t.log("info", text, save_id=request.save_id, session=slot.session, count="saves_rescued")
+        elif request is not None and slot.committed == request.save_id and event.generation == slot.taken:
+            self._t.found[slot.number] = (slot, request)
+        slot.committed = ""
+        slot.void = slot.closing and not slot.read_again and (request is None or event.generation != slot.taken)
+        waiters, slot.waiters = slot.waiters, []
+        for w in waiters:
+            if request is not None and (request.save_id, event.generation) == (w.save_id, w.generation):
+                if self._t.entry((w.save_id, slot.rank)) is not None:
+                    self.send(w.peer, Ok(id=w.id))
+                else:
+                    detail = "the request in the slot is of another rank or world than its session, or than its save"
+                    text = f"save {w.save_id}: {detail}"
+                    self.refuse(w.peer, w.id, RanksDisagreeError(text, detail=detail, save_id=w.save_id))
+            elif slot.read_again:
+                slot.waiters.append(w)
+            else:
+                text = f"slot {slot.number} does not hold generation {w.generation} of save {w.save_id}, sealed"
+                text += f": {event.reason}" if event.reason else ""
+                self.refuse(w.peer, w.id, UnknownSaveError(text, detail=event.reason, save_id=w.save_id))
+        if slot.read_again:
+            slot.read_again = False
+            self._read(slot)
+
+    def abandon_what_was_given_back(self) -> None:
+        """Abandon saves that were not sealed in slots that are closing."""
+        if not self._t.stirred:
+            return
+        for slot in list(self._t.closing.values()):
+            if not slot.reading and slot.part is not None:
+                save, entry = slot.part
+                if entry.is_open and entry.slot == slot.number:
+                    text = "its slot was given back before the snapshot was complete"
+                    self._intake.abandon(save, entry, "not_sealed", text)
+
+    def free_what_is_over(self) -> None:
+        """Free closing slots that no read, save or reader needs, and that are not kept."""
+        if not self._t.stirred and self._t.now < self._keeping.decides_at:
+            return
+        self._t.stirred = False
+        self._keeping.decide()
+        for slot in list(self._t.closing.values()):
+            # IMPORTANT: a write job may outlive its save's end (another rank failed): unmapping under it is a crash.
+            if slot.kept or slot.reading or slot.fd < 0 or slot.writes or is_in_flight(slot):
+                continue
+            # IMPORTANT: whoever reads it counts even while it cannot be said what is worth keeping.
+            if slot.held_by or slot.number in self._t.found or self._keeping.is_undecided(slot):
+                continue
+            del self._t.slots[slot.number], self._t.closing[slot.number]
+            self._keeping.freed(slot)
+            self._t.freeing.add(slot.number)
+            self._t.actions.append(FreeSlot(slot=slot.number))
+            self._t.log("debug", "slot freed", session=slot.session, count="slots_freed", slot=slot.number)
+
+
+def _unknown_slot(number: int) -> UnknownSaveError:
+    return UnknownSaveError(f"this session has no slot {number}", detail="slot")
+
+
+def draining() -> WorkerUnavailableError:
+    return WorkerUnavailableError("this worker is shutting down; start another", detail="draining")
+
+
+def busy() -> WorkerUnavailableError:
+    return WorkerUnavailableError("this worker has too many jobs waiting; try again later", detail="busy")
+
+
+class AdoptionBook:
+    """Adds to `tables.slots`.
+
+    Args:
+        tables: The brain's.
+        lending: Does with an adopted slot what it does with others.
+    """
+
+    def __init__(self, tables: Tables, lending: Lending) -> None:
+        self._t, self._lending = tables, lending
+
+    def adopt(self, session: Session, m: Adopt) -> None:
+        """Open the slot, answer, and look into it; a repeated request gets the slot that it got before."""
+        if m.id in session.granted:
+            return self._lending.grant_again(session, m.id)
+        if self._t.draining:
+            return self._lending.refuse(session.peer, m.id, draining())
+        if len(session.slots) >= MAX_SLOTS_PER_SESSION or not self._is_sound(m):
+            text = f"a slot of {m.nbytes} bytes, generation {m.generation}, ended {m.ended}"
+            return self._lending.refuse(session.peer, m.id, ProtocolError(text, detail="slots"))
+        if self._t.jobs >= MAX_JOBS:
+            return self._lending.refuse(session.peer, m.id, busy())
+        number = self._t.next_slot
+        self._t.next_slot += 1
+        slot = Slot(number, m.nbytes, session.name, session.rank, session.world_size, m.id)
+        slot.taken, slot.adopted, slot.committed = m.ended, m.generation, m.committed
+        slot.process = (session.pid, session.pid_start)
+        # IMPORTANT: until it has been looked into: if the trainer dies meanwhile, what it has sealed is not lost, and
+        # its rank is not gone before that is known.
+        slot.reading = True
+        self._t.n_reading += 1
+        self._t.slots[number] = slot
+        self._lending.is_of(session, slot)
+        self._t.actions.append(AdoptSlot(slot=number, nbytes=m.nbytes, pid=session.pid, fd=m.fd, token=m.token))
+        return None
+
+    def remember(self) -> None:
+        """After each event: have what the worker before had committed, and still lies sealed, in memory as well.
+
+        A rank whose trainer had not heard of the commit before that worker died is looked for on disk: it goes first.
+        """
+        for slot, request in list(self._t.found.values()):
+            known = self._t.find(request.save_id)
+            if known is not None and known.outcome is None:
+                continue
+            del self._t.found[slot.number]
+            self._t.stirred = True
+            is_ours = (request.rank, request.world_size) == (slot.rank, slot.world_size) and slot.part is None
+            if not is_ours or self._t.entry((request.save_id, request.rank)) is not None:
+                continue
+            if known is not None and (known.outcome, known.world_size) != (COMMITTED, request.world_size):
+                continue
+            save = self._t.opened(request.save_id)
+            if save is None:
+                save = Save(SaveId.parse(request.save_id), request.world_size, outcome=COMMITTED, complete=True)
+                self._t.saves[request.save_id] = save
+            entry = entry_of_request(slot, slot.taken, request, self._t.now)
+            entry.phase = COMMITTED
+            save.add(entry)
+            slot.part = (save, entry)
+            text = f"slot {slot.number} holds what the worker before had committed"
+            self._t.log("info", text, save_id=save.save_id, session=slot.session, count="snapshots_remembered")
+
+    @staticmethod
+    def _is_sound(m: Adopt) -> bool:
+        whole = MIN_SLOT_NBYTES <= m.nbytes <= MAX_SLOT_NBYTES and m.nbytes % PAGE_NBYTES == 0
+        return whole and m.ended <= m.generation

@@ -1,0 +1,332 @@
+"""What the core tells: rows for trainers, what each event has moved, and its part of the status report.
+
+Read off the tables; it changes nothing that a decision depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncckpt.protocol.fields import MAX_MISSING
+from asyncckpt.protocol.messages import Heartbeat, Saves
+from asyncckpt.protocol.save_phases import COMMITTED, DURABLE, ENDED, OPEN, PHASES, RECOVERING, SEALED, WRITING
+from asyncckpt_worker.core.actions import Send
+from asyncckpt_worker.core.ended import EndedSave
+from asyncckpt_worker.core.events import SaveKey
+from asyncckpt_worker.core.model import Newest, RankSave, Save, Session
+from asyncckpt_worker.core.tables import Tables
+
+ALMOST = 0.99
+"""What is shown as staged before the seal was seen: only that makes a snapshot of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moved:
+    """One rank has reached a phase.
+
+    Attributes:
+        save_id, step, path, rank, world_size: Of what.
+        phase: One of `asyncckpt.protocol.save_phases`.
+        was: The phase before; "" for a rank that has just come.
+        was_s: How long it was in that.
+        nbytes: Of its files, as far as they are known.
+        umask: Of the trainer.
+        report: What its jobs have reported.
+        error: Why it has failed; empty else.
+        ends: This rank ends the save: `begun_s` is how long that took from the first rank's begin.
+        begun_s: See there.
+        local: The files of this rank are written by this worker.
+        followed: Another worker leads the run.
+    """
+
+    save_id: str
+    step: int | None
+    path: str
+    rank: int
+    world_size: int
+    phase: str
+    was: str = ""
+    was_s: float = 0.0
+    nbytes: int = 0
+    umask: int = 0o077
+    report: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+    ends: bool = False
+    begun_s: float = 0.0
+    local: bool = True
+    followed: bool = False
+
+
+def look(t: Tables) -> list[Moved]:
+    """Return what this event has moved, in order, and note since when each rank is where it is.
+
+    IMPORTANT: before `FollowBook.flush`, which forgets what was touched.
+    """
+    found = []
+    for key in t.touched:
+        save = t.saves.get(key[0])
+        entry = save.ranks.get(key[1]) if save is not None else None
+        if save is not None and entry is not None and entry.seen != entry.phase:
+            found.append(_moved(t, save, entry))
+    return found
+
+
+def _moved(t: Tables, save: Save, entry: RankSave) -> Moved:
+    was, was_s = entry.seen, t.now - entry.since if entry.seen else 0.0
+    entry.seen, entry.since = entry.phase, t.now
+    ends = save.outcome is not None and not save.told_end
+    if ends:
+        save.told_end = True
+    session, run = t.sessions.get(entry.session), t.run_of(save.save_id)
+    if entry.phase in (DURABLE, COMMITTED) and was not in (DURABLE, COMMITTED) and session is not None:
+        session.durable = (entry.step, t.now)
+    if ends and save.outcome == COMMITTED and run is not None:
+        run.newest = Newest(step=entry.step, path=entry.path, at=t.now)
+    nbytes = entry.report.get("nbytes", entry.nbytes)
+    return Moved(
+        save_id=save.save_id,
+        step=entry.step,
+        path=entry.path,
+        rank=entry.rank,
+        world_size=save.world_size,
+        phase=entry.phase,
+        was=was,
+        was_s=was_s,
+        nbytes=nbytes if type(nbytes) is int else 0,
+        umask=entry.umask,
+        report=dict(entry.report),
+        error=str((entry.error or {}).get("text", "")),
+        ends=ends,
+        begun_s=t.now - min(e.begun_at for e in save.ranks.values()) if ends else 0.0,
+        local=not entry.link,
+        followed=run is not None and run.followed,
+    )
+
+
+def rank_rows(t: Tables, limit: int) -> list[dict[str, Any]]:
+    """Return one row for each rank that has a session here, in the order of runs and ranks."""
+    wanted = sorted(t.sessions.values(), key=lambda s: (s.run, s.rank, s.name))[:limit]
+    return [_rank_row(t, session) for session in wanted]
+
+
+def _rank_row(t: Tables, session: Session) -> dict[str, Any]:
+    slots = [t.slots[number] for number in session.slots if number in t.slots]
+    row: dict[str, Any] = {
+        "run": session.run,
+        "rank": session.rank,
+        "world_size": session.world_size,
+        "pid": session.pid,
+        "node": "here" if not session.link else session.link[:8],
+        "slots": len(slots),
+        "slots_nbytes": sum(slot.nbytes for slot in slots),
+        "durable_step": session.durable[0] if session.durable else None,
+        "durable_age_s": t.now - session.durable[1] if session.durable else None,
+        "save_id": None,
+        "step": None,
+        "phase": "idle",
+        "phase_s": None,
+        "nbytes": None,
+        "staged": None,
+    }
+    if session.last is not None and session.last[0].save_id.run_id == session.run:
+        save, entry = session.last
+        row |= {
+            "save_id": save.save_id,
+            "step": entry.step,
+            "phase": entry.phase,
+            "phase_s": t.now - entry.since if entry.seen else 0.0,
+            "nbytes": entry.nbytes,
+            "staged": _staged(entry.phase),
+            "slot": None if entry.link else entry.slot,
+            "generation": entry.generation,
+        }
+    return row
+
+
+def with_progress(
+    rows: Iterable[Mapping[str, Any]],
+    written: Mapping[SaveKey, int],
+    staged: Callable[[int, int], int],
+) -> list[dict[str, Any]]:
+    """Return the rows of ranks with how far they are; None where that is not known here.
+
+    Args:
+        rows: Of `rank_rows`.
+        written: How many bytes of a rank's shards have been written.
+        staged: Returns how many bytes of a slot's generation its trainer has copied.
+    """
+    found = []
+    for row in rows:
+        row = dict(row)
+        slot, generation = row.pop("slot", None), row.pop("generation", -1)
+        if row["phase"] == OPEN and row["nbytes"]:
+            row["staged"] = None if slot is None else min(staged(slot, generation) / row["nbytes"], ALMOST)
+        nbytes = written.get((str(row["save_id"]), row["rank"]))
+        if nbytes is None and row["phase"] in (DURABLE, COMMITTED):
+            nbytes = row["nbytes"]
+        found.append({**row, "written_nbytes": nbytes})
+    return found
+
+
+def _staged(phase: str) -> float | None:
+    """Of what a rank saves, how much is safe from its end: all once the seal was seen; None: not known."""
+    if phase == RECOVERING or (phase in ENDED and phase != COMMITTED):
+        return None
+    return 0.0 if phase == OPEN else 1.0
+
+
+def run_rows(t: Tables, limit: int) -> list[dict[str, Any]]:
+    """Return one row for each run that has a rank here or has committed something; the newest last."""
+    rows = []
+    for run in [run for run in t.runs.values() if run.members or run.newest][-limit:]:
+        newest = run.newest
+        open_saves = t.open_saves(run.run_id)
+        rows.append(
+            {
+                "run": run.run_id,
+                "world_size": run.world_size,
+                "ranks": len(run.members),
+                "gone": len(run.gone),
+                "in_flight": len(open_saves),
+                "committed_step": newest.step if newest else None,
+                "committed_path": newest.path[:1000] if newest else None,
+                "committed_age_s": t.now - newest.at if newest else None,
+            }
+        )
+    return rows
+
+
+MAX_ROWS = 100
+"""Newest saves, sessions and slots in a status report: it must fit into one frame."""
+
+MAX_RANKS_SHOWN = 64
+"""Ranks of one save that are named there."""
+
+MAX_ERROR_CHARS = 300
+"""Of why a save has failed: it names the rank."""
+
+_ORDER = (OPEN, RECOVERING, SEALED, WRITING, DURABLE)
+
+
+def report(t: Tables, instance: str) -> Mapping[str, Any]:
+    """Return what the tables hold, as plain values."""
+    known = {save.save_id: _ended_row(save) for save in reversed(t.ended.latest(MAX_ROWS))}
+    known |= {save.save_id: _row(save) for save in t.saves.values() if save.save_id not in known}
+    rows = list(known.values())[-MAX_ROWS:]
+    return {
+        "draining": t.draining,
+        "instance": instance,
+        "sessions": [
+            {"session": s.name, "pid": s.pid, "rank": s.rank, "world_size": s.world_size, "slots": sorted(s.slots)}
+            for s in list(t.sessions.values())[:MAX_ROWS]
+        ],
+        "slots": [
+            {"slot": s.number, "nbytes": s.nbytes, "state": s.state, "save_id": s.key[0] if s.key else None}
+            for s in [s for s in t.slots.values() if not s.kept][:MAX_ROWS]
+        ],
+        "kept": [
+            {"slot": s.number, "nbytes": s.nbytes, "rank": s.rank, "save_id": s.key[0], "readers": len(s.held_by)}
+            for s in t.slots.values()
+            if s.kept and s.key is not None
+        ][:MAX_ROWS],
+        "saves": rows,
+        "failures": dict(t.failures),
+        "jobs": t.jobs,
+        "ranks": rank_rows(t, MAX_ROWS),
+        "runs": run_rows(t, MAX_ROWS),
+    }
+
+
+def _row(save: Save) -> Mapping[str, Any]:
+    first = save.ranks[min(save.ranks)]
+    return {
+        "save_id": save.save_id,
+        "step": first.step,
+        "path": first.path[:1000],
+        "phase": save.outcome or _phase(save),
+        "ranks": {str(rank): save.ranks[rank].phase for rank in sorted(save.ranks)[:MAX_RANKS_SHOWN]},
+        "missing": save.missing[:MAX_RANKS_SHOWN],
+        **_error_of(save),
+    }
+
+
+def _ended_row(save: EndedSave) -> Mapping[str, Any]:
+    return {
+        "save_id": save.save_id,
+        "step": save.step,
+        "path": save.path[:1000],
+        "phase": save.outcome,
+        "ranks": {str(rank): phase for rank, phase in save.phases(MAX_RANKS_SHOWN)},
+        "missing": [],
+        **_error_of(save),
+    }
+
+
+def _error_of(save: Save | EndedSave) -> Mapping[str, Any]:
+    return {} if save.error is None else {"error": str(save.error.get("text", ""))[:MAX_ERROR_CHARS]}
+
+
+def _phase(save: Save) -> str:
+    """The least that a rank has reached; one that was not heard of has begun at the most."""
+    phases = [e.phase for e in save.ranks.values()]
+    return OPEN if len(phases) < save.world_size else min(phases, key=_ORDER.index)
+
+
+def row_of(save: Save | EndedSave, entry: RankSave) -> Mapping[str, Any]:
+    """Return the row of a Saves message (protocol/SPEC.md) for one rank of a save."""
+    assert entry.phase in PHASES
+    row: dict[str, Any] = {"save_id": save.save_id, "phase": entry.phase, "report": dict(entry.report)}
+    if entry.error is not None:
+        row["error"] = dict(entry.error)
+    missing = missing_of(save) if isinstance(save, Save) else []
+    if missing and save.outcome is None:
+        row["missing"] = missing[:MAX_MISSING]
+    return row
+
+
+def missing_of(save: Save) -> list[int]:
+    """Return the ranks that an open save waits for: that have not sealed it, then those whose files are not durable.
+
+    None before one has sealed it.
+    """
+    if save.told_missing is not None:
+        return save.told_missing
+    if save.sealed_since is None or save.outcome is not None:
+        return []
+    return save.missing or sorted(e.rank for e in save.ranks.values() if e.in_flight and e.phase != DURABLE)
+
+
+def states(t: Tables, session: Session, m: Heartbeat) -> Saves:
+    """Return the answer to a Heartbeat; saves that the worker does not know are left out."""
+    known = [(t.find(i), t.entry((i, session.rank))) for i in dict.fromkeys(m.saves)]
+    rows = tuple(row_of(s, e) for s, e in known if s is not None and e is not None)
+    return _saves(t, session, rows, m.id)
+
+
+def news(t: Tables) -> Iterator[Send]:
+    """Yield what the event that was just handled has changed, for the sessions that it concerns, and forget it."""
+    changed, t.changed = t.changed, {}
+    announced, t.announced = t.announced, {}
+    told = set()
+    for save_id, rank in changed:
+        save = t.saves[save_id]
+        session = t.sessions.get(save.ranks[rank].session)
+        if session is not None and not session.link:
+            row = row_of(save, save.ranks[rank])
+            told.add(session.name)
+            yield Send(peer=session.peer, message=_saves(t, session, (row,)))
+    for run_id in announced:
+        run = t.runs.get(run_id)
+        for name in [name for name in run.members.values() if name not in told] if run is not None else ():
+            session = t.sessions.get(name)
+            if session is not None and not session.link:
+                yield Send(peer=session.peer, message=_saves(t, session, ()))
+
+
+def _saves(t: Tables, session: Session, rows: tuple[Mapping[str, Any], ...], id: int = 0) -> Saves:
+    run = t.runs.get(session.run)
+    if run is None:
+        return Saves(id=id, saves=rows, run="", outcomes=())
+    return Saves(id=id, saves=rows, run=run.run_id, outcomes=tuple(run.outcomes.items()))

@@ -1,0 +1,533 @@
+"""What runs off the control loop: lanes of threads, and the jobs behind the actions of the state machine.
+
+What touches files has lanes of its own for each file system: one that hangs holds its own threads only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field, replace
+from typing import Any, ParamSpec, TypeVar
+
+from asyncckpt.errors import CommitUnknownError, SaveFailedError, to_wire
+from asyncckpt.failpoints import reach
+from asyncckpt.memory.slot import PAGE_NBYTES, STATE_OPEN, STATE_STREAMED
+from asyncckpt.protocol.request import decode_request
+from asyncckpt.storage.rank_writer import DEFAULT_THREADS
+from asyncckpt_worker.core import actions as ac
+from asyncckpt_worker.core import events as ev
+from asyncckpt_worker.core.events import Event
+from asyncckpt_worker.core.freshness import contents_of
+from asyncckpt_worker.io.coverage_check import Prover, hole
+from asyncckpt_worker.io.mount_table import MountTable
+from asyncckpt_worker.io.slot_store import SlotStore
+from asyncckpt_worker.io.writer import Writer
+
+LANES: dict[str, int] = {"memory": 1, "populate": 1, "free": 1}
+"""Lane -> threads, of jobs that touch no files. `free` has its own: to unmap a large slot takes seconds, and reading a
+dead trainer's must not wait."""
+
+MOUNT_LANES: dict[str, int] = {"prepare": 4, "write": 4, "stream": 64, "commit": 4}
+"""Lane -> threads, of jobs that touch files: so many for each file system. `write`: saves that are written at the same
+time, each with the help of other threads. `stream`: those that are written while they are staged; most of the time they
+wait for their trainers, one of which may have stopped."""
+
+HELP = "help"
+"""The lane of each file system whose threads help those that write."""
+
+MAX_HELPERS = 64
+"""Threads of that lane."""
+
+MAX_THREADS = 384
+"""Of all file systems together, half of them helpers at most. Chosen: four that hang, with all that each may have."""
+
+IDLE_S = 20.0
+"""How long a thread waits for its next job before it ends: less than `THREAD_WAIT_S`. Chosen, not measured."""
+
+THREAD_WAIT_S = 30.0
+"""How long a job waits for a first thread of its lane while other file systems hold all of them. Chosen."""
+
+JOB_WAIT_S = 1800.0
+"""How long a job waits for its turn: the default of `commit_timeout_s`. Who has waited so long has given it up."""
+
+LOOK_EVERY_S = 1.0
+MAX_NAMED = 4
+MAX_HOPS = 8
+"""Links from one file system to another that are followed before a job runs where it is."""
+
+FREE_TIMEOUT_S = 10.0
+"""How long a slot that is being freed may still be populated. Chosen: far above one piece of POPULATE_NBYTES."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_logger = logging.getLogger("asyncckpt.worker")
+
+Work = Callable[[Executor], "Event | None"]
+
+
+class NoThreadError(Exception):
+    """A job has waited too long for a thread; the text says which file systems hold them."""
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """Something to be done off the control loop.
+
+    Attributes:
+        work: Is called in a thread with what runs its helpers; what it returns, if anything, becomes a result.
+        refused: Makes the result in its place, where it is not run, or raises.
+        path: What it touches; "" for nothing on disk.
+    """
+
+    work: Work
+    refused: Callable[[Exception], Event | None] = lambda error: None
+    path: str = ""
+    since: float = 0.0
+    hops: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Lane:
+    """Jobs that share their threads: all of one kind, of one file system."""
+
+    name: str
+    device: str
+    limit: int
+    ready: threading.Condition
+    jobs: deque[Job] = field(default_factory=deque)
+    threads: int = 0
+    idle: int = 0
+
+
+class Lanes:
+    """Runs jobs in daemon threads, which a wedged disk may hold for ever without keeping the process from its exit.
+
+    Threads are started when they are needed, and end when they are not: as many as there are, jobs of other file
+    systems find theirs.
+
+    Args:
+        write_threads: Threads that write one save.
+        mounts: Tells which file system a path is on.
+        max_threads: Of all file systems together.
+
+    Attributes:
+        fd: An eventfd, readable while results wait.
+    """
+
+    def __init__(
+        self, write_threads: int = DEFAULT_THREADS, mounts: MountTable | None = None, max_threads: int = MAX_THREADS
+    ) -> None:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._mounts = mounts or MountTable()
+        n_helpers = min(MAX_HELPERS, MOUNT_LANES["write"] * write_threads)
+        self._limits = {**LANES, **MOUNT_LANES, HELP: n_helpers}
+        self._max_threads = max_threads
+        self._results: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._lanes: dict[tuple[str, str], _Lane] = {}
+        self._threads: set[threading.Thread] = set()
+        self._n_helpers = self._n_others = 0
+        self._lock = threading.Lock()
+        self._fd_lock = threading.RLock()  # reentrant: a signal's handler may interrupt its own thread in `wake`
+        self._looked_at = time.monotonic()
+        self._closed = False
+
+    def submit(self, name: str, job: Job) -> None:
+        """Run `job` in lane `name`: of the file system that its path is on, if it has one. Does not wait.
+
+        Raises:
+            RuntimeError: The lane has no thread, and the system gives none.
+        """
+        self._add(name, self._mounts.device_of(job.path) if job.path else "", job)
+
+    def help(self, device: str, job: Job) -> None:
+        """Run `job` in the lane of helpers of `device`, as soon as there is a thread. Does not wait."""
+        self._add(HELP, device, job)
+
+    def _add(self, name: str, device: str, job: Job) -> None:
+        job.since = job.since or time.monotonic()
+        with self._lock:
+            lane = self._lanes.get((name, device))
+            if lane is None:
+                lane = _Lane(name, device, self._limits[name], threading.Condition(self._lock))
+                self._lanes[name, device] = lane
+            lane.jobs.append(job)
+            try:
+                self._staff(lane)
+            except RuntimeError:  # no thread to be had: those that the lane has do the job
+                if lane.threads == 0 and name != HELP:
+                    lane.jobs.remove(job)
+                    raise
+            lane.ready.notify()
+
+    def _staff(self, lane: _Lane) -> None:
+        """Start a thread if a job waits that none is free for, and one more is allowed.
+
+        Raises:
+            RuntimeError: The system gives none.
+        """
+        if lane.idle >= len(lane.jobs) or lane.threads >= lane.limit or not self._may_start(lane):
+            return
+        thread = threading.Thread(target=self._run, args=(lane,), name=f"asyncckpt-{lane.name}", daemon=True)
+        thread.start()
+        self._threads.add(thread)
+        self._count(lane, 1)
+
+    def _may_start(self, lane: _Lane) -> bool:
+        if not lane.device:
+            return True
+        full = self._n_helpers + self._n_others >= self._max_threads
+        return not full and not (lane.name == HELP and 2 * self._n_helpers >= self._max_threads)
+
+    def _count(self, lane: _Lane, by: int) -> None:
+        lane.threads += by
+        if lane.name == HELP:
+            self._n_helpers += by
+        elif lane.device:
+            self._n_others += by
+
+    def post(self, event: Event) -> None:
+        """Add a result from any thread, and wake the control loop."""
+        self._results.put(event)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake the control loop; nothing after `close`. Safe in a signal handler."""
+        with self._fd_lock, contextlib.suppress(BlockingIOError):
+            if self.fd >= 0:
+                os.eventfd_write(self.fd, 1)
+
+    def results(self) -> list[Event]:
+        """Return the results that are there, those of jobs that have waited too long included."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+        found = []
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_EVERY_S:
+            self._looked_at = now
+            found += self._refusals(now)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._results.get_nowait())
+        return found
+
+    def _refusals(self, now: float) -> list[Event]:
+        """Take the jobs that have waited too long, and return what becomes of them."""
+        late: list[tuple[Job, str]] = []
+        with self._lock:
+            for lane in self._lanes.values():
+                with contextlib.suppress(RuntimeError):  # no thread to be had: the next look tries again
+                    self._staff(lane)
+                wait_s = JOB_WAIT_S if lane.threads else THREAD_WAIT_S
+                while lane.device and lane.jobs and now - lane.jobs[0].since > wait_s:
+                    late.append((lane.jobs.popleft(), self._holders(lane)))
+            self._lanes = {key: lane for key, lane in self._lanes.items() if lane.threads or lane.jobs}
+        events = [_refused(job, NoThreadError(text)) for job, text in late]
+        return [event for event in events if event is not None]
+
+    def _holders(self, lane: _Lane) -> str:
+        """Say which file systems hold the threads that a job of `lane` waits for."""
+        holding = [lane] if lane.threads else [other for other in self._lanes.values() if other.device]
+        counts = Counter[str]()
+        for other in holding:
+            counts[self._mounts.name_of(other.device)] += other.threads - other.idle
+        listed = ", ".join(f"{name} ({n})" for name, n in counts.most_common(MAX_NAMED))
+        return f"no thread was free for it; file systems that do not answer, and threads that wait for them: {listed}"
+
+    # ---- in the threads
+
+    def _run(self, lane: _Lane) -> None:
+        while (job := self._next(lane)) is not None:
+            result = self._result(lane, job)
+            del job
+            if result is not None and not self._closed:
+                self.post(result)
+
+    def _next(self, lane: _Lane) -> Job | None:
+        """Wait for a job. None: this thread is needed no more, and is counted no more."""
+        with self._lock:
+            lane.idle += 1
+            lane.ready.wait_for(lambda: lane.jobs or self._closed, IDLE_S)
+            lane.idle -= 1
+            if lane.jobs:
+                return lane.jobs.popleft()
+            self._threads.discard(threading.current_thread())
+            self._count(lane, -1)
+            return None
+
+    def _result(self, lane: _Lane, job: Job) -> Event | None:
+        try:
+            if job.path and self._moved_on(lane, job):
+                return None
+            return job.work(_Helpers(self, lane.device))
+        except BaseException as error:
+            _logger.exception("a job of lane %s raised: our own bug", lane.name)
+            return _refused(job, error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    def _moved_on(self, lane: _Lane, job: Job) -> bool:
+        """Whether the job's path leads to another file system, whose lane has it now."""
+        path = self._mounts.followed(job.path)
+        device = self._mounts.device_of(path)
+        if device == lane.device or job.hops >= MAX_HOPS:
+            return False
+        job.path, job.hops = path, job.hops + 1
+        self._add(lane.name, device, job)
+        return True
+
+    def close(self, timeout_s: float) -> bool:
+        """End the threads; later calls do nothing.
+
+        Blocks until they have ended, at most `timeout_s`.
+
+        Returns:
+            Whether all have: False when a job hangs.
+        """
+        with self._lock:
+            if self._closed:
+                return True
+            self._closed = True
+            threads = list(self._threads)
+            for lane in self._lanes.values():
+                lane.ready.notify_all()
+        deadline = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        done = not any(thread.is_alive() for thread in threads)
+        if done:
+            with self._fd_lock:
+                os.close(self.fd)
+                self.fd = -1
+        return done
+
+
+def _refused(job: Job, error: Exception) -> Event | None:
+    """Return what becomes of a job that is not run. IMPORTANT: nothing is raised: that would cost its lane a thread."""
+    try:
+        return job.refused(error)
+    except BaseException:
+        _logger.exception("a job that was not run is not answered either: our own bug")
+        return None
+
+
+class _Helpers(Executor):
+    """Runs functions in the lane `HELP` of one file system. What waits there too long is cancelled."""
+
+    def __init__(self, lanes: Lanes, device: str) -> None:
+        self._lanes, self._device = lanes, device
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """As `Executor.submit`; where no thread can be had, the future waits for one."""
+        future: Future[T] = Future()
+
+        def work(_: Executor) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        def refused(_: Exception) -> None:
+            future.cancel()
+
+        self._lanes.help(self._device, Job(work, refused))
+        return future
+
+
+class JobRunner:
+    """Turns actions into jobs.
+
+    Args:
+        lanes: Run them.
+        slots: Where the snapshots lie.
+        writer: Touches storage.
+        count: Takes the name of a counter and what to add to it.
+    """
+
+    def __init__(self, lanes: Lanes, slots: SlotStore, writer: Writer, count: Callable[[str, int], None]) -> None:
+        self._lanes, self._slots, self._writer, self._count = lanes, slots, writer, count
+        self._prover = Prover()
+
+    def submit(self, action: ac.Action) -> None:
+        """Hand the action's job to its lane.
+
+        Raises:
+            RuntimeError: There is no thread for it.
+        """
+        match action:
+            case ac.ReadSlot():
+                self._run("memory", action, lambda _: self._read_slot(action.slot))
+            case ac.AdoptSlot():
+                self._run("memory", action, lambda _: self._adopt(action))
+            case ac.FreeSlot():
+                self._run("free", action, lambda _: self._free(action.slot))
+            case ac.Prepare():
+                self._run("prepare", action, lambda _: self._prepare(action), action.path)
+            case ac.Write():
+                lane = "stream" if action.early or action.request.ring_segments else "write"
+                self._run(lane, action, lambda pool: self._write(action, pool), action.request.path)
+            case ac.CutOff():
+                self._slots.cut_off(action.slot, action.generation)
+            case ac.Commit():
+                self._run("commit", action, lambda _: self._commit(action), action.requests[0].path)
+            case ac.Remove():
+                self._run("commit", action, lambda _: self._remove(action), action.path)
+            case ac.ScanLineage():
+                self._run("prepare", action, lambda _: self._lineage(action), action.path)
+            case _:
+                raise AssertionError(f"no performer for {action}")
+
+    def _run(self, lane: str, action: ac.Action, work: Work, path: str = "") -> None:
+        self._lanes.submit(lane, Job(work, lambda error: gave_up(action, error), path))
+
+    def populate(self, number: int) -> None:
+        """Fault in the pages of a new slot.
+
+        Raises:
+            RuntimeError: There is no thread for it.
+        """
+        self._lanes.submit("populate", Job(lambda _: self._populate(number)))
+
+    # ---- in the threads of the lanes
+
+    def _read_slot(self, number: int) -> ev.SlotRead:
+        opened = False
+        try:
+            with self._slots.use(number) as memory:
+                opened = memory.control.state in (STATE_OPEN, STATE_STREAMED)
+                (generation, data), streamed = memory.control.read_streamed()
+                reach("worker: request found")
+            request = decode_request(data, memory.nbytes - PAGE_NBYTES)
+        except Exception as error:
+            return ev.SlotRead(now=time.monotonic(), slot=number, reason=str(error), opened=opened)
+        opened = opened and streamed  # a seal may have come between the two
+        now = time.monotonic()
+        return ev.SlotRead(
+            now=now, slot=number, generation=generation, request=request, opened=opened, streamed=streamed
+        )
+
+    def _adopt(self, action: ac.AdoptSlot) -> ev.SlotCreated:
+        try:
+            reach("worker: slot handed over")
+            memory = self._slots.adopt(action.slot, action.nbytes, action.pid, action.fd, action.token)
+        except Exception as error:
+            text = f"the worker cannot open fd {action.fd} of process {action.pid}: {error}"
+            wire = to_wire(SaveFailedError(text, code="slot", detail=str(error)))
+            return ev.SlotCreated(now=time.monotonic(), slot=action.slot, error=wire)
+        return ev.SlotCreated(now=time.monotonic(), slot=action.slot, fd=memory.fd, token=memory.token)
+
+    def _free(self, number: int) -> ev.SlotFreed:
+        error = _error_of(lambda: self._slots.free(number))
+        if error is not None:
+            _logger.error("slot %d was not freed: %r", number, error)
+        else:
+            self._slots.wait_freed(number, FREE_TIMEOUT_S)  # populating may have been under way, and closes it
+        return ev.SlotFreed(now=time.monotonic(), slot=number)
+
+    def _populate(self, number: int) -> None:
+        try:
+            reach("worker: filling pages")
+            self._slots.populate(number)
+        except OSError as error:  # the trainer's own first touch then pays, or fails, for the pages
+            _logger.warning("cannot fault in the pages of slot %d: %s", number, error)
+
+    def _prepare(self, action: ac.Prepare) -> ev.Prepared:
+        try:
+            committed = self._writer.prepare(action)
+        except BaseException as error:
+            home = self._writer.home(action.path)
+            return ev.Prepared(now=time.monotonic(), key=action.key, error=to_wire(error), home=home)
+        home = self._writer.home(action.path)
+        return ev.Prepared(now=time.monotonic(), key=action.key, committed=committed, home=home)
+
+    def _write(self, action: ac.Write, pool: Executor) -> ev.Written:
+        begun = time.perf_counter()
+        try:
+            tally = self._prover.check(action.request)
+            written, kept = self._writer.write(action, pool, self._prover.check)
+            # IMPORTANT: of the structure that was sealed, which is another one than was streamed where that was open.
+            result = written if written.tally is not None else replace(written, tally=tally)
+        except BaseException as error:
+            return ev.Written(now=time.monotonic(), key=action.key, error=to_wire(error))
+        report: dict[str, Any] = {f"seconds_{name}": value for name, value in result.seconds.items()}
+        report |= {
+            "seconds_write": time.perf_counter() - begun,  # all of it, not only the shards
+            "nbytes": result.nbytes,
+            "direct": result.direct,
+        }
+        if action.request.ring_segments:
+            report["ring_nbytes"] = action.request.ring_segments * action.request.ring_segment_nbytes
+        if action.resumed:
+            report["kept"] = kept
+        self._count("written_nbytes", 0 if kept else result.nbytes)
+        return ev.Written(now=time.monotonic(), key=action.key, result=result, report=report)
+
+    def _commit(self, action: ac.Commit) -> ev.Published:
+        try:
+            tallies = [result.tally for result in action.results]
+            faults = self._prover.faults(action.requests, tallies, self._writer.structures(action))
+            if faults:
+                error_wire = to_wire(hole(action.requests[0], faults))
+                return ev.Published(now=time.monotonic(), save_id=action.save_id, error=error_wire)
+            report = self._writer.commit(action)
+        except BaseException as error:
+            unknown = isinstance(error, CommitUnknownError)
+            return ev.Published(now=time.monotonic(), save_id=action.save_id, error=to_wire(error), unknown=unknown)
+        contents = contents_of(action.requests, action.results)
+        return ev.Published(now=time.monotonic(), save_id=action.save_id, report=report, contents=contents)
+
+    def _remove(self, action: ac.Remove) -> ev.Removed:
+        _error_of(lambda: self._writer.remove(action.save_id, action.path))
+        return ev.Removed(now=time.monotonic(), save_id=action.save_id)
+
+    def _lineage(self, action: ac.ScanLineage) -> ev.LineageScanned:
+        try:
+            epoch = self._writer.lineage(action.path)
+        except BaseException as error:
+            return _scanned(action, error=to_wire(error))
+        return _scanned(action, epoch=epoch)
+
+
+def _scanned(action: ac.ScanLineage, **found: Any) -> ev.LineageScanned:
+    return ev.LineageScanned(now=time.monotonic(), run=action.run, path=action.path, **found)
+
+
+def gave_up(action: ac.Action, error: Exception) -> ev.Event | None:
+    """Return what the brain hears of a job that could not be begun: nobody else would ever answer for it."""
+    text, code = f"the worker failed: {error!r}", "internal"
+    if isinstance(error, NoThreadError):
+        text, code = f"{error}; nothing was published; look at these file systems, or save to another one", "no_thread"
+    now, wire = time.monotonic(), to_wire(SaveFailedError(text, code=code, detail=str(error)))
+    match action:
+        case ac.ReadSlot():
+            return ev.SlotRead(now=now, slot=action.slot, reason=text)
+        case ac.FreeSlot():
+            return ev.SlotFreed(now=now, slot=action.slot)
+        case ac.AdoptSlot():
+            return ev.SlotCreated(now=now, slot=action.slot, error=wire)
+        case ac.Prepare():
+            return ev.Prepared(now=now, key=action.key, error=wire)
+        case ac.Write():
+            return ev.Written(now=now, key=action.key, error=wire)
+        case ac.Commit():
+            return ev.Published(now=now, save_id=action.save_id, error=wire)
+        case ac.Remove():
+            return ev.Removed(now=now, save_id=action.save_id)
+        case ac.ScanLineage():
+            return _scanned(action, error=wire)
+    return None
+
+
+def _error_of(call: Callable[[], None]) -> BaseException | None:
+    try:
+        call()
+    except BaseException as error:
+        return error
+    return None

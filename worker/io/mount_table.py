@@ -1,0 +1,98 @@
+"""Which file system a path lies on, found without asking the file system itself: one that hangs answers nobody."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections.abc import Mapping
+
+MOUNTINFO = "/proc/self/mountinfo"
+
+UNKNOWN = "?"
+"""The device of all paths where there is no table: they share their lanes."""
+
+MAX_AGE_S = 1.0
+"""How old the table may be. A mount that is missed meanwhile only costs that jobs wait for each other. Chosen."""
+
+MAX_LINKS = 40
+"""As many as the kernel follows (path_resolution(7))."""
+
+
+class MountTable:
+    """The mounts of this process's namespace. Safe to call from several threads.
+
+    Args:
+        mountinfo: The file to read, as proc_pid_mountinfo(5) describes it.
+    """
+
+    def __init__(self, mountinfo: str = MOUNTINFO) -> None:
+        self._file = mountinfo
+        self._devices: Mapping[str, str] = {}
+        self._read_at = float("-inf")
+
+    def device_of(self, path: str) -> str:
+        """Return the device number of the mount that `path` names a place on, links not followed. Does not wait."""
+        devices = self._mounts()
+        return devices.get(_mount_point(os.path.normpath(path), devices), UNKNOWN)
+
+    def name_of(self, device: str) -> str:
+        """Return a directory at which `device` is mounted; the number itself where it is not any more."""
+        return min((point for point, found in self._mounts().items() if found == device), default=device)
+
+    def followed(self, path: str) -> str:
+        """Return `path` with its links replaced by what they name, up to the first one that leads to another device.
+
+        Blocks: as long as the file system of `path`, and no other, does not answer.
+        """
+        path = os.path.normpath(path)
+        devices = self._mounts()
+        device = devices.get(_mount_point(path, devices))
+        for _ in range(MAX_LINKS):
+            after = _followed_once(path, _mount_point(path, devices))
+            if after is None:
+                return path
+            path = after
+            if devices.get(_mount_point(path, devices)) != device:
+                return path
+        return path
+
+    def _mounts(self) -> Mapping[str, str]:
+        now = time.monotonic()
+        if now - self._read_at >= MAX_AGE_S:
+            self._read_at = now
+            try:
+                with open(self._file, encoding="utf-8", errors="surrogateescape") as file:
+                    rows = [line.split(" ", 5) for line in file]
+            except OSError:
+                return self._devices
+            self._devices = {_unescaped(row[4]): row[2] for row in rows if len(row) > 5}  # a later mount covers
+        return self._devices
+
+
+def _followed_once(path: str, point: str) -> str | None:
+    """Return `path` with its first link below the mount point `point` replaced; None: there is none."""
+    # IMPORTANT: begins below the mount point. What lies above is not looked at: it may be on a device that hangs.
+    at, names = point.rstrip("/"), path[len(point) :].strip("/").split("/")
+    for n, name in enumerate(names, 1):
+        parent, at = at, f"{at}/{name}"
+        try:
+            target = os.readlink(at)
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # no link
+                continue
+            return None  # whoever uses the path will meet the error
+        return os.path.normpath(os.path.join(parent or "/", target, *names[n:]))
+    return None
+
+
+def _mount_point(path: str, devices: Mapping[str, str]) -> str:
+    """Return the longest beginning of `path`, which is normalized, at which something is mounted; it has no links."""
+    while path not in devices and len(path) > 1:
+        path = path[: path.rfind("/")] or "/"
+    return path
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)

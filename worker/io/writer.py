@@ -1,0 +1,325 @@
+"""Jobs that touch storage: prepare a directory, write one rank's files, commit, clean up, look for the lineage.
+
+Whatever goes wrong is wrapped into one error that says what to do.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from asyncckpt import __version__
+from asyncckpt.errors import AsyncCkptError, SaveFailedError
+from asyncckpt.failpoints import reach
+from asyncckpt.format.names import DCP, SaveId
+from asyncckpt.memory.slot import SlotError
+from asyncckpt.protocol.request import SaveRequest
+from asyncckpt.storage.catalog import next_epoch_beside
+from asyncckpt.storage.checkpoint_dir import home_of, prepare_directory, remove_made
+from asyncckpt.storage.commit import build_manifest, dcp_metadata_of, publish, remove_files_of, remove_leftovers
+from asyncckpt.storage.files import Files, save_failure, whose
+from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.rank_writer import DEFAULT_THREADS, RankJob, RankResult, write_rank_files
+from asyncckpt.storage.recovery import is_committed, resume_rank_files
+from asyncckpt.storage.store import DirectoryIdentity
+from asyncckpt_worker.core.actions import Commit, Prepare, Write
+from asyncckpt_worker.core.events import SaveKey
+from asyncckpt_worker.core.freshness import rest_print
+from asyncckpt_worker.io.remote_ranks import Structures, await_shared, dcp_part_at, index_at
+from asyncckpt_worker.io.slot_store import SlotStore
+from asyncckpt_worker.io.stream_source import Prove, unproved, write_streamed
+
+MIN_THREADS = 2
+MAX_WRITE_THREADS = 64
+"""Threads that write one save."""
+
+RESERVE_INODES = 8
+
+T = TypeVar("T")
+_logger = logging.getLogger("asyncckpt.worker")
+
+
+class Writer:
+    """Performs storage jobs. Every method may be called from several threads, and raises only errors of our tree.
+
+    Args:
+        files: The storage seam.
+        slots: Where the snapshots lie.
+        roots: Directories below which it may write; empty allows every path.
+        threads: Per save, unless the save asks for a number; 0 takes the default.
+
+    Attributes:
+        threads: The same, never 0.
+    """
+
+    def __init__(self, files: Files, slots: SlotStore, roots: Sequence[str], threads: int) -> None:
+        self._files = files
+        self._slots = slots
+        self._roots = tuple(roots)
+        self.threads = max(threads or DEFAULT_THREADS, MIN_THREADS)
+        self._written: dict[SaveKey, list[int]] = {}
+
+    def prepare(self, job: Prepare) -> bool:
+        """Make the directory and look for what would make the save fail.
+
+        Returns:
+            Whether the save has been committed already: by the worker before, which is dead.
+
+        Raises:
+            CheckpointExistsError: A manifest is there that is not to be replaced, or above it.
+            SaveFailedError: Outside the roots, no room, or the directory cannot be made.
+        """
+        save_id, rank = job.key
+
+        def run() -> bool:
+            reach("worker: preparing")
+            check_root(job.path, self._roots)
+            store = LocalStore(self._files, umask=job.umask)
+            if job.resumed and is_committed(job.path, SaveId.parse(save_id), store=store):
+                remove_leftovers(job.path, SaveId.parse(save_id), store=store)
+                return True
+            made = prepare_directory(
+                job.path,
+                save_id=SaveId.parse(save_id),
+                store=store,
+                fsync=job.fsync,
+                overwrite=job.overwrite,
+                resumed=job.resumed,
+            )
+            try:
+                if not job.resumed:  # its files may have taken the room that they need
+                    check_disk(job.path, job.nbytes, self._files)
+            except OSError:
+                remove_made(made, store)
+                raise
+            return False
+
+        return self._wrapped(run, save_id, rank, job.step, job.path)
+
+    def home(self, path: str) -> DirectoryIdentity:
+        """Return which directory a save goes to, so that its snapshot is not offered once somebody has removed that."""
+        return home_of(path, LocalStore(self._files))
+
+    def write(self, job: Write, pool: Executor, prove: Prove = unproved) -> tuple[RankResult, bool]:
+        """Write one rank's files from its slot; those that the worker before has made durable are kept.
+        `pool` runs threads that help; `prove` looks at the request of the seal, where writing begins before that.
+
+        Returns:
+            The result, and whether the shards were kept.
+
+        Raises:
+            SaveFailedError: A call failed, or the slot was reopened meanwhile. Files of this rank are removed.
+        """
+        request = job.request
+
+        def run() -> tuple[RankResult, bool]:
+            reach("worker: writing")
+            pieces = self._written[job.key] = []  # appended to by threads, which needs no lock
+            try:
+                return filed(pieces)
+            finally:
+                self._written.pop(job.key, None)
+
+        def filed(pieces: list[int]) -> tuple[RankResult, bool]:
+            rank_job = self._rank_job(request, pieces.append)
+            with self._slots.use(job.slot) as memory:
+                if request.ring_segments or job.early:
+                    return write_streamed(job, rank_job, memory, self._slots, prove, files=self._files, pool=pool)
+
+                def check() -> None:
+                    if not memory.control.is_sealed(job.generation):
+                        raise SlotError(f"slot {job.slot} was reopened while generation {job.generation} was written")
+
+                view = memory.mapping.view()
+                try:
+                    if job.resumed:
+                        result, kept = resume_rank_files(rank_job, view, files=self._files, pool=pool, check=check)
+                    else:
+                        result = write_rank_files(rank_job, view, files=self._files, pool=pool, check=check)
+                        kept = False
+                finally:
+                    view.release()
+            return replace(result, rest_print=rest_print(request)), kept
+
+        return self._wrapped(run, request.save_id, request.rank, request.step, request.path)
+
+    def written(self) -> dict[SaveKey, int]:
+        """Return how many bytes of shards have been written so far, of what is being written now."""
+        return {key: sum(list(pieces)) for key, pieces in list(self._written.items())}
+
+    def _rank_job(self, request: SaveRequest, progress: Callable[[int], None]) -> RankJob:
+        return RankJob(
+            path=request.path,
+            save_id=SaveId.parse(request.save_id),
+            rank=request.rank,
+            world_size=request.world_size,
+            parts=tuple((p.offset, p.nbytes) for p in request.parts),
+            structure=request.structure,
+            objects=request.objects,
+            n_tensors=request.n_tensors,
+            fsync=request.fsync,
+            overwrite=request.overwrite,
+            umask=request.umask,
+            layout=request.layout,
+            progress=progress,
+            threads=min(MAX_WRITE_THREADS, max(request.write_threads or self.threads, MIN_THREADS)),
+        )
+
+    def structures(self, job: Commit) -> Sequence[bytes]:
+        """Return the structure of every rank. Reading one of another node raises SaveFailedError, or
+        CorruptCheckpointError, where its index is not to be seen here, after waiting as `await_shared`.
+        """
+        first = job.requests[0]
+
+        def read(rank: int) -> bytes:
+            def run() -> bytes:
+                record = job.results[rank].record
+                await_shared(first.path, [record], self._files)
+                return index_at(first.path, record, self._files).structure
+
+            return self._wrapped(run, first.save_id, rank, first.step, first.path)
+
+        return Structures([request.structure for request in job.requests], read)
+
+    def commit(self, job: Commit) -> dict[str, Any]:
+        """Publish the manifest, then remove what earlier attempts and a replaced checkpoint left.
+
+        Returns:
+            The report's figures of this phase.
+
+        Raises:
+            CheckpointExistsError: Another save's manifest is there, and not to be replaced; nothing was changed.
+            CommitUnknownError: Nobody knows whether the manifest stands.
+            SaveFailedError: Nothing was published.
+        """
+        request, results = job.requests[0], job.results
+        assert request.step is not None, "a rank 0 that seals without one contradicts itself"
+        step = request.step
+        begun = time.perf_counter()
+
+        def run() -> None:
+            reach("worker: committing")
+            save_id = SaveId.parse(request.save_id)
+            if job.remote:
+                await_shared(request.path, [results[rank].record for rank in job.remote], self._files)
+                reach("commit: others seen")
+            remote = job.remote if request.layout == DCP else ()
+            theirs = {rank: dcp_part_at(request.path, results[rank].record, self._files) for rank in remote}
+            dcp_metadata = dcp_metadata_of(save_id, [theirs.get(r.record.rank) or r.dcp for r in results])
+            manifest = build_manifest(
+                save_id,
+                results,
+                step=step,
+                world_size=request.world_size,
+                fsync=all(r.fsync for r in job.requests),
+                metadata=request.metadata,
+                package=__version__,
+                dcp_metadata=dcp_metadata,
+            )
+            publish(
+                request.path,
+                manifest,
+                store=LocalStore(self._files, umask=request.umask),
+                overwrite=request.overwrite,
+                dcp_metadata=dcp_metadata,
+            )
+
+        self._wrapped(run, request.save_id, request.rank, request.step, request.path)
+        seconds = time.perf_counter() - begun
+        removed = remove_leftovers(request.path, SaveId.parse(request.save_id), store=LocalStore(self._files))
+        if removed:
+            _logger.info("removed %d leftovers", len(removed), extra={"save_id": request.save_id})
+        return {"seconds_commit": seconds}
+
+    def remove(self, save_id: str, path: str) -> None:
+        """Remove the files of a save that failed; errors are logged only."""
+        remove_files_of(path, SaveId.parse(save_id), store=LocalStore(self._files))
+
+    def lineage(self, path: str) -> int:
+        """Return the epoch of a run whose first checkpoint is at `path`.
+
+        Raises:
+            SaveFailedError: The siblings cannot be read.
+        """
+
+        def run() -> int:
+            check_root(path, self._roots)
+            reach("worker: lineage asked for")
+            return next_epoch_beside(path, LocalStore(self._files))
+
+        return self._wrapped(run, None, None, None, path)
+
+    @staticmethod
+    def _wrapped(run: Callable[[], T], save_id: str | None, rank: int | None, step: int | None, path: str) -> T:
+        try:
+            return run()
+        except BaseException as error:
+            raise wrap(error, save_id, rank, step, path) from error
+
+
+def wrap(error: BaseException, save_id: str | None, rank: int | None, step: int | None, path: str) -> AsyncCkptError:
+    """Return `error` as one of our tree that says what happened to what, and what to do."""
+    if isinstance(error, AsyncCkptError):
+        facts = {"save_id": save_id, "rank": rank, "step": step, "path": path, **error.facts()}
+        return type(error)(error.message, **{n: v for n, v in facts.items() if n in error.fields})
+    if isinstance(error, OSError):
+        return save_failure(error, save_id=save_id, rank=rank, step=step, path=path)
+    if isinstance(error, SlotError):
+        code, advice = "slot_reused", "the trainer wrote to the slot before the save had ended: report this as a bug"
+    else:
+        code, advice = "internal", "this is a bug in asyncckpt: report it with the worker's log"
+        _logger.error("unexpected error", exc_info=error, extra={"save_id": save_id})
+    detail = str(error) or type(error).__name__
+    what = f"save {save_id} ({whose(step, rank)}) to {path}" if save_id else f"looking beside {path}"
+    return SaveFailedError(
+        f"{what} failed: {detail}; nothing was published; {advice}",
+        code=code,
+        rank=rank,
+        path=path,
+        detail=detail,
+        save_id=save_id,
+        step=step,
+    )
+
+
+def check_root(path: str, roots: Sequence[str]) -> None:
+    """Prove that `path` lies below one of `roots`, symbolic links followed.
+
+    Raises:
+        SaveFailedError: It does not; code EPERM.
+    """
+    real = os.path.realpath(path)
+    # IMPORTANT: names first. To follow a root's links waits for its file system, which may hang and be another one.
+    if not roots or any(_is_below(real, root) for root in (*roots, *map(os.path.realpath, roots))):
+        return
+    detail = f"it is not below the roots that this worker may write to: {', '.join(roots)}"
+    raise SaveFailedError(
+        f"cannot save to {path}: {detail}; choose a path there, or start the worker with another --root",
+        code="EPERM",
+        path=path,
+        detail=detail,
+    )
+
+
+def _is_below(real: str, root: str) -> bool:
+    return os.path.commonpath((real, root)) == os.path.normpath(root)
+
+
+def check_disk(path: str, nbytes: int, files: Files) -> None:
+    """Prove that the file system of the existing directory `path` has room for `nbytes`.
+
+    Raises:
+        OSError: ENOSPC when it has not; or statvfs failed.
+    """
+    found = files.statvfs(path)
+    free = (found.f_bfree if os.geteuid() == 0 else found.f_bavail) * found.f_frsize
+    if free < nbytes:
+        raise OSError(errno.ENOSPC, f"{free:,} bytes are free, {nbytes:,} are needed", path)
+    if found.f_files and found.f_favail < RESERVE_INODES:
+        raise OSError(errno.ENOSPC, f"{found.f_favail} inodes are free", path)

@@ -1,0 +1,105 @@
+"""Watches, slots and sockets, which the core asks for and gets at once (`core.resources`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+from asyncckpt.errors import AsyncCkptError, SaveFailedError, from_wire, to_wire
+from asyncckpt.failpoints import reach
+from asyncckpt.memory.headroom import check_memory
+from asyncckpt.memory.slot import SlotError
+from asyncckpt_worker.core.resources import Connection, Listener
+from asyncckpt_worker.io.job_runner import JobRunner
+from asyncckpt_worker.io.node_sockets import NodeSockets
+from asyncckpt_worker.io.slot_store import SlotStore
+from asyncckpt_worker.service.memory_pressure import slot_refused
+from asyncckpt_worker.service.process_watch import Liveness
+
+T = TypeVar("T")
+
+
+class LocalResources:
+    """Those of this process.
+
+    Args:
+        slots, liveness, peers: Where they lie.
+        jobs: Faults in the pages of new slots.
+        bug: Logs an error that is none of those that are expected, and where.
+    """
+
+    def __init__(
+        self,
+        slots: SlotStore,
+        liveness: Liveness,
+        peers: NodeSockets,
+        jobs: JobRunner,
+        bug: Callable[[str, Exception], None],
+    ) -> None:
+        self._slots, self._liveness, self._peers, self._jobs, self._bug = slots, liveness, peers, jobs, bug
+
+    def watch(self, session: str, pid: int, pid_start: int) -> bool:
+        """See `Resources`."""
+        try:
+            return self._liveness.watch(session, pid, pid_start)
+        except Exception as error:
+            self._bug("a watch", error)
+            return False
+
+    def create_slot(self, number: int, nbytes: int, *, populate: bool) -> tuple[int, bytes]:
+        """See `Resources`."""
+        try:
+            reach("worker: slot asked for")
+            check_memory(nbytes, self._slots.promised_nbytes())
+            memory = self._slots.create(number, nbytes)
+        except AsyncCkptError:
+            raise
+        except (OSError, SlotError) as error:
+            raise slot_refused(error, nbytes) from error
+        except Exception as error:
+            raise self._internal("a slot", error) from error
+        if populate:  # a slot whose pages nobody faults in ahead of use is slower, and as good
+            try:
+                self._jobs.populate(number)
+            except Exception as error:
+                self._bug("population of slots", error)
+        return memory.fd, memory.token
+
+    def listen(self, port: int, secret: str) -> Listener:
+        """See `Resources`."""
+
+        def listening() -> Listener:
+            reach("peers: listening")
+            address, public, key = self._peers.listen(port, secret)
+            return Listener(address=address, public=public, secret=key)
+
+        return self._socket("listening", listening)
+
+    def connect(self, connection: Connection) -> None:
+        """See `Resources`."""
+
+        def connecting() -> None:
+            reach("peers: connecting")
+            self._peers.connect(connection)
+
+        self._socket("connecting", connecting)
+
+    def disconnect(self, run: str) -> None:
+        """See `Resources`."""
+        with contextlib.suppress(OSError):  # it is closed in any case
+            self._peers.disconnect(run)
+
+    def _socket(self, what: str, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except AsyncCkptError:
+            raise
+        except OSError as error:
+            raise from_wire(to_wire(error)) from error
+        except Exception as error:
+            raise self._internal(what, error) from error
+
+    def _internal(self, what: str, error: Exception) -> SaveFailedError:
+        self._bug(what, error)
+        return SaveFailedError(f"the worker failed: {error!r}", code="internal")

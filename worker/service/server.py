@@ -1,0 +1,144 @@
+"""The socket: one ROUTER that survives any bytes. It turns frames into messages and answers what it cannot decode."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+
+import zmq
+
+from asyncckpt.errors import AsyncCkptError, EndpointError, ProtocolError, to_wire
+from asyncckpt.failpoints import reach
+from asyncckpt.protocol.codec import MAX_FRAME_NBYTES, decode, encode, request_id
+from asyncckpt.protocol.messages import REQUESTS, Message, Refused
+from asyncckpt_worker.service.endpoint_lock import claim
+
+HIGH_WATER_MARK = 1000
+"""Messages that wait per peer and direction (zmq_setsockopt(3), the default said aloud). Beyond it a peer that does
+not read loses messages, which it must be prepared for anyway."""
+
+BATCH = 256
+"""Messages that are taken per turn of the loop, so that a flood does not starve everything else."""
+
+CLOSE_LINGER_MS = 500
+"""Until the close LINGER is 0. Chosen: a peer that reads at all has read within it."""
+
+MAX_FRAMES = 3
+"""Identity, header, body."""
+
+
+class Server:
+    """Owns socket, context, lock and socket file. Used from the control loop's thread only.
+
+    Args:
+        endpoint: `ipc://...`.
+        count: Called with the name of a counter.
+        claimed: What `claim.claim` returned, when the caller has done that already; the lock's fd is owned from here.
+    """
+
+    def __init__(self, endpoint: str, count: Callable[[str], None], claimed: tuple[str, int] | None = None) -> None:
+        self._count = count
+        self._path, self._lock_fd = claimed or claim(endpoint)
+        self._context = zmq.Context()
+        try:
+            self._bind(endpoint)
+        except BaseException:
+            self.close()
+            raise
+
+    def _bind(self, endpoint: str) -> None:
+        # IMPORTANT: only under the lock. A second bind takes the path from under a living worker without any error.
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+        except OSError as error:
+            text = f"cannot listen on {endpoint}: something else is in its place: {error.strerror}"
+            raise EndpointError(text, endpoint=endpoint, path=self._path) from error
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
+        try:
+            self._socket.bind(endpoint)
+            os.chmod(self._path, 0o600)
+        except (zmq.ZMQError, OSError) as error:
+            raise EndpointError(f"cannot listen on {endpoint}: {error}", endpoint=endpoint, path=self._path) from error
+
+    def poll(self, fds: Iterable[int], timeout_s: float | None, others: Iterable[zmq.Socket[bytes]] = ()) -> set[int]:
+        """Wait until a message, one of `fds`, or a message of the sockets `others`, is there.
+
+        Blocks: at most `timeout_s`; None waits for ever.
+
+        Returns:
+            Which of `fds` are ready.
+        """
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        for fd in fds:
+            poller.register(fd, zmq.POLLIN)
+        for socket in others:
+            poller.register(socket, zmq.POLLIN)
+        ready = poller.poll(None if timeout_s is None else max(0, int(timeout_s * 1000) + 1))
+        return {found for found, _ in ready if isinstance(found, int)}
+
+    def receive(self) -> Iterator[tuple[bytes, Message]]:
+        """Yield (peer, message) for what has arrived, at most `BATCH`; refuses what does not decode."""
+        for _ in range(BATCH):
+            try:
+                peer, frames = self._next()
+            except zmq.Again:
+                return
+            self._count("messages_received")
+            try:
+                message = self._decode(frames)
+            except AsyncCkptError as error:
+                self._count("messages_malformed")
+                self.send(peer, Refused(id=request_id(frames[:2]), error=to_wire(error)))
+            else:
+                yield peer, message
+
+    def _next(self) -> tuple[bytes, list[bytes]]:
+        frames: list[bytes] = []
+        while True:
+            frame = self._socket.recv(zmq.NOBLOCK)
+            if len(frames) <= MAX_FRAMES:
+                frames.append(frame)
+            if not self._socket.getsockopt(zmq.RCVMORE):
+                return frames[0], frames[1:]
+
+    @staticmethod
+    def _decode(frames: list[bytes]) -> Message:
+        try:
+            return decode(frames, REQUESTS)
+        except AsyncCkptError:
+            raise
+        except Exception as error:  # whatever else bytes may provoke must not end the worker
+            raise ProtocolError(f"the message does not decode: {error!r}", detail="body") from error
+
+    def send(self, peer: bytes, message: Message) -> None:
+        """Send without waiting; a peer that is gone, or does not read, loses the message."""
+        try:
+            reach("worker: telling")
+            self._socket.send_multipart([peer, *encode(message)], zmq.NOBLOCK)
+        except (zmq.ZMQError, OSError):
+            self._count("messages_lost")
+
+    def close(self) -> None:
+        """Close the socket, remove its file, let the lock go. Later calls do nothing.
+
+        Blocks: for peers that do not read, at most `CLOSE_LINGER_MS`.
+        """
+        if self._lock_fd < 0:
+            return
+        if hasattr(self, "_socket"):
+            # The last "committed" may have been sent a moment ago; 0 would throw away what is not on its way yet.
+            self._socket.close(CLOSE_LINGER_MS)
+        self._context.term()
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+        # IMPORTANT: the lock file stays. Removed, a third worker could lock a new file while a second one, which opened
+        # the old one before, holds its lock: two workers on one endpoint.
+        os.close(self._lock_fd)
+        self._lock_fd = -1
