@@ -22,6 +22,7 @@ from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId
 from asyncckpt.introductions import check_equal
 from asyncckpt.planning.digests import sample_digests
+from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.planner import contribution_of
 from asyncckpt.protocol.samples import decode_samples, unequal
@@ -141,10 +142,15 @@ def _agree(
 def _meet(steps: SyncSteps, conference: Conference, state_dict: Mapping[str, Any]) -> None:
     """Agree anew, from what all ranks hold."""
     ranks, timeout_s = steps.ranks, steps.config.plan_timeout_s
-    flat = steps.plans.flatten(state_dict)
-    contributed = conference.together(lambda: contribution_of(flat).encode(), timeout_s)
+    flattened: list[Flattened] = []
+
+    def contribute() -> bytes:
+        flattened.append(steps.plans.flatten(state_dict))
+        return contribution_of(flattened[0]).encode()
+
+    contributed = conference.together(contribute, timeout_s)
     try:
-        ranks.settle(dict(enumerate(contributed)), flat, lambda digests: conference.gather(digests, timeout_s))
+        ranks.settle(dict(enumerate(contributed)), flattened[0], lambda digests: conference.gather(digests, timeout_s))
     except (OverlappingShardsError, RanksDisagreeError):  # on all ranks: some may hold no longer what they said
         ranks.agreement = None
         raise
