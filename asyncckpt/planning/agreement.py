@@ -4,6 +4,7 @@ An agreement is made at a meeting, from what all ranks hold then. Each name that
 
     one rank holds it                                      `SOLE`
     several hold it, all alike                             `SHARED`: spread over them (`assignment`)
+    the same ranks share it already, all alike             stays spread as it is, so that no layout changes
     several hold it, all alike, all zeros or all ones      not agreed upon at the first such meeting, then `SHARED`
     several hold it, not alike                             `PER_RANK` on all of them; at two meetings running: for good
 
@@ -13,7 +14,7 @@ this meeting stay as they were agreed upon: ranks may save several structures in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
@@ -147,6 +148,8 @@ class Agreement:
                 self._forget(fqn)
                 self._per_rank[fqn] = sets.frozen(holders)
                 differ.add(fqn)
+            elif first.key in self._shared and self._shared[first.key].holders == sets.frozen(holders):
+                continue
             elif first.digest is not None and is_weak(first.digest) and fqn not in self._was_weak:
                 self._forget(fqn)
                 self._was_weak |= {fqn}
@@ -180,16 +183,12 @@ class Agreement:
     def _share(
         self, sharers: Mapping[tuple[int, ...], list[TensorKey]], contributions: Mapping[int, Contribution]
     ) -> None:
-        """Spread replicas over their holders."""
-        shared = {key for keys in sharers.values() for key in keys}
+        """Spread new replicas over their holders."""
+        new = {key for keys in sharers.values() for key in keys}
         replicas = {h: [replica_of(shape, DTYPES[dtype].itemsize) for _, dtype, shape in keys]
                     for h, keys in sharers.items()}  # fmt: skip
-        loads = {rank: c.own_nbytes for rank, c in contributions.items()}
+        loads = self._loads(contributions, new)
         whole = {fqn for c in contributions.values() for fqn, _, _ in c.tensors}
-        for ranks, tensors in _by_tensors(contributions):
-            alone = sum(replica_of(key[2], DTYPES[key[1]].itemsize).nbytes for key in tensors if key not in shared)
-            for rank in ranks:
-                loads[rank] += alone
         self.shards = self.shards.extended(by_shards(contributions), loads, whole=whole)
         # A name stands for whole tensors or for shards, never for both.
         self.shards.contradict([fqn for fqn in self.shards.names if fqn in whole])
@@ -207,6 +206,25 @@ class Agreement:
                 if key not in self._shared:
                     self._shapes[key[0]] = (*self._shapes.get(key[0], ()), key)
                 self._shared[key] = _Shared(members, duties, Duty(DutyKind.SHARED, (), split))
+
+    def _loads(self, contributions: Mapping[int, Contribution], new: Collection[TensorKey]) -> dict[int, int]:
+        """Return what each rank writes of the whole tensors that it holds now, without the `new` replicas."""
+        loads = {rank: c.own_nbytes for rank, c in contributions.items()}
+        for ranks, tensors in _by_tensors(contributions):
+            members, alone = frozenset(ranks), 0
+            for key in tensors:
+                if key in new:
+                    continue
+                nbytes, n_rows = replica_of(key[2], DTYPES[key[1]].itemsize)
+                shared = None if key[0] in self._for_good else self._shared.get(key)
+                if shared is None:
+                    alone += nbytes
+                    continue
+                for rank in shared.duties.keys() & members:
+                    loads[rank] += sum(nbytes * n // n_rows for _, n in shared.duties[rank].pieces)
+            for rank in ranks:
+                loads[rank] += alone
+        return loads
 
     def turn(self, fqn: str, dtype: str, shape: tuple[int, ...]) -> Turn:
         """Return when the holders of a `SHARED` tensor compare it."""

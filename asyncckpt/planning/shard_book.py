@@ -70,7 +70,6 @@ class ShardBook:
         """
         after = ShardBook(self._world_size)
         after._given, after._lies = dict(self._given), dict(self._lies)
-        after._base = {**self._base, **base}
         after.conflicts = dict(self.conflicts)
         said: dict[str, list[Given]] = {}
         for ranks, claims in groups:
@@ -87,6 +86,8 @@ class ShardBook:
                 after.conflicts[fqn] = found
             elif found is not None:
                 after._lies[fqn] = found
+        # What is shared as it was stays spread as it is, so that no layout changes.
+        after._base = self._base if after._given == self._given else {**self._base, **base}
         return after
 
     def contradict(self, names: Iterable[str]) -> None:

@@ -134,6 +134,24 @@ def test_what_no_rank_holds_at_a_meeting_stays_as_it_was() -> None:
     assert duties(after, W) == duties(before, W) and kinds(after, BIG) == [SHARED, SHARED]
 
 
+def test_a_replica_that_the_same_ranks_still_hold_alike_keeps_its_writers() -> None:
+    own = ("own", "uint8", (100 << 20,))
+    before = agreed(of((BIG, ONE), (W, ONE)), of((BIG, ONE), (W, ONE)))
+    weak = as_claim(TWO, weak=True)
+    after = met(before, of((BIG, TWO), (W, weak), (own, b"")), of((BIG, TWO), (W, weak)))
+    assert duties(after, BIG) == duties(before, BIG) and duties(after, W) == duties(before, W)
+
+
+def test_what_is_new_goes_to_ranks_that_write_less_of_the_replicas_before() -> None:
+    """Rank 0 writes all of `big`, as rank 1 has much else to write at first; and so rank 1 writes what comes later."""
+    small: TensorKey = ("small", "float32", (512, 1024))
+    own = ("own", "uint8", (100 << 20,))
+    before = agreed(of((BIG, ONE)), of((BIG, ONE), (own, b"")))
+    after = met(before, of((BIG, ONE), (small, ONE)), of((BIG, ONE), (small, ONE)))
+    assert [d.pieces for d in duties(after, BIG)] == [((0, 1024),), ()]
+    assert [d.pieces for d in duties(after, small)] == [(), ((0, 512),)]
+
+
 def test_what_differed_is_a_replica_when_it_is_equal_at_the_next_meeting() -> None:
     differed = agreed(of((W, ONE)), of((W, TWO)))
     assert kinds(met(differed, of((W, ONE)), of((W, ONE))), W) == [SHARED, SHARED]

@@ -104,6 +104,24 @@ def test_replicas_on_a_mesh_are_levelled_with_what_ranks_write_anyway() -> None:
 
 
 @pytest.mark.usefixtures("grids")
+def test_replicas_stay_with_their_writers_when_the_ranks_meet_for_something_else() -> None:
+    """They save two structures in turn, and meet for what is new in one: the layout of the other stays."""
+    grid, large = grid_of((2, 2), None, 0), whole(4096, 512)
+    weights: list[Any] = [{"w": OnGrid(large, grid, rank), "dense": whole(2048, 512, seed=2)} for rank in range(4)]
+    more: list[Any] = [{**weights[rank], "critic": whole(512, 512, seed=3)} for rank in range(4)]
+    more[0]["expert"] = whole(1024, 512, seed=1)
+    ranks = Ranks(4)
+    ranks.exchange(weights)
+    ranks.save(weights)
+    layouts = [plan.layout for plan in ranks.made]
+    ranks.exchange(more)
+    ranks.save(weights)
+    assert all(plan.layout is layout for plan, layout in zip(ranks.made, layouts, strict=True))
+    ranks.save(more)
+    assert not any(ranks.changed(more)) and uncovered([plan.structure for plan in ranks.made]) == []
+
+
+@pytest.mark.usefixtures("grids")
 def test_equal_meshes_of_different_ranks_hold_replicas_of_one_another() -> None:
     tensor = whole(4096, 300)
     held = [{"w": OnGrid(tensor, grid_of((2,), 0, ranks=(r // 2 * 2, r // 2 * 2 + 1)), r)} for r in range(4)]
