@@ -391,13 +391,15 @@ def _remove_rest(path: str, save_id: SaveId, store: Store, *, is_locked: bool) -
     later = False
     for name in store.names(path):
         owner = owner_of(name)
-        if owner is None or not store.stat(os.path.join(path, name)).is_object:
+        if owner is None:
             continue
-        if lineage_key(owner) > lineage_key(save_id):
-            later = True
-            continue
-        reach("retention: removing")
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):  # by its save itself
+            if not store.stat(os.path.join(path, name)).is_object:
+                continue
+            if lineage_key(owner) > lineage_key(save_id):
+                later = True
+                continue
+            reach("retention: removing")
             store.remove(os.path.join(path, name))
     store.sync(path)
     reach("retention: emptied")

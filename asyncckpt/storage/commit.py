@@ -314,16 +314,26 @@ def _is_gone(
 
 
 def _remove(path: str, store: Store, doomed: Callable[[SaveId], bool]) -> list[str]:
-    removed = []
+    """Remove what is there of these saves. A file that resists stays, and keeps none of the others."""
+    removed: list[str] = []
+    refused: OSError | None = None
     try:
-        for name in store.names(path):
-            owner = owner_of(name)
-            if owner is None or not doomed(owner):
-                continue
+        names = store.names(path)
+    except OSError as error:
+        names, refused = [], error
+    for name in names:
+        owner = owner_of(name)
+        if owner is None or not doomed(owner):
+            continue
+        try:
             if store.stat(os.path.join(path, name)).is_object:
                 reach("leftovers: removing")
                 store.remove(os.path.join(path, name))
                 removed.append(name)
-    except OSError as error:
-        _logger.warning("cannot clean up %s: %s", path, error)
+        except FileNotFoundError:
+            continue  # its own writer was first, or another node's worker that removes the files of the same save
+        except OSError as error:
+            refused = error
+    if refused is not None:
+        _logger.warning("cannot clean up %s: %s", path, refused)
     return removed

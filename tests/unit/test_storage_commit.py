@@ -320,6 +320,27 @@ def test_files_of_a_failed_save_are_removed_and_others_stay(tmp_path: Path) -> N
     assert all(str(SAVE_ID) in name for name in os.listdir(tmp_path))
 
 
+@pytest.mark.parametrize("call", ["lstat", "unlink"])
+def test_a_file_that_another_worker_of_the_same_save_removes_meanwhile_keeps_none_of_the_others(
+    tmp_path: Path, call: str
+) -> None:
+    class Raced(RecordingFiles):
+        def before(self, name: str, args: object) -> None:
+            path = Path(str(self.calls[-1][1]))
+            if name == call and path.name.startswith("rank-") and len(os.listdir(tmp_path)) == 3:
+                path.unlink()
+
+    written(tmp_path, OTHER_ID)
+    assert len(remove_files_of(str(tmp_path), OTHER_ID, store=LocalStore(Raced()))) == 2
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_of_a_failed_save_that_cannot_be_removed_keeps_none_of_the_others(tmp_path: Path) -> None:
+    written(tmp_path, OTHER_ID)
+    assert len(remove_files_of(str(tmp_path), OTHER_ID, store=LocalStore(failing("unlink", errno.EIO, nth=1)))) == 2
+    assert len(os.listdir(tmp_path)) == 1
+
+
 def test_files_of_a_committed_save_are_never_removed(tmp_path: Path) -> None:
     put(tmp_path, written(tmp_path))
     assert remove_files_of(str(tmp_path), SAVE_ID, store=STORE) == []
