@@ -151,6 +151,9 @@ class Workers:
         """As `written`, without what was removed since."""
 
         self.removed: set[str] = set()
+        self.files: set[tuple[str, int]] = set()
+        """What was written, or in part, and not removed."""
+
         self.handovers = 0
         self.resumed: set[str] = set()
         """Saves that a rank had handed over."""
@@ -250,6 +253,7 @@ class Workers:
                 self.harmed |= {job.key[0]} if fails else set()
                 self.feed(n, ev.Prepared(now=self.now, key=job.key, error=ERROR if fails else None))
             case ac.Write():
+                self.files.add(job.key)
                 if fails:
                     self.harmed.add(job.key[0])
                     self.feed(n, ev.Written(now=self.now, key=job.key, error=ERROR))
@@ -286,6 +290,7 @@ class Workers:
         commits = [job for job in self.nodes[0].jobs if isinstance(job, ac.Commit) and job.save_id == save_id]
         assert not commits, "files are removed under a commit"
         self.durable = {key for key in self.durable if key[0] != save_id}
+        self.files = {key for key in self.files if key[0] != save_id}
         self.removed.add(save_id)
 
     # ---- ranks
@@ -584,6 +589,7 @@ class Workers:
             assert not {COMMITTED, "failed"} <= heard, f"{save_id}: ranks were told {heard}"
             assert "failed" not in heard or save_id not in self.commits, f"{save_id} is committed, but told as failed"
         self.check_nothing_lost()
+        self.check_nothing_left()
         self.check_deciders()
 
     def check_nothing_lost(self) -> None:
@@ -594,6 +600,11 @@ class Workers:
                 if whole and save_id not in self.harmed | self.withdrawn:
                     outcomes = [shown(n.brain.tables.find(save_id)) for n in self.nodes]
                     assert save_id in self.commits, f"{save_id} was staged and is lost: {outcomes}"
+
+    def check_nothing_left(self) -> None:
+        """A save that was lost leaves no files, where none of those has died that were to remove them."""
+        left = {key for key in self.files if "failed" in self.heard.get(key[0], ()) and key[0] not in self.commits}
+        assert self.died or not left, f"files of lost saves are left: {left}"
 
     def check_deciders(self) -> None:
         """Every follower knows who decides, and what was decided."""

@@ -67,6 +67,7 @@ class CrashingWorld(World):
         self.jobs.clear()
         self.network.clear()
         self.memory, self.fds, self.written, self.removed = {}, {}, {}, set()
+        self.files.clear()  # what a dead worker leaves of a rank that is dead too is garbage collection's
         self.brain = WatchedBrain(replace(CONFIG, instance=f"{self.crashes:016x}"), self.now, self)
         trainers, self.trainers = list(self.trainers.values()), {}
         self.hurt |= {t.run for t in trainers if not t.alive or t.epoch is None}

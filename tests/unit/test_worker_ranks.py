@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from worker_bench import ERROR, FIRST, OTHER_RUN, PATH, RUN, SECOND, Bench, code
+from worker_bench import ERROR, FIRST, OTHER_RUN, PATH, REQUEST, RUN, SECOND, Bench, code
 
 from asyncckpt.config import MAX_SLOTS
 from asyncckpt.errors import SaveFailedError, to_wire
@@ -320,6 +321,25 @@ def test_ranks_that_differ_hear_so_on_all_ranks(changes: dict[str, Any], word: s
             not {"plan", "overwrite", "layout"} & set(changes)
         )
     assert not bench.of(ac.Commit)
+
+
+def test_files_of_ranks_that_differ_in_their_path_are_removed_from_both() -> None:
+    bench = Ranks()
+    bench.stages(0)
+    bench.starts(1, path="/ckpt/b")
+    request = replace(REQUEST, rank=1, world_size=2, path="/ckpt/b")
+    bench.submit(2, peer=b"1")
+    bench.feed(ev.SlotRead, slot=2, generation=1, request=request, streamed=True, opened=True)
+    bench.seals(1, path="/ckpt/b")
+    assert bench.outcome() == "failed"
+    bench.writes(1)
+    assert not bench.of(ac.Remove), "rank 0 is being written"
+    bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    assert bench.of(ac.Remove) == [ac.Remove(save_id=FIRST, path=PATH)]
+    bench.feed(ev.Removed, save_id=FIRST)
+    assert bench.of(ac.Remove) == [ac.Remove(save_id=FIRST, path="/ckpt/b")]
+    bench.feed(ev.Removed, save_id=FIRST)
+    assert not bench.of(ac.Remove)
 
 
 def test_ranks_that_give_one_call_two_epochs_hear_so_at_once() -> None:

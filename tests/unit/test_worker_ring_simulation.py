@@ -131,12 +131,13 @@ class RingWorld(World):
         if not self.may_end(job, self.now):
             self.waiting.append((job, self.now))
             return None
+        self.files.add((*job.key, job.request.path))
         if not ring.full or self.luck(self.chaos / 3):
             if ring.request.ring_segments:  # else it is no reason for a save not to be committed
                 self.injected.add(job.key[0])
             else:
                 self.counts["failed early"] += 1
-            return self.feed(ev.Written(now=self.now, key=job.key, error=ERROR))
+            return self.fail_write(job)
         self.counts["written first"] += 1
         self.written.setdefault(job.key[0], set()).add(job.key[1])
         return self.feed(ev.Written(now=self.now, key=job.key, result=job.key))

@@ -103,6 +103,9 @@ class World:
         self.paths: set[str] = set()
         self.rejected: set[str] = set()
         self.removed: set[str] = set()
+        self.files: set[tuple[str, int, str]] = set()
+        """Save, rank and directory of what was written, or in part, and not removed."""
+
         self.granted: set[tuple[str, int]] = set()
         self.refused: set[str] = set()
         self.split: set[str] = set()
@@ -226,10 +229,11 @@ class World:
                 return self.feed(ev.Prepared(now=self.now, key=job.key, error=ERROR if fails else None))
             case ac.Write():
                 memory = self.memory[job.slot]  # KeyError: it was freed while it was written
+                self.files.add((*job.key, job.request.path))
                 intact = memory.sealed is job.request and memory.generation == job.generation
                 if fails or not intact:
                     self.injected |= {job.key[0]}
-                    return self.feed(ev.Written(now=self.now, key=job.key, error=ERROR))
+                    return self.fail_write(job)
                 self.written.setdefault(job.key[0], set()).add(job.key[1])
                 return self.feed(ev.Written(now=self.now, key=job.key, result=job.key))
             case ac.Commit():
@@ -248,9 +252,16 @@ class World:
             case ac.Remove():
                 assert job.save_id not in self.commits, "the files of a committed checkpoint were removed"
                 self.removed.add(job.save_id)
+                self.files = {found for found in self.files if (found[0], found[2]) != (job.save_id, job.path)}
                 return self.feed(ev.Removed(now=self.now, save_id=job.save_id))
             case ac.ScanLineage():
                 return self.feed(ev.LineageScanned(now=self.now, run=job.run, path=job.path, epoch=1))
+
+    def fail_write(self, job: ac.Write) -> None:
+        """A writer that fails removes what it has created, but for what resists."""
+        if not self.luck(self.chaos):
+            self.files.discard((*job.key, job.request.path))
+        self.feed(ev.Written(now=self.now, key=job.key, error=ERROR))
 
     # ---- the network
 
@@ -531,9 +542,9 @@ class World:
             assert entry.phase in ENDED and save.outcome is not None, f"{save.save_id} never ended"
             assert (entry.phase == COMMITTED) == (save.save_id in self.commits)
             assert entry.phase == COMMITTED or entry.error is not None, f"{save.save_id} ended without a reason"
-        for save in all_saves(tables):
-            left = self.written.get(save.save_id) and save.outcome in (FAILED, ABANDONED)
-            assert not left or save.save_id in self.removed, f"files of {save} are left"
+        lost = {save.save_id for save in all_saves(tables) if save.outcome in (FAILED, ABANDONED)}
+        left = [found for found in self.files if found[0] in lost]
+        assert not left, f"files of lost saves are left: {left}"
         self.check_nothing_lost()
         self.feed(ev.StopRequested(now=self.now))
         assert self.exit == ac.Exit(complete=True, reason="drained")

@@ -110,7 +110,7 @@ class Commit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remove:
-    """Remove the files of a save that failed after a rank was durable. Job; answered by Removed."""
+    """Remove the files of a save that failed after a rank had begun to write. Job; answered by Removed."""
 
     save_id: str
     path: str

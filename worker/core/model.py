@@ -172,6 +172,9 @@ class RankSave:
     """How its sealed request contradicts its session or its Begin."""
 
     result: Any = None
+    wrote: bool = False
+    """Files of it may stand, which go if the save fails: a job has written them, or some, or its follower has."""
+
     error: Wire | None = None
     report: dict[str, Any] = field(default_factory=dict)
     durable_at: float | None = None

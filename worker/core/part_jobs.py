@@ -16,7 +16,7 @@ def start_writing(t: Tables, save: Save, entry: RankSave, request: SaveRequest) 
     key = (save.save_id, entry.rank)
     early = entry.phase == OPEN
     assert not entry.job
-    entry.job, entry.streaming = WRITE, early or entry.ring
+    entry.job, entry.wrote, entry.streaming = WRITE, True, early or entry.ring
     save.jobs += 1
     t.slots[entry.slot].writes.add(key)
     t.touched[key] = None
@@ -76,12 +76,15 @@ def prepare_of(save_id: str, entry: RankSave) -> Prepare:
 
 
 def clean_up(t: Tables, save: Save) -> None:
-    """Remove what durable ranks of a failed save have left, once nobody writes to it any more."""
-    left = [e for e in save.ranks.values() if e.result is not None or (e.leftovers and not e.link)]
+    """Remove what was written of a failed save, once nobody writes to it any more here: one path, then the next.
+
+    IMPORTANT: also of a rank whose writing has failed. It removes what it has created, but for what resists.
+    """
+    left = [e for e in save.ranks.values() if e.wrote or (e.leftovers and not e.link)]
     # IMPORTANT: never after `unknown`: the manifest may stand, and these are its files.
     if save.outcome in (FAILED, ABANDONED) and left and not save.jobs:
         t.actions.append(Remove(save_id=save.save_id, path=left[0].path))
         save.job = REMOVE
         save.jobs += 1
-        for entry in left:
-            entry.result, entry.leftovers = None, False
+        for entry in [e for e in left if e.path == left[0].path]:
+            entry.result, entry.wrote, entry.leftovers = None, False, False

@@ -220,7 +220,7 @@ class SaveBook:
         """
         if save.outcome is not None or save.committing or entry.phase == OPEN:
             return
-        entry.result = result
+        entry.result, entry.wrote = result, True
         entry.report.update(report)
         if entry.phase not in (DURABLE, RECOVERING):  # else it is durable already, or is looked for on disk first
             self.advance(save, entry, "written")
@@ -246,7 +246,7 @@ class SaveBook:
         if save is not None and save.job == REMOVE:
             save.job = ""
             save.jobs -= 1
-            clean_up(self._t, save)  # of ranks that have come since
+            clean_up(self._t, save)  # at another path, or of ranks that have come since
 
     # ---- gone ranks, and time ---------------------------------------------------------------------------------------
 
