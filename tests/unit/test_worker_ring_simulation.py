@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from test_worker_simulation import COMMIT_TIMEOUT_S, ERROR, STEPS, Memory, Trainer, World
+from test_worker_simulation import COMMIT_TIMEOUT_S, STEPS, Memory, Trainer, World
 
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.request import SaveRequest
