@@ -189,6 +189,7 @@ class WorkerProcess(Submitting):
 
     def _on_lost(self, session: Session, error: WorkerUnavailableError) -> None:
         _log.warning("%s", str(error))  # a log that keeps the error keeps its traceback, and the state that was saved
+        self.run.outcomes.worker_lost()
         handed_on = self._hands_on(error)
         with self._handing:
             self._note_loss(session.name, is_handed_on=handed_on)

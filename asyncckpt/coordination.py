@@ -4,6 +4,13 @@ The ranks meet in the first save, and again where one of them holds something th
 were found to differ. Which save that is follows from the outcomes of earlier ones: save `n` meets if the outcome of
 save `n - window` says so, unless the ranks have met since. `window` is the smallest `slots` of all ranks. A rank begins
 save `n` only when it knows that outcome; if it does not come to a save that meets, it refuses, and the next one meets.
+
+A rank that cannot learn any more whether the others meet in save `n` is *in doubt*: since it was cut off in the last
+round of a meeting, or the outcome is lost (see `outcomes`). It refuses save `n` and those after it, which makes their
+outcomes say that the ranks meet, and comes to the first one that such an outcome names.
+
+A worker that dies may have told some ranks an outcome that its successor, which knows less, tells otherwise to others.
+So for some saves after that, a rank also refuses the meetings of those saves in which it does not meet.
 """
 
 from __future__ import annotations
@@ -74,8 +81,9 @@ class Coordination:
         self.knows_run = False
         self.answers, self.preparations = itertools.count(), itertools.count()
         self._window = 1
-        self._came_to = self._met_at = self._looked_at = self._last = self._not_before = -1
+        self._came_to = self._counts_from = self._looked_at = self._last = -1
         self._meets = False
+        self._doubt = ""
         self._new: frozenset[str] = frozenset()
         self._given_up: frozenset[str] = frozenset()
         self._n_in_a_row = 0
@@ -90,15 +98,23 @@ class Coordination:
 
     def awaits(self, sequence: int) -> int | None:
         """Return the save whose outcome must be known before save `sequence` begins; None: it may begin."""
-        while self.agreement is not None and not self._meets and self._looked_at < sequence:
+        while (self.agreement is not None or self._doubt) and not self._meets and self._looked_at < sequence:
             source = self._looked_at + 1 - self._window
-            if source >= self._met_at:
+            if source >= self._counts_from:
                 meets = self.outcomes.get(self.run_id, source)
-                if meets is None:
+                if meets is None and not self.outcomes.is_lost(self.run_id, source):
                     return source
+                if meets is None:
+                    self._begin_doubt(sequence, f"it cannot learn any more how save {source} has ended on all ranks")
+                    return None
                 self._meets = meets
             self._looked_at += 1
         return None
+
+    def _begin_doubt(self, sequence: int, why: str) -> None:
+        """Refuse saves from this one on, until the outcome of one of these says that the ranks meet."""
+        self._doubt, self._meets = why, False
+        self._counts_from = self._looked_at = sequence
 
     @property
     def window(self) -> int:
@@ -106,9 +122,14 @@ class Coordination:
         return self._window
 
     @property
+    def in_doubt(self) -> bool:
+        """Whether this rank refuses saves, since it cannot know whether the others meet in them."""
+        return bool(self._doubt) and not self._meets
+
+    @property
     def must_meet(self) -> bool:
-        """Whether the next save meets the other ranks, if `awaits` said that this is known."""
-        return self.agreement is None or self._meets
+        """Whether the next save meets the other ranks, or cannot be; if `awaits` said that this is known."""
+        return self.agreement is None or self._meets or self.in_doubt
 
     def agree(self, flat: Flattened, contribution: Contribution, *, sequence: int, path: str, step: int) -> Agreement:
         """Return the agreement; meets the other ranks if this save is one that does.
@@ -127,16 +148,29 @@ class Coordination:
         Blocks: in a save that meets, up to `plan_timeout_s` for the other ranks, and as long again for each to hash.
         """
         self._last = max(sequence, self._last)
-        if self.agreement is not None and not self._meets:
+        if self.agreement is not None and not self.must_meet:
             return self.agreement
         self._came_to = sequence
-        if sequence < self._not_before:
+        if self.in_doubt:
             text = (
-                f"this rank was cut off while the ranks agreed on an earlier save; they meet in save {self._not_before}"
+                f"this rank does not know whether the ranks meet in this save: {self._doubt}; they meet in a later one"
             )
             self.refuse_meeting(f"save/{sequence}", text)
             raise SaveFailedError(text, code="exchange", rank=self.rank.rank, path=path, step=step)
         return self._meet_and_settle(f"save/{sequence}", flat, contribution, path, step)
+
+    def pass_by(self, sequence: int) -> None:
+        """This rank saves without meeting the others: those that a dead worker told to meet it must not wait."""
+        self._last = max(sequence, self._last)
+        if self._may_be_expected(sequence):
+            self.refuse_meeting(
+                f"save/{sequence}", "it was not told that the ranks meet in this save; a later one meets"
+            )
+
+    def _may_be_expected(self, sequence: int) -> bool:
+        # The saves that a worker had when it was lost, those that their outcomes name, and as many tries again.
+        at_loss = self.outcomes.at_loss
+        return at_loss is not None and sequence <= at_loss + 3 * self._window
 
     def prepare(self, contributed: Callable[[], tuple[Flattened, Contribution]]) -> None:
         """Agree on a structure before its first save: a collective, that consumes no save id.
@@ -190,7 +224,9 @@ class Coordination:
             if has_agreed and getattr(error, "code", None) != "withdrawn":
                 # IMPORTANT: the others may have got through. They hear that this rank has not by the outcome of this
                 # save, and meet when that says so; to wait for them before would be in vain.
-                self._not_before = self._last + min(found["slots"] for found in everybody)
+                last = max(found["sequence"] for found in everybody)
+                self._window = min(found["slots"] for found in everybody)
+                self._begin_doubt(last if path else last + 1, "it was cut off while they agreed")
             else:
                 meeting.refuse(repr(error))
             raise
@@ -213,8 +249,8 @@ class Coordination:
         """Note what holds for all ranks alike after a meeting that has succeeded."""
         last = max(found["sequence"] for found in everybody)
         self._window = min(found["slots"] for found in everybody)
-        self._met_at = last if is_save else last + 1
-        self._looked_at = last
+        self._counts_from = last if is_save else last + 1
+        self._looked_at, self._doubt = last, ""
         left = self._new.difference(names)
         # What a rank has said to be new may be of another structure than this save's: the next save may have that.
         self._meets = any(found["absent"] for found in everybody) and self._n_in_a_row < MAX_IN_A_ROW
@@ -288,7 +324,7 @@ class Coordination:
             return
         self._came_to = sequence
         self._last = max(sequence, self._last)
-        if self.awaits(sequence) is not None or self.must_meet:
+        if self.awaits(sequence) is not None or self.must_meet or self._may_be_expected(sequence):
             self.refuse_meeting(f"save/{sequence}", reason)
 
     def refuse_meeting(self, name: str, reason: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Protocol
 
 from asyncckpt.config import RankInfo
 from asyncckpt.links import Links
 from asyncckpt.protocol import messages
+from asyncckpt.protocol.fields import MAX_OUTCOMES
 
 MAX_KNOWN = 1024
 """Outcomes that are remembered, the latest. Many times the saves that can be in flight; chosen."""
@@ -19,35 +20,59 @@ Send = Callable[[Callable[[int], messages.Message]], "Future[messages.Message] |
 
 
 class Outcomes:
-    """The outcomes of one run's saves, as its worker tells them with every `Saves` message. Thread-safe."""
+    """The outcomes of one run's saves, as its worker tells them with every `Saves` message. Thread-safe.
+
+    An outcome is *lost* if this rank cannot learn it any more: the worker has forgotten it before this rank was told.
+
+    Attributes:
+        at_loss: The latest save whose outcome was known when a worker was lost last; None: none was. Ranks may have
+            been told different outcomes of the saves about that one: some by that worker, others by its successor.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._run = ""
         self._meet: dict[int, bool] = {}
+        self._lost_below = -1
+        self.at_loss: int | None = None
 
-    def take(self, run: str, outcomes: Iterable[tuple[int, bool]]) -> None:
+    def take(self, run: str, outcomes: Sequence[tuple[int, bool]]) -> None:
         """Add what a worker tells: [sequence, whether all ranks meet again after it]; what was told first stays."""
         with self._changed:
             if not run:
                 return  # the worker does not know yet in which run the session saves
             if run != self._run:
-                self._run, self._meet = run, {}
+                self._run, self._meet, self._lost_below = run, {}, -1
+            if len(outcomes) == MAX_OUTCOMES and outcomes[0][0] not in self._meet:
+                # Not even the oldest that it remembers was known here: it may have forgotten others before.
+                self._lost_below = max(sequence for sequence, _ in outcomes)
             for sequence, meet in outcomes:
                 self._meet.setdefault(sequence, meet)
             for old in list(self._meet)[:-MAX_KNOWN]:
                 del self._meet[old]
             self._changed.notify_all()
 
+    def worker_lost(self) -> None:
+        """The worker is lost."""
+        with self._changed:
+            self.at_loss = max(self._meet, default=-1)
+
     def get(self, run: str, sequence: int) -> bool | None:
-        """Return whether all ranks meet again after a save; None: it is not known to have ended."""
+        """Return whether all ranks meet again after a save; None: it is not known to have ended, or lost."""
         with self._changed:
             return self._meet.get(sequence) if run == self._run else None
 
-    def wait(self, run: str, sequence: int, timeout_s: float) -> None:
-        """Wait until the outcome of a save is known, at most `timeout_s`."""
+    def is_lost(self, run: str, sequence: int) -> bool:
+        """Return whether the outcome of a save is lost."""
         with self._changed:
-            self._changed.wait_for(lambda: run == self._run and sequence in self._meet, timeout_s)
+            return run == self._run and sequence not in self._meet and sequence < self._lost_below
+
+    def wait(self, run: str, sequence: int, timeout_s: float) -> None:
+        """Wait until the outcome of a save is known, or lost, at most `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: run == self._run and (sequence in self._meet or sequence < self._lost_below), timeout_s
+            )
 
 
 class Run(Protocol):
@@ -55,7 +80,6 @@ class Run(Protocol):
 
     rank: RankInfo
     run_id: str
-    agreement: Any
     links: Links
     outcomes: Outcomes
 
@@ -66,6 +90,10 @@ class Run(Protocol):
     @property
     def knows_run(self) -> bool:
         """Whether `run_id` is that of all ranks."""
+
+    @property
+    def must_meet(self) -> bool:
+        """Whether this rank takes part in no save before all ranks have met."""
 
     def refuse(self, sequence: int, reason: str) -> None:
         """This rank does not take part in a save: ranks that meet at it must not wait."""

@@ -227,7 +227,7 @@ class Submitting(CheckpointProcess):
             if name.endswith(tail) and self._pending.is_staging(name):
                 return self.withdraw(SaveId.parse(name), reason, skipped=skipped)
         if not run.alone and run.knows_run:
-            reason = reason if run.agreement is not None else NOT_AGREED + reason
+            reason = NOT_AGREED + reason if run.must_meet else reason
             self.withdraw(save_id, reason, skipped=skipped)
         elif not run.alone:
             self._withdrawals.before_the_run(save_id.sequence, reason)

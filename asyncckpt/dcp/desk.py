@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from asyncckpt import __version__, ends
 from asyncckpt.client import WorkerProcess
@@ -32,11 +31,11 @@ class StockRun(Run):
     """Also of a single rank: a save that fails is taken back at once, not at the next one."""
 
     knows_run = True
+    must_meet = False
 
     def __init__(self, rank: RankInfo, links: Links) -> None:
         self.rank, self.links = rank, links
         self.run_id = ""
-        self.agreement: Any = self
         self.outcomes = Outcomes()
 
     def refuse(self, sequence: int, reason: str) -> None:

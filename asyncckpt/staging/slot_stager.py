@@ -18,7 +18,6 @@ from asyncckpt.errors import (
     SlotBusyError,
     SlotTimeoutError,
     StagingError,
-    WorkerUnavailableError,
 )
 from asyncckpt.failpoints import reach
 from asyncckpt.format.names import SaveId
@@ -258,6 +257,8 @@ class SlotStager(CheckpointStager):
                 ranks.agree(flat, contribution_of(flat), sequence=save_id.sequence, path=kw["path"], step=kw["step"])
                 with contextlib.suppress(AsyncCkptError):  # as above; now, since it makes this rank known to the worker
                     self._process.lineage.epoch_for(kw["path"], ranks.run_id)
+            else:
+                ranks.pass_by(save_id.sequence)
             if self.plans.agreement is not ranks.agreement:
                 self.plans.agreement = ranks.agreement
             save_id = save_id.with_parts(run_id=ranks.run_id)
@@ -270,12 +271,13 @@ class SlotStager(CheckpointStager):
 
         Raises:
             SlotTimeoutError, SaveSkippedError, SlotBusyError: As the policy says.
+            WorkerUnavailableError: There is no worker that could tell.
         """
         ranks, config = self._ranks, self._config
         deadline = time.monotonic() + config.slot_timeout_s
+        if ranks.agreement is not None or ranks.in_doubt:
+            self._process.connect()  # else nobody tells it how saves have ended, nor hears that it refuses this one
         while (awaited := ranks.awaits(save_id.sequence)) is not None:
-            with contextlib.suppress(WorkerUnavailableError):  # it may not have heard of that save
-                self._process.connect()
             limit_s = deadline - time.monotonic()
             if config.on_busy != "wait":  # what is not in one of this rank's slots ends as soon as the worker answers
                 limit_s = 0.0 if self._process.pool.is_in_use else min(limit_s, ANSWER_S)

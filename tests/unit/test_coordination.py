@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from asyncckpt.exchange import Exchange, Meeting, refused
 from asyncckpt.planning.agreement import DutyKind
 from asyncckpt.planning.planner import contribution_of
 from asyncckpt.planning.state_dict import flatten
+from asyncckpt.protocol.fields import MAX_OUTCOMES
 
 WORLD_SIZE = 2
 STATE = {"w": torch.arange(6.0)}
@@ -94,6 +96,9 @@ class Ranks:
         def agree(one: Coordination) -> Any:
             assert one.awaits(sequence) is None
             met, flat = one.must_meet, flats[one.rank.rank]
+            if not met:
+                one.pass_by(sequence)
+                return met
             try:
                 one.agree(flat, contribution_of(flat), sequence=sequence, path="/x", step=sequence)
             except SaveFailedError as error:
@@ -200,12 +205,107 @@ def test_a_rank_that_is_cut_off_in_the_last_round_meets_when_the_others_hear_of_
     assert met is True and isinstance(error, SaveFailedError)
     ranks.exchanges[1].breaks_in_round = -1
     met, error = ranks.save(1)
-    assert met is False and "they meet in save 2" in str(error)
+    assert met is False and "cut off while they agreed" in str(error)
     for sequence in (0, 1):
         ranks.ends(sequence, meet=True)
     assert ranks.save(2) == [True, True]
     ranks.ends(2)
     assert ranks.save(3) == ranks.save(4) == [False, False]
+
+
+def test_a_rank_that_is_cut_off_while_they_prepare_meets_when_the_others_hear_of_it() -> None:
+    ranks = Ranks(2, 2)
+    ranks.save(0)
+    ranks.exchanges[1].breaks_in_round = 3
+    flat = flatten(MORE)
+
+    def prepare(one: Coordination) -> None:
+        with contextlib.suppress(SaveFailedError):
+            one.prepare(lambda: (flat, contribution_of(flat)))
+
+    ranks.together(prepare)
+    ranks.exchanges[1].breaks_in_round = -1
+    for sequence in (1, 2):
+        met, error = ranks.save(sequence)
+        assert met is False and "cut off while they agreed" in str(error)
+        ranks.ends(sequence, meet=True)
+    assert ranks.save(3) == [True, True]
+
+
+N_TOLD_LATE = MAX_OUTCOMES + 6
+
+
+@pytest.mark.parametrize("meet", [False, True], ids=["none of them said meet", "one of them said meet"])
+def test_a_rank_that_was_told_too_late_of_many_saves_is_in_step_again_after_as_many_as_the_ranks_keep(
+    meet: bool,
+) -> None:
+    """Its worker could not be reached while the others went on: of the saves before the latest, nobody tells it."""
+    ranks = Ranks(2, 2)
+    ranks.save(0)
+    told = [(sequence, meet and sequence > 0) for sequence in range(N_TOLD_LATE)]
+    for sequence, _ in told[1:]:
+        ranks.each[1].refuse(sequence, "its worker is not there")
+    ranks.each[0].outcomes.take(ranks.each[0].run_id, told)
+    ranks.each[1].outcomes.take(ranks.each[1].run_id, told[-MAX_OUTCOMES:])
+    for sequence in (N_TOLD_LATE, N_TOLD_LATE + 1):
+        other, error = ranks.save(sequence)
+        assert isinstance(error, SaveFailedError) and "how save 0 has ended" in str(error)
+        assert "how save 0 has ended" in str(other) if meet else other is False, "it does not wait for the timeout"
+        ranks.ends(sequence, meet=True)
+    assert ranks.save(N_TOLD_LATE + 2) == [True, True]
+    ranks.ends(N_TOLD_LATE + 2)
+    assert ranks.save(N_TOLD_LATE + 3) == ranks.save(N_TOLD_LATE + 4) == [False, False]
+
+
+def test_a_rank_that_stays_in_doubt_refuses_until_an_outcome_says_that_the_ranks_meet() -> None:
+    ranks = Ranks()
+    ranks.exchanges[1].breaks_in_round = 3
+    ranks.save(0)
+    ranks.exchanges[1].breaks_in_round = -1
+    ranks.ends(0)  # another rank had withdrawn from it before
+    met, error = ranks.save(1)
+    assert met is False and isinstance(error, SaveFailedError)
+    ranks.ends(1, meet=True)
+    assert ranks.save(2) == [True, True]
+
+
+def lose_worker(ranks: Ranks) -> None:
+    for one in ranks.each:
+        one.outcomes.worker_lost()
+
+
+@pytest.mark.parametrize("n_slots", [1, 3])
+@pytest.mark.parametrize("first", [0, 1], ids=["the first word says meet", "the second word says meet"])
+def test_ranks_that_a_dead_worker_and_its_successor_told_different_outcomes_do_not_wait_for_each_other(
+    first: int, n_slots: int
+) -> None:
+    """Save 0 has ended; rank 0 hears of it from the worker that dies, and rank 1 from its successor."""
+    ranks = Ranks(n_slots, n_slots)
+    ranks.save(0)
+    ranks.ends(0, meet=first == 0, ranks=(0,))
+    lose_worker(ranks)
+    ranks.ends(0, meet=first == 1, ranks=(1,))
+    for sequence in range(1, n_slots):
+        assert ranks.save(sequence) == [False, False]
+        ranks.ends(sequence)
+    for sequence in range(n_slots, 2 * n_slots):
+        found = ranks.save(sequence)
+        assert "was not told" in str(found[first]) and found[1 - first] is False
+        ranks.ends(sequence, meet=True)
+    assert ranks.save(2 * n_slots) == [True, True]
+
+
+@pytest.mark.parametrize("meet", [False, True])
+def test_ranks_that_a_dead_worker_told_the_same_go_on_as_it_said(meet: bool) -> None:
+    ranks = Ranks()
+    ranks.save(0)
+    ranks.ends(0, meet=meet)
+    lose_worker(ranks)
+    assert ranks.save(1) == [meet, meet]
+    for sequence in range(2, 6):
+        ranks.ends(sequence - 1)
+        assert ranks.save(sequence) == [False, False]
+    assert not any(name.endswith("/5") for name in ranks.rooms), "some saves later nobody can expect it any more"
 
 
 def test_a_rank_that_has_failed_in_an_earlier_round_fails_the_meeting_of_all() -> None:
