@@ -107,7 +107,7 @@ class WorkerProcess(Submitting):
             announce=self._say_again,
             on_given_up=self._give_up,
         )
-        self._last_instance, self._last_session, self._is_left = "", "", False
+        self._last_instance, self._last_session = "", ""
         self._is_retired = False
         self._failed: deque[str] = deque(maxlen=MAX_FAILED)
         self._consents: dict[str, str | None] = {}

@@ -48,8 +48,12 @@ class Session(SessionThread):
 
     @property
     def error(self) -> WorkerUnavailableError | None:
-        """Why the session ended, or None while it lives."""
-        return self._error
+        """Why the session ended, or None while it lives. From the worker's death on, also while last words are heard.
+
+        IMPORTANT: a save that begins after a worker's death is not one that it may have written or committed.
+        """
+        with self._lock:  # the watch is closed under it
+            return self._gone() if self._error is None and self._has_died() else self._error
 
     @property
     def silent_s(self) -> float:

@@ -272,5 +272,5 @@ class SessionThread:
         found = watch(welcome.pid, welcome.pid_start)
         if found is None:
             return  # it died after it had answered; another may answer the next Hello
-        self._watch = found
         self._welcome.set_result(welcome)
+        self._watch = found

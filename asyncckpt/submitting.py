@@ -15,7 +15,7 @@ from typing import Any
 
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.connection import Connection
-from asyncckpt.errors import AsyncCkptError, ConfigError, WorkerUnavailableError
+from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, ConfigError, WorkerUnavailableError
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import STATE_SEALED, STATE_STREAMED
 from asyncckpt.outcomes import Run
@@ -58,6 +58,7 @@ class Submitting(CheckpointProcess):
         # Held while a slot goes from one session to another, and while somebody looks which one it has.
         self._handing = threading.RLock()  # a signal handler may save or close in the middle of a save
         self._losses: OrderedDict[str, bool] = OrderedDict()
+        self._is_left = False  # closed while another worker was being found: it gets what is staged by then
 
     def _hands_on(self, error: AsyncCkptError) -> bool:
         """Whether another worker gets what one has that is lost by `error`.
@@ -189,6 +190,9 @@ class Submitting(CheckpointProcess):
             session = self._connection.session
             if session is not None and session.error is None and session.name == slot.session and not slot.orphaned:
                 return False
+            if self._is_left:
+                text = f"the checkpointer was closed while save {save_id} waited for another worker; save again"
+                raise CheckpointerClosedError(text)
             if self._takeover.is_under_way:
                 return True
             with self._handing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -15,8 +16,9 @@ from asyncckpt.config import CheckpointerConfig
 from asyncckpt.connection import Connection
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol import codec, messages
-from asyncckpt.protocol.identity import start_ticks
+from asyncckpt.protocol.identity import start_ticks, watch
 from asyncckpt.session import Session, greeting
+from asyncckpt.session_thread import DIED
 
 SAVE_ID = "000001-00000000-aaaaaaaaaaaa"
 
@@ -109,6 +111,15 @@ def test_a_connection_that_gets_no_thread_to_begin_with_is_made_by_the_first_sav
         patched.setattr(threading.Thread, "start", refused)
         connection.connect_soon()
     assert connection.close(1.0)
+
+
+def test_a_session_has_ended_with_its_worker_s_process_whatever_its_thread_does(session: Session) -> None:
+    with subprocess.Popen(["sleep", "60"]) as worker:
+        session._watch = watch(worker.pid, start_ticks(worker.pid) or 0)
+        assert session.error is None
+        worker.kill()
+    assert session.error is not None and session.error.detail == DIED
+    session._watch.close()  # type: ignore[union-attr]
 
 
 def test_answer_of_one_callback_leaves_before_the_next_callback_runs() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncckpt.config import CheckpointerConfig
-from asyncckpt.errors import SaveFailedError, WorkerUnavailableError
+from asyncckpt.errors import CheckpointerClosedError, SaveFailedError, WorkerUnavailableError
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.pending import PendingSaves
@@ -90,6 +90,17 @@ def test_while_its_worker_lives_a_ring_is_only_filled(trainer: Trainer) -> None:
     assert trainer.one.kinds == [messages.Begin, messages.Submit]
     assert check() is False
     assert not trainer.begun
+
+
+def test_a_checkpointer_that_is_closed_while_another_worker_is_found_lets_a_ring_wait_no_longer(
+    trainer: Trainer,
+) -> None:
+    trainer.is_streamed()
+    check = trainer.stream(SAVE, trainer.slot)
+    trainer.dies()
+    trainer._takeover.is_under_way = trainer._is_left = True
+    with pytest.raises(CheckpointerClosedError, match=str(SAVE)):
+        check()
 
 
 def test_when_its_worker_dies_another_is_looked_for_and_told_of_the_save(trainer: Trainer) -> None:
