@@ -2,7 +2,7 @@
 
 It lies beside the checkpoints, in the directory that holds them. Lines are put at its end in one call each time, so
 the worker that leads a run and the trainer of rank 0, which share a machine, write to one file. Nothing depends on it:
-it is written by a thread of its own, and where it cannot be, lines are dropped and counted.
+it is written by a thread of its own for each directory, and where it cannot be, lines are dropped and counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from asyncckpt.ends import BackgroundThread
-from asyncckpt.errors import AsyncCkptError
 
 EVENTS_NAME = "events.jsonl"
 ROTATED_NAME = f"{EVENTS_NAME}.1"
@@ -28,7 +27,10 @@ MAX_EVENTS_NBYTES = 64 << 20
 """A file that is longer is renamed to `ROTATED_NAME`, in the place of the one before, and another one begun."""
 
 MAX_QUEUED = 4096
-"""Lines that wait for the thread; further ones are dropped. Chosen: minutes of a busy worker."""
+"""Lines that wait for the thread of a directory; further ones are dropped. Chosen: minutes of a busy worker."""
+
+MAX_DIRECTORIES = 32
+"""Directories that are remembered, and written to at once: one that hangs holds up its own lines only. Chosen."""
 
 MAX_LINE_NBYTES = 64 * 1024
 MAX_EARLY = 64
@@ -38,9 +40,22 @@ RETRY_S = 30.0
 """For how long nothing is tried with a directory whose file could not be written. Chosen."""
 
 LINGER_S = 5.0
-"""How long the thread waits for more before it ends. Chosen."""
+"""How long a thread waits for more before it ends. Chosen."""
 
 _log = logging.getLogger("asyncckpt")
+
+
+class _Place:
+    """What waits for the file of one directory, and how that was found last. `early`: the directory is being made."""
+
+    __slots__ = ("busy", "early", "queue", "refused_until", "thread", "warned")
+
+    def __init__(self) -> None:
+        self.queue: deque[tuple[int, str]] = deque()
+        self.early: list[str] = []
+        self.thread: threading.Thread | None = None
+        self.busy = self.warned = False
+        self.refused_until = 0.0
 
 
 class EventLog:
@@ -48,7 +63,7 @@ class EventLog:
 
     Args:
         max_nbytes: When a file is put aside; for tests.
-        check: Called with a directory in the thread, before it is written to; raises where that is not allowed.
+        check: Called with a directory in its thread, before it is written to; raises where that is not allowed.
 
     Attributes:
         dropped: Lines that were not written.
@@ -58,11 +73,8 @@ class EventLog:
         self.dropped = 0
         self._max_nbytes, self._check = max_nbytes, check
         self._changed = threading.Condition(threading.Lock())
-        self._queue: deque[tuple[str, int, str]] = deque()
-        self._thread: threading.Thread | None = None
-        self._closed = self._busy = False
-        self._refused: dict[str, float] = {}
-        self._early: dict[str, list[str]] = {}
+        self._places: dict[str, _Place] = {}
+        self._closed = False
         self._owner_pid = os.getpid()
 
     def add(self, directory: str, event: str, facts: Mapping[str, Any], *, umask: int = 0o022) -> None:
@@ -78,83 +90,94 @@ class EventLog:
             return
         line = json.dumps({"t": round(time.time(), 6), "event": event, **facts}, default=str)
         with self._changed:
-            if self._closed or len(self._queue) >= MAX_QUEUED or len(line) > MAX_LINE_NBYTES:
+            place = None if self._closed or len(line) > MAX_LINE_NBYTES else self._place_of(directory)
+            if place is None or len(place.queue) >= MAX_QUEUED:
                 self.dropped += 1
                 return
-            self._queue.append((directory, umask, line))
-            if self._thread is None and not self._started():
-                return
+            place.queue.append((umask, line))
+            if place.thread is None:
+                self._start(directory, place)
             self._changed.notify_all()
 
-    def _started(self) -> bool:
-        self._thread = BackgroundThread(self._run, "asyncckpt-events", end=lambda: self.close(0.0))
-        try:
-            self._thread.start()
-        except RuntimeError:  # can't start new thread
-            self._thread = None
-            self.dropped += len(self._queue)
-            self._queue.clear()
-            return False
-        return True
+    def _place_of(self, directory: str) -> _Place | None:
+        """Return the place of a directory, which is then the last one; None: there are too many that are written."""
+        place = self._places.pop(directory, None)
+        if place is None:
+            if len(self._places) >= MAX_DIRECTORIES:
+                idle = next((name for name, other in self._places.items() if other.thread is None), None)
+                if idle is None:
+                    return None
+                self.dropped += len(self._places.pop(idle).early)
+            place = _Place()
+        self._places[directory] = place
+        return place
 
-    def _run(self) -> None:
+    def _start(self, directory: str, place: _Place) -> None:
+        thread = BackgroundThread(self._run, "asyncckpt-events", (directory, place), end=lambda: self.close(0.0))
+        try:
+            thread.start()
+        except RuntimeError:  # can't start new thread
+            self.dropped += len(place.queue)
+            place.queue.clear()
+            return
+        place.thread = thread
+
+    def _run(self, directory: str, place: _Place) -> None:
+        dropped = 0
         while True:
             with self._changed:
-                self._busy = False
+                self.dropped += dropped
+                place.busy = False
                 self._changed.notify_all()
-                if not self._queue and not self._closed:
-                    self._changed.wait(LINGER_S)
-                if not self._queue:
-                    self._thread = None
+                self._changed.wait_for(lambda: place.queue or self._closed, LINGER_S)
+                if not place.queue:
+                    place.thread = None
                     return
-                todo, self._queue, self._busy = self._queue, deque(), True
-            files: dict[tuple[str, int], list[str]] = {}
-            for directory, umask, line in todo:
-                files.setdefault((directory, umask), []).append(line)
-            for (directory, umask), lines in files.items():
-                self._write(directory, umask, lines)
+                todo, place.queue, place.busy = place.queue, deque(), True
+            lines: dict[int, list[str]] = {}
+            for umask, line in todo:
+                lines.setdefault(umask, []).append(line)
+            dropped = sum(self._write(directory, place, umask, some) for umask, some in lines.items())
 
-    def _write(self, directory: str, umask: int, lines: list[str]) -> None:
+    def _write(self, directory: str, place: _Place, umask: int, lines: list[str]) -> int:
+        """Write lines, and return how many were dropped. IMPORTANT: nothing is raised, which would end the thread."""
         now = time.monotonic()
-        if now < self._refused.get(directory, now):
-            self.dropped += len(lines)
-            return
-        lines = self._early.pop(directory, []) + lines
+        if now < place.refused_until:
+            return len(lines)
+        lines, place.early = place.early + lines, []
         try:
             if self._check is not None:
                 self._check(directory)
             append(os.path.join(directory, EVENTS_NAME), lines, umask=umask, max_nbytes=self._max_nbytes)
-            self._refused.pop(directory, None)
         except FileNotFoundError:  # the directory is being made
-            self._early[directory] = lines[:MAX_EARLY]
-            self.dropped += len(lines[MAX_EARLY:])
-        except (OSError, AsyncCkptError) as error:
-            self.dropped += len(lines)
-            if directory not in self._refused:
+            place.early = lines[:MAX_EARLY]
+            return len(lines[MAX_EARLY:])
+        except Exception as error:
+            if not place.warned:
                 _log.warning("no events are written to %s, and saves go on without: %s", directory, error)
-            self._refused[directory] = now + RETRY_S
+            place.warned, place.refused_until = True, now + RETRY_S
+            return len(lines)
+        place.warned = False
+        return 0
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything was written or dropped, at most `timeout_s`; says whether it was."""
-        deadline = time.monotonic() + timeout_s
         with self._changed:
-            while self._queue or self._busy:
-                left = deadline - time.monotonic()
-                if left <= 0 or self._thread is None:
-                    return False
-                self._changed.wait(left)
-        return True
+            places = self._places.values()
+            return self._changed.wait_for(lambda: not any(p.queue or p.busy for p in places), timeout_s)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Write what is queued, end the thread. Twice is fine. Blocks: at most `timeout_s`, whatever the disk does."""
+        """Write what is queued, end the threads. Twice is fine. Blocks: at most `timeout_s`, whatever the disk does."""
         if os.getpid() != self._owner_pid:
             return
         with self._changed:
             self._closed = True
-            thread = self._thread
+            threads = [place.thread for place in self._places.values() if place.thread is not None]
             self._changed.notify_all()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def append(path: str, lines: list[str], *, umask: int, max_nbytes: int = MAX_EVENTS_NBYTES) -> None:

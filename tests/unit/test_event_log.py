@@ -10,6 +10,7 @@ import random
 import threading
 
 import pytest
+from real_worker import wait_until
 
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.storage import event_log
@@ -87,6 +88,37 @@ def test_where_it_cannot_be_written_lines_are_dropped_and_that_is_said_once(
     assert log.dropped == 5 and len(caplog.records) == 1
 
 
+def test_an_error_of_any_kind_costs_the_lines_of_its_directory_and_no_later_ones(tmp_path: pathlib.Path) -> None:
+    def refuse(directory: str) -> None:
+        assert not directory.endswith("bad")
+
+    log = EventLog(check=refuse)
+    log.add(str(tmp_path / "bad"), "tried", {"n": 1})
+    assert log.flush(DEADLINE_S)
+    log.add(str(tmp_path), "tried", {"n": 2})
+    log.close(DEADLINE_S)
+    assert numbers(tmp_path) == [2] and log.dropped == 1
+
+
+def test_directories_that_never_come_to_be_are_forgotten_the_oldest_first(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "LINGER_S", 0.0)
+    monkeypatch.setattr(event_log, "MAX_DIRECTORIES", 3)
+    log, roots = EventLog(), [tmp_path / str(n) for n in range(4)]
+    for n, root in enumerate(roots):
+        log.add(str(root), "begun", {"n": n})
+        assert log.flush(DEADLINE_S)
+        for thread in [t for t in threading.enumerate() if t.name == "asyncckpt-events"]:
+            thread.join(DEADLINE_S)
+    for root in roots:
+        root.mkdir()
+    for n in (1, 2, 3):
+        log.add(str(roots[n]), "sealed", {"n": 10 + n})
+    log.close(DEADLINE_S)
+    assert [numbers(root) for root in roots] == [[], [1, 11], [2, 12], [3, 13]] and log.dropped == 1
+
+
 def test_a_directory_that_is_not_allowed_gets_no_line(tmp_path: pathlib.Path) -> None:
     def refuse(directory: str) -> None:
         raise SaveFailedError(f"{directory} is outside", code="EPERM")
@@ -122,6 +154,32 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path: pathlib.Path, monkeypatch: 
     log.close(0.01)
     flows.set()
     log.close(DEADLINE_S)
+
+
+def test_a_directory_that_hangs_holds_up_its_own_lines_only(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flows, entered = threading.Event(), threading.Event()
+
+    def hang(directory: str) -> None:
+        if directory.endswith("hangs"):
+            entered.set()
+            assert flows.wait(DEADLINE_S)
+
+    monkeypatch.setattr(event_log, "MAX_DIRECTORIES", 2)
+    monkeypatch.setattr(event_log, "LINGER_S", DEADLINE_S)
+    log = EventLog(check=hang)
+    for name in ("hangs", "flows"):
+        (tmp_path / name).mkdir()
+    log.add(str(tmp_path / "hangs"), "tried", {"n": 1})
+    assert entered.wait(DEADLINE_S)
+    log.add(str(tmp_path / "flows"), "tried", {"n": 2})
+    wait_until(lambda: numbers(tmp_path / "flows") == [2], "the other directory's line is written")
+    log.add(str(tmp_path / "third"), "tried", {})
+    assert log.dropped == 1, "directories that are written to at once are bounded"
+    flows.set()
+    log.close(DEADLINE_S)
+    assert numbers(tmp_path / "hangs") == [1]
 
 
 def test_what_is_no_event_is_passed_over(tmp_path: pathlib.Path, rng: random.Random) -> None:
