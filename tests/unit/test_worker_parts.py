@@ -1,4 +1,4 @@
-"""The worker's small parts: slots in memory, errors with advice, log lines, liveness."""
+"""The worker's small parts: slots in memory, errors with advice, log lines, liveness, answers that are too large."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ import select
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import zmq
 
-from asyncckpt.errors import CheckpointExistsError, CommitUnknownError, SaveFailedError
+from asyncckpt.errors import CheckpointExistsError, CommitUnknownError, ProtocolError, SaveFailedError, to_wire
 from asyncckpt.memory.slot import SlotError
+from asyncckpt.protocol import messages as m
+from asyncckpt.protocol.codec import MAX_FRAME_NBYTES, decode, encode
 from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.storage.files import ADVICE
 from asyncckpt.storage.rank_writer import DEFAULT_THREADS
@@ -27,6 +31,8 @@ from asyncckpt_worker.io.writer import MIN_THREADS, wrap
 from asyncckpt_worker.service import log
 from asyncckpt_worker.service.metrics import Metrics
 from asyncckpt_worker.service.process_watch import Liveness
+from asyncckpt_worker.service.resources import LocalResources
+from asyncckpt_worker.service.server import Server
 
 # ---- slots
 
@@ -170,6 +176,64 @@ def test_log_of_a_started_worker_is_bounded(tmp_path: pathlib.Path) -> None:
     assert all(p.stat().st_size < log.MAX_LOG_NBYTES + 2000 for p in tmp_path.iterdir())
     assert (tmp_path / "w.log").read_text().endswith("the last word\n")
     assert "003999" in (tmp_path / "w.log").read_text()
+
+
+def test_a_watch_that_fails_is_our_own_bug_and_says_nothing_of_the_process() -> None:
+    class Broken(Liveness):
+        def watch(self, session: str, pid: int, pid_start: int) -> bool:
+            raise MemoryError
+
+    bugs: list[str] = []
+    unused: Any = None
+    resources = LocalResources(unused, Broken(), unused, unused, lambda where, error: bugs.append(where))
+    with pytest.raises(SaveFailedError) as caught:
+        resources.watch("one", os.getpid(), start_ticks(os.getpid()) or 0)
+    assert caught.value.code == "internal" and bugs == ["a watch"]
+
+
+@pytest.fixture
+def talk(endpoint_dir: pathlib.Path) -> Iterator[tuple[Server, Callable[[], Any]]]:
+    """A server that has heard from peer `one`, and what reads the next message to it."""
+    context = zmq.Context()
+    server, socket = Server(f"ipc://{endpoint_dir}/w.sock", lambda name: None), context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, b"one")
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(f"ipc://{endpoint_dir}/w.sock")
+
+    def heard() -> Any:
+        assert socket.poll(60_000)
+        return decode(socket.recv_multipart(), m.REPLIES)
+
+    socket.send_multipart(encode(m.Status(id=7)))
+    server.poll([], 60.0)
+    assert [message for _, message in server.receive()] == [m.Status(id=7)]
+    yield server, heard
+    server.close()
+    socket.close()
+    context.term()
+
+
+def test_who_asks_for_what_does_not_fit_into_a_frame_is_refused_at_once(
+    talk: tuple[Server, Callable[[], Any]],
+) -> None:
+    server, heard = talk
+    with pytest.raises(ProtocolError):
+        server.send(b"one", m.StatusReport(id=7, report={"text": "x" * MAX_FRAME_NBYTES}))
+    refused = heard()
+    assert isinstance(refused, m.Refused) and refused.id == 7 and refused.error["code"] == "protocol"
+
+
+def test_rows_of_saves_that_do_not_fit_into_a_frame_come_in_several(talk: tuple[Server, Callable[[], Any]]) -> None:
+    server, heard = talk
+    error = to_wire(SaveFailedError("x" * 3000, code="EIO"))
+    rows = [{"save_id": f"000001-{n:08d}-{'a' * 12}", "phase": "failed", "error": error} for n in range(m.MAX_TABLE)]
+    server.send(b"one", m.Saves(id=7, saves=tuple(rows), run="", outcomes=()))
+    found: list[Any] = []
+    while len(found) < len(rows):
+        said = heard()
+        assert isinstance(said, m.Saves) and said.id == 7
+        found += said.saves
+    assert [row["save_id"] for row in found] == [row["save_id"] for row in rows]
 
 
 def test_counters_and_process_figures_are_plain_numbers() -> None:

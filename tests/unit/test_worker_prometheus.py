@@ -6,7 +6,9 @@ import contextlib
 import math
 import socket
 import sys
+import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,6 +113,22 @@ def test_before_the_first_report_there_is_a_page_too() -> None:
         assert read(page_of(empty))[1][("asyncckpt_sessions", ())] == 0
     finally:
         empty.close()
+
+
+def test_without_a_thread_nobody_is_answered_until_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        exporter = prometheus.Exporter("127.0.0.1:0")
+        exporter.show(REPORT, 1000.0)
+    try:
+        exporter.show(REPORT, 1000.0)
+        with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=DEADLINE_S) as page:
+            assert b"asyncckpt_sessions 2.0" in page.read()
+    finally:
+        exporter.close()
 
 
 def test_without_prometheus_client_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from worker_bench import COMMIT_TIMEOUT_S, CONFIG, ERROR, FIRST, OTHER_RUN, PATH, REQUEST, SECOND, Bench, code
 
-from asyncckpt.errors import CheckpointExistsError, InsufficientMemoryError, from_wire, to_wire
+from asyncckpt.errors import CheckpointExistsError, InsufficientMemoryError, SaveFailedError, from_wire, to_wire
 from asyncckpt.protocol import messages as m
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
@@ -42,6 +42,15 @@ def test_hello_of_an_invisible_process_is_refused_and_forgotten() -> None:
     bench.say(m.Hello, session="1" * 16, replaces="", package="t", pid=7, pid_start=8, rank=0, world_size=1)
     assert code(bench.of(ac.Send)[0].message) == "worker_unavailable"
     assert not bench.brain.tables.sessions and not bench.brain.tables.peers
+
+
+def test_hello_of_a_process_that_cannot_be_watched_hears_why_and_may_come_again() -> None:
+    bench = Bench()
+    bench.resources.no_watch = SaveFailedError("the worker failed", code="internal")
+    assert code(bench.hello()) == "save_failed"
+    assert not bench.brain.tables.sessions and not bench.brain.tables.peers
+    bench.resources.no_watch = None
+    assert isinstance(bench.hello(), m.Welcome)
 
 
 def test_repeated_hello_is_welcomed_again_and_changes_nothing(bench: Bench) -> None:

@@ -82,13 +82,14 @@ class FakeResources:
 
     Attributes:
         alive: Whether processes are.
-        no_slot, no_socket: Why there is none.
+        no_watch, no_slot, no_socket: Why there is none.
         listener: Where this worker listens.
     """
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any]] = []
         self.alive = True
+        self.no_watch: AsyncCkptError | None = None
         self.no_slot: AsyncCkptError | None = None
         self.no_socket: AsyncCkptError | None = None
         self.listener = Listener(address="tcp://here:1", public="k" * 40, secret="s" * 40)
@@ -96,6 +97,8 @@ class FakeResources:
     def watch(self, session: str, pid: int, pid_start: int) -> bool:
         """See `Resources`."""
         self.asked.append(("watch", (session, pid, pid_start)))
+        if self.no_watch is not None:
+            raise self.no_watch
         return self.alive
 
     def create_slot(self, number: int, nbytes: int, *, populate: bool) -> tuple[int, bytes]:

@@ -30,7 +30,11 @@ class Resources(Protocol):
     """Performed in the thread of the control loop."""
 
     def watch(self, session: str, pid: int, pid_start: int) -> bool:
-        """Watch a process; return whether it is there, with that start time, and watched from now on."""
+        """Watch a process; return whether it is there, with that start time, and watched from now on.
+
+        Raises:
+            AsyncCkptError: Why that cannot be known.
+        """
 
     def create_slot(self, number: int, nbytes: int, *, populate: bool) -> tuple[int, bytes]:
         """Check the memory and make a memfd; return its number and token.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncckpt.errors import ProtocolError, WorkerUnavailableError
+from asyncckpt.errors import AsyncCkptError, ProtocolError, WorkerUnavailableError
 from asyncckpt.protocol.messages import Hello, Welcome
 from asyncckpt_worker.core.boards import BoardBook
 from asyncckpt_worker.core.events import Died, Peer
@@ -59,7 +59,11 @@ class SessionBook:
             return self._lending.refuse(
                 peer, m.id, ProtocolError(f"rank {m.rank} of world {m.world_size}", detail="rank")
             )
-        if not self._resources.watch(m.session, m.pid, m.pid_start):
+        try:
+            is_watched = self._resources.watch(m.session, m.pid, m.pid_start)
+        except AsyncCkptError as error:
+            return self._lending.refuse(peer, m.id, error)
+        if not is_watched:
             text = f"the worker sees no process {m.pid} with that start time; both must share a PID namespace"
             return self._lending.refuse(peer, m.id, WorkerUnavailableError(text, detail="pid"))
         session = Session(m.session, peer, m.pid, m.pid_start, m.rank, m.world_size, m.package, m.replaces)

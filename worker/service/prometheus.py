@@ -107,12 +107,21 @@ class Exporter:
             ) from error
         self._server.set_app(make_wsgi_app(self.registry))
         self.port = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, name="asyncckpt-metrics", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        self._serve()
+
+    def _serve(self) -> None:
+        """Answer from now on; where there is no thread for that, nobody is answered before the next `show`."""
+        thread = threading.Thread(target=self._server.serve_forever, name="asyncckpt-metrics", daemon=True)
+        with contextlib.suppress(RuntimeError):  # can't start new thread
+            thread.start()
+            self._thread = thread
 
     def show(self, report: Mapping[str, Any], now: float) -> None:
         """Take the worker's status report, as it is at `now`, seconds since 1970."""
         self._report.latest = report, now
+        if self._thread is None:
+            self._serve()
 
     def observe(self, name: str, seconds: float) -> None:
         """Count one duration in one of `HISTOGRAMS`."""
@@ -120,7 +129,7 @@ class Exporter:
 
     def close(self) -> None:
         """Free the port. Blocks: at most `CLOSE_TIMEOUT_S`."""
-        if self._thread.is_alive():
+        if self._thread is not None and self._thread.is_alive():
             self._server.shutdown()
             self._thread.join(CLOSE_TIMEOUT_S)
         self._server.server_close()

@@ -44,8 +44,7 @@ class LocalResources:
         try:
             return self._liveness.watch(session, pid, pid_start)
         except Exception as error:
-            self._bug("a watch", error)
-            return False
+            raise self._internal("a watch", error) from error
 
     def create_slot(self, number: int, nbytes: int, *, populate: bool) -> tuple[int, bytes]:
         """See `Resources`."""

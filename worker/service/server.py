@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import zmq
 
 from asyncckpt.errors import AsyncCkptError, EndpointError, ProtocolError, to_wire
 from asyncckpt.failpoints import reach
 from asyncckpt.protocol.codec import MAX_FRAME_NBYTES, decode, encode, request_id
-from asyncckpt.protocol.messages import REQUESTS, Message, Refused
+from asyncckpt.protocol.messages import REQUESTS, Message, Refused, Saves
 from asyncckpt_worker.service.endpoint_lock import claim
 
 HIGH_WATER_MARK = 1000
@@ -118,10 +119,27 @@ class Server:
             raise ProtocolError(f"the message does not decode: {error!r}", detail="body") from error
 
     def send(self, peer: bytes, message: Message) -> None:
-        """Send without waiting; a peer that is gone, or does not read, loses the message."""
+        """Send without waiting; a peer that is gone, or does not read, loses the message.
+
+        Rows of saves that do not fit into one frame are sent in several.
+
+        Raises:
+            ProtocolError: It cannot be sent: a bug of ours. Who has asked for it is refused, and waits no longer.
+        """
+        try:
+            frames = encode(message)
+        except ProtocolError as error:
+            if isinstance(message, Saves) and len(message.saves) > 1:
+                half = len(message.saves) // 2
+                for rows in (message.saves[:half], message.saves[half:]):
+                    self.send(peer, replace(message, saves=rows))
+                return
+            if (id := getattr(message, "id", 0)) and not isinstance(message, Refused):
+                self.send(peer, Refused(id=id, error=to_wire(error)))
+            raise
         try:
             reach("worker: telling")
-            self._socket.send_multipart([peer, *encode(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK)
         except (zmq.ZMQError, OSError):
             self._count("messages_lost")
 
