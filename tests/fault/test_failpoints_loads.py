@@ -26,6 +26,7 @@ import asyncckpt
 from asyncckpt import AsyncCheckpointer, RankInfo, ShardedSlice, SyncCheckpointer
 from asyncckpt.errors import CorruptCheckpointError, SnapshotUnavailableError
 from asyncckpt.failpoints import observed
+from asyncckpt.loading import recalled
 from tests.failing_process import At, fail, kill
 from tests.failpoint_groups import LOADS, RECALLS, cases
 from tests.saving import ENVIRONMENT, ROOT
@@ -136,8 +137,12 @@ def test_a_load_gives_the_saved_values_or_an_error_whatever_meets_it(
 
 @pytest.fixture
 def saver(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncCheckpointer]:
-    """A trainer whose worker, everybody's default, is in this process."""
+    """A trainer whose worker, everybody's default, is in this process.
+
+    A load that may read the disk gives up a worker that does not answer within `ANSWER_S`, as a busy machine's may not.
+    """
     monkeypatch.setenv("ASYNCCKPT_ENDPOINT", endpoint)
+    monkeypatch.setattr(recalled, "ANSWER_S", DEADLINE_S)
     with contextlib.closing(Here(endpoint)), AsyncCheckpointer(slots=1, overwrite=True) as found:
         yield found
 

@@ -28,8 +28,8 @@ TERM, KILL = signal.SIGTERM, signal.SIGKILL
 def test_a_training_that_was_told_to_stop_and_killed_ends_as_one_that_never_was(
     shared_worker: RealWorker, tmp_path: pathlib.Path, kind: str, rng: random.Random
 ) -> None:
-    signals = rng.sample([TERM, KILL], 2)
-    print(interrupted.interrupted(kind, tmp_path, shared_worker.endpoint, steps=14, rng=rng, signals=signals))
+    signals, steps = rng.sample([TERM, KILL], 2), 5 * interrupted.EVERY  # the last run saves, and so removes as well
+    print(interrupted.interrupted(kind, tmp_path, shared_worker.endpoint, steps=steps, rng=rng, signals=signals))
     assert len(list(tmp_path.iterdir())) <= interrupted.KEPT + 1
 
 
