@@ -12,9 +12,9 @@ import argparse
 import contextlib
 import functools
 import math
+import queue
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -53,14 +53,15 @@ def run(args: argparse.Namespace) -> int:
     if args.once:
         _plain(watched(endpoint, status_of(endpoint), None), as_json=args.json)
         return EXIT_OK
-    stopped = threading.Event()
-    # IMPORTANT: no KeyboardInterrupt: one that is raised inside a destructor or a callback is swallowed there.
+    interrupts: queue.SimpleQueue[None] = queue.SimpleQueue()
+    # IMPORTANT: no KeyboardInterrupt: one that is raised inside a destructor or a callback is swallowed there. And no
+    # threading.Event: a handler that runs while this thread holds the event's lock would wait for it forever.
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:  # as shells start what runs in the background
-        signal.signal(signal.SIGINT, lambda *_: stopped.set())
+        signal.signal(signal.SIGINT, lambda *_: interrupts.put(None))
     try:
         with _screen(args) as show:
-            _watch(endpoint, max(MIN_INTERVAL_S, args.interval), stopped, show, says_waiting_again=args.json)
+            _watch(endpoint, max(MIN_INTERVAL_S, args.interval), interrupts, show, says_waiting_again=args.json)
     finally:
         signal.signal(signal.SIGINT, before)
     return EXIT_OK
@@ -91,15 +92,15 @@ def _screen(args: argparse.Namespace) -> Iterator[Callable[[Mapping[str, Any]], 
 def _watch(
     endpoint: str,
     interval_s: float,
-    stopped: threading.Event,
+    interrupts: queue.SimpleQueue[None],
     show: Callable[[Mapping[str, Any]], None],
     *,
     says_waiting_again: bool,
 ) -> None:
-    """Show what the worker says, whichever is there, until `stopped`."""
+    """Show what the worker says, whichever is there, until something is in `interrupts`."""
     answered: dict[str, Any] | None = None
     shown_state, shown_at = "", -math.inf
-    while not stopped.is_set():
+    while interrupts.empty():
         began = time.monotonic()
         report = _asked(endpoint)
         state = ANSWERS if report is not None else STALE if answered is not None else WAITING
@@ -113,7 +114,8 @@ def _watch(
             elif state != shown_state or says_waiting_again:
                 show({**watched(endpoint, {}, None), "state": WAITING})
             shown_state, shown_at = state, began
-        stopped.wait(max(0.0, began + min(interval_s, ASK_EVERY_S) - time.monotonic()))
+        with contextlib.suppress(queue.Empty):
+            return interrupts.get(timeout=max(0.0, began + min(interval_s, ASK_EVERY_S) - time.monotonic()))
 
 
 def _asked(endpoint: str) -> dict[str, Any] | None:

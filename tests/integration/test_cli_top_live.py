@@ -65,3 +65,31 @@ def test_a_terminal_is_left_as_it_was_and_ctrl_c_ends_it(program: str, terminal:
     assert written.count("\x1b[?25l") == written.count("\x1b[?25h"), "the cursor is seen again"
     plain = re.sub("\x1b\\[[?0-9;]*[A-Za-z]", "", written)
     assert "no worker at" in plain and (not is_live or max(map(len, plain.splitlines())) <= 60)
+
+
+UNDER_WAY = """
+import argparse, os, random, signal, threading, time
+from asyncckpt.cli import top
+
+def interrupt(after_s):
+    time.sleep(after_s)
+    os.kill(os.getpid(), signal.SIGINT)
+
+top.status_of, top.MIN_INTERVAL_S = lambda *_: {"pid": 1}, 0.0
+top._plain = lambda *_, **__: None
+arguments = argparse.Namespace(endpoint="ipc:///private/w.sock", once=False, json=True, interval=0.0)
+rng = random.Random(0)
+for _ in range(500):
+    interrupts = threading.Thread(target=interrupt, args=(rng.uniform(0, 0.001),))
+    try:
+        interrupts.start()
+        top.run(arguments)
+    except KeyboardInterrupt:  # before the command had begun
+        pass
+    interrupts.join()
+"""
+
+
+def test_ctrl_c_ends_it_at_whatever_moment_it_comes() -> None:
+    done = subprocess.run([sys.executable, "-c", UNDER_WAY], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stderr) == (0, "")
