@@ -71,7 +71,7 @@ class _Save:
 
 
 class BackgroundSaver:
-    """See the module. One thread saves, and asks. It may be used again after `close` or `leave`.
+    """Saves a framework's files in the background. For one thread. It may be used again after `close` or `leave`.
 
     Args:
         rank_info: Which rank this is; default: torch.distributed's. `RankInfo(0, 1)`: only one rank saves.

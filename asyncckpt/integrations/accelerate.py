@@ -25,7 +25,7 @@ _NUMBERED = re.compile(r"checkpoint_([0-9]+)\Z")
 
 
 class AsyncAccelerator(Accelerator):
-    """See the module.
+    """An `Accelerator` whose `save_state` stages in the background.
 
     Args:
         *arguments, **keywords: Of `Accelerator`.

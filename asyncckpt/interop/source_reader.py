@@ -51,7 +51,7 @@ class _Storage(NamedTuple):
 
 
 class SourceChecksums:
-    """See the module. Several threads may call `take`.
+    """Compares the CRC-32s of a source's zip archives with what is read. Several threads may call `take`.
 
     Args:
         contents: The source; of one whose data lie in no archives there is nothing to compare.

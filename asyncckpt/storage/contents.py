@@ -157,7 +157,7 @@ class SavedTensor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """See the module. `tensors` is by FQN, in the order of the ranks and their structures.
+    """What a checkpoint holds. `tensors` is by FQN, in the order of the ranks and their structures.
 
     `source`: None for a checkpoint of ours; of another format what reading it needs.
     """

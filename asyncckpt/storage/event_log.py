@@ -59,7 +59,7 @@ class _Place:
 
 
 class EventLog:
-    """Takes events from any thread and never waits, raises, or holds a file open. See the module.
+    """Takes events from any thread and never waits, raises, or holds a file open.
 
     Args:
         max_nbytes: When a file is put aside; for tests.

@@ -72,7 +72,7 @@ _logger = logging.getLogger("asyncckpt.storage")
 
 
 class LocalStore(Store):
-    """See the module. Errors as of `Store`, with the calls' own errnos; all of them name the path.
+    """A `Store` of files. Errors as of `Store`, with the calls' own errnos; all of them name the path.
 
     Args:
         files: The seam to the system calls; None: as the kernel has them.

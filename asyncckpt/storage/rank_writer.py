@@ -109,7 +109,7 @@ def small_paths(job: RankJob) -> list[str]:
 
 
 class SmallFiles:
-    """See the module. Of one rank's save.
+    """Writes objects, index and items of one rank, or replaces those that stand.
 
     Args:
         job: Where to.

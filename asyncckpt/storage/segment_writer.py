@@ -2,7 +2,7 @@
 
 Helpers of a pool write, and the calling thread. Out of a ring the bytes of a segment come once, so what has gone wrong
 cannot be written again; out of a slot with room for everything it can, once that is sealed. Either way the files are
-removed, as after any failure. Everything else is as in `rank_files`.
+removed, as after any failure. Everything else is as in `rank_writer`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def write_streamed_files(
     check: Callable[[], None],
     final: Callable[[RankJob], RankJob] = as_begun,
 ) -> RankResult:
-    """As `rank_files.write_rank_files`, from the segments of `source` as they are filled.
+    """As `rank_writer.write_rank_files`, from the segments of `source` as they are filled.
 
     Only segments that are there get a thread of `pool`; the calling thread waits for them, and writes too.
 

@@ -84,7 +84,7 @@ _NONE_KNOWN: Mapping[int, bytes] = {}
 
 
 class ShardWriter:
-    """See the module. `write_extent` may be called from several threads, the rest from one at a time.
+    """Writes one shard file. `write_extent` may be called from several threads, the rest from one at a time.
 
     Args:
         path: The file; it must not exist.

@@ -86,7 +86,7 @@ class DirectoryIdentity(NamedTuple):
 
 
 class Store(abc.ABC):
-    """See the module."""
+    """A store of objects by name; the errors of its methods are above."""
 
     @abc.abstractmethod
     def put(self, name: str, data: memoryview | bytes, *, durable: bool = True) -> None:

@@ -213,7 +213,7 @@ OF_ONE_FILE = (_SHARDING, "DCP_VERSION")
 """Metadata of a header that say how DCP reads that file, and nothing of the checkpoint."""
 
 COPIES = "of the copies in several files only that of the file that the index names was read"
-"""What `Source.changed` says of such tensors."""
+"""What `ForeignSource.changed` says of such tensors."""
 
 INDEX_METADATA = "metadata of the index of the files are not kept"
 
@@ -245,12 +245,12 @@ def read_hf_directory(path: str, files: Files) -> Contents:
         UnsupportedFormatError: It holds several models, and nothing says which is meant; the files are listed.
         OSError: It cannot be read.
 
-    Of variants (`fp16`) the one without a suffix is the model: see `hf_folder`.
+    Of variants (`fp16`) the one without a suffix is the model: see `chosen_model`.
 
-    Of the files that the index names every tensor is read, also one that it lacks: transformers and huggingface_hub
-    load whole files too, and take of the index their names alone. Of one that another file has as well that copy is
-    read that is in the file that the index names, and `Source.changed` has the others. It is refused where nobody can
-    tell which is meant: the index lacks it, or there is none; and where the copies differ in shape or dtype.
+    Every tensor of the files that the index names is read, also one that the index does not list: transformers and
+    huggingface_hub load whole files too. If a tensor is in two files, the copy in the file that the index names is
+    read, and `ForeignSource.changed` names the other files. It is refused if the index does not list it, if there is no
+    index, and if the copies differ in shape or dtype.
     """
     is_folder = not is_index(os.path.basename(path)) or stat.S_ISDIR(files.stat(path).st_mode)
     directory, name = (path, "") if is_folder else os.path.split(path)

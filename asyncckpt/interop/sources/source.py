@@ -63,7 +63,7 @@ class ContentsBuilder:
     """Collects files, tensors and objects of one checkpoint.
 
     Args:
-        kind: As `Source.kind`.
+        kind: As `ForeignSource.kind`.
         path: For messages: the file or directory that was opened.
         directory: Where the names of files begin.
         files: The storage seam.
