@@ -35,8 +35,6 @@ def put_aside(path: str, save_id: SaveId, store: Store) -> str | None:
     parent, name = os.path.split(path)
     for number in range(1, _MAX_NUMBER + 1):
         moved = os.path.join(parent, quarantined_name(name, number))
-        if _exists(store, moved):
-            continue
         reach("quarantine: renaming")
         try:
             store.move(path, moved)
@@ -56,11 +54,3 @@ def _is_still(path: str, save_id: SaveId, store: Store) -> bool:
         return False
     owners = {owner for name in store.names(path) if (owner := owner_of(name)) is not None}
     return save_id in owners and all(lineage_key(owner) <= lineage_key(save_id) for owner in owners)
-
-
-def _exists(store: Store, path: str) -> bool:
-    try:
-        store.stat(path)
-    except FileNotFoundError:
-        return False
-    return True

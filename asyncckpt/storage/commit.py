@@ -162,7 +162,8 @@ def _publish(
             version = version_at(path, store)
             standing = refuse_standing(path, manifest.save_id, store, overwrite=overwrite)
     except BaseException:
-        _remove_quietly(store, beside)
+        if beside is not None:
+            store.remove_quietly(beside)
         raise
     if beside is None:
         _put(path, manifest, store, version if standing is not None else None)
@@ -199,7 +200,7 @@ def _put_both(
     except BaseException:
         if is_first:
             _is_gone(path, store, doomed=manifest.save_id, is_locked=True)
-        _remove_quietly(store, beside)
+        store.remove_quietly(beside)
         raise
     if not is_first:
         try:
@@ -244,17 +245,6 @@ def _unknown(path: str, save_id: SaveId, error: OSError) -> CommitUnknownError:
         detail=str(error),
         save_id=str(save_id),
     )
-
-
-def _remove_quietly(store: Store, path: str | None) -> None:
-    if path is None:
-        return
-    try:
-        store.remove(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        _logger.warning("cannot remove %s: %s", path, error)
 
 
 def remove_leftovers(path: str, keep: SaveId, *, store: Store) -> list[str]:

@@ -260,14 +260,16 @@ def join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
         for entry in contents.structure.tensors:
             fqn, dtype, shape, chunks = entry
             if "@rank" in fqn and is_reserved(fqn) and not _belongs_to(rank, fqn):
-                raise _misplaced(path, rank, fqn)
+                raise _corrupt_tensor(path, fqn, f"rank {rank} has it, and by its name it belongs to another rank")
             known = first.get(fqn)
             if known is None:
                 first[fqn] = entry
                 found[fqn] = [(rank, chunk) for chunk in chunks]
                 continue
             if (known.dtype, known.global_shape) != (dtype, shape):
-                raise _contradiction(path, contents, known, f"{dtype}{list(shape)}")
+                earlier = f"{known.dtype}{list(known.global_shape)}"
+                detail = f"rank {contents.index.rank} has it as {dtype}{list(shape)}, an earlier rank as {earlier}"
+                raise _corrupt_tensor(path, fqn, detail)
             found[fqn] += [(rank, chunk) for chunk in chunks]
     tensors = {
         fqn: SavedTensor(fqn, known.dtype, known.global_shape, tuple(found[fqn])) for fqn, known in first.items()
@@ -278,7 +280,7 @@ def join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
         boxes = [(chunk.offsets, chunk.sizes) for _, chunk in placed]
         fault = located_fault(shape, boxes, [rank for rank, _ in placed])
         if fault:
-            raise CorruptCheckpointError(f"{path}: tensor {fqn!r}: {fault}", path=path, fqn=fqn, detail=fault)
+            raise _corrupt_tensor(path, fqn, fault)
     return tensors
 
 
@@ -295,18 +297,12 @@ def _of_one_rank(entries: tuple[TensorEntry, ...]) -> dict[str, SavedTensor] | N
     return dict(zip(fqns, tensors, strict=True))
 
 
-def _contradiction(path: str, rank: RankContents, known: TensorEntry, found: str) -> CorruptCheckpointError:
-    detail = f"rank {rank.index.rank} has it as {found}, an earlier rank as {known.dtype}{list(known.global_shape)}"
-    return CorruptCheckpointError(f"{path}: tensor {known.fqn!r}: {detail}", path=path, fqn=known.fqn, detail=detail)
-
-
 def _belongs_to(rank: int, name: str) -> bool:
     found = split_per_rank_name(name)
     return found is not None and found[1] == rank
 
 
-def _misplaced(path: str, rank: int, fqn: str) -> CorruptCheckpointError:
-    detail = f"rank {rank} has it, and by its name it belongs to another rank"
+def _corrupt_tensor(path: str, fqn: str, detail: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"{path}: tensor {fqn!r}: {detail}", path=path, fqn=fqn, detail=detail)
 
 

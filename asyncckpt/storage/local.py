@@ -91,7 +91,7 @@ class LocalStore(Store):
         except FileExistsError:
             raise
         except BaseException:
-            self._remove_quietly(name)
+            self.remove_quietly(name)
             raise
 
     def put_if_absent(self, name: str, data: bytes, *, temporary: str, durable: bool = True) -> None:
@@ -102,7 +102,7 @@ class LocalStore(Store):
         except OSError as error:
             self._settle(error, name, data, temporary)
         else:
-            self._remove_quietly(temporary)
+            self.remove_quietly(temporary)
 
     def replace_if(self, name: str, data: bytes, version: str, *, temporary: str, durable: bool = True) -> None:
         """Write the file under its temporary name, flush it and the directory, and rename it onto the other."""
@@ -125,7 +125,7 @@ class LocalStore(Store):
                 fsync_directory(self.files, os.path.dirname(temporary))
             reach("put: flushed")
         except BaseException:
-            self._remove_quietly(temporary)
+            self.remove_quietly(temporary)
             raise
 
     def _settle(self, error: OSError, name: str, data: bytes, temporary: str) -> None:
@@ -135,10 +135,10 @@ class LocalStore(Store):
         except OSError:
             is_there = False
         if is_there:
-            self._remove_quietly(temporary)
+            self.remove_quietly(temporary)
             return
         if error.errno == errno.EEXIST or error.errno in _SURELY_NOT_DONE:
-            self._remove_quietly(temporary)
+            self.remove_quietly(temporary)
             raise error
         raise UnknownOutcomeError(error.errno, error.strerror, name) from error
 
@@ -317,14 +317,6 @@ class LocalStore(Store):
             return False
         # IMPORTANT: the holder before us removed the file; whoever made a new one holds another lock.
         return os.path.samestat(there, self.files.fstat(fd))
-
-    def _remove_quietly(self, path: str) -> None:
-        try:
-            self.files.unlink(path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            _logger.warning("cannot remove %s: %s", path, error)
 
 
 def _entry(name: str, found: os.stat_result) -> Entry:

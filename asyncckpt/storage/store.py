@@ -19,6 +19,7 @@ import abc
 import contextlib
 import errno
 import hashlib
+import logging
 import os
 import stat
 import threading
@@ -36,6 +37,8 @@ OTHER = "other"
 
 _FIRST_FD = 1 << 29
 """Numbers from here on are no descriptors of the kernel, nor those of what lies in memory (`storage.staged_image`)."""
+
+_logger = logging.getLogger("asyncckpt.storage")
 
 
 class UnknownOutcomeError(OSError):
@@ -185,6 +188,15 @@ class Store(abc.ABC):
         Raises:
             FileNotFoundError: There is none.
         """
+
+    def remove_quietly(self, name: str) -> None:
+        """Remove an object that may be gone already; a failure is logged, not raised."""
+        try:
+            self.remove(name)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            _logger.warning("cannot remove %s: %s", name, error)
 
     @abc.abstractmethod
     def sync(self, prefix: str) -> None:

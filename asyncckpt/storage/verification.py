@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.index import ObjectsRecord
 from asyncckpt.format.layout import PAGE_NBYTES
-from asyncckpt.format.names import DCP_METADATA_NAME
+from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME
 from asyncckpt.format.objects import MAX_OBJECTS_NBYTES
 from asyncckpt.format.structure import Chunk
 from asyncckpt.storage.catalog import CORRUPT, INCOMPLETE, UNREADABLE, UNSUPPORTED
@@ -168,7 +167,7 @@ def leftovers(path: str, files: Files, contents: Contents) -> list[str]:
     """Return names in the directory that the checkpoint does not name: foreign files, or another attempt's."""
     if contents.source is not None:
         return []
-    known = {"manifest.json"}
+    known = {MANIFEST_NAME}
     for rank in contents.manifest.ranks:
         known.add(rank.index_name)
     for rank_contents in contents.ranks:
@@ -176,4 +175,4 @@ def leftovers(path: str, files: Files, contents: Contents) -> list[str]:
         if rank_contents.index.items is not None:
             known |= {rank_contents.index.items.name, DCP_METADATA_NAME}
         known.update(shard.name for shard in rank_contents.index.shards)
-    return sorted(name for name in files.listdir(path) if os.path.basename(name) not in known)
+    return sorted(name for name in files.listdir(path) if name not in known)
