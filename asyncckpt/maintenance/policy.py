@@ -103,7 +103,7 @@ def to_delete(stored: Sequence[Stored], policy: RetentionPolicy, pinned: Collect
     newest, best = newest_of(stored), best_of(stored, policy.best_mode)
     if policy.max_to_keep is None or newest is None:
         return []
-    counted = sorted((one for one in stored if not _is_kept_apart(one, policy, pinned)), key=_rank, reverse=True)
+    counted = sorted((one for one in stored if not _is_kept_apart(one, policy, pinned)), key=_worth, reverse=True)
     room = policy.max_to_keep - sum(one in (newest, best) for one in counted)
     doomed = []
     for one in counted:
@@ -124,8 +124,8 @@ def _age(one: Stored) -> tuple[int, int, str]:
     return lineage_key(one.save_id)
 
 
-def _rank(one: Stored) -> tuple[bool, bool, tuple[int, int, str]]:
-    """What is worth more is larger."""
+def _worth(one: Stored) -> tuple[bool, bool, tuple[int, int, str]]:
+    """Return a sort key: what goes first is smallest."""
     return one.is_sound, not one.is_abandoned, _age(one)
 
 
@@ -135,8 +135,7 @@ def ancestry_in(metadata: Mapping[str, Any]) -> tuple[SaveId, ...] | None:
     Returns:
         None: The checkpoint does not say.
     """
-    told = metadata.get(METADATA_KEY)
-    raw = told.get("ancestry") if isinstance(told, Mapping) else None
+    raw = _section(metadata).get("ancestry")
     if not isinstance(raw, Sequence) or isinstance(raw, str):
         return None
     try:
@@ -147,12 +146,17 @@ def ancestry_in(metadata: Mapping[str, Any]) -> tuple[SaveId, ...] | None:
 
 def metrics_in(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the metrics that a checkpoint was saved with; None: there are none."""
-    told = metadata.get(METADATA_KEY)
-    metrics = told.get("metrics") if isinstance(told, Mapping) else None
-    return _read(metrics) if isinstance(metrics, Mapping) else None
+    metrics = _section(metadata).get("metrics")
+    return _from_json(metrics) if isinstance(metrics, Mapping) else None
 
 
-def told(ancestry: Sequence[SaveId], metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+def _section(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a manager has put into a manifest's metadata; empty if none has."""
+    found = metadata.get(METADATA_KEY)
+    return found if isinstance(found, Mapping) else {}
+
+
+def manager_metadata(ancestry: Sequence[SaveId], metrics: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return what a manager adds to the metadata of a checkpoint.
 
     Args:
@@ -162,27 +166,27 @@ def told(ancestry: Sequence[SaveId], metrics: Mapping[str, Any] | None) -> dict[
     """
     found: dict[str, Any] = {"ancestry": [str(one) for one in ancestry[:MAX_ANCESTRY]]}
     if metrics is not None:
-        found["metrics"] = _written(dict(metrics))
+        found["metrics"] = _to_json(dict(metrics))
     return {METADATA_KEY: found}
 
 
-def _written(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """JSON has no NaN and no infinities: they become `{"float": "nan"}`."""
     if isinstance(value, Mapping):
-        return {key: _written(one) for key, one in value.items()}
+        return {key: _to_json(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_written(one) for one in value]
+        return [_to_json(one) for one in value]
     if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
         value = value.item()
     return {_FLOAT: repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _read(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         if set(value) == {_FLOAT} and value[_FLOAT] in ("nan", "inf", "-inf"):
             return float(value[_FLOAT])
-        return {key: _read(one) for key, one in value.items()}
-    return [_read(one) for one in value] if isinstance(value, list) else value
+        return {key: _from_json(one) for key, one in value.items()}
+    return [_from_json(one) for one in value] if isinstance(value, list) else value
 
 
 def extended(save_id: SaveId, metadata: Mapping[str, Any]) -> tuple[SaveId, ...]:

@@ -101,7 +101,8 @@ def survey(
     except (FileNotFoundError, NotADirectoryError):
         found = []
     manifests = {os.path.basename(one.path): one.manifest for one in found if one.manifest is not None}
-    newest = max((m for name, m in manifests.items() if name not in broken), key=_age, default=None)
+    sound = (manifest for name, manifest in manifests.items() if name not in broken)
+    newest = max(sound, key=lambda manifest: lineage_key(manifest.save_id), default=None)
     ancestry = None if newest is None else ancestry_in(newest.metadata)
     stored = [
         Stored(
@@ -308,10 +309,6 @@ def _score_of(manifest: Manifest, score: Score | None) -> float | None:
     except Exception as error:
         _log.warning("best_fn fails on the metrics of step %d, %r: %r", manifest.step, dict(metrics), error)
         return None
-
-
-def _age(manifest: Manifest) -> tuple[int, int, str]:
-    return lineage_key(manifest.save_id)
 
 
 def retire(

@@ -19,7 +19,7 @@ from asyncckpt.config import CheckpointerConfig, check_keywords
 from asyncckpt.ends import EXIT_WAIT_S
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, ConfigError, DirectoryInUseError
 from asyncckpt.handle import SaveFuture, SaveHandle, SaveReport
-from asyncckpt.maintenance.policy import RetentionPolicy, told
+from asyncckpt.maintenance.policy import RetentionPolicy, manager_metadata
 from asyncckpt.maintenance.retention import Score
 from asyncckpt.managing.advice import Advice
 from asyncckpt.managing.dataloader_workers import is_of_killed_workers
@@ -214,7 +214,7 @@ class CheckpointManager(Resuming):
         self._check_ranks()
         step = checked_step(step)
         self._claim_root()
-        more = told(self._ancestry, metrics)
+        more = manager_metadata(self._ancestry, metrics)
         config = self.checkpointer.config
         if not self._has_looked:
             self._has_looked = True

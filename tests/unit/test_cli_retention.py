@@ -17,7 +17,7 @@ from asyncckpt import SyncCheckpointer, cli  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
 from asyncckpt.interop import statistics  # noqa: E402
 from asyncckpt.interop.sources.detect import read_any  # noqa: E402
-from asyncckpt.maintenance.policy import told  # noqa: E402
+from asyncckpt.maintenance.policy import manager_metadata  # noqa: E402
 from asyncckpt.storage.catalog import read_manifest  # noqa: E402
 from asyncckpt.storage.files import Files  # noqa: E402
 from asyncckpt.storage.local import LocalStore  # noqa: E402
@@ -77,7 +77,9 @@ def test_prune_changes_nothing_unless_told_to_delete(root: pathlib.Path, capsys:
 
 def test_prune_says_what_a_rollback_left_behind(root: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     with SyncCheckpointer() as checkpointer:
-        checkpointer.save({"w": torch.ones(1)}, root / "s21", step=21, metadata=told([save_id_of(root / "s20")], None))
+        checkpointer.save(
+            {"w": torch.ones(1)}, root / "s21", step=21, metadata=manager_metadata([save_id_of(root / "s20")], None)
+        )
     out = run(capsys, "prune", root, "--keep", 2)[1]
     left = [line.split()[2] for line in out.splitlines() if line.endswith("(left behind by a rollback)")]
     assert left == ["30", "40", "50"]

@@ -92,7 +92,7 @@ class Scalar:
 
 def test_metrics_survive_the_manifest_whatever_their_numbers_are() -> None:
     given = {"loss": math.nan, "top": [math.inf, -math.inf, 1.5], "more": {"at": Scalar(2.5), "n": 3}, "who": "inf"}
-    text = json.dumps(policy.told((), given), allow_nan=False)
+    text = json.dumps(policy.manager_metadata((), given), allow_nan=False)
     found = policy.metrics_in(json.loads(text))
     assert found is not None and math.isnan(found["loss"])
     del found["loss"]  # type: ignore[attr-defined]
@@ -177,8 +177,8 @@ def test_after_a_rollback_the_old_future_is_no_ancestor() -> None:
 def test_an_ancestry_survives_the_manifest_and_is_bounded() -> None:
     line: tuple[SaveId, ...] = ()
     for epoch in range(1, policy.MAX_ANCESTRY + 50):
-        line = policy.extended(SaveId(epoch, 3, f"{epoch:012x}"), policy.told(line, {"loss": 1.0}))
-        assert policy.ancestry_in(policy.told(line, None)) == line
+        line = policy.extended(SaveId(epoch, 3, f"{epoch:012x}"), policy.manager_metadata(line, {"loss": 1.0}))
+        assert policy.ancestry_in(policy.manager_metadata(line, None)) == line
     assert len(line) == policy.MAX_ANCESTRY
     newest = SaveId(999, 0, RUN)
     assert policy.is_ancestor(SaveId(2, 9, f"{2:012x}"), newest, line), "forgotten: taken for one"
@@ -347,7 +347,7 @@ def test_while_the_score_fails_on_all_metrics_those_of_earlier_runs_stay_for_one
     tmp_path: Path,
 ) -> None:
     def saved(step: int, epoch: int, metrics: dict[str, Any] | None) -> None:
-        save(tmp_path, step, SaveId(epoch, step, f"{epoch:012x}"), metadata=policy.told((), metrics))
+        save(tmp_path, step, SaveId(epoch, step, f"{epoch:012x}"), metadata=policy.manager_metadata((), metrics))
 
     saved(1, 1, {"loss": 0.1})
     saved(2, 1, None)
@@ -364,7 +364,7 @@ def test_while_the_score_fails_on_all_metrics_those_of_earlier_runs_stay_for_one
 
 def test_a_score_that_fails_is_none_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step, metrics in ((1, {"loss": 0.1}), (2, {"other": 1}), (3, None)):
-        save(tmp_path, step, SaveId(1, step, RUN), metadata=policy.told((), metrics))
+        save(tmp_path, step, SaveId(1, step, RUN), metadata=policy.manager_metadata((), metrics))
     found = survey(str(tmp_path), STORE, score=lambda metrics: metrics["loss"])
     assert [(one.step, one.score) for one in found.stored] == [(3, None), (2, None), (1, 0.1)]
     assert "step 2" in caplog.text
@@ -574,7 +574,7 @@ class Training:
         metrics = {"loss": self.rng.random()} if self.rng.random() < 0.6 else None
         save_id = SaveId(self.epoch, self.sequence, self.run)
         self.sequence += 1
-        told = policy.told(self.line, metrics)
+        told = policy.manager_metadata(self.line, metrics)
         if f"step-{self.step}" in self.pinned:  # it went back: that one is not replaced
             with pytest.raises(CheckpointExistsError):
                 begin(self.root, self.step, save_id, metadata=told)
