@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"ok": code == EXIT_OK, "checks": [dataclasses.asdict(one) for one in found]})
         return code
-    count = {status: sum(one.status == status for one in found) for status in (WARN, FAIL)}
-    say(f"{len(found)} checks: {count[FAIL]} failed, {count[WARN]} warnings")
+    failed, warnings = (sum(one.status == status for one in found) for status in (FAIL, WARN))
+    say(f"{len(found)} checks: {failed} failed, {warnings} warnings")
     if not args.directory:
         say("no directory was checked: asyncckpt doctor DIR")
     return code

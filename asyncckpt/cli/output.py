@@ -31,8 +31,8 @@ EXIT_UNREACHABLE = 5
 EXIT_SIGNAL = 128
 """Plus the signal's number, as in POSIX's shell."""
 
-_COMMANDS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What a terminal obeys, what turns the direction of writing, and what has no UTF-8 form."""
+_UNSAFE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, those that turn the direction of writing, and surrogates, which have no UTF-8 form."""
 
 
 def some_path(text: str) -> str:
@@ -95,7 +95,7 @@ def exit_code_of(error: BaseException) -> int:
 
 def shown(text: str) -> str:
     """Return text for a terminal. Names and metadata are whatever somebody has put into a checkpoint."""
-    return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def say(text: str, file: TextIO | None = None) -> None:

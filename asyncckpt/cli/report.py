@@ -88,17 +88,5 @@ def _described(root: str, history: History) -> dict[str, Any]:
 
 
 def _save(save: SaveStory) -> dict[str, Any]:
-    return {
-        "save_id": save.save_id,
-        "step": save.step,
-        "name": save.name,
-        "outcome": save.outcome,
-        "begun": save.begun,
-        "sealed": save.sealed,
-        "ended": save.ended,
-        "nbytes": save.nbytes,
-        "stall_s": save.stall_s,
-        "write_s": save.write_s,
-        "seconds": save.seconds,
-        "error": save.error,
-    }
+    names = ("save_id", "step", "name", "outcome", "begun", "sealed", "ended", "nbytes", "stall_s", "write_s")
+    return {name: getattr(save, name) for name in (*names, "seconds", "error")}

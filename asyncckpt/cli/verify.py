@@ -139,14 +139,14 @@ def _fault(fault: AsyncCkptError | OSError) -> dict[str, Any]:
 
 def _print(row: dict[str, Any], fast: bool) -> None:
     if row["state"] == OK:
-        if row["kind"] != OURS:
-            depth = row["unchecked"] or f"{human(row['read_nbytes'])} compared with their CRC-32"
-            say(f"{row['path']}: ok, {row['kind']}, {row['tensors']} tensors, {depth}")
-            for fqn, described in row["unread"].items():
-                say(f"  {fqn}: {described}")
-            return
-        depth = "sizes and indexes" if fast else f"{human(row['read_nbytes'])} compared"
-        say(f"{row['path']}: ok, step {row['step']}, {row['tensors']} tensors, {depth}")
+        compared = f"{human(row['read_nbytes'])} compared"
+        if row["kind"] == OURS:
+            what, depth = f"step {row['step']}", "sizes and indexes" if fast else compared
+        else:
+            what, depth = row["kind"], row["unchecked"] or f"{compared} with their CRC-32"
+        say(f"{row['path']}: ok, {what}, {row['tensors']} tensors, {depth}")
+        for fqn, described in row["unread"].items():
+            say(f"  {fqn}: {described}")
         return
     say(f"{row['path']}: {row['state'].upper()}")
     for fault in row["faults"][:MAX_SHOWN]:

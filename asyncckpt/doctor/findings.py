@@ -10,7 +10,6 @@ from typing import Any
 from asyncckpt.errors import AsyncCkptError
 
 OK, WARN, FAIL = "ok", "warn", "fail"
-STATUSES = (OK, WARN, FAIL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

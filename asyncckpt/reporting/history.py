@@ -13,7 +13,8 @@ from typing import Any
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import SaveId
 
-ENDS = ("committed", "failed", "abandoned", "unknown")
+BAD_ENDS = ("failed", "abandoned", "unknown")
+ENDS = ("committed", *BAD_ENDS)
 OPEN = "open"
 MAX_SECONDS, MAX_WHOLE = 1e11, 10**17
 """Beyond any time, step and size: what is larger cannot be drawn."""

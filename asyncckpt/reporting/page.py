@@ -10,7 +10,7 @@ from html import escape
 from asyncckpt.format.names import SaveId
 from asyncckpt.quantities import human, human_s
 from asyncckpt.reporting import charts
-from asyncckpt.reporting.history import History, SaveStory, recovery_ages
+from asyncckpt.reporting.history import BAD_ENDS, History, SaveStory, recovery_ages
 
 MAX_ROWS = 200
 NO_PICTURES = "There are no pictures, since matplotlib is not installed: pip install 'asyncckpt[report]'"
@@ -133,9 +133,9 @@ def _summary(history: History) -> str:
 def _tiles(history: History) -> str:
     committed = history.committed
     stalls = sorted(s.stall_s for s in history.saves if s.stall_s is not None)
-    ages = _ages(history)
+    ages = [age for _, age in recovery_ages(history.saves, memory=False)[1:-1]]
     writes = [s.write_s for s in committed if s.write_s]
-    bad = sum(s.outcome in ("failed", "abandoned", "unknown") for s in history.saves)
+    bad = sum(s.outcome in BAD_ENDS for s in history.saves)
     newest = max(committed, key=lambda s: s.ended or 0.0, default=None)
     tiles = [
         (str(len(committed)), "committed"),
@@ -151,11 +151,6 @@ def _tiles(history: History) -> str:
         + "".join(f'<div class="tile"><b>{escape(v)}</b><span>{escape(n)}</span></div>' for v, n in tiles)
         + "</div>"
     )
-
-
-def _ages(history: History) -> list[float]:
-    line = recovery_ages(history.saves, memory=False)
-    return [age for _, age in line[1:-1]]
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> str:
@@ -178,7 +173,7 @@ def _table(saves: Sequence[SaveStory]) -> str:
 def _row(save: SaveStory) -> str:
     ended = time.strftime("%m-%d %H:%M:%S", time.localtime(save.ended)) if save.ended is not None else "-"
     staging = save.sealed - save.begun if save.sealed is not None and save.begun is not None else None
-    bad = ' class="bad"' if save.outcome in ("failed", "abandoned", "unknown") else ""
+    bad = ' class="bad"' if save.outcome in BAD_ENDS else ""
     notes = " (unchanged)" * save.unchanged + (f": {save.error}" if save.error else "")
     cells = (
         ended,
