@@ -4,3 +4,8 @@
 questions use `limits`, `workloads`, `contenders` and `training_cost`. `targets` and `report` make the tables of the
 documentation from result files.
 """
+
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+RESULTS = CHECKOUT / "benchmarks" / "results"

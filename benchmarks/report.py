@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import figures, machine, targets
+from benchmarks import CHECKOUT, RESULTS, figures, machine, targets
 from benchmarks.figures import Row
-from benchmarks.runner import CHECKOUT, RESULTS
 
 DOCUMENTS = (CHECKOUT / "README.md", CHECKOUT / "docs" / "performance.md")
 IMAGES = CHECKOUT / "docs" / "images"

@@ -26,11 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import figures, machine, processes
+from benchmarks import CHECKOUT, RESULTS, figures, machine, processes, targets
 from benchmarks.figures import Row
-
-RESULTS = Path(__file__).resolve().parent / "results"
-CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 @dataclass
@@ -278,8 +275,6 @@ class Run:
 
 def report(result: Row, shows: Mapping[str, str], file: str) -> list[str]:
     """Return what is printed: every figure, beside those of the other checkouts, and the targets of the file."""
-    from benchmarks import targets
-
     size = f"{result['nbytes'] / 1e9:.2f} GB, " if "nbytes" in result else ""
     lines = [f"{file}: {size}{len(result['rounds'])} rounds, {machine.how_busy(result)}"]
     if "against" in result:

@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import figures
+from benchmarks import RESULTS, figures
 from benchmarks.figures import Row
-from benchmarks.runner import RESULTS
 
 SCALES = {"ms": 1e3, "MB": 1e-6}
 """Unit -> what a figure in seconds or bytes is multiplied by."""

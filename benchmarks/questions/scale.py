@@ -50,7 +50,7 @@ REPLICATE = 8
 """Copies of each shard with "hsdp"."""
 
 
-def timed(call: Callable[[], Any], repeats: int = 1) -> tuple[list[float], Any]:
+def seconds_of(call: Callable[[], Any], repeats: int = 1) -> tuple[list[float], Any]:
     """Return the seconds of each call, and what the last one returned."""
     seconds, found = [], None
     for _ in range(repeats):
@@ -159,9 +159,9 @@ def commit(n_ranks: int, n_tensors: int) -> Row:
     structures = [shard_structure(grid, n_tensors, rank) for rank in range(n_ranks)]
     requests, seed = requests_of(structures), seed_of(SAVE_ID)
     few = requests[:: max(1, len(requests) // 16)]
-    (beside,), _ = timed(lambda: [Prover().check(request) for request in few])
+    (beside,), _ = seconds_of(lambda: [Prover().check(request) for request in few])
     tallies = [tally_of(request.structure, request.rank, seed) for request in requests]
-    (proof,), holes = timed(lambda: Prover().faults(requests, tallies))
+    (proof,), holes = seconds_of(lambda: Prover().faults(requests, tallies))
     assert not holes
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         records = []
@@ -173,7 +173,7 @@ def commit(n_ranks: int, n_tensors: int) -> Row:
             records.append(RankRecord(rank=rank, index_name=name, n_files=3, nbytes=4096, **about))
         about = {"save_id": SAVE_ID, "step": 1, "world_size": n_ranks, "created": "2025-01-01T00:00:00.000+00:00"}
         manifest = Manifest(fsync=False, writer="benchmark", ranks=tuple(records), **about)
-        (published,), _ = timed(lambda: publish(directory, manifest, store=LocalStore()))
+        (published,), _ = seconds_of(lambda: publish(directory, manifest, store=LocalStore()))
     found = {"check_s_per_rank": beside / len(few), "first_proof_s": proof, "publish_s": published}
     return found | {"first_commit_s": proof + published}
 
@@ -203,7 +203,7 @@ def planning(layout: str, n_ranks: int, n_tensors: int, repeats: int) -> Row:
     """Measure one rank's planning."""
     raw, digests = contributions_of(layout, n_ranks, n_tensors)
     flat = state_of(layout, n_ranks, n_tensors, n_ranks - 1)
-    seconds, plan = timed(lambda: plan_once(raw, digests, flat, n_ranks - 1), repeats)
+    seconds, plan = seconds_of(lambda: plan_once(raw, digests, flat, n_ranks - 1), repeats)
     assert not plan.news
     return {"plan_s": statistics.median(seconds), "plan_s_worst": max(seconds)}
 
@@ -224,7 +224,7 @@ def cached(n_tensors: int, n_ranks: int) -> Row:
     for name, tensors in (("dtensor", sharded), ("plain", plain)):
         state = {f"w{n}": tensor.detach() for n, tensor in enumerate(tensors)}
         plans.take(state)
-        seconds, _ = timed(lambda state=state: plans.take(state), 20)  # type: ignore[misc]
+        seconds, _ = seconds_of(lambda state=state: plans.take(state), 20)  # type: ignore[misc]
         found[f"{name}_us_per_tensor"] = statistics.median(seconds) / n_tensors * 1e6
     dist.destroy_process_group()
     return found

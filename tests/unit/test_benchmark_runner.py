@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import figures, limits, machine, processes, runner, targets
-from benchmarks.runner import RESULTS, Question, Run
+from benchmarks import CHECKOUT, RESULTS, figures, limits, machine, processes, runner, targets
+from benchmarks.runner import Question, Run
 
-DESCRIPTION = {"cpu": "CPU", "cores": 2, "date": "2026-01-02", "load_before": 0.1, "versions": {"torch": "2"}}
+DESCRIPTION = {"cpu": "CPU", "cores": 2, "date": "2026-01-02", "versions": {"torch": "2"}}
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +148,7 @@ def test_a_process_of_a_round_imports_the_package_of_its_checkout_and_the_benchm
     for package in ("asyncckpt", "worker"):
         (other / package).mkdir(parents=True)
         (other / package / "__init__.py").write_text(f"MARK = 'the other {package}'\n")
-    with runner.workplace(tmp_path, [runner.CHECKOUT, other]) as place:
+    with runner.workplace(tmp_path, [CHECKOUT, other]) as place:
         links = place / "links-1"
         how: dict[str, Any] = {"deadline_s": 60.0, "environment": {"PYTHONPATH": str(links)}, "cwd": links}
         assert processes.call(pkgutil.resolve_name, "asyncckpt:MARK", **how) == "the other asyncckpt"
