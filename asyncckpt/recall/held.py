@@ -13,7 +13,7 @@ from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
 from asyncckpt.protocol.request import SaveRequest, decode_request
 from asyncckpt.recall.snapshots import HeldSnapshot, Part
-from asyncckpt.storage.staged_image import Image, StagedCheckpoint, StagedRank
+from asyncckpt.storage.staged_image import SlotShard, StagedCheckpoint, StagedRank
 
 
 class MappedSnapshot:
@@ -68,7 +68,7 @@ class MappedSnapshot:
             ranks.append(
                 StagedRank(
                     rank=request.rank,
-                    images=tuple(Image(memory.fd, p.offset, p.nbytes) for p in request.parts),
+                    images=tuple(SlotShard(memory.fd, p.offset, p.nbytes) for p in request.parts),
                     structure=request.structure,
                     objects=request.objects,
                     n_tensors=request.n_tensors,

@@ -42,6 +42,17 @@ from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.shard_writer import Image, ShardWriter, is_page_aligned, shards_print
 from asyncckpt.storage.store import Store
 
+EXTENT_NBYTES = 16 << 20
+"""One write. 4 to 64 MiB reach the same speed on the machines measured so far; whole blocks."""
+
+MIN_EXTENT_NBYTES = 4 * BLOCK_NBYTES
+"""Files below `EXTENT_NBYTES` per thread are cut finer, so that two threads share them. Chosen, not measured."""
+
+DEFAULT_THREADS = 4
+"""Four keep the disk busy while one of them digests: 5 to 10 % faster than two with 1.4 GB on two cores."""
+
+_logger = logging.getLogger("asyncckpt.storage")
+
 
 def _unheard(nbytes: int) -> None:
     """Nobody asked for progress."""
@@ -157,17 +168,6 @@ class SmallFiles:
             with contextlib.suppress(OSError):
                 self._store.remove(temporary)
             raise
-
-
-EXTENT_NBYTES = 16 << 20
-"""One write. 4 to 64 MiB reach the same speed on the machines measured so far; whole blocks."""
-
-MIN_EXTENT_NBYTES = 4 * BLOCK_NBYTES
-"""Files below `EXTENT_NBYTES` per thread are cut finer, so that two threads share them. Chosen, not measured."""
-
-DEFAULT_THREADS = 4
-"""Four keep the disk busy while one of them digests: 5 to 10 % faster than two with 1.4 GB on two cores."""
-_logger = logging.getLogger("asyncckpt.storage")
 
 
 def write_rank_files(

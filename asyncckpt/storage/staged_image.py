@@ -28,8 +28,8 @@ _FIRST_FD = 1 << 30
 _NO_CHECKSUM = FILE_CHECKSUM_PREFIX + "0" * 32
 
 
-class Image(NamedTuple):
-    """A file's bytes in a slot: `nbytes` from `offset` on of the memfd `fd`."""
+class SlotShard(NamedTuple):
+    """A shard's bytes in a slot: `nbytes` from `offset` on of the memfd `fd`."""
 
     fd: int
     offset: int
@@ -41,7 +41,7 @@ class StagedRank:
     """What one rank has staged. `images`: of its shards, in order; the rest as the save request has it."""
 
     rank: int
-    images: tuple[Image, ...]
+    images: tuple[SlotShard, ...]
     structure: bytes
     objects: bytes
     n_tensors: int
@@ -61,7 +61,7 @@ class StagedCheckpoint:
     ranks: Sequence[StagedRank]
 
 
-_Held = Image | bytes
+_Held = SlotShard | bytes
 """A file that is in memory: a shard in its slot, or the copy of a small one."""
 
 

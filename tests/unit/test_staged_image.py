@@ -12,7 +12,7 @@ import pytest
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.names import SaveId
 from asyncckpt.storage.files import Files, read_small_file
-from asyncckpt.storage.staged_image import Image, OverlaidFiles, StagedCheckpoint, StagedRank, staged_contents
+from asyncckpt.storage.staged_image import OverlaidFiles, SlotShard, StagedCheckpoint, StagedRank, staged_contents
 from tests.torch_free_client import Snapshot
 
 SAVE_ID = SaveId(1, 2, "0123456789ab")
@@ -32,7 +32,7 @@ def slot() -> Iterator[int]:
 
 
 def staged(path: pathlib.Path, slot: int, nbytes: int = 5000) -> StagedCheckpoint:
-    rank = StagedRank(rank=0, images=(Image(slot, AT, nbytes),), structure=b"", objects=b'["objects"]', n_tensors=0)
+    rank = StagedRank(rank=0, images=(SlotShard(slot, AT, nbytes),), structure=b"", objects=b'["objects"]', n_tensors=0)
     return StagedCheckpoint(
         path=str(path),
         save_id=SAVE_ID,
@@ -87,7 +87,7 @@ def test_what_all_ranks_staged_is_a_checkpoint_without_anything_on_disk(slot: in
     ranks = [
         StagedRank(
             rank=number,
-            images=tuple(Image(slot, 0, len(image)) for image in snapshot.images),
+            images=tuple(SlotShard(slot, 0, len(image)) for image in snapshot.images),
             structure=snapshot.structure,
             objects=b"",
             n_tensors=snapshot.n_tensors,
@@ -109,7 +109,9 @@ def test_what_all_ranks_staged_is_a_checkpoint_without_anything_on_disk(slot: in
 def test_structure_of_other_lengths_than_the_shards_is_refused(slot: int) -> None:
     snapshot = Snapshot()
     found = staged(pathlib.Path("/nowhere"), slot)
-    rank = StagedRank(rank=0, images=(Image(slot, AT, 4096),), structure=snapshot.structure, objects=b"", n_tensors=3)
+    rank = StagedRank(
+        rank=0, images=(SlotShard(slot, AT, 4096),), structure=snapshot.structure, objects=b"", n_tensors=3
+    )
     wrong = StagedCheckpoint(**{n: getattr(found, n) for n in found.__dataclass_fields__} | {"ranks": [rank]})
     with pytest.raises(CorruptCheckpointError, match="other lengths"):
         staged_contents(wrong)

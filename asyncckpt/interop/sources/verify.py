@@ -61,7 +61,7 @@ def _copies(contents: Contents) -> str:
 def _check_archives(verdict: Verdict, contents: Contents, source: ForeignSource, files: Files, threads: int) -> None:
     n_unheld = 0
     with ThreadPoolExecutor(max(1, threads), "asyncckpt-verify") as pool:
-        for nbytes, faults in pool.map(lambda window: _check_window(contents, window, files), source.archives):
+        for nbytes, faults in pool.map(lambda archive: _check_archive(contents, archive, files), source.archives):
             verdict.read_nbytes += nbytes
             verdict.faults += faults
             n_unheld += not nbytes and not faults
@@ -75,15 +75,15 @@ def _check_archives(verdict: Verdict, contents: Contents, source: ForeignSource,
     verdict.faults.sort(key=lambda fault: (str(getattr(fault, "file", "")), getattr(fault, "offset", None) or 0))
 
 
-def _check_window(
-    contents: Contents, window: tuple[str, int, int], files: Files
+def _check_archive(
+    contents: Contents, archive: tuple[str, int, int], files: Files
 ) -> tuple[int, list[AsyncCkptError | OSError]]:
     """Return how many bytes of an archive were read, and what is wrong with it."""
-    name, start, nbytes = window
+    name, start, nbytes = archive
     faults: list[AsyncCkptError | OSError] = []
     done = 0
     try:
-        with opened_archive(contents, window, files) as read_at:
+        with opened_archive(contents, archive, files) as read_at:
             entries = list(read_directory(read_at, nbytes).values())
             if not any(entry.crc for entry in entries):  # torch.serialization.set_crc32_options(False)
                 return 0, []
