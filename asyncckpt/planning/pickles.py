@@ -3,7 +3,7 @@
 DANGER: unpickling runs whatever the bytes say. Whoever can write into a checkpoint's directory can run code in every
 process that loads it with `allow_pickle=True`. Nothing else in asyncckpt runs what a pickle says: not the worker, not
 `ls`, `inspect` or `verify`, not a load without that argument. Pickles of other formats are read as data
-(`foreign.unpickling`), and `dcp.leaf_values` takes what stock planners made in this process, by
+(`interop.sources.unpickler`), and `dcp.leaf_values` takes what stock planners made in this process, by
 `torch.load(weights_only=True)`.
 """
 
