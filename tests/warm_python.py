@@ -188,6 +188,7 @@ def obey() -> None:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, usual)
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests were started by nohup
             for one in (orders, woken, wakes, *living.values()):
                 one.close()
             _become(json.loads(message), list(fds))
