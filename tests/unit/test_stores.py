@@ -269,7 +269,7 @@ def test_a_load_fills_tensors_from_a_store_of_objects(memory: MemoryStore, tmp_p
     with Snapshot({"a": 70_000, "b": 3}, save_id=ids(1)[0], seed=1) as snapshot:
         values = snapshot.values
     found, missing = DefaultReader(memory.as_files()).read("/store/s1", source="disk")
-    assert missing == [] and {fqn: bytes(found[fqn].numpy()) for fqn in found} == values
+    assert missing == [] and {fqn: bytes(found[fqn].tolist()) for fqn in found} == values
     assert all(found[fqn].dtype == torch.uint8 for fqn in found)
 
 
