@@ -13,7 +13,6 @@ from typing import Any
 
 from asyncckpt.cli.output import EXIT_OK, add_root, existing_root, noted, nothing_in, print_rows
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.format.names import lineage_key
 from asyncckpt.interop.sources.detect import OURS, kind_at
 from asyncckpt.quantities import human
 from asyncckpt.storage.catalog import Found, scan
@@ -62,8 +61,8 @@ def _others(root: str, ours: set[str], files: Files, *, depth: int) -> list[tupl
     return [other for child in directories for other in _others(child, ours, files, depth=depth - 1)]
 
 
-def _order(found: Found) -> tuple[str, bool, Any, str]:
-    lineage = lineage_key(found.manifest.save_id) if found.manifest else ()
+def _order(found: Found) -> tuple[str, bool, str, str]:
+    lineage = found.manifest.save_id if found.manifest else ""
     return os.path.dirname(found.path), found.manifest is None, lineage, found.path
 
 

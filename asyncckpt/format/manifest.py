@@ -28,7 +28,6 @@ from asyncckpt.format.names import (
     SaveId,
     index_name,
     layout_of,
-    lineage_key,
 )
 
 MUST = "must"
@@ -378,4 +377,4 @@ def decode_tombstone(data: bytes, path: str = "") -> Tombstone | None:
 
 def newest(manifests: Iterable[tuple[str, Manifest]]) -> tuple[str, Manifest] | None:
     """Return the (path, manifest) pair that is newest by lineage, or None."""
-    return max(manifests, key=lambda pair: lineage_key(pair[1].save_id), default=None)
+    return max(manifests, key=lambda pair: pair[1].save_id, default=None)

@@ -41,7 +41,8 @@ _OWN_FILES = (
 class SaveId(str):
     """Which save of which run: its text, whose parts are read by name. Equal on all ranks.
 
-    Later ones of a lineage compare greater, as their texts do: each part has a fixed number of digits.
+    Checkpoints of one root are ordered by it, as by its text: by epoch, then sequence; the run id only breaks ties. Not
+    by step: after a rollback to step 100 the new branch's step 150 is newer than the old branch's step 900.
 
     Args:
         epoch: One more than the largest beside the first path of the run, committed or only begun.
@@ -49,25 +50,18 @@ class SaveId(str):
         run_id: 12 hex digits, random per run, so that files of two attempts never share a name.
     """
 
-    __slots__ = ()
+    __slots__ = ("epoch", "run_id", "sequence")
+    epoch: int
+    sequence: int
+    run_id: str
 
     def __new__(cls, epoch: int, sequence: int, run_id: str) -> SaveId:
-        return super().__new__(cls, f"{epoch:06d}-{sequence:08d}-{run_id}")
+        found = super().__new__(cls, f"{epoch:06d}-{sequence:08d}-{run_id}")
+        found.epoch, found.sequence, found.run_id = epoch, sequence, run_id
+        return found
 
     def __getnewargs__(self) -> tuple[int, int, str]:  # type: ignore[override]
         return self.epoch, self.sequence, self.run_id
-
-    @property
-    def epoch(self) -> int:
-        return int(self[:6])
-
-    @property
-    def sequence(self) -> int:
-        return int(self[7:15])
-
-    @property
-    def run_id(self) -> str:
-        return self[16:]
 
     @property
     def call(self) -> str:
@@ -93,15 +87,7 @@ class SaveId(str):
             return text
         if not _SAVE_ID.match(text):
             raise ValueError(f"not a save id: {text!r} (expected EEEEEE-SSSSSSSS-rrrrrrrrrrrr)")
-        return super().__new__(cls, text)
-
-
-def lineage_key(save_id: SaveId) -> tuple[int, int, str]:
-    """Return what checkpoints of one root are ordered by: epoch, then sequence; the run id only breaks ties.
-
-    Not the step: after a rollback to step 100 the new branch's step 150 is newer than the old branch's step 900.
-    """
-    return save_id.epoch, save_id.sequence, save_id.run_id
+        return cls(int(text[:6]), int(text[7:15]), text[16:])
 
 
 def shard_name(save_id: SaveId, rank: int, part: int, layout: str = SAFETENSORS) -> str:

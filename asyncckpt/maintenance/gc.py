@@ -25,7 +25,6 @@ from asyncckpt.format.names import (
     SaveId,
     is_quarantined,
     is_temporary,
-    lineage_key,
     owner_of,
     temporary_tombstone_name,
 )
@@ -151,7 +150,7 @@ class _Look:
     version: str | None
 
     def beside_tombstone(self, owners: Mapping[str, SaveId], tombstone: Tombstone) -> Garbage | None:
-        if any(lineage_key(owner) > lineage_key(tombstone.save_id) for owner in owners.values()):
+        if any(owner > tombstone.save_id for owner in owners.values()):
             return self.garbage(ATTEMPT, owners, tombstone)
         if owners:
             return self.garbage(LEFTOVERS, owners, tombstone)
@@ -169,7 +168,7 @@ class _Look:
     def broken(self, owners: Mapping[str, SaveId], store: Store) -> Garbage:
         names = dict(owners)
         if MANIFEST_NAME in self.regular:  # ours, although it may be damaged: by the names beside it
-            names[MANIFEST_NAME] = max(owners.values(), key=lineage_key)
+            names[MANIFEST_NAME] = max(owners.values())
         beside = scan(os.path.dirname(self.path), store)
         last = "" if any(one.state == COMMITTED for one in beside) else "no committed checkpoint is beside it"
         return self.garbage(BROKEN, names, kept=last)
@@ -200,7 +199,7 @@ class _Look:
             names=tuple(sorted(names)),
             nbytes=sum(self.regular[name].nbytes for name in names),
             age_s=age_s,
-            save_ids=tuple(sorted(save_ids, key=lineage_key)),
+            save_ids=tuple(sorted(save_ids)),
             standing=standing,
             version=self.version if standing is not None else None,
             kept=kept,
@@ -298,7 +297,7 @@ def _goes_without_lock(garbage: Garbage) -> bool:
     standing = garbage.standing
     if garbage.kind != LEFTOVERS or standing is None:
         return False
-    return all(lineage_key(one) <= lineage_key(standing.save_id) for one in garbage.save_ids)
+    return all(one <= standing.save_id for one in garbage.save_ids)
 
 
 def _remove_locked(garbage: Garbage, store: Store, removed: list[str], *, package: str) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.errors import ConfigError
-from asyncckpt.format.names import SaveId, lineage_key
+from asyncckpt.format.names import SaveId
 
 BEST_MODES = ("min", "max")
 
@@ -80,14 +80,14 @@ class RetentionPolicy:
 
 def newest_of(stored: Collection[Stored]) -> Stored | None:
     """Return the newest sound one by lineage; None: there is none."""
-    return max((one for one in stored if one.is_sound), key=_age, default=None)
+    return max((one for one in stored if one.is_sound), key=lambda one: one.save_id, default=None)
 
 
 def best_of(stored: Collection[Stored], best_mode: str) -> Stored | None:
     """Return the sound one with the best score, of equal ones the newest; None: none has a score."""
     scored = [one for one in stored if one.is_sound and one.score is not None and math.isfinite(one.score)]
     sign = -1 if best_mode == "min" else 1
-    return max(scored, key=lambda one: (sign * (one.score or 0.0), _age(one)), default=None)
+    return max(scored, key=lambda one: (sign * (one.score or 0.0), one.save_id), default=None)
 
 
 def to_delete(stored: Sequence[Stored], policy: RetentionPolicy, pinned: Collection[str] = ()) -> list[Stored]:
@@ -120,13 +120,9 @@ def _is_kept_apart(one: Stored, policy: RetentionPolicy, pinned: Collection[str]
     return one.name in pinned or (policy.keep_period is not None and one.step % policy.keep_period == 0)
 
 
-def _age(one: Stored) -> tuple[int, int, str]:
-    return lineage_key(one.save_id)
-
-
-def _worth(one: Stored) -> tuple[bool, bool, tuple[int, int, str]]:
+def _worth(one: Stored) -> tuple[bool, bool, SaveId]:
     """Return a sort key: what goes first is smallest."""
-    return one.is_sound, not one.is_abandoned, _age(one)
+    return one.is_sound, not one.is_abandoned, one.save_id
 
 
 def ancestry_in(metadata: Mapping[str, Any]) -> tuple[SaveId, ...] | None:
@@ -204,6 +200,6 @@ def is_ancestor(save_id: SaveId, newest: SaveId, ancestry: Sequence[SaveId] | No
     """
     if ancestry is None or save_id.run_id == newest.run_id:
         return True
-    if len(ancestry) >= MAX_ANCESTRY and lineage_key(save_id) < lineage_key(ancestry[-1]):
+    if len(ancestry) >= MAX_ANCESTRY and save_id < ancestry[-1]:
         return True  # forgotten
-    return any(one.run_id == save_id.run_id and lineage_key(save_id) <= lineage_key(one) for one in ancestry)
+    return any(one.run_id == save_id.run_id and save_id <= one for one in ancestry)

@@ -6,7 +6,7 @@ import errno
 import os
 
 from asyncckpt.failpoints import reach
-from asyncckpt.format.names import SaveId, lineage_key, owner_of, quarantined_name
+from asyncckpt.format.names import SaveId, owner_of, quarantined_name
 from asyncckpt.storage.checkpoint_dir import standing_at
 from asyncckpt.storage.store import PREFIX, Store
 
@@ -53,4 +53,4 @@ def _is_still(path: str, save_id: SaveId, store: Store) -> bool:
     if standing is not None and standing.save_id != save_id:
         return False
     owners = {owner for name in store.names(path) if (owner := owner_of(name)) is not None}
-    return save_id in owners and all(lineage_key(owner) <= lineage_key(save_id) for owner in owners)
+    return save_id in owners and all(owner <= save_id for owner in owners)

@@ -22,7 +22,7 @@ from typing import Any
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.failpoints import reach
 from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.names import MANIFEST_NAME, SaveId, lineage_key, owner_of
+from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of
 from asyncckpt.maintenance.gc import LOCK_TIMEOUT_S, Rules, collect, write_tombstone
 from asyncckpt.maintenance.pins import pinned_in
 from asyncckpt.maintenance.policy import (
@@ -102,7 +102,7 @@ def survey(
         found = []
     manifests = {os.path.basename(one.path): one.manifest for one in found if one.manifest is not None}
     sound = (manifest for name, manifest in manifests.items() if name not in broken)
-    newest = max(sound, key=lambda manifest: lineage_key(manifest.save_id), default=None)
+    newest = max(sound, key=lambda manifest: manifest.save_id, default=None)
     ancestry = None if newest is None else ancestry_in(newest.metadata)
     stored = [
         Stored(
@@ -116,7 +116,7 @@ def survey(
         )
         for name, manifest in manifests.items()
     ]
-    stored.sort(key=lambda one: lineage_key(one.save_id), reverse=True)
+    stored.sort(key=lambda one: one.save_id, reverse=True)
     names = tuple(os.path.basename(one.path) for one in found if one.state in (COMMITTED, ABANDONED, INCOMPLETE))
     unscored = {
         one.name for one in stored if one.score is None and metrics_in(manifests[one.name].metadata) is not None
@@ -393,7 +393,7 @@ def _remove_rest(path: str, save_id: SaveId, store: Store, *, is_locked: bool) -
         with contextlib.suppress(FileNotFoundError):  # by its save itself
             if not store.stat(os.path.join(path, name)).is_object:
                 continue
-            if lineage_key(owner) > lineage_key(save_id):
+            if owner > save_id:
                 later = True
                 continue
             reach("retention: removing")

@@ -95,6 +95,13 @@ class SlotControl:
         self.nbytes = nbytes
         self._address = address
         self._tail = address + nbytes - PAGE_NBYTES
+        word = ctypes.c_uint64.from_address
+        self._state, self._generation = word(address + STATE_OFFSET), word(address + GENERATION_OFFSET)
+        self._tail_generation = word(self._tail + TAIL_GENERATION_OFFSET)
+        self._request_offset = word(address + REQUEST_OFFSET_OFFSET)
+        self._request_nbytes = word(address + REQUEST_NBYTES_OFFSET)
+        self._request_checksum = word(address + REQUEST_CHECKSUM_OFFSET)
+        self._staged = word(address + STAGED_OFFSET)
 
     def initialise(self, token: bytes) -> None:
         """Write both control pages of a new slot; done once, by its creator."""
@@ -124,12 +131,12 @@ class SlotControl:
     @property
     def state(self) -> int:
         """EMPTY, OPEN or SEALED."""
-        return self._load(self._address + STATE_OFFSET)
+        return self._state.value
 
     @property
     def generation(self) -> int:
         """The generation in the head page."""
-        return self._load(self._address + GENERATION_OFFSET)
+        return self._generation.value
 
     @property
     def staged_address(self) -> int:
@@ -138,8 +145,8 @@ class SlotControl:
 
     def staged_nbytes(self, generation: int) -> int:
         """Return about how many bytes of `generation` were copied so far; 0 if the slot holds another one."""
-        found = self._load(self.staged_address)
-        return found if self._is_of(generation) else 0
+        found = self._staged.value
+        return found if self._generation.value == generation == self._tail_generation.value else 0
 
     def note_staged(self, nbytes: int) -> None:
         """Say how many bytes of what is being staged were copied so far."""
@@ -207,14 +214,13 @@ class SlotControl:
 
     def is_sealed(self, generation: int) -> bool:
         """Whether the slot still holds the sealed snapshot of `generation`, at both ends."""
-        return self.state == STATE_SEALED and self._is_of(generation)
+        is_sealed = self._state.value == STATE_SEALED
+        return is_sealed and self._generation.value == generation == self._tail_generation.value
 
     def is_written(self, generation: int) -> bool:
         """Whether the slot still holds `generation`, streamed or sealed, at both ends."""
-        return self.state in (STATE_STREAMED, STATE_SEALED) and self._is_of(generation)
-
-    def _is_of(self, generation: int) -> bool:
-        return self.generation == generation and self._load(self._tail + TAIL_GENERATION_OFFSET) == generation
+        is_written = self._state.value in (STATE_STREAMED, STATE_SEALED)
+        return is_written and self._generation.value == generation == self._tail_generation.value
 
     def read_request(self) -> SealedRequest:
         """Return the sealed request.
@@ -244,20 +250,15 @@ class SlotControl:
         generation = self.generation
         if not holds(generation):
             raise SlotError(f"the slot is {STATES.get(self.state, 'of an unknown state')}, not SEALED")
-        offset = self._load(self._address + REQUEST_OFFSET_OFFSET)
-        nbytes = self._load(self._address + REQUEST_NBYTES_OFFSET)
+        offset, nbytes = self._request_offset.value, self._request_nbytes.value
         if not PAGE_NBYTES <= offset <= offset + nbytes <= self.nbytes - PAGE_NBYTES:
             raise SlotError(f"the request lies at {offset}+{nbytes} in a slot of {self.nbytes}")
         request = ctypes.string_at(self._address + offset, nbytes)
-        if xxhash.xxh3_64_intdigest(request) != self._load(self._address + REQUEST_CHECKSUM_OFFSET):
+        if xxhash.xxh3_64_intdigest(request) != self._request_checksum.value:
             raise SlotError("the request's checksum does not match")
         if not holds(generation):
             raise SlotError("the slot was reopened while its request was read")
         return SealedRequest(generation, request)
-
-    @staticmethod
-    def _load(address: int) -> int:
-        return ctypes.c_uint64.from_address(address).value
 
     @staticmethod
     def _store(address: int, value: int) -> None:

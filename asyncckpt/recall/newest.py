@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from asyncckpt.format.names import lineage_key
 from asyncckpt.recall.snapshots import HeldSnapshot, held_snapshots
 from asyncckpt.storage.catalog import Candidate
 from asyncckpt.storage.checkpoint_dir import is_at_home, standing_at
@@ -58,7 +57,7 @@ def offers_of_both(root: str, on_disk: str | None, source: str, endpoint: str | 
     store, found = LocalStore(), list[Offer]()
     standing = None if on_disk is None else standing_at(on_disk, store)
     for snapshot in _nowhere_else(_beside(root, endpoint), store, asked=source == "memory"):
-        if standing is not None and lineage_key(snapshot.save_id) <= lineage_key(standing.save_id):
+        if standing is not None and snapshot.save_id <= standing.save_id:
             break
         found.append(Offer(snapshot.path, str(snapshot.save_id), snapshot.step))
     return found if on_disk is None else [*found, Offer(on_disk)]
@@ -92,8 +91,8 @@ def candidates_of_both(root: str, on_disk: list[Candidate], source: str, endpoin
     for snapshot in _nowhere_else(_beside(root, endpoint), LocalStore(), asked=False):
         if snapshot.path in paths:  # its manifest is damaged: loading it says so
             continue
-        age = lineage_key(snapshot.save_id)
-        older = (n for n, one in enumerate(merged) if one.save_id is not None and lineage_key(one.save_id) < age)
+        age = snapshot.save_id
+        older = (n for n, one in enumerate(merged) if one.save_id is not None and one.save_id < age)
         at = next(older, len(merged))
         if at == 0:
             _log.warning(_TEXT, snapshot.path, snapshot.step, snapshot.save_id)

@@ -11,7 +11,7 @@ from typing import Any
 from asyncckpt import __version__
 from asyncckpt.config import endpoint_from_environment
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.format.names import SaveId, lineage_key
+from asyncckpt.format.names import SaveId
 from asyncckpt.paths import absolute_path
 from asyncckpt.protocol.endpoint import default_endpoint
 from asyncckpt.recall.conversation import Conversation
@@ -90,7 +90,7 @@ def snapshots_of(rows: Iterable[Mapping[str, Any]]) -> list[HeldSnapshot]:
         for (path, save_id), of in by_save.items()
         if len({row["world_size"] for row in of}) == 1
     ]
-    return sorted(found, key=lambda s: (lineage_key(s.save_id), s.path), reverse=True)
+    return sorted(found, key=lambda s: (s.save_id, s.path), reverse=True)
 
 
 def _part(row: Mapping[str, Any]) -> Part:

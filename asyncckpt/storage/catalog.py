@@ -23,7 +23,6 @@ from asyncckpt.format.names import (
     SaveId,
     is_converting,
     is_quarantined,
-    lineage_key,
     owner_of,
 )
 from asyncckpt.storage.checkpoint_dir import tombstone_at
@@ -335,11 +334,9 @@ def candidates_in(root: str, store: Store) -> list[Candidate]:
     return sorted(found, key=_order, reverse=True)
 
 
-def _order(candidate: Candidate) -> tuple[int, tuple[int, int, str]]:
+def _order(candidate: Candidate) -> tuple[bool, str]:
     """One that may be the newest goes first: else it would be passed over in silence."""
-    if candidate.save_id is None:
-        return 1, (0, 0, "")
-    return 0, lineage_key(candidate.save_id)
+    return candidate.save_id is None, candidate.save_id or ""
 
 
 def _candidate(found: Found, store: Store) -> Candidate | None:
@@ -357,7 +354,7 @@ def _candidate(found: Found, store: Store) -> Candidate | None:
     if not owners:  # what is called manifest.json is somebody else's
         _logger.warning("%s is passed over, no file of a checkpoint is in it: %s", found.path, found.error)
         return None
-    return Candidate(path=found.path, save_id=max(owners, key=lineage_key))  # loading it says what is wrong
+    return Candidate(path=found.path, save_id=max(owners))  # loading it says what is wrong
 
 
 def is_broken(error: BaseException) -> bool:

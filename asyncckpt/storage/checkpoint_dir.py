@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from asyncckpt.errors import AsyncCkptError, CheckpointExistsError, UnsupportedFormatError
 from asyncckpt.failpoints import reach
 from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, Tombstone, decode_manifest, decode_tombstone
-from asyncckpt.format.names import MANIFEST_NAME, SaveId, lineage_key, owner_of
+from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of
 from asyncckpt.storage.dcp_commit import is_finished
 from asyncckpt.storage.store import DirectoryIdentity, Store
 
@@ -178,7 +178,7 @@ def refuse_standing(path: str, save_id: SaveId, store: Store, *, overwrite: bool
     standing = standing_at(path, store)
     if standing is not None and standing.save_id == save_id:
         return standing
-    is_older = standing is not None and lineage_key(standing.save_id) < lineage_key(save_id)
+    is_older = standing is not None and standing.save_id < save_id
     if standing is not None and is_older and not is_finished(path, standing, store):
         return standing
     if standing is not None and is_older and overwrite and not _are_rivals(standing.save_id, save_id):
@@ -190,7 +190,7 @@ def refuse_standing(path: str, save_id: SaveId, store: Store, *, overwrite: bool
     except FileNotFoundError:
         return None
     tombstone = tombstone_at(path, store) if standing is None else None
-    if tombstone is not None and lineage_key(tombstone.save_id) < lineage_key(save_id):
+    if tombstone is not None and tombstone.save_id < save_id:
         return tombstone
     if tombstone is not None:
         raise CheckpointExistsError(

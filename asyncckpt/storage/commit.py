@@ -20,7 +20,7 @@ from asyncckpt.format.checksums import file_checksum
 from asyncckpt.format.dcp import MetadataTemplates
 from asyncckpt.format.index import decode_index
 from asyncckpt.format.manifest import DcpRecord, Manifest, Tombstone, encode_manifest
-from asyncckpt.format.names import MANIFEST_NAME, SaveId, lineage_key, owner_of, temporary_manifest_name
+from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of, temporary_manifest_name
 from asyncckpt.storage import dcp_commit
 from asyncckpt.storage.checkpoint_dir import exists, overtaken, refuse_standing, standing_at, version_at
 from asyncckpt.storage.rank_writer import RankResult
@@ -267,7 +267,7 @@ def remove_leftovers(path: str, keep: SaveId, *, store: Store) -> list[str]:
         return []
     if standing.dcp is None and not _is_gone(path, store, before=keep):
         return []
-    return _remove(path, store, lambda owner: lineage_key(owner) < lineage_key(keep))
+    return _remove(path, store, lambda owner: owner < keep)
 
 
 def remove_files_of(path: str, save_id: SaveId, *, store: Store) -> list[str]:

@@ -16,7 +16,7 @@ from asyncckpt.errors import CheckpointExistsError, UnsupportedLeafError
 from asyncckpt.failpoints import reach
 from asyncckpt.format.dcp import OWNER_WITHIN_NBYTES, encode_items, owner_of_metadata
 from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.names import DCP_METADATA_NAME, SaveId, lineage_key, temporary_dcp_metadata_name
+from asyncckpt.format.names import DCP_METADATA_NAME, SaveId, temporary_dcp_metadata_name
 from asyncckpt.format.objects import decode_objects
 from asyncckpt.format.torch_pickle import NotPickledError
 from asyncckpt.storage.store import Store
@@ -148,7 +148,7 @@ def remove_metadata_of(
     def is_doomed(owner: SaveId | None) -> bool:
         if owner is None:
             return False
-        return owner == doomed or (before is not None and lineage_key(owner) < lineage_key(before))
+        return owner == doomed or (before is not None and owner < before)
 
     with contextlib.suppress(FileNotFoundError):
         if not is_doomed(owner_at(path, store)):

@@ -389,7 +389,6 @@ LOOP_STEPS = [
     ("_peers", "receive", zmq.ZMQError(errno.EMFILE)),
     ("_lanes", "results", NO_DESCRIPTOR),
     ("_liveness", "dead", NO_DESCRIPTOR),
-    ("_keeper", "lives", NO_DESCRIPTOR),
     ("_memory_pressure", "is_there", NO_DESCRIPTOR),
     ("_observers", "turned", NO_THREAD),
 ]
@@ -687,6 +686,19 @@ def test_drain_timeout_ends_a_wedged_save(endpoint: str, tmp_path: pathlib.Path)
         eventually(lambda: worker.daemon._closed)
         gate.set()
         assert worker.join() is False
+
+
+@pytest.mark.parametrize("use_pidfd", [True, False])
+def test_idle_worker_stays_while_the_process_lives_that_it_was_started_for(endpoint: str, use_pidfd: bool) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        liveness = Liveness(use_pidfd=use_pidfd)
+        with running(endpoint, liveness=liveness, idle_exit_s=0.1, while_pid=process.pid) as worker:
+            worker.thread.join(1.0)
+            assert worker.thread.is_alive()
+            process.kill()
+            assert worker.join() is True
+    with running(endpoint, idle_exit_s=0.1, while_pid=process.pid) as worker:  # it is dead already
+        assert worker.join() is True
 
 
 def test_idle_worker_exits_by_itself(endpoint: str) -> None:

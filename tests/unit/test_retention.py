@@ -19,7 +19,7 @@ from storage_samples import RecordingFiles, Snapshot, failing, manifest_of, shar
 
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotCommittedError, CheckpointNotFoundError, ConfigError
 from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.names import LOCK_NAME, MANIFEST_NAME, SaveId, lineage_key, owner_of
+from asyncckpt.format.names import LOCK_NAME, MANIFEST_NAME, SaveId, owner_of
 from asyncckpt.maintenance import pins, policy, retention
 from asyncckpt.maintenance.gc import QUIET_S
 from asyncckpt.maintenance.policy import RetentionPolicy, Stored, best_of, newest_of, to_delete
@@ -637,7 +637,7 @@ class Training:
         if not found:
             self.line = ()
             return self._start(0)
-        newest = max(found.values(), key=lambda one: lineage_key(one.save_id))
+        newest = max(found.values(), key=lambda one: one.save_id)
         base = newest if step is None else found[step]
         self.line = policy.extended(base.save_id, base.metadata)
         return self._start(base.step)

@@ -29,7 +29,7 @@ class Intake:
 
     def refuse_other_world(self, session: Session, save_id: str) -> Wire | None:
         """Return why a session cannot begin a save of ranks of another world, which ends by that; else None."""
-        save, run = self._t.find(save_id), self._t.run_of(save_id)
+        save, run = self._t.find(save_id), self._t.run_of(SaveId.parse(save_id))
         known = save.world_size if save is not None else run.world_size if run is not None else session.world_size
         if known == session.world_size:
             return None
@@ -169,7 +169,7 @@ class Intake:
 
     def consent(self, session: Session, m: Consent) -> None:
         """A rank's hook has spoken. Its first word counts; one for no such save, or too late, changes nothing."""
-        run = self._t.run_of(m.save_id)
+        run = self._t.run_of(SaveId.parse(m.save_id))
         if run is not None and run.members.get(session.rank) == session.name:
             run.spoke[session.rank] = self._t.now
             if run.followed:
@@ -226,7 +226,7 @@ class Intake:
 
     def _refuse_world(self, save_id: str, rank: int, world_size: int, session: str) -> Wire:
         """End a save that a rank of another world contradicts, unless it is too late for that."""
-        save, run = self._t.find(save_id), self._t.run_of(save_id)
+        save, run = self._t.find(save_id), self._t.run_of(SaveId.parse(save_id))
         known = save.world_size if save is not None else run.world_size if run is not None else 0
         error = other_world(save_id, known, rank, world_size)
         self._t.log("error", str(error["text"]), save_id=save_id, session=session, count="protocol_errors")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from asyncckpt.format.names import SaveId, lineage_key
+from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.fields import MAX_TABLE
 from asyncckpt.protocol.messages import Allocate, Recall, Recalled
 from asyncckpt.protocol.save_phases import COMMITTED
@@ -55,7 +55,7 @@ class KeepBook:
 
     def __init__(self, tables: Tables, keep_s: float) -> None:
         self._t, self._keep_s = tables, keep_s
-        self._asked: dict[str, Recall] = {}
+        self.asked: dict[str, Recall] = {}
         self._undecided = False
         self.decides_at = float("inf")
         """When time alone may change what is kept."""
@@ -99,7 +99,7 @@ class KeepBook:
                 continue
             save, root = found[0], os.path.dirname(found[1].path)
             seen.add(id(save))
-            if _is_whole(save) and (root not in newest or _age(newest[root]) < _age(save)):
+            if _is_whole(save) and (root not in newest or newest[root].save_id < save.save_id):
                 newest[root] = save
         saves = {save.save_id: save for save in newest.values()}
         closed_at: dict[SaveId, float] = {}
@@ -199,14 +199,14 @@ class KeepBook:
 
     def recall(self, session: Session, m: Recall) -> None:
         """Answer where the snapshots at a path and below it lie: once it is known what those have left who are gone."""
-        self._asked[session.name] = m
+        self.asked[session.name] = m
         self.answer()
 
     def answer(self) -> None:
         """Answer what waits, unless a slot is being read whose trainer is gone."""
-        if not self._asked or any(s.reading for s in self._t.closing.values()):
+        if any(s.reading for s in self._t.closing.values()):
             return
-        asked, self._asked = self._asked, {}
+        asked, self.asked = self.asked, {}
         for name, m in asked.items():
             session = self._t.sessions.get(name)
             if session is not None:
@@ -224,7 +224,7 @@ class KeepBook:
             if (path == m.path or path.startswith(below)) and held[1].step is not None:
                 found.append((slot, *held))
         found.sort(key=lambda f: f[2].rank)
-        found.sort(key=lambda f: _age(f[1]), reverse=True)
+        found.sort(key=lambda f: f[1].save_id, reverse=True)
         rows: list[Wire] = []
         nbytes = 0
         for slot, save, entry in found[:MAX_TABLE]:
@@ -273,10 +273,6 @@ def _is_whole(save: Save) -> bool:
 
 def _committed(save: Save) -> bool:
     return save.outcome == COMMITTED
-
-
-def _age(save: Save) -> tuple[int, int, str]:
-    return lineage_key(save.save_id)
 
 
 def is_in_flight(slot: Slot) -> bool:

@@ -112,22 +112,31 @@ class Brain:
         t.now = max(t.now, event.now)
         self.moves = []
         self._dispatch(event)
-        self._adoption.remember()
+        if t.found:
+            self._adoption.remember()
         # IMPORTANT: before its slots are freed: a save ends with why its rank is gone, not with what it leaves behind.
-        for run, rank in self._runs.settle():
-            self._saves.gone(run, rank)
-        self._lending.abandon_what_was_given_back()
-        self._saves.commit_what_was_held_back()
+        if self._runs.leaving:
+            for run, rank in self._runs.settle():
+                self._saves.gone(run, rank)
+        if t.stirred:
+            self._lending.abandon_what_was_given_back()
+        if self._saves.held_back:
+            self._saves.commit_what_was_held_back()
         self._lending.free_what_is_over()
-        self._lending.create_what_was_postponed()
-        self._lending.free_what_is_over()  # what was kept may have to make room
-        self.keeping.answer()
-        self._look_sooner()
-        self.moves = look(t)
+        if t.postponed:
+            self._lending.create_what_was_postponed()
+        if t.stirred:
+            self._lending.free_what_is_over()  # what was kept may have to make room
+        if self.keeping.asked:
+            self.keeping.answer()
+        if t.touched:
+            self._look_sooner()
+            self.moves = look(t)
         self._follower.flush()
         self._decider.flush()
         t.touched.clear()
-        t.actions += news(t)
+        if t.changed or t.announced:
+            t.actions += news(t)
         t.settle()
         self._ending.consider()
         actions, t.actions = t.actions, []

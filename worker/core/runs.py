@@ -40,7 +40,7 @@ class RunBook:
 
     def __init__(self, tables: Tables) -> None:
         self._t = tables
-        self._leaving: dict[str, _Leaving] = {}
+        self.leaving: dict[str, _Leaving] = {}
 
     # ---- who is in a run --------------------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ class RunBook:
 
     def join_by_slot(self, slot: Slot, run_id: str, world_size: int) -> Run:
         """A sealed slot says which run a session is in that has not told it, or has ended before it could."""
-        session, leaving = self._t.sessions.get(slot.session), self._leaving.get(slot.session)
+        session, leaving = self._t.sessions.get(slot.session), self.leaving.get(slot.session)
         if session is not None and not session.run and session.world_size == world_size:
             self.join(session, run_id)
         elif leaving is not None and not leaving.run:
@@ -78,7 +78,7 @@ class RunBook:
 
     def leave(self, session: Session, why: str) -> None:
         """The session has ended. Its rank is gone once its slots have been read."""
-        self._leaving[session.name] = _Leaving(session.run, session.rank, session.world_size, why)
+        self.leaving[session.name] = _Leaving(session.run, session.rank, session.world_size, why)
 
     def hand_over(self, old: Session, new: Session) -> None:
         """The session has ended in favour of another of the same client, which may still seal."""
@@ -92,12 +92,10 @@ class RunBook:
 
     def settle(self) -> list[tuple[Run, int]]:
         """Find the ranks that are gone as of this event."""
-        if not self._leaving:
-            return []
         read = {slot.session for slot in self._t.closing.values() if slot.reading}
         found = []
-        for name in [n for n in self._leaving if n not in read]:
-            leaving = self._leaving.pop(name)
+        for name in [n for n in self.leaving if n not in read]:
+            leaving = self.leaving.pop(name)
             run = self._t.runs.get(leaving.run)
             if run is None or run.world_size != leaving.world_size or run.members.get(leaving.rank, name) != name:
                 continue  # it was in no run, or the rank is another session's by now
@@ -170,6 +168,6 @@ class RunBook:
         if excess <= 0:
             return
         under_way = {save.save_id.run_id for save in self._t.open_saves()}
-        under_way |= {leaving.run for leaving in self._leaving.values()}
+        under_way |= {leaving.run for leaving in self.leaving.values()}
         for run_id in [r for r, run in self._t.runs.items() if not run.members and r not in under_way][:excess]:
             del self._t.runs[run_id]

@@ -37,7 +37,7 @@ class SaveBook:
 
     def __init__(self, tables: Tables, runs: RunBook) -> None:
         self._t, self._runs = tables, runs
-        self._held_back = False
+        self.held_back = False
         self._steps = {
             ADMIT: self._admit,
             PREPARE: self._prepare,
@@ -353,7 +353,7 @@ class SaveBook:
 
     def _commit_next(self, ended: Save) -> None:
         """A save has ended: those that were held back for it may be due."""
-        self._held_back = self._t.stirred = True
+        self.held_back = self._t.stirred = True
         for save in self._t.open_saves(ended.save_id.run_id):
             if save.save_id > ended.save_id:
                 save.turn_since = self._t.now
@@ -365,9 +365,7 @@ class SaveBook:
 
     def commit_what_was_held_back(self) -> None:
         """At the end of an event: the one that ends a save may begin another that goes first."""
-        if not self._held_back:
-            return
-        self._held_back = False
+        self.held_back = False
         for save in sorted(self._t.saves.values(), key=lambda s: s.save_id):
             if save.outcome is None and not save.committing and save.waiting_since is not None:
                 self._t.contained(save.save_id, self.commit_when_complete, save)

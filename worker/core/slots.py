@@ -139,7 +139,7 @@ class Lending:
 
     def create_what_was_postponed(self) -> None:
         """Try again what did not fit, once everything that was being freed is."""
-        if not self._t.postponed or self._freeing():
+        if self._freeing():
             return
         postponed, self._t.postponed = self._t.postponed, {}
         for slot in postponed.values():
@@ -296,8 +296,6 @@ class Lending:
 
     def abandon_what_was_given_back(self) -> None:
         """Abandon saves that were not sealed in slots that are closing."""
-        if not self._t.stirred:
-            return
         for slot in list(self._t.closing.values()):
             if not slot.reading and slot.part is not None:
                 save, entry = slot.part

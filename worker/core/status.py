@@ -295,7 +295,7 @@ def missing_of(save: Save) -> list[int]:
         return save.told_missing
     if save.sealed_since is None or save.outcome is not None:
         return []
-    return save.missing or sorted(e.rank for e in save.ranks.values() if e.in_flight and e.phase != DURABLE)
+    return save.missing or sorted(e.rank for e in save.ranks.values() if e.phase != DURABLE and e.in_flight)
 
 
 def states(t: Tables, session: Session, m: Heartbeat) -> Saves:

@@ -132,15 +132,15 @@ class Tables:
         found = self.saves.values()
         return [s for s in found if s.outcome is None and run_id in (None, s.save_id.run_id)]
 
-    def run_of(self, save_id: str) -> Run | None:
+    def run_of(self, save_id: SaveId) -> Run | None:
         """Return the run of a save, or None: never heard of, or forgotten."""
-        return self.runs.get(SaveId.parse(save_id).run_id)
+        return self.runs.get(save_id.run_id)
 
     def entries(self) -> Iterable[tuple[Save, RankSave]]:
         """Yield every rank of every save that is open."""
         return ((save, entry) for save in self.saves.values() for entry in save.ranks.values())
 
-    def is_followed(self, save_id: str) -> bool:
+    def is_followed(self, save_id: SaveId) -> bool:
         """Whether another worker decides on this save."""
         run = self.run_of(save_id)
         return run is not None and run.followed

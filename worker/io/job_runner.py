@@ -102,6 +102,7 @@ class _Lane:
     device: str
     limit: int
     ready: threading.Condition
+    helpers: Executor
     jobs: deque[Job] = field(default_factory=deque)
     threads: int = 0
     idle: int = 0
@@ -156,7 +157,7 @@ class Lanes:
         with self._lock:
             lane = self._lanes.get((name, device))
             if lane is None:
-                lane = _Lane(name, device, self._limits[name], threading.Condition(self._lock))
+                lane = _Lane(name, device, self._limits[name], threading.Condition(self._lock), _Helpers(self, device))
                 self._lanes[name, device] = lane
             lane.jobs.append(job)
             try:
@@ -266,7 +267,7 @@ class Lanes:
         try:
             if job.path and self._moved_on(lane, job):
                 return None
-            return job.work(_Helpers(self, lane.device))
+            return job.work(lane.helpers)
         except BaseException as error:
             _logger.exception("a job of lane %s raised: our own bug", lane.name)
             return _refused(job, error if isinstance(error, Exception) else RuntimeError(repr(error)))

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 from asyncckpt import __version__
 from asyncckpt.errors import AsyncCkptError, SaveFailedError, to_wire
+from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.protocol.messages import PROTOCOL_VERSION, Refused, StatusReport
 from asyncckpt.storage.files import Files
 from asyncckpt_worker.bandwidth import files_for
@@ -32,7 +34,7 @@ from asyncckpt_worker.service import log
 from asyncckpt_worker.service.memory_pressure import MemoryPressure
 from asyncckpt_worker.service.metrics import Metrics
 from asyncckpt_worker.service.observers import Observers
-from asyncckpt_worker.service.process_watch import Keeper, Liveness
+from asyncckpt_worker.service.process_watch import Liveness
 from asyncckpt_worker.service.resources import LocalResources
 from asyncckpt_worker.service.server import Server
 
@@ -42,10 +44,11 @@ MAX_WAIT_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
 """How long an exit waits for jobs that were given up."""
 
+KEEPER = "keeper"
+"""In place of a session: the process for which this worker was started, `while_pid`."""
+
 POLL_FAILED_S = 0.05
 """How long the loop sleeps where it cannot wait for its sockets, so that it does not spin. Chosen, not measured."""
-
-T = TypeVar("T")
 
 
 class Daemon:
@@ -79,7 +82,9 @@ class Daemon:
             raise
         self._slots = SlotStore()
         self._liveness = liveness or Liveness()
-        self._keeper = Keeper(config.while_pid)
+        ticks = start_ticks(config.while_pid) if config.while_pid else None
+        self._is_kept = ticks is not None and self._liveness.watch(KEEPER, config.while_pid, ticks)
+        self._is_memory_short = False
         self._memory_pressure = MemoryPressure()
         self._writer = Writer(files or files_for(config.max_write_bandwidth), self._slots, config.roots, config.threads)
         self._lanes = Lanes(self._writer.threads)
@@ -91,6 +96,17 @@ class Daemon:
         self._peers = NodeSockets(config.advertise, config.port, self._run_of_key, self.metrics.count)
         resources = LocalResources(self._slots, self._liveness, self._peers, self._jobs, self._bug)
         self.brain = Brain(brain_config(config), time.monotonic(), resources)
+        # Messages before deaths: what a trainer said with its last breath makes better error messages.
+        self._steps: dict[str, Callable[[], object]] = {
+            "poll": self._poll,
+            "messages": self._take_messages,
+            "workers": self._take_messages_of_workers,
+            "results": self._take_results,
+            "deaths": self._take_deaths,
+            "memory": self._look_at_memory,
+            "tick": self._tick,
+            "observers": self._tell_observers,
+        }
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -102,10 +118,10 @@ class Daemon:
         """
         log.write("info", f"worker {os.getpid()} of asyncckpt {__version__} listens on {self.config.endpoint}")
         try:
-            self._tick()
-            self._contained("observers", lambda: self._observers.ready(self.config.endpoint), None)
+            self._do({"tick": self._tick, "observers": partial(self._observers.ready, self.config.endpoint)})
             while self._exit is None:
-                self._turn()
+                if "poll" in self._do(self._steps):
+                    time.sleep(POLL_FAILED_S)
         finally:
             closed = self.close()
         log.write("info", f"worker {os.getpid()} exits: {self._exit.reason}")
@@ -115,90 +131,77 @@ class Daemon:
         """Drain, then return from `run`; `immediately`: without waiting for saves. Safe in a signal handler."""
         self._lanes.post(ev.StopRequested(now=time.monotonic(), immediately=immediately))
 
-    def _turn(self) -> None:
-        """Wait, then handle what has happened.
+    def _do(self, steps: Mapping[str, Callable[[], object]]) -> list[str]:
+        """Do one step after the other; each failure is counted, and logged when the step begins to fail, or otherwise.
 
         IMPORTANT: every step is contained. One that fails (no descriptor, no thread, a bug) costs what it was doing;
         the steps after it still run, and the worker keeps every trainer's snapshots.
+
+        Returns:
+            The steps that have failed.
         """
-        if not self._contained("poll", self._poll, False):
-            time.sleep(POLL_FAILED_S)
-        # Messages before deaths: what a trainer said with its last breath makes better error messages.
-        self._contained("messages", lambda: self._handle_all(self._received()), None)
-        self._contained("workers", lambda: self._handle_all(self._relayed()), None)
-        self._contained("results", lambda: self._handle_all(self._lanes.results()), None)
-        self._contained("deaths", lambda: self._handle_all(self._died()), None)
-        self._tick()
-        self._contained("observers", self._tell_observers, None)
+        failed = []
+        for step, call in steps.items():
+            try:
+                call()
+                self._failing.pop(step, None)
+            except Exception as error:
+                failed.append(step)
+                self.metrics.count("internal_errors")
+                if self._failing.get(step) != repr(error):
+                    self._failing[step] = repr(error)
+                    log.write("error", f"a step of the control loop failed: {step}: {error!r}", error=error)
+        return failed
 
-    def _contained(self, step: str, call: Callable[[], T], otherwise: T) -> T:
-        """Return what `call` returns, or `otherwise` where it raises.
+    def _poll(self) -> None:
+        self._server.poll([self._lanes.fd, *self._liveness.fds()], self._wait_s(), self._peers.sockets())
 
-        Each failure is counted; it is logged when the step begins to fail, or fails in another way.
-        """
-        try:
-            found = call()
-        except Exception as error:
-            self.metrics.count("internal_errors")
-            if self._failing.get(step) != repr(error):
-                self._failing[step] = repr(error)
-                log.write("error", f"a step of the control loop failed: {step}: {error!r}", error=error)
-            return otherwise
-        self._failing.pop(step, None)
-        return found
-
-    def _poll(self) -> bool:
-        fds = [self._lanes.fd, *self._liveness.fds(), *self._keeper.fds()]
-        self._server.poll(fds, self._wait_s(), self._peers.sockets())
-        return True
-
-    def _received(self) -> Iterable[ev.Event]:
+    def _take_messages(self) -> None:
         for peer, message in self._server.receive():
-            yield ev.Received(now=time.monotonic(), peer=peer, message=message)
+            self._handle(ev.Received(now=time.monotonic(), peer=peer, message=message))
 
-    def _relayed(self) -> Iterable[ev.Event]:
+    def _take_messages_of_workers(self) -> None:
         for run, route, said in self._peers.receive():
-            yield ev.Relayed(now=time.monotonic(), run=run, route=route, message=said)
+            self._handle(ev.Relayed(now=time.monotonic(), run=run, route=route, message=said))
 
-    def _died(self) -> Iterable[ev.Event]:
+    def _take_results(self) -> None:
+        for event in self._lanes.results():
+            self._handle(event)
+
+    def _take_deaths(self) -> None:
         for session in self._liveness.dead():
-            yield ev.Died(now=time.monotonic(), session=session)
+            if session == KEEPER:
+                self._is_kept = False
+                text = f"process {self.config.while_pid}, which this worker was started for, has ended"
+                log.write("info", text)
+            else:
+                self._handle(ev.Died(now=time.monotonic(), session=session))
+
+    def _look_at_memory(self) -> None:
+        self._is_memory_short = False
+        self._is_memory_short = self.brain.keeping.any and self._memory_pressure.is_there(time.monotonic())
 
     def _tick(self) -> None:
-        short = self._contained("memory", self._is_memory_short, False)
-        kept = self._contained("keeper", self._keeper.lives, True)
-        self._handle(ev.Tick(now=time.monotonic(), kept=kept, memory_short=short))
-
-    def _is_memory_short(self) -> bool:
-        return self.brain.keeping.any and self._memory_pressure.is_there(time.monotonic())
+        self._handle(ev.Tick(now=time.monotonic(), kept=self._is_kept, memory_short=self._is_memory_short))
 
     def _tell_observers(self) -> None:
         drains = self.brain.tables.draining
         self._observers.turned(time.monotonic(), time.time(), lambda: self._report(self.brain.report()), drains=drains)
 
     def _wait_s(self) -> float:
-        waits = [
-            MAX_WAIT_S,
-            self._observers.wait_s,
-            self._liveness.poll_s or MAX_WAIT_S,
-            self._keeper.poll_s or MAX_WAIT_S,
-        ]
+        waits = [MAX_WAIT_S, self._observers.wait_s, self._liveness.poll_s or MAX_WAIT_S]
         if self.brain.wakes_at is not None:
             waits.append(self.brain.wakes_at - time.monotonic())
         return max(0.0, min(waits))
 
-    def _handle_all(self, events: Iterable[ev.Event]) -> None:
-        for event in events:
-            self._handle(event)
-
     def _handle(self, event: ev.Event) -> None:
-        self._contained(type(event).__name__, lambda: self._decide_and_perform(event), None)
-
-    def _decide_and_perform(self, event: ev.Event) -> None:
         """Let the brain decide and perform what it says; answers that come at once are further events.
 
         IMPORTANT: nothing is raised. A bug that one event brings to light must not cost every trainer its snapshots.
         """
+        self._do({type(event).__name__: partial(self._decide_and_perform, event)})
+
+    def _decide_and_perform(self, event: ev.Event) -> None:
         todo = deque([event])
         while todo:
             current = todo.popleft()
@@ -225,7 +228,7 @@ class Daemon:
         if isinstance(event, ev.Received):
             refused = SaveFailedError(f"the worker failed: {error!r}; see its log", code="internal", detail=repr(error))
             answer = Refused(id=getattr(event.message, "id", 0), error=to_wire(refused))
-            self._contained("answer", lambda: self._server.send(event.peer, answer), None)
+            self._do({"answer": partial(self._server.send, event.peer, answer)})
         save_id = _concerned(event, self.brain.tables.slots)
         if save_id is None or isinstance(event, ev.Broken):
             return []
@@ -250,11 +253,12 @@ class Daemon:
             return True
         self._closed = True
         reason = self._exit.reason if self._exit else "closed"
-        self._contained("observers", lambda: self._observers.close(reason), None)
-        parts = (self._server, self._peers, self._liveness, self._keeper, self._slots)
-        for part in parts:
-            self._contained(f"closing {type(part).__name__}", part.close, None)
-        return self._contained("closing threads", lambda: self._lanes.close(CLOSE_TIMEOUT_S), False)
+        self._do({"closing observers": partial(self._observers.close, reason)})
+        parts = (self._server, self._peers, self._liveness, self._slots)
+        self._do({f"closing {type(part).__name__}": part.close for part in parts})
+        ended: list[bool] = []
+        self._do({"closing threads": lambda: ended.append(self._lanes.close(CLOSE_TIMEOUT_S))})
+        return ended == [True]
 
     # ---- actions ----------------------------------------------------------------------------------------------------
 

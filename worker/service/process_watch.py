@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import select
 
-from asyncckpt.protocol.identity import POLL_S, ProcessWatch, start_ticks, watch
-from asyncckpt_worker.service import log
+from asyncckpt.protocol.identity import POLL_S, ProcessWatch, watch
 
 
 class Liveness:
@@ -87,38 +86,3 @@ class Liveness:
         if self._epoll is not None:
             self._epoll.close()
             self._epoll = None
-
-
-class Keeper:
-    """Watches one process. Used from the control loop only.
-
-    Args:
-        pid: The process; 0: there is none. One that is dead already is as good as none.
-        liveness: For tests.
-    """
-
-    def __init__(self, pid: int, liveness: Liveness | None = None) -> None:
-        self._pid = pid
-        self._liveness = liveness or Liveness()
-        ticks = start_ticks(pid) if pid else None
-        self._lives = ticks is not None and self._liveness.watch("keeper", pid, ticks)
-
-    def lives(self) -> bool:
-        """Whether the process lives; its end is logged once."""
-        if self._lives and self._liveness.dead():
-            self._lives = False
-            log.write("info", f"process {self._pid}, which this worker was started for, has ended")
-        return self._lives
-
-    def fds(self) -> list[int]:
-        """Return what becomes readable when the process ends."""
-        return self._liveness.fds()
-
-    @property
-    def poll_s(self) -> float | None:
-        """How often `lives` must be called although no fd is readable; None: never."""
-        return self._liveness.poll_s
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._liveness.close()
