@@ -39,7 +39,7 @@ from asyncckpt_worker.service.resources import LocalResources
 from asyncckpt_worker.service.server import Server
 
 MAX_WAIT_S = 1.0
-"""The loop turns at least once in this time: for deadlines that the brain does not announce."""
+"""The brain hears what time it is at least so often: for deadlines that it does not announce."""
 
 CLOSE_TIMEOUT_S = 5.0
 """How long an exit waits for jobs that were given up."""
@@ -85,6 +85,9 @@ class Daemon:
         ticks = start_ticks(config.while_pid) if config.while_pid else None
         self._is_kept = ticks is not None and self._liveness.watch(KEEPER, config.while_pid, ticks)
         self._is_memory_short = False
+        self._ticks_at = self._ticked_at = float("-inf")
+        self._told: tuple[bool, bool] | None = None
+        """What the brain knows of these two."""
         self._memory_pressure = MemoryPressure()
         self._writer = Writer(files or files_for(config.max_write_bandwidth), self._slots, config.roots, config.threads)
         self._lanes = Lanes(self._writer.threads)
@@ -182,16 +185,22 @@ class Daemon:
         self._is_memory_short = self.brain.keeping.any and self._memory_pressure.is_there(time.monotonic())
 
     def _tick(self) -> None:
-        self._handle(ev.Tick(now=time.monotonic(), kept=self._is_kept, memory_short=self._is_memory_short))
+        now, known = time.monotonic(), (self._is_kept, self._is_memory_short)
+        if now >= self._ticks_at or known != self._told:
+            self._ticked_at, self._told = now, known
+            self._handle(ev.Tick(now=now, kept=self._is_kept, memory_short=self._is_memory_short))
 
     def _tell_observers(self) -> None:
         drains = self.brain.tables.draining
         self._observers.turned(time.monotonic(), time.time(), lambda: self._report(self.brain.report()), drains=drains)
 
     def _wait_s(self) -> float:
-        waits = [MAX_WAIT_S, self._observers.wait_s, self._liveness.poll_s or MAX_WAIT_S]
-        if self.brain.wakes_at is not None:
-            waits.append(self.brain.wakes_at - time.monotonic())
+        # IMPORTANT: before the events of this turn: a deadline that passes while they are handled is not forgotten.
+        wakes_at = self.brain.wakes_at
+        self._ticks_at = self._ticked_at + MAX_WAIT_S
+        if wakes_at is not None:
+            self._ticks_at = min(self._ticks_at, wakes_at)
+        waits = (self._ticks_at - time.monotonic(), self._observers.wait_s, self._liveness.poll_s or MAX_WAIT_S)
         return max(0.0, min(waits))
 
     def _handle(self, event: ev.Event) -> None:
@@ -210,7 +219,8 @@ class Daemon:
             except Exception as error:
                 actions = []
                 todo.extend(self._failed_at(current, error))
-            self._observers.saw(self.brain.moves)
+            if self.brain.moves:
+                self._observers.saw(self.brain.moves)
             for action in actions:
                 try:
                     answer = self._perform(action)
