@@ -121,8 +121,8 @@ def known_tombstone_at(path: str, store: Store) -> Tombstone | None:
 def standing_at(path: str, store: Store) -> Manifest | None:
     """Return the manifest that stands at `path`, or None when there is none that can be read."""
     try:
-        return known_standing_at(path, store)
-    except OSError:
+        return _readable_at(path, store)
+    except FileNotFoundError:
         return None
 
 
@@ -138,6 +138,24 @@ def known_standing_at(path: str, store: Store) -> Manifest | None:
     try:
         return decode_manifest(store.read_whole(os.path.join(path, MANIFEST_NAME), MAX_MANIFEST_NBYTES), path)
     except (FileNotFoundError, AsyncCkptError):
+        return None
+
+
+def _readable_at(path: str, store: Store) -> Manifest | None:
+    """As `standing_at`, where something is called as a manifest.
+
+    Raises:
+        FileNotFoundError: Nothing is.
+    """
+    try:
+        data = store.read_whole(os.path.join(path, MANIFEST_NAME), MAX_MANIFEST_NBYTES)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return None
+    try:
+        return decode_manifest(data, path)
+    except AsyncCkptError:
         return None
 
 
@@ -175,7 +193,10 @@ def refuse_standing(path: str, save_id: SaveId, store: Store, *, overwrite: bool
         CheckpointExistsError: It does; also an older one that is pinned.
         OSError: It cannot be known.
     """
-    standing = standing_at(path, store)
+    try:
+        standing = _readable_at(path, store)
+    except FileNotFoundError:
+        return None
     if standing is not None and standing.save_id == save_id:
         return standing
     is_older = standing is not None and standing.save_id < save_id

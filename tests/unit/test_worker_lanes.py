@@ -264,9 +264,9 @@ def test_links_are_followed_as_far_as_the_next_file_system(tmp_path: pathlib.Pat
     (tmp_path / "real" / "far").symlink_to("/elsewhere/x")
     (tmp_path / "loop").symlink_to("loop")
     found = table(tmp_path, "/elsewhere")
-    assert found.followed(f"{tmp_path}/link/new/er") == f"{tmp_path}/real/new/er"
-    assert found.followed(f"{tmp_path}/link/far/y") == "/elsewhere/x/y"
-    assert found.followed(f"{tmp_path}/loop/y") == f"{tmp_path}/loop/y"
+    assert found.followed(f"{tmp_path}/link/new/er") == (f"{tmp_path}/real/new/er", "0:0")
+    assert found.followed(f"{tmp_path}/link/far/y") == ("/elsewhere/x/y", "0:1")
+    assert found.followed(f"{tmp_path}/loop/y") == (f"{tmp_path}/loop/y", "0:0")
 
 
 def test_following_links_looks_at_nothing_above_the_mount_point(

@@ -280,7 +280,7 @@ class Decider:
     # ---- parts ------------------------------------------------------------------------------------------------------
 
     def _take_part(self, reporter: _Reporter, row: Row) -> None:
-        save_id, rank = row["save_id"], row["rank"]
+        save_id, rank = SaveId.parse(row["save_id"]), row["rank"]
         if rank not in reporter.ranks:
             if rank in reporter.lost:
                 reporter.refused[save_id] = rank

@@ -27,9 +27,9 @@ class Intake:
     def __init__(self, tables: Tables, saves: SaveBook, runs: RunBook) -> None:
         self._t, self._saves, self._runs = tables, saves, runs
 
-    def refuse_other_world(self, session: Session, save_id: str) -> Wire | None:
+    def refuse_other_world(self, session: Session, save_id: SaveId) -> Wire | None:
         """Return why a session cannot begin a save of ranks of another world, which ends by that; else None."""
-        save, run = self._t.find(save_id), self._t.run_of(SaveId.parse(save_id))
+        save, run = self._t.find(save_id), self._t.run_of(save_id)
         known = save.world_size if save is not None else run.world_size if run is not None else session.world_size
         if known == session.world_size:
             return None
@@ -47,9 +47,10 @@ class Intake:
         Returns:
             Why the save has failed at once since another has its path, or None.
         """
-        self._runs.join(session, SaveId.parse(message.save_id).run_id)
-        self._runs.heard_of(message.save_id, session.world_size)
-        save = self._open(message.save_id, session.world_size)
+        save_id = SaveId.parse(message.save_id)
+        self._runs.join(session, save_id.run_id)
+        self._runs.heard_of(save_id, session.world_size)
+        save = self._open(save_id, session.world_size)
         slot = None if session.link else self._t.slots.get(message.slot)
         adopted = slot.adopted if slot is not None else -1
         entry = entry_of_begin(session, message, self._t.now, adopted=adopted, resumed=resumed)
@@ -124,15 +125,16 @@ class Intake:
 
         A rank that was not heard of is added, and has begun with this unless the request is sealed.
         """
-        known = self._t.find(request.save_id)
-        run = self._runs.join_by_slot(slot, SaveId.parse(request.save_id).run_id, request.world_size)
+        save_id = SaveId.parse(request.save_id)
+        known = self._t.find(save_id)
+        run = self._runs.join_by_slot(slot, save_id.run_id, request.world_size)
         world_size = known.world_size if known is not None else run.world_size
         if world_size != request.world_size:
             # IMPORTANT: before it gets an entry: a rank beyond the world would spoil a commit that is under way.
-            self._refuse_world(request.save_id, request.rank, request.world_size, slot.session)
+            self._refuse_world(save_id, request.rank, request.world_size, slot.session)
             return None
-        self._runs.heard_of(request.save_id, request.world_size)
-        save = self._open(request.save_id, request.world_size, request.rank)
+        self._runs.heard_of(save_id, request.world_size)
+        save = self._open(save_id, request.world_size, request.rank)
         entry = save.ranks.get(request.rank)
         if entry is None:
             entry = entry_of_request(slot, generation, request, self._t.now)
@@ -152,7 +154,7 @@ class Intake:
         if run is None or self._runs.is_other_sessions(run, session):
             text = f"rank {session.rank} of {session.world_size} withdrew a save of others; that was ignored"
             return self._t.log("error", text, save_id=m.save_id, session=session.name, count="protocol_errors")
-        self._runs.heard_of(m.save_id, session.world_size)
+        self._runs.heard_of(parsed, session.world_size)
         if run.followed:
             row = {"save_id": m.save_id, "rank": session.rank, "reason": m.reason, "skipped": m.skipped}
             run.declined = [*run.declined, row][-MAX_DECLINED:]
@@ -198,10 +200,10 @@ class Intake:
 
     # ---- what cannot be ---------------------------------------------------------------------------------------------
 
-    def _open(self, save_id: str, world_size: int, *ranks: int) -> Save:
+    def _open(self, save_id: SaveId, world_size: int, *ranks: int) -> Save:
         save = self._t.opened(save_id, *ranks)
         if save is None:
-            save = self._t.saves[save_id] = Save(SaveId.parse(save_id), world_size)
+            save = self._t.saves[save_id] = Save(save_id, world_size)
         return save
 
     def _add(self, save: Save, entry: RankSave, *, sealed: bool = False) -> None:
@@ -224,9 +226,9 @@ class Intake:
             event = "recover"
         self._saves.advance(save, entry, event)
 
-    def _refuse_world(self, save_id: str, rank: int, world_size: int, session: str) -> Wire:
+    def _refuse_world(self, save_id: SaveId, rank: int, world_size: int, session: str) -> Wire:
         """End a save that a rank of another world contradicts, unless it is too late for that."""
-        save, run = self._t.find(save_id), self._t.run_of(SaveId.parse(save_id))
+        save, run = self._t.find(save_id), self._t.run_of(save_id)
         known = save.world_size if save is not None else run.world_size if run is not None else 0
         error = other_world(save_id, known, rank, world_size)
         self._t.log("error", str(error["text"]), save_id=save_id, session=session, count="protocol_errors")

@@ -111,11 +111,10 @@ class RunBook:
 
     # ---- what can never be ------------------------------------------------------------------------------------------
 
-    def heard_of(self, save_id: str, world_size: int) -> Run:
+    def heard_of(self, save_id: SaveId, world_size: int) -> Run:
         """Remember how far the run has come."""
-        parsed = SaveId.parse(save_id)
-        run = self._open(parsed.run_id, world_size)
-        run.highest = max(run.highest, parsed.sequence)
+        run = self._open(save_id.run_id, world_size)
+        run.highest = max(run.highest, save_id.sequence)
         return run
 
     def withdraw(self, run: Run, sequence: int, error: Wire) -> None:

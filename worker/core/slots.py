@@ -204,7 +204,7 @@ class Lending:
         entry = self._t.entry((m.save_id, session.rank))
         if slot is None:
             return self.refuse(session.peer, m.id, _unknown_slot(m.slot))
-        other_world = self._intake.refuse_other_world(session, m.save_id)
+        other_world = self._intake.refuse_other_world(session, SaveId.parse(m.save_id))
         if other_world is not None:
             return self.refuse(session.peer, m.id, from_wire(other_world))
         if entry is not None:

@@ -274,8 +274,7 @@ class Lanes:
 
     def _moved_on(self, lane: _Lane, job: Job) -> bool:
         """Whether the job's path leads to another file system, whose lane has it now."""
-        path = self._mounts.followed(job.path)
-        device = self._mounts.device_of(path)
+        path, device = self._mounts.followed(job.path)
         if device == lane.device or job.hops >= MAX_HOPS:
             return False
         job.path, job.hops = path, job.hops + 1

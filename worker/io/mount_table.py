@@ -41,22 +41,26 @@ class MountTable:
         """Return a directory at which `device` is mounted; the number itself where it is not any more."""
         return min((point for point, found in self._mounts().items() if found == device), default=device)
 
-    def followed(self, path: str) -> str:
+    def followed(self, path: str) -> tuple[str, str]:
         """Return `path` with its links replaced by what they name, up to the first one that leads to another device.
+
+        Returns:
+            The path, and the device that it is on.
 
         Blocks: as long as the file system of `path`, and no other, does not answer.
         """
         path = os.path.normpath(path)
         devices = self._mounts()
-        device = devices.get(_mount_point(path, devices))
+        point = _mount_point(path, devices)
+        device = devices.get(point, UNKNOWN)
         for _ in range(MAX_LINKS):
-            after = _followed_once(path, _mount_point(path, devices))
+            after = _followed_once(path, point)
             if after is None:
-                return path
-            path = after
-            if devices.get(_mount_point(path, devices)) != device:
-                return path
-        return path
+                break
+            path, point = after, _mount_point(after, devices)
+            if (other := devices.get(point, UNKNOWN)) != device:
+                return path, other
+        return path, device
 
     def _mounts(self) -> Mapping[str, str]:
         now = time.monotonic()
