@@ -62,7 +62,7 @@ class Moved:
 def look(t: Tables) -> list[Moved]:
     """Return what this event has moved, in order, and note since when each rank is where it is.
 
-    IMPORTANT: before `FollowBook.flush`, which forgets what was touched.
+    IMPORTANT: before `touched` is cleared.
     """
     found = []
     for key in t.touched:
