@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -401,6 +402,34 @@ def test_a_save_that_the_dead_leader_had_heard_of_is_looked_for_before_it_ends(p
     assert leader.brain.tables.find(FIRST).outcome is None
     leader.feed(ev.Prepared, key=(FIRST, 1), committed=True)
     assert leader.brain.tables.find(FIRST).outcome == "committed" and not leader.of(ac.Remove)
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+@pytest.mark.parametrize("lost", ["", "parts"])
+def test_what_rank_0_gives_up_with_another_leader_is_looked_for_before_it_ends(
+    pair: Pair, lost: str, is_committed: bool
+) -> None:
+    pair.writes(pair.follower)
+    assert leader_writes(pair)
+    pair.leader = leader = Next(0, "d" * 16, pair.leader.now)  # rank 0 has not handed over what it had sealed
+    leader.say(m.Withdraw, save_id=FIRST, reason="the worker that had it was lost", skipped=False)
+    pair.pump(BEAT_S)
+    if lost:  # of a table of several pages the one with its parts
+        pair.follower.said.clear()
+        pair.follower.now += BEAT_S
+        pair.follower.feed(ev.Tick)
+        for relay in pair.follower.said:
+            page = replace(relay.message, parts=(), counter=relay.message.counter + 10)
+            leader.feed(ev.Relayed, run=RUN, route=b"r", message=page)
+        pair.follower.said.clear()
+    pair.pump(BEAT_S)
+    pair.pump(BEAT_S)
+    assert pair.follower.phase(rank=1) == "durable" and not pair.follower.of(ac.Remove)
+    pair.pump(20 * BEAT_S)
+    assert leader.brain.tables.saves[FIRST].ranks[1].phase == "recovering"
+    leader.feed(ev.Prepared, key=(FIRST, 1), committed=is_committed)
+    pair.pump(BEAT_S)
+    assert end_of(pair, 1)["phase"] == ("committed" if is_committed else "failed")
 
 
 @pytest.mark.parametrize("error", [None, ERROR])

@@ -16,7 +16,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.fields import MAX_MISSING, MAX_RANKS, MAX_TABLE
 from asyncckpt.protocol.messages import Consent, Lead, Leading, Lineage, Withdraw
 from asyncckpt.protocol.node_tables import BEAT_S, Outcomes, Report
-from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, DURABLE, FAILED
+from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, DURABLE, FAILED, OPEN
 from asyncckpt_worker.core.actions import Relay
 from asyncckpt_worker.core.deadlines import forget_the_silent
 from asyncckpt_worker.core.ended import EndedSave
@@ -437,15 +437,21 @@ class Decider:
             self._t.actions.append(Relay(run=reporter.run_id, route=reporter.route, message=outcomes))
 
     def _outcome_row(self, reporter: _Reporter, save_id: str, rows: dict[str, dict[str, Any]]) -> Row:
-        """Return the row of a save as this follower needs it: what its own ranks have come to is in it."""
+        """Return the row of a save as this follower needs it: what its own ranks have come to is in it.
+
+        Also where it has ended: what was reported to the decider before ends by the word of one that knows of it.
+        """
         save = self._t.find(save_id)
         if save_id not in rows:
             rows[save_id] = self._row_of_all(save_id, save)
-        row = rows[save_id]
-        if save is None:
-            return row
         parts = {rank: self._t.entry((save_id, rank)) for rank in sorted(reporter.ranks)}
         mine = {rank: entry for rank, entry in parts.items() if entry is not None and entry.link == reporter.link}
+        known = [(rank, _phase_of(entry) or OPEN) for rank, entry in mine.items()][:MAX_TABLE]
+        if save_id in reporter.refused and not mine:
+            known = [(reporter.refused[save_id], OPEN)]
+        row = {**rows[save_id], "known": known}
+        if save is None:
+            return row
         if row["outcome"] == COMMITTED:
             late = next((e for e in mine.values() if e.ended and e.phase != COMMITTED), None)
             if late is not None:  # it came after the commit, and is in no manifest
@@ -457,8 +463,7 @@ class Decider:
             return {**row, "error": error or row["error"]}
         if save_id in reporter.refused and not mine:
             return {**row, "outcome": FAILED, "error": not_taken(save_id, reporter.refused[save_id])}
-        known = [(rank, phase) for rank, entry in mine.items() if (phase := _phase_of(entry))]
-        return {**row, "known": known[:MAX_TABLE]}
+        return row
 
     def _row_of_all(self, save_id: str, save: Save | EndedSave | None) -> dict[str, Any]:
         row: dict[str, Any] = {

@@ -257,14 +257,20 @@ class Follower:
         save = self._t.saves.get(save_id)
         if save is None or save.outcome is not None:
             return None
+        for rank, phase in row["known"]:
+            entry = save.ranks.get(rank)
+            if entry is not None and STEPS[phase] > STEPS[entry.known]:
+                entry.known = phase
+                if rank in known.run.gone:
+                    self._t.to_report.add(known.run.run_id)  # see `_rank_rows`
         if not outcome:
             save.told_missing = list(row["missing"])
-            for rank, phase in row["known"]:
-                entry = save.ranks.get(rank)
-                if entry is not None and STEPS[phase] > STEPS[entry.known]:
-                    entry.known = phase
-                    if rank in known.run.gone:
-                        self._t.to_report.add(known.run.run_id)  # see `_rank_rows`
+            return None
+        # IMPORTANT: a decider that does not know what was reported to the one before has not looked whether that one
+        # has committed the save.
+        if outcome != COMMITTED and any(
+            _was_told_to_another(known, e) and not e.known for e in save.ranks.values() if e.rank in known.attempts
+        ):
             return None
         for entry in save.ranks.values():
             entry.report.update(row["report"])
@@ -412,8 +418,7 @@ class Follower:
             for rank, entry in save.ranks.items():
                 if rank in known.attempts and not entry.ended:
                     entry.reported_to = entry.reported_to or run.leader
-                    moved = entry.reported_to != run.leader
-                    recovering = entry.leftovers or moved
+                    recovering = entry.leftovers or _was_told_to_another(known, entry)
                     yield part_row(save.save_id, entry, recovering=recovering)
 
     def _is_owing(self, known: _Followed) -> bool:
@@ -449,6 +454,11 @@ class Follower:
 
 def _is_unknown(entry: RankSave) -> bool:
     return STEPS[entry.known] < STEPS[reported_phase(entry)]
+
+
+def _was_told_to_another(known: _Followed, entry: RankSave) -> bool:
+    """Whether a decider that is gone may have heard of a part."""
+    return entry.reported_to not in ("", known.run.leader)
 
 
 def _failure(save_id: str, outcome: str, error: Mapping[str, Any]) -> Row:
