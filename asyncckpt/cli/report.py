@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from asyncckpt import __version__
-from asyncckpt.cli.output import EXIT_OK, print_json, say, some_path
+from asyncckpt.cli.output import EXIT_OK, existing_root, print_json, say, some_path
 from asyncckpt.errors import CheckpointNotFoundError, ConfigError
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.paths import absolute_path
@@ -23,6 +23,7 @@ from asyncckpt.reporting.history import History, SaveStory, history_of, recovery
 from asyncckpt.reporting.page import NO_PICTURES, page
 from asyncckpt.storage.catalog import scan
 from asyncckpt.storage.event_log import EVENTS_NAME, ROTATED_NAME, read_events
+from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 
 EXAMPLES = (
@@ -41,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit code 4 when there is neither an event nor a checkpoint."""
-    root = absolute_path(args.root)
+    root = existing_root(args.root, Files())
     if args.json and args.output:
         raise ConfigError("--json writes no page: leave out --output", field="output", value=args.output)
     history = history_of(read_events(root), _manifests(root))

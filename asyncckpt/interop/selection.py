@@ -195,7 +195,8 @@ def _opened(node: Node, path: Path, stays: Callable[[str], bool], homes: dict[st
         stays: Whether what has a name does.
         homes: Gets the dicts that are reached through dicts alone, by name. None: no dict does.
     """
-    if node is HOLE or (path and not (node[0] in CONTAINERS and node[1]) and not stays(fqn_of(path))):
+    is_open = node[0] in CONTAINERS and (node[1] or not path)  # the top level may be empty, or a leaf called ""
+    if node is HOLE or not (is_open or stays(fqn_of(path))):
         return None
     if node[0] not in CONTAINERS:
         return node
@@ -211,7 +212,7 @@ def _opened(node: Node, path: Path, stays: Callable[[str], bool], homes: dict[st
 
 
 def _closed(found: Any, path: Path, opened: list[str]) -> Node | None:
-    """Return the tree again, without the containers that lost all that was in them.
+    """Return the tree again, without the containers that lost all that was in them; None if nothing is left.
 
     Args:
         found: As `_opened` has made it.
@@ -219,7 +220,7 @@ def _closed(found: Any, path: Path, opened: list[str]) -> Node | None:
         opened: Gets the names of sequences that lack members now: they are dicts, by their members' numbers.
     """
     if not isinstance(found, _Branch):
-        return tuple(found)
+        return None if found is None else tuple(found)
     kind, before, *form = found.node
     kept = [(key, node) for key, child in found.items() if (node := _closed(child, (*path, key), opened)) is not None]
     if before and not kept:
@@ -254,6 +255,8 @@ def _renamed(tree: Node, rename: Callable[[str], str], path: str, opened: list[s
         return tree
     homes: dict[str, _Branch] = {}
     root = _opened(tree, (), lambda fqn: fqn not in moved, homes)
+    if root is None:
+        root = _Branch(("d", ()))
     taken = {fqn for fqn in names if fqn not in moved}
     hollow = [at for at, node in leaves_and_empty(tree) if node[0] in CONTAINERS]
     empty = {fqn_of(at[:n]) for at in hollow for n in range(1, len(at) + 1)}

@@ -17,6 +17,9 @@ from asyncckpt.storage.reader import DEFAULT_THREADS
 SLAB_ELEMENTS = 4 << 20
 """Read and looked at together: 32 MiB as float64."""
 
+_FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+"""What four bits are in `float4_e2m1fn_x2`, which has the lower ones first. Source: OCP Microscaling Formats 1.0."""
+
 
 @dataclass(slots=True)
 class TensorStatistics:
@@ -63,9 +66,18 @@ def statistics_of(contents: Contents, files: Files) -> Iterator[tuple[SavedTenso
         yield saved, found
 
 
+def numbers_of(slab: torch.Tensor) -> torch.Tensor:
+    """Return the elements as float64, in one dimension; complex ones as complex128."""
+    flat = slab.reshape(-1)
+    if str(flat.dtype) == "torch.float4_e2m1fn_x2":  # which torch 2.6 lacks, and no torch converts to anything
+        packed = flat.view(torch.uint8).to(torch.int64)
+        return _FLOAT4[torch.stack((packed & 15, packed >> 4), dim=1).reshape(-1)]
+    return flat.to(torch.complex128 if flat.is_complex() else torch.float64)
+
+
 def _add(found: TensorStatistics, squares: float, slab: torch.Tensor) -> float:
     """Merge a slab; returns the new sum of squared distances from the mean (Chan, Golub and LeVeque, 1979)."""
-    values = (slab.abs() if slab.is_complex() else slab).reshape(-1).to(torch.float64)
+    values = numbers_of(slab.abs() if slab.is_complex() else slab)
     before = found.n - found.nans - found.infinities
     found.n += values.numel()
     found.zeros += values.numel() - int(values.count_nonzero())

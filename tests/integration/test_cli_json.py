@@ -28,6 +28,11 @@ def checkpoints(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None
             manager.save(step, state, METRICS)
 
 
+def float4(byte: int) -> torch.Tensor:
+    """Return two numbers of four bits each, in one byte."""
+    return torch.tensor([byte], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+
+
 def refuse(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
 
@@ -79,3 +84,26 @@ def test_diff_says_how_far_two_numbers_are_apart(
         checkpointer.save({"x": second}, "two")
     assert cli.main(["diff", "one", "two"]) == 1
     assert capsys.readouterr().out.split()[-1] == apart
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "what", "apart"),
+    [
+        (torch.tensor([2**53]), torch.tensor([2**53 + 1]), "value", 1.0),
+        (torch.tensor([-(2**63)]), torch.tensor([2**63 - 1]), "value", 2.0**64),
+        (torch.tensor([2**64 - 2], dtype=torch.uint64), torch.tensor([2**64 - 1], dtype=torch.uint64), "value", 1.0),
+        (torch.tensor([2**64 - 1], dtype=torch.uint64), torch.tensor([2**63 - 1]), "dtype", 2.0**63),
+        (torch.tensor([-1], dtype=torch.int8), torch.tensor([True]), "dtype", 2.0),
+        (float4(0x21), float4(0x2F), "value", 6.5),  # 0.5 and -6
+        (float4(0x00), float4(0x80), "bits", 0.0),
+        (float4(0x21), torch.tensor([1.0]), "dtype", None),  # two numbers and one
+    ],
+)
+def test_diff_says_how_far_two_tensors_are_apart_that_no_float_holds(
+    first: torch.Tensor, second: torch.Tensor, what: str, apart: float | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with SyncCheckpointer(fsync=False) as checkpointer:
+        checkpointer.save({"x": first}, "one")
+        checkpointer.save({"x": second}, "two")
+    (row,) = printed(capsys, "diff", "one", "two")["differences"]
+    assert (row["what"], row["max_abs_difference"]) == (what, apart)

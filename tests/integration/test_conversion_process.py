@@ -44,6 +44,12 @@ print(peak("VmHWM") - before)
 """
 
 
+COMPARED = """
+from asyncckpt.interop.diff import compare
+assert compare(sys.argv[1], sys.argv[2]).differences[0].max_abs_difference == 1
+"""
+
+
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
     """A torch file with one large tensor, its transposed twin in another storage, and many small ones."""
@@ -74,6 +80,22 @@ def test_memory_is_bounded_whatever_the_size(to: str, large: pathlib.Path, tmp_p
         text=True,
     )
     assert int(back.stdout) < LIMIT_NBYTES
+
+
+def test_a_comparison_of_small_elements_takes_no_more_than_its_slabs(tmp_path: pathlib.Path) -> None:
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("the peak of memory cannot be reset here")
+    for name in ("a", "b"):
+        torch.save({"t": torch.full((64 << 20,), ord(name), dtype=torch.uint8)}, tmp_path / name)
+    compare = MEASURED.replace("asyncckpt.convert(sys.argv[1], sys.argv[2], to=sys.argv[3])", COMPARED)
+    found = subprocess.run(
+        [sys.executable, "-c", compare, str(tmp_path / "a"), str(tmp_path / "b")],
+        capture_output=True,
+        timeout=DEADLINE_S,
+        check=True,
+        text=True,
+    )
+    assert int(found.stdout) < LIMIT_NBYTES
 
 
 def test_a_transposed_tensor_takes_its_own_size_and_no_more(tmp_path: pathlib.Path) -> None:

@@ -181,6 +181,16 @@ def test_what_is_no_number_is_counted_and_left_out(tmp_path: pathlib.Path, capsy
     assert code == 0 and out.count("INF") == 1
 
 
+def test_statistics_of_float4_are_those_of_both_numbers_in_a_byte(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed = torch.tensor([0x21, 0xF0], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)  # 0.5, 1, 0, -6
+    with SyncCheckpointer() as checkpointer:
+        checkpointer.save({"w": packed}, tmp_path / "a")
+    (row,) = (t["stats"] for t in found(capsys, "inspect", "--stats", tmp_path / "a")["tensors"])
+    assert (row["n"], row["zeros"], row["minimum"], row["maximum"], row["mean"]) == (4, 1, -6.0, 1.0, -1.125)
+
+
 def test_statistics_of_damaged_data_are_refused(root: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     shard = next((root / "s10").glob("*.safetensors"))
     fd = os.open(shard, os.O_RDWR)

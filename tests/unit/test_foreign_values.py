@@ -15,6 +15,7 @@ import asyncckpt
 from asyncckpt.errors import MissingKeysError, UnsupportedFormatError
 from asyncckpt.format.state_tree import FACTORIES
 from asyncckpt.interop.sources import unpickler
+from asyncckpt.interop.sources.detect import KINDS
 
 np = pytest.importorskip("numpy")
 
@@ -87,6 +88,23 @@ def test_a_dict_whose_keys_have_no_form_is_one_leaf_also_at_the_top_level(tmp_pa
     for options in ({"keys": ["t"]}, {"state_dict": {"t": 1}}):
         with pytest.raises(MissingKeysError):
             asyncckpt.load(tmp_path / "tensors", **options)
+
+
+@pytest.mark.parametrize(
+    ("value", "to"), [(5, "safetensors"), (5, "hf"), *((torch.ones(1), kind) for kind in KINDS)], ids=str
+)
+def test_a_file_that_is_one_leaf_can_be_left_out(value: Any, to: str, tmp_path: pathlib.Path) -> None:
+    torch.save({1j: value}, tmp_path / "a")
+    assert asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to, partial=True).left_out == ("",)
+    assert asyncckpt.load(tmp_path / "b") == {}
+
+
+def test_a_file_that_is_one_leaf_can_be_chosen_and_renamed(tmp_path: pathlib.Path) -> None:
+    torch.save({1j: 5}, tmp_path / "a")
+    asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch", key_map={"": "x.y"})
+    assert asyncckpt.load(tmp_path / "b") == {"x.y": {1j: 5}}
+    asyncckpt.convert(tmp_path / "a", tmp_path / "c", to="torch", keys=[""])
+    assert asyncckpt.load(tmp_path / "c") == {1j: 5}
 
 
 @protocols

@@ -213,6 +213,15 @@ def test_whatever_lines_say_there_is_a_page_or_nothing_to_show(
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("name", ["file", "file/below", "missing"])
+def test_what_is_no_directory_is_not_found(
+    name: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["report", str(tmp_path / name)]) == EXIT_NOT_FOUND
+    assert capsys.readouterr().err == f"asyncckpt report: {tmp_path / name} is no directory\n"
+
+
 def test_a_text_that_utf_8_has_no_form_for_costs_no_page(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
