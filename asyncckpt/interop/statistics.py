@@ -17,7 +17,9 @@ from asyncckpt.storage.reader import DEFAULT_THREADS
 SLAB_ELEMENTS = 4 << 20
 """Read and looked at together: 32 MiB as float64."""
 
-_FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+_FLOAT4 = torch.tensor(
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64, device="cpu"
+)
 """What four bits are in `float4_e2m1fn_x2`, which has the lower ones first. Source: OCP Microscaling Formats 1.0."""
 
 
