@@ -21,13 +21,13 @@ class Early(Bench):
         self.hello(world_size=world_size)
         self.number = self.slot()
 
-    def read_slot(self, *, streamed: bool, slot: int = 0) -> list[Any]:
+    def read_slot(self, *, streamed: bool, slot: int = 0, generation: int = 1, save_id: str = FIRST) -> list[Any]:
         """Answer a ReadSlot with a slot that is being filled, or sealed."""
         return self.feed(
             ev.SlotRead,
             slot=slot or self.number,
-            generation=1,
-            request=replace(REQUEST),
+            generation=generation,
+            request=replace(REQUEST, save_id=save_id),
             streamed=streamed,
             opened=streamed,
         )
@@ -63,6 +63,25 @@ def test_a_slot_is_written_while_its_save_is_only_begun(bench: Early) -> None:
     write = bench.at_streaming()
     assert (write.slot, write.generation, write.early, write.resumed) == (bench.number, 1, True, False)
     assert bench.phase() == "open"
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_the_next_save_in_a_slot_may_be_read_before_its_begin_and_the_end_of_the_one_before(
+    bench: Early, streamed: bool
+) -> None:
+    bench.at_streaming()
+    bench.submit(bench.number)
+    # The trainer's copy has failed, and it saves to the same path again, in the same slot.
+    bench.read_slot(streamed=streamed, generation=2, save_id=SECOND)
+    reached = "open" if streamed else "sealed"
+    assert (bench.phase(), bench.phase(SECOND)) == ("abandoned", reached)
+    bench.say(m.Withdraw, save_id=FIRST, reason="its copy has failed", skipped=False)
+    bench.begin(bench.number, SECOND, generation=2)
+    assert bench.phase(SECOND) == reached
+    # What is read of the one before, later than that, ends nothing.
+    bench.submit(bench.number, SECOND, generation=2)
+    bench.read_slot(streamed=True)
+    assert bench.phase(SECOND) == reached
 
 
 def test_the_seal_comes_before_the_end_of_the_writing_and_starts_no_other(bench: Early) -> None:

@@ -80,7 +80,6 @@ class Intake:
             if entry.phase == COMMITTED and (entry.slot, entry.generation) == (slot.number, generation):
                 slot.part = (save, entry)  # where it can still be loaded from
             return False
-        self.supersede(slot, save.save_id)
         entry.slot, entry.generation, entry.request = slot.number, generation, request
         entry.commit_timeout_s = min(entry.commit_timeout_s, request.commit_timeout_s)
         save.timeout_s = min(save.timeout_s, entry.commit_timeout_s)
@@ -107,7 +106,6 @@ class Intake:
             return
         if (entry.slot, entry.generation) != (slot.number, generation):
             return
-        self.supersede(slot, save.save_id)
         slot.part = (save, entry)
         entry.ring, entry.stream = request.ring_segments > 0, request
         if entry.ring:
@@ -133,6 +131,8 @@ class Intake:
             # IMPORTANT: before it gets an entry: a rank beyond the world would spoil a commit that is under way.
             self._refuse_world(save_id, request.rank, request.world_size, slot.session)
             return None
+        # IMPORTANT: before it gets an entry, which the save before may keep from its path.
+        self.supersede(slot, save_id, generation)
         self._runs.heard_of(save_id, request.world_size)
         save = self._open(save_id, request.world_size, request.rank)
         entry = save.ranks.get(request.rank)
@@ -189,9 +189,11 @@ class Intake:
             entry.consented = True
             self._saves.commit_when_complete(save)
 
-    def supersede(self, slot: Slot, save_id: str) -> None:
-        """End a save that was begun in `slot` and never sealed, now that the slot is used for `save_id`."""
-        if slot.part is not None and slot.part[0].save_id != save_id and slot.part[1].is_open:
+    def supersede(self, slot: Slot, save_id: str, generation: int) -> None:
+        """End a save that was begun in `slot` and never sealed, now that a later `generation` of it is for `save_id`."""
+        if slot.part is None or slot.part[0].save_id == save_id:
+            return
+        if slot.part[1].is_open and slot.part[1].generation < generation:
             self.abandon(*slot.part, "withdrawn", "its slot was used for the next save")
 
     def abandon(self, save: Save, entry: RankSave, code: str, detail: str) -> None:

@@ -223,7 +223,7 @@ class Lending:
             return self.refuse(session.peer, m.id, draining())
         if self._t.jobs >= MAX_JOBS:
             return self.refuse(session.peer, m.id, busy())
-        self._intake.supersede(slot, m.save_id)
+        self._intake.supersede(slot, m.save_id, m.generation)
         error = self._intake.begin(session, m)
         save = self._t.saves[m.save_id]
         slot.part = (save, save.ranks[session.rank])
