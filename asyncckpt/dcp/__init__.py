@@ -1,9 +1,17 @@
 """For stock `torch.distributed.checkpoint`: what plugs into it, and what stands in for its `format_utils`.
 
 Example:
-    dcp.save(state, storage_writer=asyncckpt.dcp.StorageWriter(path))
-    dcp.load(state, storage_reader=asyncckpt.dcp.StorageReader(path))
-    asyncckpt.dcp.dcp_to_torch_save("dcp-directory", "model.pt")
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    import asyncckpt.dcp
+
+    model = torch.nn.Linear(4, 4)
+    dcp.save({"model": model.state_dict()}, storage_writer=asyncckpt.dcp.StorageWriter("runs/step-100"))
+    state = {"model": model.state_dict()}
+    dcp.load(state, storage_reader=asyncckpt.dcp.StorageReader("runs/step-100"))
+    model.load_state_dict(state["model"])
+    asyncckpt.dcp.dcp_to_torch_save("runs/step-100", "model.pt")
 """
 
 from __future__ import annotations

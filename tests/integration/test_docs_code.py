@@ -1,7 +1,11 @@
-"""The code in docs/ runs: quickstart, concepts and guides; each migration page from what was to what is there now."""
+"""The code in docs/ runs: quickstart, concepts and guides; each migration page from what was to what is there now.
+
+So do the examples in docstrings.
+"""
 
 from __future__ import annotations
 
+import ast
 import os
 import pathlib
 import re
@@ -9,11 +13,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import textwrap
 from collections.abc import Iterator
 
 import pytest
 
-DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 
 LIGHTNING = """
 import lightning, torch
@@ -46,6 +52,17 @@ data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 64
 def blocks(page: str, kind: str = "python") -> list[str]:
     text = (DOCS / f"{page}.md").read_text()
     return re.findall(rf"^```{re.escape(kind)}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def examples() -> Iterator[tuple[str, str]]:
+    """Yield the place and the code of each `Example:` in a docstring of the packages."""
+    for path in sorted([*(ROOT / "asyncckpt").rglob("*.py"), *(ROOT / "worker").rglob("*.py")]):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                for found in re.finditer(
+                    r"^Examples?:\n((?: {4}.*\n|\n)+)", f"{ast.get_docstring(node)}\n", re.MULTILINE
+                ):
+                    yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", textwrap.dedent(found.group(1))
 
 
 @pytest.fixture
@@ -82,6 +99,14 @@ def test_quickstart_concepts_and_what_comes_from_dcp_run(tmp_path: pathlib.Path,
         pytest.skip("the package is not installed, so there are no commands")
     for line in "".join(blocks("quickstart", "console")).splitlines():
         run(line.removeprefix("$ ").split(), tmp_path, environment)
+
+
+def test_the_examples_in_docstrings_run(tmp_path: pathlib.Path, environment: dict[str, str]) -> None:
+    found = dict(examples())
+    assert "asyncckpt/dcp/__init__.py:1" in found
+    for number, code in enumerate(found.values()):
+        (tmp_path / str(number)).mkdir()
+        run([sys.executable, "-c", code], tmp_path / str(number), environment)
 
 
 def test_the_guides_for_one_process_run_one_after_the_other(
