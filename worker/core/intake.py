@@ -190,7 +190,7 @@ class Intake:
             self._saves.commit_when_complete(save)
 
     def supersede(self, slot: Slot, save_id: str, generation: int) -> None:
-        """End a save that was begun in `slot` and never sealed, now that a later `generation` of it is for `save_id`."""
+        """End a save that was begun in `slot` and never sealed, now that a later `generation` is for `save_id`."""
         if slot.part is None or slot.part[0].save_id == save_id:
             return
         if slot.part[1].is_open and slot.part[1].generation < generation:
