@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+import secrets
 from dataclasses import dataclass
 
+from asyncckpt import __version__
 from asyncckpt.errors import ConfigError
 from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt.protocol.fields import address, port
+from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.protocol.options import (
     DRAIN_TIMEOUT_S,
     IDLE_EXIT_S,
@@ -17,6 +21,7 @@ from asyncckpt.protocol.options import (
     MAX_THREADS,
     MIN_BANDWIDTH,
 )
+from asyncckpt_worker.core.machine import CoreConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,3 +107,18 @@ class WorkerConfig:
         for root in self.roots:
             if not root.startswith("/"):
                 raise ConfigError(f"root {root!r} is not absolute", field="roots", value=root)
+
+
+def core_config(config: WorkerConfig) -> CoreConfig:
+    """Return the core's settings, with a random identity of this incarnation."""
+    return CoreConfig(
+        package=__version__,
+        pid=os.getpid(),
+        pid_start=start_ticks(os.getpid()) or 0,
+        instance=secrets.token_hex(8),
+        heartbeat_s=config.heartbeat_s,
+        idle_exit_s=config.idle_exit_s,
+        drain_timeout_s=config.drain_timeout_s,
+        staging_grace_s=config.staging_grace_s,
+        keep_snapshots_s=config.keep_snapshots_s,
+    )

@@ -1,4 +1,4 @@
-"""The phases of a rank's part in a save, as they are told on the wire. `asyncckpt_worker.core.part_table` moves them.
+"""The phases of a rank's part in a save, as they are told on the wire. `asyncckpt_worker.core.model` moves them.
 
 open        the trainer is staging
 sealed      the snapshot no longer needs the trainer; its directory is being made

@@ -53,7 +53,7 @@ from asyncckpt.protocol.node_tables import NODE_MESSAGES, Report  # noqa: E402
 from asyncckpt.protocol.request import decode_request, encode_request  # noqa: E402
 from asyncckpt.protocol.samples import decode_samples, encode_samples  # noqa: E402
 from asyncckpt.storage.files import Files  # noqa: E402
-from asyncckpt_worker.core.node_tables import unpack_result  # noqa: E402
+from asyncckpt_worker.core.nodes.tables import unpack_result  # noqa: E402
 
 SAVE_ID = SaveId.parse((GOLDEN / "format-v1" / "manifest.json").read_text().split('"save_id": "')[1][:28])
 

@@ -13,7 +13,7 @@ from real_worker import wait_until
 
 from asyncckpt.errors import EndpointError, WorkerUnavailableError
 from asyncckpt.protocol.node_tables import Outcomes
-from asyncckpt_worker.core.resources import Connection
+from asyncckpt_worker.core.actions import Connection
 from asyncckpt_worker.io.node_sockets import NodeSockets
 
 RUN = "a" * 12

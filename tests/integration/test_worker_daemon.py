@@ -372,7 +372,7 @@ def test_bug_of_the_brain_costs_one_save_and_not_the_worker(
             monkeypatch.undo()
             raise AssertionError("made up")
 
-        book = worker.daemon.brain._intake if method in ("take_up", "begin") else worker.daemon.brain._saves
+        book = worker.daemon.core._admission if method in ("take_up", "begin") else worker.daemon.core._saves
         monkeypatch.setattr(book, method, bug)
         try:
             assert failed(client.save(slot, snapshot, str(tmp_path / "a"))).code == "internal"  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Several workers' brains, their ranks, and a network that loses, doubles and reorders; workers and ranks die.
+"""Several workers' of_core, their ranks, and a network that loses, doubles and reorders; workers and ranks die.
 
 What lies between a rank and its own worker is exact here (`test_worker_simulation` has its mischief): every request is
 answered at once. The wire between workers, jobs, time and deaths are random. `check` holds what must always hold.
@@ -26,17 +26,16 @@ from asyncckpt.protocol.save_phases import COMMITTED, DURABLE, ENDED, UNKNOWN
 from asyncckpt.storage.rank_writer import RankResult
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
-from asyncckpt_worker.core.decider import FORGET_S
-from asyncckpt_worker.core.ended import EndedSave
-from asyncckpt_worker.core.machine import Brain
+from asyncckpt_worker.core.actions import Connection, Listener
+from asyncckpt_worker.core.machine import Core, CoreConfig
 from asyncckpt_worker.core.model import Save
-from asyncckpt_worker.core.resources import Connection, Listener
-from asyncckpt_worker.core.shutdown import BrainConfig
+from asyncckpt_worker.core.nodes.decider import FORGET_S
+from asyncckpt_worker.core.tables import EndedSave
 
 ERROR = to_wire(SaveFailedError("the simulated disk failed", code="EIO"))
 KEY, SECRET = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7", "D:)Q[IlAW!ahhC2ac:9*A}h:p?([4%wOTJ%JR%cs"
 COMMIT_TIMEOUT_S = 60.0
-CONFIG = BrainConfig(
+CONFIG = CoreConfig(
     package="sim",
     pid=1,
     pid_start=1,
@@ -77,9 +76,9 @@ class Rank:
 
 @dataclass
 class Node:
-    """A worker: its brain, its jobs, its slots."""
+    """A worker: its core, its jobs, its slots."""
 
-    config: BrainConfig
+    config: CoreConfig
     now: float
     jobs: list[Any] = field(default_factory=list)
     memory: dict[int, tuple[int, SaveRequest | None]] = field(default_factory=dict)
@@ -88,7 +87,7 @@ class Node:
     gone: bool = False
 
     def __post_init__(self) -> None:
-        self.brain = Brain(self.config, self.now, self)
+        self.core = Core(self.config, self.now, self)
 
     def watch(self, session: str, pid: int, pid_start: int) -> bool:
         """See `Resources`."""
@@ -164,13 +163,13 @@ class Workers:
     def new_node(self) -> Node:
         return Node(replace(CONFIG, instance=f"{self.random.getrandbits(64):016x}"), self.now)
 
-    # ---- surroundings of a brain
+    # ---- surroundings of a core
 
     def feed(self, n: int, event: ev.Event) -> list[m.Message]:
         """Feed an event, and what follows at once; returns the messages to ranks."""
         node, todo, said = self.nodes[n], [event], []
         while todo:
-            for action in node.brain.handle(todo.pop(0)):
+            for action in node.core.handle(todo.pop(0)):
                 todo += self.perform(n, node, action, said)
         return said
 
@@ -209,7 +208,7 @@ class Workers:
         else:
             assert action.run in node.connects, "sends without a connection"
             to, instance = 0, ""
-            route = f"{n}/{node.brain.tables.instance}".encode()
+            route = f"{n}/{node.core.tables.instance}".encode()
             event = ev.Relayed(now=0.0, run=action.run, route=route, message=message)
         for _ in range(1 + self.luck(self.chaos / 2)):
             if not self.luck(self.chaos):
@@ -225,7 +224,7 @@ class Workers:
             return
         if event.route and not node.listens:
             return
-        if instance and instance != node.brain.tables.instance:
+        if instance and instance != node.core.tables.instance:
             return  # the connection ended with its process
         self.feed(to, replace(event, now=self.now))
 
@@ -387,7 +386,7 @@ class Workers:
 
     def learn_epoch(self, rank: Rank) -> None:
         """The answer may have come later, by way of the leader."""
-        run = self.nodes[rank.node].brain.tables.runs.get(rank.run)
+        run = self.nodes[rank.node].core.tables.runs.get(rank.run)
         epoch = run.epochs.get("/ckpt") if run is not None else None
         if epoch is not None:
             known = self.epochs.setdefault(rank.run, epoch)
@@ -493,7 +492,7 @@ class Workers:
     def saves_of(self, run: str) -> set[str]:
         found = {s for r in self.ranks for s in r.open if s.endswith(run)}
         found |= {
-            s for n in self.nodes for s, save in n.brain.tables.saves.items() if s.endswith(run) and not save.outcome
+            s for n in self.nodes for s, save in n.core.tables.saves.items() if s.endswith(run) and not save.outcome
         }
         highest = max((r.sequence for r in self.ranks if r.run == run), default=0)
         epoch = self.epochs.get(run, 1)
@@ -554,7 +553,7 @@ class Workers:
 
     def quiet(self) -> bool:
         return not any(node.jobs for node in self.nodes) and not any(
-            s.outcome is None for node in self.nodes for s in node.brain.tables.saves.values()
+            s.outcome is None for node in self.nodes for s in node.core.tables.saves.values()
         )
 
     def settle(self) -> None:
@@ -577,7 +576,7 @@ class Workers:
 
     def check_end(self) -> None:
         for n, node in [(n, node) for n, node in enumerate(self.nodes) if not node.gone]:
-            for save in all_saves(node.brain.tables):
+            for save in all_saves(node.core.tables):
                 assert save.outcome is not None, f"node {n}: {save.save_id} never ended: {shown(save)}"
                 committed = save.save_id in self.commits
                 assert save.outcome != COMMITTED or committed, f"node {n}: {save.save_id} is no commit"
@@ -598,7 +597,7 @@ class Workers:
                 save_id = f"{rank.epoch or 0:06d}-{sequence:08d}-{rank.run}"
                 whole = all((save_id, r) in self.sealed for r in range(rank.world_size))
                 if whole and save_id not in self.harmed | self.withdrawn:
-                    outcomes = [shown(n.brain.tables.find(save_id)) for n in self.nodes]
+                    outcomes = [shown(n.core.tables.find(save_id)) for n in self.nodes]
                     assert save_id in self.commits, f"{save_id} was staged and is lost: {outcomes}"
 
     def check_nothing_left(self) -> None:
@@ -615,11 +614,11 @@ class Workers:
     def check_deciders(self) -> None:
         """Every follower knows who decides, and what was decided."""
         for run_id in {r.run for r in self.ranks if r.rank == 0 and r.alive}:  # the others have no leader any more
-            first = self.nodes[0].brain.tables.runs.get(run_id)
+            first = self.nodes[0].core.tables.runs.get(run_id)
             for node in [node for node in self.nodes[1:] if not node.gone]:
-                run = node.brain.tables.runs.get(run_id)
+                run = node.core.tables.runs.get(run_id)
                 if first is not None and run is not None and run.followed and run.members:
-                    assert run.leader == self.nodes[0].brain.tables.instance
+                    assert run.leader == self.nodes[0].core.tables.instance
                     assert run.outcomes.keys() >= first.outcomes.keys()
                     assert self.died or run.outcomes == first.outcomes
 

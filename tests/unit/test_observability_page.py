@@ -25,7 +25,7 @@ def test_every_metric_is_named_with_its_labels() -> None:
     prometheus_client = pytest.importorskip("prometheus_client", reason="the extra `metrics` is not installed")
     prometheus = pytest.importorskip("asyncckpt_worker.service.prometheus")
     report = {
-        **Bench().brain.report(),
+        **Bench().core.report(),
         "process": dict.fromkeys(("private_nbytes", "write_nbytes"), 1),
         "counters": {},
         "failures": {"x": 1},

@@ -13,7 +13,7 @@ from asyncckpt.protocol import fields as checks
 from asyncckpt.protocol.messages import REPLIES, REQUESTS
 from asyncckpt.protocol.node_tables import NODE_MESSAGES, ROWS
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt_worker.core.part_table import TABLE
+from asyncckpt_worker.core.model import TABLE
 
 SPEC = spec("protocol")
 IMPORTED = {
@@ -75,7 +75,7 @@ def test_limit_equals_the_workers(name: str, value: str) -> None:
 
 def test_every_limit_of_the_ranks_books_is_in_the_spec() -> None:
     named = {name for name, _ in WORKERS_LIMITS}
-    for name in ("runs", "lineages", "boards", "status", "decider", "follower", "node_tables"):
+    for name in ("runs", "exchange", "status", "nodes.decider", "nodes.follower", "nodes.tables"):
         module = f"core.{name}"
         loaded = importlib.import_module(f"asyncckpt_worker.{module}")
         own = {f"{module}.{n}" for n in vars(loaded) if n.startswith("MAX_")}

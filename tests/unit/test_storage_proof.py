@@ -15,7 +15,7 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format import layout
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.storage.coverage import uncovered
-from asyncckpt_worker.core.node_tables import pack_result, unpack_result
+from asyncckpt_worker.core.nodes.tables import pack_result, unpack_result
 from asyncckpt_worker.io import coverage_check
 from asyncckpt_worker.io.coverage_check import Prover, hole
 

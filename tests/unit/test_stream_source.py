@@ -31,8 +31,8 @@ from asyncckpt.storage.coverage import Tally
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_writer import RankJob
 from asyncckpt_worker.core.actions import Write
-from asyncckpt_worker.core.freshness import rest_print
 from asyncckpt_worker.io import stream_source
+from asyncckpt_worker.io.content_digest import rest_print
 from asyncckpt_worker.io.slot_store import SlotStore
 from asyncckpt_worker.io.stream_source import Prove, unproved
 

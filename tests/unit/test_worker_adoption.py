@@ -1,4 +1,4 @@
-"""The worker's brain: slots that a dead worker had lent, handed over by their trainer."""
+"""The worker's core: slots that a dead worker had lent, handed over by their trainer."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_slot_that_cannot_be_opened_is_refused_and_forgotten(bench: Bench) -> 
     bench.feed(ev.SlotCreated, slot=job.slot, error=ERROR)
     (refused,) = [a.message for a in bench.of(ac.Send)]
     assert code(refused) == "save_failed"
-    assert not bench.brain.tables.slots and bench.brain.tables.jobs == 0
+    assert not bench.core.tables.slots and bench.core.tables.jobs == 0
     assert adopt(bench, id=70) is None  # it may be tried again
     assert bench.of(ac.AdoptSlot)
 

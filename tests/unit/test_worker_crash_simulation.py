@@ -1,4 +1,4 @@
-"""The worker dies in the middle of random schedules; the next brain gets the trainers' slots, and the disk stays.
+"""The worker dies in the middle of random schedules; the next core gets the trainers' slots, and the disk stays.
 
 As `test_worker_simulation`, with the same checks; what dies with the worker is its memory, its jobs (half done or not),
 and what was under way to it or from it.
@@ -68,7 +68,7 @@ class CrashingWorld(World):
         self.network.clear()
         self.memory, self.fds, self.written, self.removed = {}, {}, {}, set()
         self.files.clear()  # what a dead worker leaves of a rank that is dead too is garbage collection's
-        self.brain = WatchedBrain(replace(CONFIG, instance=f"{self.crashes:016x}"), self.now, self)
+        self.core = WatchedBrain(replace(CONFIG, instance=f"{self.crashes:016x}"), self.now, self)
         trainers, self.trainers = list(self.trainers.values()), {}
         self.hurt |= {t.run for t in trainers if not t.alive or t.epoch is None}
         for trainer in trainers:
@@ -79,7 +79,7 @@ class CrashingWorld(World):
                 self.trainers[trainer.name.encode()] = trainer
 
     def count_resumed(self) -> None:
-        self.resumed += sum(part.leftovers and part.phase == COMMITTED for part in self.brain.parts())
+        self.resumed += sum(part.leftovers and part.phase == COMMITTED for part in self.core.parts())
 
     def greet_anew(self, trainer: Trainer) -> None:
         kept = self.kept.pop(trainer.name, [])
@@ -193,7 +193,7 @@ class CrashingWorld(World):
                 save_id = f"{trainer.epoch:06d}-{sequence:08d}-{trainer.run}"
                 everywhere = all((save_id, r) in self.sealed for r in range(trainer.world_size))
                 if everywhere and save_id not in excused:
-                    save = self.brain.tables.find(save_id)
+                    save = self.core.tables.find(save_id)
                     known = ("commit_timeout", "path_in_use", "vetoed", "withdrawn", "not_sealed")
                     ended = save is not None and any(code in str(save.error) for code in known)
                     assert save_id in self.commits or ended or trainer.name in self.kept, f"{save_id} is lost: {save}"

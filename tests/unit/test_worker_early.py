@@ -1,4 +1,4 @@
-"""The worker's brain and slots that are written while they are being filled: nothing counts before the seal."""
+"""The worker's core and slots that are written while they are being filled: nothing counts before the seal."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def test_what_a_dead_worker_had_begun_to_write_is_removed_when_another_rank_has_
     bench.feed(ev.Prepared, key=(FIRST, 1), error=ERROR)
     assert bench.phase(rank=1) == "failed"
     if removing:
-        save = bench.brain.tables.opened(FIRST)
+        save = bench.core.tables.opened(FIRST)
         save.job, save.jobs = "remove", 1
     bench.begin(slot)
     assert (bench.phase(), len(bench.of(ac.Remove))) == ("failed", 0 if removing else 1)

@@ -146,7 +146,7 @@ class EarlyWorld(CrashingWorld):
 
     def perform(self, action: ac.Action) -> list[ev.Event]:
         if isinstance(action, ac.Write):
-            entry = self.brain.tables.entry(action.key)
+            entry = self.core.tables.entry(action.key)
             assert entry is not None
             assert action.early == (entry.phase == OPEN)
             assert action.resumed or action.key not in self.standing, f"{action.key} is written beside files that stand"
@@ -193,7 +193,7 @@ class EarlyWorld(CrashingWorld):
         return self.feed(ev.Written(now=self.now, key=job.key, error=ERROR))
 
     def check_end(self) -> None:
-        for save, entry in all_entries(self.brain.tables):
+        for save, entry in all_entries(self.core.tables):
             key = (save.save_id, entry.rank)
             written = key in self.sealed and key not in self.lost  # anew, or removed by the job
             swept = save.outcome not in (FAILED, ABANDONED) or written or key not in self.standing
@@ -224,7 +224,7 @@ def test_the_simulation_of_early_writing_reaches_what_is_rare(rng: random.Random
         world = EarlyWorld(rng.getrandbits(32), 0.05, 0.01)
         world.run(steps=STEPS)
         seen |= {name for name, count in world.counts.items() if count}
-        seen |= {part.phase for part in world.brain.parts() if part.streaming}
+        seen |= {part.phase for part in world.core.parts() if part.streaming}
         if seen >= {*world.counts, COMMITTED, ABANDONED}:
             break
     assert seen >= {*world.counts, COMMITTED, ABANDONED}

@@ -20,7 +20,7 @@ UNKNOWN = to_wire(CommitUnknownError("nobody knows", code="EIO"))
 
 
 def failures(bench: Bench) -> Mapping[str, int]:
-    found: Mapping[str, int] = report(bench.brain.tables, "x")["failures"]
+    found: Mapping[str, int] = report(bench.core.tables, "x")["failures"]
     return found
 
 

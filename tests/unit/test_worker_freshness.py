@@ -1,4 +1,4 @@
-"""What is compared to find a snapshot that is the one before, and what the brain makes of it."""
+"""What is compared to find a snapshot that is the one before, and what the core makes of it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from asyncckpt.format.objects import encode_objects
 from asyncckpt.storage.shard_writer import PRINT_NBYTES, first_block
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
-from asyncckpt_worker.core.freshness import Committed, Contents, contents_of, rest_print, unchanged
-from asyncckpt_worker.core.node_tables import pack_result, unpack_result
+from asyncckpt_worker.core.events import Contents
+from asyncckpt_worker.core.model import Committed
+from asyncckpt_worker.core.nodes.tables import pack_result, unpack_result
+from asyncckpt_worker.core.saves import unchanged
+from asyncckpt_worker.io.content_digest import contents_of, rest_print
 
 THIRD = FIRST[:14] + "2" + FIRST[15:]
 ONE, OTHER = b"1" * PRINT_NBYTES, b"2" * PRINT_NBYTES
@@ -120,7 +123,7 @@ def test_a_print_that_is_none_is_refused(wrong: Any) -> None:
         unpack_result({**pack_result(printed(1)), "rest_print": wrong}, FIRST, 1)
 
 
-# ---- the brain
+# ---- the core
 
 
 def commits(bench: Bench, slot: int, save_id: str, generation: int, step: int, contents: Contents | None) -> Any:
@@ -130,7 +133,7 @@ def commits(bench: Bench, slot: int, save_id: str, generation: int, step: int, c
     bench.submit(slot, save_id, generation)
     bench.read(slot, save_id, generation, path=f"/ckpt/{save_id}", step=step)
     bench.feed(ev.Written, key=(save_id, 0), result=object())
-    actions = bench.brain.handle(ev.Published(now=0.0, save_id=save_id, contents=contents))
+    actions = bench.core.handle(ev.Published(now=0.0, save_id=save_id, contents=contents))
     warnings = [a for a in actions if isinstance(a, ac.Log) and a.level == "warning"]
     return bench.row(save_id)["report"], warnings
 

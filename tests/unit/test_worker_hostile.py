@@ -1,4 +1,4 @@
-"""The worker's brain under messages that are valid one by one and make no sense together."""
+"""The worker's core under messages that are valid one by one and make no sense together."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from asyncckpt.protocol.request import SaveRequest, encode_request
 from asyncckpt.protocol.samples import encode_samples
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
-from asyncckpt_worker.core.boards import MAX_BOARDS, MAX_BOARDS_NBYTES
+from asyncckpt_worker.core.exchange import MAX_BOARDS, MAX_BOARDS_NBYTES
 from asyncckpt_worker.core.kept_snapshots import MAX_KEPT_SAVES
 from asyncckpt_worker.core.model import MAX_DIRECTORIES, MAX_HISTORY, MAX_SESSIONS, Slot
-from asyncckpt_worker.core.node_tables import pack_result
+from asyncckpt_worker.core.nodes.tables import pack_result
 from asyncckpt_worker.core.runs import MAX_RUNS, MAX_WITHDRAWN
 
 HONEST = "000001-00000000-ffffffffffff"
@@ -94,17 +94,17 @@ class Mob(Bench):
             body |= {"pid": 7, "pid_start": 8}
         if kind is m.Adopt and self.rng.random() < 0.8:
             body |= {"nbytes": 12288, "generation": self.rng.randrange(3, 9), "ended": self.rng.randrange(4)}
-        session = self.brain.tables.sessions.get(f"{int(peer) + 1:016x}")
+        session = self.core.tables.sessions.get(f"{int(peer) + 1:016x}")
         if session is not None and session.slots and "slot" in body and self.rng.random() < 0.8:
             body["slot"] = self.rng.choice(sorted(session.slots))
-        self.take(self.brain.handle(ev.Received(now=self.now, peer=peer, message=kind(**body))))
+        self.take(self.core.handle(ev.Received(now=self.now, peer=peer, message=kind(**body))))
 
     def whisper(self) -> None:
         """One page of another worker's table: of a follower, or of a decider."""
         rng, run = self.rng, f"{self.rng.randrange(3):012x}"
         route, kind = rng.choice(((b"", Outcomes), (b"1", Report), (b"2", Report)))
         sender = rng.choice((*["a" * 16] * 20, "b" * 16))
-        own = self.brain.tables.instance
+        own = self.core.tables.instance
         body: dict[str, Any] = {"counter": self.pages, "sender": sender, "to": rng.choice((own, own, own, "c" * 16))}
         self.pages += rng.random() < 0.98
         if kind is Report:
@@ -123,7 +123,7 @@ class Mob(Bench):
             tables = {"saves": "outcome", "epochs": "epoch"}
         for field, rows in tables.items():
             body[field] = tuple(self.row(f"{rows}_rows", run) for _ in range(rng.randrange(3)))
-        self.take(self.brain.handle(ev.Relayed(now=self.now, run=run, route=route, message=kind(**body))))
+        self.take(self.core.handle(ev.Relayed(now=self.now, run=run, route=route, message=kind(**body))))
 
     def save_ids(self, run: str) -> tuple[str, ...]:
         return tuple({self.save_id()[:16] + run for _ in range(self.rng.randrange(4))})
@@ -158,29 +158,29 @@ class Mob(Bench):
         job, now, rng = self.jobs.pop(self.rng.randrange(len(self.jobs))), self.now, self.rng
         match job:
             case ac.ReadSlot():
-                self.take(self.brain.handle(self.read_slot(job.slot)))
+                self.take(self.core.handle(self.read_slot(job.slot)))
             case ac.AdoptSlot():
                 opened = {"fd": job.slot + 100, "token": job.token} if rng.random() < 0.8 else {"error": ERROR}
-                self.take(self.brain.handle(ev.SlotCreated(now=now, slot=job.slot, **opened)))
+                self.take(self.core.handle(ev.SlotCreated(now=now, slot=job.slot, **opened)))
             case ac.FreeSlot():
-                self.take(self.brain.handle(ev.SlotFreed(now=now, slot=job.slot)))
+                self.take(self.core.handle(ev.SlotFreed(now=now, slot=job.slot)))
             case ac.Prepare():
                 committed = job.resumed and rng.random() < 0.3
-                self.take(self.brain.handle(ev.Prepared(now=now, key=job.key, committed=committed)))
+                self.take(self.core.handle(ev.Prepared(now=now, key=job.key, committed=committed)))
             case ac.Write():
-                self.take(self.brain.handle(ev.Written(now=now, key=job.key, result=result_of(*job.key))))
+                self.take(self.core.handle(ev.Written(now=now, key=job.key, result=result_of(*job.key))))
             case ac.Commit():
-                self.take(self.brain.handle(ev.Published(now=now, save_id=job.save_id)))
+                self.take(self.core.handle(ev.Published(now=now, save_id=job.save_id)))
             case ac.Remove():
-                self.take(self.brain.handle(ev.Removed(now=now, save_id=job.save_id)))
+                self.take(self.core.handle(ev.Removed(now=now, save_id=job.save_id)))
             case ac.ScanLineage():
                 facts = {"run": job.run, "path": job.path}
-                self.take(self.brain.handle(ev.LineageScanned(now=now, epoch=rng.randrange(1, 5), **facts)))
+                self.take(self.core.handle(ev.LineageScanned(now=now, epoch=rng.randrange(1, 5), **facts)))
 
     def read_slot(self, slot: int) -> ev.SlotRead:
         if self.rng.random() < 0.4:
             return ev.SlotRead(now=self.now, slot=slot, reason="OPEN")
-        request = self.request_for(self.brain.tables.slots.get(slot))
+        request = self.request_for(self.core.tables.slots.get(slot))
         return ev.SlotRead(now=self.now, slot=slot, generation=self.rng.randrange(50), request=request)
 
     def request_for(self, held: Slot | None) -> SaveRequest:
@@ -199,18 +199,18 @@ class Mob(Bench):
         }
         if held is not None and self.rng.random() < 0.7:
             changes |= {"rank": held.rank, "world_size": held.world_size}
-            entry = self.brain.tables.entry(held.key)
+            entry = self.core.tables.entry(held.key)
             if entry is not None and held.key is not None:
                 changes |= {"save_id": held.key[0], "path": entry.path, "step": entry.step}
         return SaveRequest(**{f.name: changes.get(f.name, getattr(REQUEST, f.name)) for f in fields(REQUEST)})
 
     def check(self) -> None:
         """Everything is bounded, and every save that was sealed by somebody has time to run out."""
-        t = self.brain.tables
+        t = self.core.tables
         assert len(t.sessions) <= MAX_SESSIONS and len(t.saves) <= MAX_HISTORY + 64
         assert len(t.runs) <= MAX_RUNS + MAX_SESSIONS
         assert all(len(r.withdrawn) <= MAX_WITHDRAWN and len(r.epochs) <= MAX_DIRECTORIES for r in t.runs.values())
-        assert self.brain._boards.nbytes <= MAX_BOARDS_NBYTES and len(self.brain._boards._boards) <= MAX_BOARDS
+        assert self.core._boards.nbytes <= MAX_BOARDS_NBYTES and len(self.core._boards._boards) <= MAX_BOARDS
         assert len({t.slots[n].key for n in t.slots if t.slots[n].kept}) <= MAX_KEPT_SAVES * 3 + len(t.sessions)
         for session in t.sessions.values():
             assert all(t.slots[n].session == session.name for n in session.slots)
@@ -234,7 +234,7 @@ def test_messages_that_make_no_sense_end_nothing_but_their_own_saves(schedule: i
         elif dice < 0.9 and mob.jobs:
             mob.finish()
         else:
-            mob.take(mob.brain.handle(ev.Tick(now=mob.now, memory_short=rng.random() < 0.05)))
+            mob.take(mob.core.handle(ev.Tick(now=mob.now, memory_short=rng.random() < 0.05)))
         mob.check()
     mob.jobs.clear()
     for rank, (peer, slot) in enumerate(zip((b"h0", b"h1"), slots, strict=True)):
@@ -253,6 +253,6 @@ def test_message_of_a_peer_without_a_session_changes_nothing(kind: Any, rng: ran
         return
     body = {f.name: mob.value(f.name, kind.checks[f.name].__name__) for f in fields(kind)}
     mob.feed(ev.Received, peer=b"nobody", message=kind(**body))
-    t = mob.brain.tables
-    assert not t.runs and not t.saves and not t.slots and not mob.brain._boards._boards
+    t = mob.core.tables
+    assert not t.runs and not t.saves and not t.slots and not mob.core._boards._boards
     assert [type(a) for a in mob.actions] == [ac.Send]

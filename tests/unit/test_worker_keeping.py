@@ -1,4 +1,4 @@
-"""The worker's brain and what trainers leave behind: kept, listed, held, lent again, given up."""
+"""The worker's core and what trainers leave behind: kept, listed, held, lent again, given up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_ROOM = InsufficientMemoryError("no room", nbytes=1)
 
 
 class Keeper(Bench):
-    """A brain that keeps snapshots."""
+    """A core that keeps snapshots."""
 
     def __init__(self, keep_s: float = KEEP_S) -> None:
         super().__init__(replace(CONFIG, keep_snapshots_s=keep_s))
@@ -29,7 +29,7 @@ class Keeper(Bench):
     def staged(self, slot: int, save_id: str = FIRST, generation: int = 1, rank: int = 0, **changes: Any) -> None:
         """A rank has sealed a snapshot, and its files are being written."""
         peer = b"p" if rank == 0 else b"q"
-        held = self.brain.tables.slots[slot]
+        held = self.core.tables.slots[slot]
         self.begin(slot, save_id, generation, peer, **changes)
         self.feed(ev.Prepared, key=(save_id, rank))
         self.submit(slot, save_id, generation, peer)
@@ -48,18 +48,18 @@ class Keeper(Bench):
 
     def dies(self, session: str = "1" * 16) -> list[Any]:
         """A trainer dies; its slots are read and found as they were taken up."""
-        slots = sorted(self.brain.tables.sessions[session].slots)
+        slots = sorted(self.core.tables.sessions[session].slots)
         self.feed(ev.Died, session=session)
         return self.reread(slots)
 
     def reread(self, slots: list[int]) -> list[Any]:
         found: list[Any] = []
         for number in slots:
-            slot = self.brain.tables.slots[number]
+            slot = self.core.tables.slots[number]
             if slot.key is None or slot.taken < 0:
                 found += self.feed(ev.SlotRead, slot=number, reason="OPEN")
             else:
-                entry = self.brain.tables.entry(slot.key)
+                entry = self.core.tables.entry(slot.key)
                 assert entry is not None
                 found += self.read(number, slot.key[0], slot.taken, rank=slot.rank, world_size=slot.world_size)
         return found
@@ -77,13 +77,13 @@ class Keeper(Bench):
         return [(p["save_id"], p["rank"], p["committed"]) for p in found.parts]
 
     def state(self, slot: int) -> str:
-        held = self.brain.tables.slots.get(slot)
+        held = self.core.tables.slots.get(slot)
         return held.state if held is not None else "freed"
 
 
 @pytest.fixture
 def keeper() -> Keeper:
-    """A brain that keeps, with one session."""
+    """A core that keeps, with one session."""
     keeper = Keeper()
     keeper.hello()
     return keeper
@@ -419,9 +419,9 @@ def test_slot_that_is_held_when_its_save_ends_stays_while_what_another_has_left_
     keeper.feed(ev.Died, session="3" * 16)
     assert keeper.say(m.Recall, reader, path="/ckpt", hold=True) is None, "it waits for what that one has left"
     keeper.reread([before])
-    assert keeper.brain.tables.slots[slot].held_by == {"2" * 16}
+    assert keeper.core.tables.slots[slot].held_by == {"2" * 16}
     keeper.feed(ev.Died, session="4" * 16)
-    assert keeper.brain.tables.slots[left].reading
+    assert keeper.core.tables.slots[left].reading
     keeper.now += KEEP_S
     keeper.feed(ev.Written, key=(FIRST, 0), result="r")
     keeper.feed(ev.Published, save_id=FIRST)

@@ -37,7 +37,7 @@ class KeepingWorld(CrashingWorld):
 
     def begin_anew(self) -> None:
         instance = f"{self.crashes:016x}"
-        self.brain = WatchedBrain(replace(CONFIG, instance=instance, keep_snapshots_s=KEEP_S), self.now, self)
+        self.core = WatchedBrain(replace(CONFIG, instance=instance, keep_snapshots_s=KEEP_S), self.now, self)
 
     def crash(self) -> None:
         super().crash()
@@ -76,7 +76,7 @@ class KeepingWorld(CrashingWorld):
         assert memory.sealed is not None and memory.sealed.save_id in self.commits, "lent again, and nowhere else"
         users = [t.name for t in self.trainers.values() if t.alive and memory in t.slots.values()]
         assert not users, f"lent again, and {users} still have it"
-        readers = [of for name, of in self.held.items() if name in self.brain.tables.sessions]
+        readers = [of for name, of in self.held.items() if name in self.core.tables.sessions]
         assert not any(memory is held for of in readers for held, _ in of), "lent again under a reader"
 
     def check_recalled(self, trainer: Trainer, message: m.Recalled, *, hold: bool) -> None:
@@ -86,7 +86,7 @@ class KeepingWorld(CrashingWorld):
             assert all((save_id, r) in self.sealed for r in range(part["world_size"])), "not whole"
             assert save_id not in self.split, "its ranks differ"
             assert save_id in self.commits or not part["committed"]
-            slot = self.brain.tables.slots.get(part["slot"])
+            slot = self.core.tables.slots.get(part["slot"])
             if slot is None:
                 assert not hold, "freed under a reader"
                 continue  # its time was over as it was listed
@@ -101,7 +101,7 @@ class KeepingWorld(CrashingWorld):
     def check_slots(self) -> None:
         super().check_slots()
         for name, held in self.held.items():
-            if name in self.brain.tables.sessions:
+            if name in self.core.tables.sessions:
                 assert all(memory.generation == was and not memory.freed for memory, was in held), "a reader lost it"
 
 

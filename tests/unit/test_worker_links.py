@@ -1,4 +1,4 @@
-"""Two brains, one step at a time: who may lead and follow, what is asked through, and what each hears of the other."""
+"""Two of_core, one step at a time: who may lead and follow, what is asked through, and what each hears of the other."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.fields import MAX_RANKS
 from asyncckpt.protocol.node_tables import BEAT_S, Outcomes, Report
 from asyncckpt_worker.core import actions as ac
-from asyncckpt_worker.core import decider, sessions
 from asyncckpt_worker.core import events as ev
-from asyncckpt_worker.core.decider import FORGET_S
+from asyncckpt_worker.core import sessions
+from asyncckpt_worker.core.actions import Listener
 from asyncckpt_worker.core.model import MAX_DIRECTORIES
-from asyncckpt_worker.core.resources import Listener
+from asyncckpt_worker.core.nodes import decider
+from asyncckpt_worker.core.nodes.decider import FORGET_S
 
 ADDRESS = "tcp://first:7000"
 FOLLOW = {"run": RUN, "address": ADDRESS, "server_public": KEY, "client_public": KEY, "client_secret": SECRET}
@@ -39,7 +40,7 @@ LEAD = {"run": RUN, "port": 0, "server_secret": "", "client_public": KEY}
 
 
 class Worker(Bench):
-    """A brain with a rank of two, whose peer is b"p" and whose slot is 1. `said`: to other workers, not sent yet."""
+    """A core with a rank of two, whose peer is b"p" and whose slot is 1. `said`: to other workers, not sent yet."""
 
     def __init__(self, rank: int, instance: str, world_size: int = 2) -> None:
         super().__init__(replace(CONFIG, instance=instance))
@@ -118,7 +119,7 @@ def test_lead_listens_once_and_says_where() -> None:
     again = leader.say(m.Lead, **LEAD)
     assert isinstance(first, m.Leading) and not leader.asked("listen")
     assert replace(again, id=0) == replace(first, id=0)
-    assert leader.brain.run_of_key(KEY) == RUN and leader.brain.run_of_key(SECRET) is None
+    assert leader.core.run_of_key(KEY) == RUN and leader.core.run_of_key(SECRET) is None
 
 
 def test_a_port_that_is_taken_is_refused_and_tried_again() -> None:
@@ -151,7 +152,7 @@ def test_follow_is_refused_at_once_where_there_can_be_no_connection() -> None:
     follower = Worker(1, "b" * 16)
     follower.resources.no_socket = from_wire(ERROR)
     assert code(follower.say(m.Follow, **FOLLOW)) == "save_failed"
-    assert not follower.brain.tables.runs[RUN].followed
+    assert not follower.core.tables.runs[RUN].followed
 
 
 def test_a_worker_does_not_lead_what_it_follows_nor_follow_what_it_leads(pair: Pair) -> None:
@@ -164,14 +165,14 @@ def test_a_follower_speaks_for_the_run_of_its_key_only(pair: Pair) -> None:
     (told,) = pair.follower.said
     pair.leader.say(m.Lead, **{**LEAD, "run": OTHER_RUN, "client_public": SECRET})
     counts = counted(pair.leader, ev.Relayed, run=OTHER_RUN, route=b"x", message=told.message)
-    assert "protocol_errors" in counts and pair.leader.brain.tables.find(FIRST) is None
+    assert "protocol_errors" in counts and pair.leader.core.tables.find(FIRST) is None
     pair.leader.feed(ev.Relayed, run="d" * 12, route=b"x", message=told.message)
     assert not pair.leader.of(ac.Relay), "nobody has led such a run"
 
 
 def counted(worker: Worker, kind: Any, **fields: Any) -> list[str | None]:
     """Feed an event; returns what was counted for it."""
-    actions = worker.brain.handle(kind(now=worker.now, **fields))
+    actions = worker.core.handle(kind(now=worker.now, **fields))
     worker.said += [a for a in actions if isinstance(a, ac.Relay)]
     return [a.count for a in actions if isinstance(a, ac.Log)]
 
@@ -261,9 +262,9 @@ def test_a_rank_is_gone_only_once_the_decider_has_what_it_sealed(pair: Pair) -> 
     pair.follower.feed(ev.Died, session=f"{1:016x}")
     pair.follower.feed(ev.SlotRead, slot=1, reason="SEALED")
     pair.pump()
-    assert phases(pair) == ("writing", "open") and not pair.leader.brain.tables.runs[RUN].gone
+    assert phases(pair) == ("writing", "open") and not pair.leader.core.tables.runs[RUN].gone
     pair.pump(BEAT_S)
-    assert phases(pair) == ("writing", "writing") and list(pair.leader.brain.tables.runs[RUN].gone) == [1]
+    assert phases(pair) == ("writing", "writing") and list(pair.leader.core.tables.runs[RUN].gone) == [1]
     pair.writes(pair.follower)
     assert phases(pair) == ("writing", "durable")
 
@@ -273,11 +274,11 @@ def test_a_save_ends_once_whatever_is_told_later(pair: Pair) -> None:
     pair.stages(pair.follower)
     pair.leader.feed(ev.Written, key=(FIRST, 0), error=ERROR)
     pair.pump()
-    assert pair.follower.phase(rank=1) == "failed" and FIRST in pair.follower.brain.tables.saves, "a job is under way"
+    assert pair.follower.phase(rank=1) == "failed" and FIRST in pair.follower.core.tables.saves, "a job is under way"
     row = {"save_id": FIRST, "outcome": "committed", "error": {}, "report": {}, "missing": (), "known": ()}
     told = Outcomes(sender="a" * 16, counter=99, to="b" * 16, saves=(row,), epochs=(), decided=(), gone=(), error={})
     assert "saves_committed" not in counted(pair.follower, ev.Relayed, run=RUN, route=b"", message=told)
-    assert pair.follower.phase(rank=1) == "failed" and pair.follower.brain.tables.find(FIRST).outcome == "failed"
+    assert pair.follower.phase(rank=1) == "failed" and pair.follower.core.tables.find(FIRST).outcome == "failed"
 
 
 # ---- silence
@@ -307,7 +308,7 @@ def test_a_follower_that_is_silent_while_it_writes_is_named(pair: Pair) -> None:
     pair.pump(29.0)
     pair.leader.now += 29.0
     pair.leader.feed(ev.Tick)
-    assert pair.leader.brain.tables.find(FIRST).outcome is None, "it was heard 29 s ago"
+    assert pair.leader.core.tables.find(FIRST).outcome is None, "it was heard 29 s ago"
     pair.leader.now += 2.0
     pair.leader.feed(ev.Tick)
     (row,) = pair.leader.pushed()
@@ -323,7 +324,7 @@ def test_a_follower_that_is_silent_while_a_hook_is_waited_for_is_named(pair: Pai
     assert phases(pair) == ("durable", "durable")
     pair.leader.now += 29.0
     pair.leader.feed(ev.Tick)
-    assert pair.leader.brain.tables.find(FIRST).outcome is None, "it was heard 29 s ago"
+    assert pair.leader.core.tables.find(FIRST).outcome is None, "it was heard 29 s ago"
     pair.leader.now += 2.0  # its rank may have died, and who was to tell of it takes the leader for gone
     pair.leader.feed(ev.Tick)
     (row,) = pair.leader.pushed()
@@ -396,7 +397,7 @@ def test_a_ring_that_fails_at_a_follower_ends_the_save_here(pair: Pair) -> None:
 def test_a_follower_that_is_gone_for_good_is_forgotten(pair: Pair) -> None:
     pair.leader.now += FORGET_S + 1
     pair.leader.feed(ev.Tick)
-    assert set(pair.leader.brain.tables.sessions) == {f"{0:016x}"} and not pair.leader.brain.tables.heard
+    assert set(pair.leader.core.tables.sessions) == {f"{0:016x}"} and not pair.leader.core.tables.heard
 
 
 def test_a_rank_that_writes_without_end_is_named_to_all_while_its_worker_lives(pair: Pair) -> None:
@@ -438,7 +439,7 @@ def test_of_what_was_reported_to_another_decider_only_ranks_are_taken(pair: Pair
     (told,) = pair.follower.said
     late = replace(told.message, to="e" * 16)
     assert "protocol_errors" not in counted(pair.leader, ev.Relayed, run=RUN, route=b"r", message=late)
-    assert pair.leader.brain.tables.find(FIRST) is None
+    assert pair.leader.core.tables.find(FIRST) is None
     (answer,) = [relay.message for relay in pair.leader.said]
     assert isinstance(answer, Outcomes) and answer.sender == "a" * 16, "so it learns who decides"
 
@@ -447,7 +448,7 @@ def test_a_page_that_comes_late_or_twice_changes_nothing(pair: Pair) -> None:
     pair.stages(pair.follower)
     pair.follower.feed(ev.Tick)
     pair.pump(BEAT_S)
-    (reporter,) = pair.leader.brain._decider._reporters.values()
+    (reporter,) = pair.leader.core._decider._reporters.values()
     old = report("b" * 16, reporter.heard, [1], to="a" * 16)
     pair.leader.feed(ev.Relayed, run=RUN, route=b"elsewhere", message=old)
     assert reporter.route == b"r" and reporter.saves == (FIRST,)
@@ -494,7 +495,7 @@ def test_followers_that_no_rank_has_any_more_make_room(pair: Pair, monkeypatch: 
     pair.follower.feed(ev.SlotRead, slot=1, reason="EMPTY")
     pair.pump()
     assert joins(pair.leader, "f" * 16, [1])
-    assert set(pair.leader.brain.tables.heard) == {f"{'f' * 16}.{RUN}"}
+    assert set(pair.leader.core.tables.heard) == {f"{'f' * 16}.{RUN}"}
 
 
 def test_a_follower_that_is_not_taken_does_not_try_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,17 +511,17 @@ def test_a_follower_that_is_not_taken_does_not_try_again_at_once(monkeypatch: py
 def test_ranks_of_other_nodes_take_no_place_of_our_own(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MAX_SESSIONS", 2)
     pair.leader.hello(b"q", "9" * 16)
-    assert "9" * 16 in pair.leader.brain.tables.sessions
+    assert "9" * 16 in pair.leader.core.tables.sessions
     assert code(pair.leader.hello(b"r", "8" * 16)) == "worker_unavailable"
 
 
 @pytest.mark.parametrize("world_size", [3, MAX_RANKS + 1])
 def test_a_follower_of_another_world_is_told_so(pair: Pair, world_size: int) -> None:
     (answer,) = joins(pair.leader, "e" * 16, [1], world_size=world_size)
-    assert answer.error["code"] == "ranks_disagree" and len(pair.leader.brain.tables.sessions) == 2
+    assert answer.error["code"] == "ranks_disagree" and len(pair.leader.core.tables.sessions) == 2
     pair.follower.say(m.Follow, **{**FOLLOW, "attempt": 2})
     refused = replace(answer, to="b" * 16, counter=99)
-    pair.follower.brain.tables.runs[RUN].leader = ""
+    pair.follower.core.tables.runs[RUN].leader = ""
     pair.follower.say(m.Follow, **{**FOLLOW, "attempt": 3})
     pair.follower.feed(ev.Relayed, run=RUN, route=b"", message=refused)
     assert [code(a.message) for a in pair.follower.of(ac.Send)] == ["ranks_disagree"]
@@ -533,8 +534,8 @@ def test_a_follower_remembers_the_epochs_of_some_directories_only(pair: Pair) ->
         pair.pump()
         pair.leader.feed(ev.LineageScanned, run=RUN, path=path, epoch=7)
         pair.pump()
-    assert list(pair.follower.brain.tables.runs[RUN].epochs)[-1] == f"/ckpt/{n}"
-    assert len(pair.follower.brain.tables.runs[RUN].epochs) == MAX_DIRECTORIES
+    assert list(pair.follower.core.tables.runs[RUN].epochs)[-1] == f"/ckpt/{n}"
+    assert len(pair.follower.core.tables.runs[RUN].epochs) == MAX_DIRECTORIES
 
 
 def test_what_a_turn_costs_does_not_grow_with_followers_times_ranks() -> None:
@@ -549,7 +550,7 @@ def test_what_a_turn_costs_does_not_grow_with_followers_times_ranks() -> None:
         leader.begin(1)
         leader.submit(1)
         leader.read(1, world_size=1 + 4 * n_nodes)
-        save = leader.brain.tables.saves[FIRST]
+        save = leader.core.tables.saves[FIRST]
         save.ranks = Counted(save.ranks)
         leader.now += BEAT_S
         leader.feed(ev.Tick)
@@ -576,4 +577,4 @@ def test_a_run_that_nobody_saves_in_is_followed_no_more(pair: Pair) -> None:
     pair.pump()
     pair.follower.feed(ev.Tick)
     assert pair.follower.asked("disconnect") == [RUN]
-    assert list(pair.leader.brain.tables.runs[RUN].gone) == [1]
+    assert list(pair.leader.core.tables.runs[RUN].gone) == [1]

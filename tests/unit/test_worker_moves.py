@@ -1,4 +1,4 @@
-"""What the worker tells of saves: the moves that the brain makes, its report's rows, the lines of `events.jsonl`."""
+"""What the worker tells of saves: the moves that the core makes, its report's rows, the lines of `events.jsonl`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Watched(Bench):
 
     def feed(self, kind: Any, **fields: Any) -> list[Any]:
         found = super().feed(kind, **fields)
-        self.moves += self.brain.moves
+        self.moves += self.core.moves
         return found
 
     def commit(self, slot: int, save_id: str = FIRST, generation: int = 1) -> None:
@@ -57,7 +57,7 @@ def test_each_phase_of_a_rank_is_told_once(bench: Watched) -> None:
     assert (durable.was_s, durable.nbytes, durable.ends) == (2.0, 7, False)
     assert (committed.was_s, committed.begun_s, committed.ends) == (1.0, 3.0, True)
     bench.feed(ev.Tick)
-    assert not bench.brain.moves, "an event that moves nothing tells nothing"
+    assert not bench.core.moves, "an event that moves nothing tells nothing"
 
 
 def test_the_end_of_a_save_is_told_once_however_many_ranks_it_has() -> None:
@@ -74,7 +74,7 @@ def test_the_end_of_a_save_is_told_once_however_many_ranks_it_has() -> None:
 
 def test_a_rank_shows_its_last_save_and_its_last_durable_step(bench: Watched) -> None:
     slot = bench.slot()
-    (row,) = bench.brain.report()["ranks"]
+    (row,) = bench.core.report()["ranks"]
     assert (row["phase"], row["step"], row["staged"], row["durable_step"], row["slots"]) == (
         "idle",
         None,
@@ -85,10 +85,10 @@ def test_a_rank_shows_its_last_save_and_its_last_durable_step(bench: Watched) ->
     bench.commit(slot)
     bench.now += 4
     bench.begin(slot, SECOND, 2, step=6, path="/ckpt/b", nbytes=100)
-    (row,) = bench.brain.report()["ranks"]
+    (row,) = bench.core.report()["ranks"]
     assert (row["phase"], row["step"], row["staged"], row["nbytes"]) == ("open", 6, 0.0, 100)
     assert (row["durable_step"], row["durable_age_s"], row["slots_nbytes"]) == (5, 5.0, 12288)
-    (run,) = bench.brain.report()["runs"]
+    (run,) = bench.core.report()["runs"]
     assert (run["committed_step"], run["committed_path"], run["committed_age_s"]) == (5, "/ckpt/a", 4.0)
     assert (run["in_flight"], run["ranks"], run["gone"]) == (1, 1, 0)
 
@@ -100,23 +100,23 @@ def nothing(slot: int, generation: int) -> int:
 def test_what_is_written_so_far_is_that_of_the_writer_or_all(bench: Watched) -> None:
     slot = bench.slot()
     bench.at_writing(slot)
-    rows = bench.brain.report()["ranks"]
+    rows = bench.core.report()["ranks"]
     assert with_progress(rows, {}, nothing)[0]["written_nbytes"] is None
     assert with_progress(rows, {(FIRST, 0): 5}, nothing)[0]["written_nbytes"] == 5
     bench.feed(ev.Written, key=(FIRST, 0), result="r")
-    assert with_progress(bench.brain.report()["ranks"], {}, nothing)[0]["written_nbytes"] == 1
+    assert with_progress(bench.core.report()["ranks"], {}, nothing)[0]["written_nbytes"] == 1
 
 
 def test_what_is_staged_so_far_is_what_the_slot_says_until_its_seal_was_seen(bench: Watched) -> None:
     slot = bench.slot()
     bench.begin(slot, generation=3, nbytes=100)
     told = {(slot, 3): 25}
-    (row,) = with_progress(bench.brain.report()["ranks"], {}, lambda number, g: told.get((number, g), 0))
+    (row,) = with_progress(bench.core.report()["ranks"], {}, lambda number, g: told.get((number, g), 0))
     assert row["staged"] == 0.25 and not {"slot", "generation"} & set(row)
     told[slot, 3] = 100
-    (row,) = with_progress(bench.brain.report()["ranks"], {}, lambda number, g: told.get((number, g), 0))
+    (row,) = with_progress(bench.core.report()["ranks"], {}, lambda number, g: told.get((number, g), 0))
     assert row["staged"] == ALMOST < 1
-    (remote,) = bench.brain.report()["ranks"]
+    (remote,) = bench.core.report()["ranks"]
     assert with_progress([{**remote, "slot": None}], {}, nothing)[0]["staged"] is None, "on another node"
 
 
@@ -126,7 +126,7 @@ def test_a_report_of_many_ranks_fits_into_a_frame() -> None:
         bench.hello(b"%d" % rank, f"{rank:016x}", rank=rank, world_size=150, pid=rank + 1)
         slot = bench.slot(b"%d" % rank)
         bench.begin(slot, peer=b"%d" % rank, path="/" + "x" * 900)
-    report = bench.brain.report()
+    report = bench.core.report()
     assert len(report["ranks"]) == 100 and [row["rank"] for row in report["ranks"]] == list(range(100))
     assert len(pack(StatusReport(id=1, report=report), MAX_FRAME_NBYTES)) < MAX_FRAME_NBYTES
 

@@ -13,8 +13,7 @@ from asyncckpt.protocol.save_phases import COMMITTED, DURABLE, ENDED, FAILED, OP
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.core import saves as saves_module
-from asyncckpt_worker.core.model import Save
-from asyncckpt_worker.core.part_table import ENDS, NEW, STEPS, TABLE
+from asyncckpt_worker.core.model import ENDS, NEW, STEPS, TABLE, Save
 
 IN_FLIGHT = {SEALED, WRITING, DURABLE}
 
@@ -52,7 +51,7 @@ def test_only_what_was_looked_for_leads_from_recovering_to_what_goes_on() -> Non
 
 
 def test_every_step_has_a_performer() -> None:
-    assert set(Bench().brain._saves._steps) == STEPS
+    assert set(Bench().core._saves._steps) == STEPS
 
 
 # ---- every cell is reached
@@ -81,7 +80,7 @@ class Row:
 
 
 def at(phase: str) -> Bench:
-    """Return a brain with a save of two ranks, of which the first is in `phase`."""
+    """Return a core with a save of two ranks, of which the first is in `phase`."""
     bench = Bench()
     for rank in range(2):
         bench.hello(str(rank).encode(), f"{rank + 1:016x}", rank, 2)
@@ -105,7 +104,7 @@ def at(phase: str) -> Bench:
 
 def the_save(bench: Bench) -> Save:
     """Return the save that is open."""
-    return bench.brain.tables.saves[FIRST]
+    return bench.core.tables.saves[FIRST]
 
 
 def streams(bench: Bench) -> None:
@@ -122,12 +121,12 @@ def test_every_cell_is_reached_and_no_other(monkeypatch: pytest.MonkeyPatch) -> 
         for outcome in ENDS:
             bench = at(phase)
             if outcome == COMMITTED:
-                bench.brain._saves.was_committed(the_save(bench), {})
+                bench.core._saves.was_committed(the_save(bench), {})
             else:
-                bench.brain._saves.end_here(the_save(bench), outcome, ERROR)
+                bench.core._saves.end_here(the_save(bench), outcome, ERROR)
             assert bench.phase() == TABLE[phase][ENDS[outcome]][0]
     bench = at(OPEN)  # once it is known that a dead worker has committed it
-    bench.brain._saves.advance(the_save(bench), the_save(bench).ranks[0], "recover")
+    bench.core._saves.advance(the_save(bench), the_save(bench).ranks[0], "recover")
     assert bench.phase() == "recovering"
     for sealed in (False, True):
         bench = at(RECOVERING)
@@ -156,7 +155,7 @@ def test_every_cell_is_reached_and_no_other(monkeypatch: pytest.MonkeyPatch) -> 
     assert bench.phase() == "sealed", "it is being ended"
     bench = at(OPEN)
     bench.slot(b"1")
-    bench.brain._saves.end(the_save(bench), FAILED, ERROR)
+    bench.core._saves.end(the_save(bench), FAILED, ERROR)
     bench.begin(2, peer=b"1")
     assert bench.phase(rank=1) == "failed"
     bench = at(RECOVERING)
@@ -164,7 +163,7 @@ def test_every_cell_is_reached_and_no_other(monkeypatch: pytest.MonkeyPatch) -> 
         m.Adopt, b"1", fd=9, nbytes=12288, token=b"t" * 16, generation=1, ended=0, committed=""
     )  # fmt: skip
     bench.feed(ev.SlotCreated, slot=2, fd=9, token=b"t" * 16)
-    bench.brain._saves.was_committed(the_save(bench), {})
+    bench.core._saves.was_committed(the_save(bench), {})
     bench.read(2, rank=1, world_size=2)
     assert bench.phase(rank=1) == "committed", "by the worker before"
     assert table.seen == {(phase, event) for phase, row in TABLE.items() for event in row}

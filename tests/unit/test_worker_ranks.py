@@ -1,4 +1,4 @@
-"""The worker's brain and several ranks: who takes part, consents, is late, or is gone; and what all of them hear."""
+"""The worker's core and several ranks: who takes part, consents, is late, or is gone; and what all of them hear."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.core import runs
 from asyncckpt_worker.core.runs import MAX_WITHDRAWN
-from asyncckpt_worker.core.status import report as brains_report
+from asyncckpt_worker.core.status import report as core_report
 
 EPOCH_UNKNOWN = "000000" + FIRST[6:]
 EQUAL, OTHER = b"8 bytes!", b"others.."
 
 
 class Ranks(Bench):
-    """A brain with one session and one slot per rank. Peers are b"0", b"1", ...; slots 1, 2, ...."""
+    """A core with one session and one slot per rank. Peers are b"0", b"1", ...; slots 1, 2, ...."""
 
     def __init__(self, world_size: int = 2, *, join: bool = True) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Ranks(Bench):
         return {a.peer: r["phase"] for a in sends for r in a.message.saves}
 
     def outcome(self, save_id: str = FIRST) -> str | None:
-        return self.brain.tables.find(save_id).outcome
+        return self.core.tables.find(save_id).outcome
 
     def passes(self, seconds: float) -> None:
         self.now += seconds
@@ -279,7 +279,7 @@ def test_withdrawals_that_are_remembered_are_bounded() -> None:
     bench = Ranks()
     for sequence in range(MAX_WITHDRAWN + 10):
         bench.withdraws(1, f"000000-{sequence:08d}-{RUN}")
-    withdrawn = bench.brain.tables.runs[RUN].withdrawn
+    withdrawn = bench.core.tables.runs[RUN].withdrawn
     assert len(withdrawn) == MAX_WITHDRAWN and min(withdrawn) == 10
 
 
@@ -289,8 +289,8 @@ def test_runs_without_anybody_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
     bench.stages(0)
     for number in range(30):
         bench.withdraws(1, f"000001-00000000-{number:012x}")
-    assert len(bench.brain.tables.runs) <= 10 + 1
-    assert RUN in bench.brain.tables.runs, "it has a session and a save under way"
+    assert len(bench.core.tables.runs) <= 10 + 1
+    assert RUN in bench.core.tables.runs, "it has a session and a save under way"
 
 
 # ---- what all must say alike
@@ -354,7 +354,7 @@ def test_rank_of_another_world_cannot_join_the_run() -> None:
     bench = Ranks()
     bench.hello(b"z", "9" * 16, 0, 3)
     assert code(bench.say(m.Lineage, b"z", run=RUN, path=PATH)) == "ranks_disagree"
-    assert bench.brain.tables.runs[RUN].members == {0: bench.session(0), 1: bench.session(1)}
+    assert bench.core.tables.runs[RUN].members == {0: bench.session(0), 1: bench.session(1)}
     bench.stages(0)
     slot = bench.slot(b"z")
     assert code(bench.begin(slot, peer=b"z")) == "ranks_disagree"
@@ -371,7 +371,7 @@ def test_missing_rank_is_named_on_every_rank_when_the_commit_timeout_is_over() -
     bench.stages(0, commit_timeout_s=50.0)
     bench.stages(1, commit_timeout_s=70.0)
     bench.writes(0)
-    assert bench.brain.wakes_at == 150.0
+    assert bench.core.wakes_at == 150.0
     bench.passes(49.0)
     assert bench.row(peer=b"1")["missing"] == [2] and bench.outcome() is None
     bench.passes(1.0)
@@ -379,7 +379,7 @@ def test_missing_rank_is_named_on_every_rank_when_the_commit_timeout_is_over() -
         assert bench.error(rank)["code"] == "commit_timeout"
         assert list(bench.error(rank)["fields"]["missing_ranks"]) == [2]
     assert bench.heard() == {}
-    assert bench.brain.wakes_at is None
+    assert bench.core.wakes_at is None
 
 
 def test_commit_timeout_leaves_a_save_alone_that_all_have_sealed() -> None:
@@ -397,7 +397,7 @@ def test_status_names_ranks_and_who_is_missing() -> None:
     bench = Ranks(3)
     bench.stages(0)
     bench.starts(1)
-    (row,) = brains_report(bench.brain.tables, "ab" * 8)["saves"]
+    (row,) = core_report(bench.core.tables, "ab" * 8)["saves"]
     assert row == {
         "save_id": FIRST, "step": 5, "path": PATH, "phase": "open", "ranks": {"0": "writing", "1": "open"},
         "missing": [1, 2],
@@ -452,7 +452,7 @@ def test_veto_of_one_rank_ends_the_save_on_all(hooked: Ranks, how: str) -> None:
     if how == "refusal":
         consents(hooked, 1, False, "the loss is NaN")
     elif how == "silence":
-        assert hooked.brain.wakes_at == 10.0
+        assert hooked.core.wakes_at == 10.0
         hooked.passes(10.0)
     elif how == "death":
         hooked.dies(1, FIRST)
@@ -493,7 +493,7 @@ def test_hook_has_its_time_from_when_the_save_before_has_ended() -> None:
     bench.passes(8.0)
     assert bench.outcome(SECOND) is None, "the earlier one is being committed"
     bench.feed(ev.Published, save_id=FIRST)
-    assert bench.brain.wakes_at == 26.0
+    assert bench.core.wakes_at == 26.0
     bench.passes(8.0)
     assert bench.outcome(SECOND) is None
     bench.passes(2.0)
@@ -753,7 +753,7 @@ def test_directories_whose_epochs_are_remembered_are_bounded() -> None:
         path = f"/runs/{number}/a"
         bench.say(m.Lineage, b"0", id=700 + number, run=RUN, path=path)
         bench.feed(ev.LineageScanned, run=RUN, path=path, epoch=1)
-    assert len(bench.brain.tables.runs[RUN].epochs) == 64
+    assert len(bench.core.tables.runs[RUN].epochs) == 64
 
 
 # ---- one after the other

@@ -1,4 +1,4 @@
-"""Two brains of which one is replaced by another that gets the same memory: what it is told again, and what stays."""
+"""Two cores of which one is replaced by another that gets the same memory: what it is told again, and what stays."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def end_of(pair: Pair, rank: int) -> Any:
 
 def test_a_rank_whose_worker_died_as_it_wrote_goes_on_with_the_next_one(pair: Pair) -> None:
     replace_follower(pair)
-    assert pair.leader.phase(rank=1) == "writing" and pair.leader.brain.tables.find(FIRST).outcome is None
+    assert pair.leader.phase(rank=1) == "writing" and pair.leader.core.tables.find(FIRST).outcome is None
     pair.follower.feed(ev.Prepared, key=(FIRST, 1))
     pair.writes(pair.follower)
     (commit,) = leader_writes(pair)
@@ -106,7 +106,7 @@ def test_a_commit_under_way_is_not_disturbed_by_a_rank_that_comes_again(pair: Pa
     pair.follower.feed(ev.Prepared, key=(FIRST, 1))
     pair.follower.feed(ev.Written, key=(FIRST, 1), error=ERROR)
     pair.pump()
-    assert not pair.leader.of(ac.Remove) and pair.leader.brain.tables.saves[FIRST].committing
+    assert not pair.leader.of(ac.Remove) and pair.leader.core.tables.saves[FIRST].committing
     pair.leader.feed(ev.Published, save_id=FIRST)
     pair.pump()
     assert [end_of(pair, rank)["phase"] for rank in (0, 1)] == ["committed"] * 2
@@ -148,7 +148,7 @@ def test_a_rank_that_was_still_staging_seals_with_the_next_worker() -> None:
 
 def test_nothing_is_told_of_a_slot_before_its_rank_has_said_whom_to_follow(pair: Pair) -> None:
     pair.follower = Worker(1, "c" * 16)
-    pair.follower.brain.tables.runs.clear()
+    pair.follower.core.tables.runs.clear()
     slot = Next.adopts(pair.follower)  # type: ignore[arg-type]
     pair.follower.feed(ev.Prepared, key=(FIRST, 1))
     assert not pair.follower.said and slot
@@ -191,7 +191,7 @@ def test_a_hook_that_had_not_spoken_is_heard_by_the_next_worker() -> None:
     assert not leader_writes(pair)
     pair.follower.say(m.Consent, save_id=FIRST, granted=True, reason="")
     pair.pump()
-    assert pair.leader.brain.tables.saves[FIRST].committing
+    assert pair.leader.core.tables.saves[FIRST].committing
 
 
 def test_nobody_knows_how_a_save_ends_that_was_taken_over_when_the_leader_is_silent(pair: Pair) -> None:
@@ -230,12 +230,12 @@ def test_the_next_leader_hears_everything_again_and_commits(pair: Pair, first: s
 def test_what_the_dead_leader_had_committed_is_found_before_anything_ends_it(pair: Pair) -> None:
     pair.writes(pair.follower)
     replace_leader(pair)  # whose own rank has not come
-    entry = pair.leader.brain.tables.saves[FIRST].ranks[1]
+    entry = pair.leader.core.tables.saves[FIRST].ranks[1]
     assert entry.preparing and entry.phase == "recovering"
     pair.follower.feed(ev.Died, session=f"{1:016x}")
     pair.follower.feed(ev.SlotRead, slot=1, reason="SEALED")
     pair.pump(1.1 * COMMIT_TIMEOUT_S)
-    assert pair.leader.brain.tables.find(FIRST).outcome is None
+    assert pair.leader.core.tables.find(FIRST).outcome is None
     pair.leader.feed(ev.Prepared, key=(FIRST, 1), committed=True)
     pair.leader.adopts()
     assert pair.leader.phase() == "committed"
@@ -353,7 +353,7 @@ def test_what_a_replaced_decider_had_said_comes_late_and_is_not_heard(pair: Pair
     replace_leader(pair)
     said = Outcomes(sender="a" * 16, counter=100, to="b" * 16, saves=(), epochs=(), decided=(), gone=(), error={})
     pair.follower.feed(ev.Relayed, run=RUN, route=b"", message=said)
-    assert pair.follower.brain.tables.runs[RUN].leader == "d" * 16
+    assert pair.follower.core.tables.runs[RUN].leader == "d" * 16
 
 
 # ---- nobody leads
@@ -391,17 +391,17 @@ def recovers(pair: Pair, leader: Worker) -> None:
     pair.leader = leader
     pair.pump(BEAT_S)
     pair.pump(BEAT_S)
-    assert leader.brain.tables.saves[FIRST].ranks[1].phase == "recovering"
+    assert leader.core.tables.saves[FIRST].ranks[1].phase == "recovering"
 
 
 def test_a_save_that_the_dead_leader_had_heard_of_is_looked_for_before_it_ends(pair: Pair) -> None:
     leader = Next(0, "d" * 16, pair.leader.now)
     recovers(pair, leader)
-    assert leader.brain.tables.saves[FIRST].ranks[1].preparing
+    assert leader.core.tables.saves[FIRST].ranks[1].preparing
     leader.say(m.Withdraw, save_id=FIRST, reason="it had failed", skipped=False)
-    assert leader.brain.tables.find(FIRST).outcome is None
+    assert leader.core.tables.find(FIRST).outcome is None
     leader.feed(ev.Prepared, key=(FIRST, 1), committed=True)
-    assert leader.brain.tables.find(FIRST).outcome == "committed" and not leader.of(ac.Remove)
+    assert leader.core.tables.find(FIRST).outcome == "committed" and not leader.of(ac.Remove)
 
 
 @pytest.mark.parametrize("is_committed", [True, False])
@@ -426,7 +426,7 @@ def test_what_rank_0_gives_up_with_another_leader_is_looked_for_before_it_ends(
     pair.pump(BEAT_S)
     assert pair.follower.phase(rank=1) == "durable" and not pair.follower.of(ac.Remove)
     pair.pump(20 * BEAT_S)
-    assert leader.brain.tables.saves[FIRST].ranks[1].phase == "recovering"
+    assert leader.core.tables.saves[FIRST].ranks[1].phase == "recovering"
     leader.feed(ev.Prepared, key=(FIRST, 1), committed=is_committed)
     pair.pump(BEAT_S)
     assert end_of(pair, 1)["phase"] == ("committed" if is_committed else "failed")
@@ -438,15 +438,15 @@ def test_a_save_that_was_looked_for_in_vain_ends_by_what_was_kept(pair: Pair, er
     recovers(pair, leader)
     leader.say(m.Withdraw, save_id=FIRST, reason="it had failed", skipped=False)
     leader.feed(ev.Prepared, key=(FIRST, 1), error=error)
-    assert leader.brain.tables.find(FIRST).outcome is not None
+    assert leader.core.tables.find(FIRST).outcome is not None
 
 
 def test_a_save_that_is_looked_for_before_it_ends_is_not_committed_meanwhile(pair: Pair) -> None:
     leader = Next(0, "d" * 16, pair.leader.now)
     recovers(pair, leader)
-    save = leader.brain.tables.saves[FIRST]
-    leader.brain._saves.end(save, "failed", ERROR)
-    assert save.pending_failure is not None and not leader.brain._saves.commit_when_complete(save)
+    save = leader.core.tables.saves[FIRST]
+    leader.core._saves.end(save, "failed", ERROR)
+    assert save.pending_failure is not None and not leader.core._saves.commit_when_complete(save)
 
 
 def test_the_first_leader_of_a_run_ends_a_save_without_a_look(pair: Pair) -> None:
@@ -465,7 +465,7 @@ def test_a_leader_that_comes_back_does_not_wait_for_a_rank_that_has_ended_as_unk
     leader_writes(pair)
     for _ in range(11):
         pair.pump(0.1 * COMMIT_TIMEOUT_S)
-    assert pair.leader.brain.tables.find(FIRST).outcome == "failed"
+    assert pair.leader.core.tables.find(FIRST).outcome == "failed"
 
 
 def test_a_follower_leaves_it_to_the_leader_whether_a_gone_ranks_hook_has_spoken() -> None:
@@ -481,7 +481,7 @@ def test_a_follower_leaves_it_to_the_leader_whether_a_gone_ranks_hook_has_spoken
     pair.follower.feed(ev.Died, session=f"{1:016x}")
     pair.follower.feed(ev.SlotRead, slot=1, reason="OPEN")
     pair.follower.read(slot, **SEALED, hook_timeout_s=1000.0)
-    assert pair.follower.brain.tables.runs[RUN].gone
+    assert pair.follower.core.tables.runs[RUN].gone
     pair.follower.feed(ev.Prepared, key=(FIRST, 1))
     pair.pump()
     assert leader_writes(pair)
@@ -490,7 +490,7 @@ def test_a_follower_leaves_it_to_the_leader_whether_a_gone_ranks_hook_has_spoken
 @pytest.mark.parametrize("refused", [True, False])
 def test_a_worker_that_cannot_follow_does_not_end_as_failed_what_its_leader_may_commit(refused: bool) -> None:
     worker = Worker(1, "c" * 16)
-    worker.brain.tables.runs.clear()
+    worker.core.tables.runs.clear()
     if refused:
         worker.resources.no_socket = from_wire(ERROR)
         worker.say(m.Follow, **{**FOLLOW, "attempt": 2})

@@ -1,4 +1,4 @@
-"""The worker's brain: what the worker before had committed lies in adopted slots, and is offered from there."""
+"""The worker's core: what the worker before had committed lies in adopted slots, and is offered from there."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_ranks_of_which_one_had_not_heard_of_the_commit_have_it_in_memory_togeth
         return slot
 
     slots = [told(), untold()] if first == 0 else [untold(), told()][::-1]
-    if bench.brain.tables.entry((FIRST, 1)).preparing:  # type: ignore[union-attr]
+    if bench.core.tables.entry((FIRST, 1)).preparing:  # type: ignore[union-attr]
         bench.feed(ev.Prepared, key=(FIRST, 1), committed=True)
     assert bench.phase(FIRST, 1) == "committed"
     bench.feed(ev.Tick)

@@ -1,4 +1,4 @@
-"""The worker's brain under random schedules in which many saves are written while they are staged.
+"""The worker's core under random schedules in which many saves are written while they are staged.
 
 Of `test_worker_simulation`'s world; a slot is STREAMED, full and SEALED one after the other, or its trainer stops. Of
 those, some are rings, and some have room for everything.
@@ -116,7 +116,7 @@ class RingWorld(World):
             case ac.Remove():
                 assert all(w.key[0] != action.save_id for w in waiting), "files are removed while they are written"
             case ac.Write():
-                entry = self.brain.tables.entry(action.key)
+                entry = self.core.tables.entry(action.key)
                 assert entry is not None
                 assert action.early == (entry.phase == OPEN), "written before its seal"
         return super().perform(action)
@@ -189,7 +189,7 @@ def test_the_simulation_of_rings_reaches_what_is_rare(rng: random.Random) -> Non
         world = RingWorld(rng.getrandbits(32), 0.2)
         world.run(steps=STEPS)
         seen |= {name for name, count in world.counts.items() if count}
-        seen |= {part.phase for part in world.brain.parts() if part.streaming}
+        seen |= {part.phase for part in world.core.parts() if part.streaming}
         if seen == {*world.counts, *ENDED}:
             break
     assert seen == {*world.counts, *ENDED}

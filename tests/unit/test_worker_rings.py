@@ -1,4 +1,4 @@
-"""The worker's brain and rings: they are written while they are staged, and their saves stay begun until the seal."""
+"""The worker's core and rings: they are written while they are staged, and their saves stay begun until the seal."""
 
 from __future__ import annotations
 

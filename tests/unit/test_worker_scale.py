@@ -1,4 +1,4 @@
-"""What an event costs the worker's brain: neither the saves that have ended nor the number of ranks count."""
+"""What an event costs the worker's core: neither the saves that have ended nor the number of ranks count."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from worker_bench import ERROR, FIRST, OTHER_RUN, REQUEST, RUN, Bench, code
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol import messages as m
 from asyncckpt_worker.core import actions as ac
-from asyncckpt_worker.core import ended
 from asyncckpt_worker.core import events as ev
+from asyncckpt_worker.core import tables as tables_module
 from tests.bytecodes import bytecodes
 
 SMALL, LARGE = (4, 2), (64, 60)
@@ -23,7 +23,7 @@ SMALL, LARGE = (4, 2), (64, 60)
 
 
 class Crowd(Bench):
-    """A brain with a session and a slot for each rank, and some saves that have ended."""
+    """A core with a session and a slot for each rank, and some saves that have ended."""
 
     def __init__(self, world_size: int, ended: int) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def held_nbytes() -> int:
 
 @pytest.mark.parametrize("world_size", [1, 64])
 def test_memory_of_a_save_that_has_ended_is_small(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ended, "MAX_REPORTS", world_size)  # of the latest saves only
+    monkeypatch.setattr(tables_module, "MAX_REPORTS", world_size)  # of the latest saves only
     n_saves = 40
     tracemalloc.start()
     try:
@@ -134,11 +134,11 @@ class Restarted(Crowd):
         for rank in range(world_size):
             request = replace(REQUEST, save_id=FIRST, rank=rank, world_size=world_size)
             self.feed(ev.SlotRead, slot=rank + 1, generation=1, request=request)
-        assert sum(slot.kept for slot in self.brain.tables.slots.values()) == world_size
-        last = self.brain.tables.ended.latest(1)[0].reopened(range(world_size))
+        assert sum(slot.kept for slot in self.core.tables.slots.values()) == world_size
+        last = self.core.tables.ended.latest(1)[0].reopened(range(world_size))
         for self.sequence in range(1, n_ended):
-            self.brain.tables.ended.add(replace(last, save_id=SaveId(1, self.sequence, "e" * 12)))
-        self.first = self.brain.tables.next_slot
+            self.core.tables.ended.add(replace(last, save_id=SaveId(1, self.sequence, "e" * 12)))
+        self.first = self.core.tables.next_slot
         self.run = OTHER_RUN
 
     def peer(self, rank: int) -> bytes:
@@ -174,7 +174,7 @@ def test_event_takes_less_than_a_millisecond_beside_what_is_kept_of_512_ranks_an
         for rank in range(N_RANKS):
             step(rank)
         found[step.__name__] = (time.process_time() - before) / N_RANKS
-    tables = crowd.brain.tables
+    tables = crowd.core.tables
     assert sum(slot.kept for slot in tables.slots.values()) >= N_RANKS and len(tables.ended) == N_ENDED
     assert {name: spent_s for name, spent_s in found.items() if spent_s > MAX_EVENT_S} == {}
 
@@ -198,15 +198,15 @@ def test_rank_that_begins_a_save_that_has_failed_hears_so_and_the_others_keep_th
     crowd.begins(0)
     crowd.prepared(0)
     crowd.say(m.Withdraw, b"2", save_id=crowd.save_id, reason="out of luck", skipped=False)
-    assert not crowd.brain.tables.saves
+    assert not crowd.core.tables.saves
     crowd.begins(1)
     assert [(row["phase"], row["error"]["fields"]["code"]) for row in crowd.pushed()] == [("failed", "withdrawn")]
-    assert not crowd.brain.tables.saves and not crowd.of(ac.Prepare)
+    assert not crowd.core.tables.saves and not crowd.of(ac.Prepare)
     assert [crowd.phase(crowd.save_id, rank) for rank in range(3)] == ["abandoned", "failed", None]
 
 
 def test_reports_are_kept_for_the_latest_saves_and_the_ends_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ended, "MAX_REPORTS", 6)
+    monkeypatch.setattr(tables_module, "MAX_REPORTS", 6)
     crowd = Crowd(2, 5)
     reported = []
     for crowd.sequence in range(5):
@@ -226,4 +226,4 @@ def test_save_that_has_ended_stays_open_while_one_of_its_jobs_runs() -> None:
     crowd.is_written(1)
     assert [remove.save_id for remove in crowd.of(ac.Remove)] == [crowd.save_id]
     crowd.feed(ev.Removed, save_id=crowd.save_id)
-    assert not crowd.brain.tables.saves and crowd.brain.tables.jobs == 0
+    assert not crowd.core.tables.saves and crowd.core.tables.jobs == 0

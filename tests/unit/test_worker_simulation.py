@@ -1,4 +1,4 @@
-"""The worker's brain under thousands of random schedules: lost, repeated, late messages, crashes, failing jobs.
+"""The worker's core under thousands of random schedules: lost, repeated, late messages, crashes, failing jobs.
 
 The simulation plays network, trainers, kernel, disk and clock. After every action it checks what must always hold.
 """
@@ -21,14 +21,14 @@ from asyncckpt.protocol.samples import encode_samples
 from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, DURABLE, ENDED, FAILED
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
-from asyncckpt_worker.core.resources import Connection, Listener
-from asyncckpt_worker.core.shutdown import BrainConfig
+from asyncckpt_worker.core.actions import Connection, Listener
+from asyncckpt_worker.core.machine import CoreConfig
 
 ERROR = to_wire(SaveFailedError("the simulated disk failed", code="EIO"))
 NO_MEMORY = to_wire(InsufficientMemoryError("it does not fit", nbytes=12288, available=0))
 COMMIT_TIMEOUT_S = 300.0
 HOOK_TIMEOUT_S = 100.0
-CONFIG = BrainConfig(
+CONFIG = CoreConfig(
     package="sim",
     pid=1,
     pid_start=1,
@@ -83,13 +83,13 @@ class Trainer:
 
 
 class World:
-    """Everything around the brain. `chaos` is the chance of each mischief."""
+    """Everything around the core. `chaos` is the chance of each mischief."""
 
     def __init__(self, seed: int, chaos: float) -> None:
         self.random = random.Random(seed)
         self.chaos = chaos
         self.now = 0.0
-        self.brain = WatchedBrain(CONFIG, 0.0, self)
+        self.core = WatchedBrain(CONFIG, 0.0, self)
         self.trainers: dict[bytes, Trainer] = {}
         self.memory: dict[int, Memory] = {}
         self.network: list[tuple[bytes, m.Message]] = []
@@ -120,14 +120,14 @@ class World:
     def luck(self, share: float) -> bool:
         return self.random.random() < share
 
-    # ---- the brain's surroundings
+    # ---- the core's surroundings
 
     def feed(self, event: ev.Event) -> None:
         if self.luck(self.chaos / 10):  # of a thread that looked at the clock, and then had to wait for a core
             event = replace(event, now=max(0.0, event.now - 10 * self.random.random()))
         todo = [event]
         while todo:
-            for action in self.brain.handle(todo.pop(0)):
+            for action in self.core.handle(todo.pop(0)):
                 todo += self.perform(action)
             self.check_slots()
 
@@ -191,10 +191,10 @@ class World:
         assert action.save_id not in self.split, "committed though ranks differ"
         asked = {(action.save_id, r.rank) for r in action.requests if r.hook_timeout_s}
         assert asked <= self.granted and action.save_id not in self.refused, "committed without consent"
-        gone = self.brain.tables.runs[action.save_id[-12:]].gone
+        gone = self.core.tables.runs[action.save_id[-12:]].gone
         assert all(r in {q.rank for q in action.requests} for r in gone)
         assert len(action.results) == world_size
-        saves = self.brain.tables.saves
+        saves = self.core.tables.saves
         others = [s for s in saves.values() if s.outcome is None and s.save_id != action.save_id]
         path = action.requests[0].path
         rivals = [s.save_id for s in others for e in s.ranks.values() if e.path == path and not s.is_recovering]
@@ -205,7 +205,7 @@ class World:
         assert overdue or not elders, f"{action.save_id} is committed before {elders}"
 
     def check_slots(self) -> None:
-        tables = self.brain.tables
+        tables = self.core.tables
         for session in tables.sessions.values():
             assert all(tables.slots[n].session == session.name and not tables.slots[n].closing for n in session.slots)
         for _, entry in tables.entries():
@@ -519,7 +519,7 @@ class World:
             self.feed(ev.Tick(now=self.now))
         while self.jobs:
             self.finish_job()
-        stuck = [s for s in self.brain.tables.saves.values() if s.outcome is None and s.sealed_since is not None]
+        stuck = [s for s in self.core.tables.saves.values() if s.outcome is None and s.sealed_since is not None]
         assert not stuck, f"they never end: {stuck}"
 
     def check_gone(self) -> None:
@@ -527,14 +527,14 @@ class World:
         known = {t.run: 0 for t in self.trainers.values()}
         for trainer in self.trainers.values():
             known[trainer.run] += trainer.epoch is not None
-        for save in self.brain.tables.saves.values():
+        for save in self.core.tables.saves.values():
             waits = save.outcome is None and known[save.save_id[-12:]] == save.world_size
             assert not waits, f"{save} waits for the dead"
 
     def check_end(self) -> None:
         for save_id, heard in self.heard.items():
             assert len(heard) == 1, f"ranks of {save_id} were told different ends: {heard}"
-        tables = self.brain.tables
+        tables = self.core.tables
         assert not tables.slots and not self.memory, "slots are left"
         assert not tables.sessions and not tables.peers
         assert tables.jobs == 0
@@ -556,7 +556,7 @@ class World:
                 save_id = f"{trainer.epoch or 0:06d}-{sequence:08d}-{trainer.run}"
                 everywhere = all((save_id, r) in self.sealed for r in range(trainer.world_size))
                 if everywhere and save_id not in self.injected | self.rejected | self.withdrawn | self.split:
-                    save = self.brain.tables.find(save_id)
+                    save = self.core.tables.find(save_id)
                     excuses = ["commit_timeout", "path_in_use"]
                     if any(t.hooked for t in self.trainers.values() if t.run == trainer.run):
                         excuses.append("vetoed")
@@ -588,7 +588,7 @@ def test_the_simulation_reaches_every_outcome(rng: random.Random) -> None:
     for _ in range(300):  # a quarter of them reach the rarest
         world = World(rng.getrandbits(32), 0.2)
         world.run(steps=STEPS)
-        seen |= {entry.phase for _, entry in all_entries(world.brain.tables)}
+        seen |= {entry.phase for _, entry in all_entries(world.core.tables)}
         if seen == ENDED:
             break
     assert seen == ENDED
@@ -598,7 +598,7 @@ def test_same_seed_gives_the_same_history() -> None:
     def history() -> Iterable[Any]:
         world = World(7, 0.2)
         world.run(steps=200)
-        return [replace_times(e) for _, e in all_entries(world.brain.tables)]
+        return [replace_times(e) for _, e in all_entries(world.core.tables)]
 
     assert list(history()) == list(history())
 

@@ -1,4 +1,4 @@
-"""The worker's brain, one behaviour at a time. No sockets, no sleeps: events in, actions out."""
+"""The worker's core, one behaviour at a time. No sockets, no sleeps: events in, actions out."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from asyncckpt.protocol import messages as m
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.core import model as records
-from asyncckpt_worker.core.ended import History
-from asyncckpt_worker.core.status import report as brains_report
+from asyncckpt_worker.core.status import report as core_report
+from asyncckpt_worker.core.tables import History
 
 
 @pytest.fixture
 def bench() -> Bench:
-    """A brain with one session, that keeps nothing for trainers that are gone (`test_worker_keeping`)."""
+    """A core with one session, that keeps nothing for trainers that are gone (`test_worker_keeping`)."""
     bench = Bench(replace(CONFIG, keep_snapshots_s=0.0))
     bench.hello()
     return bench
@@ -41,14 +41,14 @@ def test_hello_of_an_invisible_process_is_refused_and_forgotten() -> None:
     bench.resources.alive = False
     bench.say(m.Hello, session="1" * 16, replaces="", package="t", pid=7, pid_start=8, rank=0, world_size=1)
     assert code(bench.of(ac.Send)[0].message) == "worker_unavailable"
-    assert not bench.brain.tables.sessions and not bench.brain.tables.peers
+    assert not bench.core.tables.sessions and not bench.core.tables.peers
 
 
 def test_hello_of_a_process_that_cannot_be_watched_hears_why_and_may_come_again() -> None:
     bench = Bench()
     bench.resources.no_watch = SaveFailedError("the worker failed", code="internal")
     assert code(bench.hello()) == "save_failed"
-    assert not bench.brain.tables.sessions and not bench.brain.tables.peers
+    assert not bench.core.tables.sessions and not bench.core.tables.peers
     bench.resources.no_watch = None
     assert isinstance(bench.hello(), m.Welcome)
 
@@ -56,7 +56,7 @@ def test_hello_of_a_process_that_cannot_be_watched_hears_why_and_may_come_again(
 def test_repeated_hello_is_welcomed_again_and_changes_nothing(bench: Bench) -> None:
     slot = bench.slot()
     assert isinstance(bench.hello(), m.Welcome)
-    assert bench.brain.tables.sessions["1" * 16].slots == {slot}
+    assert bench.core.tables.sessions["1" * 16].slots == {slot}
 
 
 def test_hello_over_a_new_connection_moves_the_session_there(bench: Bench) -> None:
@@ -103,14 +103,14 @@ def test_hello_ends_the_session_that_it_replaces(bench: Bench) -> None:
     bench.begin(begun, SECOND, path="/ckpt/b")
     bench.feed(ev.Prepared, key=(SECOND, 0))
     assert isinstance(bench.hello(b"q", "2" * 16, replaces="1" * 16), m.Welcome)
-    assert set(bench.brain.tables.sessions) == {"2" * 16}
+    assert set(bench.core.tables.sessions) == {"2" * 16}
     assert bench.of(ac.Unwatch) == [ac.Unwatch(session="1" * 16)]
     assert {a.slot for a in bench.of(ac.ReadSlot)} == {sealed, begun, empty}
     bench.read(sealed)
     assert bench.phase() == "sealed", "what was sealed is taken up"
     bench.feed(ev.SlotRead, slot=begun, reason="OPEN")
     bench.feed(ev.SlotRead, slot=empty, reason="EMPTY")
-    assert bench.phase(SECOND) == "abandoned" and set(bench.brain.tables.slots) == {sealed}
+    assert bench.phase(SECOND) == "abandoned" and set(bench.core.tables.slots) == {sealed}
     assert code(bench.say(m.Allocate, b"p", nbytes=12288, populate=False)) == "unknown_save"
     assert isinstance(bench.hello(b"q", "2" * 16, replaces="1" * 16), m.Welcome)
 
@@ -118,19 +118,19 @@ def test_hello_ends_the_session_that_it_replaces(bench: Bench) -> None:
 @pytest.mark.parametrize("changes", [{"pid": 9}, {"pid_start": 9}])
 def test_hello_cannot_replace_the_session_of_another_process(bench: Bench, changes: dict[str, int]) -> None:
     bench.hello(b"q", "2" * 16, replaces="1" * 16, **changes)
-    assert set(bench.brain.tables.sessions) == {"1" * 16, "2" * 16}
+    assert set(bench.core.tables.sessions) == {"1" * 16, "2" * 16}
 
 
 @pytest.mark.parametrize("replaces", ["9" * 16, "2" * 16])
 def test_hello_that_replaces_nobody_changes_nothing(bench: Bench, replaces: str) -> None:
     bench.hello(b"q", "2" * 16, replaces=replaces)
-    assert set(bench.brain.tables.sessions) == {"1" * 16, "2" * 16}
+    assert set(bench.core.tables.sessions) == {"1" * 16, "2" * 16}
 
 
 def test_hello_of_an_invisible_process_replaces_nobody(bench: Bench) -> None:
     bench.resources.alive = False
     bench.hello(b"q", "2" * 16, replaces="1" * 16)
-    assert set(bench.brain.tables.sessions) == {"1" * 16}
+    assert set(bench.core.tables.sessions) == {"1" * 16}
 
 
 def test_status_and_drain_need_no_session() -> None:
@@ -170,7 +170,7 @@ def test_late_repeat_of_allocate_after_the_release_makes_no_slot(bench: Bench) -
 def test_allocate_without_memory_is_refused_and_may_be_tried_again(bench: Bench) -> None:
     bench.resources.no_slot = from_wire(ERROR)
     assert code(bench.say(m.Allocate, id=50, nbytes=12288, populate=True)) == "save_failed"
-    assert not bench.brain.tables.slots
+    assert not bench.core.tables.slots
     bench.resources.no_slot = None
     assert isinstance(bench.say(m.Allocate, id=50, nbytes=12288, populate=True), m.Granted)
 
@@ -185,11 +185,11 @@ def test_slot_that_does_not_fit_while_another_is_freed_waits_for_that(bench: Ben
     assert bench.say(m.Allocate, id=50, nbytes=12288, populate=True) is None
     (created,) = bench.asked("create_slot")
     assert bench.feed(ev.SlotRead, slot=old, reason="EMPTY") == [ac.FreeSlot(slot=old)]
-    assert bench.brain.tables.jobs == 1 and bench.say(m.Allocate, id=50, nbytes=12288, populate=True) is None
+    assert bench.core.tables.jobs == 1 and bench.say(m.Allocate, id=50, nbytes=12288, populate=True) is None
     bench.feed(ev.SlotFreed, slot=old)
     assert bench.asked("create_slot") == [created]
     assert code(bench.of(ac.Send)[0].message) == "insufficient_memory", "nothing more will be freed"
-    assert not bench.brain.tables.slots and bench.brain.tables.jobs == 0
+    assert not bench.core.tables.slots and bench.core.tables.jobs == 0
 
 
 def test_slot_that_waits_for_memory_is_forgotten_with_its_session(bench: Bench) -> None:
@@ -199,7 +199,7 @@ def test_slot_that_waits_for_memory_is_forgotten_with_its_session(bench: Bench) 
     bench.say(m.Allocate, nbytes=12288, populate=True)
     bench.feed(ev.Died, session="1" * 16)
     bench.feed(ev.SlotRead, slot=old, reason="EMPTY")
-    assert not bench.feed(ev.SlotFreed, slot=old) and not bench.brain.tables.slots
+    assert not bench.feed(ev.SlotFreed, slot=old) and not bench.core.tables.slots
 
 
 def test_session_has_a_bounded_number_of_slots(bench: Bench) -> None:
@@ -247,7 +247,7 @@ def test_slot_of_a_session_that_lives_is_never_freed(bench: Bench) -> None:
     bench.feed(ev.Published, save_id=FIRST)
     bench.now = 1e9
     bench.feed(ev.Tick)
-    assert slot in bench.brain.tables.slots
+    assert slot in bench.core.tables.slots
 
 
 # ---- begin and submit
@@ -427,7 +427,7 @@ def test_sealed_request_that_contradicts_its_begin_fails_the_save(bench: Bench, 
     bench.submit(slot)
     bench.read(slot, **changes)
     assert not bench.of(ac.Write)
-    save = bench.brain.tables.find(FIRST)
+    save = bench.core.tables.find(FIRST)
     assert save is not None and save.outcome == "failed" and save.error is not None
     if "world_size" in changes:
         assert save.error["code"] == "ranks_disagree"
@@ -440,10 +440,10 @@ def test_forgotten_save_is_not_written_again_from_its_old_slot(bench: Bench, mon
     bench.at_writing(slot)
     bench.feed(ev.Written, key=(FIRST, 0), result="r")
     bench.feed(ev.Published, save_id=FIRST)
-    bench.brain.tables.ended = History()
+    bench.core.tables.ended = History()
     bench.feed(ev.Died, session="1" * 16)
     bench.read(slot)
-    assert not bench.of(ac.Prepare) and not bench.brain.tables.saves
+    assert not bench.of(ac.Prepare) and not bench.core.tables.saves
 
 
 # ---- the life of a save
@@ -542,7 +542,7 @@ def test_history_of_ended_saves_is_bounded(bench: Bench) -> None:
         save_id = f"000001-{generation:08d}-aaaaaaaaaaaa"
         bench.begin(slot, save_id, generation)
         bench.feed(ev.Prepared, key=(save_id, 0), error=ERROR)
-    assert (len(bench.brain.tables.saves), len(bench.brain.tables.ended)) == (0, records.MAX_HISTORY)
+    assert (len(bench.core.tables.saves), len(bench.core.tables.ended)) == (0, records.MAX_HISTORY)
     assert bench.phase(f"000001-{records.MAX_HISTORY + 49:08d}-aaaaaaaaaaaa") == "failed"
 
 
@@ -658,7 +658,7 @@ def test_sealed_slot_to_a_path_in_flight_fails_too(bench: Bench) -> None:
     bench.at_writing(first)
     bench.feed(ev.Died, session="1" * 16)
     bench.read(second, SECOND)
-    error = bench.brain.tables.find(SECOND).error
+    error = bench.core.tables.find(SECOND).error
     assert error is not None and error["fields"]["code"] == "path_in_use" and bench.phase() == "writing"
 
 
@@ -815,7 +815,7 @@ def test_ranks_that_disagree_never_commit(pair: tuple[Bench, int, int]) -> None:
     bench.begin(second, peer=b"q", path="/ckpt/other")
     bench.submit(second, peer=b"q")
     bench.read(second, rank=1, world_size=2, path="/ckpt/other")
-    assert bench.brain.tables.find(FIRST).outcome == "failed"
+    assert bench.core.tables.find(FIRST).outcome == "failed"
 
 
 @pytest.mark.parametrize("moment", ["open", "writing", "committing", "committed"])
@@ -874,7 +874,7 @@ def test_second_session_with_the_same_rank_cannot_touch_the_save(pair: tuple[Ben
     bench.say(m.Withdraw, b"z", save_id=FIRST, reason="", skipped=False)
     bench.feed(ev.Died, session="3" * 16)
     bench.read(twin, world_size=2)
-    assert bench.phase() == "open" and bench.brain.tables.entry((FIRST, 0)).slot == first  # type: ignore[union-attr]
+    assert bench.phase() == "open" and bench.core.tables.entry((FIRST, 0)).slot == first  # type: ignore[union-attr]
 
 
 # ---- the end
@@ -916,7 +916,7 @@ def test_drain_lets_a_known_session_begin_within_the_grace(bench: Bench) -> None
     assert isinstance(bench.begin(slot), m.Ok)
     bench.now = 18.0
     bench.feed(ev.Prepared, key=(FIRST, 0))
-    assert not bench.of(ac.Exit) and bench.brain.wakes_at == 19.0
+    assert not bench.of(ac.Exit) and bench.core.wakes_at == 19.0
     bench.submit(slot)
     bench.read(slot)
     assert bench.phase() == "writing" and not bench.of(ac.Exit)
@@ -926,7 +926,7 @@ def test_drain_with_a_slot_that_stays_open_ends_after_the_grace(bench: Bench) ->
     slot = bench.slot()
     bench.feed(ev.StopRequested)
     bench.feed(ev.SlotRead, slot=slot, reason="OPEN", opened=True)
-    assert bench.brain.wakes_at == CONFIG.staging_grace_s
+    assert bench.core.wakes_at == CONFIG.staging_grace_s
     bench.now = CONFIG.staging_grace_s
     bench.feed(ev.Tick)
     bench.feed(ev.SlotRead, slot=slot, reason="OPEN", opened=True)
@@ -949,7 +949,7 @@ def test_drain_waits_a_little_for_what_is_being_staged(bench: Bench) -> None:
     bench.feed(ev.Prepared, key=(FIRST, 0))
     bench.feed(ev.StopRequested)
     bench.feed(ev.SlotRead, slot=slot, reason="OPEN")
-    assert not bench.of(ac.Exit) and bench.brain.wakes_at == CONFIG.staging_grace_s
+    assert not bench.of(ac.Exit) and bench.core.wakes_at == CONFIG.staging_grace_s
     bench.now = CONFIG.staging_grace_s
     bench.feed(ev.Tick)
     bench.feed(ev.SlotRead, slot=slot, reason="OPEN")
@@ -993,11 +993,11 @@ def test_idle_worker_exits_and_a_session_keeps_it() -> None:
     bench = Bench()
     bench.now = 599.0
     bench.feed(ev.Tick)
-    assert not bench.of(ac.Exit) and bench.brain.wakes_at == 600.0
+    assert not bench.of(ac.Exit) and bench.core.wakes_at == 600.0
     bench.hello()
     bench.now = 5000.0
     bench.feed(ev.Tick)
-    assert not bench.of(ac.Exit) and bench.brain.wakes_at is None
+    assert not bench.of(ac.Exit) and bench.core.wakes_at is None
     bench.say(m.Goodbye)
     bench.now = 5600.0
     bench.feed(ev.Tick)
@@ -1007,12 +1007,12 @@ def test_idle_worker_exits_and_a_session_keeps_it() -> None:
 def test_idle_exit_of_zero_never_comes() -> None:
     bench = Bench(replace(CONFIG, idle_exit_s=0.0))
     bench.now = 1e9
-    assert bench.feed(ev.Tick) == [] and bench.brain.wakes_at is None
+    assert bench.feed(ev.Tick) == [] and bench.core.wakes_at is None
 
 
 def test_status_report_names_sessions_slots_and_saves(bench: Bench) -> None:
     bench.at_writing(bench.slot())
-    report = brains_report(bench.brain.tables, "ab" * 8)
+    report = core_report(bench.core.tables, "ab" * 8)
     assert report["sessions"][0]["pid"] == 7
     assert report["slots"][0] == {"slot": 1, "nbytes": 12288, "state": "lent", "save_id": FIRST}
     row = {"save_id": FIRST, "step": 5, "path": PATH, "phase": "writing", "ranks": {"0": "writing"}, "missing": []}
@@ -1035,13 +1035,13 @@ def test_a_rank_may_leave_the_step_to_rank_0(
     for rank in (first_to_seal, 1 - first_to_seal):
         bench.submit(slots[rank], peer=peers[rank])
         bench.read(slots[rank], rank=rank, world_size=2, step=steps[rank])
-    assert {entry.step for entry in bench.brain.tables.saves[FIRST].ranks.values()} == {5}
+    assert {entry.step for entry in bench.core.tables.saves[FIRST].ranks.values()} == {5}
     for rank in (1, 0):
         bench.feed(ev.Written, key=(FIRST, rank), result="r")
     assert [request.step for request in bench.of(ac.Commit)[0].requests] == [5, None]
     bench.feed(ev.Published, save_id=FIRST)
     assert bench.phase(rank=1) == "committed"
-    assert bench.brain.report()["saves"][0]["step"] == 5
+    assert bench.core.report()["saves"][0]["step"] == 5
 
 
 def test_rank_0_has_to_say_the_step_when_it_seals(pair: tuple[Bench, int, int]) -> None:
@@ -1050,7 +1050,7 @@ def test_rank_0_has_to_say_the_step_when_it_seals(pair: tuple[Bench, int, int]) 
     bench.feed(ev.Prepared, key=(FIRST, 0))
     bench.submit(first)
     bench.read(first, world_size=2, step=None)
-    save = bench.brain.tables.find(FIRST)
+    save = bench.core.tables.find(FIRST)
     assert save.outcome == "failed" and "says no step" in str(save.error)
 
 
@@ -1061,5 +1061,5 @@ def test_steps_that_are_said_must_be_one(pair: tuple[Bench, int, int]) -> None:
         bench.feed(ev.Prepared, key=(FIRST, rank))
         bench.submit(slot, peer=peer)
         bench.read(slot, rank=rank, world_size=2, step=step)
-    assert bench.brain.tables.find(FIRST).outcome == "failed"
+    assert bench.core.tables.find(FIRST).outcome == "failed"
     assert "rank 1 saves step 6" in str(bench.row(peer=b"q")["error"])

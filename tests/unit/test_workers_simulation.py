@@ -1,4 +1,4 @@
-"""Two and three workers' brains under thousands of random schedules: a lossy network, partitions, deaths.
+"""Two and three workers' cores under thousands of random schedules: a lossy network, partitions, deaths.
 
 Where workers are only killed, and others take over in time, every save that was staged everywhere must be committed.
 """

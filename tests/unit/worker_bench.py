@@ -1,4 +1,4 @@
-"""The worker's brain on a bench: what surrounds it is played by the test, one event at a time."""
+"""The worker's core on a bench: what surrounds it is played by the test, one event at a time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.request import PartRange, SaveRequest
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
-from asyncckpt_worker.core.ended import EndedSave, History
-from asyncckpt_worker.core.machine import Brain
+from asyncckpt_worker.core.actions import Connection, Listener, Resources
+from asyncckpt_worker.core.machine import Core, CoreConfig
 from asyncckpt_worker.core.model import RankSave, Save
-from asyncckpt_worker.core.resources import Connection, Listener, Resources
-from asyncckpt_worker.core.shutdown import BrainConfig
-from asyncckpt_worker.core.tables import Tables
+from asyncckpt_worker.core.tables import EndedSave, History, Tables
 
-CONFIG = BrainConfig(
+CONFIG = CoreConfig(
     package="test",
     pid=10,
     pid_start=20,
@@ -39,12 +37,12 @@ T = TypeVar("T")
 
 
 def all_saves(tables: Tables) -> list[Save | EndedSave]:
-    """Return all saves that a brain knows, open or ended."""
+    """Return all saves that a core knows, open or ended."""
     return list({save.save_id: save for save in (*tables.ended, *tables.saves.values())}.values())
 
 
 def all_entries(tables: Tables) -> Iterator[tuple[Save | EndedSave, RankSave]]:
-    """Yield all ranks of all saves that a brain knows."""
+    """Yield all ranks of all saves that a core knows."""
     for save in all_saves(tables):
         for rank in save.ranks:
             entry = tables.entry((save.save_id, rank))
@@ -65,10 +63,10 @@ class WatchedHistory(History):
         super().add(save)
 
 
-class WatchedBrain(Brain):
-    """A brain of which a test sees all parts that there were."""
+class WatchedBrain(Core):
+    """A core of which a test sees all parts that there were."""
 
-    def __init__(self, config: BrainConfig, now: float, resources: Resources) -> None:
+    def __init__(self, config: CoreConfig, now: float, resources: Resources) -> None:
         super().__init__(config, now, resources)
         self.history = self.tables.ended = WatchedHistory()
 
@@ -127,11 +125,11 @@ class FakeResources:
 
 
 class Bench:
-    """A brain with its surroundings at hand."""
+    """A core with its surroundings at hand."""
 
-    def __init__(self, config: BrainConfig = CONFIG) -> None:
+    def __init__(self, config: CoreConfig = CONFIG) -> None:
         self.resources = FakeResources()
-        self.brain = Brain(config, 0.0, self.resources)
+        self.core = Core(config, 0.0, self.resources)
         self.now = 0.0
         self.ids = 0
         self.actions: list[Any] = []
@@ -139,7 +137,7 @@ class Bench:
     def feed(self, kind: Any, **fields: Any) -> list[Any]:
         """Feed one event and return the actions, logs left out."""
         self.resources.asked.clear()
-        self.actions = [a for a in self.brain.handle(kind(now=self.now, **fields)) if not isinstance(a, ac.Log)]
+        self.actions = [a for a in self.core.handle(kind(now=self.now, **fields)) if not isinstance(a, ac.Log)]
         return self.actions
 
     def say(self, kind: Any, peer: bytes = b"p", **fields: Any) -> Any:
@@ -202,7 +200,7 @@ class Bench:
         return self.feed(ev.SlotRead, slot=slot, generation=generation, request=request)
 
     def phase(self, save_id: str = FIRST, rank: int = 0) -> str | None:
-        entry = self.brain.tables.entry((save_id, rank))
+        entry = self.core.tables.entry((save_id, rank))
         return entry.phase if entry else None
 
     def row(self, save_id: str = FIRST, peer: bytes = b"p") -> Any:
@@ -213,7 +211,7 @@ class Bench:
         self, slot: int, save_id: str = FIRST, generation: int = 1, peer: bytes = b"p", rank: int = 0
     ) -> None:
         """Bring a save to where its files are being written."""
-        world_size = self.brain.tables.slots[slot].world_size
+        world_size = self.core.tables.slots[slot].world_size
         self.begin(slot, save_id, generation, peer)
         self.feed(ev.Prepared, key=(save_id, rank))
         self.submit(slot, save_id, generation, peer)

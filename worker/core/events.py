@@ -1,6 +1,6 @@
 """What happens to the worker: values only.
 
-Every event carries `now`, seconds of a monotonic clock: the brain has none of its own. Results of jobs name the save or
+Every event carries `now`, seconds of a monotonic clock: the core has none of its own. Results of jobs name the save or
 slot that they belong to. An error travels as the wire form that `asyncckpt.errors.to_wire` gives.
 """
 
@@ -14,12 +14,19 @@ from asyncckpt.protocol.messages import Message
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.checkpoint_dir import NO_HOME
 from asyncckpt.storage.store import DirectoryIdentity
-from asyncckpt_worker.core.freshness import Contents
 
 Wire = Mapping[str, Any]
 Peer = bytes
 SaveKey = tuple[str, int]
 """Save id as text, and rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Prints of a whole checkpoint. `tensors`: of all shards; `rest`: of all else, but for the step."""
+
+    tensors: bytes
+    rest: bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +97,7 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """The answer to Write: `result` is opaque to the brain and goes into Commit."""
+    """The answer to Write: `result` is opaque to the core and goes into Commit."""
 
     now: float
     key: SaveKey

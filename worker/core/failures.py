@@ -1,4 +1,4 @@
-"""The errors that the brain itself ends a save with."""
+"""The errors that the core itself ends a save with."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from asyncckpt.errors import (
     ReplicaMismatchError,
     SaveFailedError,
     SaveSkippedError,
+    WorkerUnavailableError,
     to_wire,
 )
 from asyncckpt.protocol.fields import MAX_MISSING
@@ -210,3 +211,13 @@ def not_taken(save_id: str, rank: int) -> Wire:
 def leads_not(run_id: str) -> ProtocolError:
     """A run that is followed here cannot be led from here."""
     return ProtocolError(f"run {run_id} is led by another worker; rank 0 must be beside that one", detail="leads")
+
+
+def draining() -> WorkerUnavailableError:
+    """The worker begins no saves any more."""
+    return WorkerUnavailableError("this worker is shutting down; start another", detail="draining")
+
+
+def busy() -> WorkerUnavailableError:
+    """Too many jobs are outstanding."""
+    return WorkerUnavailableError("this worker has too many jobs waiting; try again later", detail="busy")

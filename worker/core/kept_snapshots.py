@@ -1,4 +1,4 @@
-"""The brain's kept snapshots: slots whose trainers are gone, so that the restarted ones load what they hold.
+"""The core's kept snapshots: slots whose trainers are gone, so that the restarted ones load what they hold.
 
 A slot that is closing is freed, unless the snapshot in it is worth keeping: *whole* (all ranks have staged it, and
 nobody has objected), and the newest one below its directory. What is kept is bounded by number, by time, and by the
@@ -45,11 +45,11 @@ def speaks_against(error: Wire) -> bool:
     return error.get("code") != "save_failed" or fields.get("code") in _OBJECTIONS
 
 
-class KeepBook:
+class SnapshotBook:
     """Decides about `Slot.kept`, and lends kept slots.
 
     Args:
-        tables: The brain's.
+        tables: The core's.
         keep_s: How long at most; 0 keeps nothing.
     """
 

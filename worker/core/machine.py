@@ -1,6 +1,6 @@
 """The machine: events in, actions out. No clock, no randomness, no I/O of its own.
 
-A rank's part in a save is moved by the table in `part_table`.
+A rank's part in a save is moved by the table in `model`.
 
 A slot's states:
 
@@ -8,7 +8,7 @@ A slot's states:
     lent       the session stages into it; only the session decides when it is used again
     closing    Release, Goodbye, or proof of death: it is read once more (a sealed snapshot is taken up, one that is
                open is abandoned), then freed when no save and no job needs it any more
-    kept       its session has ended, and what it holds may be loaded (`keeping`): freed or lent again later
+    kept       its session has ended, and what it holds may be loaded (`kept_snapshots`): freed or lent again later
 
 A slot is read when its doorbell (Submit) comes, when it was adopted, when it is closing, and when a drain begins.
 `taken` holds the highest generation that was taken up: together with the save id it makes every message repeatable.
@@ -17,6 +17,8 @@ Messages may be lost, repeated, or overtake each other; a message that makes no 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.errors import AsyncCkptError, UnknownSaveError
@@ -43,10 +45,7 @@ from asyncckpt.protocol.messages import (
     Welcome,
     Withdraw,
 )
-from asyncckpt_worker.core.actions import Action, SendStatus
-from asyncckpt_worker.core.boards import BoardBook
-from asyncckpt_worker.core.deadlines import look_sooner
-from asyncckpt_worker.core.decider import Decider
+from asyncckpt_worker.core.actions import Action, Exit, Resources, SendStatus
 from asyncckpt_worker.core.events import (
     Broken,
     Died,
@@ -64,47 +63,152 @@ from asyncckpt_worker.core.events import (
     Tick,
     Written,
 )
-from asyncckpt_worker.core.follower import Follower
-from asyncckpt_worker.core.intake import Intake
-from asyncckpt_worker.core.kept_snapshots import KeepBook
-from asyncckpt_worker.core.lineages import LineageBook
+from asyncckpt_worker.core.exchange import BoardBook
+from asyncckpt_worker.core.kept_snapshots import SnapshotBook
 from asyncckpt_worker.core.model import Session
-from asyncckpt_worker.core.resources import Resources
-from asyncckpt_worker.core.runs import RunBook
-from asyncckpt_worker.core.saves import SaveBook
+from asyncckpt_worker.core.nodes.decider import Decider
+from asyncckpt_worker.core.nodes.follower import Follower
+from asyncckpt_worker.core.runs import LineageBook, RunBook
+from asyncckpt_worker.core.save_admission import SaveAdmission
+from asyncckpt_worker.core.saves import SaveBook, look_sooner, stop_early
 from asyncckpt_worker.core.sessions import SessionBook
-from asyncckpt_worker.core.shutdown import BrainConfig, Ending
-from asyncckpt_worker.core.slots import AdoptionBook, Lending
+from asyncckpt_worker.core.slots import AdoptionBook, SlotBook
 from asyncckpt_worker.core.status import MAX_ROWS, Moved, look, news, report, states
 from asyncckpt_worker.core.tables import Tables
 
 
-class Brain:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoreConfig:
+    """Identity and times (seconds; see `WorkerConfig`). `instance`: random, per process."""
+
+    package: str
+    pid: int
+    pid_start: int
+    instance: str
+    heartbeat_s: float
+    idle_exit_s: float
+    drain_timeout_s: float
+    staging_grace_s: float
+    keep_snapshots_s: float = 0.0
+
+
+class Shutdown:
+    """Adds the action Exit, once.
+
+    Args:
+        tables: The core's.
+        slot_book: Looks into slots.
+        config: For the times.
+        is_telling: Whether another worker, which is there, has not heard everything yet.
+
+    Attributes:
+        kept: Somebody wants the worker to stay although it is idle.
+    """
+
+    def __init__(self, tables: Tables, slot_book: SlotBook, config: CoreConfig, is_telling: Callable[[], bool]) -> None:
+        self._t, self._slot_book, self._config, self._is_telling = tables, slot_book, config, is_telling
+        self._idle_since: float | None = tables.now
+        self.kept = False
+        self._drain_deadline: float | None = None
+        self._why = "drain timeout"
+        self._grace_deadline = tables.now
+        self._looked_again = False
+        self._exiting = False
+
+    def times(self) -> Iterator[float]:
+        """Yield when something is due."""
+        if self._drain_deadline is not None:
+            yield self._drain_deadline
+        if self._t.draining:
+            yield self._grace_deadline
+        if self._idle_since is not None and self._config.idle_exit_s > 0:
+            yield self._idle_since + self._config.idle_exit_s
+
+    def drain(self, immediately: bool, why: str) -> None:
+        t = self._t
+        if self._drain_deadline is None:
+            t.draining = True
+            self._drain_deadline = t.now + self._config.drain_timeout_s
+            t.begins_until = self._grace_deadline = min(self._drain_deadline, t.now + self._config.staging_grace_s)
+            t.log(
+                "info", f"draining: {why}", sessions=len(t.sessions), saves=sum(s.unfinished for s in t.saves.values())
+            )
+            self._slot_book.read_all_lent()
+        if immediately:
+            self._drain_deadline = t.now
+            self._why = "stopped at once"
+
+    def consider(self) -> None:
+        t = self._t
+        if self._exiting:
+            return
+        unfinished = [s for s in t.saves.values() if s.unfinished]
+        reading = t.n_reading > 0
+        idle = not self.kept and not t.sessions and not unfinished and not reading and not t.lineage_scans
+        self._idle_since = (t.now if self._idle_since is None else self._idle_since) if idle else None
+        if self._drain_deadline is not None:
+            staging = self._staging(self._drain_deadline)
+            if not staging:
+                stop_early(t)
+            working = bool(unfinished) or staging or self._is_telling()
+            at_rest = not working and not reading
+            self._looked_again = self._looked_again and not working
+            if at_rest and not self._looked_again and t.now < self._drain_deadline and self._slot_book.read_all_lent():
+                # IMPORTANT: what was sealed since the first look, its doorbell still under way, must not be lost.
+                self._looked_again = True
+            elif at_rest:
+                self._leave(True, "drained")
+            elif t.now >= self._drain_deadline:
+                if unfinished:
+                    text = f"{len(unfinished)} saves are unfinished and will not be committed"
+                    t.log("error", text, facts_saves=[s.save_id for s in unfinished[:20]])
+                self._leave(not unfinished, self._why)
+        elif self._idle_since is not None and 0 < self._config.idle_exit_s <= t.now - self._idle_since:
+            self._leave(True, "idle")
+
+    def _staging(self, drain_deadline: float) -> bool:
+        """Whether a drain waits for a trainer that copies: each save gets the grace from its own begin."""
+        t = self._t
+        begun = [e.begun_at for _, e in t.entries() if e.is_open]
+        for begun_at in begun:
+            until = min(drain_deadline, begun_at + self._config.staging_grace_s)
+            self._grace_deadline = max(self._grace_deadline, until)
+        opened = t.now < t.begins_until and any(s.opened and not s.closing for s in t.slots.values())
+        return opened or (bool(begun) and t.now < self._grace_deadline)
+
+    def _leave(self, complete: bool, reason: str) -> None:
+        self._exiting = True
+        self._t.actions.append(Exit(complete=complete, reason=reason))
+
+
+class Core:
     """See the module. Used from one thread."""
 
-    def __init__(self, config: BrainConfig, now: float, resources: Resources) -> None:
+    def __init__(self, config: CoreConfig, now: float, resources: Resources) -> None:
         self._config = config
         self.tables = Tables(now=now, instance=config.instance)
         self._runs = RunBook(self.tables)
         self._saves = SaveBook(self.tables, self._runs)
-        self._intake = Intake(self.tables, self._saves, self._runs)
-        self.keeping = KeepBook(self.tables, config.keep_snapshots_s)
-        self._lending = Lending(self.tables, self._intake, self.keeping, resources)
-        self._adoption = AdoptionBook(self.tables, self._lending)
-        self._follower = Follower(self.tables, self._runs, self._saves, self._lending, resources)
-        self._lineages = LineageBook(self.tables, self._runs, self._lending, self._follower.lineage)
+        self._admission = SaveAdmission(self.tables, self._saves, self._runs)
+        self.snapshot_book = SnapshotBook(self.tables, config.keep_snapshots_s)
+        self._slot_book = SlotBook(self.tables, self._admission, self.snapshot_book, resources)
+        self._adoption = AdoptionBook(self.tables, self._slot_book)
+        self._follower = Follower(self.tables, self._runs, self._saves, self._slot_book, resources)
+        self._lineages = LineageBook(self.tables, self._runs, self._follower.lineage)
         self._boards = BoardBook(self.tables)
         self._sessions = SessionBook(
-            self.tables, self._lending, self.keeping, self._runs, self._boards, self._welcome, resources
+            self.tables, self._slot_book, self.snapshot_book, self._runs, self._boards, self._welcome, resources
         )
         self._decider = Decider(
-            self.tables, self._runs, self._intake, self._saves, self._lending, self._lineages, resources
+            self.tables, self._runs, self._admission, self._saves, self._slot_book, self._lineages, resources
         )
         self._lineages.tell_followers = self._decider.epoch_found
         self.moves: list[Moved] = []
         """What the last event has moved."""
 
-        self._ending = Ending(self.tables, self._lending, config, lambda: self._decider.busy or self._follower.busy)
+        self._shutdown = Shutdown(
+            self.tables, self._slot_book, config, lambda: self._decider.busy or self._follower.busy
+        )
 
     def handle(self, event: Event) -> list[Action]:
         """Return what is to be done about `event`, in this order."""
@@ -119,16 +223,16 @@ class Brain:
             for run, rank in self._runs.settle():
                 self._saves.gone(run, rank)
         if t.stirred:
-            self._lending.abandon_what_was_given_back()
+            self._slot_book.abandon_what_was_given_back()
         if self._saves.held_back:
             self._saves.commit_what_was_held_back()
-        self._lending.free_what_is_over()
+        self._slot_book.free_what_is_over()
         if t.postponed:
-            self._lending.create_what_was_postponed()
+            self._slot_book.create_what_was_postponed()
         if t.stirred:
-            self._lending.free_what_is_over()  # what was kept may have to make room
-        if self.keeping.asked:
-            self.keeping.answer()
+            self._slot_book.free_what_is_over()  # what was kept may have to make room
+        if self.snapshot_book.asked:
+            self.snapshot_book.answer()
         if t.touched:
             self._look_sooner()
             self.moves = look(t)
@@ -138,7 +242,7 @@ class Brain:
         if t.changed or t.announced:
             t.actions += news(t)
         t.settle()
-        self._ending.consider()
+        self._shutdown.consider()
         actions, t.actions = t.actions, []
         return actions
 
@@ -151,12 +255,12 @@ class Brain:
     @property
     def wakes_at(self) -> float | None:
         """When the next Tick is due at the latest, by the events' clock; None: whenever."""
-        times = [*self._ending.times(), *self._decider.times(), *self._follower.times()]
+        times = [*self._shutdown.times(), *self._decider.times(), *self._follower.times()]
         times += [save.look_at for save in self.tables.saves.values() if save.outcome is None]
         return min((t for t in times if self.tables.now <= t < float("inf")), default=None)
 
     def report(self) -> dict[str, Any]:
-        """Return the brain's part of the status report."""
+        """Return the core's part of the status report."""
         found = {"followers": self._decider.report()[:MAX_ROWS], "followed": self._follower.report()}
         return {**found, **report(self.tables, self._config.instance)}
 
@@ -173,11 +277,11 @@ class Brain:
             case Died():
                 self._sessions.died(event)
             case SlotCreated():
-                self._lending.adopted(event)
+                self._slot_book.adopted(event)
             case SlotFreed():
                 self.tables.freeing.discard(event.slot)
             case SlotRead():
-                self._lending.slot_read(event)
+                self._slot_book.slot_read(event)
             case Prepared():
                 self._saves.prepared(event)
             case Written():
@@ -191,13 +295,13 @@ class Brain:
             case Relayed():
                 (self._decider if event.route else self._follower).received(event)
             case StopRequested():
-                self._ending.drain(event.immediately, "asked to stop")
+                self._shutdown.drain(event.immediately, "asked to stop")
             case Broken():
                 self._saves.broken(event)
             case Tick():
-                self._ending.kept = event.kept
+                self._shutdown.kept = event.kept
                 if event.memory_short:
-                    self.keeping.make_room(wholly=True)
+                    self.snapshot_book.make_room(wholly=True)
                 for tick in (self._saves.tick, self._follower.tick, self._decider.tick):
                     self.tables.contained("", tick)
 
@@ -209,43 +313,43 @@ class Brain:
             case Status():
                 return self.tables.actions.append(SendStatus(peer=peer, id=m.id, report=self.report()))
             case Drain():
-                self._lending.send(peer, Ok(id=m.id))
-                return self._ending.drain(m.now, "asked to drain")
+                self.tables.send(peer, Ok(id=m.id))
+                return self._shutdown.drain(m.now, "asked to drain")
         session = self.tables.sessions.get(self.tables.peers.get(peer, ""))
         id = getattr(m, "id", 0)
         if session is None:
             error = UnknownSaveError("this worker knows no such session: it was restarted, or saw the process die")
-            return self._lending.refuse(peer, id, error)
+            return self.tables.refuse(peer, id, error)
         return self._requested(session, m)
 
     def _requested(self, session: Session, m: Any) -> None:
         match m:
             case Heartbeat():
-                self._lending.send(session.peer, states(self.tables, session, m))
+                self.tables.send(session.peer, states(self.tables, session, m))
             case Allocate():
-                self._lending.allocate(session, m)
+                self._slot_book.allocate(session, m)
             case Adopt():
                 self._adoption.adopt(session, m)
             case Release():
-                self._lending.release(session, m)
+                self._slot_book.release(session, m)
             case Begin():
-                self._lending.begin(session, m)
+                self._slot_book.begin(session, m)
             case Submit():
-                self._lending.submit(session, m)
+                self._slot_book.submit(session, m)
             case Withdraw():
-                self._intake.withdraw(session, m)
-                self._lending.send(session.peer, Ok(id=m.id))
+                self._admission.withdraw(session, m)
+                self.tables.send(session.peer, Ok(id=m.id))
             case Consent():
-                self._intake.consent(session, m)
-                self._lending.send(session.peer, Ok(id=m.id))
+                self._admission.consent(session, m)
+                self.tables.send(session.peer, Ok(id=m.id))
             case Share():
                 self._answer(session, m.id, self._boards.share(session, m))
             case Fetch():
                 self._answer(session, m.id, self._boards.fetch(session, m))
             case Recall():
-                self.keeping.recall(session, m)
+                self.snapshot_book.recall(session, m)
             case Goodbye():
-                self._lending.send(session.peer, Ok(id=m.id))
+                self.tables.send(session.peer, Ok(id=m.id))
                 self._sessions.goodbye(session)
             case Lead():
                 self._decider.lead(session, m)
@@ -256,8 +360,8 @@ class Brain:
 
     def _answer(self, session: Session, id: int, found: Message | AsyncCkptError) -> None:
         if isinstance(found, AsyncCkptError):
-            return self._lending.refuse(session.peer, id, found)
-        return self._lending.send(session.peer, found)
+            return self.tables.refuse(session.peer, id, found)
+        return self.tables.send(session.peer, found)
 
     def _welcome(self, id: int) -> Welcome:
         c = self._config

@@ -1,19 +1,31 @@
 """What becomes of a save: from the first rank's begin to the commit, and every way in which one ends.
 
-A save is keyed by its id and has one entry per rank, which `part_table` moves. It commits when all ranks of its world
-are durable and their hooks have consented; one rank that fails ends it on all of them.
+A save is keyed by its ID and has one entry per rank, which the table in `model` moves. It commits when all ranks of its
+world are durable and their hooks have consented; one rank that fails ends it on all of them. Below the class: the jobs
+of a rank's part, and the deadlines of a save.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
-from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, DURABLE, ENDED, FAILED, OPEN, RECOVERING, UNKNOWN
-from asyncckpt_worker.core.actions import Commit
+from asyncckpt.protocol.request import SaveRequest
+from asyncckpt.protocol.save_phases import (
+    ABANDONED,
+    COMMITTED,
+    DURABLE,
+    ENDED,
+    FAILED,
+    OPEN,
+    RECOVERING,
+    SEALED,
+    UNKNOWN,
+    WRITING,
+)
+from asyncckpt_worker.core.actions import Commit, CutOff, Prepare, Remove, Write
 from asyncckpt_worker.core.agreement import disagreement, settle_step, unequal_samples
-from asyncckpt_worker.core.deadlines import deadline, has_elder, rival
-from asyncckpt_worker.core.events import Broken, Prepared, Published, Removed, SaveKey, Wire, Written
+from asyncckpt_worker.core.events import Broken, Contents, Prepared, Published, Removed, SaveKey, Wire, Written
 from asyncckpt_worker.core.failures import (
     asks_to_meet,
     count,
@@ -24,10 +36,23 @@ from asyncckpt_worker.core.failures import (
     path_in_use,
     timed_out,
 )
-from asyncckpt_worker.core.freshness import Committed, Contents, unchanged
-from asyncckpt_worker.core.model import COMMIT, REMOVE, RankSave, Run, Save
-from asyncckpt_worker.core.part_jobs import clean_up, prepare_of, start_writing, stop_streams, write_again
-from asyncckpt_worker.core.part_table import ADMIT, COMPARE, COMPLETE, ENDS, PREPARE, PROCEED, STREAM, TABLE, WRITE
+from asyncckpt_worker.core.model import (
+    ADMIT,
+    COMMIT,
+    COMPARE,
+    COMPLETE,
+    ENDS,
+    PREPARE,
+    PROCEED,
+    REMOVE,
+    STREAM,
+    TABLE,
+    WRITE,
+    Committed,
+    RankSave,
+    Run,
+    Save,
+)
 from asyncckpt_worker.core.runs import RunBook
 from asyncckpt_worker.core.tables import Tables
 
@@ -439,3 +464,179 @@ def compare(t: Tables, save: Save, contents: Contents | None) -> Mapping[str, An
         text = f"step {entry.step} is bit for bit what step {found['same_tensors_as_step']} was"
         t.log("warning", text, save_id=save.save_id, count="saves_unchanged", path=entry.path)
     return found
+
+
+def unchanged(last: Committed, save: Committed) -> dict[str, Any]:
+    """Return the figures that a report has of a save that equals the one before in its tensors; else none.
+
+    Args:
+        last: What the run committed before.
+        save: What it has committed now.
+
+    Returns:
+        `same_tensors_as_step`: the step of the one before; `unchanged`, which is true: the rest is equal as well, but
+        for the step.
+    """
+    if last.step == save.step or last.contents.tensors != save.contents.tensors:
+        return {}
+    same = {"same_tensors_as_step": last.step}
+    return same | ({"unchanged": True} if last.contents.rest == save.contents.rest else {})
+
+
+def start_writing(t: Tables, save: Save, entry: RankSave, request: SaveRequest) -> None:
+    """Write the files of a rank whose directory is there."""
+    key = (save.save_id, entry.rank)
+    early = entry.phase == OPEN
+    assert not entry.job
+    entry.job, entry.wrote, entry.streaming = WRITE, True, early or entry.ring
+    save.jobs += 1
+    t.slots[entry.slot].writes.add(key)
+    t.touched[key] = None
+    t.actions.append(
+        Write(
+            key=key,
+            slot=entry.slot,
+            generation=entry.generation,
+            request=request,
+            resumed=entry.leftovers,
+            early=early,
+        )
+    )
+
+
+def write_again(t: Tables, save: Save, entry: RankSave, error: Wire) -> None:
+    """What began before the seal has failed.
+
+    IMPORTANT: it ends nothing, also when the seal was seen meanwhile: it may have failed since nothing was staged for
+    so long. Once sealed it is written as ever, and the error of that counts. What is sealed can be loaded from memory
+    even if the disk refuses it.
+    """
+    entry.streaming = False
+    text = f"what was written before the seal is written again: {error.get('text', '')}"
+    t.log("info", text, save_id=save.save_id, session=entry.session, count="early_failed")
+    if entry.phase == WRITING and not save.given_up:
+        assert entry.request is not None
+        start_writing(t, save, entry, entry.request)
+
+
+def stop_early(t: Tables) -> None:
+    """Nobody waits any longer for those who stage: what is written beside that, and is no ring, ends."""
+    for _, entry in t.entries():
+        if entry.phase == OPEN and entry.streaming and entry.writing and not entry.ring:
+            t.actions.append(CutOff(slot=entry.slot, generation=entry.generation))
+
+
+def stop_streams(t: Tables, save: Save) -> None:
+    """A save has ended: what waits for its trainers to go on waits no longer."""
+    for entry in save.ranks.values():
+        if entry.streaming and entry.writing:
+            t.actions.append(CutOff(slot=entry.slot, generation=entry.generation))
+
+
+def prepare_of(save_id: str, entry: RankSave) -> Prepare:
+    """Return the job that makes the entry's directory."""
+    return Prepare(
+        key=(save_id, entry.rank),
+        path=entry.path,
+        step=entry.step,
+        nbytes=entry.nbytes,
+        umask=entry.umask,
+        fsync=entry.fsync,
+        overwrite=entry.overwrite,
+        resumed=entry.leftovers,
+    )
+
+
+def clean_up(t: Tables, save: Save) -> None:
+    """Remove what was written of a failed save, once nobody writes to it any more here: one path, then the next.
+
+    IMPORTANT: also of a rank whose writing has failed. It removes what it has created, but for what resists.
+    """
+    left = [e for e in save.ranks.values() if e.wrote or (e.leftovers and not e.link)]
+    # IMPORTANT: never after `unknown`: the manifest may stand, and these are its files.
+    if save.outcome in (FAILED, ABANDONED) and left and not save.jobs:
+        t.actions.append(Remove(save_id=save.save_id, path=left[0].path))
+        save.job = REMOVE
+        save.jobs += 1
+        for entry in [e for e in left if e.path == left[0].path]:
+            entry.result, entry.wrote, entry.leftovers = None, False, False
+
+
+def _overdue(save: Save, since: float) -> float:
+    """Return until when the ranks are waited for that have not sealed; infinity if there are none.
+
+    One whose ring is being written makes progress, or its job ends it: that has the same time for each segment.
+    """
+    missing, timeout_s = save.missing, save.timeout_s
+    if not missing:
+        return float("inf")
+    streaming = {rank: entry for rank, entry in save.ranks.items() if entry.streaming}
+    if any(rank not in streaming for rank in missing):
+        return since + timeout_s
+    written = [streaming[rank] for rank in missing if not (streaming[rank].writing or streaming[rank].ringed)]
+    idle = [entry.written_at for entry in written]
+    return max(since, min(idle)) + timeout_s if idle else float("inf")
+
+
+def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
+    """Return when the save ends if nothing happens, and the rank whose hook that would be; else infinity."""
+    since = save.sealed_since
+    waits = save.outcome is None and not save.committing and not save.is_recovering
+    if not waits or since is None or t.is_followed(save.save_id):
+        return float("inf"), None
+    found: tuple[float, RankSave | None] = (_overdue(save, since), None)
+    for entry in save.ranks.values() if t.heard else ():  # only with followers
+        awaited = entry.phase in (SEALED, WRITING) or (entry.phase == OPEN and entry.ringed) or entry.needs_consent
+        if entry.link and awaited:
+            heard = t.heard.get(entry.link, since)
+            found = min(found, (max(since, heard) + save.timeout_s, None), key=lambda pair: pair[0])
+    run, turn = t.run_of(save.save_id), save.turn_since
+    spoke = run.spoke if run is not None else {}
+    if save.waiting_since is not None and has_elder(save, t.saves):
+        turn = save.waiting_since + save.timeout_s  # it waits no longer than that, as for its commit
+    for entry in save.ranks.values():
+        if entry.request is not None and entry.needs_consent and entry.durable_at is not None:
+            asked_at = max(entry.durable_at, turn, spoke.get(entry.rank, 0.0))
+            silent_until = asked_at + entry.request.hook_timeout_s
+            found = min(found, (silent_until, entry), key=lambda pair: pair[0])
+    return found
+
+
+def look_sooner(save: Save, entry: RankSave, now: float) -> None:
+    """A rank has moved: note that a deadline may pass sooner. `deadline` itself costs as much as there are ranks.
+
+    IMPORTANT: never later than `deadline` would say. What is sooner costs a look.
+    """
+    if save.sealed_since is not None and (save.is_missed or entry.link):
+        save.look_at = min(save.look_at, save.sealed_since + save.timeout_s)
+    if entry.request is not None and entry.durable_at is not None and entry.needs_consent:
+        save.look_at = min(save.look_at, max(entry.durable_at, save.turn_since) + entry.request.hook_timeout_s)
+
+
+def forget_the_silent(t: Tables, links: Set[str]) -> None:
+    """Forget of streams that are over when they were heard, once no open save has a rank that has begun it by them."""
+    over = t.heard.keys() - links
+    if over:
+        for name in over - {e.link for s, e in t.entries() if s.outcome is None}:
+            del t.heard[name]
+
+
+def rival(path: str, save_id: str, saves: Mapping[str, Save]) -> Save | None:
+    """Return another save to `path` that has not ended: the earlier one keeps the path."""
+    for save in saves.values():
+        if save.outcome is None and save.save_id != save_id and path in save.paths:
+            return save
+    return None
+
+
+def has_elder(save: Save, saves: Mapping[str, Save]) -> bool:
+    """Whether an earlier save of the same run has not ended.
+
+    Whoever sees a checkpoint may rely on the ones before it: a small state must not overtake a large one. A save that
+    is only being staged counts too; it ends with its session at the latest.
+    """
+    own = save.save_id
+    return any(
+        s.outcome is None and s.save_id.run_id == own.run_id and s.save_id.sequence < own.sequence
+        for s in saves.values()
+    )

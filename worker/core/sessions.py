@@ -1,4 +1,4 @@
-"""The brain's sessions: which process speaks over which connection, and when it has gone."""
+"""The core's sessions: which process speaks over which connection, and when it has gone."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from asyncckpt.errors import AsyncCkptError, ProtocolError, WorkerUnavailableError
 from asyncckpt.protocol.messages import Hello, Welcome
-from asyncckpt_worker.core.boards import BoardBook
+from asyncckpt_worker.core.actions import Resources
 from asyncckpt_worker.core.events import Died, Peer
-from asyncckpt_worker.core.kept_snapshots import KeepBook
+from asyncckpt_worker.core.exchange import BoardBook
+from asyncckpt_worker.core.kept_snapshots import SnapshotBook
 from asyncckpt_worker.core.model import MAX_SESSIONS, Session
-from asyncckpt_worker.core.resources import Resources
 from asyncckpt_worker.core.runs import RunBook
-from asyncckpt_worker.core.slots import Lending
+from asyncckpt_worker.core.slots import SlotBook
 from asyncckpt_worker.core.tables import Tables
 
 
@@ -22,15 +22,15 @@ class SessionBook:
     def __init__(
         self,
         tables: Tables,
-        lending: Lending,
-        keeping: KeepBook,
+        slot_book: SlotBook,
+        snapshot_book: SnapshotBook,
         runs: RunBook,
         boards: BoardBook,
         welcome: Callable[[int], Welcome],
         resources: Resources,
     ) -> None:
         self._t, self._resources = tables, resources
-        self._lending, self._keeping = lending, keeping
+        self._slot_book, self._snapshot_book = slot_book, snapshot_book
         self._runs, self._boards = runs, boards
         self._welcome = welcome
 
@@ -38,38 +38,32 @@ class SessionBook:
         """Open a session, or find it again: a repeated Hello, or one over a new connection."""
         known = self._t.sessions.get(m.session)
         if self._t.peers.get(peer, m.session) != m.session:
-            return self._lending.refuse(
+            return self._t.refuse(
                 peer, m.id, ProtocolError("this connection belongs to another session", detail="session")
             )
         if known is not None:
             if (known.pid, known.pid_start, known.rank) != (m.pid, m.pid_start, m.rank):
-                return self._lending.refuse(
-                    peer, m.id, ProtocolError("another process has this session", detail="session")
-                )
+                return self._t.refuse(peer, m.id, ProtocolError("another process has this session", detail="session"))
             self._t.peers.pop(known.peer, None)
             self._t.peers[peer], known.peer = known.name, peer
-            return self._lending.send(peer, self._welcome(m.id))
+            return self._t.send(peer, self._welcome(m.id))
         own = sum(not s.link for s in self._t.sessions.values())  # the ranks of other nodes cost nobody a place here
         if self._t.draining or own >= MAX_SESSIONS:
             why = "is shutting down" if self._t.draining else f"serves {MAX_SESSIONS} sessions already"
-            return self._lending.refuse(
-                peer, m.id, WorkerUnavailableError(f"this worker {why}; start another", detail=why)
-            )
+            return self._t.refuse(peer, m.id, WorkerUnavailableError(f"this worker {why}; start another", detail=why))
         if not m.rank < m.world_size:
-            return self._lending.refuse(
-                peer, m.id, ProtocolError(f"rank {m.rank} of world {m.world_size}", detail="rank")
-            )
+            return self._t.refuse(peer, m.id, ProtocolError(f"rank {m.rank} of world {m.world_size}", detail="rank"))
         try:
             is_watched = self._resources.watch(m.session, m.pid, m.pid_start)
         except AsyncCkptError as error:
-            return self._lending.refuse(peer, m.id, error)
+            return self._t.refuse(peer, m.id, error)
         if not is_watched:
             text = f"the worker sees no process {m.pid} with that start time; both must share a PID namespace"
-            return self._lending.refuse(peer, m.id, WorkerUnavailableError(text, detail="pid"))
+            return self._t.refuse(peer, m.id, WorkerUnavailableError(text, detail="pid"))
         session = Session(m.session, peer, m.pid, m.pid_start, m.rank, m.world_size, m.package, m.replaces)
         self._t.sessions[m.session] = session
         self._t.peers[peer] = m.session
-        self._lending.send(peer, self._welcome(m.id))
+        self._t.send(peer, self._welcome(m.id))
         text = f"session opened by process {session.pid}, rank {session.rank} of {session.world_size}"
         self._t.log("info", text, session=session.name, count="sessions_opened")
         return self._replace(session)
@@ -82,7 +76,7 @@ class SessionBook:
             self._forget(session, died=True)
             self._runs.leave(session, f"its process {session.pid} died")
         else:
-            self._keeping.died(event.session)
+            self._snapshot_book.died(event.session)
 
     def goodbye(self, session: Session) -> None:
         """End a session in order."""
@@ -100,8 +94,8 @@ class SessionBook:
 
     def _forget(self, session: Session, successor: Session | None = None, *, died: bool = False) -> None:
         self._t.sessions.pop(session.name, None)
-        self._keeping.session_ended(session, died=died, replaced=successor is not None)
+        self._snapshot_book.session_ended(session, died=died, replaced=successor is not None)
         self._boards.ended(session, successor)
         self._t.peers.pop(session.peer, None)
         for number in sorted(session.slots):
-            self._lending.close(self._t.slots[number])
+            self._slot_book.close(self._t.slots[number])

@@ -1,4 +1,4 @@
-"""The brain's slots: who holds which memory, and when it may be freed.
+"""The core's slots: who holds which memory, and when it may be freed.
 
 Two rules: memory is freed only after a release, a goodbye or the proof of its holder's death, never by a timeout; and
 only when no save reads it any more. Before it is freed it is read once more, so that a sealed snapshot whose doorbell
@@ -13,41 +13,32 @@ from asyncckpt.errors import (
     ProtocolError,
     RanksDisagreeError,
     UnknownSaveError,
-    WorkerUnavailableError,
     from_wire,
-    to_wire,
 )
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import MAX_SLOT_NBYTES, MIN_SLOT_NBYTES, PAGE_NBYTES
-from asyncckpt.protocol.messages import Adopt, Allocate, Begin, Granted, Message, Ok, Refused, Release, Submit
+from asyncckpt.protocol.messages import Adopt, Allocate, Begin, Granted, Ok, Release, Submit
 from asyncckpt.protocol.save_phases import COMMITTED
-from asyncckpt_worker.core.actions import AdoptSlot, FreeSlot, ReadSlot, Send
-from asyncckpt_worker.core.events import Peer, SlotCreated, SlotRead
-from asyncckpt_worker.core.intake import Intake, entry_of_request
-from asyncckpt_worker.core.kept_snapshots import KeepBook, is_in_flight
+from asyncckpt_worker.core.actions import AdoptSlot, FreeSlot, ReadSlot, Resources
+from asyncckpt_worker.core.events import SlotCreated, SlotRead
+from asyncckpt_worker.core.failures import busy, draining
+from asyncckpt_worker.core.kept_snapshots import SnapshotBook, is_in_flight
 from asyncckpt_worker.core.model import MAX_JOBS, MAX_SLOTS_PER_SESSION, Save, Session, Slot, Waiter
-from asyncckpt_worker.core.resources import Resources
+from asyncckpt_worker.core.save_admission import SaveAdmission, entry_of_request
 from asyncckpt_worker.core.tables import Tables
 
 MAX_WAITERS = 16
 """Repeats of one Submit that are all answered; a trainer repeats it a few times at most."""
 
 
-class Lending:
+class SlotBook:
     """Changes `tables.slots` and adds the actions that follow."""
 
-    def __init__(self, tables: Tables, intake: Intake, keeping: KeepBook, resources: Resources) -> None:
+    def __init__(
+        self, tables: Tables, admission: SaveAdmission, snapshot_book: SnapshotBook, resources: Resources
+    ) -> None:
         self._t, self._resources = tables, resources
-        self._intake, self._keeping = intake, keeping
-
-    def send(self, peer: Peer, message: Message) -> None:
-        """Add a Send action."""
-        self._t.actions.append(Send(peer=peer, message=message))
-
-    def refuse(self, peer: Peer, id: int, error: AsyncCkptError) -> None:
-        """Answer a request with an error."""
-        self._t.log("debug", f"refused: {error}", session=self._t.peers.get(peer), count="requests_refused")
-        self.send(peer, Refused(id=id, error=to_wire(error)))
+        self._admission, self._snapshot_book = admission, snapshot_book
 
     # ---- slots ------------------------------------------------------------------------------------------------------
 
@@ -56,13 +47,13 @@ class Lending:
         if m.id in session.granted:
             self.grant_again(session, m.id)
         elif self._t.draining:
-            self.refuse(session.peer, m.id, draining())
+            self._t.refuse(session.peer, m.id, draining())
         elif len(session.slots) >= MAX_SLOTS_PER_SESSION:
             text = f"a session has at most {MAX_SLOTS_PER_SESSION} slots; release one"
-            self.refuse(session.peer, m.id, ProtocolError(text, detail="slots"))
+            self._t.refuse(session.peer, m.id, ProtocolError(text, detail="slots"))
         elif self._t.jobs >= MAX_JOBS:
-            self.refuse(session.peer, m.id, busy())
-        elif (kept := self._keeping.lend_again(session, m)) is not None:
+            self._t.refuse(session.peer, m.id, busy())
+        elif (kept := self._snapshot_book.lend_again(session, m)) is not None:
             self.is_of(session, kept)
             self._grant(session, kept)
         else:
@@ -85,7 +76,7 @@ class Lending:
         """Answer a repeated Allocate or Adopt, unless the first one is still under way."""
         slot = self._t.slots.get(session.granted[id])
         if slot is None or slot.closing:
-            self.refuse(session.peer, id, UnknownSaveError("that slot was released", detail="slot"))
+            self._t.refuse(session.peer, id, UnknownSaveError("that slot was released", detail="slot"))
         elif slot.fd >= 0:
             self._grant(session, slot)
 
@@ -93,7 +84,7 @@ class Lending:
         try:
             slot.fd, slot.token = self._resources.create_slot(slot.number, slot.nbytes, populate=slot.populate)
         except InsufficientMemoryError as error:
-            if self._freeing() or self._keeping.make_room():
+            if self._freeing() or self._snapshot_book.make_room():
                 self._t.postponed[slot.number] = slot
             else:
                 self._not_made(slot, error)
@@ -131,7 +122,7 @@ class Lending:
         if session is not None:
             session.slots.discard(slot.number)
             session.granted.pop(slot.allocate_id, None)
-            self.refuse(session.peer, slot.allocate_id, error)
+            self._t.refuse(session.peer, slot.allocate_id, error)
 
     def _freeing(self) -> bool:
         """Whether memory is about to come back."""
@@ -150,7 +141,7 @@ class Lending:
                 self._create(slot)
 
     def _grant(self, session: Session, slot: Slot) -> None:
-        self.send(
+        self._t.send(
             session.peer,
             Granted(id=slot.allocate_id, slot=slot.number, fd=slot.fd, nbytes=slot.nbytes, token=slot.token),
         )
@@ -162,8 +153,8 @@ class Lending:
             self._t.slots[m.slot].dropped = True
             self.close(self._t.slots[m.slot])
         elif not 0 < m.slot < self._t.next_slot or (m.slot in self._t.slots and not self._was_of(session, m.slot)):
-            return self.refuse(session.peer, m.id, _unknown_slot(m.slot))
-        self.send(session.peer, Ok(id=m.id))
+            return self._t.refuse(session.peer, m.id, _unknown_slot(m.slot))
+        self._t.send(session.peer, Ok(id=m.id))
         return None
 
     def _was_of(self, session: Session, number: int) -> bool:
@@ -203,48 +194,48 @@ class Lending:
         slot = self._t.slots.get(m.slot) if m.slot in session.slots else None
         entry = self._t.entry((m.save_id, session.rank))
         if slot is None:
-            return self.refuse(session.peer, m.id, _unknown_slot(m.slot))
-        other_world = self._intake.refuse_other_world(session, SaveId.parse(m.save_id))
+            return self._t.refuse(session.peer, m.id, _unknown_slot(m.slot))
+        other_world = self._admission.refuse_other_world(session, SaveId.parse(m.save_id))
         if other_world is not None:
-            return self.refuse(session.peer, m.id, from_wire(other_world))
+            return self._t.refuse(session.peer, m.id, from_wire(other_world))
         if entry is not None:
             if entry.slot and (entry.slot, entry.generation) != (m.slot, m.generation):
                 text = f"save {m.save_id} was begun in slot {entry.slot}, generation {entry.generation}"
-                return self.refuse(session.peer, m.id, ProtocolError(text, detail="slot"))
-            return self.send(session.peer, Ok(id=m.id))
+                return self._t.refuse(session.peer, m.id, ProtocolError(text, detail="slot"))
+            return self._t.send(session.peer, Ok(id=m.id))
         before = slot.part[1] if slot.part is not None else None
         if m.generation <= slot.taken or (before and before.is_open and m.generation <= before.generation):
             text = f"generation {m.generation} of slot {m.slot} is over"
-            return self.refuse(session.peer, m.id, UnknownSaveError(text, detail="generation", save_id=m.save_id))
+            return self._t.refuse(session.peer, m.id, UnknownSaveError(text, detail="generation", save_id=m.save_id))
         if before is not None and before.in_flight:
             text = f"slot {m.slot} still holds save {slot.key[0] if slot.key else ''}, which has not ended"
-            return self.refuse(session.peer, m.id, ProtocolError(text, detail="slot"))
+            return self._t.refuse(session.peer, m.id, ProtocolError(text, detail="slot"))
         if self._t.now >= self._t.begins_until:
-            return self.refuse(session.peer, m.id, draining())
+            return self._t.refuse(session.peer, m.id, draining())
         if self._t.jobs >= MAX_JOBS:
-            return self.refuse(session.peer, m.id, busy())
-        self._intake.supersede(slot, m.save_id, m.generation)
-        error = self._intake.begin(session, m)
+            return self._t.refuse(session.peer, m.id, busy())
+        self._admission.supersede(slot, m.save_id, m.generation)
+        error = self._admission.begin(session, m)
         save = self._t.saves[m.save_id]
         slot.part = (save, save.ranks[session.rank])
         if error is not None:
-            return self.refuse(session.peer, m.id, from_wire(error))
-        return self.send(session.peer, Ok(id=m.id))
+            return self._t.refuse(session.peer, m.id, from_wire(error))
+        return self._t.send(session.peer, Ok(id=m.id))
 
     def submit(self, session: Session, m: Submit) -> None:
         """Answer the doorbell: at once when the save is known to be sealed, else when its slot has been read."""
         slot = self._t.slots.get(m.slot) if m.slot in session.slots else None
         entry = self._t.entry((m.save_id, session.rank))
         if slot is None:
-            self.refuse(session.peer, m.id, _unknown_slot(m.slot))
+            self._t.refuse(session.peer, m.id, _unknown_slot(m.slot))
         elif entry is not None and (entry.slot, entry.generation) != (m.slot, m.generation):
             text = f"save {m.save_id} is in slot {entry.slot}, generation {entry.generation}"
-            self.refuse(session.peer, m.id, ProtocolError(text, detail="slot"))
+            self._t.refuse(session.peer, m.id, ProtocolError(text, detail="slot"))
         elif entry is not None and not entry.is_open:
-            self.send(session.peer, Ok(id=m.id))
+            self._t.send(session.peer, Ok(id=m.id))
         elif m.generation <= slot.taken:
             text = f"generation {m.generation} of slot {m.slot} is over"
-            self.refuse(session.peer, m.id, UnknownSaveError(text, detail="generation", save_id=m.save_id))
+            self._t.refuse(session.peer, m.id, UnknownSaveError(text, detail="generation", save_id=m.save_id))
         elif len(slot.waiters) < MAX_WAITERS:
             slot.waiters.append(Waiter(session.peer, m.id, m.save_id, m.generation))
             self._read(slot)
@@ -265,9 +256,9 @@ class Lending:
             # trainer has begun it here.
             begun = request.ring_segments and self._t.entry((request.save_id, slot.rank)) is not None
             if not slot.closing and (begun or event.generation > slot.adopted):
-                self._intake.stream(slot, event.generation, request)
+                self._admission.stream(slot, event.generation, request)
         elif request is not None and event.generation > slot.taken:
-            taken = self._intake.take_up(slot, event.generation, request)
+            taken = self._admission.take_up(slot, event.generation, request)
             if taken and slot.closing:
                 text = "its doorbell had not come"
                 self._t.log("info", text, save_id=request.save_id, session=slot.session, count="saves_rescued")
@@ -279,17 +270,17 @@ class Lending:
         for w in waiters:
             if request is not None and (request.save_id, event.generation) == (w.save_id, w.generation):
                 if self._t.entry((w.save_id, slot.rank)) is not None:
-                    self.send(w.peer, Ok(id=w.id))
+                    self._t.send(w.peer, Ok(id=w.id))
                 else:
                     detail = "the request in the slot is of another rank or world than its session, or than its save"
                     text = f"save {w.save_id}: {detail}"
-                    self.refuse(w.peer, w.id, RanksDisagreeError(text, detail=detail, save_id=w.save_id))
+                    self._t.refuse(w.peer, w.id, RanksDisagreeError(text, detail=detail, save_id=w.save_id))
             elif slot.read_again:
                 slot.waiters.append(w)
             else:
                 text = f"slot {slot.number} does not hold generation {w.generation} of save {w.save_id}, sealed"
                 text += f": {event.reason}" if event.reason else ""
-                self.refuse(w.peer, w.id, UnknownSaveError(text, detail=event.reason, save_id=w.save_id))
+                self._t.refuse(w.peer, w.id, UnknownSaveError(text, detail=event.reason, save_id=w.save_id))
         if slot.read_again:
             slot.read_again = False
             self._read(slot)
@@ -301,23 +292,23 @@ class Lending:
                 save, entry = slot.part
                 if entry.is_open and entry.slot == slot.number:
                     text = "its slot was given back before the snapshot was complete"
-                    self._intake.abandon(save, entry, "not_sealed", text)
+                    self._admission.abandon(save, entry, "not_sealed", text)
 
     def free_what_is_over(self) -> None:
         """Free closing slots that no read, save or reader needs, and that are not kept."""
-        if not self._t.stirred and self._t.now < self._keeping.decides_at:
+        if not self._t.stirred and self._t.now < self._snapshot_book.decides_at:
             return
         self._t.stirred = False
-        self._keeping.decide()
+        self._snapshot_book.decide()
         for slot in list(self._t.closing.values()):
             # IMPORTANT: a write job may outlive its save's end (another rank failed): unmapping under it is a crash.
             if slot.kept or slot.reading or slot.fd < 0 or slot.writes or is_in_flight(slot):
                 continue
             # IMPORTANT: whoever reads it counts even while it cannot be said what is worth keeping.
-            if slot.held_by or slot.number in self._t.found or self._keeping.is_undecided(slot):
+            if slot.held_by or slot.number in self._t.found or self._snapshot_book.is_undecided(slot):
                 continue
             del self._t.slots[slot.number], self._t.closing[slot.number]
-            self._keeping.freed(slot)
+            self._snapshot_book.freed(slot)
             self._t.freeing.add(slot.number)
             self._t.actions.append(FreeSlot(slot=slot.number))
             self._t.log("debug", "slot freed", session=slot.session, count="slots_freed", slot=slot.number)
@@ -327,36 +318,28 @@ def _unknown_slot(number: int) -> UnknownSaveError:
     return UnknownSaveError(f"this session has no slot {number}", detail="slot")
 
 
-def draining() -> WorkerUnavailableError:
-    return WorkerUnavailableError("this worker is shutting down; start another", detail="draining")
-
-
-def busy() -> WorkerUnavailableError:
-    return WorkerUnavailableError("this worker has too many jobs waiting; try again later", detail="busy")
-
-
 class AdoptionBook:
     """Adds to `tables.slots`.
 
     Args:
-        tables: The brain's.
-        lending: Does with an adopted slot what it does with others.
+        tables: The core's.
+        slot_book: Does with an adopted slot what it does with others.
     """
 
-    def __init__(self, tables: Tables, lending: Lending) -> None:
-        self._t, self._lending = tables, lending
+    def __init__(self, tables: Tables, slot_book: SlotBook) -> None:
+        self._t, self._slot_book = tables, slot_book
 
     def adopt(self, session: Session, m: Adopt) -> None:
         """Open the slot, answer, and look into it; a repeated request gets the slot that it got before."""
         if m.id in session.granted:
-            return self._lending.grant_again(session, m.id)
+            return self._slot_book.grant_again(session, m.id)
         if self._t.draining:
-            return self._lending.refuse(session.peer, m.id, draining())
+            return self._t.refuse(session.peer, m.id, draining())
         if len(session.slots) >= MAX_SLOTS_PER_SESSION or not self._is_sound(m):
             text = f"a slot of {m.nbytes} bytes, generation {m.generation}, ended {m.ended}"
-            return self._lending.refuse(session.peer, m.id, ProtocolError(text, detail="slots"))
+            return self._t.refuse(session.peer, m.id, ProtocolError(text, detail="slots"))
         if self._t.jobs >= MAX_JOBS:
-            return self._lending.refuse(session.peer, m.id, busy())
+            return self._t.refuse(session.peer, m.id, busy())
         number = self._t.next_slot
         self._t.next_slot += 1
         slot = Slot(number, m.nbytes, session.name, session.rank, session.world_size, m.id)
@@ -367,7 +350,7 @@ class AdoptionBook:
         slot.reading = True
         self._t.n_reading += 1
         self._t.slots[number] = slot
-        self._lending.is_of(session, slot)
+        self._slot_book.is_of(session, slot)
         self._t.actions.append(AdoptSlot(slot=number, nbytes=m.nbytes, pid=session.pid, fd=m.fd, token=m.token))
         return None
 

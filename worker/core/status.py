@@ -13,10 +13,9 @@ from asyncckpt.protocol.fields import MAX_MISSING
 from asyncckpt.protocol.messages import Heartbeat, Saves
 from asyncckpt.protocol.save_phases import COMMITTED, DURABLE, ENDED, OPEN, PHASES, RECOVERING, SEALED, WRITING
 from asyncckpt_worker.core.actions import Send
-from asyncckpt_worker.core.ended import EndedSave
 from asyncckpt_worker.core.events import SaveKey
 from asyncckpt_worker.core.model import Newest, RankSave, Save, Session
-from asyncckpt_worker.core.tables import Tables
+from asyncckpt_worker.core.tables import EndedSave, Tables
 
 ALMOST = 0.99
 """What is shown as staged before the seal was seen: only that makes a snapshot of it."""

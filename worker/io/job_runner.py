@@ -25,7 +25,7 @@ from asyncckpt.storage.rank_writer import DEFAULT_THREADS
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.core.events import Event
-from asyncckpt_worker.core.freshness import contents_of
+from asyncckpt_worker.io.content_digest import contents_of
 from asyncckpt_worker.io.coverage_check import Prover, hole
 from asyncckpt_worker.io.mount_table import MountTable
 from asyncckpt_worker.io.slot_store import SlotStore
@@ -500,7 +500,7 @@ def _scanned(action: ac.ScanLineage, **found: Any) -> ev.LineageScanned:
 
 
 def gave_up(action: ac.Action, error: Exception) -> ev.Event | None:
-    """Return what the brain hears of a job that could not be begun: nobody else would ever answer for it."""
+    """Return what the core hears of a job that could not be begun: nobody else would ever answer for it."""
     text, code = f"the worker failed: {error!r}", "internal"
     if isinstance(error, NoThreadError):
         text, code = f"{error}; nothing was published; look at these file systems, or save to another one", "no_thread"

@@ -19,7 +19,7 @@ from asyncckpt.failpoints import reach
 from asyncckpt.protocol.codec import decode, encode
 from asyncckpt.protocol.message import Message
 from asyncckpt.protocol.node_tables import MAX_NODE_FRAME_NBYTES, NODE_MESSAGES
-from asyncckpt_worker.core.resources import Connection
+from asyncckpt_worker.core.actions import Connection
 
 HIGH_WATER_MARK = 64
 """Messages that wait per peer and direction: 32 MiB of pages. Chosen, not measured."""

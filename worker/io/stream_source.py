@@ -23,7 +23,7 @@ from asyncckpt.storage.rank_writer import EXTENT_NBYTES, RankJob, RankResult
 from asyncckpt.storage.recovery import keep_ring_files
 from asyncckpt.storage.segment_writer import StreamedImage, write_streamed_files
 from asyncckpt_worker.core.actions import Write
-from asyncckpt_worker.core.freshness import rest_print
+from asyncckpt_worker.io.content_digest import rest_print
 from asyncckpt_worker.io.slot_store import SlotStore
 
 FIRST_POLL_S, LAST_POLL_S = 0.0002, 0.005
@@ -38,7 +38,7 @@ STREAM_LOST = (
 )
 
 PARTING_S = 2.0
-"""A trainer that gives a slot up says why, by a message that the brain gets in milliseconds: it is waited for, so that
+"""A trainer that gives a slot up says why, by a message that the core gets in milliseconds: it is waited for, so that
 other ranks hear that reason. Chosen."""
 
 

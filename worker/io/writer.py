@@ -30,7 +30,7 @@ from asyncckpt.storage.recovery import is_committed, resume_rank_files
 from asyncckpt.storage.store import DirectoryIdentity
 from asyncckpt_worker.core.actions import Commit, Prepare, Write
 from asyncckpt_worker.core.events import SaveKey
-from asyncckpt_worker.core.freshness import rest_print
+from asyncckpt_worker.io.content_digest import rest_print
 from asyncckpt_worker.io.remote_ranks import Structures, await_shared, dcp_part_at, index_at
 from asyncckpt_worker.io.slot_store import SlotStore
 from asyncckpt_worker.io.stream_source import Prove, unproved, write_streamed

@@ -1,6 +1,6 @@
-"""The daemon: ties the brain to socket, clock, processes, memory and jobs.
+"""The daemon: ties the core to socket, clock, processes, memory and jobs.
 
-One control loop turns messages, results, deaths and time into events, and performs the actions that the brain answers
+One control loop turns messages, results, deaths and time into events, and performs the actions that the core answers
 with. It does no file I/O: whatever may wait for a disk is a job.
 """
 
@@ -19,11 +19,10 @@ from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.protocol.messages import PROTOCOL_VERSION, Refused, StatusReport
 from asyncckpt.storage.files import Files
 from asyncckpt_worker.bandwidth import files_for
-from asyncckpt_worker.brain_config import brain_config
-from asyncckpt_worker.config import WorkerConfig
+from asyncckpt_worker.config import WorkerConfig, core_config
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
-from asyncckpt_worker.core.machine import Brain
+from asyncckpt_worker.core.machine import Core
 from asyncckpt_worker.core.model import Slot
 from asyncckpt_worker.core.status import with_progress
 from asyncckpt_worker.io.job_runner import JobRunner, Lanes, gave_up
@@ -39,7 +38,7 @@ from asyncckpt_worker.service.resources import LocalResources
 from asyncckpt_worker.service.server import Server
 
 MAX_WAIT_S = 1.0
-"""The brain hears what time it is at least so often: for deadlines that it does not announce."""
+"""The core hears what time it is at least so often: for deadlines that it does not announce."""
 
 CLOSE_TIMEOUT_S = 5.0
 """How long an exit waits for jobs that were given up."""
@@ -87,7 +86,7 @@ class Daemon:
         self._is_memory_short = False
         self._ticks_at = self._ticked_at = float("-inf")
         self._told: tuple[bool, bool] | None = None
-        """What the brain knows of these two."""
+        """What the core knows of these two."""
         self._memory_pressure = MemoryPressure()
         self._writer = Writer(files or files_for(config.max_write_bandwidth), self._slots, config.roots, config.threads)
         self._lanes = Lanes(self._writer.threads)
@@ -98,7 +97,7 @@ class Daemon:
         self._failing: dict[str, str] = {}
         self._peers = NodeSockets(config.advertise, config.port, self._run_of_key, self.metrics.count)
         resources = LocalResources(self._slots, self._liveness, self._peers, self._jobs, self._bug)
-        self.brain = Brain(brain_config(config), time.monotonic(), resources)
+        self.core = Core(core_config(config), time.monotonic(), resources)
         # Messages before deaths: what a trainer said with its last breath makes better error messages.
         self._steps: dict[str, Callable[[], object]] = {
             "poll": self._poll,
@@ -182,7 +181,7 @@ class Daemon:
 
     def _look_at_memory(self) -> None:
         self._is_memory_short = False
-        self._is_memory_short = self.brain.keeping.any and self._memory_pressure.is_there(time.monotonic())
+        self._is_memory_short = self.core.snapshot_book.any and self._memory_pressure.is_there(time.monotonic())
 
     def _tick(self) -> None:
         now, known = time.monotonic(), (self._is_kept, self._is_memory_short)
@@ -191,12 +190,12 @@ class Daemon:
             self._handle(ev.Tick(now=now, kept=self._is_kept, memory_short=self._is_memory_short))
 
     def _tell_observers(self) -> None:
-        drains = self.brain.tables.draining
-        self._observers.turned(time.monotonic(), time.time(), lambda: self._report(self.brain.report()), drains=drains)
+        drains = self.core.tables.draining
+        self._observers.turned(time.monotonic(), time.time(), lambda: self._report(self.core.report()), drains=drains)
 
     def _wait_s(self) -> float:
         # IMPORTANT: before the events of this turn: a deadline that passes while they are handled is not forgotten.
-        wakes_at = self.brain.wakes_at
+        wakes_at = self.core.wakes_at
         self._ticks_at = self._ticked_at + MAX_WAIT_S
         if wakes_at is not None:
             self._ticks_at = min(self._ticks_at, wakes_at)
@@ -204,7 +203,7 @@ class Daemon:
         return max(0.0, min(waits))
 
     def _handle(self, event: ev.Event) -> None:
-        """Let the brain decide and perform what it says; answers that come at once are further events.
+        """Let the core decide and perform what it says; answers that come at once are further events.
 
         IMPORTANT: nothing is raised. A bug that one event brings to light must not cost every trainer its snapshots.
         """
@@ -215,12 +214,12 @@ class Daemon:
         while todo:
             current = todo.popleft()
             try:
-                actions = self.brain.handle(current)
+                actions = self.core.handle(current)
             except Exception as error:
                 actions = []
                 todo.extend(self._failed_at(current, error))
-            if self.brain.moves:
-                self._observers.saw(self.brain.moves)
+            if self.core.moves:
+                self._observers.saw(self.core.moves)
             for action in actions:
                 try:
                     answer = self._perform(action)
@@ -231,7 +230,7 @@ class Daemon:
                     todo.append(answer)
 
     def _failed_at(self, event: ev.Event, error: Exception) -> list[ev.Event]:
-        """Log a bug of the brain's, answer whoever waits, and return the end of the save that is concerned."""
+        """Log a bug of the core's, answer whoever waits, and return the end of the save that is concerned."""
         self._bug(type(event).__name__, error)
         if isinstance(event, ev.StopRequested) and event.immediately:
             self._exit = ac.Exit(complete=False, reason="an internal error")
@@ -239,13 +238,13 @@ class Daemon:
             refused = SaveFailedError(f"the worker failed: {error!r}; see its log", code="internal", detail=repr(error))
             answer = Refused(id=getattr(event.message, "id", 0), error=to_wire(refused))
             self._do({"answer": partial(self._server.send, event.peer, answer)})
-        save_id = _concerned(event, self.brain.tables.slots)
+        save_id = _concerned(event, self.core.tables.slots)
         if save_id is None or isinstance(event, ev.Broken):
             return []
         return [_broken(save_id, error)]
 
     def _run_of_key(self, client_public: str) -> str | None:
-        return self.brain.run_of_key(client_public)
+        return self.core.run_of_key(client_public)
 
     def _bug(self, where: str, error: Exception) -> None:
         self.metrics.count("internal_errors")
@@ -298,7 +297,7 @@ class Daemon:
             self.metrics.count(action.count)
         log.write(action.level, action.text, save_id=action.save_id, session=action.session, facts=dict(action.facts))
 
-    def _report(self, brains: Mapping[str, Any]) -> dict[str, Any]:
+    def _report(self, of_core: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "package": __version__,
             "protocol": PROTOCOL_VERSION,
@@ -310,8 +309,8 @@ class Daemon:
             "counters": {**self.metrics.counters(), "events_dropped": self._observers.events_dropped},
             "metrics_port": self._observers.metrics_port,
             "process": dict(self.metrics.process()),
-            **brains,
-            "ranks": with_progress(brains["ranks"], self._writer.written(), self._slots.staged_nbytes),
+            **of_core,
+            "ranks": with_progress(of_core["ranks"], self._writer.written(), self._slots.staged_nbytes),
         }
 
 

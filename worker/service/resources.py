@@ -10,7 +10,7 @@ from asyncckpt.errors import AsyncCkptError, SaveFailedError, from_wire, to_wire
 from asyncckpt.failpoints import reach
 from asyncckpt.memory.headroom import check_memory
 from asyncckpt.memory.slot import SlotError
-from asyncckpt_worker.core.resources import Connection, Listener
+from asyncckpt_worker.core.actions import Connection, Listener
 from asyncckpt_worker.io.job_runner import JobRunner
 from asyncckpt_worker.io.node_sockets import NodeSockets
 from asyncckpt_worker.io.slot_store import SlotStore

@@ -1,4 +1,4 @@
-"""The brain's boards: bytes that the ranks of a run lay down for each other before they have any other way to talk."""
+"""Boards: bytes that the ranks of a run put for each other before they have any other way to talk."""
 
 from __future__ import annotations
 

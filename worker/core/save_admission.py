@@ -1,4 +1,4 @@
-"""How the brain's saves come to be: by Begin or by a sealed slot; and how a rank says that it will not take part."""
+"""How a save comes to be: by Begin or by a sealed slot; and how a rank says that it will not take part."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ from asyncckpt.protocol.messages import Begin, Consent, Withdraw
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, FAILED, OPEN
 from asyncckpt_worker.core.agreement import own_contradiction, say
-from asyncckpt_worker.core.ended import EndedSave
 from asyncckpt_worker.core.events import Wire
 from asyncckpt_worker.core.failures import failed, kind_of, other_world, withdrawn
-from asyncckpt_worker.core.model import RankSave, Save, Session, Slot
-from asyncckpt_worker.core.part_jobs import clean_up
-from asyncckpt_worker.core.part_table import NEW
+from asyncckpt_worker.core.model import NEW, RankSave, Save, Session, Slot
 from asyncckpt_worker.core.runs import RunBook
-from asyncckpt_worker.core.saves import SaveBook
-from asyncckpt_worker.core.tables import Tables
+from asyncckpt_worker.core.saves import SaveBook, clean_up
+from asyncckpt_worker.core.tables import EndedSave, Tables
 
 MAX_DECLINED = 64
 """What the ranks of a run have declined last, told again to another leader. More than saves are in flight at once."""
 
 
-class Intake:
+class SaveAdmission:
     """Adds to `tables.saves`, and ends at once what cannot be."""
 
     def __init__(self, tables: Tables, saves: SaveBook, runs: RunBook) -> None:

@@ -9,13 +9,13 @@ from worker_bench import Bench, code
 
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.fields import MAX_PIECE_NBYTES
-from asyncckpt_worker.core import boards
 from asyncckpt_worker.core import events as ev
-from asyncckpt_worker.core.boards import MAX_SHARED_NBYTES
+from asyncckpt_worker.core import exchange
+from asyncckpt_worker.core.exchange import MAX_SHARED_NBYTES
 
 
 class Meeting(Bench):
-    """A brain with one session per rank; peers are b"0", b"1", ...."""
+    """A core with one session per rank; peers are b"0", b"1", ...."""
 
     def __init__(self, world_size: int = 2) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class Meeting(Bench):
         return self.say(m.Fetch, peer, board=board, rank=of, offset=offset)
 
     @property
-    def book(self) -> boards.BoardBook:
-        return self.brain._boards
+    def book(self) -> exchange.BoardBook:
+        return self.core._boards
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_next_job_of_the_same_name_never_gets_what_the_last_one_shared(meeting: 
 
 
 def test_oldest_complete_boards_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boards, "MAX_BOARDS", 3)
+    monkeypatch.setattr(exchange, "MAX_BOARDS", 3)
     meeting = Meeting(1)
     for number in range(5):
         assert isinstance(meeting.share(0, b"x", f"plan-{number}"), m.Ok)
@@ -187,7 +187,7 @@ def test_oldest_complete_boards_make_room(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_boards_that_are_incomplete_stay_and_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boards, "MAX_BOARDS_NBYTES", 100)
+    monkeypatch.setattr(exchange, "MAX_BOARDS_NBYTES", 100)
     meeting = Meeting()
     meeting.share(0, b"x", "a", total=60)
     assert code(meeting.share(0, b"x", "b", total=41)) == "insufficient_memory"
@@ -196,7 +196,7 @@ def test_boards_that_are_incomplete_stay_and_what_does_not_fit_is_refused(monkey
 
 
 def test_boards_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boards, "MAX_BOARDS", 3)
+    monkeypatch.setattr(exchange, "MAX_BOARDS", 3)
     meeting = Meeting()
     replies = [meeting.share(0, b"x", f"plan-{number}") for number in range(4)]
     assert [isinstance(r, m.Ok) for r in replies] == [True, True, True, False]

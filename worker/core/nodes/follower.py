@@ -22,15 +22,14 @@ from asyncckpt.protocol.fields import MAX_TABLE, MAX_TEXT_CHARS
 from asyncckpt.protocol.messages import Follow, Following, Lineage, LineageFound
 from asyncckpt.protocol.node_tables import BEAT_S, Outcomes, Report
 from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, DURABLE, FAILED, UNKNOWN
-from asyncckpt_worker.core.actions import Relay
+from asyncckpt_worker.core.actions import Connection, Relay, Resources
 from asyncckpt_worker.core.events import Peer, Relayed
-from asyncckpt_worker.core.failures import leader_lost, other_world
+from asyncckpt_worker.core.failures import busy, leader_lost, other_world
 from asyncckpt_worker.core.model import RankSave, Run, Save, Session
-from asyncckpt_worker.core.node_tables import STEPS, Row, pages, part_row, reported_phase
-from asyncckpt_worker.core.resources import Connection, Resources
+from asyncckpt_worker.core.nodes.tables import STEPS, Row, pages, part_row, reported_phase
 from asyncckpt_worker.core.runs import RunBook
 from asyncckpt_worker.core.saves import SaveBook
-from asyncckpt_worker.core.slots import Lending, busy
+from asyncckpt_worker.core.slots import SlotBook
 from asyncckpt_worker.core.tables import Tables
 
 MAX_FOLLOWED = 64
@@ -105,13 +104,15 @@ class Follower:
     """Changes `Run.followed`, and what the decider is told and says.
 
     Args:
-        tables: The brain's.
-        runs, saves, lending: The brain's books.
+        tables: The core's.
+        runs, saves, slot_book: The core's books.
         resources: Has the connections.
     """
 
-    def __init__(self, tables: Tables, runs: RunBook, saves: SaveBook, lending: Lending, resources: Resources) -> None:
-        self._t, self._runs, self._saves, self._lending = tables, runs, saves, lending
+    def __init__(
+        self, tables: Tables, runs: RunBook, saves: SaveBook, slot_book: SlotBook, resources: Resources
+    ) -> None:
+        self._t, self._runs, self._saves, self._slot_book = tables, runs, saves, slot_book
         self._resources = resources
         self._followed: dict[str, _Followed] = {}
 
@@ -122,11 +123,11 @@ class Follower:
         run = self._runs.join(session, m.run)
         if run is None:
             error = other_world(m.run, self._t.runs[m.run].world_size, session.rank, session.world_size)
-            return self._lending.refuse(session.peer, m.id, from_wire(error))
+            return self._t.refuse(session.peer, m.id, from_wire(error))
         refusal = self._refusal(m)
         run.estranged = refusal is not None
         if refusal is not None:
-            return self._lending.refuse(session.peer, m.id, refusal)
+            return self._t.refuse(session.peer, m.id, refusal)
         connect = Connection(
             run=m.run,
             address=m.address,
@@ -144,7 +145,7 @@ class Follower:
                 self._resources.connect(connect)
             except AsyncCkptError as error:
                 run.estranged = True
-                return self._lending.refuse(session.peer, m.id, error)
+                return self._t.refuse(session.peer, m.id, error)
             run.followed, run.leader = True, ""
             known = self._followed[m.run] = _Followed(run, connect, self._t.now)
             self._owe_everything(known)
@@ -165,7 +166,7 @@ class Follower:
         """Ask the decider; its answer is remembered."""
         known = self._followed.get(run.run_id)
         if known is None or len(known.questions) >= MAX_ASKING:
-            return self._lending.refuse(session.peer, m.id, busy())
+            return self._t.refuse(session.peer, m.id, busy())
         key = (session.peer, m.id)
         if key not in known.questions:
             known.asked += 1
@@ -202,7 +203,7 @@ class Follower:
         """The decider takes nothing of this worker's."""
         for key in list(known.follows):
             del known.follows[key]
-            self._lending.refuse(*key, from_wire(error))
+            self._t.refuse(*key, from_wire(error))
         self._refuse_questions(known, from_wire(error))
 
     def _is_decided_by(self, known: _Followed, instance: str) -> None:
@@ -241,9 +242,9 @@ class Follower:
             if os.path.dirname(question.path) == parent and question.number <= row["number"]:
                 del known.questions[key]
                 if row["error"]:
-                    self._lending.refuse(*key, from_wire(row["error"]))
+                    self._t.refuse(*key, from_wire(row["error"]))
                 else:
-                    self._lending.send(key[0], LineageFound(id=key[1], epoch=row["epoch"]))
+                    self._t.send(key[0], LineageFound(id=key[1], epoch=row["epoch"]))
 
     def _take_outcome(self, known: _Followed, row: Row) -> None:
         save_id, outcome = SaveId.parse(row["save_id"]), row["outcome"]
@@ -289,7 +290,7 @@ class Follower:
     def _refuse_questions(self, known: _Followed, error: AsyncCkptError) -> None:
         questions, known.questions = known.questions, {}
         for key in questions:
-            self._lending.refuse(*key, error)
+            self._t.refuse(*key, error)
 
     def _give_up(self, known: _Followed, save: Save, why: str) -> None:
         """End a save without the decider: `failed` if that one cannot have committed it, else `unknown`.
@@ -319,7 +320,7 @@ class Follower:
         for known in list(self._followed.values()):
             for key in [key for key, until in known.follows.items() if now >= until]:
                 del known.follows[key]
-                self._lending.refuse(*key, _unreachable(known, "it does not answer"))
+                self._t.refuse(*key, _unreachable(known, "it does not answer"))
             for save in self._t.open_saves(known.run.run_id):
                 begun_at = min(e.begun_at for e in save.ranks.values())
                 if now >= max(known.heard_at, begun_at) + save.timeout_s:
@@ -430,7 +431,7 @@ class Follower:
     def _answer(self, known: _Followed) -> None:
         if known.run.leader:
             for peer, id in known.follows:
-                self._lending.send(peer, Following(id=id, leader=known.run.leader))
+                self._t.send(peer, Following(id=id, leader=known.run.leader))
             known.follows.clear()
 
     # ---- for others -------------------------------------------------------------------------------------------------

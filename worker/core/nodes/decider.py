@@ -17,21 +17,17 @@ from asyncckpt.protocol.fields import MAX_MISSING, MAX_RANKS, MAX_TABLE
 from asyncckpt.protocol.messages import Consent, Lead, Leading, Lineage, Withdraw
 from asyncckpt.protocol.node_tables import BEAT_S, Outcomes, Report
 from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, DURABLE, FAILED, OPEN
-from asyncckpt_worker.core.actions import Relay
-from asyncckpt_worker.core.deadlines import forget_the_silent
-from asyncckpt_worker.core.ended import EndedSave
+from asyncckpt_worker.core.actions import Listener, Relay, Resources
 from asyncckpt_worker.core.events import Relayed, Wire
-from asyncckpt_worker.core.failures import failed, leads_not, not_taken, other_world, worker_lost
-from asyncckpt_worker.core.intake import Intake
-from asyncckpt_worker.core.lineages import LineageBook
+from asyncckpt_worker.core.failures import busy, failed, leads_not, not_taken, other_world, worker_lost
 from asyncckpt_worker.core.model import RankSave, Save, Session, Slot
-from asyncckpt_worker.core.node_tables import Row, begin_of, pages, reported_phase, request_of, unpack_result
-from asyncckpt_worker.core.resources import Listener, Resources
-from asyncckpt_worker.core.runs import RunBook
-from asyncckpt_worker.core.saves import SaveBook
-from asyncckpt_worker.core.slots import Lending, busy
+from asyncckpt_worker.core.nodes.tables import Row, begin_of, pages, reported_phase, request_of, unpack_result
+from asyncckpt_worker.core.runs import LineageBook, RunBook
+from asyncckpt_worker.core.save_admission import SaveAdmission
+from asyncckpt_worker.core.saves import SaveBook, forget_the_silent
+from asyncckpt_worker.core.slots import SlotBook
 from asyncckpt_worker.core.status import missing_of
-from asyncckpt_worker.core.tables import Tables
+from asyncckpt_worker.core.tables import EndedSave, Tables
 
 MAX_LED = 64
 """Runs whose followers are admitted; the oldest that nobody saves in any more makes room. Chosen, not measured."""
@@ -96,14 +92,14 @@ class Decider:
         self,
         tables: Tables,
         runs: RunBook,
-        intake: Intake,
+        admission: SaveAdmission,
         saves: SaveBook,
-        lending: Lending,
+        slot_book: SlotBook,
         lineages: LineageBook,
         resources: Resources,
     ) -> None:
-        self._t, self._runs, self._lending = tables, runs, lending
-        self._intake, self._saves, self._lineages = intake, saves, lineages
+        self._t, self._runs, self._slot_book = tables, runs, slot_book
+        self._admission, self._saves, self._lineages = admission, saves, lineages
         self._resources = resources
         self._listener: Listener | None = None
         self._admitted: dict[str, str] = {}
@@ -124,21 +120,21 @@ class Decider:
         if run is None:
             world_size = self._t.runs[m.run].world_size
             error = from_wire(other_world(m.run, world_size, session.rank, session.world_size))
-            return self._lending.refuse(session.peer, m.id, error)
+            return self._t.refuse(session.peer, m.id, error)
         if run.followed:
-            return self._lending.refuse(session.peer, m.id, leads_not(m.run))
+            return self._t.refuse(session.peer, m.id, leads_not(m.run))
         if not self._make_room(m.run):
-            return self._lending.refuse(session.peer, m.id, busy())
+            return self._t.refuse(session.peer, m.id, busy())
         self._admitted[m.run] = m.client_public
         if self._listener is None:
             try:
                 self._listener = self._resources.listen(m.port, m.server_secret)
             except AsyncCkptError as error:
-                return self._lending.refuse(session.peer, m.id, error)
+                return self._t.refuse(session.peer, m.id, error)
             self._t.log("info", f"listening for other workers at {self._listener.address}")
         at = self._listener
         answer = Leading(id=m.id, address=at.address, server_public=at.public, server_secret=at.secret)
-        return self._lending.send(session.peer, answer)
+        return self._t.send(session.peer, answer)
 
     def _make_room(self, run_id: str) -> bool:
         for old in [r for r in self._admitted if r != run_id and not self._is_in_use(r)]:
@@ -291,8 +287,8 @@ class Decider:
         if entry is None and save is not None and save.outcome == COMMITTED:
             return  # by the decider before: of every rank of the world
         if entry is None:
-            if self._intake.refuse_other_world(session, save_id) is None:
-                self._intake.begin(session, begin_of(row), resumed=row["recovering"])
+            if self._admission.refuse_other_world(session, save_id) is None:
+                self._admission.begin(session, begin_of(row), resumed=row["recovering"])
             entry = self._t.entry((save_id, rank))
         if entry is None or entry.link != reporter.link or entry.ended:
             return
@@ -306,13 +302,13 @@ class Decider:
             return self._makes_no_sense(save_id, entry, error)
         if request is not None and entry.is_open:
             slot = Slot(0, 0, session.name, rank, session.world_size, 0, link=reporter.link)
-            self._intake.take_up(slot, 1, request)
+            self._admission.take_up(slot, 1, request)
         opened = self._t.saves.get(save_id)
         if result is not None and opened is not None and entry.request is not None and entry.result is None:
             self._saves.delivered(opened, entry, result, row.get("report", {}))
         if "consent" in row:
             consent = Consent(id=0, save_id=save_id, granted=row["consent"], reason=row.get("reason", ""))
-            self._intake.consent(session, consent)
+            self._admission.consent(session, consent)
 
     def _makes_no_sense(self, save_id: str, entry: RankSave, error: Exception) -> None:
         """A part that cannot be read never can: its save ends now, rather than with its deadline."""
@@ -351,7 +347,7 @@ class Decider:
             return
         if not self._is_given_up(reporter, row):
             fields = {name: row[name] for name in ("save_id", "reason", "skipped")}
-            self._intake.withdraw(self._session(reporter, row["rank"]), Withdraw(id=0, **fields))
+            self._admission.withdraw(self._session(reporter, row["rank"]), Withdraw(id=0, **fields))
 
     def _is_given_up(self, reporter: _Reporter, row: Row) -> bool:
         """Whether a rank says of what it has sealed that nobody goes on with it: its worker is dead."""
