@@ -279,7 +279,6 @@ class RankSave:
     error: Wire | None = None
     report: dict[str, Any] = field(default_factory=dict)
     durable_at: float | None = None
-    consented: bool = False
     link: str = ""
     """As `Session.link`: then its files are written there."""
 
@@ -290,10 +289,7 @@ class RankSave:
     """Followed: instance of the decider that it was reported to first: another one may find it committed by that."""
 
     consent: tuple[bool, str] | None = None
-    """Followed: what its hook has said, and why."""
-
-    ringed: bool = False
-    """Its ring is being written, and not sealed: as its worker has said last, where another one leads."""
+    """What its hook has said first, and why; None: nothing yet."""
 
     leftovers: bool = False
     """A worker that is dead may have written its files, or some, or committed it: files may stand, which go if the save
@@ -304,8 +300,8 @@ class RankSave:
 
     since: float = 0.0
 
-    ring: bool = False
-    """Its snapshot goes through a ring, and is never whole in memory."""
+    ring_segments: int = 0
+    """Above 0: its snapshot goes through a ring of so many segments, and is never whole in memory."""
 
     stream: SaveRequest | None = None
     """The request of what is written while it is being staged, or was until that failed: not tried twice."""
@@ -314,7 +310,8 @@ class RankSave:
     """It is being written, or was, since before it is sealed; or goes through a ring."""
 
     written_at: float = 0.0
-    """When its files were written; of a ring, that may be before it is sealed."""
+    """When its files were written; of a ring, that may be before it is sealed. With `link`, infinity: its worker
+    has said that it is still writing the ring."""
 
     home: DirectoryIdentity = NO_HOME
     """Its directory, once that was made or could not be."""
@@ -334,6 +331,10 @@ class RankSave:
         return self.request is not None
 
     @property
+    def ring(self) -> bool:
+        return self.ring_segments > 0
+
+    @property
     def preparing(self) -> bool:
         return self.job == PREPARE
 
@@ -344,7 +345,7 @@ class RankSave:
     @property
     def needs_consent(self) -> bool:
         """Whether the commit waits for what this rank's hook says."""
-        return self.request is not None and self.request.hook_timeout_s > 0 and not self.consented
+        return self.request is not None and self.request.hook_timeout_s > 0 and not (self.consent and self.consent[0])
 
 
 @dataclass(slots=True)

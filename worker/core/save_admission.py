@@ -72,7 +72,7 @@ class SaveAdmission:
         if found is None:
             return False
         save, entry = found
-        entry.ring = request.ring_segments > 0
+        entry.ring_segments = request.ring_segments
         if not entry.is_open:  # it has ended, or the same snapshot came twice
             if entry.phase == COMMITTED and (entry.slot, entry.generation) == (slot.number, generation):
                 slot.part = (save, entry)  # where it can still be loaded from
@@ -104,7 +104,7 @@ class SaveAdmission:
         if (entry.slot, entry.generation) != (slot.number, generation):
             return
         slot.part = (save, entry)
-        entry.ring, entry.stream = request.ring_segments > 0, request
+        entry.ring_segments, entry.stream = request.ring_segments, request
         if entry.ring:
             text, level, counter = "a ring is being filled", "info", "saves_ringed"
         else:
@@ -173,7 +173,7 @@ class SaveAdmission:
             run.spoke[session.rank] = self._t.now
             if run.followed:
                 if (mine := self._t.entry((m.save_id, session.rank))) is not None:
-                    mine.consented, mine.consent = m.granted, mine.consent or (m.granted, m.reason)
+                    mine.consent = mine.consent or (m.granted, m.reason)
                 return self._t.to_report.add(run.run_id)
         save, entry = self._t.saves.get(m.save_id), self._t.entry((m.save_id, session.rank))
         if save is None or entry is None or save.outcome is not None or save.world_size != session.world_size:
@@ -183,7 +183,7 @@ class SaveAdmission:
         if not m.granted and entry.needs_consent:
             self._saves.end(save, FAILED, failed(save, entry, "vetoed", f"its pre_commit hook refused: {m.reason}"))
         elif m.granted and entry.needs_consent:
-            entry.consented = True
+            entry.consent = (True, m.reason)
             self._saves.commit_when_complete(save)
 
     def supersede(self, slot: Slot, save_id: str, generation: int) -> None:

@@ -573,8 +573,7 @@ def _overdue(save: Save, since: float) -> float:
     streaming = {rank: entry for rank, entry in save.ranks.items() if entry.streaming}
     if any(rank not in streaming for rank in missing):
         return since + timeout_s
-    written = [streaming[rank] for rank in missing if not (streaming[rank].writing or streaming[rank].ringed)]
-    idle = [entry.written_at for entry in written]
+    idle = [streaming[rank].written_at for rank in missing if not streaming[rank].writing]
     return max(since, min(idle)) + timeout_s if idle else float("inf")
 
 
@@ -586,7 +585,8 @@ def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
         return float("inf"), None
     found: tuple[float, RankSave | None] = (_overdue(save, since), None)
     for entry in save.ranks.values() if t.heard else ():  # only with followers
-        awaited = entry.phase in (SEALED, WRITING) or (entry.phase == OPEN and entry.ringed) or entry.needs_consent
+        writes_ring = entry.phase == OPEN and entry.streaming and entry.written_at == float("inf")
+        awaited = entry.phase in (SEALED, WRITING) or writes_ring or entry.needs_consent
         if entry.link and awaited:
             heard = t.heard.get(entry.link, since)
             found = min(found, (max(since, heard) + save.timeout_s, None), key=lambda pair: pair[0])

@@ -255,7 +255,9 @@ class Lanes:
         """Wait for a job. None: this thread is needed no more, and is counted no more."""
         with self._lock:
             lane.idle += 1
-            lane.ready.wait_for(lambda: lane.jobs or self._closed, IDLE_S)
+            until = time.monotonic() + IDLE_S
+            while not lane.jobs and not self._closed and (left := until - time.monotonic()) > 0:
+                lane.ready.wait(left)
             lane.idle -= 1
             if lane.jobs:
                 return lane.jobs.popleft()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from asyncckpt.errors import AsyncCkptError, from_wire
@@ -292,8 +293,8 @@ class Decider:
             entry = self._t.entry((save_id, rank))
         if entry is None or entry.link != reporter.link or entry.ended:
             return
-        if row["streamed"] and entry.is_open and (not entry.streaming or entry.ringed != row["writing"]):
-            entry.streaming, entry.ringed, entry.written_at = True, row["writing"], self._t.now
+        if row["streamed"] and entry.is_open and (not entry.streaming or (entry.written_at == inf) != row["writing"]):
+            entry.streaming, entry.written_at = True, inf if row["writing"] else self._t.now
             self._t.touched[(save_id, rank)] = None
         try:
             request = request_of(row)
@@ -330,7 +331,7 @@ class Decider:
         assert save is not None
         entry = save.ranks[session.rank]
         entry.link, entry.session = reporter.link, session.name
-        entry.ringed = entry.streaming = False
+        entry.streaming = False
         text = "a rank of it has another worker"
         self._t.log("info", text, save_id=save_id, session=session.name, count="ranks_resumed")
 
