@@ -6,61 +6,36 @@ the worker answers once per arrival; ids are unique per session, and every reque
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
+from asyncckpt.errors import ProtocolError
 from asyncckpt.protocol import fields as check
-from asyncckpt.protocol.adopting import Adopt
-from asyncckpt.protocol.answers import Granted, LineageFound, Ok, Refused, Saves, StatusReport, Welcome
 from asyncckpt.protocol.fields import Check
-from asyncckpt.protocol.linking import Follow, Following, Lead, Leading
-from asyncckpt.protocol.message import Message
-from asyncckpt.protocol.recall import Recall, Recalled
-from asyncckpt.protocol.sharing import Fetch, Fetched, Share
-
-__all__ = [
-    "MAX_PATH_BYTES",
-    "MAX_TABLE",
-    "PROTOCOL_VERSION",
-    "REPLIES",
-    "REQUESTS",
-    "Adopt",
-    "Allocate",
-    "Begin",
-    "Consent",
-    "Drain",
-    "Fetch",
-    "Fetched",
-    "Follow",
-    "Following",
-    "Goodbye",
-    "Granted",
-    "Heartbeat",
-    "Hello",
-    "Lead",
-    "Leading",
-    "Lineage",
-    "LineageFound",
-    "Message",
-    "Ok",
-    "Recall",
-    "Recalled",
-    "Refused",
-    "Release",
-    "Saves",
-    "Share",
-    "Status",
-    "StatusReport",
-    "Submit",
-    "Welcome",
-    "Withdraw",
-]
 
 PROTOCOL_VERSION = 11
 """Of messages, records between workers and the request in a slot; SPEC.md section 2 says when it is to be raised."""
 
 MAX_PATH_BYTES = check.MAX_PATH_BYTES
 MAX_TABLE = check.MAX_TABLE
+
+
+class Message:
+    """Base of all messages. `name`: on the wire; `checks`: what each field may hold."""
+
+    name: ClassVar[str]
+    checks: ClassVar[dict[str, Check]]
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if not self.checks[field.name](value):
+                shown = repr(value)[:80]
+                raise ProtocolError(f"{self.name}: field {field.name} cannot be {shown}", detail=field.name)
+
+
+# ---- requests -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,6 +216,309 @@ class Drain(Message):
     now: bool
     name: ClassVar[str] = "drain"
     checks: ClassVar[dict[str, Check]] = {"id": check.uint, "now": check.flag}
+
+
+# ---- takeover: the memory that a dead worker had lent goes to the next one ------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adopt(Message):
+    """Hold this slot as if it had been lent by this worker. Answered by `granted`, with its number here.
+
+    `fd`: of the trainer's process, which is that of the session. `generation`: of the snapshot that the slot holds or
+    receives; the saves of all generations up to `ended` have ended, as far as the trainer knows. `committed`: the save
+    of generation `ended`, if a worker has said that it is committed, else "".
+    """
+
+    id: int
+    fd: int
+    nbytes: int
+    token: bytes
+    generation: int
+    ended: int
+    committed: str
+    name: ClassVar[str] = "adopt"
+    checks: ClassVar[dict[str, Check]] = {
+        "id": check.uint,
+        "fd": check.uint,
+        "nbytes": check.uint,
+        "token": check.token,
+        "generation": check.uint,
+        "ended": check.uint,
+        "committed": check.save_id_or_none,
+    }
+
+
+# ---- several nodes: one worker leads a run, the others follow -------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lead(Message):
+    """Lead `run`: listen for the workers that follow. The session joins the run.
+
+    `client_public`: the key that they prove. `port`, `server_secret`: of the worker that has led this run before, so
+    that its followers find this one; 0 and "" leave both to the worker.
+    """
+
+    id: int
+    run: str
+    port: int
+    server_secret: str
+    client_public: str
+    name: ClassVar[str] = "lead"
+    checks: ClassVar[dict[str, Check]] = {
+        "id": check.uint,
+        "run": check.hex12,
+        "port": check.port,
+        "server_secret": check.curve_key_or_none,
+        "client_public": check.curve_key,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leading(Message):
+    """The answer to Lead: where this worker listens, and the key pair that it proves."""
+
+    id: int
+    address: str
+    server_public: str
+    server_secret: str
+    name: ClassVar[str] = "leading"
+    checks: ClassVar[dict[str, Check]] = {
+        "id": check.uint,
+        "address": check.address,
+        "server_public": check.curve_key,
+        "server_secret": check.curve_key,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Follow(Message):
+    """Follow the worker that leads `run`. The session joins the run. Answered when that worker has answered.
+
+    `attempt`: goes up with every Follow of this rank, whatever worker it is for, so that the latest counts.
+    `timeout_s`: refused with `worker_unavailable` if it has not answered until then; the worker goes on trying.
+    """
+
+    id: int
+    run: str
+    address: str
+    server_public: str
+    client_public: str
+    client_secret: str
+    attempt: int
+    timeout_s: float
+    name: ClassVar[str] = "follow"
+    checks: ClassVar[dict[str, Check]] = {
+        "id": check.uint,
+        "run": check.hex12,
+        "address": check.address,
+        "server_public": check.curve_key,
+        "client_public": check.curve_key,
+        "client_secret": check.curve_key,
+        "attempt": check.uint,
+        "timeout_s": check.timeout,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Following(Message):
+    """The answer to Follow: the leader's instance."""
+
+    id: int
+    leader: str
+    name: ClassVar[str] = "following"
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "leader": check.hex16}
+
+
+# ---- snapshots in the worker's memory: who loads them asks where they are -------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recall(Message):
+    """Ask for the snapshots at `path` and below it. `hold`: they stay where they are until this session ends."""
+
+    id: int
+    path: str
+    hold: bool
+    name: ClassVar[str] = "recall"
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "path": check.path, "hold": check.flag}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recalled(Message):
+    """The answer to Recall: a row for each rank's part of a snapshot, newest save first.
+
+    A row is a map with `save_id`, `step`, `path`, `rank`, `world_size`, where the part lies (`slot`, `fd`, `nbytes`,
+    `token` as in Granted; `generation`), and two flags: `whole`: all ranks have staged it, and nobody has objected;
+    `committed`. `inode` and `birth_ns` (nanoseconds since 1970; 0: the file system does not tell) are of the save's
+    directory once that was made, else of the one that was to hold it; `inode` 0: neither was seen.
+    """
+
+    id: int
+    parts: tuple[Mapping[str, Any], ...]
+    name: ClassVar[str] = "recalled"
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "parts": check.recall_rows}
+
+
+# ---- boards: the ranks of a run put bytes for each other, piece by piece --------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share(Message):
+    """Put a piece of this rank's bytes on a board: `data` at `offset` of `total`. Pieces come in order."""
+
+    id: int
+    board: str
+    offset: int
+    total: int
+    data: bytes
+    name: ClassVar[str] = "share"
+    checks: ClassVar[dict[str, Check]] = {
+        "id": check.uint,
+        "board": check.text,
+        "offset": check.uint,
+        "total": check.uint,
+        "data": check.piece,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fetch(Message):
+    """Ask for the piece at `offset` of what `rank` has put on a board."""
+
+    id: int
+    board: str
+    rank: int
+    offset: int
+    name: ClassVar[str] = "fetch"
+    checks: ClassVar[dict[str, Check]] = {
+        "id": check.uint,
+        "board": check.text,
+        "rank": check.uint,
+        "offset": check.uint,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fetched(Message):
+    """The answer to Fetch. `missing`: ranks that have not shared all of theirs; while there are any, no data come."""
+
+    id: int
+    missing: tuple[int, ...]
+    total: int
+    data: bytes
+    name: ClassVar[str] = "fetched"
+    checks: ClassVar[dict[str, Check]] = {
+        "id": check.uint,
+        "missing": check.ranks,
+        "total": check.uint,
+        "data": check.piece,
+    }
+
+
+# ---- replies --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Welcome(Message):
+    """The session is open. `instance`: 16 hex digits, random per worker process."""
+
+    id: int
+    package: str
+    pid: int
+    pid_start: int
+    instance: str
+    heartbeat_s: float
+    name: ClassVar[str] = "welcome"
+    checks: ClassVar[dict[str, Check]] = {
+        "id": check.uint,
+        "package": check.text,
+        "pid": check.uint,
+        "pid_start": check.uint,
+        "instance": check.hex16,
+        "heartbeat_s": check.seconds,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Granted(Message):
+    """A slot: its number, the memfd's number in the worker, its size, and the token that it must carry."""
+
+    id: int
+    slot: int
+    fd: int
+    nbytes: int
+    token: bytes
+    name: ClassVar[str] = "granted"
+    checks: ClassVar[dict[str, Check]] = {
+        "id": check.uint,
+        "slot": check.uint,
+        "fd": check.uint,
+        "nbytes": check.uint,
+        "token": check.token,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LineageFound(Message):
+    """The answer to Lineage."""
+
+    id: int
+    epoch: int
+    name: ClassVar[str] = "lineage_found"
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "epoch": check.uint}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ok(Message):
+    """The request arrived and was taken up."""
+
+    id: int
+    name: ClassVar[str] = "ok"
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused(Message):
+    """The request was not taken up: an error of `asyncckpt.errors` as code, text and fields."""
+
+    id: int
+    error: Mapping[str, Any]
+    name: ClassVar[str] = "refused"
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "error": check.mapping}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saves(Message):
+    """States of saves: the answer to Heartbeat (same id), or sent unasked (id 0) when one changes.
+
+    A row is a map with `save_id`, `phase`, and where they apply `error` (as in Refused), `report` (numbers) and
+    `missing` (ranks that have not sealed). `outcomes`: of the latest saves of `run`, the session's, that have ended on
+    all ranks, [sequence, whether all ranks meet again after it].
+    """
+
+    id: int
+    saves: tuple[Mapping[str, Any], ...]
+    run: str
+    outcomes: tuple[tuple[int, bool], ...]
+    name: ClassVar[str] = "saves"
+    checks: ClassVar[dict[str, Check]] = {
+        "id": check.uint,
+        "saves": check.save_rows,
+        "run": check.hex12_or_none,
+        "outcomes": check.outcomes,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StatusReport(Message):
+    """The answer to Status: a JSON-like map, described in SPEC.md."""
+
+    id: int
+    report: Mapping[str, Any]
+    name: ClassVar[str] = "status_report"
+    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "report": check.mapping}
 
 
 _REQUESTS = (

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from asyncckpt.protocol import fields as check
 from asyncckpt.protocol.fields import Check
-from asyncckpt.protocol.message import Message
+from asyncckpt.protocol.messages import Message
 from asyncckpt.protocol.save_phases import ABANDONED, DURABLE, ENDED, FAILED, OPEN, SEALED
 
 MAX_NODE_FRAME_NBYTES = 8 << 20

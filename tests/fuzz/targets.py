@@ -47,8 +47,11 @@ from asyncckpt.interop.sources.unpickler import PickleStream, UnpicklingError, u
 from asyncckpt.memory.slot import MIN_SLOT_NBYTES, PAGE_NBYTES, SlotControl, SlotError  # noqa: E402
 from asyncckpt.planning.contributions import Contribution  # noqa: E402
 from asyncckpt.protocol import codec  # noqa: E402
-from asyncckpt.protocol.message import Message  # noqa: E402
-from asyncckpt.protocol.messages import REPLIES, REQUESTS  # noqa: E402
+from asyncckpt.protocol.messages import (  # noqa: E402
+    REPLIES,
+    REQUESTS,
+    Message,
+)
 from asyncckpt.protocol.node_tables import NODE_MESSAGES, Report  # noqa: E402
 from asyncckpt.protocol.request import decode_request, encode_request  # noqa: E402
 from asyncckpt.protocol.samples import decode_samples, encode_samples  # noqa: E402

@@ -17,7 +17,7 @@ from zmq.utils import z85
 from asyncckpt.errors import AsyncCkptError, EndpointError, WorkerUnavailableError
 from asyncckpt.failpoints import reach
 from asyncckpt.protocol.codec import decode, encode
-from asyncckpt.protocol.message import Message
+from asyncckpt.protocol.messages import Message
 from asyncckpt.protocol.node_tables import MAX_NODE_FRAME_NBYTES, NODE_MESSAGES
 from asyncckpt_worker.core.actions import Connection
 
