@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from asyncckpt import __version__, ends
 from asyncckpt.checkpointer import refuse_unknown
-from asyncckpt.client import WorkerProcess
+from asyncckpt.client.worker_client import WorkerClient, await_saves_below
 from asyncckpt.config import CheckpointerConfig, endpoint_from_environment, refuse_positional
 from asyncckpt.ends import EXIT_WAIT_S
 from asyncckpt.errors import (
@@ -28,7 +28,6 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.hand_over import hand_over
 from asyncckpt.handle import SaveHandle
 from asyncckpt.hooks import HookRunner
-from asyncckpt.in_flight import await_saves_below
 from asyncckpt.overlapping import Overlapping
 from asyncckpt.parts import CheckpointProcess, CheckpointReader, CheckpointStager
 from asyncckpt.process_group import Membership
@@ -86,7 +85,7 @@ class AsyncCheckpointer(Overlapping):
             raise ConfigError(
                 "commit_hook is asked by the worker, which checkpoint_process replaces", field="commit_hook"
             )
-        self._retired: list[WorkerProcess] = []
+        self._retired: list[WorkerClient] = []
         if checkpoint_process is None:
             self._named, self._hooks = endpoint or endpoint_from_environment(), HookRunner(commit_hook)
             self._own_stager = checkpoint_stager
@@ -96,7 +95,7 @@ class AsyncCheckpointer(Overlapping):
                 checkpoint_process,
                 checkpoint_stager or HostStager(allow_pickle=self.config.allow_pickle),
             )
-        own_parts = not (isinstance(self._stager, SlotStager) and isinstance(self._process, WorkerProcess))
+        own_parts = not (isinstance(self._stager, SlotStager) and isinstance(self._process, WorkerClient))
         self._takes_extra = own_parts or commit_hook is not None
         self._tracker = SaveTracker(on_error=self.config.on_error)
         self._events = SaveEvents(self.config.events, self._overlap)
@@ -122,15 +121,15 @@ class AsyncCheckpointer(Overlapping):
 
     def _take_ranks(self, member: Membership) -> None:
         before = self._process
-        if isinstance(before, WorkerProcess):
+        if isinstance(before, WorkerClient):
             self._reach_worker(member, at_once=False, overlap=self._overlap)
             self._retired = [*(process for process in self._retired if not process.has_ended), before]
             before.retire()  # its saves end as what they are
         super()._take_ranks(member)
 
-    def _workers(self) -> list[WorkerProcess]:
+    def _workers(self) -> list[WorkerClient]:
         """Return the worker as each rank saw it that this process has been, the last one at the end."""
-        return [*self._retired, *([self._process] if isinstance(self._process, WorkerProcess) else [])]
+        return [*self._retired, *([self._process] if isinstance(self._process, WorkerClient) else [])]
 
     def save(
         self,
@@ -227,7 +226,7 @@ class AsyncCheckpointer(Overlapping):
 
     def _decline(self, save_id: SaveId, error: BaseException) -> None:
         """The other ranks must not wait for this one."""
-        if isinstance(self._process, WorkerProcess):
+        if isinstance(self._process, WorkerClient):
             self._process.decline(save_id, repr(error), skipped=isinstance(error, SaveSkippedError))
 
     def pending(self) -> list[SaveHandle]:
@@ -282,7 +281,7 @@ class AsyncCheckpointer(Overlapping):
         finally:
             for process in self._retired:
                 process.close()
-            self._process.close()  # a WorkerProcess that was closed already has nothing left to do
+            self._process.close()  # a WorkerClient that was closed already has nothing left to do
             for handle in self._tracker.pending():  # of an own process; the worker's have been ended by now
                 handle.fail(CheckpointerClosedError("the checkpointer was closed before this save had ended"))
             self._events.close()
@@ -313,7 +312,7 @@ class AsyncCheckpointer(Overlapping):
         for process in reversed(self._workers()):
             process.flush((deadline - time.monotonic()) / 2)
             process.close(max(0.0, deadline - time.monotonic()), at_exit=at_exit)
-        if not (at_exit and isinstance(self._process, WorkerProcess)):
+        if not (at_exit and isinstance(self._process, WorkerClient)):
             self._close_parts()
 
     def __del__(self) -> None:
@@ -323,7 +322,7 @@ class AsyncCheckpointer(Overlapping):
             )
             self._closed = True
             # A collector may run this in any thread, under any lock: nothing here waits.
-            if not isinstance(self._process, WorkerProcess):
+            if not isinstance(self._process, WorkerClient):
                 self._close_parts()
             elif isinstance(self._stager, SlotStager):  # what is still being copied is submitted first
                 self._stager.overlap.copier.when_idle(self._process.abandon)

@@ -24,12 +24,12 @@ from typing import Any
 
 import msgpack
 
+from asyncckpt.client.worker_links import Links, Worker
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.errors import AsyncCkptError, PlanTimeoutError, SaveFailedError
 from asyncckpt.exchange import SAVE, Exchange, Meeting
 from asyncckpt.failpoints import reach
 from asyncckpt.introductions import check_equal, introduced, unpacked
-from asyncckpt.links import Links, Worker
 from asyncckpt.outcomes import Outcomes
 from asyncckpt.planning.agreement import Agreement
 from asyncckpt.planning.contributions import Contribution, decode_contributions

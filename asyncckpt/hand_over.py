@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
+from asyncckpt.client.pending_saves import StagedSnapshot
 from asyncckpt.errors import AsyncCkptError, ConfigError, StagingError
 from asyncckpt.handle import SaveHandle, SaveReport
 from asyncckpt.parts import CheckpointProcess
-from asyncckpt.pending import StagedSnapshot
 
 
 def hand_over(

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
+from asyncckpt.client.worker_links import Links
 from asyncckpt.config import RankInfo
-from asyncckpt.links import Links
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.fields import MAX_OUTCOMES
 

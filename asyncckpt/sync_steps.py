@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncckpt import __version__
+from asyncckpt.client.worker_client import Lineage
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.coordination import Coordination
 from asyncckpt.errors import (
@@ -25,7 +26,6 @@ from asyncckpt.format.layout import PAGE_NBYTES
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.hooks import HookRunner
-from asyncckpt.lineage import Lineage
 from asyncckpt.memory.headroom import check_memory
 from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.paths import current_umask

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Iterable
 
 from asyncckpt import __version__
-from asyncckpt.client import WorkerProcess
+from asyncckpt.client.worker_client import WorkerClient
+from asyncckpt.client.worker_links import Build, Worker
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.coordination import Coordination
 from asyncckpt.errors import ConfigError, WorkerUnavailableError
 from asyncckpt.hooks import HookRunner
-from asyncckpt.links import Build, Worker
 from asyncckpt.process_group import Membership, find_exchange
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
@@ -39,7 +39,7 @@ def refuse_misplaced(given: Iterable[str], *, own_stager: bool, own_process: boo
 
 def reach_worker(
     config: CheckpointerConfig, member: Membership, named: str | None, hooks: HookRunner, *, at_once: bool
-) -> tuple[WorkerProcess, Coordination]:
+) -> tuple[WorkerClient, Coordination]:
     """Return the worker, as this rank sees it, and what its ranks agree on.
 
     Args:
@@ -65,7 +65,7 @@ def reach_worker(
         name=member.name,
         worker=worker,
     )
-    worker.process = process = WorkerProcess(
+    worker.process = process = WorkerClient(
         config, ranks, endpoint=endpoint, named=named is not None, package=__version__, hooks=hooks
     )
     if named is not None and at_once:
@@ -78,7 +78,7 @@ def reach_worker(
 class _Reached(Worker):
     """The worker of `process`, which is made after this."""
 
-    process: WorkerProcess
+    process: WorkerClient
 
     def instance(self) -> str:
         try:

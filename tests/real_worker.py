@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_free_client import MIN_TIMEOUT_S, Client
 
-from asyncckpt import launcher
+from asyncckpt.client import launcher
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt.protocol.identity import start_ticks

@@ -18,9 +18,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncckpt import launcher
 from asyncckpt.cli.output import EXIT_SIGNAL, EXIT_UNREACHABLE, EXIT_USAGE, say
 from asyncckpt.cli.worker import status_of, tell_to_drain
+from asyncckpt.client import launcher
 from asyncckpt.config import ENDPOINT_VARIABLE, EVENTS_VARIABLE
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.protocol.endpoint import private_endpoint, socket_path

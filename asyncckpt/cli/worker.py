@@ -9,9 +9,9 @@ import sys
 import time
 from typing import Any
 
-from asyncckpt import launcher
 from asyncckpt.cli import add_json, describe
 from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table, say
+from asyncckpt.client import launcher
 from asyncckpt.config import endpoint_from_environment
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol import messages

@@ -10,12 +10,12 @@ import time
 from collections.abc import Sequence
 
 from asyncckpt import __version__, ends
-from asyncckpt.client import WorkerProcess
+from asyncckpt.client.connection import CLOSE_TIMEOUT_S
+from asyncckpt.client.worker_client import WorkerClient
+from asyncckpt.client.worker_links import Build, Links, Worker
 from asyncckpt.config import CheckpointerConfig, RankInfo
-from asyncckpt.connection import CLOSE_TIMEOUT_S
 from asyncckpt.dcp.tickets import Ticket
 from asyncckpt.format.names import SaveId
-from asyncckpt.links import Build, Links, Worker
 from asyncckpt.outcomes import Outcomes, Run
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
@@ -48,7 +48,7 @@ class StockRun(Run):
 class _Ours(Worker):
     """The worker of `process`, which is made after this."""
 
-    process: WorkerProcess
+    process: WorkerClient
 
     def instance(self) -> str:
         return self.process.connect().worker.instance
@@ -76,7 +76,7 @@ class Desk:
         socket_path(self.endpoint)
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._process: WorkerProcess | None = None
+        self._process: WorkerClient | None = None
         self._run: StockRun | None = None
         self._linked: tuple[object, ...] = ()
         self._told = b""
@@ -149,7 +149,7 @@ class Desk:
             for rank in numbers
         ]
 
-    def join(self, ticket: Ticket, config: CheckpointerConfig) -> WorkerProcess:
+    def join(self, ticket: Ticket, config: CheckpointerConfig) -> WorkerClient:
         """Return the worker, once this process is the ticket's rank of the save's run.
 
         Raises:
@@ -163,7 +163,7 @@ class Desk:
                 self._process.withdraw(ticket.save_id, f"its worker cannot be used: {error!r}")
             raise
 
-    def _join(self, ticket: Ticket, config: CheckpointerConfig) -> WorkerProcess:
+    def _join(self, ticket: Ticket, config: CheckpointerConfig) -> WorkerClient:
         run = self._as(RankInfo(ticket.rank, ticket.world_size), config)
         assert self._process is not None
         if run.run_id != ticket.save_id.run_id:
@@ -182,13 +182,13 @@ class Desk:
             assert self._run is not None
             return self._run
 
-    def _open(self, rank: RankInfo, config: CheckpointerConfig) -> WorkerProcess:
+    def _open(self, rank: RankInfo, config: CheckpointerConfig) -> WorkerClient:
         if self._process is not None:
             self._process.close()
         worker = _Ours()
         self._run = StockRun(rank, Links(rank, worker, config.worker_timeout_s))
         self._linked, self._told, self._saves = (), b"", 0
-        worker.process = self._process = WorkerProcess(
+        worker.process = self._process = WorkerClient(
             config, self._run, endpoint=self.endpoint, named=self._named, package=__version__
         )
         return self._process

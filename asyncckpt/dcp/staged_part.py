@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt import __version__
-from asyncckpt.client import WorkerProcess
+from asyncckpt.client.worker_client import WorkerClient
 from asyncckpt.dcp.committing import Saved
 from asyncckpt.dcp.filling import fill, pieces_of
 from asyncckpt.dcp.laid_out import LaidOut, WriteOptions, lay_out
@@ -45,7 +45,7 @@ def stage_part(
     planner: SavePlanner,
     ticket: Ticket,
     options: WriteOptions,
-    process: WorkerProcess,
+    process: WorkerClient,
     seal_room: SealRoom,
 ) -> tuple[list[WriteResult], Unsealed | None]:
     """Stage what `plan` gives to this rank, and hand it to the worker unless this is the coordinator.
@@ -97,7 +97,7 @@ class _Part:
     """One `stage_part`."""
 
     def __init__(
-        self, laid_out: LaidOut, ticket: Ticket, options: WriteOptions, process: WorkerProcess, seal_room: SealRoom
+        self, laid_out: LaidOut, ticket: Ticket, options: WriteOptions, process: WorkerClient, seal_room: SealRoom
     ) -> None:
         self.laid_out = laid_out
         self._ticket, self._options, self._process = ticket, options, process

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from asyncckpt.client import WorkerProcess
+from asyncckpt.client.pending_saves import StagedSnapshot, WriteFuture
+from asyncckpt.client.worker_client import WorkerClient
 from asyncckpt.dcp.committing import Saved, ending_of
 from asyncckpt.dcp.seal_room import SealRoom
 from asyncckpt.errors import InsufficientMemoryError, SaveFailedError, SlotBusyError
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.mapping import copy_bytes
 from asyncckpt.memory.slot import PAGE_NBYTES, slot_nbytes
-from asyncckpt.pending import StagedSnapshot, WriteFuture
 from asyncckpt.protocol.request import SaveRequest, check_metadata, encode_request
 from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.segmented_copy import REQUEST_SLACK_NBYTES
@@ -25,7 +25,7 @@ from asyncckpt.staging.streaming import SlotStream
 
 @dataclass(kw_only=True, slots=True)
 class Unsealed:
-    """The coordinator's part, staged: its slot is sealed by `seal`, or given up by `WorkerProcess.withdraw`.
+    """The coordinator's part, staged: its slot is sealed by `seal`, or given up by `WorkerClient.withdraw`.
 
     Attributes:
         slot: Open, or streamed if `begun`.
@@ -34,7 +34,7 @@ class Unsealed:
         stream: Of the slot, where it is streamed.
     """
 
-    process: WorkerProcess
+    process: WorkerClient
     saved: Saved
     seal_room: SealRoom
     request: SaveRequest
@@ -128,7 +128,7 @@ class Unsealed:
         )
 
 
-def begin(process: WorkerProcess, slot: LentSlot, request: SaveRequest, request_nbytes: int) -> None:
+def begin(process: WorkerClient, slot: LentSlot, request: SaveRequest, request_nbytes: int) -> None:
     """Announce a save whose request will be about so long; its step is not known yet."""
     process.begin(
         SaveId.parse(request.save_id),
@@ -140,7 +140,7 @@ def begin(process: WorkerProcess, slot: LentSlot, request: SaveRequest, request_
     )
 
 
-def hand_over(process: WorkerProcess, slot: LentSlot, request: SaveRequest, began_at: float) -> WriteFuture:
+def hand_over(process: WorkerClient, slot: LentSlot, request: SaveRequest, began_at: float) -> WriteFuture:
     """Ring the doorbell for a slot that is sealed. Does not wait.
 
     Args:

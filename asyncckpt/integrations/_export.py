@@ -27,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from asyncckpt.client.launcher import python_command, worker_environment
 from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.integrations._export_queue import (
     POLL_S,
@@ -40,7 +41,6 @@ from asyncckpt.integrations._export_queue import (
 from asyncckpt.integrations._file_manifest import files_in
 from asyncckpt.interop.copy_pipeline import Run, Target, write_files
 from asyncckpt.interop.publish import Beside, beside, publish
-from asyncckpt.launcher import python_command, worker_environment
 from asyncckpt.paths import current_umask
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, read_contents
 from asyncckpt.storage.files import MODE_DIRECTORY, MODE_FILE, Files, fsync_directory

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from asyncckpt.board import BoardExchange
+from asyncckpt.client.worker_board import BoardExchange
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import AsyncCkptError, SaveFailedError
 from asyncckpt.exchange import Exchange

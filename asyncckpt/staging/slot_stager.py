@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from asyncckpt.client import WorkerProcess
+from asyncckpt.client.pending_saves import StagedSnapshot
+from asyncckpt.client.worker_client import WorkerClient
 from asyncckpt.collector import collect_now, collector_paused
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.coordination import Coordination
@@ -24,7 +25,6 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.parts import CheckpointStager
 from asyncckpt.paths import current_umask
-from asyncckpt.pending import StagedSnapshot
 from asyncckpt.planning.contributions import Contribution
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.leaves import encode_leaves
@@ -58,7 +58,7 @@ class SlotStager(CheckpointStager):
 
     def __init__(
         self,
-        process: WorkerProcess,
+        process: WorkerClient,
         ranks: Coordination,
         config: CheckpointerConfig,
         *,

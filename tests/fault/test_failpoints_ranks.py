@@ -24,7 +24,8 @@ from real_worker import DEADLINE_S, wait_until
 from worker_here import Here
 
 import asyncckpt
-from asyncckpt import AsyncCheckpointer, PerRank, RankInfo, SyncCheckpointer, links
+from asyncckpt import AsyncCheckpointer, PerRank, RankInfo, SyncCheckpointer
+from asyncckpt.client import worker_links as links
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.failpoints import observed
 from asyncckpt.storage.files import Files

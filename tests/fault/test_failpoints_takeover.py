@@ -27,7 +27,8 @@ from real_worker import DEADLINE_S, stop_whoever_serves, wait_until
 from worker_here import Here
 
 import asyncckpt
-from asyncckpt import AsyncCheckpointer, launcher
+from asyncckpt import AsyncCheckpointer
+from asyncckpt.client import launcher
 from asyncckpt.errors import AsyncCkptError, CommitUnknownError
 from asyncckpt.failpoints import observed
 from asyncckpt.format.index import MAX_INDEX_NBYTES

@@ -24,8 +24,8 @@ from real_worker import RealWorker, is_served, status_of
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
+from asyncckpt.client.failover import MAX_HANDOVERS
 from asyncckpt.errors import WorkerUnavailableError
-from asyncckpt.takeover import MAX_HANDOVERS
 
 pytestmark = [pytest.mark.fault, pytest.mark.soak, pytest.mark.timeout(3000)]
 

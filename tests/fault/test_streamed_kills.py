@@ -26,7 +26,7 @@ import states
 from real_worker import RealWorker, is_served, stop_whoever_serves, wait_until
 
 import asyncckpt
-from asyncckpt import launcher
+from asyncckpt.client import launcher
 from asyncckpt.protocol import save_phases
 from asyncckpt.storage.catalog import COMMITTED, look
 from asyncckpt.storage.files import Files
@@ -127,7 +127,9 @@ def test_kills_while_a_snapshot_is_written_as_it_is_staged_lose_nothing_that_was
             lost = lost_in(log)
             assert said["end"] and said["W"] | lost == set(range(first, first + saves)), what
             deaths = 2 if kind == "workers" else 1
-            assert len(lost) <= (deaths if "arena_limit_bytes" in order["fields"] else 0), what
+            # With keep_in_memory="latest" a window gets half of the limit: the next save fills another one beside it.
+            windows = 2 if order["fields"]["keep_in_memory"] == "latest" else 1
+            assert len(lost) <= (deaths * windows if "arena_limit_bytes" in order["fields"] else 0), what
             counts["lost"] += len(lost)
         found = settled(served, root)
         must = said["W"] | (said["S"] if kind == "trainer" else set())

@@ -19,13 +19,13 @@ from real_worker import RealWorker, wait_until, written
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
+from asyncckpt.client.session import Session
 from asyncckpt.errors import (
     CheckpointerClosedError,
     ForkedError,
     ReentrantCallError,
     WaitTimeoutError,
 )
-from asyncckpt.session import Session
 from tests.warm_python import WarmPython
 
 STATE = {"w": torch.arange(100_000.0), "n": {"lr": 0.1}}

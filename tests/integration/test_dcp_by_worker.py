@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import asyncckpt
-from asyncckpt import launcher
+from asyncckpt.client import launcher
+from asyncckpt.client.pending_saves import WriteFuture
 from asyncckpt.dcp import StorageReader, StorageWriter, by_worker, staged_part, unsealed
 from asyncckpt.errors import (
     CheckpointExistsError,
@@ -36,7 +37,6 @@ from asyncckpt.errors import (
     SaveFailedError,
     WorkerUnavailableError,
 )
-from asyncckpt.pending import WriteFuture
 from asyncckpt.staging import streaming
 from asyncckpt.staging.slot_pool import SlotPool
 from asyncckpt.storage.files import Files

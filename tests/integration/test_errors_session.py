@@ -13,13 +13,13 @@ import pytest
 import zmq
 from real_worker import DEADLINE_S, wait_until
 
-from asyncckpt import session_thread
+from asyncckpt.client import session
+from asyncckpt.client.session import Session, greeting
 from asyncckpt.errors import InsufficientMemoryError, ProtocolError, WorkerUnavailableError, to_wire
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.codec import decode, encode
 from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt.protocol.identity import start_ticks
-from asyncckpt.session import Session, greeting
 
 
 class FakeWorker:
@@ -93,7 +93,7 @@ class Trainer:
 
 @pytest.fixture
 def fake(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWorker]:
-    monkeypatch.setattr(session_thread, "RESEND_S", 0.02)
+    monkeypatch.setattr(session, "RESEND_S", 0.02)
     found = FakeWorker(endpoint)
     yield found
     found.close()

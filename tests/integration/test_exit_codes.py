@@ -77,7 +77,7 @@ ENDS = {
     "saving, a global": ("checkpointer = make(); handle = save(checkpointer, 5_000)", 0),
     "just made": (
         """
-        from asyncckpt import launcher
+        from asyncckpt.client import launcher
         launcher.start_worker = lambda *_, **__: time.sleep(0.3)  # as long as starting one takes
         os.environ["XDG_RUNTIME_DIR"] = root
         kept = make(), AsyncCheckpointer(), AsyncCheckpointer().pending()

@@ -16,7 +16,7 @@ from real_worker import DEADLINE_S, RealWorker, stop_whoever_serves, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, AsyncCkptError
-from asyncckpt.client import WorkerProcess
+from asyncckpt.client.worker_client import WorkerClient
 from asyncckpt.outcomes import Outcomes
 from asyncckpt.protocol.endpoint import default_endpoint, make_directory
 from asyncckpt.protocol.fields import MAX_OUTCOMES
@@ -65,10 +65,10 @@ def test_a_rank_that_was_told_too_late_how_many_saves_have_ended_is_in_step_agai
 
 def worker_dies_between(rank: int, root: str) -> list[str]:
     """Rank 0 grows in save 1 and hears that the ranks meet; rank 1 does not, since the worker is killed."""
-    on_saves, found = WorkerProcess._on_saves, []
+    on_saves, found = WorkerClient._on_saves, []
     heard, killed = pathlib.Path(root, "heard"), list[int]()
 
-    def told(self: WorkerProcess, reply: Any) -> None:
+    def told(self: WorkerClient, reply: Any) -> None:
         session = self._connection.session
         assert session is not None
         if rank == 0:
@@ -82,7 +82,7 @@ def worker_dies_between(rank: int, root: str) -> list[str]:
         elif session.worker.pid not in killed:
             on_saves(self, reply)
 
-    WorkerProcess._on_saves = told  # type: ignore[method-assign]
+    WorkerClient._on_saves = told  # type: ignore[method-assign]
     with AsyncCheckpointer(slots=1, keep_in_memory="none", plan_timeout_s=DEADLINE_S) as checkpointer:
         for step in range(5):
             state = {"weight": torch.arange(1000.0)}

@@ -28,10 +28,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, PerRank, SaveHandle
+from asyncckpt.client.worker_links import Links
 from asyncckpt.errors import (
     SaveFailedError,
 )
-from asyncckpt.links import Links
 
 Workers = tuple[real_worker.RealWorker, real_worker.RealWorker]
 
@@ -274,7 +274,7 @@ def test_a_rank_that_withdraws_ends_the_save_beside_the_other_worker(tmp_path: p
 
 def first_save(rank: int, places: tuple[str, ...], root: str, lie: bool) -> tuple[str, str, Any]:
     if lie:  # what rank 0 says of its address leads nowhere
-        from asyncckpt import links
+        from asyncckpt.client import worker_links as links
 
         links.FOLLOW_TIMEOUT_S = 1.5
         tell = Links._lead

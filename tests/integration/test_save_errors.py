@@ -21,7 +21,8 @@ import zmq
 from real_worker import DEADLINE_S, RealWorker, running, wait_until
 
 import asyncckpt
-from asyncckpt import AsyncCheckpointer, SyncCheckpointer, connection, launcher
+from asyncckpt import AsyncCheckpointer, SyncCheckpointer
+from asyncckpt.client import connection, launcher
 from asyncckpt.errors import (
     AsyncCkptError,
     CheckpointExistsError,

@@ -31,7 +31,8 @@ from real_worker import (
 )
 
 import asyncckpt
-from asyncckpt import AsyncCheckpointer, PerRank, launcher
+from asyncckpt import AsyncCheckpointer, PerRank
+from asyncckpt.client import launcher
 from asyncckpt.errors import (
     CheckpointerClosedError,
     CheckpointNotCommittedError,
@@ -279,7 +280,7 @@ def test_where_no_other_worker_can_be_started_the_save_fails_with_a_typed_error(
         saving = Saving(checkpointer, tmp_path / "1", 1)
         held.wait()
         with monkeypatch.context() as patch:
-            patch.setattr("asyncckpt.launcher.start_worker", refuse)
+            patch.setattr("asyncckpt.client.launcher.start_worker", refuse)
             kill_when_freed(checkpointer, 20)
             held.go_on()
             error = saving.handle().written.exception(DEADLINE_S)
@@ -308,7 +309,7 @@ def test_who_waits_for_another_worker_can_be_interrupted_or_closed(
 
         def disturb() -> None:
             held.wait()
-            monkeypatch.setattr("asyncckpt.launcher.start_worker", waits)
+            monkeypatch.setattr("asyncckpt.client.launcher.start_worker", waits)
             kill_when_freed(checkpointer, 20)
             held.go_on()
             wait_until(lambda: counted(checkpointer)[0] == 20 + N_CELLS, "no cell is free")

@@ -16,11 +16,11 @@ from real_worker import DEADLINE_S, RealWorker, saved_at_last, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
-from asyncckpt.connection import Connection
+from asyncckpt.client.connection import Connection
+from asyncckpt.client.session import Session
 from asyncckpt.errors import CheckpointNotCommittedError, StagingError, WorkerUnavailableError
 from asyncckpt.failpoints import observed
 from asyncckpt.memory.arena import SlotMemory
-from asyncckpt.session import Session
 from asyncckpt.staging.copy_cpu import SlotImage
 
 STATE = {"w": torch.arange(100_000.0)}

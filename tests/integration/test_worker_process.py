@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from asyncckpt import launcher
+from asyncckpt.client import launcher
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.identity import start_ticks
@@ -277,7 +277,7 @@ def test_a_launched_worker_finds_what_its_starter_finds_and_does_not_look_in_the
     )
     paths = [str(tmp_path / "added"), *(p for p in sys.path if "site-packages" in p)]
     code = (
-        f"import os, sys\nsys.path += {paths!r}\nfrom asyncckpt import launcher\n"
+        f"import os, sys\nsys.path += {paths!r}\nfrom asyncckpt.client import launcher\n"
         f"if {cwd == 'removed'}: os.rmdir(os.getcwd())\n"
         f"os.environ['NOTE'] = {str(tmp_path / 'note')!r}\n"
         "launcher.start_worker(sys.argv[1], options=('--idle-exit-s', '0.1'))\n"
@@ -325,7 +325,7 @@ def test_started_worker_keeps_neither_cores_nor_signal_mask_nor_limits_of_its_tr
 ) -> None:
     cores = os.sched_getaffinity(0)
     code = (
-        "import os, resource, signal, sys\nfrom asyncckpt import launcher\n"
+        "import os, resource, signal, sys\nfrom asyncckpt.client import launcher\n"
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"

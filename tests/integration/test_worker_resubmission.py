@@ -22,12 +22,13 @@ from own_worker import lose, own_worker, worker_of
 from real_worker import DEADLINE_S, RealWorker, manifest_of, saved_at_last, slots_of, wait_until
 
 import asyncckpt
-from asyncckpt import AsyncCheckpointer, launcher
+from asyncckpt import AsyncCheckpointer
+from asyncckpt.client import launcher
+from asyncckpt.client.failover import MAX_HANDOVERS
+from asyncckpt.client.slot_lender import SlotLender
 from asyncckpt.errors import CheckpointerClosedError, WorkerUnavailableError
 from asyncckpt.protocol.endpoint import default_endpoint, make_directory
-from asyncckpt.slot_lender import SlotLender
 from asyncckpt.staging.copy_cpu import SlotImage
-from asyncckpt.takeover import MAX_HANDOVERS
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 STATE = {"w": torch.arange(100_000.0)}
@@ -123,7 +124,7 @@ def test_where_no_worker_can_be_started_the_futures_fail_and_a_later_save_works(
             raise WorkerUnavailableError("no more processes", endpoint=endpoint)
 
         with monkeypatch.context() as patch, worker.frozen():
-            patch.setattr("asyncckpt.launcher.start_worker", refuse)
+            patch.setattr("asyncckpt.client.launcher.start_worker", refuse)
             handle = checkpointer.save(STATE, tmp_path / "1")
             worker.kill()
             error = handle.written.exception(DEADLINE_S)

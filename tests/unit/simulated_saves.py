@@ -17,6 +17,7 @@ import pytest
 import torch
 from simulated_ranks import Ranks
 
+from asyncckpt.client.pending_saves import StagedSnapshot
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.format.names import SaveId
 from asyncckpt.hand_over import hand_over
@@ -25,7 +26,6 @@ from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import REQUEST_OFFSET_OFFSET, SlotControl
 from asyncckpt.memory.streaming import Counters, StreamLayout
 from asyncckpt.parts import CheckpointProcess
-from asyncckpt.pending import StagedSnapshot
 from asyncckpt.protocol.request import SaveRequest, decode_request
 from asyncckpt.staging import copy_cuda, engine, pinning
 from asyncckpt.staging.lent_slot import LentSlot

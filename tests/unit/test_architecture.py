@@ -67,7 +67,7 @@ MAY_IMPORT = {
 """Rooms that may import only these rooms besides themselves; what is not named here is not restricted."""
 
 QUIET_ROOMS = {
-    *("", "errors", "dtypes", "config", "handle", "client", "launcher", "session", "session_thread", "per_rank"),
+    *("", "errors", "dtypes", "config", "handle", "client", "per_rank"),
     *("ends", "msgpacked", "quantities", "failpoints", "libc", "uninterrupted"),
     *(
         "protocol",

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from asyncckpt.client.pending_saves import WriteFuture
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.format.names import SaveId
 from asyncckpt.handle import SaveHandle, SaveReport
-from asyncckpt.pending import WriteFuture
 
 REPORT = SaveReport(save_id="x", nbytes=3_000_000, seconds={"copy": 0.25, "total": 1.5}, details={"direct": True})
 

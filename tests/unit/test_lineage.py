@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncckpt.lineage import Lineage
+from asyncckpt.client.worker_client import Lineage
 
 RUN = "0123456789ab"
 

@@ -10,9 +10,9 @@ import msgpack
 import pytest
 from simulated_workers import KEY, SECRET
 
+from asyncckpt.client.worker_links import Build, Links, Worker
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import EndpointError, RanksDisagreeError, WorkerUnavailableError
-from asyncckpt.links import Build, Links, Worker
 from asyncckpt.protocol import messages
 
 RUN = "0123456789ab"

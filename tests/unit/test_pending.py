@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from asyncckpt.client.pending_saves import PendingSaves, StagedSnapshot, WriteFuture
 from asyncckpt.errors import (
     AsyncCkptError,
     CheckpointExistsError,
@@ -16,7 +17,6 @@ from asyncckpt.errors import (
     to_wire,
 )
 from asyncckpt.format.names import SaveId
-from asyncckpt.pending import PendingSaves, StagedSnapshot, WriteFuture
 from asyncckpt.protocol import save_phases
 
 NAME = SaveId(1, 2, "0" * 12)

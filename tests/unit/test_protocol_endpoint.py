@@ -165,7 +165,7 @@ def test_without_any_fit_place_it_is_using_the_endpoint_that_fails(
 OTHER_USER = """
 import os, shutil, sys, time  # what argparse imports late too: it may lie where only root can read
 
-from asyncckpt import launcher
+from asyncckpt.client import launcher
 from asyncckpt.cli.worker import status_of
 from asyncckpt.protocol.endpoint import make_directory
 from asyncckpt.recall.snapshots import endpoint_of

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from asyncckpt import slot_lender
+from asyncckpt.client.session import DIED
+from asyncckpt.client.slot_lender import SlotLender
 from asyncckpt.errors import AsyncCkptError, InsufficientMemoryError, WorkerUnavailableError
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.identity import start_ticks
-from asyncckpt.session_thread import DIED
-from asyncckpt.slot_lender import SlotLender
 
 NBYTES = 64 * 1024
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
+from asyncckpt.client.failover import MAX_HANDOVERS, Takeover
+from asyncckpt.client.pending_saves import PendingSaves, StagedSnapshot, Unended, WriteFuture
+from asyncckpt.client.slot_lender import while_workers_die
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, SaveFailedError, WorkerUnavailableError
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.arena import SlotMemory
-from asyncckpt.pending import PendingSaves, StagedSnapshot, Unended, WriteFuture
 from asyncckpt.protocol import messages
-from asyncckpt.slot_lender import while_workers_die
 from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.slot_pool import SlotPool
-from asyncckpt.takeover import MAX_HANDOVERS, Takeover
 
 SAVE = SaveId(1, 2, "0" * 12)
 DIED = WorkerUnavailableError("it has died", detail="died")

@@ -7,9 +7,9 @@ from concurrent.futures import Future
 
 import pytest
 
+from asyncckpt.client.pending_saves import MAX_OPEN, Withdrawals
 from asyncckpt.errors import UnknownSaveError, WorkerUnavailableError
 from asyncckpt.protocol import messages
-from asyncckpt.withdrawals import MAX_OPEN, Withdrawals
 
 SAVE = "000001-00000003-0123456789ab"
 

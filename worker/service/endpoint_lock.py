@@ -23,7 +23,7 @@ _NAME = re.compile(r"([0-9a-f]{16}|run-[0-9a-z]+)\.(?:sock|sock\.lock|log|log\.1
 TAKEN = "taken"
 LOOK_EVERY_S = 0.5
 ALREADY_SERVED = "is already served by a running worker"
-"""`asyncckpt.launcher` looks for these words."""
+"""`asyncckpt.client.launcher` looks for these words."""
 
 
 def forget_dead(path: str) -> None:

@@ -11,14 +11,14 @@ import logging
 import threading
 from collections.abc import Callable
 
-from asyncckpt.connection import Connection
+from asyncckpt.client.connection import Connection
+from asyncckpt.client.pending_saves import PendingSaves, Unended
+from asyncckpt.client.session import Session
+from asyncckpt.client.slot_lender import LATEST_S, is_granted_in_time
 from asyncckpt.ends import BackgroundThread
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, WorkerUnavailableError
 from asyncckpt.failpoints import reach
-from asyncckpt.pending import PendingSaves, Unended
 from asyncckpt.protocol import messages
-from asyncckpt.session import Session
-from asyncckpt.slot_lender import LATEST_S, is_granted_in_time
 from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.slot_pool import SlotPool
 

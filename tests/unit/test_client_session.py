@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
+from asyncckpt.client.connection import Connection
+from asyncckpt.client.session import DIED, Session, greeting
 from asyncckpt.config import CheckpointerConfig
-from asyncckpt.connection import Connection
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol import codec, messages
 from asyncckpt.protocol.identity import start_ticks, watch
-from asyncckpt.session import Session, greeting
-from asyncckpt.session_thread import DIED
 
 SAVE_ID = "000001-00000000-aaaaaaaaaaaa"
 

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
+from asyncckpt.client.session import DIED, Session
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.identity import is_gone
-from asyncckpt.session import Session
-from asyncckpt.session_thread import DIED
 from asyncckpt.staging.lent_slot import LentSlot
 
 Send = Callable[[Callable[[int], messages.Message]], "Future[messages.Message] | None"]

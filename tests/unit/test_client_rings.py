@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.config import CheckpointerConfig
+from asyncckpt.client.pending_saves import PendingSaves
+from asyncckpt.client.worker_client import WorkerClient
+from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.errors import CheckpointerClosedError, SaveFailedError, WorkerUnavailableError
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.arena import SlotMemory
-from asyncckpt.pending import PendingSaves
 from asyncckpt.protocol import messages
 from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.slot_pool import SlotPool
-from asyncckpt.submitting import Submitting
 
 SAVE = SaveId(1, 2, "0" * 12)
 DIED = WorkerUnavailableError("it has died", detail="died")
@@ -39,12 +39,13 @@ class FakeSession:
         return [type(message) for message in self.said]
 
 
-class Trainer(Submitting):
+class Trainer(WorkerClient):
     """With a ring in a slot, and a session; nobody is found unless the test says so."""
 
     def __init__(self, *, is_ring: bool = True) -> None:
-        super().__init__()
-        self.config, self.endpoint = CheckpointerConfig(), "ipc:///e"
+        rank = RankInfo(0, 1)
+        run: Any = SimpleNamespace(rank=rank, alone=True, links=SimpleNamespace(start_options=tuple))
+        super().__init__(CheckpointerConfig(), run, endpoint="ipc:///e", named=True, package="0")
         self.one: Any = FakeSession("a" * 16)
         self.slot = LentSlot(number=1, memory=SlotMemory.create(16384), session=self.one.name, is_ring=is_ring)
         self.pool = SlotPool(self.config, lambda nbytes, within_s: self.slot, lambda slot: None)
@@ -73,7 +74,7 @@ class Trainer(Submitting):
         self._say_again(other, found, self.slot)
         return other
 
-    def close(self) -> None:
+    def end(self) -> None:
         self.slot.close()
 
 
@@ -81,7 +82,7 @@ class Trainer(Submitting):
 def trainer() -> Iterator[Trainer]:
     made = Trainer()
     yield made
-    made.close()
+    made.end()
 
 
 def test_while_its_worker_lives_a_ring_is_only_filled(trainer: Trainer) -> None:
@@ -140,7 +141,7 @@ def test_of_a_whole_slot_that_is_being_filled_the_next_worker_hears_no_doorbell_
     trainer.is_streamed()
     trainer.dies()
     assert trainer.is_found().kinds == [messages.Begin]
-    trainer.close()
+    trainer.end()
 
 
 def test_whether_anybody_hears_of_a_whole_slot_that_is_being_filled_ends_nothing() -> None:
@@ -153,7 +154,7 @@ def test_whether_anybody_hears_of_a_whole_slot_that_is_being_filled_ends_nothing
     trainer.dies(is_handed_on=False)
     trainer.stream(SAVE, trainer.slot)
     assert len(trainer.one.said) == 2
-    trainer.close()
+    trainer.end()
 
 
 def test_a_ring_that_was_sealed_when_its_worker_died_is_announced_by_its_slot_alone(trainer: Trainer) -> None:

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from asyncckpt import launcher
+from asyncckpt.client import launcher
+from asyncckpt.client.session import START_AFTER_S, Session
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.ends import BackgroundThread
 from asyncckpt.errors import (
@@ -20,7 +21,6 @@ from asyncckpt.errors import (
 )
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.dealer import NO_DESCRIPTORS
-from asyncckpt.session import START_AFTER_S, Session
 
 RESTART_GRACE_S = 2.0
 """After a loss at an endpoint that the user named, its own supervisor may bring the worker back for so long."""
@@ -224,3 +224,19 @@ class Connection:
     def is_closed(self) -> bool:
         """Whether nobody can connect any more."""
         return self._closed
+
+
+SILENT_S = 1.0
+"""The worker's control loop does no file I/O: it answers within milliseconds. Chosen."""
+
+SLOW_STORAGE = "storage is slower than the saves come: save less often, or allow more slots"
+
+
+def why_saves_do_not_end(session: Session | None) -> str:
+    """Return it for people, as the end of a sentence."""
+    if session is None or session.error is not None or session.silent_s < SILENT_S:
+        return SLOW_STORAGE
+    return (
+        f"the worker (pid {session.worker.pid}) at {session.endpoint} has not answered for {session.silent_s:.0f} s: "
+        "it hangs, or was stopped; its saves go on when it does"
+    )
