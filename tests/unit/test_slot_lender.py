@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncckpt import slot_lender
+from asyncckpt.client import slot_lender
 from asyncckpt.client.session import DIED
 from asyncckpt.client.slot_lender import SlotLender
 from asyncckpt.errors import AsyncCkptError, InsufficientMemoryError, WorkerUnavailableError
