@@ -585,7 +585,6 @@ POLL_S = 0.05
 """How often the worker is asked. Chosen: saves take longer, and the question costs it next to nothing."""
 
 
-
 def await_saves_below(root: str, deadline: float, process: WorkerClient) -> None:
     """Wait until every save to a child of `root` has ended; while no worker can be reached, nobody writes there.
 
