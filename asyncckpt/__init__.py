@@ -12,13 +12,12 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from asyncckpt.async_checkpointer import AsyncCheckpointer as AsyncCheckpointer
+    from asyncckpt.async_checkpointer import make_async_checkpointer as make_async_checkpointer
     from asyncckpt.checkpointer import Checkpointer as Checkpointer
     from asyncckpt.checkpoints import latest_checkpoint as latest_checkpoint
     from asyncckpt.config import CheckpointerConfig as CheckpointerConfig
     from asyncckpt.config import RankInfo as RankInfo
     from asyncckpt.errors import AsyncCkptError as AsyncCkptError
-    from asyncckpt.factories import make_async_checkpointer as make_async_checkpointer
-    from asyncckpt.factories import make_sync_checkpointer as make_sync_checkpointer
     from asyncckpt.handle import SaveHandle as SaveHandle
     from asyncckpt.handle import SaveReport as SaveReport
     from asyncckpt.interop.convert import ConversionReport as ConversionReport
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from asyncckpt.restoring import SkippedCheckpoint as SkippedCheckpoint
     from asyncckpt.restoring import restore_latest as restore_latest
     from asyncckpt.sync_checkpointer import SyncCheckpointer as SyncCheckpointer
+    from asyncckpt.sync_checkpointer import make_sync_checkpointer as make_sync_checkpointer
 
 _WHERE = {
     "AsyncCheckpointer": "async_checkpointer",
@@ -79,8 +79,8 @@ _WHERE = {
     "held_snapshots": "recall.snapshots",
     "latest_checkpoint": "checkpoints",
     "load": "loading.loader",
-    "make_async_checkpointer": "factories",
-    "make_sync_checkpointer": "factories",
+    "make_async_checkpointer": "async_checkpointer",
+    "make_sync_checkpointer": "sync_checkpointer",
     "open_checkpoint": "loading.opened",
     "optimal_interval": "managing.interval",
     "plan_load": "loading.load_plan",

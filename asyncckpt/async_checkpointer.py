@@ -2,41 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, InvalidStateError
 from types import TracebackType
 from typing import Any, NoReturn
 
 from asyncckpt import __version__, ends
-from asyncckpt.checkpointer import refuse_unknown
+from asyncckpt.checkpointer import Checkpointer, refuse_unknown
+from asyncckpt.client.pending_saves import StagedSnapshot
 from asyncckpt.client.worker_client import WorkerClient, await_saves_below
-from asyncckpt.config import CheckpointerConfig, endpoint_from_environment, refuse_positional
+from asyncckpt.client.worker_links import Build, Worker
+from asyncckpt.config import CheckpointerConfig, RankInfo, endpoint_from_environment, refuse_positional
+from asyncckpt.coordination import Coordination
 from asyncckpt.ends import EXIT_WAIT_S
 from asyncckpt.errors import (
+    AsyncCkptError,
     CheckpointerClosedError,
     ConfigError,
     DuplicateNameError,
     ReentrantCallError,
     SaveSkippedError,
+    StagingError,
     UnsupportedLeafError,
+    WorkerUnavailableError,
 )
 from asyncckpt.format.names import SaveId
-from asyncckpt.hand_over import hand_over
-from asyncckpt.handle import SaveHandle
+from asyncckpt.handle import SaveHandle, SaveReport
 from asyncckpt.hooks import HookRunner
-from asyncckpt.overlapping import Overlapping
 from asyncckpt.parts import CheckpointProcess, CheckpointReader, CheckpointStager
-from asyncckpt.process_group import Membership
+from asyncckpt.process_group import Membership, find_exchange
+from asyncckpt.protocol import messages
+from asyncckpt.protocol.endpoint import default_endpoint, socket_path
 from asyncckpt.save_events import SaveEvents
 from asyncckpt.staging.host_stager import HostStager
 from asyncckpt.staging.overlap import Overlap
 from asyncckpt.staging.slot_stager import SlotStager
 from asyncckpt.tracker import SaveTracker
-from asyncckpt.wiring import reach_worker, refuse_misplaced
 
 STAGED_SHARE = 0.9
 """How much of the time to leave in is for what is still being copied. Telling the worker takes milliseconds; chosen."""
@@ -45,7 +53,7 @@ _log = logging.getLogger("asyncckpt")
 _ARGUMENT_ERRORS = (UnsupportedLeafError, DuplicateNameError, ConfigError)
 
 
-class AsyncCheckpointer(Overlapping):
+class AsyncCheckpointer(Checkpointer):
     """Stages into memory of a worker process and returns; the worker writes, commits and completes the futures.
 
     Args:
@@ -229,6 +237,116 @@ class AsyncCheckpointer(Overlapping):
         if isinstance(self._process, WorkerClient):
             self._process.decline(save_id, repr(error), skipped=isinstance(error, SaveSkippedError))
 
+    # ---- copies behind the training ---------------------------------------------------------------------------------
+
+    def attach(self, *optimizers: Any) -> None:
+        """Copy what these optimizers own behind forward and backward, from the next save on.
+
+        Owned are an optimizer's parameters and the tensors in its `state`, which change in `step()` only. Their copies
+        run in a thread after `save()` has returned; `step()` and `load_state_dict()` of the optimizer wait for them.
+        With `staging="blocking"` they are copied before `save()` returns all the same.
+
+        The condition: nothing else changes these tensors before `fence()` or `staged`. A module may be attached too:
+        then its `load_state_dict()` waits as well. That of any other module, and every other write, fails the save
+        with `SnapshotTornError` as far as a version counter sees it. Not promised: writes that no counter sees
+        (`.data`, raw pointers, fused kernels outside `step()`, CUDA graphs) between `save()` and the fence.
+        `overlap_check` looks for them, and cannot find all.
+
+        Args:
+            *optimizers: `torch.optim.Optimizer` objects, and `torch.nn.Module` objects. Twice is fine. Optimizers are
+                not kept alive.
+
+        Raises:
+            ConfigError: Something else, or an optimizer whose `step()` calls no hooks because it only wraps another
+                one: attach that; or the stager is the user's own.
+            CheckpointerClosedError, ForkedError: The checkpointer.
+        """
+        self._check_usable()
+        overlap = self._overlap
+        if overlap is None:
+            raise ConfigError("attach() is for the default stager and process, which were replaced", field="attach")
+        overlap.attach(*optimizers)
+        self._events.watch(optimizers)
+
+    def detach(self) -> None:
+        """Take back what `attach` did, for all optimizers and modules. Twice is fine.
+
+        Blocks: as `fence()`.
+
+        Raises:
+            CheckpointerClosedError, ForkedError, ReentrantCallError: As `fence()`.
+        """
+        self._check_usable()
+        self._events.unwatch()
+        if self._overlap is not None:
+            self._overlap.detach()
+
+    def fence(self) -> None:
+        """Wait until everything that was saved has been copied: for loops that change tensors outside the hooks.
+
+        For tensors on GPUs it is the calling thread's current streams that wait, not the CPU: whoever changes them
+        from other streams, or from another thread, waits for `staged`.
+
+        Blocks: for running copies, at most 60 s; what has not been copied then is given up, and its save fails.
+
+        Raises:
+            ReentrantCallError: Called by a callback of `staged`, in the thread that copies.
+            CheckpointerClosedError, ForkedError: The checkpointer.
+        """
+        self._check_usable()
+        if self._overlap is not None:
+            self._overlap.fence.wait()
+
+    def prepare(self, state_dict: Mapping[str, Any]) -> None:
+        """Do now what the first save of such a state would do: plan it, get memory, fault its pages in.
+
+        The first save after it is as fast as later ones. Optional; for several structures, call it for each.
+
+        Blocks: for the worker and the memory, 0.3 s and more per GB; with several ranks, it is a collective, up to
+        `plan_timeout_s` for the others.
+
+        Args:
+            state_dict: As for `save()`; its values do not matter.
+
+        Raises:
+            UnsupportedLeafError, DuplicateNameError: It cannot be saved.
+            PlanTimeoutError, RanksDisagreeError, SaveFailedError: The other ranks.
+            InsufficientMemoryError, WorkerUnavailableError: No memory; no worker.
+            SlotTimeoutError, SaveSkippedError, SlotBusyError: Every slot is in use and too small, as `on_busy` says.
+            ConfigError: The stager is the user's own.
+            CheckpointerClosedError, ForkedError, ReentrantCallError: The checkpointer.
+        """
+        self._check_usable()
+        self._follow_ranks()
+        if not isinstance(self._stager, SlotStager):
+            raise ConfigError("prepare() is for the default stager and process, which were replaced", field="prepare")
+        try:
+            self._refuse_in_callback("prepare()")
+        except ReentrantCallError:
+            self._stager.skip_preparation()  # telling the other ranks would wait for this very thread
+            raise
+        if not self._saving.acquire(blocking=False):
+            refused = ReentrantCallError("prepare() was called while save() runs")
+            return self._stager.prepare(state_dict, refused=refused)
+        try:
+            self._stager.prepare(state_dict)
+        finally:
+            self._saving.release()
+
+    def load(self, path: str | os.PathLike[str], state_dict: Any = None, **kw: Any) -> Any:
+        """As `Checkpointer.load`; into tensors of a `state_dict`, after `fence()`."""
+        self._check_usable()
+        if state_dict is not None and self._overlap is not None:
+            self._overlap.fence.wait(ordered=False)
+        return super().load(path, state_dict, **kw)
+
+    @property
+    def _overlap(self) -> Overlap | None:
+        """None where an own stager copies."""
+        return self._stager.overlap if isinstance(self._stager, SlotStager) else None
+
+    # ---- the end of saves, and of the checkpointer ------------------------------------------------------------------
+
     def pending(self) -> list[SaveHandle]:
         """Return the handles that are not yet written, oldest first.
 
@@ -339,3 +457,165 @@ class AsyncCheckpointer(Overlapping):
             self.close()
         else:
             self.leave()
+
+
+def make_async_checkpointer(
+    config: CheckpointerConfig | None = None, rank_info: RankInfo | None = None, commit_hook: Any | None = None
+) -> AsyncCheckpointer:
+    """Return an `AsyncCheckpointer` with the default parts.
+
+    Args:
+        config: Settings; None takes environment and defaults.
+        rank_info: Which rank of how many this process is; None takes `config`'s, else torch.distributed's, else
+            torchrun's environment, else 0 of 1.
+        commit_hook: A `CommitHook`, or any object with one of its methods.
+
+    Raises:
+        WorkerUnavailableError: `$ASYNCCKPT_ENDPOINT` names a worker that cannot be reached.
+        ConfigError: An impossible setting.
+        UnsupportedPlatformError: Elsewhere than Linux.
+    """
+    fields: dict[str, Any] = {} if rank_info is None else {"rank_info": rank_info}
+    return AsyncCheckpointer(config=config, commit_hook=commit_hook, **fields)
+
+
+def hand_over(
+    process: CheckpointProcess, handle: SaveHandle, result: Any, arguments: Mapping[str, Any], kw: Mapping[str, Any]
+) -> None:
+    """Let `process` write what was staged, now or when its rest has been copied. Does not wait.
+
+    Args:
+        process: Writes it.
+        handle: Its futures are completed, by whatever goes wrong with `process`, or with a copy, once it is begun.
+        result: A stager's.
+        arguments: `path`, `step`, `save_id`, `metadata` of the save.
+        kw: The extra arguments of `save()`.
+
+    Raises:
+        StagingError: The rest of the copy could not be begun; the save is the caller's to take back.
+    """
+    if not isinstance(result, StagedSnapshot) or result.rest is None:
+        _write(process, handle, result, arguments, kw)
+        return
+    handle.save_id = result.save_id
+
+    def copied(error: AsyncCkptError | None) -> None:
+        if error is not None:
+            handle.fail(error)
+            return
+        try:
+            _write(process, handle, result, arguments, kw)
+        except BaseException as caught:  # nobody else hears of it: this is the copier's thread
+            handle.fail(caught)
+            raise
+
+    rest, result.rest = result.rest, None
+    try:
+        rest(handle.staged, copied)
+    except Exception as error:
+        raise StagingError(
+            f"step {result.step}: the copy behind the training could not be begun: {error!r}",
+            save_id=str(result.save_id),
+            step=result.step,
+            path=result.path,
+        ) from error
+
+
+def _write(
+    process: CheckpointProcess, handle: SaveHandle, result: Any, arguments: Mapping[str, Any], kw: Mapping[str, Any]
+) -> None:
+    if isinstance(result, StagedSnapshot):
+        handle.save_id = result.save_id
+        report = SaveReport(
+            save_id=str(result.save_id), nbytes=result.nbytes, seconds=result.seconds, details=result.details
+        )
+    else:
+        report = SaveReport(save_id=str(handle.save_id), nbytes=0)
+    rest = {name: value for name, value in arguments.items() if name != "path"}
+    try:
+        future: Any = process.write(result, arguments["path"], **rest, **kw)
+    except Exception as error:
+        handle.fail(error)
+        return
+    try:
+        with contextlib.suppress(InvalidStateError):  # an interrupt in `save()`, or `close()`, has failed it meanwhile
+            handle.staged.set_result(report)
+    finally:  # also after an exit by a callback of `staged`
+        if isinstance(future, Future):
+            handle.follow(future)
+        else:
+            kind = type(future).__name__
+            handle.fail(ConfigError(f"write() returned a {kind}, expected a Future", field="checkpoint_process"))
+
+
+_STAGER_FIELDS = frozenset(
+    {"staging", "overlap_check", "layout", "files_per_rank", "max_shard_bytes", "fsync", "write_threads"}
+)
+_KEPT_FIELDS = frozenset({"allow_pickle", "on_error", "worker_shutdown_timeout_s", "rank_info"})
+"""What an own process leaves to the checkpointer, its reader, and the stager that copies for it."""
+
+
+def refuse_misplaced(given: Iterable[str], *, own_stager: bool, own_process: bool) -> None:
+    """Refuse fields, given by name, of parts that were replaced: nobody would heed them.
+
+    Raises:
+        ConfigError: Naming the first.
+    """
+    for name in sorted(given):
+        if own_process and name not in _KEPT_FIELDS:
+            raise ConfigError(f"{name} is about the worker, which checkpoint_process replaces", field=name)
+        if own_stager and name in _STAGER_FIELDS:
+            raise ConfigError(f"{name} is about the default stager, which checkpoint_stager replaces", field=name)
+
+
+def reach_worker(
+    config: CheckpointerConfig, member: Membership, named: str | None, hooks: HookRunner, *, at_once: bool
+) -> tuple[WorkerClient, Coordination]:
+    """Return the worker, as this rank sees it, and what its ranks agree on.
+
+    Args:
+        config: Settings.
+        member: Rank of this process.
+        named: The endpoint that the user named. None: this user's worker of this job, which is started where there is
+            none.
+        hooks: The user's commit hooks.
+        at_once: What was named must answer now; else the worker is looked for in the background.
+
+    Raises:
+        ConfigError: The endpoint is malformed.
+        WorkerUnavailableError: `at_once`, and nobody answers at `named`.
+    """
+    endpoint = named or default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
+    socket_path(endpoint)
+    worker, rank = _Reached(), member.rank
+    ranks = Coordination(
+        rank,
+        config,
+        lambda: find_exchange(rank) or process.board(),
+        package=__version__,
+        name=member.name,
+        worker=worker,
+    )
+    worker.process = process = WorkerClient(
+        config, ranks, endpoint=endpoint, named=named is not None, package=__version__, hooks=hooks
+    )
+    if named is not None and at_once:
+        process.connect(start=False)
+    else:
+        process.connect_soon()
+    return process, ranks
+
+
+class _Reached(Worker):
+    """The worker of `process`, which is made after this."""
+
+    process: WorkerClient
+
+    def instance(self) -> str:
+        try:
+            return self.process.connect().worker.instance
+        except WorkerUnavailableError:
+            return ""
+
+    def call(self, build: Build, timeout_s: float) -> messages.Message:
+        return self.process.call(build, timeout_s)

@@ -139,3 +139,16 @@ def _exchange_of(rank: RankInfo) -> Exchange:
             value=repr(rank),
         )
     return found
+
+
+def make_sync_checkpointer(
+    config: CheckpointerConfig | None = None, rank_info: RankInfo | None = None, commit_hook: Any | None = None
+) -> SyncCheckpointer:
+    """Return a `SyncCheckpointer` with the default parts; arguments as `make_async_checkpointer`.
+
+    Raises:
+        ConfigError: An impossible setting.
+        UnsupportedPlatformError: Elsewhere than Linux.
+    """
+    fields: dict[str, Any] = {} if rank_info is None else {"rank_info": rank_info}
+    return SyncCheckpointer(config=config, commit_hook=commit_hook, **fields)

@@ -163,7 +163,7 @@ def test_a_worker_on_its_way_out_holds_the_first_save_up_no_longer_than_it_takes
     path = pathlib.Path(socket_path(endpoint))
     lock = acquire_lock(str(path))
     assert lock is not None
-    monkeypatch.setattr("asyncckpt.wiring.default_endpoint", lambda *_, **__: endpoint)
+    monkeypatch.setattr("asyncckpt.async_checkpointer.default_endpoint", lambda *_, **__: endpoint)
     timer = threading.Timer(1.5, os.close, (lock,))
     timer.start()
     try:

@@ -17,10 +17,10 @@ import pytest
 import torch
 from simulated_ranks import Ranks
 
+from asyncckpt.async_checkpointer import hand_over
 from asyncckpt.client.pending_saves import StagedSnapshot
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.format.names import SaveId
-from asyncckpt.hand_over import hand_over
 from asyncckpt.handle import SaveHandle
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import REQUEST_OFFSET_OFFSET, SlotControl

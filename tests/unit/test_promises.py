@@ -61,7 +61,7 @@ ABOUT_ATTACH = [
     "docs/frameworks/torchtitan.md",
     "docs/frameworks/transformers.md",
     "docs/migration/lightning.md",
-    "asyncckpt/overlapping.py",
+    "asyncckpt/async_checkpointer.py",
 ]
 
 

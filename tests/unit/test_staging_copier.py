@@ -10,10 +10,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from asyncckpt.async_checkpointer import hand_over  # noqa: E402
 from asyncckpt.client.pending_saves import StagedSnapshot, WriteFuture  # noqa: E402
 from asyncckpt.errors import AsyncCkptError, StagingError  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
-from asyncckpt.hand_over import hand_over  # noqa: E402
 from asyncckpt.handle import SaveHandle  # noqa: E402
 from asyncckpt.staging.copier import Copier  # noqa: E402
 from asyncckpt.staging.deferred import DeferredCopy  # noqa: E402
