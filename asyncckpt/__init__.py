@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from asyncckpt.loading.loader import load as load
     from asyncckpt.loading.opened import OpenCheckpoint as OpenCheckpoint
     from asyncckpt.loading.opened import open_checkpoint as open_checkpoint
-    from asyncckpt.managing.interval import optimal_interval as optimal_interval
-    from asyncckpt.managing.manager import CheckpointManager as CheckpointManager
-    from asyncckpt.managing.master_params import refresh_master_params as refresh_master_params
-    from asyncckpt.managing.rng import RngState as RngState
+    from asyncckpt.manager.manager import CheckpointManager as CheckpointManager
+    from asyncckpt.manager.master_params import refresh_master_params as refresh_master_params
+    from asyncckpt.manager.rng import RngState as RngState
+    from asyncckpt.manager.save_policy import optimal_interval as optimal_interval
     from asyncckpt.parts import CheckpointProcess as CheckpointProcess
     from asyncckpt.parts import CheckpointReader as CheckpointReader
     from asyncckpt.parts import CheckpointStager as CheckpointStager
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "AsyncCheckpointer": "async_checkpointer",
     "AsyncCkptError": "errors",
-    "CheckpointManager": "managing.manager",
+    "CheckpointManager": "manager.manager",
     "CheckpointProcess": "parts",
     "CheckpointReader": "parts",
     "CheckpointStager": "parts",
@@ -68,7 +68,7 @@ _WHERE = {
     "PerRank": "per_rank",
     "RankInfo": "config",
     "RestoredCheckpoint": "restoring",
-    "RngState": "managing.rng",
+    "RngState": "manager.rng",
     "SaveHandle": "handle",
     "SaveReport": "handle",
     "ShardedSlice": "planning.sharding.shards",
@@ -82,9 +82,9 @@ _WHERE = {
     "make_async_checkpointer": "async_checkpointer",
     "make_sync_checkpointer": "sync_checkpointer",
     "open_checkpoint": "loading.opened",
-    "optimal_interval": "managing.interval",
+    "optimal_interval": "manager.save_policy",
     "plan_load": "loading.load_plan",
-    "refresh_master_params": "managing.master_params",
+    "refresh_master_params": "manager.master_params",
     "register_shard_type": "planning.sharding.recognising",
     "restore_latest": "restoring",
 }

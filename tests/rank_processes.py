@@ -22,7 +22,7 @@ PRELOADED = (
     "torch",
     "torch.distributed",
     "torch._dynamo",  # every optimizer's first step imports it
-    "asyncckpt.managing.manager",
+    "asyncckpt.manager.manager",
     "torch.distributed.tensor.parallel",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",

@@ -36,7 +36,7 @@ from asyncckpt.integrations._export_queue import (
     remove_target,
 )
 from asyncckpt.integrations._file_manifest import RANK_KEY, STOCK_KEY, encode_manifest
-from asyncckpt.managing.root_lock import RootLock, claim
+from asyncckpt.manager.root_lock import RootLock, claim
 from asyncckpt.one_answer import same_answer
 from asyncckpt.paths import absolute_path
 

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from asyncckpt.config import RankInfo
 from asyncckpt.integrations._background_saver import BackgroundSaver
 from asyncckpt.integrations._capture import capture_torch_save
-from asyncckpt.managing.rng import RngState
+from asyncckpt.manager.rng import RngState
 
 
 class WorkerCheckpointIO(TorchCheckpointIO):

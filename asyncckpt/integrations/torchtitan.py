@@ -17,7 +17,7 @@ import torch
 from asyncckpt.async_checkpointer import AsyncCheckpointer
 from asyncckpt.errors import CheckpointNotFoundError, ConfigError
 from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME
-from asyncckpt.managing import manager
+from asyncckpt.manager import manager
 from asyncckpt.paths import absolute_path
 
 _STEP = re.compile(r"/step-([0-9]+)\Z")

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback
 
 from asyncckpt.integrations._background_saver import BackgroundSaver, warn_of_stock_saves
 from asyncckpt.integrations._capture import recording
-from asyncckpt.managing.preemption import RunPreemption
+from asyncckpt.manager.preemption import RunPreemption
 
 _PREFIX = "checkpoint-"
 _FOREIGN = ("is_fsdp_enabled", "is_deepspeed_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_enabled")

@@ -13,7 +13,7 @@ import real_worker
 import torch
 import trainings
 
-from asyncckpt.managing.root_lock import RootLock
+from asyncckpt.manager.root_lock import RootLock
 
 pytest.importorskip("transformers", reason="`make test-frameworks` installs transformers")
 pytest.importorskip("accelerate", reason="`make test-frameworks` installs accelerate")

@@ -30,7 +30,7 @@ from asyncckpt.errors import (
     NoSoundCheckpointError,
     WaitTimeoutError,
 )
-from asyncckpt.managing.root_lock import ROOT_LOCK_NAME
+from asyncckpt.manager.root_lock import ROOT_LOCK_NAME
 
 STEPS = 12
 

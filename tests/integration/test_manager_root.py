@@ -23,8 +23,8 @@ import asyncckpt
 from asyncckpt import CheckpointManager
 from asyncckpt.cli import main
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, ConfigError, DirectoryInUseError
-from asyncckpt.managing import housekeeping
-from asyncckpt.managing.root_lock import ROOT_LOCK_NAME
+from asyncckpt.manager import retention_thread
+from asyncckpt.manager.root_lock import ROOT_LOCK_NAME
 
 HOLD = """
 import sys, torch, asyncckpt
@@ -166,7 +166,7 @@ def test_what_is_lost_while_a_checkpoint_is_read_back_is_not_removed(
         save(first, 1, 2)
     with manager(max_to_keep=1) as second:
         assert restore(second) == 2
-        monkeypatch.setattr(housekeeping, "is_read_back", stopped_for_long)
+        monkeypatch.setattr(retention_thread, "is_read_back", stopped_for_long)
         save(second, 3)
         assert second.all_steps() == [1, 2, 3]
 
@@ -389,7 +389,7 @@ def test_no_save_waits_while_a_checkpoint_is_read_back(
         reading.set()
         return go.wait(DEADLINE_S)
 
-    monkeypatch.setattr(housekeeping, "is_read_back", slow)
+    monkeypatch.setattr(retention_thread, "is_read_back", slow)
     with manager() as first:
         save(first, 1)
     with manager(max_to_keep=1, slot_timeout_s=1000.0) as second:

@@ -8,8 +8,8 @@ import signal
 import rank_processes
 from rank_processes import talk
 
-from asyncckpt.managing import preemption
-from asyncckpt.managing.preemption import RunPreemption
+from asyncckpt.manager import preemption
+from asyncckpt.manager.preemption import RunPreemption
 
 
 def _told_in_the_first_step(rank: int) -> int:

@@ -13,7 +13,7 @@ import torch
 
 import asyncckpt
 from asyncckpt import SyncCheckpointer
-from asyncckpt.managing.rng import RngState
+from asyncckpt.manager.rng import RngState
 from tests.states import assert_same
 
 HERE = "cpu"

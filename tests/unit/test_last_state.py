@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from asyncckpt.managing import last_state
-from asyncckpt.managing.last_state import LastState
+from asyncckpt.manager import last_state
+from asyncckpt.manager.last_state import LastState
 
 
 class Copy(dict[str, Any]):

@@ -36,20 +36,34 @@ from asyncckpt.errors import (  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
 from asyncckpt.handle import SaveHandle, SaveReport  # noqa: E402
 from asyncckpt.maintenance.policy import RetentionPolicy  # noqa: E402
-from asyncckpt.managing import housekeeping, stopping, time_plan  # noqa: E402
-from asyncckpt.managing.advice import AFTER_SAVES, Advice  # noqa: E402
-from asyncckpt.managing.housekeeping import Hold, Housekeeping  # noqa: E402
-from asyncckpt.managing.manager import CheckpointManager  # noqa: E402
-from asyncckpt.managing.master_params import MasterParams, master_pairs  # noqa: E402
-from asyncckpt.managing.noticeboard import Noticeboard  # noqa: E402
-from asyncckpt.managing.preemption import Preemption  # noqa: E402
-from asyncckpt.managing.pruner import Pruner  # noqa: E402
-from asyncckpt.managing.save_policy import LocalClock, SavePolicy  # noqa: E402
-from asyncckpt.managing.signals import SignalNote, signals_of  # noqa: E402
-from asyncckpt.managing.step_names import StepNames  # noqa: E402
-from asyncckpt.managing.stopping import Stopping  # noqa: E402
-from asyncckpt.managing.time_plan import TimePlan  # noqa: E402
-from asyncckpt.managing.watch import Watch  # noqa: E402
+from asyncckpt.manager import retention_thread, save_policy, step_agreement  # noqa: E402
+from asyncckpt.manager.manager import (  # noqa: E402
+    CheckpointManager,
+    StepNames,
+)
+from asyncckpt.manager.master_params import MasterParams, master_pairs  # noqa: E402
+from asyncckpt.manager.noticeboard import Noticeboard  # noqa: E402
+from asyncckpt.manager.preemption import (  # noqa: E402
+    Preemption,
+    SignalNote,
+    signals_of,
+)
+from asyncckpt.manager.retention_thread import (  # noqa: E402
+    Hold,
+    Housekeeping,
+    Pruner,
+)
+from asyncckpt.manager.save_policy import (  # noqa: E402
+    AFTER_SAVES,
+    Advice,
+    LocalClock,
+    SavePolicy,
+    TimePlan,
+)
+from asyncckpt.manager.step_agreement import (  # noqa: E402
+    Stopping,
+    Watch,
+)
 
 
 class Clock:
@@ -137,7 +151,7 @@ def removing(root: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> tuple[House
         begun.set()
         assert ended.wait(60)
 
-    monkeypatch.setattr(housekeeping, "prune", slow)
+    monkeypatch.setattr(retention_thread, "prune", slow)
     house = Housekeeping(str(root), RetentionPolicy(max_to_keep=1), None, is_leader=True, dead_after_s=1.0)
     save = Hold("a")
     house.begins(save, 60.0)
@@ -266,7 +280,7 @@ def test_wherever_a_save_is_interrupted_its_directory_is_busy_for_as_long_as_it_
 
 
 def test_only_rank_0_removes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(housekeeping, "prune", lambda *given, **more: pytest.fail("it does"))
+    monkeypatch.setattr(retention_thread, "prune", lambda *given, **more: pytest.fail("it does"))
     house = Housekeeping(str(tmp_path), RetentionPolicy(max_to_keep=1), None, is_leader=False, dead_after_s=1.0)
     save = Hold("a")
     house.begins(save, 0.0)
@@ -424,7 +438,7 @@ def test_a_rank_that_has_ended_holds_nobody_up() -> None:
 def test_ranks_that_say_nothing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Stopping(3, lambda: 1.0, lambda: None, 0.01)
     wall = Wall(3)
-    SimulatedBoard(wall, 2).post(stopping.PASSED, b"7")
+    SimulatedBoard(wall, 2).post(step_agreement.PASSED, b"7")
     found.turn(SimulatedBoard(wall, 0))
     with pytest.raises(PlanTimeoutError) as caught:
         found.at(5)
@@ -489,7 +503,7 @@ def test_at_an_even_pace_a_save_comes_every_interval() -> None:
 def test_without_a_word_of_rank_0_training_goes_on_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(time_plan, "WAIT_S", 0.0)
+    monkeypatch.setattr(save_policy, "WAIT_S", 0.0)
     plan = TimePlan(1.0, is_leader=False, wake=lambda: None, hurry=lambda: None)
     assert [plan.at(step) for step in range(3)] == [False] * 3
     assert caplog.text.count("rank 0 has not said") == 1

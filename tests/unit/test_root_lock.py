@@ -19,12 +19,12 @@ import pytest
 from real_worker import wait_until
 
 from asyncckpt.errors import DirectoryInUseError
-from asyncckpt.managing import root_lock
-from asyncckpt.managing.root_lock import ROOT_LOCK_NAME, RootLock
+from asyncckpt.manager import root_lock
+from asyncckpt.manager.root_lock import ROOT_LOCK_NAME, RootLock
 
 HOLD = """
 import sys
-from asyncckpt.managing.root_lock import RootLock
+from asyncckpt.manager.root_lock import RootLock
 held = RootLock(sys.argv[1])
 held.take()
 print("held", flush=True)

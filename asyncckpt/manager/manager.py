@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -17,21 +17,73 @@ from asyncckpt.async_checkpointer import AsyncCheckpointer
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import CheckpointerConfig, check_keywords
 from asyncckpt.ends import EXIT_WAIT_S
-from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, ConfigError, DirectoryInUseError
+from asyncckpt.errors import (
+    AsyncCkptError,
+    CheckpointerClosedError,
+    CheckpointNotFoundError,
+    ConfigError,
+    DirectoryInUseError,
+    ForkedError,
+)
+from asyncckpt.format.names import SaveId, is_quarantined
 from asyncckpt.handle import SaveFuture, SaveHandle, SaveReport
-from asyncckpt.maintenance.policy import RetentionPolicy, manager_metadata
+from asyncckpt.maintenance.policy import RetentionPolicy, extended, manager_metadata
 from asyncckpt.maintenance.retention import Score
-from asyncckpt.managing.advice import Advice
-from asyncckpt.managing.dataloader_workers import is_of_killed_workers
-from asyncckpt.managing.housekeeping import Hold, Housekeeping
-from asyncckpt.managing.last_state import LastState
-from asyncckpt.managing.preemption import Preemption
-from asyncckpt.managing.rendezvous import Rendezvous
-from asyncckpt.managing.resuming import Resuming
-from asyncckpt.managing.root_lock import RootLock, claim
-from asyncckpt.managing.save_policy import LocalClock, SavePolicy, check_seconds
-from asyncckpt.managing.time_plan import TimePlan
+from asyncckpt.manager.last_state import LastState
+from asyncckpt.manager.master_params import MasterParams
+from asyncckpt.manager.preemption import Preemption, is_of_killed_workers
+from asyncckpt.manager.retention_thread import Hold, Housekeeping
+from asyncckpt.manager.root_lock import RootLock, claim
+from asyncckpt.manager.save_policy import Advice, LocalClock, SavePolicy, TimePlan, check_seconds
+from asyncckpt.manager.step_agreement import Rendezvous
+from asyncckpt.paths import absolute_path
+from asyncckpt.restoring import RestoredCheckpoint
 from asyncckpt.steps import checked_step
+
+
+class StepNames:
+    """See the module.
+
+    Args:
+        root: Absolute path of the directory that holds them.
+        step_format: With one field, `step`, as `str.format` has it.
+
+    Raises:
+        ConfigError: It gives no names of directories, or the same one for different steps.
+    """
+
+    def __init__(self, root: str, step_format: str) -> None:
+        self._root, self._format = root, step_format
+        try:
+            names = {self.name(step) for step in (0, 7, 12_345_678, 123_456_789_012)}
+        except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
+            raise self._refused(f"{error!r}") from error
+        if len(names) < 4:
+            raise self._refused("different steps get the same name")
+        for name in names:
+            is_hidden = name.startswith(".") or is_quarantined(name)
+            if not name or is_hidden or os.sep in name or "\0" in name or os.path.basename(name) != name:
+                raise self._refused(f"{name!r} is no name of a directory that is looked at")
+
+    def _refused(self, detail: str) -> ConfigError:
+        return ConfigError(
+            f"step_format={self._format!r}: {detail}; expected something like 'step-{{step:08d}}'",
+            field="step_format",
+            value=repr(self._format)[:80],
+        )
+
+    def name(self, step: int) -> str:
+        """Return the name of the directory of `step`."""
+        return self._format.format(step=step)
+
+    def path(self, step: int) -> str:
+        """Return its absolute path.
+
+        Raises:
+            ConfigError: `step` is no step.
+        """
+        return absolute_path(os.path.join(self._root, self.name(checked_step(step))))
+
 
 _CHECKPOINTER_KEYWORDS = {field.name for field in dataclasses.fields(CheckpointerConfig)} | {
     name for name, one in inspect.signature(AsyncCheckpointer).parameters.items() if one.kind is one.KEYWORD_ONLY
@@ -44,7 +96,7 @@ _NUMBERS = itertools.count()
 _log = logging.getLogger("asyncckpt")
 
 
-class CheckpointManager(Resuming):
+class CheckpointManager:
     """Saves a training to the directories of a root, goes on from the newest, and keeps the disk from filling up.
 
     One manager, on every rank, for a root. It is a context manager. Not thread-safe: one thread trains and saves.
@@ -78,6 +130,10 @@ class CheckpointManager(Resuming):
             closed or the process ends. A manager that only restores takes no lock. The same on all ranks.
         **fields: Fields of `CheckpointerConfig`, and `endpoint`, for the manager's own checkpointer.
 
+    Attributes:
+        root: The absolute path of the directory.
+        checkpointer: Who saves and loads.
+
     Raises:
         ConfigError: A value that makes no sense, `max_to_keep=1` with `best_fn`, or fields for a given checkpointer.
         SignalHandlerError: `preemption_signal`, and this is not the main thread.
@@ -106,7 +162,12 @@ class CheckpointManager(Resuming):
         **fields: Any,
     ) -> None:
         check_keywords(CheckpointManager, fields, _CHECKPOINTER_KEYWORDS)
-        super().__init__(root, step_format, quarantine=quarantine)
+        self.root = absolute_path(root)
+        self._names = StepNames(self.root, step_format)
+        self._quarantine = quarantine
+        self._ancestry: tuple[SaveId, ...] = ()
+        self._last_step: int | None = None
+        self._has_looked = self._closed = False
         policy = RetentionPolicy(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)
         if best_fn is not None and max_to_keep == 1:
             raise ConfigError(
@@ -160,7 +221,132 @@ class CheckpointManager(Resuming):
         together = self._together
         return TimePlan(interval_s, is_leader=self._rank.rank == 0, wake=together.wake, hurry=together.hurry)
 
-    # ---- saving
+    # ---- going on after a restart -----------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        state: MutableMapping[Any, Any] | None = None,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        **options: Any,
+    ) -> RestoredCheckpoint | None:
+        """Load the newest checkpoint that verifies, from memory if it is there, into `state`; on all ranks the same.
+
+        What is broken is passed over with a warning, as by `restore_latest`; what a rollback has left behind comes
+        last. Full-precision masters that the checkpoint lacks are set from the weights (`refresh_master_params`).
+
+        With `step` that one is loaded and no other. Saving after it begins a new branch: from its first commit on the
+        newest checkpoint is of that branch, and what was saved after `step` before is abandoned: still there, listed,
+        loaded only by its step or when nothing else is sound, and the first that retention removes.
+
+        Args:
+            state: Filled in place: as given to `save`. None: a new dict is made.
+            step: Which one; None: the newest.
+            strict: Whether keys that `state` has and the checkpoint lacks are an error; False logs them.
+            **options: As of `restore_latest`.
+
+        Returns:
+            What was loaded; None, on all ranks: there is no checkpoint yet, neither on disk nor in memory.
+
+        Raises:
+            ConfigError: `step` is no step.
+            CheckpointNotFoundError: There is none of `step`.
+            ConfigError: The process group was made, or made anew, after the manager.
+            NoSoundCheckpointError: None verifies.
+            MissingKeysError: The checkpoint lacks what `state` has.
+            AsyncCkptError, OSError: As `restore_latest`.
+
+        Blocks: as `restore_latest`.
+        """
+        self._check_usable()
+        self._check_ranks()
+        self._has_looked = True
+        options.setdefault("quarantine", self._quarantine)
+        masters = MasterParams(state.values() if state is not None else ())
+        path = self.root if step is None else self._names.path(step)
+        found = self.checkpointer.restore_first(
+            self._house.candidates, path, state, below=self.root, strict=strict, **options
+        )
+        if found is None:
+            if step is None:
+                self._last.record_state(state, None)
+                return None
+            raise CheckpointNotFoundError(
+                f"there is no checkpoint of step {step}: none is committed at {path}, nor in memory", path=path
+            )
+        count = masters.refresh()
+        if count:
+            _log.info("%d master parameters were not in the checkpoint; they were set from the weights", count)
+        untouched = 0 if options.get("keys") is not None else masters.untouched()
+        if untouched:
+            _log.warning(
+                "%d parameters that optimizers of the state step on are as before the restore: the checkpoint does not "
+                "hold them, and they are no masters that refresh_master_params knows. If they are copies of weights, "
+                "the next step undoes the restore: save them too, or give the optimizer a master_param_pairs()",
+                untouched,
+            )
+        self._house.restored(found)
+        self._last.record_state(state, found.step)
+        self._last_handle = None
+        self._ancestry = extended(SaveId.parse(found.save_id), found.metadata)
+        self._last_step = found.step
+        return found
+
+    def _check_usable(self) -> None:
+        if self._house.is_forked:
+            raise ForkedError(
+                f"the manager of {self.root} was made by another process; make a new one in a forked child"
+            )
+        if self._closed:
+            raise CheckpointerClosedError("the manager is closed")
+
+    def _check_ranks(self) -> None:
+        """Refuse what the ranks do together once this process is another rank: signals and intervals were agreed on."""
+        if self.checkpointer.rank_changes != self._rank_changes:
+            before, now = self._rank, self.checkpointer.rank_info
+            raise ConfigError(
+                f"the manager of {self.root} was made for rank {before.rank} of {before.world_size}, and this process "
+                f"is rank {now.rank} of {now.world_size} in another process group by now; make the manager after "
+                "init_process_group(), and a new one when the process group is made anew",
+                field="rank_info",
+                value=repr(before),
+            )
+
+    # ---- what is there ----------------------------------------------------------------------------------------------
+
+    def latest_step(self) -> int | None:
+        """Return the step of the newest committed checkpoint, by lineage; None: there is none. Reads the manifests."""
+        return self._house.latest_step()
+
+    def all_steps(self) -> list[int]:
+        """Return the steps of all committed checkpoints, ascending; also of those that a rollback has left behind."""
+        return self._house.all_steps()
+
+    def best_step(self) -> int | None:
+        """Return the step of the best checkpoint; None: none has metrics of which `best_fn` makes a number."""
+        return self._house.best_step()
+
+    def pin(self, step: int) -> None:
+        """Keep the committed checkpoint of `step` for ever, over restarts too.
+
+        Raises:
+            ConfigError: `step` is no step.
+            CheckpointNotFoundError, CheckpointNotCommittedError: There is none.
+            OSError: It may be pinned or not.
+        """
+        self._house.pin(self._names.path(step))
+
+    def unpin(self, step: int) -> bool:
+        """Take the pin of `step` off. Returns whether there was one.
+
+        Raises:
+            ConfigError: `step` is no step.
+            OSError: A call failed.
+        """
+        return self._house.unpin(self._names.path(step))
+
+    # ---- saving -----------------------------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:
         """Whether to save at `step`: a policy says so, or the ranks stop there. Call it on every rank, at every step.
@@ -298,7 +484,7 @@ class CheckpointManager(Resuming):
             _log.warning("%s: the ranks could not agree on the lock of this directory: %s", self.root, error)
         self._is_claimed = True
 
-    # ---- the end
+    # ---- the end ----------------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every save has ended and what has to go is gone.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from asyncckpt.managing.dataloader_workers import have_been_started
+from asyncckpt.manager.preemption import have_been_started
 from asyncckpt.steps import step_in
 
 SAMPLE = 64
