@@ -20,7 +20,8 @@ from asyncckpt.client.pending_saves import StagedSnapshot
 from asyncckpt.client.worker_client import WorkerClient, await_saves_below
 from asyncckpt.client.worker_links import Build, Worker
 from asyncckpt.config import CheckpointerConfig, RankInfo, endpoint_from_environment, refuse_positional
-from asyncckpt.coordination import Coordination
+from asyncckpt.distributed.process_group import Membership, find_exchange
+from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.ends import EXIT_WAIT_S
 from asyncckpt.errors import (
     AsyncCkptError,
@@ -37,7 +38,6 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.handle import SaveHandle, SaveReport
 from asyncckpt.hooks import HookRunner
 from asyncckpt.parts import CheckpointProcess, CheckpointReader, CheckpointStager
-from asyncckpt.process_group import Membership, find_exchange
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
 from asyncckpt.save_events import SaveEvents

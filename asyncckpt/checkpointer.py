@@ -16,7 +16,10 @@ from typing import Any
 
 from asyncckpt.checkpoints import latest_checkpoint
 from asyncckpt.config import CheckpointerConfig, RankInfo
-from asyncckpt.coordination import Coordination
+from asyncckpt.distributed.checkpoint_vote import RESTORE, same_choice
+from asyncckpt.distributed.process_group import Membership
+from asyncckpt.distributed.rendezvous import Exchange, Meeting
+from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.errors import (
     CheckpointerClosedError,
     ConfigError,
@@ -25,18 +28,14 @@ from asyncckpt.errors import (
     UnsupportedPathError,
     UnsupportedPlatformError,
 )
-from asyncckpt.exchange import Exchange, Meeting
 from asyncckpt.format.names import SaveId, is_quarantined
 from asyncckpt.loading.reader import DefaultReader
 from asyncckpt.loading.recalled import check_source
-from asyncckpt.one_answer import same_choice
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
-from asyncckpt.process_group import Membership
 from asyncckpt.protocol.request import check_metadata
 from asyncckpt.recall.newest import Offer, can_load, offers_of_both
 from asyncckpt.restoring import RestoredCheckpoint, look, restore_first
-from asyncckpt.same_checkpoint import RESTORE
 from asyncckpt.steps import checked_step, step_in
 from asyncckpt.storage.catalog import Candidate
 

@@ -116,7 +116,6 @@ POINTS: Mapping[str, str] = {
     "load: shard opened": "one more shard is open",
     "load: bytes read": "bytes are in memory, not verified",
     "load: ranges read": "short ranges, of which no checksum is looked at, are where they go",
-    "load: connecting": "what is read for others is verified, those who want the same are about to be connected",
     "load: passing on": "those who want the same are connected, nothing is passed on",
     "load: copies verified": "everything is verified, no target that was there has changed",
     "load: tensors filled": "all tensors are filled, no object is replaced",

@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.config import RankInfo
+from asyncckpt.distributed.checkpoint_vote import Broken, Ranks, ranks_that_restore
+from asyncckpt.distributed.process_group import find_rank_info
+from asyncckpt.distributed.rendezvous import Meeting
 from asyncckpt.errors import ConfigError, NoSoundCheckpointError
-from asyncckpt.exchange import Meeting
 from asyncckpt.loading.overwritten import Attempts
 from asyncckpt.loading.reader import DefaultReader
 from asyncckpt.loading.recalled import check_source
 from asyncckpt.maintenance.quarantine import put_aside
 from asyncckpt.paths import absolute_path
-from asyncckpt.process_group import find_rank_info
 from asyncckpt.recall.newest import candidates_of_both
-from asyncckpt.same_checkpoint import Broken, Ranks, ranks_that_restore
 from asyncckpt.storage.catalog import Candidate, candidates_in
 from asyncckpt.storage.local import LocalStore
 

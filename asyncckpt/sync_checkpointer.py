@@ -10,13 +10,13 @@ from typing import Any
 from asyncckpt import __version__
 from asyncckpt.checkpointer import Checkpointer, refuse_unknown
 from asyncckpt.config import CheckpointerConfig, RankInfo, refuse_positional
-from asyncckpt.coordination import Coordination
+from asyncckpt.distributed.process_group import Membership, find_exchange
+from asyncckpt.distributed.rendezvous import Exchange
+from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.errors import ConfigError
-from asyncckpt.exchange import Exchange
 from asyncckpt.handle import SaveReport
 from asyncckpt.hooks import HookRunner
 from asyncckpt.parts import CheckpointReader, CheckpointWriter
-from asyncckpt.process_group import Membership, find_exchange
 from asyncckpt.sync_writer import SyncWriter
 
 _WORKER_FIELDS = frozenset(

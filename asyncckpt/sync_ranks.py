@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from asyncckpt.collector import collector_paused
-from asyncckpt.conference import Conference
+from asyncckpt.distributed.rendezvous import Meeting, all_or_none
+from asyncckpt.distributed.run_agreement import check_equal
 from asyncckpt.errors import (
+    AsyncCkptError,
     CommitUnknownError,
     OverlappingShardsError,
     PlanTimeoutError,
@@ -20,7 +23,6 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId
-from asyncckpt.introductions import check_equal
 from asyncckpt.planning.digests import sample_digests
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.leaves import encode_leaves
@@ -52,25 +54,39 @@ def write_together(
     """
     given: SaveId = kw["save_id"]
     rank = steps.ranks.rank.rank
-    conference = Conference(steps.ranks.meet(f"sync/{given.sequence}"))
+    meeting = steps.ranks.meet(f"sync/{given.sequence}")
     try:
-        save_id = _agree(steps, conference, state_dict, path, kw["step"], given)
+        save_id = _agree(steps, meeting, state_dict, path, kw["step"], given)
         mine: list[RankResult] = []
         try:
-            results = _store(steps, conference, state_dict, save_id, path, kw["step"], extra, mine)
+            results = _store(steps, meeting, state_dict, save_id, path, kw["step"], extra, mine)
         except Exception:
             if rank == 0:  # nobody writes any more: every rank has said how its part ended
                 steps.remove(path, save_id)
             raise
-        _publish(steps, conference, path, save_id, results, kw)
+        _publish(steps, meeting, path, save_id, results, kw)
         return save_id, mine[0]
     finally:
-        conference.close()
+        meeting.close()
+
+
+def _together(meeting: Meeting, work: Callable[[], Any], timeout_s: float) -> list[Any]:
+    """Do one step of the save on all ranks; `timeout_s`: for the other ranks, once it is done here."""
+    return all_or_none(lambda data: meeting.gather(data, time.monotonic() + timeout_s), work, _failed_on)
+
+
+def _failed_on(rank: int, error: AsyncCkptError) -> SaveFailedError:
+    return SaveFailedError(
+        f"the save failed on rank {rank}: {error}",
+        code=str(error.facts().get("code") or error.wire_code),
+        rank=rank,
+        detail=str(error)[:1000],
+    )
 
 
 def _publish(
     steps: SyncSteps,
-    conference: Conference,
+    meeting: Meeting,
     path: str,
     save_id: SaveId,
     results: list[RankResult],
@@ -93,7 +109,7 @@ def _publish(
             published = True
 
     try:
-        conference.together(publish, steps.config.commit_timeout_s)
+        _together(meeting, publish, steps.config.commit_timeout_s)
     except (SaveFailedError, PlanTimeoutError) as error:
         lost = isinstance(error, PlanTimeoutError) or error.code == "exchange"
         if published:
@@ -109,7 +125,7 @@ def _publish(
 
 
 def _agree(
-    steps: SyncSteps, conference: Conference, state_dict: Mapping[str, Any], path: str, step: int, given: SaveId
+    steps: SyncSteps, meeting: Meeting, state_dict: Mapping[str, Any], path: str, step: int, given: SaveId
 ) -> SaveId:
     """Agree on run, epoch, path, step and on who writes what; returns the save's id."""
     ranks, timeout_s = steps.ranks, steps.config.plan_timeout_s
@@ -126,20 +142,20 @@ def _agree(
         fingerprint = "" if agreement is None else agreement.fingerprint
         return {**mine, "agreement": fingerprint, "changed": is_changed, "epoch": epoch}
 
-    everybody = conference.together(introduce, timeout_s)
+    everybody = _together(meeting, introduce, timeout_s)
     check_equal(everybody)
     ranks.run_id = everybody[0]["run"]
     agreed = {found["agreement"] for found in everybody}
     if len(agreed) > 1:
         ranks.agreement = None
     if len(agreed) > 1 or any(found["changed"] for found in everybody):
-        _meet(steps, conference, state_dict)
+        _meet(steps, meeting, state_dict)
     if steps.plans.agreement is not ranks.agreement:
         steps.plans.agreement = ranks.agreement
     return given.with_parts(epoch=everybody[0]["epoch"], run_id=ranks.run_id)
 
 
-def _meet(steps: SyncSteps, conference: Conference, state_dict: Mapping[str, Any]) -> None:
+def _meet(steps: SyncSteps, meeting: Meeting, state_dict: Mapping[str, Any]) -> None:
     """Agree anew, from what all ranks hold."""
     ranks, timeout_s = steps.ranks, steps.config.plan_timeout_s
     flattened: list[Flattened] = []
@@ -148,9 +164,13 @@ def _meet(steps: SyncSteps, conference: Conference, state_dict: Mapping[str, Any
         flattened.append(steps.plans.flatten(state_dict))
         return contribution_of(flattened[0]).encode()
 
-    contributed = conference.together(contribute, timeout_s)
+    contributed = _together(meeting, contribute, timeout_s)
     try:
-        ranks.settle(dict(enumerate(contributed)), flattened[0], lambda digests: conference.gather(digests, timeout_s))
+        ranks.settle(
+            dict(enumerate(contributed)),
+            flattened[0],
+            lambda digests: meeting.gather(digests, time.monotonic() + timeout_s),
+        )
     except (OverlappingShardsError, RanksDisagreeError):  # on all ranks: some may hold no longer what they said
         ranks.agreement = None
         raise
@@ -158,7 +178,7 @@ def _meet(steps: SyncSteps, conference: Conference, state_dict: Mapping[str, Any
 
 def _store(
     steps: SyncSteps,
-    conference: Conference,
+    meeting: Meeting,
     state_dict: Mapping[str, Any],
     save_id: SaveId,
     path: str,
@@ -180,7 +200,7 @@ def _store(
         result = replace(result, tally=tally_of(plan.structure, rank, seed_of(save_id)))
         return {"result": asdict(result), "structure": plan.structure, "samples": samples}
 
-    everybody = conference.together(store, steps.config.commit_timeout_s)
+    everybody = _together(meeting, store, steps.config.commit_timeout_s)
     differing = unequal({rank: decode_samples(found["samples"]) for rank, found in enumerate(everybody)})
     results = [_result_of(found["result"]) for found in everybody]
     tallies = [result.tally for result in results if result.tally is not None]

@@ -14,7 +14,7 @@ from typing import Any
 from asyncckpt import __version__
 from asyncckpt.client.worker_client import Lineage
 from asyncckpt.config import CheckpointerConfig
-from asyncckpt.coordination import Coordination
+from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.errors import (
     AsyncCkptError,
     InsufficientMemoryError,

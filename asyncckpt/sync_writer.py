@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncckpt.collector import collector_paused
 from asyncckpt.config import CheckpointerConfig
-from asyncckpt.coordination import Coordination
+from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.errors import CommitUnknownError
 from asyncckpt.format.names import SaveId
 from asyncckpt.handle import SaveReport

@@ -55,7 +55,7 @@ RANKS: Group = {
     "first save": ("ranks: meeting", "ranks: introduced", "ranks: exchanged", "ranks: linked", "ranks: agreed"),
     "first save of two nodes": ("ranks: leading", "ranks: following"),
     "save without a worker": ("ranks: telling",),
-    "load that is shared": ("load: connecting", "load: passing on"),
+    "load that is shared": ("load: passing on",),
 }
 WORKERS: Group = {
     "two nodes": (

@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable, Mapping
 
 from asyncckpt.config import RankInfo
+from asyncckpt.distributed.rendezvous import Exchange, Meeting, Patience, refused
 from asyncckpt.errors import SaveFailedError
-from asyncckpt.exchange import Exchange, Meeting, Patience, refused
 from asyncckpt.protocol import fields as check
 from asyncckpt.protocol import messages
 

@@ -17,10 +17,10 @@ from asyncckpt.dcp.courier import Courier, lost_load
 from asyncckpt.dcp.file_leaves import Fact, FileLeaves
 from asyncckpt.dcp.routes import Route, plan_routes
 from asyncckpt.dcp.taking import Taking, wish_of
+from asyncckpt.distributed.process_group import machine
 from asyncckpt.errors import ConfigError
 from asyncckpt.loading.fetching import thread_count
 from asyncckpt.paths import absolute_path
-from asyncckpt.process_group import machine
 
 
 class BroadcastingTorchSaveReader(StorageReader):

@@ -21,9 +21,9 @@ from asyncckpt.dcp.seal_room import SealRoom
 from asyncckpt.dcp.staged_part import stage_part
 from asyncckpt.dcp.tickets import Offer, Ticket
 from asyncckpt.dcp.unsealed import Unsealed
+from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import AsyncCkptError, CommitTimeoutError
 from asyncckpt.format.names import SaveId
-from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.checkpoint_dir import look_at_directory
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore

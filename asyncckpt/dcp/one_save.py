@@ -14,13 +14,13 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from asyncckpt.distributed.process_group import machine
 from asyncckpt.errors import RanksDisagreeError
 from asyncckpt.format.checksums import file_checksum
 from asyncckpt.format.names import DCP_METADATA_NAME
 from asyncckpt.interop.sources.source import read_exactly
 from asyncckpt.interop.sources.torch_file import read_directory
 from asyncckpt.interop.sources.unpickler import MAX_NBYTES
-from asyncckpt.process_group import machine
 from asyncckpt.storage.contents import Contents, corrupt
 from asyncckpt.storage.files import Files, opened, read_small_file
 from asyncckpt.storage.unread import Unread

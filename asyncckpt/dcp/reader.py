@@ -20,6 +20,7 @@ from asyncckpt.dcp import one_save
 from asyncckpt.dcp.described import Described
 from asyncckpt.dcp.items import check_target
 from asyncckpt.dcp.one_save import found_in
+from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import LeafTypeMismatchError, MissingKeysError, ShapeMismatchError
 from asyncckpt.loading.fetching import read_ranges, thread_count
@@ -28,7 +29,6 @@ from asyncckpt.loading.placements import Placement, ranges_of
 from asyncckpt.loading.target_tensors import refuse_without_memory
 from asyncckpt.paths import absolute_path, is_local_path
 from asyncckpt.planning.torch_types import check_memory_is_real
-from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.contents import SavedTensor, check_lengths
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.read_plan import Wanted

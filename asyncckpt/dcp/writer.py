@@ -26,11 +26,11 @@ from asyncckpt.dcp.one_at_a_time import OneAtATime
 from asyncckpt.dcp.results import chunks_in
 from asyncckpt.dcp.stager import Stager
 from asyncckpt.dcp.tickets import Offer, Ticket
+from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.format.names import SaveId
 from asyncckpt.paths import absolute_path, current_umask, is_local_path
 from asyncckpt.planning.torch_types import check_memory_is_real
-from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage import catalog
 from asyncckpt.storage.files import Files, save_failure
 from asyncckpt.storage.local import LocalStore

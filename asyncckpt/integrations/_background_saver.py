@@ -23,6 +23,7 @@ import torch
 
 from asyncckpt.async_checkpointer import AsyncCheckpointer
 from asyncckpt.config import RankInfo
+from asyncckpt.distributed.checkpoint_vote import same_answer
 from asyncckpt.errors import WaitTimeoutError
 from asyncckpt.handle import SaveHandle
 from asyncckpt.integrations._capture import Pieces
@@ -37,7 +38,6 @@ from asyncckpt.integrations._export_queue import (
 )
 from asyncckpt.integrations._file_manifest import RANK_KEY, STOCK_KEY, encode_manifest
 from asyncckpt.manager.root_lock import RootLock, claim
-from asyncckpt.one_answer import same_answer
 from asyncckpt.paths import absolute_path
 
 MAX_TRIES = 3

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from asyncckpt.config import RankInfo
+from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.format.state_tree import fqn_of, leaves
 from asyncckpt.loading.key_names import KeyMap
 from asyncckpt.loading.matching import Mismatch, Replaced, match
@@ -19,7 +20,6 @@ from asyncckpt.loading.shared_memory import overlapping
 from asyncckpt.loading.target_tensors import names_of, placements_of
 from asyncckpt.paths import absolute_path
 from asyncckpt.planning.torch_types import why_no_memory
-from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.unread import Unread

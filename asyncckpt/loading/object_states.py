@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from asyncckpt.distributed.process_group import has_other_ranks
 from asyncckpt.errors import StateLoadError
 from asyncckpt.format.state_tree import Path, fqn_of
 from asyncckpt.loading.target_tensors import memory_of
 from asyncckpt.planning.stateful import unwrapped
-from asyncckpt.process_group import has_other_ranks
 
 _log = logging.getLogger("asyncckpt.loading")
 

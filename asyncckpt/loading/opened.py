@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from asyncckpt.config import RankInfo
+from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, MissingKeysError, PerRankUnavailableError
 from asyncckpt.format.state_tree import Node, fqn_of, leaves
 from asyncckpt.interop.sources.detect import OURS
@@ -29,7 +30,6 @@ from asyncckpt.loading.staged_bytes import Bytes
 from asyncckpt.paths import absolute_path
 from asyncckpt.planning.numpy_values import array_of
 from asyncckpt.planning.torch_types import check_memory_is_real
-from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.contents import SavedTensor
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.reader import DEFAULT_THREADS

@@ -13,6 +13,7 @@ import torch
 
 from asyncckpt.collector import collector_paused
 from asyncckpt.config import RankInfo
+from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import ConfigError, MissingKeysError, SharedLoadError
 from asyncckpt.format.state_tree import Node, Path, fqn_of
 from asyncckpt.loading.differences import report_differences, unavailable
@@ -46,7 +47,6 @@ from asyncckpt.paths import absolute_path
 from asyncckpt.planning.keys import mappings
 from asyncckpt.planning.rebuilding import has_lost_factory
 from asyncckpt.planning.torch_types import check_memory_is_real, torch_dtype
-from asyncckpt.process_group import find_rank_info
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths
 from asyncckpt.storage.files import Files
 

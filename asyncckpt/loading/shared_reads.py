@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from asyncckpt.circles import Circle
 from asyncckpt.config import RankInfo
-from asyncckpt.errors import ConfigError, PlanTimeoutError, SaveFailedError, SharedLoadError
+from asyncckpt.distributed.process_group import GroupMeeting, find_exchange
+from asyncckpt.distributed.rendezvous import all_or_none
+from asyncckpt.errors import AsyncCkptError, ConfigError, SaveFailedError, SharedLoadError
 from asyncckpt.failpoints import reach
 from asyncckpt.format.structure import row_major
 from asyncckpt.loading.placements import Placement, box_of
@@ -22,7 +23,6 @@ from asyncckpt.loading.sharing import Box, Segment, SharePlan, Wish, decode_wish
 from asyncckpt.loading.sinks import BoxSink, takes_bytes
 from asyncckpt.memory.mapping import copy_bytes
 from asyncckpt.planning.torch_types import flat_bytes, torch_dtype
-from asyncckpt.process_group import GroupMeeting, find_exchange
 
 ARRIVE_TIMEOUT_S = 60.0
 """For the last rank to call `load`; as `plan_timeout_s` has it."""
@@ -55,7 +55,6 @@ class SharedReads:
                 value="broadcast",
             )
         self._rank = reader.rank
-        self._circles: dict[tuple[int, ...], Circle] = {}
         self._arrived = False
         self._path = ""
         try:
@@ -94,67 +93,39 @@ class SharedReads:
         plan = plan_sharing(wishes)
         mine = [p for box, found in wanted.items() if plan.readers.get(box, self._rank) == self._rank for p in found]
         self._together(lambda: read(mine))
-        if plan.circles:
-            self._together(lambda: self._connect(plan))
+        if plan.groups:
             self._together(lambda: self._pass_on(plan, wanted))
 
     def _together(self, step: Callable[[], None]) -> None:
         """Take a step, and go on if all ranks have."""
-        failure: Exception | None = None
-        try:
-            step()
-        except Exception as error:
-            failure = error
-            if self._meeting.has_broken_down:
-                raise
-        try:
-            found = self._gather(b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()[:1000])
-        except (SharedLoadError, PlanTimeoutError) as lost:
-            is_own = failure is not None and not isinstance(failure, SharedLoadError)
-            if failure is None or (isinstance(lost, SharedLoadError) and lost.rank is not None and not is_own):
-                raise
-            raise failure from None
-        if failure is not None and not isinstance(failure, SharedLoadError):
-            raise failure
-        texts = {rank: text.decode(errors="replace") for rank, text in enumerate(found) if text}
-        # Those that lost a rank that failed by itself say who that was.
-        for rank, text in sorted(texts.items(), key=lambda item: (item[1].startswith("SharedLoadError"), item[0])):
-            raise self._failed(rank, text) from failure
 
-    def _connect(self, plan: SharePlan) -> None:
-        """Connect all circles before anything is passed on: whoever streams does not look after those that wait."""
-        mine = [ranks for ranks in plan.circles if self._rank in ranks]
-        try:
-            found = self._meeting.circles(mine, time.monotonic() + READ_TIMEOUT_S)
-        except SaveFailedError as error:
-            raise self._failed(error.rank, str(error.detail or error.message)) from error
-        except RuntimeError as error:
-            raise self._failed(None, f"rank {self._rank} cannot be connected: {error}") from error
-        self._circles = dict(zip(mine, found, strict=False))  # none: another rank has failed, which is heard next
+        def failed(rank: int, error: AsyncCkptError) -> SharedLoadError:
+            return self._failed(rank, str(error))
+
+        all_or_none(self._gather, step, failed, SharedLoadError)
 
     def _pass_on(self, plan: SharePlan, wanted: dict[Box, list[Placement]]) -> None:
         buffer = torch.empty(MESSAGE_NBYTES, dtype=torch.uint8, device="cpu")
-        for ranks, by_reader in plan.circles.items():
-            if self._rank not in ranks:
-                continue
-            try:
-                reach("load: passing on")
-                for reader, boxes in by_reader.items():
-                    root = ranks.index(reader)
-                    self._stream(self._circles[ranks], root, [wanted[box] for box in boxes], reader, buffer)
-            except BaseException as error:
-                self._part()  # else those that wait for this rank would not learn of it
-                if not isinstance(error, RuntimeError):
-                    raise
-                raise self._failed(None, f"a broadcast among ranks {list(ranks)[:20]} failed: {error}") from error
-
-    def _part(self) -> None:
-        for circle in self._circles.values():
-            circle.close()
-        self._circles.clear()
+        deadline = time.monotonic() + READ_TIMEOUT_S
+        try:
+            for ranks, by_reader in plan.groups.items():
+                if self._rank in ranks:
+                    reach("load: passing on")
+                    for reader, boxes in by_reader.items():
+                        self._stream(ranks, reader, [wanted[box] for box in boxes], buffer, deadline)
+        except SaveFailedError as error:
+            raise self._failed(error.rank, str(error.detail or error.message)) from error
+        except BaseException as error:
+            self._meeting.abort(f"{type(error).__name__}: {error}")  # else those that wait for this rank would go on
+            raise
 
     def _stream(
-        self, circle: Circle, root: int, items: Sequence[list[Placement]], reader: int, buffer: torch.Tensor
+        self,
+        ranks: Sequence[int],
+        reader: int,
+        items: Sequence[list[Placement]],
+        buffer: torch.Tensor,
+        deadline: float,
     ) -> None:
         lengths = [found[0].target.numel() * torch_dtype(found[0].saved.dtype).itemsize for found in items]
         takers = [[] if reader == self._rank else [_taker(p) for p in found] for found in items]
@@ -163,7 +134,7 @@ class SharedReads:
             if reader == self._rank:
                 for segment in message:
                     _give(items[segment.number], segment, buffer)
-            circle.broadcast(part, root)
+            self._meeting.broadcast(part, ranks, reader, deadline)
             for segment in message:
                 for take in takers[segment.number]:
                     take(segment.position, buffer.data_ptr() + segment.at, segment.nbytes)
@@ -189,7 +160,6 @@ class SharedReads:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self._arrived:
             self._meeting.refuse(f"{type(error).__name__}: {error}" if error else "it has nothing to load")
-        self._part()
         self._meeting.close()
 
 

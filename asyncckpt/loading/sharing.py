@@ -40,11 +40,11 @@ class SharePlan:
 
     Attributes:
         readers: By box, which rank reads it for others.
-        circles: By the ranks that want the same boxes: these boxes, by the rank that reads them.
+        groups: By the ranks that want the same boxes: these boxes, by the rank that reads them.
     """
 
     readers: dict[Box, int] = field(default_factory=dict)
-    circles: dict[tuple[int, ...], dict[int, list[Box]]] = field(default_factory=dict)
+    groups: dict[tuple[int, ...], dict[int, list[Box]]] = field(default_factory=dict)
 
 
 def plan_sharing(wishes: Sequence[Wish]) -> SharePlan:
@@ -74,9 +74,9 @@ def plan_sharing(wishes: Sequence[Wish]) -> SharePlan:
         reader = min(givers, key=lambda rank: (loads[rank], rank))
         loads[reader] += nbytes
         plan.readers[box] = reader
-        plan.circles.setdefault(tuple(holders[box]), {}).setdefault(reader, []).append(box)
-    # IMPORTANT: all ranks go through circles and readers in one order; else two would wait for each other.
-    plan.circles = {ranks: dict(sorted(plan.circles[ranks].items())) for ranks in sorted(plan.circles)}
+        plan.groups.setdefault(tuple(holders[box]), {}).setdefault(reader, []).append(box)
+    # IMPORTANT: all ranks go through groups and readers in one order; else two would wait for each other.
+    plan.groups = {ranks: dict(sorted(plan.groups[ranks].items())) for ranks in sorted(plan.groups)}
     return plan
 
 

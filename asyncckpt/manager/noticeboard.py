@@ -11,9 +11,9 @@ from typing import Any
 
 from asyncckpt.client.worker_board import BoardExchange
 from asyncckpt.config import RankInfo
+from asyncckpt.distributed.process_group import GroupExchange
+from asyncckpt.distributed.rendezvous import Exchange
 from asyncckpt.errors import AsyncCkptError, SaveFailedError
-from asyncckpt.exchange import Exchange
-from asyncckpt.process_group import GroupExchange
 
 
 class Noticeboard(ABC):

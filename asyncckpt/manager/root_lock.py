@@ -26,10 +26,10 @@ import threading
 import time
 import weakref
 
-from asyncckpt.coordination import Coordination
+from asyncckpt.distributed.checkpoint_vote import same_answer
+from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.ends import BackgroundThread
 from asyncckpt.errors import AsyncCkptError, DirectoryInUseError, from_wire, to_wire
-from asyncckpt.one_answer import same_answer
 
 ROOT_LOCK_NAME = ".asyncckpt.lock"
 MAX_NBYTES = 4096

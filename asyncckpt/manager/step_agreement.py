@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from asyncckpt.config import RankInfo
+from asyncckpt.distributed.rendezvous import Exchange
 from asyncckpt.ends import BackgroundThread
 from asyncckpt.errors import AsyncCkptError, ConfigError, PlanTimeoutError
-from asyncckpt.exchange import Exchange
 from asyncckpt.manager.noticeboard import Noticeboard, noticeboard_of
 from asyncckpt.manager.save_policy import TimePlan
 

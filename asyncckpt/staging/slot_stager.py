@@ -12,7 +12,7 @@ from asyncckpt.client.pending_saves import StagedSnapshot
 from asyncckpt.client.worker_client import WorkerClient
 from asyncckpt.collector import collect_now, collector_paused
 from asyncckpt.config import CheckpointerConfig
-from asyncckpt.coordination import Coordination
+from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.errors import (
     AsyncCkptError,
     SaveSkippedError,

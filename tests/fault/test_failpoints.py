@@ -29,7 +29,7 @@ from real_worker import running, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, CheckpointerConfig, RankInfo, SyncCheckpointer
-from asyncckpt.coordination import Coordination
+from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.errors import (
     AsyncCkptError,
     CheckpointNotCommittedError,

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from asyncckpt import CheckpointerConfig, RankInfo, SyncCheckpointer
-from asyncckpt.coordination import Coordination
+from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.format.names import LOCK_NAME, MANIFEST_NAME, SaveId, is_temporary, owner_of
 from asyncckpt.hooks import HookRunner
 from asyncckpt.maintenance.gc import Rules, collect

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from real_worker import wait_until
 
-from asyncckpt import AsyncCheckpointer, process_group
+from asyncckpt import AsyncCheckpointer
 from asyncckpt.config import RankInfo
+from asyncckpt.distributed import process_group
+from asyncckpt.distributed.process_group import find_exchange, find_rank_info
+from asyncckpt.distributed.rendezvous import Exchange
 from asyncckpt.errors import PlanTimeoutError, SaveFailedError
-from asyncckpt.exchange import Exchange
-from asyncckpt.process_group import find_exchange, find_rank_info
 
 PLACES = ("group", "board")
 

@@ -13,7 +13,7 @@ from real_worker import DEADLINE_S, RealWorker
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
-from asyncckpt.coordination import Coordination
+from asyncckpt.distributed.run_agreement import Coordination
 
 N_ELEMENTS = 250_000
 N_SAVES = 8

@@ -150,7 +150,7 @@ def _fails(rank: int, path: str, how: str) -> tuple[str, Any, str, float]:
 
 
 def _meets(rank: int, path: str, bad: int, visit: int, action: str) -> tuple[int | None, str]:
-    observer = At("load: connecting", ACTIONS[action], visit) if rank == bad else lambda point: None
+    observer = At("load: passing on", ACTIONS[action], visit) if rank == bad else lambda point: None
     try:
         with observed(observer):
             asyncckpt.load(path, target_of(rank, 3), redundant_reads="broadcast")
@@ -162,10 +162,10 @@ def _meets(rank: int, path: str, bad: int, visit: int, action: str) -> tuple[int
 @pytest.mark.parametrize("visit", [1, 2])
 @pytest.mark.parametrize("bad", [0, 1, 2])
 @pytest.mark.parametrize("action", ["kill", "raise", "sleep"])
-def test_a_rank_that_ends_or_fails_before_it_is_connected_is_named_by_the_others(
+def test_a_rank_that_ends_or_fails_before_it_passes_on_is_named_by_the_others(
     saved: str, bad: int, visit: int, action: str
 ) -> None:
-    """Some of them are in no circle with it, or wait for it in another one than where it fails."""
+    """Some of them share nothing with it, or wait for it in other rows than where it fails."""
     visit = min(visit, 2 if bad != 1 else 1)  # ranks 0 and 2 want half the rows; all three the rest
     with rank_processes.running(3, _meets, saved, bad, visit, action) as ranks:
         if action == "kill":
@@ -177,7 +177,7 @@ def test_a_rank_that_ends_or_fails_before_it_is_connected_is_named_by_the_others
         assert found == [(None, "loaded")] * 3
         return
     others = found if action == "kill" else [one for rank, one in enumerate(found) if rank != bad]
-    assert [rank for rank, _ in others] == [bad] * 2, found
+    assert [rank for rank, _ in others] == [bad] * 2, others
     assert action == "kill" or "Input/output error" in found[bad][1]
 
 

@@ -20,7 +20,7 @@ FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base
 EXECUTABLE_FORMATS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 DISTRIBUTED = {
-    *("asyncckpt.process_group", "asyncckpt.circles"),  # the door of saves and loads
+    "asyncckpt.distributed.process_group",  # the door of saves and loads
     *("asyncckpt.dcp.broadcasting", "asyncckpt.dcp.courier"),  # over the group that a user of `dcp.load` names
 }
 """The modules that may ask torch.distributed itself."""

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from asyncckpt.config import CheckpointerConfig, RankInfo
-from asyncckpt.coordination import MAX_IN_A_ROW, Coordination
+from asyncckpt.distributed.rendezvous import Exchange, Meeting, refused
+from asyncckpt.distributed.run_agreement import MAX_IN_A_ROW, Coordination
 from asyncckpt.errors import SaveFailedError
-from asyncckpt.exchange import Exchange, Meeting, refused
 from asyncckpt.planning.agreement import DutyKind
 from asyncckpt.planning.planner import contribution_of
 from asyncckpt.planning.state_dict import flatten

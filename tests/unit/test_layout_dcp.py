@@ -22,7 +22,7 @@ from storage_samples import FailingFiles, RecordingFiles, flip_byte  # noqa: E40
 
 import asyncckpt  # noqa: E402
 from asyncckpt import CheckpointerConfig, RankInfo, SyncCheckpointer  # noqa: E402
-from asyncckpt.coordination import Coordination  # noqa: E402
+from asyncckpt.distributed.run_agreement import Coordination  # noqa: E402
 from asyncckpt.errors import (  # noqa: E402
     AsyncCkptError,
     CheckpointExistsError,

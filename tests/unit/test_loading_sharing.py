@@ -25,7 +25,7 @@ def test_a_wish_comes_through_as_it_was_sent() -> None:
 
 def test_what_one_rank_wants_is_left_to_it() -> None:
     plan = plan_sharing([wish(box("a", 3)), wish(box("b", 3)), wish(("a", (1,), (3,)))])
-    assert not plan.readers and not plan.circles
+    assert not plan.readers and not plan.groups
 
 
 def test_reads_are_spread_by_bytes_over_those_who_want_them() -> None:
@@ -36,19 +36,19 @@ def test_reads_are_spread_by_bytes_over_those_who_want_them() -> None:
     assert sum(loads) == sum(b[2][0] for b in common)
     loads[0] += 300  # for itself
     assert max(loads) - min(loads) <= 40
-    assert list(plan.circles) == [(0, 1, 2)]
+    assert list(plan.groups) == [(0, 1, 2)]
 
 
 def test_ranks_that_cannot_pass_on_what_they_read_get_it_from_others() -> None:
     a, b = box("a", 5), box("b", 5)
     plan = plan_sharing([wish(a, b, gives=False), wish(a), wish(b, gives=False)])
-    assert plan.readers == {a: 1} and plan.circles == {(0, 1): {1: [a]}}
+    assert plan.readers == {a: 1} and plan.groups == {(0, 1): {1: [a]}}
 
 
 def test_the_plan_does_not_depend_on_the_order_in_which_a_rank_names_its_boxes() -> None:
     boxes = [box(f"w{n}", n % 4 + 1) for n in range(12)]
     plans = [plan_sharing([wish(*order), wish(*boxes)]) for order in (boxes, boxes[::-1])]
-    assert plans[0] == plans[1] and list(plans[0].circles[0, 1]) == sorted(plans[0].circles[0, 1])
+    assert plans[0] == plans[1] and list(plans[0].groups[0, 1]) == sorted(plans[0].groups[0, 1])
 
 
 @pytest.mark.parametrize("seed_offset", range(5))

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from asyncckpt.config import RankInfo
+from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import ConfigError
-from asyncckpt.process_group import find_rank_info
 
 
 def test_without_any_hint_it_is_rank_zero_of_one() -> None:

@@ -1,4 +1,4 @@
-"""How ranks that restore agree on one checkpoint: rank 0 says what there is, each tries, and all go on alike."""
+"""How ranks take one checkpoint, or one answer: rank 0 says what there is, each tries, and all go on alike."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any, NamedTuple
 import msgpack
 
 from asyncckpt.config import RankInfo
+from asyncckpt.distributed.process_group import find_exchange
+from asyncckpt.distributed.rendezvous import Meeting, all_or_none
+from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.errors import (
     AsyncCkptError,
     ConfigError,
     CorruptCheckpointError,
-    PlanTimeoutError,
     RanksDisagreeError,
     SaveFailedError,
     SharedLoadError,
 )
-from asyncckpt.exchange import Meeting
 from asyncckpt.format.names import SaveId
-from asyncckpt.process_group import find_exchange
+from asyncckpt.recall.newest import Offer
 from asyncckpt.storage.catalog import Candidate, is_broken
 
 TRY_TIMEOUT_S = 1800.0
@@ -153,22 +154,20 @@ class ManyRanks(Ranks):
         return [_from_wire(one) for one in found[0][1]]
 
     def verdict(self, path: str, save_id: SaveId | None, error: Exception | None) -> Broken | None:
-        mine = _outcome(error) if error is not None else _Outcome(_SOUND, str(save_id))
-        try:
-            outcomes = [_Outcome(*_unpacked(data)) for data in self._gather(_packed(list(mine)), TRY_TIMEOUT_S)]
-        except (SharedLoadError, PlanTimeoutError):
-            if error is not None and mine.kind == _FAILED:
-                raise error from None
-            raise
-        if error is not None and mine.kind == _FAILED:
-            raise error
-        of_kind = {
-            kind: [r for r, one in enumerate(outcomes) if one.kind == kind] for kind in (_FAILED, _BROKEN, _TOLD)
-        }
-        if of_kind[_FAILED]:
-            raise self._failed(path, of_kind[_FAILED][0], outcomes) from error
+        def mine() -> list[Any]:
+            outcome = _outcome(error) if error is not None else _Outcome(_SOUND, str(save_id))
+            if error is not None and outcome.kind == _FAILED:
+                raise error
+            return list(outcome)
+
+        def failed(rank: int, other: AsyncCkptError) -> SharedLoadError:
+            return _shared(path, rank, _text(other))
+
+        said = all_or_none(lambda data: self._gather(data, TRY_TIMEOUT_S), mine, failed)
+        outcomes = [_Outcome(*one) for one in said]
+        of_kind = {kind: [r for r, one in enumerate(outcomes) if one.kind == kind] for kind in (_BROKEN, _TOLD)}
         if of_kind[_BROKEN]:
-            found = error if error is not None and mine.kind == _BROKEN else None
+            found = error if error is not None and outcomes[self._rank.rank].kind == _BROKEN else None
             reason = found or self._failed(path, of_kind[_BROKEN][0], outcomes)
             return Broken(reason, any(one.is_damaged for one in outcomes))
         if of_kind[_TOLD]:  # nobody says that anything is wrong with the checkpoint
@@ -235,8 +234,12 @@ def ranks_that_restore(rank: RankInfo, meet: Callable[[], Meeting | None]) -> Ra
     return ManyRanks(rank, meeting)
 
 
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace").decode()[:1000]
+
+
 def _outcome(error: Exception) -> _Outcome:
-    text = f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace").decode()[:1000]
+    text = _text(error)
     if is_broken(error):
         return _Outcome(_BROKEN, text, isinstance(error, CorruptCheckpointError))
     return _Outcome(_TOLD if isinstance(error, SharedLoadError) else _FAILED, text)
@@ -263,3 +266,78 @@ def _to_wire(candidate: Candidate) -> list[Any]:
 def _from_wire(raw: list[Any]) -> Candidate:
     path, save_id, step = raw
     return Candidate(path=path, save_id=None if save_id is None else SaveId.parse(save_id), step=step)
+
+
+def same_choice(
+    ranks: Coordination,
+    look: Callable[[], list[Offer]],
+    usable: Callable[[list[Offer]], list[bool]],
+    timeout_s: float,
+    call: str,
+) -> Offer | None:
+    """Return, on every rank, the first of rank 0's offers that each of them can use; a collective.
+
+    Args:
+        ranks: The ranks.
+        look: Called on rank 0 only.
+        usable: Says on each rank which of rank 0's offers it can use; not called where the first one is on disk.
+        timeout_s: How long rank 0 may look, and how long to wait for the other ranks.
+        call: What the ranks call, for messages.
+
+    Raises:
+        PlanTimeoutError: Some ranks did not call.
+        SaveFailedError: Rank 0's `look` failed (on the others), or the exchange broke down.
+        Exception: Whatever `look` raises, on rank 0.
+
+    Blocks: at most three times `timeout_s`.
+    """
+    if ranks.alone:
+        return next(iter(look()), None)
+    meeting = ranks.meet(f"answer/{next(ranks.answers)}", call)
+    first = ranks.rank.rank == 0
+    began = time.monotonic()
+
+    def together(work: Callable[[], Any], deadline: Callable[[], float]) -> list[Any]:
+        return all_or_none(lambda data: meeting.gather(data, deadline()), work, _failed_on)
+
+    try:
+        answers = together(
+            lambda: [list(offer) for offer in look()] if first else None,
+            # Rank 0 may take so long for its answer.
+            lambda: time.monotonic() + timeout_s if first else began + 2 * timeout_s,
+        )
+        offers = _offers(answers[0])
+        if not offers or not offers[0].save_id:
+            return next(iter(offers), None)
+        votes = together(lambda: usable(offers), lambda: time.monotonic() + timeout_s)
+    finally:
+        meeting.close()
+    if any(not isinstance(vote, list) or len(vote) != len(offers) for vote in votes):
+        raise SaveFailedError("a rank answered with something else than which checkpoints it can load", code="exchange")
+    return next((offer for n, offer in enumerate(offers) if all(vote[n] for vote in votes)), None)
+
+
+def _failed_on(rank: int, error: AsyncCkptError) -> SaveFailedError:
+    return SaveFailedError(f"rank {rank} failed: {error}", code="withdrawn", rank=rank, detail=str(error)[:1000])
+
+
+def same_answer(ranks: Coordination, ask: Callable[[], str], timeout_s: float, call: str) -> str:
+    """Return rank 0's answer on every rank; a collective.
+
+    Args:
+        ranks: The ranks.
+        ask: Called on rank 0 only.
+        timeout_s, call, Raises, Blocks: As for `same_choice`.
+    """
+    found = same_choice(ranks, lambda: [Offer(ask())], lambda offers: [True] * len(offers), timeout_s, call)
+    if found is None:
+        raise SaveFailedError("rank 0 answered with nothing", code="exchange", rank=0)
+    return found.path
+
+
+def _offers(raw: Any) -> list[Offer]:
+    try:
+        return [Offer(str(path), str(save_id), int(step)) for path, save_id, step in raw]
+    except (ValueError, TypeError) as error:
+        text = "rank 0 answered with something else than checkpoints"
+        raise SaveFailedError(text, code="exchange", rank=0) from error

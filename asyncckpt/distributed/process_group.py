@@ -1,4 +1,4 @@
-"""How saves and loads use torch.distributed: which rank this is, how ranks meet. Only this and `circles` call it.
+"""How saves and loads use torch.distributed: which rank this is, how ranks meet. Nothing else calls it.
 
 Exceptions are `dcp` and `integrations`, which plug into other libraries that use it; a test holds the list.
 
@@ -24,10 +24,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from asyncckpt.circles import MIN_TIMEOUT_S, Circle, RoundLostError, Rounds, connect_circles, gloo_group
 from asyncckpt.config import RankInfo, check_rank_info
+from asyncckpt.distributed.rendezvous import POLL_S, Exchange, Meeting, Patience, refused
 from asyncckpt.errors import AsyncCkptError, ConfigError, PlanTimeoutError, SaveFailedError
-from asyncckpt.exchange import POLL_S, Exchange, Meeting, Patience, refused
+
+MIN_TIMEOUT_S = 1.0
+"""gloo is given this much although the ranks came at the last moment."""
 
 SILENT_S = 5.0
 """How long ranks may say nothing, when a meeting has broken down, before they are named. Chosen: gloo tells at once."""
@@ -175,16 +177,14 @@ class GroupExchange(Exchange):
 
 
 class GroupMeeting(Meeting):
-    """A meeting by a store and a gloo group of its own, in which some of the ranks may form circles.
-
-    Attributes:
-        has_broken_down: The ranks have lost each other: they cannot gather again.
-    """
+    """A meeting by a store and a gloo group of its own."""
 
     def __init__(self, rank: RankInfo, store: Any, call: str) -> None:
         self._rank, self._store, self._call = rank, store, call
         self._group: Any = None
-        self._one_machine = self._has_left = self.has_broken_down = False
+        self._one_machine = self._has_left = False
+        self._failure: SaveFailedError | None = None
+        """The ranks have lost each other: what every later call raises."""
 
     def refuse(self, reason: str) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone: so are the others
@@ -200,6 +200,8 @@ class GroupMeeting(Meeting):
         return bool(self._store.check(["given up"]))
 
     def gather(self, payload: bytes, deadline: float) -> list[bytes]:
+        if self._failure is not None:
+            raise self._failure
         try:
             if self._group is None:
                 self._arrive(deadline)
@@ -210,13 +212,14 @@ class GroupMeeting(Meeting):
         except AsyncCkptError:
             raise
         except RuntimeError as error:  # DistError, DistStoreError, DistNetworkError and gloo's own
-            raise self._broken_down(error) from error
+            self._failure = self._broken_down(error)
+            raise self._failure from error
 
     def _broken_down(self, error: Exception) -> SaveFailedError:
         """Return the error of a meeting that has lost ranks, or that one of them has refused."""
         lost: list[int] = []
         # IMPORTANT: first: ranks that wait for this one learn of it by its connections, which end with the group.
-        self._group, self.has_broken_down = None, True
+        self._group = None
         seen: BaseException | None = error
         while seen is not None:
             traceback.clear_frames(seen.__traceback__)
@@ -290,28 +293,49 @@ class GroupMeeting(Meeting):
             rank, _, reason = self._store.get("refused").decode(errors="replace").partition(" ")
             raise refused(int(rank), reason)
 
-    def circles(self, wanted: Sequence[Sequence[int]], deadline: float) -> list[Circle]:
-        """Connect circles of ranks. All ranks that have gathered call it, with those circles that they are in.
+    def broadcast(self, message: torch.Tensor, ranks: Sequence[int], root: int, deadline: float) -> None:
+        """Send `message` from one rank to some others, who get it in theirs. After a `gather`; these ranks call it.
+
+        Each passes it on along a binomial tree. Ranks that take part in several broadcasts do so in one order on all.
 
         Args:
-            wanted: The ranks of each, in one order on all ranks.
-            deadline: `time.monotonic()` by which all that is done in them must have ended.
-
-        Returns:
-            The circles; none where another rank has failed, and is about to say how.
+            message: Bytes on the CPU, contiguous, of the same length on all of them.
+            ranks: The ranks, this one among them, in one order on all of them.
+            root: The one that has the message.
+            deadline: `time.monotonic()` by which this rank's part must have ended.
 
         Raises:
-            SaveFailedError: A rank's process has ended.
-            RuntimeError, OSError: This rank cannot be connected.
+            SaveFailedError: A rank has refused (code "withdrawn", its rank and reason), is gone, or is too late.
 
-        Blocks: for the slowest rank, at most until `deadline`.
+        Blocks: until this rank's part is done, at most until `deadline`.
         """
-        rounds = Rounds(self._group, self._rank.world_size, deadline)
+        if self._failure is not None:
+            raise self._failure
+        at, n_ranks = ranks.index(root), len(ranks)
+        place = (ranks.index(self._rank.rank) - at) % n_ranks  # of this rank in the tree: the root is 0
+        low = place & -place if place else 1 << n_ranks.bit_length()
+        parent = ranks[(place - low + at) % n_ranks] if place else None
+        below = [place + (1 << n) for n in range(low.bit_length() - 1) if place + (1 << n) < n_ranks]
         try:
-            one_machine = self._one_machine
-            return connect_circles(self._store, self._rank.rank, wanted, rounds, deadline, one_machine=one_machine)
-        except RoundLostError as error:
-            raise self._broken_down(error) from error
+            self._pass_on(message, parent, [ranks[(child + at) % n_ranks] for child in reversed(below)], deadline)
+        except RuntimeError as error:
+            self._failure = self._broken_down(error)
+            raise self._failure from error
+
+    def _pass_on(self, message: torch.Tensor, parent: int | None, children: Sequence[int], deadline: float) -> None:
+        # IMPORTANT: a frame of its own, which `_broken_down` clears: what is being sent keeps the connections open.
+        timeout = timedelta(seconds=max(deadline - time.monotonic(), MIN_TIMEOUT_S))
+        if parent is not None:
+            self._group.recv([message], parent, 0).wait(timeout)
+        sent = [self._group.send([message], child, 0) for child in children]
+        for work in sent:
+            work.wait(timeout)
+
+    def abort(self, reason: str) -> None:
+        """End the meeting for all ranks, which learn why: they may wait for this one. Nothing after it has failed."""
+        if self._failure is None:
+            self.refuse(reason)
+            self._group, self._failure = None, refused(self._rank.rank, reason)
 
     def close(self) -> None:
         if self._group is not None:
@@ -340,3 +364,26 @@ def _all_gather(group: Any, rank: RankInfo, payload: bytes, deadline: float) -> 
     gathered = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in counts]
     group.allgather([gathered], [padded], options).wait()
     return [ctypes.string_at(t.data_ptr(), n) for t, n in zip(gathered, counts, strict=True)]
+
+
+def gloo_group(store: Any, rank: int, world_size: int, deadline: float, one_machine: bool) -> Any:
+    """Return a gloo group that belongs to nobody else.
+
+    Args:
+        store, rank, world_size: Of the group.
+        deadline: `time.monotonic()` by which it must be there.
+        one_machine: All its ranks are on this one.
+
+    Raises:
+        RuntimeError: It has not come about.
+
+    Blocks: until all ranks have come.
+    """
+    gloo: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
+    timeout = timedelta(seconds=max(deadline - time.monotonic(), MIN_TIMEOUT_S))
+    if not one_machine:  # as the user's own groups: GLOO_SOCKET_IFNAME, else the host's name
+        return gloo(store, rank, world_size, timeout)
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    return gloo(store, rank, world_size, options)

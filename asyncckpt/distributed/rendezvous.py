@@ -2,7 +2,7 @@
 
 A checkpointer's first save meets, one of those after a structure has changed, and what a user asks for as a collective.
 There are two places:
-torch.distributed (`process_group`), and a board of the worker (`board`) where no process group has been initialised.
+torch.distributed (`process_group`), and a board of the worker (`worker_board`) where there is no process group.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from asyncckpt.errors import PlanTimeoutError, SaveFailedError
+import msgpack
+
+from asyncckpt.errors import AsyncCkptError, PlanTimeoutError, SaveFailedError, from_wire, to_wire
+from asyncckpt.failpoints import reach
 
 SAVE = "save()"
 SAY_AFTER_S = 1.0
@@ -60,6 +64,48 @@ class Exchange(ABC):
             name: See above.
             call: What the ranks must call to come to it, for messages.
         """
+
+
+def all_or_none(
+    gather: Callable[[bytes], list[bytes]],
+    work: Callable[[], Any],
+    failed: Callable[[int, AsyncCkptError], Exception],
+    told: type[Exception] | tuple[()] = (),
+) -> list[Any]:
+    """Do `work` on every rank, and return what it returned on each; it counts for all ranks or for none.
+
+    Args:
+        gather: Exchanges bytes: this rank's for everybody's, in the order of the ranks.
+        work: This rank's part; what it returns must pack as msgpack.
+        failed: Makes the error for this rank of another rank's.
+        told: Errors by which a rank says that another one has failed: that one's own error goes first.
+
+    Raises:
+        Exception: What `work` raised here; else what `failed` makes of the first rank at which it raised.
+        AsyncCkptError: From `gather`.
+    """
+    failure: Exception | None = None
+    said: dict[str, Any] = {}
+    try:
+        said = {"value": work()}
+        reach("ranks: telling")
+    except Exception as error:
+        failure, said = error, {"error": dict(to_wire(error)), "told": isinstance(error, told)}
+    try:
+        everybody = gather(msgpack.packb(said, unicode_errors="surrogateescape"))
+    except AsyncCkptError as lost:
+        named = isinstance(failure, told) and getattr(lost, "rank", None) is not None
+        if failure is None or named:
+            raise
+        raise failure from None
+    if failure is not None and not isinstance(failure, told):
+        raise failure
+    found = [msgpack.unpackb(data, strict_map_key=False, unicode_errors="surrogateescape") for data in everybody]
+    errors = sorted((other["told"], rank) for rank, other in enumerate(found) if "error" in other)
+    if errors:
+        rank = errors[0][1]
+        raise failed(rank, from_wire(found[rank]["error"])) from failure
+    return [other["value"] for other in found]
 
 
 def refused(rank: int, reason: str) -> SaveFailedError:
