@@ -40,6 +40,7 @@ def join(rank: int, world_size: int, where: str) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=DEADLINE_S)
     )
+    dist.barrier()  # a rank that ends while another one is still connecting ends that, too
 
 
 def state_of(rank: int, step: int) -> dict[str, Any]:
