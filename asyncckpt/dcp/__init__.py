@@ -20,24 +20,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncckpt.dcp.broadcasting import BroadcastingTorchSaveReader as BroadcastingTorchSaveReader
+    from asyncckpt.dcp.broadcast_reader import BroadcastingTorchSaveReader as BroadcastingTorchSaveReader
     from asyncckpt.dcp.format_utils import dcp_to_torch_save as dcp_to_torch_save
     from asyncckpt.dcp.format_utils import torch_save_to_dcp as torch_save_to_dcp
-    from asyncckpt.dcp.reader import StorageReader as StorageReader
-    from asyncckpt.dcp.sharded_planners import ShardedLoadPlanner as ShardedLoadPlanner
-    from asyncckpt.dcp.sharded_planners import ShardedSavePlanner as ShardedSavePlanner
-    from asyncckpt.dcp.sliced import SlicedBufferedReader as SlicedBufferedReader
-    from asyncckpt.dcp.target_metadata import DynamicMetaLoadPlanner as DynamicMetaLoadPlanner
-    from asyncckpt.dcp.writer import StorageWriter as StorageWriter
+    from asyncckpt.dcp.planners import DynamicMetaLoadPlanner as DynamicMetaLoadPlanner
+    from asyncckpt.dcp.planners import ShardedLoadPlanner as ShardedLoadPlanner
+    from asyncckpt.dcp.planners import ShardedSavePlanner as ShardedSavePlanner
+    from asyncckpt.dcp.storage_reader import SlicedBufferedReader as SlicedBufferedReader
+    from asyncckpt.dcp.storage_reader import StorageReader as StorageReader
+    from asyncckpt.dcp.storage_writer import StorageWriter as StorageWriter
 
 _WHERE = {
-    "BroadcastingTorchSaveReader": "broadcasting",
-    "DynamicMetaLoadPlanner": "target_metadata",
-    "ShardedLoadPlanner": "sharded_planners",
-    "ShardedSavePlanner": "sharded_planners",
-    "SlicedBufferedReader": "sliced",
-    "StorageReader": "reader",
-    "StorageWriter": "writer",
+    "BroadcastingTorchSaveReader": "broadcast_reader",
+    "DynamicMetaLoadPlanner": "planners",
+    "ShardedLoadPlanner": "planners",
+    "ShardedSavePlanner": "planners",
+    "SlicedBufferedReader": "storage_reader",
+    "StorageReader": "storage_reader",
+    "StorageWriter": "storage_writer",
     "dcp_to_torch_save": "format_utils",
     "torch_save_to_dcp": "format_utils",
 }

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import asyncckpt
 from asyncckpt.client import launcher
 from asyncckpt.client.pending_saves import WriteFuture
-from asyncckpt.dcp import StorageReader, StorageWriter, by_worker, staged_part, unsealed
+from asyncckpt.dcp import StorageReader, StorageWriter, worker_part, worker_save
 from asyncckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -120,15 +120,15 @@ def test_what_is_larger_than_the_memory_passes_through_it(
 def test_a_machine_without_memory_for_all_of_it_gets_segments(
     writer: StorageWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staged_part, "SMALL_RING_NBYTES", 24 << 20)
-    found = staged_part._Part._slot
+    monkeypatch.setattr(worker_part, "SMALL_RING_NBYTES", 24 << 20)
+    found = worker_part._Part._slot
 
     def scarce(part: Any, nbytes: int, spare_nbytes: int = 0) -> Any:
         if nbytes > 24 << 20:
             raise InsufficientMemoryError("there is not so much", nbytes=nbytes)
         return found(part, nbytes, spare_nbytes)
 
-    monkeypatch.setattr(staged_part._Part, "_slot", scarce)
+    monkeypatch.setattr(worker_part._Part, "_slot", scarce)
     dcp_calls.save(state(rows=100_000), writer)
     assert_saved(tmp_path / "c", state(rows=100_000))
 
@@ -136,10 +136,10 @@ def test_a_machine_without_memory_for_all_of_it_gets_segments(
 def test_a_request_that_is_longer_than_its_room_gets_another_slot(
     writer: StorageWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staged_part._Part, "_rooms", lambda part, nbytes: (4096, 4096))
+    monkeypatch.setattr(worker_part._Part, "_rooms", lambda part, nbytes: (4096, 4096))
     moved = []
-    move = unsealed.Unsealed._move
-    monkeypatch.setattr(unsealed.Unsealed, "_move", lambda one, nbytes: (moved.append(nbytes), move(one, nbytes)))
+    move = worker_part.Unsealed._move
+    monkeypatch.setattr(worker_part.Unsealed, "_move", lambda one, nbytes: (moved.append(nbytes), move(one, nbytes)))
     long = {**state(), "text": "x" * 50_000}
     for number in range(3):
         dcp_calls.save(long, writer, checkpoint_id=tmp_path / str(number))
@@ -151,7 +151,7 @@ def test_a_request_that_is_too_long_for_a_slot_that_is_being_written_is_said(
     writer: StorageWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "STREAMED_FROM_NBYTES", 1)
-    monkeypatch.setattr(staged_part._Part, "_rooms", lambda part, nbytes: (8192, 8192))
+    monkeypatch.setattr(worker_part._Part, "_rooms", lambda part, nbytes: (8192, 8192))
     error = failure_of(lambda: dcp_calls.save({**state(), "text": "x" * 50_000}, writer))
     assert isinstance(error, SaveFailedError) and error.code == "request"
     gone(tmp_path / "c")
@@ -308,7 +308,7 @@ def test_impossible_settings_are_refused(tmp_path: Path, kw: dict[str, Any], fie
 
 
 def test_every_setting_reaches_the_worker_s_side(tmp_path: Path) -> None:
-    given = {name: 5 for name in by_worker.FIELDS - {"on_worker_loss"}} | {"on_worker_loss": "fail"}
+    given = {name: 5 for name in worker_save.FIELDS - {"on_worker_loss"}} | {"on_worker_loss": "fail"}
     made = StorageWriter(tmp_path / "c", **given)
     config = made._by_worker._config  # type: ignore[union-attr]
     assert {name: getattr(config, name) for name in given} == given
@@ -321,11 +321,11 @@ TRAINER = """
 import os, signal, sys, warnings
 import torch
 import torch.distributed.checkpoint as dcp
-from asyncckpt.dcp import StorageWriter, by_worker, unsealed
+from asyncckpt.dcp import StorageWriter, worker_part, worker_save
 
 warnings.simplefilter("ignore")
 endpoint, path, when = sys.argv[1:]
-seal = unsealed.Unsealed.seal
+seal = worker_part.Unsealed.seal
 
 def sealed(one, metadata, results):
     if when == "before":
@@ -333,7 +333,7 @@ def sealed(one, metadata, results):
     seal(one, metadata, results)
     os.kill(os.getpid(), signal.SIGKILL)
 
-unsealed.Unsealed.seal = sealed
+worker_part.Unsealed.seal = sealed
 state = {"w": torch.arange(50_000.0), "step": 5}
 future = dcp.async_save(state, storage_writer=StorageWriter(path, endpoint=endpoint), no_dist=True)
 future.result(60)
@@ -367,7 +367,7 @@ def test_a_worker_that_is_killed_is_replaced_and_costs_at_most_a_save_through_a_
         monkeypatch.setattr(streaming, "STREAMED_FROM_NBYTES", 1)
     fields = {"arena_limit_bytes": 24 << 20} if kind == "ring" else {}
     writer = StorageWriter(tmp_path / "c", **fields)
-    seal, killed = unsealed.Unsealed.seal, []
+    seal, killed = worker_part.Unsealed.seal, []
 
     def kill(one: Any) -> None:
         pid = one.process.connect().worker.pid
@@ -382,7 +382,7 @@ def test_a_worker_that_is_killed_is_replaced_and_costs_at_most_a_save_through_a_
             kill(one)
         return future
 
-    monkeypatch.setattr(unsealed.Unsealed, "seal", sealed)
+    monkeypatch.setattr(worker_part.Unsealed, "seal", sealed)
     expected = state(rows=100_000 if kind == "ring" else 3000)
     try:
         if kind != "ring":
@@ -395,7 +395,7 @@ def test_a_worker_that_is_killed_is_replaced_and_costs_at_most_a_save_through_a_
                 ((error, _),) = caught.failures.values()
                 assert isinstance(error, SaveFailedError) and error.code == "stream_lost"
                 gone(tmp_path / "c")
-                monkeypatch.setattr(unsealed.Unsealed, "seal", seal)
+                monkeypatch.setattr(worker_part.Unsealed, "seal", seal)
                 dcp_calls.save(expected, writer)
         assert_saved(tmp_path / "c", expected)
     finally:

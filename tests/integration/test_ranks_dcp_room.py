@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import asyncckpt
 from asyncckpt.dcp import StorageWriter
-from asyncckpt.dcp.desk import Desk
+from asyncckpt.dcp.worker_session import WorkerSession
 from asyncckpt.errors import WorkerUnavailableError
 
 N = 10_000_000
@@ -70,10 +70,10 @@ def save_where_one_cannot_join(rank: int, path: str, endpoint: str) -> Any:
     writer = StorageWriter(path, endpoint=endpoint)
     if rank == 1:
 
-        def lost(desk: Desk, ticket: Any, config: Any) -> Any:
+        def lost(desk: WorkerSession, ticket: Any, config: Any) -> Any:
             raise WorkerUnavailableError("the worker is gone", endpoint=endpoint)
 
-        Desk._join = lost
+        WorkerSession._join = lost
     try:
         dcp.save({f"w{rank}": torch.ones(1000)}, storage_writer=writer)
     except CheckpointException as error:

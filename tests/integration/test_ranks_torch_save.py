@@ -94,7 +94,7 @@ class Counted:
     def __init__(self, slab_nbytes: int = SLAB) -> None:
         import torch.distributed as dist
 
-        from asyncckpt.dcp import courier, file_leaves
+        from asyncckpt.dcp import broadcast_reader, file_leaves
 
         self.received = self.broadcast = 0
         self.opened = False
@@ -112,18 +112,18 @@ class Counted:
             self.opened = True
             leaves(*args)
 
-        courier.dist.recv, courier.dist.broadcast = counting_recv, counting_broadcast  # type: ignore[attr-defined]
+        broadcast_reader.dist.recv, broadcast_reader.dist.broadcast = counting_recv, counting_broadcast  # type: ignore[attr-defined]
         file_leaves.FileLeaves.__init__ = noting_open  # type: ignore[method-assign, assignment]
-        for module in (courier, file_leaves):
+        for module in (broadcast_reader, file_leaves):
             module.SLAB_NBYTES = slab_nbytes  # type: ignore[attr-defined]
 
 
 def load(rank: int, path: str, world_size: int, ways: list[tuple[int, str]]) -> list[bool]:
     """Load in several ways; only the ranks that read get the right path. Return whether this one opened it."""
-    from asyncckpt.dcp import broadcasting
+    from asyncckpt.dcp import broadcast_reader
 
     found = []
-    broadcasting.machine = lambda: f"machine-{rank // 2}"  # type: ignore[attr-defined]
+    broadcast_reader.machine = lambda: f"machine-{rank // 2}"  # type: ignore[attr-defined]
     for coordinator, read_on in ways:
         counted = Counted()
         reads = rank == coordinator or (read_on == "node" and rank // 2 != coordinator // 2 and rank % 2 == 0)
@@ -303,10 +303,10 @@ def fail_on_nodes(rank: int, good: str, bad: dict[str, str]) -> dict[str, tuple[
     import torch.distributed as dist
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from asyncckpt.dcp import broadcasting
+    from asyncckpt.dcp import broadcast_reader
     from asyncckpt.dcp.file_leaves import FileLeaves
 
-    broadcasting.machine = lambda: f"machine-{rank // 2}"  # type: ignore[attr-defined]
+    broadcast_reader.machine = lambda: f"machine-{rank // 2}"  # type: ignore[attr-defined]
     found = {}
     for what in NODE_FAILURES:
         Counted()

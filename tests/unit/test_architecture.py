@@ -21,7 +21,7 @@ EXECUTABLE_FORMATS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "ma
 
 DISTRIBUTED = {
     "asyncckpt.distributed.process_group",  # the door of saves and loads
-    *("asyncckpt.dcp.broadcasting", "asyncckpt.dcp.courier"),  # over the group that a user of `dcp.load` names
+    "asyncckpt.dcp.broadcast_reader",  # over the group that a user of `dcp.load` names
 }
 """The modules that may ask torch.distributed itself."""
 
@@ -254,7 +254,7 @@ def test_nothing_executable_is_imported_or_evaluated() -> None:
 def test_only_who_is_told_by_the_user_reaches_the_pickles() -> None:
     users = {i.importer for i in imports() if i.name == PICKLES}
     assert users == {
-        "asyncckpt.dcp.planner_data",
+        "asyncckpt.dcp.saved_metadata",
         "asyncckpt.loading.saved_objects",
         "asyncckpt.planning.leaves",
         "asyncckpt.staging.host_stager",

@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import asyncckpt.dcp
-from asyncckpt.dcp.routes import Delivery, Wish, plan_routes
+from asyncckpt.dcp.broadcast_reader import Delivery, Wish, plan_routes
 from asyncckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,

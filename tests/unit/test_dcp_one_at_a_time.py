@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("numpy")  # torch.distributed.checkpoint
 
-from asyncckpt.dcp.one_at_a_time import OneAtATime
+from asyncckpt.dcp.storage_writer import OneAtATime
 from asyncckpt.errors import ReentrantCallError
 
 

@@ -18,8 +18,8 @@ from in_process_writer import StorageWriter
 from torch.distributed.checkpoint.planner import LoadPlan
 
 import asyncckpt
-from asyncckpt.dcp import one_save
-from asyncckpt.dcp.one_save import Coordinators, Found, Own, check, compared, found_in
+from asyncckpt.dcp import storage_reader
+from asyncckpt.dcp.storage_reader import Coordinators, OwnSave, SaveRead, check_same_save, compare_saves, found_in
 from asyncckpt.errors import CorruptCheckpointError, RanksDisagreeError
 from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.storage import contents
@@ -31,7 +31,7 @@ pytest.importorskip("safetensors")
 HERE, ELSEWHERE = "machine", "another"
 ASK = """
 import sys
-from asyncckpt.dcp.one_save import found_in
+from asyncckpt.dcp.storage_reader import found_in
 from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.storage.files import Files
 for path in sys.argv[1:]:
@@ -76,12 +76,12 @@ def without_sums(save: Callable[[], Any]) -> None:
         torch.serialization.set_crc32_options(before)
 
 
-def found_at(path: pathlib.Path) -> Found:
+def found_at(path: pathlib.Path) -> SaveRead:
     return found_in(read_any(str(path), Files()), Files())
 
 
-def plan(load_id: str, found: Found) -> LoadPlan:
-    return LoadPlan([], storage_data=Own(load_id, found))
+def plan(load_id: str, found: SaveRead) -> LoadPlan:
+    return LoadPlan([], storage_data=OwnSave(load_id, found))
 
 
 def touched(path: pathlib.Path) -> None:
@@ -99,7 +99,7 @@ def test_other_files_of_the_same_content_are_the_same_save_on_another_machine_on
     touched(path)
     if kind != "dcp":  # whose metadata name the save
         assert first.differs(found_at(path))
-    monkeypatch.setattr(one_save, "machine", lambda: "another")
+    monkeypatch.setattr(storage_reader, "machine", lambda: "another")
     assert not first.differs(found_at(path))
 
 
@@ -117,7 +117,7 @@ def test_saves_that_differ_in_their_elements_only_differ_on_any_machine(
             foreign_samples.save_dcp(state, path)
         else:
             torch.save(state, path)
-        monkeypatch.setattr(one_save, "machine", str(n).__str__)
+        monkeypatch.setattr(storage_reader, "machine", str(n).__str__)
         found.append(found_at(path))
     assert found[0].differs(found[1])
 
@@ -157,7 +157,7 @@ def test_files_that_differ_in_what_is_no_tensor_differ_on_any_machine(
             without_sums(lambda state=state: torch.save(state, path))  # type: ignore[misc]
         else:
             torch.save(state, path, _use_new_zipfile_serialization=kind == "torch")
-        monkeypatch.setattr(one_save, "machine", str(n).__str__)
+        monkeypatch.setattr(storage_reader, "machine", str(n).__str__)
         found.append(found_at(path))
     assert found[0].differs(found[1])
 
@@ -174,7 +174,7 @@ def test_two_conversions_of_one_structure_to_dcp_are_told_apart_on_one_machine(
     assert found[0].differs(found[1])
     again = found_at(path)
     assert not found[1].differs(again)
-    monkeypatch.setattr(one_save, "machine", lambda: "another")
+    monkeypatch.setattr(storage_reader, "machine", lambda: "another")
     touched(path)
     assert not again.differs(found_at(path))
 
@@ -202,44 +202,45 @@ def test_an_overwrite_before_it_is_told_is_found(kind: str, tmp_path: pathlib.Pa
 
 
 def test_ranks_of_one_save_keep_their_plans() -> None:
-    plans = [plan("a", Found("/c", "1", HERE, "x")), plan("b", Found("/c", "1", ELSEWHERE, "y"))]
-    assert compared(plans, "a", Found("/c", "1", HERE, "x")) == plans
+    plans = [plan("a", SaveRead("/c", "1", HERE, "x")), plan("b", SaveRead("/c", "1", ELSEWHERE, "y"))]
+    assert compare_saves(plans, "a", SaveRead("/c", "1", HERE, "x")) == plans
 
 
 @pytest.mark.parametrize(("coordinator", "ranks"), [(0, [0, 2]), (1, [1, 2]), (2, [0, 2])])
 def test_the_first_rank_that_differs_from_the_coordinator_is_named(coordinator: int, ranks: list[int]) -> None:
-    founds = [Found("/c", "1", HERE), Found("/c", "1", HERE), Found("/c", "2", HERE)]
+    founds = [SaveRead("/c", "1", HERE), SaveRead("/c", "1", HERE), SaveRead("/c", "2", HERE)]
     with pytest.raises(RanksDisagreeError, match="saves 1 and 2") as caught:
-        compared([plan(str(n), f) for n, f in enumerate(founds)], str(coordinator), founds[coordinator])
+        compare_saves([plan(str(n), f) for n, f in enumerate(founds)], str(coordinator), founds[coordinator])
     assert (caught.value.path, caught.value.ranks) == ("/c", ranks)
 
 
 def test_ranks_with_paths_of_their_own_load_what_they_were_told_to() -> None:
-    plans = [plan("a", Found("/c", "1", HERE)), plan("b", Found("/d", "2", HERE))]
-    assert compared(plans, "a", Found("/c", "1", HERE)) == plans
+    plans = [plan("a", SaveRead("/c", "1", HERE)), plan("b", SaveRead("/d", "2", HERE))]
+    assert compare_saves(plans, "a", SaveRead("/c", "1", HERE)) == plans
 
 
 def test_files_of_other_times_are_named_so() -> None:
-    plans = [plan("a", Found("/c", "1", HERE, "x")), plan("b", Found("/c", "1", HERE, "y"))]
+    plans = [plan("a", SaveRead("/c", "1", HERE, "x")), plan("b", SaveRead("/c", "1", HERE, "y"))]
     with pytest.raises(RanksDisagreeError, match="files of different times"):
-        compared(plans, "a", Found("/c", "1", HERE, "x"))
+        compare_saves(plans, "a", SaveRead("/c", "1", HERE, "x"))
 
 
 @pytest.mark.parametrize(
-    "given", [None, "a planner's", Own("earlier", Found("/c", "1", HERE)), Coordinators(Found("/c", "1", HERE))]
+    "given",
+    [None, "a planner's", OwnSave("earlier", SaveRead("/c", "1", HERE)), Coordinators(SaveRead("/c", "1", HERE))],
 )
 def test_plans_of_a_planner_s_own_take_what_the_coordinator_has_found(given: Any) -> None:
-    mine = Found("/c", "2", HERE)
-    plans = compared([LoadPlan([], storage_data=given)] * 2, "now", mine)
+    mine = SaveRead("/c", "2", HERE)
+    plans = compare_saves([LoadPlan([], storage_data=given)] * 2, "now", mine)
     assert [one.storage_data for one in plans] == [Coordinators(mine)] * 2
-    check(plans[1], Found("/c", "2", ELSEWHERE))
+    check_same_save(plans[1], SaveRead("/c", "2", ELSEWHERE))
     with pytest.raises(RanksDisagreeError, match="saves 2 and 3") as caught:
-        check(plans[1], Found("/c", "3", HERE))
+        check_same_save(plans[1], SaveRead("/c", "3", HERE))
     assert caught.value.ranks is None
 
 
-@pytest.mark.parametrize("given", [None, "a planner's", Own("earlier", Found("/c", "1", HERE))])
+@pytest.mark.parametrize("given", [None, "a planner's", OwnSave("earlier", SaveRead("/c", "1", HERE))])
 def test_one_rank_alone_and_kept_plans_are_not_compared(given: Any) -> None:
     plans = [LoadPlan([], storage_data=given)]
-    assert compared(plans, "now", Found("/c", "2", HERE)) == plans
-    check(plans[0], Found("/c", "2", HERE))
+    assert compare_saves(plans, "now", SaveRead("/c", "2", HERE)) == plans
+    check_same_save(plans[0], SaveRead("/c", "2", HERE))

@@ -19,10 +19,9 @@ from in_process_writer import StorageWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import asyncckpt
-from asyncckpt.dcp import SlicedBufferedReader, written_tensor
-from asyncckpt.dcp.copy_ahead import CopyAhead
-from asyncckpt.dcp.nesting import nested
-from asyncckpt.dcp.streamed import StreamedImage
+from asyncckpt.dcp import SlicedBufferedReader, tensor_stream
+from asyncckpt.dcp.saved_metadata import nested
+from asyncckpt.dcp.tensor_stream import CopyAhead, StreamedImage
 from asyncckpt.format.layout import BoxSpec, build_layout, save_id_bytes
 from asyncckpt.format.names import SaveId
 from tests.simulated_device import SimulatedDevice
@@ -117,7 +116,7 @@ def test_tensors_of_a_device_arrive_before_they_are_written(monkeypatch: pytest.
         device.registered[kept[-1].data_ptr()] = kept[-1].numel()
         return kept[-1]
 
-    monkeypatch.setattr(written_tensor, "pinned", pinned)
+    monkeypatch.setattr(tensor_stream, "pinned", pinned)
     values = [torch.randint(0, 250, (1000,), dtype=torch.uint8) for _ in range(8)]
     placed = [device.put(torch.zeros_like(value), n % 2) if n % 4 else value for n, value in enumerate(values)]
 

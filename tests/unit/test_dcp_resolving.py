@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 import asyncckpt
-from asyncckpt.dcp import rank_part, resolving, written_tensor
-from asyncckpt.dcp.resolving import CallersResolves
-from asyncckpt.dcp.written_tensor import WrittenTensor, settle
+from asyncckpt.dcp import direct_save, tensor_stream
+from asyncckpt.dcp.direct_save import CallersResolves
+from asyncckpt.dcp.tensor_stream import WrittenTensor, settle
 from asyncckpt.storage import rank_writer
 from tests.simulated_device import SimulatedDevice
 
@@ -144,13 +144,13 @@ def test_an_error_of_the_work_is_raised() -> None:
 
 
 class Interrupt:
-    """Ctrl-C before the nth line of `resolving` that this thread comes to, from 0."""
+    """Ctrl-C before the nth line of `direct_save` that this thread comes to, from 0."""
 
     def __init__(self, nth: int) -> None:
         self.left = nth
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename != resolving.__file__:
+        if frame.f_code.co_filename != direct_save.__file__:
             return None
         if event == "line":
             self.left -= 1
@@ -160,7 +160,7 @@ class Interrupt:
 
 
 def test_ctrl_c_before_any_line_ends_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolving, "LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr(direct_save, "LOOK_EVERY_S", 0.005)
     outcomes: list[bool] = []
     before = sys.gettrace()
     for nth in range(1000):
@@ -290,8 +290,8 @@ def test_a_save_waits_for_the_kernels_of_its_planner(
         device.registered[kept[-1].data_ptr()] = kept[-1].numel()
         return kept[-1]
 
-    monkeypatch.setattr(written_tensor, "pinned", pinned)
-    monkeypatch.setattr(rank_part, "CudaDevice", lambda: device)
+    monkeypatch.setattr(tensor_stream, "pinned", pinned)
+    monkeypatch.setattr(direct_save, "CudaDevice", lambda: device)
 
     class Computing(DefaultSavePlanner):
         def resolve_data(self, write_item: WriteItem) -> Any:

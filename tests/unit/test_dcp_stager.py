@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint import staging
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncckpt.dcp.stager import Stager
+from asyncckpt.dcp.storage_writer import Stager
 
 
 class Copies(TorchDispatchMode):

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import WriteItemType
 
 import asyncckpt
-from asyncckpt.dcp import StorageReader, in_process
-from asyncckpt.dcp.laid_out import WriteOptions
-from asyncckpt.dcp.rank_part import write_part
+from asyncckpt.dcp import StorageReader, direct_save
+from asyncckpt.dcp.direct_save import write_part
+from asyncckpt.dcp.write_plan import WriteOptions
 from asyncckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -549,7 +549,7 @@ def test_a_writer_that_has_staged_copies_ahead_in_later_saves(tmp_path: Path, mo
         found.append(options.copy_ahead_nbytes)
         return write_part(plan, planner, ticket, options, *args, **kwargs)
 
-    monkeypatch.setattr(in_process, "write_part", noting)
+    monkeypatch.setattr(direct_save, "write_part", noting)
     writer = StorageWriter(tmp_path / "c", thread_count=2, per_thread_copy_ahead=1000)
     dcp_calls.save(writer.stage({"a": torch.ones(3)}), writer)
     dcp_calls.save({"a": torch.zeros(3)}, writer)

@@ -14,7 +14,7 @@ from xla_stand_in import XLAShardedTensor, from_shards, to_shards
 
 import asyncckpt
 from asyncckpt import FlatShard, ShardedSlice, describe_tp, register_shard_type
-from asyncckpt.dcp.sharded_leaves import described
+from asyncckpt.dcp.write_plan import described
 from asyncckpt.errors import ConfigError, OverlappingShardsError, ShardOutOfRangeError, UnsupportedLeafError
 from asyncckpt.planning.sharding import Sharded, committed, recognising, sharded
 from asyncckpt.planning.sharding.grid import Grid, overlapping

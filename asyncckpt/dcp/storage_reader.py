@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,22 +18,208 @@ from torch.distributed.checkpoint.storage import StorageReader as TorchStorageRe
 from torch.futures import Future
 
 from asyncckpt.config import RankInfo, check_keywords
-from asyncckpt.dcp import one_save
-from asyncckpt.dcp.described import Described
-from asyncckpt.dcp.items import check_target
-from asyncckpt.dcp.one_save import found_in
-from asyncckpt.distributed.process_group import find_rank_info
+from asyncckpt.dcp.saved_metadata import Described
+from asyncckpt.dcp.write_plan import check_target
+from asyncckpt.distributed.process_group import find_rank_info, machine
 from asyncckpt.dtypes import DTYPES
-from asyncckpt.errors import LeafTypeMismatchError, MissingKeysError, ShapeMismatchError
+from asyncckpt.errors import LeafTypeMismatchError, MissingKeysError, RanksDisagreeError, ShapeMismatchError
+from asyncckpt.format.checksums import file_checksum
+from asyncckpt.format.names import DCP_METADATA_NAME
+from asyncckpt.interop.sources.source import read_exactly
+from asyncckpt.interop.sources.torch_file import read_directory
+from asyncckpt.interop.sources.unpickler import MAX_NBYTES
 from asyncckpt.loading.fetching import read_ranges, thread_count
 from asyncckpt.loading.overwritten import read_of_one_save
 from asyncckpt.loading.placements import Placement, ranges_of
 from asyncckpt.loading.target_tensors import refuse_without_memory
 from asyncckpt.paths import absolute_path, is_local_path
 from asyncckpt.planning.torch_types import check_memory_is_real
-from asyncckpt.storage.contents import SavedTensor, check_lengths
-from asyncckpt.storage.files import Files
+from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, corrupt
+from asyncckpt.storage.files import Files, opened, read_small_file
 from asyncckpt.storage.read_plan import Wanted
+from asyncckpt.storage.unread import Unread
+
+
+class _Slice(io.RawIOBase):
+    """Reads `nbytes` from `offset` on of another stream, whose position it moves and which it never closes."""
+
+    def __init__(self, stream: Any, offset: int, nbytes: int) -> None:
+        self._stream, self._offset, self._nbytes, self._at = stream, offset, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        with memoryview(buffer).cast("B") as whole, whole[: max(0, self._nbytes - self._at)] as view:
+            self._stream.seek(self._offset + self._at)
+            count = self._stream.readinto(view) if len(view) else 0
+        self._at += count or 0
+        return count or 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
+        if start + offset < 0:
+            raise ValueError(f"position {start + offset} lies before the slice")
+        self._at = start + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+
+class SlicedBufferedReader(io.BufferedReader):
+    """A range of a binary stream, read as if there were nothing else: its positions count from the range's start.
+
+    The stream stays open when this is closed. Several may share a stream, though not from several threads.
+
+    Args:
+        base_stream: Readable and seekable.
+        offset: Where the range begins, in bytes.
+        len: How long it is, in bytes.
+
+    Raises:
+        ValueError: A negative offset or length.
+    """
+
+    def __init__(self, base_stream: Any, offset: int, len: int) -> None:
+        if offset < 0 or len < 0:
+            raise ValueError(f"bytes {offset} to {offset + len} are no range of a file")
+        super().__init__(_Slice(base_stream, offset, len))
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRead:
+    """What tells the save that one rank has found at its path.
+
+    Attributes:
+        path: Where it is. Ranks that are given different paths are to load different checkpoints.
+        save: Of ours the save id; of other formats what their files say of their content.
+        machine: On which alone `stamps` can be compared: each node may have a copy of its own.
+        stamps: Of the files, where nothing in them names the save; else empty.
+    """
+
+    path: str
+    save: str
+    machine: str
+    stamps: str = ""
+
+    def differs(self, other: SaveRead) -> bool:
+        """Whether the two are of different saves, of which one took the place of the other."""
+        if self.path != other.path:
+            return False
+        return self.save != other.save or (self.machine == other.machine and self.stamps != other.stamps)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSave:
+    """With the plan of a rank: its load, and what it has found. A plan that a planner kept is of an earlier load."""
+
+    load_id: str
+    found: SaveRead
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinators:
+    """With a plan that no longer says whose it was: what the coordinator has found."""
+
+    found: SaveRead
+
+
+def found_in(contents: Contents, files: Files) -> SaveRead:
+    """Return what tells the save whose structure was read; of the same files the same in every process.
+
+    Raises:
+        CorruptCheckpointError: It was overwritten since.
+        OSError: It cannot be read.
+    """
+    source, path, here = contents.source, contents.path, machine()
+    if source is None:
+        return SaveRead(path, str(contents.manifest.save_id), here)
+    stamps = repr(sorted((name, stamp[1:]) for name, stamp in source.stamps.items()))  # one mount's device is its own
+    if source.kind == "dcp":
+        data = read_small_file(files, os.path.join(source.directory, DCP_METADATA_NAME), MAX_NBYTES)
+        source.check_unchanged(files, [DCP_METADATA_NAME])
+        return SaveRead(path, f".metadata of {file_checksum(data)}", here, "" if source.names_save else stamps)
+    said, is_summed = [repr((list(contents.tensors.values()), source.metadata))], bool(source.archives)
+    for name, offset, length in source.archives:
+        try:
+            with opened(files, os.path.join(source.directory, name), os.O_RDONLY) as fd:
+                entries = read_directory(read_exactly(files, fd, length, offset), length)
+        except ValueError as error:
+            raise corrupt(path, name, f"it was changed while it was read: {error}") from error
+        said.append(repr(sorted(entries.values())))  # with a CRC-32 of each tensor, and of the pickle of all else
+        is_summed = is_summed and any(entry.crc for entry in entries.values())
+    if not is_summed:
+        said += [repr(_settled(raw)) for raw in source.objects]
+    content = file_checksum("\n".join(said).encode("utf-8", "surrogatepass"))
+    return SaveRead(path, f"content of {content}", here, stamps)
+
+
+def _settled(raw: Any) -> Any:
+    """Return the JSON form of a leaf without what depends on this process: where its sets begin, and end."""
+    if isinstance(raw, Unread):  # of what is in a set it names what it met first
+        return "not read"
+    if isinstance(raw, list):
+        return [_settled(value) for value in raw]
+    if not isinstance(raw, dict):
+        return raw
+    settled = {key: _settled(value) for key, value in raw.items()}
+    if settled.get("$") in ("set", "frozenset"):
+        settled["v"] = sorted(settled["v"], key=repr)
+    return settled
+
+
+def compare_saves(plans: Sequence[LoadPlan], load_id: str, mine: SaveRead) -> list[LoadPlan]:
+    """Hold what the ranks have found against each other; on the coordinator.
+
+    Args:
+        plans: Of all ranks, as the planner has left them.
+        load_id, mine: The coordinator's own.
+
+    Returns:
+        The plans for the ranks.
+
+    Raises:
+        RanksDisagreeError: They have found different saves.
+    """
+    if len(plans) == 1:
+        return list(plans)
+    told = [plan.storage_data if isinstance(plan.storage_data, OwnSave) else None for plan in plans]
+    if not any(own is not None and own.load_id == load_id for own in told):
+        told = [None] * len(plans)  # the planner made these plans, or keeps them from an earlier load
+    coordinator = next((rank for rank, own in enumerate(told) if own is not None and own.load_id == load_id), 0)
+    for rank, own in enumerate(told):
+        if own is not None and own.found.differs(mine):
+            raise _disagree(mine, own.found, sorted([coordinator, rank]))
+    return [
+        plan if own is not None else dataclasses.replace(plan, storage_data=Coordinators(mine))
+        for plan, own in zip(plans, told, strict=True)
+    ]
+
+
+def check_same_save(plan: LoadPlan, mine: SaveRead) -> None:
+    """Hold what this rank has found against what the coordinator has, if nobody has done so.
+
+    Raises:
+        RanksDisagreeError: They have found different saves.
+    """
+    if isinstance(plan.storage_data, Coordinators) and plan.storage_data.found.differs(mine):
+        raise _disagree(plan.storage_data.found, mine, None)
+
+
+def _disagree(one: SaveRead, other: SaveRead, ranks: list[int] | None) -> RanksDisagreeError:
+    saves = sorted({one.save, other.save})
+    detail = f"saves {saves[0]} and {saves[1]}" if len(saves) > 1 else "files of different times"
+    return RanksDisagreeError(
+        f"{one.path} was overwritten while the ranks began to load it: they have found {detail}",
+        detail=detail,
+        path=one.path,
+        ranks=ranks,
+    )
+
 
 BATCH_NBYTES = 512 << 20
 """What is resolved, read and handed over at once: a planner may make room for each piece. Chosen, not measured."""
@@ -84,7 +272,7 @@ class StorageReader(TorchStorageReader):
     def _begin(self) -> None:
         self.load_id = uuid.uuid4().hex
         self._described: Described | None = None
-        self._found: one_save.Found | None = None
+        self._found: SaveRead | None = None
         self._failure: Exception | None = None
 
     @property
@@ -148,7 +336,7 @@ class StorageReader(TorchStorageReader):
         """Return the plan, with which save it was made for."""
         if self._found is None:
             return plan
-        return dataclasses.replace(plan, storage_data=one_save.Own(self.load_id, self._found))
+        return dataclasses.replace(plan, storage_data=OwnSave(self.load_id, self._found))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans, if they are for one save.
@@ -157,7 +345,7 @@ class StorageReader(TorchStorageReader):
             RanksDisagreeError: The checkpoint was overwritten after some ranks had read what it holds, and before
                 others had. Nothing was changed on any rank.
         """
-        return one_save.compared(plans, self.load_id, self._found) if self._found is not None else plans
+        return compare_saves(plans, self.load_id, self._found) if self._found is not None else plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what `plan` names into what the planner resolves.
@@ -177,7 +365,7 @@ class StorageReader(TorchStorageReader):
         check_memory_is_real("dcp.load")
         described = self._described if self._described is not None else self._read_described()
         if self._found is not None:
-            one_save.check(plan, self._found)
+            check_same_save(plan, self._found)
         tensors = []
         for item in plan.items:
             if item.type is not LoadItemType.BYTE_IO and isinstance(planner, DefaultLoadPlanner):

@@ -8,17 +8,100 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from asyncckpt import __version__, ends
 from asyncckpt.client.connection import CLOSE_TIMEOUT_S
 from asyncckpt.client.worker_client import WorkerClient
 from asyncckpt.client.worker_links import Build, Links, Worker
 from asyncckpt.config import CheckpointerConfig, RankInfo
-from asyncckpt.dcp.tickets import Ticket
 from asyncckpt.format.names import SaveId
 from asyncckpt.outcomes import Outcomes, Run
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """What a rank tells the coordinator before the plan: the `instance` of its worker; "": none, and `why`."""
+
+    rank: int
+    instance: str
+    why: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _offered, (self.rank, self.instance, self.why)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ticket:
+    """A rank's part in one save: its id, which rank, of how many.
+
+    `by_worker`: the workers write, and the coordinator is rank 0. `workers`: every rank's, and `told`: what rank 0 says
+    of its own; only where they are several.
+    """
+
+    save_id: SaveId
+    rank: int
+    world_size: int
+    by_worker: bool = False
+    workers: tuple[str, ...] = ()
+    told: bytes = b""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receive, (str(self.save_id), self.rank, self.world_size, self.by_worker, self.workers, self.told)
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.ticket: Ticket | None = None
+        self.offers: dict[int, Offer] = {}
+
+
+_here = _Here()
+
+
+def _receive(
+    save_id: str, rank: int, world_size: int, by_worker: bool, workers: tuple[str, ...], told: bytes
+) -> Ticket:
+    _here.ticket = ticket = Ticket(
+        save_id=SaveId.parse(save_id),
+        rank=rank,
+        world_size=world_size,
+        by_worker=by_worker,
+        workers=workers,
+        told=told,
+    )
+    return ticket
+
+
+def _offered(rank: int, instance: str, why: str) -> Offer:
+    offer = Offer(rank=rank, instance=instance, why=why)
+    note_offer(offer)
+    return offer
+
+
+def note_offer(offer: Offer) -> None:
+    """Take an offer as received by this thread."""
+    _here.offers[offer.rank] = offer
+
+
+def forget_tickets() -> None:
+    """Forget what this thread has received: a save begins."""
+    _here.ticket = None
+    _here.offers = {}
+
+
+def received_ticket() -> Ticket | None:
+    """Return the ticket that this thread has received since `forget_tickets`."""
+    return _here.ticket
+
+
+def received_offers() -> dict[int, Offer]:
+    """Return the offers that this thread has received since `forget_tickets`, by rank."""
+    return _here.offers
+
 
 LOOK_S = 0.01
 """Between two looks at a save that another one waits for. Chosen: nothing beside a commit."""
@@ -57,7 +140,7 @@ class _Ours(Worker):
         return self.process.call(build, timeout_s)
 
 
-class Desk:
+class WorkerSession:
     """See the module. For the thread that saves, one at a time; `close` and `abandon` in any.
 
     Args:

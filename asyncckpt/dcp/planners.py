@@ -6,22 +6,33 @@ registered types; all other leaves are the default planners' business.
 
 from __future__ import annotations
 
+import io
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._traverse import get_element
 from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
     DefaultSavePlanner,
     create_default_local_load_plan,
 )
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 
-from asyncckpt.dcp.sharded_leaves import ShardsOf, described, flattened
-from asyncckpt.dcp.unflattened import UnflattenedLoadPlanner, put
+from asyncckpt.dcp.write_plan import ShardsOf, described, flattened
 from asyncckpt.errors import (
     AliasMismatchError,
     CorruptCheckpointError,
@@ -34,6 +45,40 @@ from asyncckpt.planning.sharding.dtensor import of_dtensor
 from asyncckpt.planning.sharding.recognising import describer
 from asyncckpt.planning.state_dict import PLAIN_TENSORS
 from asyncckpt.planning.torch_types import why_no_memory
+
+
+class UnflattenedLoadPlanner(DefaultLoadPlanner):
+    """Puts leaves that are no tensors into the user's dict, also with `flatten_state_dict=False`."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a leaf that is no tensor into the target, under the key that it has there: torch makes texts of keys."""
+        fqn = read_item.dest_index.fqn
+        if not self.flatten_state_dict:
+            super().load_bytes(read_item, value)
+            self.original_state_dict[fqn] = self.state_dict[fqn]
+            return
+        path, found = self.mappings[fqn], dict[str, Any]()
+        target, self.original_state_dict = self.original_state_dict, found
+        try:
+            super().load_bytes(read_item, value)
+        finally:
+            self.original_state_dict = target
+        put(target, path, get_element(found, path))
+
+
+def put(state_dict: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Put `value` in the place that has a path; in paths the keys of mappings are texts, as torch makes them."""
+    container = state_dict
+    for part in path[:-1]:
+        container = container[_key_in(container, part)]
+    container[_key_in(container, path[-1])] = value
+
+
+def _key_in(container: Any, part: Any) -> Any:
+    if not isinstance(container, Mapping) or part in container:
+        return part
+    return next((key for key in container if str(key) == part), part)
+
 
 _logger = logging.getLogger("asyncckpt")
 
@@ -282,3 +327,30 @@ _Key = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 def _key(item: ReadItem) -> _Key:
     return tuple(item.dest_index.offset or ()), tuple(item.dest_offsets), tuple(item.lengths)
+
+
+class DynamicMetaLoadPlanner(UnflattenedLoadPlanner):
+    """As torch's planner of this name, with leaves that are no tensors, and for sharded targets.
+
+    Every tensor of the target is taken for stored whole, so that each rank asks for the boxes of its own shards. Made
+    for `BroadcastingTorchSaveReader`, which finds out whether the file holds what the target wants.
+
+    Args:
+        flatten_state_dict, flatten_sharded_tensors: As `DefaultLoadPlanner`'s.
+        allow_partial_load: Leaves of the target that the file lacks stay as they are.
+    """
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Begin a load into `state_dict`; `metadata` is not looked at."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        entries: dict[str, STORAGE_TYPES] = {}
+        for fqn, value in self.state_dict.items():
+            if torch.is_tensor(value):
+                size = value.size()
+                whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
+                entries[fqn] = TensorStorageMetadata(TensorProperties(dtype=value.dtype), size, [whole])
+            else:
+                entries[fqn] = BytesStorageMetadata()
+        self.metadata = Metadata(state_dict_metadata=entries)

@@ -14,13 +14,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt.config import CheckpointerConfig, RankInfo, endpoint_from_environment
-from asyncckpt.dcp import tickets
-from asyncckpt.dcp.desk import Desk
-from asyncckpt.dcp.laid_out import WriteOptions
-from asyncckpt.dcp.seal_room import SealRoom
-from asyncckpt.dcp.staged_part import stage_part
-from asyncckpt.dcp.tickets import Offer, Ticket
-from asyncckpt.dcp.unsealed import Unsealed
+from asyncckpt.dcp.worker_part import SealRoom, Unsealed, stage_part
+from asyncckpt.dcp.worker_session import Offer, Ticket, WorkerSession, received_offers
+from asyncckpt.dcp.write_plan import WriteOptions
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import AsyncCkptError, CommitTimeoutError
 from asyncckpt.format.names import SaveId
@@ -64,7 +60,7 @@ class ByWorker:
         self._forget()
 
     def _forget(self) -> None:
-        self._desk: Desk | None = None
+        self._desk: WorkerSession | None = None
         self._left: weakref.finalize[Any, ByWorker] | None = None
         self._save_id: SaveId | None = None
         self._unsealed: Unsealed | None = None
@@ -107,9 +103,9 @@ class ByWorker:
                 raise
             return Offer(rank=rank, instance="", why=error.message)
 
-    def _desk_here(self) -> Desk:
+    def _desk_here(self) -> WorkerSession:
         if self._desk is None or self._desk.is_inherited:
-            self._desk = desk = Desk(self._endpoint)
+            self._desk = desk = WorkerSession(self._endpoint)
             self._left = weakref.finalize(self, desk.abandon)
             self._left.atexit = False  # `ends` closes it in order
         return self._desk
@@ -132,7 +128,7 @@ class ByWorker:
         Blocks: for that save, up to `commit_timeout_s`; what is refused then is refused by the worker.
         """
         world_size = len(plans)
-        found = {**tickets.offers(), own.rank: own}
+        found = {**received_offers(), own.rank: own}
         order = [own.rank] if world_size == 1 else list(range(world_size))
         why = [f"rank {r}: {found[r].why if r in found else 'it has not said'}" for r in order if not _has(found, r)]
         if not why:

@@ -6,34 +6,115 @@ import contextlib
 import dataclasses
 import inspect
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from asyncckpt.config import check_keywords
-from asyncckpt.dcp import tickets
-from asyncckpt.dcp.by_worker import FIELDS, ByWorker
-from asyncckpt.dcp.in_process import InProcess
-from asyncckpt.dcp.items import refuse_wrappers, sorted_out
-from asyncckpt.dcp.laid_out import WriteOptions
-from asyncckpt.dcp.one_at_a_time import OneAtATime
-from asyncckpt.dcp.results import chunks_in
-from asyncckpt.dcp.stager import Stager
-from asyncckpt.dcp.tickets import Offer, Ticket
+from asyncckpt.dcp.direct_save import InProcess
+from asyncckpt.dcp.worker_save import FIELDS, ByWorker
+from asyncckpt.dcp.worker_session import Offer, Ticket, forget_tickets, received_ticket
+from asyncckpt.dcp.write_plan import WriteOptions, chunks_in, refuse_wrappers, sorted_out, tensor_leaves
 from asyncckpt.distributed.process_group import find_rank_info
-from asyncckpt.errors import AsyncCkptError, ConfigError
+from asyncckpt.errors import AsyncCkptError, ConfigError, ReentrantCallError, UnsupportedLeafError
 from asyncckpt.format.names import SaveId
 from asyncckpt.paths import absolute_path, current_umask, is_local_path
 from asyncckpt.planning.torch_types import check_memory_is_real
 from asyncckpt.storage import catalog
 from asyncckpt.storage.files import Files, save_failure
 from asyncckpt.storage.local import LocalStore
+from asyncckpt.uninterrupted import uninterrupted
+
+
+class OneAtATime:
+    """See the module. One per writer."""
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._at_work = threading.Lock()
+        self._owner: int | None = None
+        self._pid = os.getpid()
+
+    @contextlib.contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Surround what ends the save before; from here the save is this thread's.
+
+        Raises:
+            ReentrantCallError: A step of that is under way.
+        """
+        with self._step():
+            self._owner = threading.get_ident()
+            yield
+
+    @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Surround a step of the save.
+
+        Raises:
+            ReentrantCallError: Another thread has begun another one, or closed the writer; or is in a step.
+        """
+        self._leave_parents_save()
+        if self._owner not in (None, threading.get_ident()):
+            raise ReentrantCallError(
+                "another thread has begun a save with this StorageWriter, or closed it, before this one was over; this "
+                "one has ended, and nothing of it was published. Use a writer for each save that overlaps another"
+            )
+        with self._step():
+            yield
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        self._leave_parents_save()
+        taken = False
+        try:
+            with uninterrupted():  # a signal between the two halves of it would leave the lock taken for ever
+                taken = self._at_work.acquire(blocking=False)
+            if not taken:
+                raise ReentrantCallError(
+                    "a save with this StorageWriter is being staged or committed: wait for its end (of "
+                    "`dcp.async_save`, for its future), or use another writer; that save goes on"
+                )
+            yield
+        finally:
+            if taken:
+                self._at_work.release()
+
+    def _leave_parents_save(self) -> None:
+        """In a forked child nobody goes on with the save that was under way."""
+        if os.getpid() != self._pid:
+            self._forget()
+
+
+class Stager(BlockingAsyncStager):
+    """As torch's, which keeps its copies in pinned memory only, and fails where there is no device to pin it for."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy on the CPU; the state itself where the save will be refused for a tensor subclass in it.
+
+        IMPORTANT: it is not refused here. The other ranks may have no such tensor, and would wait for this one.
+        """
+        try:
+            refuse_wrappers(tensor_leaves(state_dict))
+        except UnsupportedLeafError:
+            return state_dict
+        if self.cache_staged_state_dict and self.state_dict_cache is None and not torch.accelerator.is_available():
+            # Where torch has dropped this name, which is its own, the first copy is made twice.
+            allocate = getattr(staging, "_create_cpu_state_dict", BlockingAsyncStager().stage)
+            self.state_dict_cache = allocate(state_dict)
+        return super().stage(state_dict)
+
 
 _SAVER = "torch.distributed.checkpoint.state_dict_saver"
 _MAX_FRAMES = 8
@@ -177,7 +258,7 @@ class StorageWriter(TorchStorageWriter, Stager):
         check_memory_is_real("dcp.save")
         with self._one.beginning():
             self._abandon()
-        tickets.forget()
+        forget_tickets()
         if not kwargs.get("use_collectives", True):
             raise ConfigError(
                 "dcp.save(use_collectives=False) makes a checkpoint of each rank, with no common commit; "
@@ -243,7 +324,7 @@ class StorageWriter(TorchStorageWriter, Stager):
         Blocks: for the copy, and for memory; where this process writes, for the writes.
         """
         with self._one.going_on():
-            self._ticket = ticket = tickets.received() or self._ticket or plan.storage_data
+            self._ticket = ticket = received_ticket() or self._ticket or plan.storage_data
             assert isinstance(ticket, Ticket), "the coordinator's prepare_global_plan gives every plan a ticket"
             results = self._write(plan, planner, ticket)
         future: Future[list[WriteResult]] = Future()

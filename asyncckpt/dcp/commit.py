@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt import __version__
-from asyncckpt.dcp.nesting import nested
-from asyncckpt.dcp.planner_data import kept_planner_data
-from asyncckpt.dcp.rank_part import Unfinished
-from asyncckpt.dcp.results import StoredLeaf, StoredRank
+from asyncckpt.dcp.saved_metadata import kept_planner_data, nested
+from asyncckpt.dcp.write_plan import StoredLeaf, StoredRank
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.format.index import MAX_INDEX_NBYTES, decode_index
 from asyncckpt.format.manifest import PLANNER_KEY
@@ -31,8 +29,17 @@ from asyncckpt.storage.contents import read_named_file
 from asyncckpt.storage.coverage import uncovered
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
-from asyncckpt.storage.rank_writer import RankResult
+from asyncckpt.storage.rank_writer import RankJob, RankResult, RankWriter
 from asyncckpt.sync_ranks import hole_error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unfinished:
+    """The coordinator's files but for index and objects: its writer, the job, and its tensors."""
+
+    writer: RankWriter
+    job: RankJob
+    tensors: tuple[TensorEntry, ...]
 
 
 class Saved(NamedTuple):

@@ -7,8 +7,11 @@ planners without flattening use them, are answered too, though not listed: leave
 
 from __future__ import annotations
 
+import base64
 import io
+import logging
 from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,23 +26,112 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from asyncckpt.config import RankInfo
-from asyncckpt.dcp.leaf_values import planner_bytes, saved_bytes
-from asyncckpt.dcp.planner_data import planner_data_of, was_saved_by_torch
+from asyncckpt.dcp.write_plan import TAG, encode_exactly, planner_bytes, saved_bytes
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import MissingKeysError, PickledLeafError
+from asyncckpt.format.manifest import PLANNER_KEY, Manifest
 from asyncckpt.format.names import MANIFEST_NAME
-from asyncckpt.format.state_tree import Node, form_in, fqn_of, leaves, python_key
+from asyncckpt.format.state_tree import MAX_DEPTH, Node, Path, form_in, fqn_of, leaves, python_key, tree_of
 from asyncckpt.format.structure import Chunk
 from asyncckpt.loading.fetching import bytes_of
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import HOLE
 from asyncckpt.loading.slicing import read_tensor
+from asyncckpt.planning.leaves import decode_leaf
 from asyncckpt.planning.numpy_values import array_of
+from asyncckpt.planning.pickles import unpickle
 from asyncckpt.planning.rebuilding import form_of, mapping_of, sequence_of
 from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt
 from asyncckpt.storage.files import Files
+
+
+def path_of(fqn: str, planner_data: Any) -> Path:
+    """Return the path of a leaf: the planner's, if it kept one that leads to this name, else the name as one key."""
+    found = planner_data.get(fqn) if isinstance(planner_data, Mapping) else None
+    if not isinstance(found, tuple) or not 0 < len(found) < MAX_DEPTH or fqn_of(found) != fqn:
+        return (fqn,)
+    return found if type(found[0]) is str and all(type(key) in (str, int) for key in found) else (fqn,)
+
+
+def ordered(fqns: Iterable[str], planner_data: Any) -> list[str]:
+    """Return `fqns` in the order of the state dict, as far as the planner kept it."""
+    if not isinstance(planner_data, Mapping):
+        return list(fqns)
+    places = {fqn: place for place, fqn in enumerate(planner_data)}
+    return sorted(fqns, key=lambda fqn: places.get(fqn, len(places)))
+
+
+def nested(leaves: Mapping[str, Node], planner_data: Any, hole: Callable[[], Node]) -> Node:
+    """Return the tree of `leaves`, by FQN.
+
+    Args:
+        leaves: Leaf nodes.
+        planner_data: Of the checkpoint's metadata: the paths of DefaultSavePlanner, or anything.
+        hole: Makes a leaf for a member of a list that nobody has.
+    """
+    try:
+        return tree_of([(path_of(fqn, planner_data), leaves[fqn]) for fqn in ordered(leaves, planner_data)], hole)
+    except ValueError:  # paths that contradict
+        return "d", tuple(part for pair in leaves.items() for part in pair)
+
+
+_IN_TREE = {"$": "paths"}
+_logger = logging.getLogger("asyncckpt.dcp")
+
+
+class _Refused(Exception):
+    """It was pickled."""
+
+
+def kept_planner_data(metadata: Metadata) -> Any:
+    """Return the JSON form of a checkpoint's planner data."""
+    found = metadata.planner_data
+    if _is_in_tree(found, metadata):
+        return _IN_TREE
+    raw = encode_exactly(found)
+    if raw is None and found is not None:
+        data = io.BytesIO()
+        torch.save(found, data)
+        raw = {"$": TAG, "v": [type(found).__qualname__, base64.b64encode(data.getvalue()).decode()]}
+    return raw
+
+
+def _is_in_tree(found: Any, metadata: Metadata) -> bool:
+    if not isinstance(found, Mapping) or found.keys() != metadata.state_dict_metadata.keys():
+        return False
+    return all(path_of(fqn, found) == path for fqn, path in found.items())
+
+
+def was_saved_by_torch(manifest: Manifest) -> bool:
+    """Whether the leaves are those of a planner's plan, by the names that it gave them."""
+    return isinstance(manifest.metadata.get(PLANNER_KEY), dict)
+
+
+def planner_data_of(manifest: Manifest, paths: dict[str, Any], *, allow_pickle: bool) -> Any:
+    """Return the planner data of a checkpoint.
+
+    Args:
+        manifest: Its own.
+        paths: By name, from the tree.
+        allow_pickle: Whether what was pickled is unpickled; else it is None, and that is logged.
+    """
+    kept = manifest.metadata.get(PLANNER_KEY)
+    raw = kept.get("planner_data") if isinstance(kept, dict) else _IN_TREE
+    if raw == _IN_TREE:
+        return paths
+
+    def from_pickle(kind: str, data: bytes) -> Any:
+        if not allow_pickle:
+            raise _Refused(kind)
+        return unpickle(data)
+
+    try:
+        return decode_leaf(raw, from_pickle)
+    except _Refused as error:
+        _logger.warning("the planner data were pickled (%s) and are left out; allow_pickle=True reads them", error)
+        return None
 
 
 class _Later:
