@@ -501,3 +501,21 @@ def test_a_worker_that_cannot_follow_does_not_end_as_failed_what_its_leader_may_
     worker.feed(ev.Tick)
     assert worker.phase(rank=1) == ("unknown" if refused else "failed")
     assert bool(worker.of(ac.Remove)) != refused
+
+
+@pytest.mark.parametrize("speaks", ["before", "after"])
+def test_the_outcome_of_a_save_that_a_follower_has_found_committed_is_told_where_no_decider_knows_it(
+    pair: Pair, speaks: str
+) -> None:
+    pair.writes(pair.follower)
+    # Rank 0 was told that it is committed, and its worker has died; so has that of rank 1, which was told nothing.
+    pair.leader, pair.follower = Next(0, "d" * 16, 0.0), Next(1, "c" * 16, 0.0)
+    pair.follower.adopts()
+    if speaks == "before":
+        pair.pump(BEAT_S)
+    pair.follower.feed(ev.Prepared, key=(FIRST, 1), committed=True)
+    pair.heard[1].clear()
+    for _ in range(3):
+        pair.pump(BEAT_S)
+    told = [said.outcomes for said in pair.heard[1] if isinstance(said, m.Saves)]
+    assert ((0, False),) in told

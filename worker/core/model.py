@@ -520,6 +520,10 @@ class Run:
     leader: str = ""
     """Followed: the leader's instance, once it has spoken."""
 
+    found: dict[int, tuple[bool, float]] = field(default_factory=dict)
+    """Followed: sequence of a save that was found committed here -> whether one of our ranks has asked to meet, and
+    when. Its outcome is told by that if no decider knows it: the one that did has died."""
+
     declined: list[Mapping[str, Any]] = field(default_factory=list)
     """Followed: what the leader was told of saves that a rank takes no part in, the latest."""
 

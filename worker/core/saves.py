@@ -357,6 +357,9 @@ class SaveBook:
         """The manifest stands."""
         save.outcome = COMMITTED
         self._runs.decide(save.save_id, meet=save.meet)
+        run = self._t.run_of(save.save_id)
+        if run is not None and run.followed:
+            run.found[save.save_id.sequence] = (save.meet, self._t.now)
         for entry in save.ranks.values():
             error = None
             if entry.phase == OPEN:

@@ -32,6 +32,9 @@ from asyncckpt_worker.core.saves import SaveBook
 from asyncckpt_worker.core.slots import SlotBook
 from asyncckpt_worker.core.tables import Tables
 
+FOUND_S = 2 * BEAT_S
+"""How long a decider has to tell the outcome of a save that was found committed: it may be looking for it, too."""
+
 MAX_FOLLOWED = 64
 """Runs that are followed at once: each has a connection. Chosen, not measured."""
 
@@ -191,13 +194,27 @@ class Follower:
         self._answer(known)
         known.gone = set(m.gone)
         for sequence, meet in m.decided:
+            known.run.found.pop(sequence, None)
             if known.run.add_outcome(sequence, meet):
                 self._t.announced[known.run.run_id] = None
+        self._tell_what_was_found(known.run)
         for row in m.epochs:
             self._take_epoch(known, row)
         for row in m.saves:
             if SaveId.parse(row["save_id"]).run_id == known.run.run_id:
                 self._t.contained(row["save_id"], self._take_outcome, known, row)
+
+    def _tell_what_was_found(self, run: Run) -> None:
+        """Tell the outcomes of saves that were found committed, which a decider that knew them would have told by now.
+
+        IMPORTANT: without it a rank would wait for such an outcome as long as for a slot. Should another rank have been
+        told otherwise by the dead decider, this one refuses the meeting, as after every loss of a worker.
+        """
+        for sequence, (meet, since) in list(run.found.items()):
+            if self._t.now - since >= FOUND_S:
+                del run.found[sequence]
+                if run.add_outcome(sequence, meet):
+                    self._t.announced[run.run_id] = None
 
     def _refused(self, known: _Followed, error: Mapping[str, Any]) -> None:
         """The decider takes nothing of this worker's."""
