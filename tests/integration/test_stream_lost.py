@@ -49,6 +49,8 @@ from asyncckpt.storage.verification import verify_checkpoint
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 LIMIT = 4_000_000
+LAST = 66
+"""The last segment of the state below."""
 N_CELLS = 14
 SOAK = pytest.mark.soak
 NOT_THERE = (CheckpointNotFoundError, CheckpointNotCommittedError)
@@ -152,8 +154,8 @@ def assert_lost(handle: Any, path: pathlib.Path) -> None:
         ("blocking", 1, {}),
         ("overlap", 30, {}),
         ("blocking", 30, {"files_per_rank": 3, "layout": "dcp"}),
-        pytest.param("overlap", 66, {"files_per_rank": 2}, marks=SOAK),
-        pytest.param("blocking", 66, {}, marks=SOAK),
+        pytest.param("overlap", LAST, {"files_per_rank": 2}, marks=SOAK),
+        pytest.param("blocking", LAST, {}, marks=SOAK),
         pytest.param("overlap", 40, {"fsync": False}, marks=SOAK),
     ],
     ids=str,
@@ -170,7 +172,9 @@ def test_a_worker_that_dies_while_a_window_is_filled_ends_the_save_and_the_next_
         held.go_on()
         handle = saving.handle()
         assert_lost(handle, tmp_path / "1")
-        assert handle.staged.exception(DEADLINE_S) is handle.written.exception()
+        # What was held up before its last segment may be staged before anybody knows that the worker has died.
+        lasts = (None,) if stop == LAST else ()
+        assert handle.staged.exception(DEADLINE_S) in (handle.written.exception(), *lasts)
         held.stops = []
         written(checkpointer.save(state_of(2), tmp_path / "2", step=2))
         assert [slot.handovers for slot in slots_of(checkpointer)] == [0]
