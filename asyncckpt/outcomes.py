@@ -76,7 +76,7 @@ class Outcomes:
 
 
 class Run(Protocol):
-    """The run of this checkpointer's ranks; `coordination.Coordination` is one, which needs torch."""
+    """The run of this checkpointer's ranks; `distributed.run_agreement.Coordination` is one, which needs torch."""
 
     rank: RankInfo
     run_id: str

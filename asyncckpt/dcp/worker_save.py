@@ -60,7 +60,7 @@ class ByWorker:
         self._forget()
 
     def _forget(self) -> None:
-        self._desk: WorkerSession | None = None
+        self._session: WorkerSession | None = None
         self._left: weakref.finalize[Any, ByWorker] | None = None
         self._save_id: SaveId | None = None
         self._unsealed: Unsealed | None = None
@@ -97,18 +97,18 @@ class ByWorker:
             # IMPORTANT: a guess, with which a save needs no second connection; the ticket says it for certain.
             world_size = max(find_rank_info(None).world_size, rank + 1)
             guess = RankInfo(0 if is_coordinator else rank, world_size)
-            return Offer(rank=rank, instance=self._desk_here().instance(guess, self._config), why="")
+            return Offer(rank=rank, instance=self._session_here().instance(guess, self._config), why="")
         except AsyncCkptError as error:
             if self._endpoint is not None:
                 raise
             return Offer(rank=rank, instance="", why=error.message)
 
-    def _desk_here(self) -> WorkerSession:
-        if self._desk is None or self._desk.is_inherited:
-            self._desk = desk = WorkerSession(self._endpoint)
-            self._left = weakref.finalize(self, desk.abandon)
+    def _session_here(self) -> WorkerSession:
+        if self._session is None or self._session.is_inherited:
+            self._session = session = WorkerSession(self._endpoint)
+            self._left = weakref.finalize(self, session.abandon)
             self._left.atexit = False  # `ends` closes it in order
-        return self._desk
+        return self._session
 
     # ---- the plan ---------------------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class ByWorker:
             numbers[0], numbers[at] = numbers[at], numbers[0]
             instances = [found[order[n]].instance for n in numbers]
             try:
-                given = self._desk_here().lead(instances, self._config, epoch, numbers)
+                given = self._session_here().lead(instances, self._config, epoch, numbers)
             except AsyncCkptError as error:
                 if self._endpoint is not None:
                     raise
@@ -165,9 +165,9 @@ class ByWorker:
 
         Blocks: as there.
         """
-        desk = self._desk_here()
+        session = self._session_here()
         self._save_id = ticket.save_id
-        process = desk.join(ticket, self._config)
+        process = session.join(ticket, self._config)
         results, self._unsealed = stage_part(plan, planner, ticket, options, process, self._seal_room)
         return results
 
@@ -198,14 +198,14 @@ class ByWorker:
         future.result(0)
 
     def _await_earlier(self, path: str) -> None:
-        if self._handed_over is not None and self._handed_over[1] == path and self._desk is not None:
-            self._desk.await_end(self._handed_over[0], self._config.commit_timeout_s)
+        if self._handed_over is not None and self._handed_over[1] == path and self._session is not None:
+            self._session.await_end(self._handed_over[0], self._config.commit_timeout_s)
 
     def abandon(self, reason: str = "its coordinator has begun another save, or was closed") -> None:
         """End the save that was begun last, unless it was handed over. Does not wait."""
         save_id, self._save_id, self._unsealed = self._save_id, None, None
-        if save_id is not None and self._desk is not None:
-            self._desk.withdraw(save_id, reason)
+        if save_id is not None and self._session is not None:
+            self._session.withdraw(save_id, reason)
 
     def close(self) -> None:
         """Let the worker go; a later save finds it again.
@@ -213,11 +213,11 @@ class ByWorker:
         Blocks: a few seconds at most, where it does not answer.
         """
         self.abandon()
-        desk, self._desk = self._desk, None
+        session, self._session = self._session, None
         if self._left is not None:
             self._left.detach()
-        if desk is not None and not desk.is_inherited:
-            desk.close()
+        if session is not None and not session.is_inherited:
+            session.close()
 
 
 def _has(found: Mapping[int, Offer], rank: int) -> bool:

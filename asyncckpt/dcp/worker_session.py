@@ -180,7 +180,7 @@ class WorkerSession:
 
         Raises:
             WorkerUnavailableError: There is none, and none could be started.
-            CheckpointerClosedError: The desk was closed.
+            CheckpointerClosedError: The session was closed.
 
         Blocks: up to `worker_start_timeout_s`.
         """

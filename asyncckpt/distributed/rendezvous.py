@@ -1,8 +1,8 @@
 """How the ranks tell each other what each of them has: meetings, where every rank gives bytes and gets everybody's.
 
 A checkpointer's first save meets, one of those after a structure has changed, and what a user asks for as a collective.
-There are two places:
-torch.distributed (`process_group`), and a board of the worker (`worker_board`) where there is no process group.
+There are two places: torch.distributed (`process_group`), and a board of the worker (`client.worker_board`) where there
+is no process group.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where the ranks of a manager lay down a few bytes for one another and look for the others', without any collective.
 
 On the store of the default process group, or on a board of the worker where there is none: as in a first save
-(`exchange`). Nothing here waits for another rank.
+(`distributed.rendezvous`). Nothing here waits for another rank.
 """
 
 from __future__ import annotations

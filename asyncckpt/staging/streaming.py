@@ -40,7 +40,7 @@ class Process(Protocol):
         """For `slot_timeout_s` and `worker_start_timeout_s`."""
 
     def stream(self, save_id: SaveId, slot: LentSlot) -> Callable[[], bool]:
-        """As `Submitting.stream`."""
+        """As `WorkerClient.stream`."""
 
 
 class SlotStream:

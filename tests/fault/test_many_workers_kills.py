@@ -1,6 +1,6 @@
 """Two ranks with a worker each, of which random ones are killed at random instants: every save succeeds all the same.
 
-No more are killed during one save than memory is handed on for (`takeover.MAX_HANDOVERS`), and there is time enough.
+No more are killed during one save than memory is handed on for (`failover.MAX_HANDOVERS`), and there is time enough.
 """
 
 from __future__ import annotations

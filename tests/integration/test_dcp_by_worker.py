@@ -399,7 +399,7 @@ def test_a_worker_that_is_killed_is_replaced_and_costs_at_most_a_save_through_a_
                 dcp_calls.save(expected, writer)
         assert_saved(tmp_path / "c", expected)
     finally:
-        endpoint = writer._by_worker._desk.endpoint  # type: ignore[union-attr]
+        endpoint = writer._by_worker._session.endpoint  # type: ignore[union-attr]
         writer.close()
         real_worker.stop_whoever_serves(endpoint)
     assert killed or when == "after"
@@ -475,8 +475,8 @@ def test_a_save_that_another_thread_has_taken_the_writer_from_between_two_steps_
 
 
 def slots_of(writer: StorageWriter) -> list[Any]:
-    assert writer._by_worker is not None and writer._by_worker._desk is not None
-    process = writer._by_worker._desk._process
+    assert writer._by_worker is not None and writer._by_worker._session is not None
+    process = writer._by_worker._session._process
     assert process is not None
     return process.pool.held()
 

@@ -91,8 +91,8 @@ def and_again(checkpointer, error, n):
 
 def first_save(n):
     del os.environ["ASYNCCKPT_ENDPOINT"]
-    from asyncckpt import wiring
-    wiring.default_endpoint = lambda *_, **__: endpoint
+    from asyncckpt import async_checkpointer
+    async_checkpointer.default_endpoint = lambda *_, **__: endpoint
     with few(n):
         checkpointer = AsyncCheckpointer()  # connects in the background, or with its first save
         error = saved(checkpointer, f"first-{n}")

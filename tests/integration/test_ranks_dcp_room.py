@@ -70,7 +70,7 @@ def save_where_one_cannot_join(rank: int, path: str, endpoint: str) -> Any:
     writer = StorageWriter(path, endpoint=endpoint)
     if rank == 1:
 
-        def lost(desk: WorkerSession, ticket: Any, config: Any) -> Any:
+        def lost(session: WorkerSession, ticket: Any, config: Any) -> Any:
             raise WorkerUnavailableError("the worker is gone", endpoint=endpoint)
 
         WorkerSession._join = lost
@@ -80,7 +80,7 @@ def save_where_one_cannot_join(rank: int, path: str, endpoint: str) -> Any:
         kinds = {number: type(found[0]).__name__ for number, found in error.failures.items()}
     freed = True
     if rank == 2:  # it has sealed its part; nobody resets the coordinator's writer
-        pool = writer._by_worker._desk._process.pool
+        pool = writer._by_worker._session._process.pool
         deadline = time.monotonic() + 30
         while not (freed := all(slot.free for slot in pool.held())) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -147,7 +147,7 @@ def save_where_the_coordinator_fails(rank: int, path: str, endpoint: str, same: 
             found.append("saved")
         except CheckpointException as error:
             found.append({number: type(failure[0]).__name__ for number, failure in error.failures.items()})
-    pool = writer._by_worker._desk._process.pool
+    pool = writer._by_worker._session._process.pool
     deadline = time.monotonic() + 30
     while not (freed := all(slot.free for slot in pool.held())) and time.monotonic() < deadline:
         time.sleep(0.01)

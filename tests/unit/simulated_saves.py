@@ -133,7 +133,7 @@ class RingReader:
         self.thread.start()
 
     def check(self) -> bool:
-        """As what `Submitting.stream` returns."""
+        """As what `WorkerClient.stream` returns."""
         if self.error is not None:
             raise self.error
         return self.between.is_set()

@@ -246,7 +246,7 @@ class Tables:
     """Followed runs of which there is something new to report in this event, besides what was touched."""
 
     failures: dict[str, int] = field(default_factory=dict)
-    """Kind of error (`verdicts.kind_of`) -> how many saves have ended with it."""
+    """Kind of error (`failures.kind_of`) -> how many saves have ended with it."""
 
     heard: dict[str, float] = field(default_factory=dict)
     """Follower in a run (`RankSave.link`) -> when it was heard last."""
