@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import rank_processes
 import real_worker
 import torch
 
@@ -21,9 +22,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _cuda_is_warm() -> None:
-    """The driver opens files and starts threads at first use, which no test of ours has leaked."""
+def _what_is_there_before_the_first_test() -> None:
+    """What ranks are forked from, and what the driver opens and starts at first use: no test of ours has leaked it."""
     if torch.cuda.is_available():
+        rank_processes.start_server()
         for index in range(torch.cuda.device_count()):
             torch.ones(1, device=f"cuda:{index}").cpu()
             torch.ones(1).pin_memory()
