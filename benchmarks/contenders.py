@@ -184,6 +184,17 @@ class DcpOurs(Dcp):
         self.loop.take(state)
 
 
+class KeptStager(DefaultStager):
+    """A stager that is closed by `end()` alone: torch before 2.13 closes also one it was given, after each save."""
+
+    def close(self) -> None:
+        """Leave everything as it is."""
+
+    def end(self) -> None:
+        """Give the memory and the threads back."""
+        super().close()
+
+
 class DcpAsync(Dcp):
     """`torch.distributed.checkpoint.async_save` in a thread or a process, with a stager that keeps its memory.
 
@@ -202,7 +213,7 @@ class DcpAsync(Dcp):
             os.environ.setdefault("MASTER_PORT", "0")
         gpu = loop.device.type == "cuda"
         pinned = {"use_pinned_memory": gpu, "use_non_blocking_copy": gpu}
-        self.stager = DefaultStager(StagingOptions(use_shared_memory=process, **STAGING | pinned))
+        self.stager = KeptStager(StagingOptions(use_shared_memory=process, **STAGING | pinned))
 
     def save(self, path: Path, state: dict[str, Any]) -> Saved:
         response = state_dict_saver.async_save(
@@ -216,7 +227,7 @@ class DcpAsync(Dcp):
         return Saved(response.staging_completion, response.upload_completion)
 
     def close(self) -> None:
-        self.stager.close()
+        self.stager.end()
         super().close()
 
 

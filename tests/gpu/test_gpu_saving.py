@@ -176,6 +176,7 @@ def test_a_write_past_the_hooks_tears(worker: RealWorker, tmp_path: pathlib.Path
         assert isinstance(handle.written.exception(DEADLINE_S), SnapshotTornError)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_every_leaf_comes_back_from_the_gpu(worker: RealWorker, tmp_path: pathlib.Path) -> None:
     tensors = {str(k): t.to("cuda") for k, t in states.every_tensor().items() if isinstance(t, torch.Tensor)}
     with AsyncCheckpointer(endpoint=worker.endpoint) as checkpointer:
