@@ -185,14 +185,23 @@ class DcpOurs(Dcp):
 
 
 class KeptStager(DefaultStager):
-    """A stager that is closed by `end()` alone: torch before 2.13 closes also one it was given, after each save."""
+    """A stager that keeps its memory until `end`.
+
+    torch before 2.13 empties it after each save, what says how to copy a state included, so that the next save fails.
+    """
+
+    def __init__(self, options: StagingOptions) -> None:
+        super().__init__(options)
+        self._empty = self._state_dict_stager.close
+        self._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """Leave everything as it is."""
+        """Leave everything as it is: torch before 2.13 closes also a stager that it was given, after each save."""
 
     def end(self) -> None:
         """Give the memory and the threads back."""
         super().close()
+        self._empty()  # type: ignore[no-untyped-call]
 
 
 class DcpAsync(Dcp):

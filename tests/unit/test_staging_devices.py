@@ -20,7 +20,10 @@ from asyncckpt.staging import copy_cuda, engine, pinning  # noqa: E402
 from asyncckpt.staging.transfer import Transfer  # noqa: E402
 from tests.simulated_device import SimulatedDevice  # noqa: E402
 
-DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float64)
+DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float64),
+    *(torch.uint16, torch.uint32, torch.uint64, torch.float8_e5m2fnuz),
+)
 
 
 @pytest.fixture(autouse=True)
