@@ -26,13 +26,6 @@ DEADLINE_S = 60.0
 ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
 """cudaErrorHostMemoryAlreadyRegistered, cudaErrorHostMemoryNotRegistered."""
 
-WITHOUT_KERNEL = {
-    getattr(torch, name)
-    for name in ("uint16", "uint32", "uint64", "complex32", "float8_e8m0fnu", "float4_e2m1fn_x2")
-    if hasattr(torch, name)
-}
-"""Dtypes that `torch._foreach_copy_` does not copy from a GPU to itself."""
-
 
 class Event:
     """A mark: `passed` when everything before it has run."""
@@ -331,8 +324,6 @@ class SimulatedDevice:
                 if how is not None and position == len(targets) // 2:
                     break  # half of it runs all the same
                 assert target.shape == source.shape and target.dtype == source.dtype
-                if not to_host[position] and source.dtype in WITHOUT_KERNEL:
-                    raise NotImplementedError(f'"foreach_tensor_copy" not implemented for {source.dtype}')
                 pinned = to_host[position] and self._is_pinned(target)
                 self._enqueue(stream, target, source, pinned=pinned)
                 if to_host[position] and not (pinned and non_blocking):

@@ -101,7 +101,24 @@ class CudaDevice:
         """Copy all in one call: between a device and itself that is a few kernels, to the host one transfer each."""
         # IMPORTANT: no_grad is per thread; see copy_cpu.py.
         with torch.no_grad():
+            if targets[0].device == sources[0].device:
+                targets, sources = _as_bits(targets), _as_bits(sources)
             torch._foreach_copy_(list(targets), list(sources), non_blocking)
+
+
+_KEPT_BY_KERNELS = {
+    *(torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _as_bits(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what a kernel of the device copies bit for bit.
+
+    It takes shorter floats through float32, where a NaN is another one afterwards, and has no wider unsigned integers.
+    """
+    return [t if t.dtype in _KEPT_BY_KERNELS else t.view(_INTEGERS[t.dtype.itemsize]) for t in tensors]
 
 
 def _runtime() -> Any:

@@ -12,14 +12,12 @@ _AS_INTEGERS = {
     name: integer
     for names, integer in (
         (("float8_e8m0fnu", "float4_e2m1fn_x2", "float8_e4m3fnuz", "float8_e5m2fnuz"), torch.uint8),
-        (("uint16",), torch.int16),
-        (("complex32", "uint32"), torch.int32),
-        (("uint64",), torch.int64),
+        (("complex32",), torch.int32),
     )
     for name in names
 }
 _COPIED_AS = {getattr(torch, name): integer for name, integer in _AS_INTEGERS.items() if hasattr(torch, name)}
-"""Dtypes whose copy kernel is missing or partial in some torch versions, or on GPUs, move as integers of that width."""
+"""Dtypes whose copy kernel is missing or partial in some torch versions move as integers of the same width."""
 
 
 def nbytes_before(box: Box, dtype: torch.dtype, shape: Sequence[int]) -> int:

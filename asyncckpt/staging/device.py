@@ -95,7 +95,7 @@ class Device(Protocol):
         """Return bytes on device `index`, for use in its current stream. Raises where there is no room."""
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool) -> None:
-        """Put copies into the current stream of the sources' device.
+        """Put copies into the current stream of the sources' device, bit for bit.
 
         Args:
             targets: Each of the shape and dtype of its source, on the host or on the same device.

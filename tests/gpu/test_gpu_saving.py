@@ -177,13 +177,15 @@ def test_a_write_past_the_hooks_tears(worker: RealWorker, tmp_path: pathlib.Path
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_every_leaf_comes_back_from_the_gpu(worker: RealWorker, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("staging", ["blocking", "overlap", "device"])
+def test_every_leaf_comes_back_from_the_gpu(worker: RealWorker, tmp_path: pathlib.Path, staging: str) -> None:
     tensors = {str(k): t.to("cuda") for k, t in states.every_tensor().items() if isinstance(t, torch.Tensor)}
-    with AsyncCheckpointer(endpoint=worker.endpoint) as checkpointer:
+    with AsyncCheckpointer(endpoint=worker.endpoint, staging=staging) as checkpointer:
         checkpointer.save(tensors, tmp_path / "a").written.result(DEADLINE_S)
     found = asyncckpt.load(tmp_path / "a")
+    into = asyncckpt.load(tmp_path / "a", {name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
-        assert states.bits_of(found[name]) == states.bits_of(tensor), name
+        assert states.bits_of(found[name]) == states.bits_of(into[name]) == states.bits_of(tensor), name
 
 
 def test_a_synchronous_save_is_exact(tmp_path: pathlib.Path) -> None:
