@@ -137,7 +137,6 @@ TARGETS = (
     Target("growth of planning time over growth of chunks", {"scale": 1.0}, "growth", most=True),
     Target("commit of 4,096 ranks x 1,000 tensors", {"scale": 3}, f"commit/*, {SCALE}/first_commit_s", "s", True),
     Target("frozen: bytes written over those of a full save", {"frozen": 0.1}, "written_nbytes / nbytes"),
-    Target('a look of `overlap_check="sample"` at a tensor', {"sampling": 3}, "looks/*/look_us", "us"),
     Target("GPU: stall, behind the training", {"gpu": 5}, "overlap/stall_s", "ms"),
     Target("the same, copied on the GPU first", {"gpu": 5}, "device/stall_s", "ms"),
     Target("GPU: time to the host over a pinned copy", {"gpu": 1 / 0.9}, "alone/copy_s / alone/pinned_s"),
