@@ -194,7 +194,7 @@ class AsyncCheckpointer(Checkpointer):
             finally:
                 self._saving.release()
         except BaseException as error:
-            self._decline(save_id, error)
+            self._decline(save_id, path, error)
             raise
 
     def _save(
@@ -216,7 +216,7 @@ class AsyncCheckpointer(Checkpointer):
             except Exception as error:
                 if isinstance(error, _ARGUMENT_ERRORS):
                     raise
-                self._decline(save_id, error)
+                self._decline(save_id, path, error)
                 self._tracker.add(handle)
                 handle.fail(error)
                 return handle
@@ -224,7 +224,7 @@ class AsyncCheckpointer(Checkpointer):
             try:
                 hand_over(self._process, handle, result, arguments, kw)
             except Exception as error:
-                self._decline(save_id, error)
+                self._decline(save_id, path, error)
                 handle.fail(error)
             return handle
         except BaseException as error:
@@ -232,10 +232,11 @@ class AsyncCheckpointer(Checkpointer):
                 handle.fail(error)
             raise
 
-    def _decline(self, save_id: SaveId, error: BaseException) -> None:
+    def _decline(self, save_id: SaveId, path: Any, error: BaseException) -> None:
         """The other ranks must not wait for this one."""
         if isinstance(self._process, WorkerClient):
-            self._process.decline(save_id, repr(error), skipped=isinstance(error, SaveSkippedError))
+            skipped = isinstance(error, SaveSkippedError)
+            self._process.decline(save_id, self._path_if_any(path), repr(error), skipped=skipped)
 
     # ---- copies behind the training ---------------------------------------------------------------------------------
 
@@ -320,11 +321,7 @@ class AsyncCheckpointer(Checkpointer):
         self._follow_ranks()
         if not isinstance(self._stager, SlotStager):
             raise ConfigError("prepare() is for the default stager and process, which were replaced", field="prepare")
-        try:
-            self._refuse_in_callback("prepare()")
-        except ReentrantCallError:
-            self._stager.skip_preparation()  # telling the other ranks would wait for this very thread
-            raise
+        self._refuse_in_callback("prepare()")  # the other ranks are not told: that would wait for this very thread
         if not self._saving.acquire(blocking=False):
             refused = ReentrantCallError("prepare() was called while save() runs")
             return self._stager.prepare(state_dict, refused=refused)
@@ -593,7 +590,6 @@ def reach_worker(
         config,
         lambda: find_exchange(rank) or process.board(),
         package=__version__,
-        name=member.name,
         worker=worker,
     )
     worker.process = process = WorkerClient(

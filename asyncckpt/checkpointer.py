@@ -21,6 +21,7 @@ from asyncckpt.distributed.process_group import Membership
 from asyncckpt.distributed.rendezvous import Exchange, Meeting
 from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.errors import (
+    AsyncCkptError,
     CheckpointerClosedError,
     ConfigError,
     ForkedError,
@@ -302,7 +303,7 @@ class Checkpointer(ABC):
 
     def _meet_to_restore(self) -> Meeting | None:
         ranks = self._coordination
-        return None if ranks is None else ranks.meet(f"restore/{next(ranks.answers)}", RESTORE)
+        return None if ranks is None else ranks.meet_next("restore", RESTORE)
 
     @abstractmethod
     def close(self) -> None:
@@ -324,13 +325,26 @@ class Checkpointer(ABC):
         sequence, self._sequence = self._sequence, self._sequence + 1
         return SaveId(0, sequence, self._run_id)
 
+    def _number_of(self, save_id: SaveId) -> int:
+        """Return the number of a save of this rank, which is that of all ranks."""
+        ranks = self._coordination
+        return save_id.sequence if ranks is None else ranks.aligned(save_id.sequence)
+
+    @staticmethod
+    def _path_if_any(path: Any) -> str:
+        """Return the directory of a checkpoint, or "" if what was given is no path for one."""
+        try:
+            return _save_path(path)
+        except (AsyncCkptError, TypeError, ValueError, OSError):
+            return ""
+
     def _arguments(
         self, state_dict: Any, path: Any, step: int | None, metadata: Mapping[str, Any] | None, save_id: SaveId
     ) -> dict[str, Any]:
         """Check what `save` was given; returns the keywords that every part receives."""
         if step is None:
             found = step_in(state_dict)
-            step = save_id.sequence if found is None else found
+            step = self._number_of(save_id) if found is None else found
         else:
             step = checked_step(step)
         try:

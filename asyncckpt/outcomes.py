@@ -95,7 +95,10 @@ class Run(Protocol):
     def must_meet(self) -> bool:
         """Whether this rank takes part in no save before all ranks have met."""
 
-    def refuse(self, sequence: int, reason: str) -> None:
+    def aligned(self, own: int) -> int:
+        """Return the number that all ranks give the save that is this one's `own`."""
+
+    def refuse(self, sequence: int, path: str, reason: str) -> None:
         """This rank does not take part in a save: ranks that meet at it must not wait."""
 
     def differs(self, fqn: str) -> None:

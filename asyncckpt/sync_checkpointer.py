@@ -11,7 +11,7 @@ from asyncckpt import __version__
 from asyncckpt.checkpointer import Checkpointer, refuse_unknown
 from asyncckpt.config import CheckpointerConfig, RankInfo, refuse_positional
 from asyncckpt.distributed.process_group import Membership, find_exchange
-from asyncckpt.distributed.rendezvous import Exchange
+from asyncckpt.distributed.rendezvous import Exchange, Save
 from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.errors import ConfigError
 from asyncckpt.handle import SaveReport
@@ -77,7 +77,7 @@ class SyncCheckpointer(Checkpointer):
 
     def _default_writer(self, member: Membership) -> SyncWriter:
         self._coordination = ranks = Coordination(
-            member.rank, self.config, lambda: _exchange_of(member.rank), package=__version__, name=member.name
+            member.rank, self.config, lambda: _exchange_of(member.rank), package=__version__
         )
         return SyncWriter(self.config, ranks, hooks=self._hooks)
 
@@ -114,8 +114,8 @@ class SyncCheckpointer(Checkpointer):
             if not self._takes_extra:
                 refuse_unknown(kw)
         except Exception as error:
-            if self._coordination is not None:
-                self._coordination.refuse_meeting(f"sync/{save_id.sequence}", repr(error))
+            if (ranks := self._coordination) is not None:
+                ranks.refuse_save(Save(self._path_if_any(path), self._number_of(save_id)), repr(error))
             raise
         path_text = arguments.pop("path")
         report = self._writer.write(state_dict, path_text, **arguments, **kw)

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from asyncckpt.collector import collector_paused
-from asyncckpt.distributed.rendezvous import Meeting, all_or_none
+from asyncckpt.distributed.rendezvous import SAVE, Meeting, Save, all_or_none
 from asyncckpt.distributed.run_agreement import check_equal
 from asyncckpt.errors import (
     AsyncCkptError,
@@ -54,7 +54,9 @@ def write_together(
     """
     given: SaveId = kw["save_id"]
     rank = steps.ranks.rank.rank
-    meeting = steps.ranks.meet(f"sync/{given.sequence}")
+    given = given.with_parts(sequence=steps.ranks.aligned(given.sequence))
+    save = Save(path, given.sequence)
+    meeting = steps.ranks.meet_next(save.series, SAVE, save)
     try:
         save_id = _agree(steps, meeting, state_dict, path, kw["step"], given)
         mine: list[RankResult] = []
@@ -140,9 +142,10 @@ def _agree(
         with steps.failures(given, path, step):
             epoch = steps.epoch_for(path, ranks.run_id) if ranks.rank.rank == 0 else 0
         fingerprint = "" if agreement is None else agreement.fingerprint
-        return {**mine, "agreement": fingerprint, "changed": is_changed, "epoch": epoch}
+        return {**mine, "agreement": fingerprint, "changed": is_changed, "epoch": epoch, "sequence": given.sequence}
 
     everybody = _together(meeting, introduce, timeout_s)
+    sequence = ranks.align(given.sequence, (found["sequence"] for found in everybody))
     check_equal(everybody)
     ranks.run_id = everybody[0]["run"]
     agreed = {found["agreement"] for found in everybody}
@@ -152,7 +155,7 @@ def _agree(
         _meet(steps, meeting, state_dict)
     if steps.plans.agreement is not ranks.agreement:
         steps.plans.agreement = ranks.agreement
-    return given.with_parts(epoch=everybody[0]["epoch"], run_id=ranks.run_id)
+    return given.with_parts(epoch=everybody[0]["epoch"], sequence=sequence, run_id=ranks.run_id)
 
 
 def _meet(steps: SyncSteps, meeting: Meeting, state_dict: Mapping[str, Any]) -> None:

@@ -4,11 +4,13 @@ board of the worker, in pieces, and fetches the others' once all have posted."""
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 
 from asyncckpt.config import RankInfo
-from asyncckpt.distributed.rendezvous import Exchange, Meeting, Patience, refused
+from asyncckpt.distributed.rendezvous import Exchange, Meeting, Patience, Save, refused
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.protocol import fields as check
 from asyncckpt.protocol import messages
@@ -17,6 +19,9 @@ PIECE_NBYTES = check.MAX_PIECE_NBYTES
 _REFUSED, _COMES = b"\0", b"\1"
 _SCOPE = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_STEP_ID")
 """Variables that are equal on all ranks of one start of a job, and differ between starts."""
+
+_counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+"""Of each series, the meetings that this process has come to."""
 
 Call = Callable[[Callable[[int], messages.Message], float], messages.Message]
 """Sends a request, made from its id, to the worker and returns the reply; raises WorkerUnavailableError after so many
@@ -40,9 +45,13 @@ class BoardExchange(Exchange):
         self.environ = environ = os.environ if environ is None else environ
         self._scope = "\0".join(environ.get(name, "") for name in _SCOPE)
 
-    def meet(self, name: str, call: str) -> Meeting:
+    def meet_next(self, series: str, call: str, about: Save | None = None) -> Meeting:
+        """As of `Exchange`. Ranks count in their processes: a board keeps nothing for longer than its ranks live."""
         self.refuse_several_nodes(self._rank.world_size, self.environ)
-        return _BoardMeeting(self, name, call)
+        return _BoardMeeting(self, f"{series}-{next(_counts[self._board(series)])}", call)
+
+    def say_absent(self, sequence: int, reason: str) -> None:
+        """The others wait until their time is over: what a rank posts is seen once all have posted."""
 
     @staticmethod
     def refuse_several_nodes(world_size: int, environ: Mapping[str, str]) -> None:

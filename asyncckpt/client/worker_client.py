@@ -440,19 +440,20 @@ class WorkerClient(CheckpointProcess):
             self._pending.withdraw(save_id)
             self.pool.give_up(save_id)
 
-    def decline(self, save_id: SaveId, reason: str, *, skipped: bool = False) -> None:
+    def decline(self, save_id: SaveId, path: str, reason: str, *, skipped: bool = False) -> None:
         """`save()` has failed: see to it that nothing of it stays, and that no other rank waits for this one.
 
         Args:
             save_id: As the checkpointer numbered it; its epoch, and the run of several ranks, need not be known.
+            path: Of the checkpoint; "": what was given is none.
             reason: For the other ranks.
             skipped: It was skipped by `on_busy`.
         """
-        if save_id.sequence in self.settled:
-            return None  # withdrawn, or handed over, already
         run = self.run
         if not run.alone:
-            save_id = save_id.with_parts(run_id=run.run_id)
+            save_id = save_id.with_parts(sequence=run.aligned(save_id.sequence), run_id=run.run_id)
+        if save_id.sequence in self.settled:
+            return None  # withdrawn, or handed over, already
         tail = f"-{save_id.sequence:08d}-{save_id.run_id}"
         for name in self._pending.names():
             if name.endswith(tail) and self._pending.is_staging(name):
@@ -463,7 +464,7 @@ class WorkerClient(CheckpointProcess):
         elif not run.alone:
             self._withdrawals.before_the_run(save_id.sequence, reason)
         if not run.alone:
-            run.refuse(save_id.sequence, reason)
+            run.refuse(save_id.sequence, path, reason)
         return None
 
     def write(self, staging_result: Any, path: str, **kw: Any) -> WriteFuture:

@@ -219,11 +219,8 @@ def ranks_that_restore(rank: RankInfo, meet: Callable[[], Meeting | None]) -> Ra
     exchange = find_exchange(rank)
     try:
         meeting = meet() if exchange is None else exchange.meet_next("restore", RESTORE)
-    except RuntimeError as error:
-        if isinstance(error, AsyncCkptError):
-            raise
-        text = f"the process group's store is gone: {error}"
-        raise SharedLoadError(text, detail=text) from error
+    except SaveFailedError as error:
+        raise SharedLoadError(error.message, detail=error.message) from error
     if meeting is None:
         raise ConfigError(
             f"this is rank {rank.rank} of {rank.world_size}, and restore_latest() needs an initialised process group "
@@ -293,7 +290,7 @@ def same_choice(
     """
     if ranks.alone:
         return next(iter(look()), None)
-    meeting = ranks.meet(f"answer/{next(ranks.answers)}", call)
+    meeting = ranks.meet_next("answer", call)
     first = ranks.rank.rank == 0
     began = time.monotonic()
 

@@ -11,25 +11,41 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import os
 import time
 import traceback
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from asyncckpt.config import RankInfo, check_rank_info
-from asyncckpt.distributed.rendezvous import POLL_S, Exchange, Meeting, Patience, refused
+from asyncckpt.distributed.rendezvous import (
+    POLL_S,
+    Exchange,
+    Meeting,
+    Patience,
+    Save,
+    ranks_disagree,
+    refused,
+)
 from asyncckpt.errors import AsyncCkptError, ConfigError, PlanTimeoutError, SaveFailedError
 
 MIN_TIMEOUT_S = 1.0
 """gloo is given this much although the ranks came at the last moment."""
+
+_WAITS, _ABSENT = "waits", "absent"
+
+LOOK_S, LOOKED_FOR = 0.2, 4
+"""How often, and for how many of the ranks that have not come, a rank looks where they are. Chosen, not measured."""
+
+APART_S = 2.0
+"""A rank that has waited elsewhere for so long does not come: it waits for this one. Chosen, not measured: a rank that
+goes from one save's meeting to another's is at neither for longer than the other ranks are."""
 
 SILENT_S = 5.0
 """How long ranks may say nothing, when a meeting has broken down, before they are named. Chosen: gloo tells at once."""
@@ -63,11 +79,6 @@ def _detected(environ: Mapping[str, str]) -> RankInfo:
         raise ConfigError(f"RANK or WORLD_SIZE is no number: {error}", field="rank_info") from error
 
 
-_counts: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
-_count_without_group = itertools.count()
-"""Checkpointers of several ranks: of each default process group, and of none."""
-
-
 class Membership:
     """Which rank of how many this process is for a checkpointer, and in which default process group.
 
@@ -76,8 +87,6 @@ class Membership:
 
     Attributes:
         rank: When this was made; `is_current` looks again.
-        name: Name of the checkpointer among those of its ranks; all ranks make them, or first use them with a new
-            process group, in the same order. "" with one rank.
 
     Raises:
         ConfigError: As `find_rank_info`.
@@ -87,11 +96,6 @@ class Membership:
         self._given, self.rank = given, find_rank_info(given)
         group = _default_group()
         self._group = None if group is None else weakref.ref(group)
-        self.name = ""
-        if self.rank.world_size > 1 and group is None:
-            self.name = f"{next(_count_without_group)}"
-        elif self.rank.world_size > 1:
-            self.name = f"group-{next(_counts.setdefault(group, itertools.count()))}"
 
     def is_current(self) -> bool:
         """Whether this process is still this rank, in this process group.
@@ -147,40 +151,125 @@ class GroupExchange(Exchange):
     def __init__(self, rank: RankInfo, store: Any) -> None:
         self._rank, self._store = rank, store
 
-    def meet(self, name: str, call: str) -> GroupMeeting:
-        return GroupMeeting(self._rank, self.part(name), call)
+    def meet(self, name: str, call: str, about: Save | None = None) -> GroupMeeting:
+        """Return the meeting called `name`, which is used once."""
+        return GroupMeeting(self._rank, self.part(name), call, self._whereabouts(about))
 
-    def meet_next(self, series: str, call: str) -> GroupMeeting:
-        """Return the next meeting of a series, as this rank counts: in the store, which goes as far as the ranks do.
+    def meet_next(self, series: str, call: str, about: Save | None = None) -> GroupMeeting:
+        """As of `Exchange`; ranks count in the store, which goes as far as they do.
 
-        A meeting at which ranks have waited in vain is passed over: so a rank that has missed one is in step again.
-
-        Args:
-            series: Name of the series.
-            call: As of `meet`.
-
-        Raises:
-            RuntimeError: The store is gone.
+        A meeting at which ranks have waited in vain is passed over: so a rank that has missed one is in step again. But
+        that of a save only if one of them waits for this rank again.
         """
         counts = self.part(series)
-        while True:
-            number = counts.add(f"calls/{self._rank.rank}", 1)
-            meeting = self.meet(f"{series}-{number}", call)
-            if not meeting.is_given_up():
-                return meeting
+        try:
+            while True:
+                number = counts.add(f"calls/{self._rank.rank}", 1)
+                meeting = self.meet(f"{series}-{number}", call, about)
+                if not meeting.is_given_up() or (about is not None and not meeting.is_waited_for_elsewhere()):
+                    return meeting
+        except RuntimeError as error:  # DistStoreError, DistNetworkError
+            raise SaveFailedError(
+                f"the process group's store is gone: {error}", code="exchange", detail=str(error)[:1000]
+            ) from error
+
+    def say_absent(self, sequence: int, reason: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone: so are the others
+            self._whereabouts(Save("", sequence)).say(f"{_ABSENT} {sequence} {reason[:500]}")
+
+    def _whereabouts(self, about: Save | None) -> Whereabouts:
+        return Whereabouts(self._rank.rank, self.part("whereabouts"), about)
 
     def part(self, name: str) -> Any:
         """Return the part of the store that is called `name`."""
-        # torchrun's store may outlive the ranks that it restarts: what those wrote must not be met again.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # torchrun's own store may outlive the ranks that it restarts: what those wrote must not be met again. Else the
+        # store is rank 0's, and new; agents of several nodes count differently how often they have restarted theirs.
+        outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if outlives else "0"
         return PrefixStore(f"asyncckpt/{attempt}/{name}", self._store)
+
+
+class Whereabouts:
+    """Where each rank waits for the others in a save, for those that wait for it elsewhere.
+
+    Args:
+        rank: This one.
+        store: Of all of them, for this alone.
+        about: The save that this rank comes to; None: it comes to something else, and nobody needs to know.
+    """
+
+    def __init__(self, rank: int, store: Any, about: Save | None) -> None:
+        self._rank, self._store, self._about = rank, store, about
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._next_look = 0.0
+
+    def say(self, text: str) -> None:
+        """Say it, in the place of what this rank said before."""
+        if self._about is not None:
+            self._write(f"{self._rank}", text)
+
+    def arrive(self) -> None:
+        """Say that this rank waits."""
+        if self._about is not None:
+            self._write(f"apart/{self._rank}", "")
+            self.say(self._here(self._about))
+
+    def waits_here(self, ranks: Iterable[int]) -> bool:
+        """Return whether one of these ranks waits for others in a save to the same path."""
+        path = None if self._about is None else self._about.path
+        return any(self._where(rank)[0::2] == (_WAITS, path) for rank in ranks)
+
+    def look_for(self, missing: Callable[[], Sequence[int]]) -> None:
+        """Look now and then where the ranks are that have not come.
+
+        Raises:
+            RanksDisagreeError: One has waited elsewhere for `APART_S`, or says that this one has.
+            SaveFailedError: One does not come to this save at all (code "withdrawn").
+        """
+        now, about = time.monotonic(), self._about
+        if about is None or now < self._next_look:
+            return
+        self._next_look = now + LOOK_S
+        told, _, said = self._read(f"apart/{self._rank}").partition("\0")
+        if told == self._here(about):
+            number, _, path = said.partition(" ")
+            self._end(about, int(number), path)
+        for rank in missing()[:LOOKED_FOR]:
+            there = self._read(f"{rank}")
+            if self._seen.get(rank, ("", 0.0))[0] != there:
+                self._seen[rank] = there, now
+            kind, sequence, rest = self._where(rank)
+            if kind == _ABSENT and sequence >= about.sequence:
+                raise refused(rank, rest)
+            if kind == _WAITS and rest != about.path and now - self._seen[rank][1] >= APART_S:
+                self._write(f"apart/{rank}", f"{there}\0{self._rank} {about.path}")
+                self._end(about, rank, rest)
+
+    def _end(self, about: Save, rank: int, path: str) -> NoReturn:
+        first, second = sorted([(self._rank, about.path), (rank, path)])
+        raise ranks_disagree("path", first, second, about.path)
+
+    @staticmethod
+    def _here(about: Save) -> str:
+        return f"{_WAITS} {about.sequence} {about.path}"
+
+    def _write(self, key: str, text: str) -> None:
+        self._store.set(key, text.encode("utf-8", "surrogateescape"))
+
+    def _read(self, key: str) -> str:
+        return bytes(self._store.get(key)).decode("utf-8", "surrogateescape") if self._store.check([key]) else ""
+
+    def _where(self, rank: int) -> tuple[str, int, str]:
+        kind, _, rest = self._read(f"{rank}").partition(" ")
+        sequence, _, rest = rest.partition(" ")
+        return kind, int(sequence or 0), rest
 
 
 class GroupMeeting(Meeting):
     """A meeting by a store and a gloo group of its own."""
 
-    def __init__(self, rank: RankInfo, store: Any, call: str) -> None:
-        self._rank, self._store, self._call = rank, store, call
+    def __init__(self, rank: RankInfo, store: Any, call: str, whereabouts: Whereabouts) -> None:
+        self._rank, self._store, self._call, self._whereabouts = rank, store, call, whereabouts
         self._group: Any = None
         self._one_machine = self._has_left = False
         self._failure: SaveFailedError | None = None
@@ -198,6 +287,16 @@ class GroupMeeting(Meeting):
             RuntimeError: The store is gone.
         """
         return bool(self._store.check(["given up"]))
+
+    def is_waited_for_elsewhere(self) -> bool:
+        """Whether a rank that has waited here in vain waits for others in a save to the same path."""
+        missing = self._given_up_for()
+        others = [rank for rank in range(self._rank.world_size) if rank not in missing]
+        return self._whereabouts.waits_here(others[:LOOKED_FOR])
+
+    def _given_up_for(self) -> list[int]:
+        """Return the ranks that others have waited for in vain."""
+        return [int(one) for one in self._store.get("given up").split()] if self.is_given_up() else []
 
     def gather(self, payload: bytes, deadline: float) -> list[bytes]:
         if self._failure is not None:
@@ -274,20 +373,33 @@ class GroupMeeting(Meeting):
         store.set(f"here/{self._rank.rank}", "1")
         if store.add("count", 1) == world_size:
             store.set("all", "1")
+        self._whereabouts.arrive()
+        try:
+            self._wait_for_all(patience)
+        finally:
+            self._whereabouts.say("")
+        self._one_machine = store.add(here, 0) == world_size
+
+    def _wait_for_all(self, patience: Patience) -> None:
+        store, world_size = self._store, self._rank.world_size
+
+        def missing() -> list[int]:
+            return [r for r in range(world_size) if not store.check([f"here/{r}"])]
+
         while not store.check(["all"]):
             self._look_for_refusal(patience)
+            self._whereabouts.look_for(missing)
             try:
-                patience.wait(lambda: [r for r in range(world_size) if not store.check([f"here/{r}"])])
+                patience.wait(missing)
             except PlanTimeoutError as error:
-                missing = " ".join(map(str, error.missing_ranks))
-                store.set("given up", missing)
-                self.refuse(f"it waited {patience.waited_s:.0f} s for ranks {missing[:100]} and gave up")
+                who = " ".join(map(str, error.missing_ranks))
+                store.set("given up", who)
+                self.refuse(f"it waited {patience.waited_s:.0f} s for ranks {who[:100]} and gave up")
                 raise
-        self._one_machine = store.add(here, 0) == world_size
 
     def _look_for_refusal(self, patience: Patience | None = None) -> None:
         if self._store.check(["refused"]):
-            missing = [int(one) for one in self._store.get("given up").split()] if self.is_given_up() else []
+            missing = self._given_up_for()
             if patience is not None and missing and self._rank.rank not in missing:  # it has waited for them, too
                 raise patience.too_late(missing)
             rank, _, reason = self._store.get("refused").decode(errors="replace").partition(" ")

@@ -7,15 +7,23 @@ is no process group.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
-from asyncckpt.errors import AsyncCkptError, PlanTimeoutError, SaveFailedError, from_wire, to_wire
+from asyncckpt.errors import (
+    AsyncCkptError,
+    PlanTimeoutError,
+    RanksDisagreeError,
+    SaveFailedError,
+    from_wire,
+    to_wire,
+)
 from asyncckpt.failpoints import reach
 
 SAVE = "save()"
@@ -57,13 +65,38 @@ class Exchange(ABC):
     """Where meetings take place."""
 
     @abstractmethod
-    def meet(self, name: str, call: str) -> Meeting:
-        """Return the meeting called `name`, which is the same on all ranks and used once.
+    def meet_next(self, series: str, call: str, about: Save | None = None) -> Meeting:
+        """Return the next meeting of a series, as this rank counts.
 
         Args:
-            name: See above.
+            series: Its name. Ranks meet if their series have the same name and they have come equally often.
             call: What the ranks must call to come to it, for messages.
+            about: The save that it is about, if it is about one.
+
+        Raises:
+            SaveFailedError: The place is gone.
         """
+
+    @abstractmethod
+    def say_absent(self, sequence: int, reason: str) -> None:
+        """Tell ranks that wait for this one in save `sequence`, or an earlier one, wherever that is, not to wait."""
+
+
+def named_by(path: str) -> str:
+    """Return a short name that ranks have in common which have the path of a directory in common."""
+    return hashlib.sha256(path.encode(errors="surrogateescape")).hexdigest()[:24]
+
+
+class Save(NamedTuple):
+    """What ranks that meet for a save have in common: its path, by which they find each other, and its number."""
+
+    path: str
+    sequence: int
+
+    @property
+    def series(self) -> str:
+        """Name of the meetings for saves to this path."""
+        return f"save/{named_by(self.path)}"
 
 
 def all_or_none(
@@ -106,6 +139,17 @@ def all_or_none(
         rank = errors[0][1]
         raise failed(rank, from_wire(found[rank]["error"])) from failure
     return [other["value"] for other in found]
+
+
+def ranks_disagree(what: str, first: tuple[int, Any], second: tuple[int, Any], path: str) -> RanksDisagreeError:
+    """Return the error of ranks that save something else: (rank, what it saves with) of two, by rank."""
+    return RanksDisagreeError(
+        f"rank {second[0]} saves with {what} {second[1]!r}, rank {first[0]} with {first[1]!r}; every rank must save "
+        "the same step to the same path, with the same settings",
+        detail=what,
+        ranks=[first[0], second[0]],
+        path=path,
+    )
 
 
 def refused(rank: int, reason: str) -> SaveFailedError:

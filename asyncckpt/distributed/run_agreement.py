@@ -15,18 +15,17 @@ So for some saves after that, a rank also refuses the meetings of those saves in
 
 from __future__ import annotations
 
-import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgpack
 
 from asyncckpt.client.worker_links import Links, Worker
 from asyncckpt.config import CheckpointerConfig, RankInfo
-from asyncckpt.distributed.rendezvous import SAVE, Exchange, Meeting
+from asyncckpt.distributed.rendezvous import SAVE, Exchange, Meeting, Save, ranks_disagree
 from asyncckpt.errors import AsyncCkptError, PlanTimeoutError, RanksDisagreeError, SaveFailedError
 from asyncckpt.failpoints import reach
 from asyncckpt.outcomes import Outcomes
@@ -67,14 +66,8 @@ def check_equal(everybody: Sequence[Mapping[str, Any]]) -> None:
         known = [rank for rank, found in enumerate(everybody) if found[name] != ""]
         for rank in known:
             if everybody[rank][name] != everybody[known[0]][name]:
-                raise RanksDisagreeError(
-                    f"rank {rank} saves with {name} {everybody[rank][name]!r}, rank {known[0]} with "
-                    f"{everybody[known[0]][name]!r}; every rank must save the same step to the same path, with the "
-                    "same settings",
-                    detail=name,
-                    ranks=[known[0], rank],
-                    path=everybody[0]["path"],
-                )
+                first, second = (known[0], everybody[known[0]][name]), (rank, everybody[rank][name])
+                raise ranks_disagree(name, first, second, everybody[0]["path"])
 
 
 def unpacked(data: bytes) -> dict[str, Any]:
@@ -106,6 +99,9 @@ has not come by then is stored per rank for good. As many as `PlanCache` keeps p
 MAX_DIFFERING = 10_000
 """Names of tensors found to differ that a rank brings to a meeting."""
 
+PREPARATIONS = "prepare"
+"""Name of the meetings of `prepare()`, which has no path."""
+
 _log = logging.getLogger("asyncckpt")
 
 
@@ -117,7 +113,6 @@ class Coordination:
         config: For `plan_timeout_s`, `replicated` and `slots`.
         find: Returns the exchange to meet at.
         package: asyncckpt's version.
-        name: Of the checkpointer, the same on all ranks; see `process_group.Membership`.
         worker: Of this rank; None: there is none.
     """
 
@@ -128,7 +123,6 @@ class Coordination:
         find: Callable[[], Exchange],
         *,
         package: str,
-        name: str = "0",
         worker: Worker | None = None,
     ) -> None:
         self.rank, self._config, self.find, self._package = rank, config, find, package
@@ -136,10 +130,9 @@ class Coordination:
         self.run_id = secrets.token_hex(6)
         self.agreement: Agreement | None = None
         self.outcomes = Outcomes()
-        self._name = name
         self._waited_in_vain = False
         self.knows_run = False
-        self.answers, self.preparations = itertools.count(), itertools.count()
+        self._ahead = 0
         self._window = 1
         self._came_to = self._counts_from = self._looked_at = self._last = -1
         self._meets = False
@@ -156,8 +149,26 @@ class Coordination:
 
     # ---- which save meets
 
+    def aligned(self, own: int) -> int:
+        """Return the number that all ranks give the save that is this one's `own`: they may have saved more or less."""
+        return own + self._ahead
+
+    def align(self, mine: int, everybody: Iterable[int]) -> int:
+        """Number saves from here on as the rank does that is the furthest; returns the number of the latest save.
+
+        Args:
+            mine: As this rank numbers the save that all of them are at, or have made last.
+            everybody: The same of all ranks.
+        """
+        latest = max(everybody)
+        self._ahead += latest - mine
+        return latest
+
     def awaits(self, sequence: int) -> int | None:
-        """Return the save whose outcome must be known before save `sequence` begins; None: it may begin."""
+        """Return the save whose outcome must be known before save `sequence` begins; None: it may begin.
+
+        Numbers of saves are those of all ranks, here and below; see `aligned`.
+        """
         while (self.agreement is not None or self._doubt) and not self._meets and self._looked_at < sequence:
             source = self._looked_at + 1 - self._window
             if source >= self._counts_from:
@@ -211,20 +222,21 @@ class Coordination:
         if self.agreement is not None and not self.must_meet:
             return self.agreement
         self._came_to = sequence
+        save = Save(path, sequence)
         if self.in_doubt:
             text = (
                 f"this rank does not know whether the ranks meet in this save: {self._doubt}; they meet in a later one"
             )
-            self.refuse_meeting(f"save/{sequence}", text)
+            self.refuse_save(save, text)
             raise SaveFailedError(text, code="exchange", rank=self.rank.rank, path=path, step=step)
-        return self._meet_and_settle(f"save/{sequence}", flat, contribution, path, step)
+        return self._meet_and_settle(save.series, flat, contribution, save, step)
 
-    def pass_by(self, sequence: int) -> None:
+    def pass_by(self, sequence: int, path: str) -> None:
         """This rank saves without meeting the others: those that a dead worker told to meet it must not wait."""
         self._last = max(sequence, self._last)
         if self._may_be_expected(sequence):
-            self.refuse_meeting(
-                f"save/{sequence}", "it was not told that the ranks meet in this save; a later one meets"
+            self.refuse_save(
+                Save(path, sequence), "it was not told that the ranks meet in this save; a later one meets"
             )
 
     def _may_be_expected(self, sequence: int) -> bool:
@@ -245,25 +257,28 @@ class Coordination:
 
         Blocks: up to `plan_timeout_s` for the other ranks.
         """
-        name = f"prepare/{next(self.preparations)}"
         try:
             flat, contribution = contributed()
         except BaseException as error:
             self.agreement = None  # as on the ranks that are told
-            self.refuse_meeting(name, repr(error))
+            self.refuse_meeting(PREPARATIONS, repr(error))
             raise
-        self._meet_and_settle(name, flat, contribution, "", 0)
+        self._meet_and_settle(PREPARATIONS, flat, contribution, None, 0)
 
     def _meet_and_settle(
-        self, name: str, flat: Flattened, contribution: Contribution, path: str, step: int
+        self, series: str, flat: Flattened, contribution: Contribution, save: Save | None, step: int
     ) -> Agreement:
+        path = save.path if save else ""
         names = {key[0] for key in contribution.tensors} | {claim.fqn for claim in contribution.shards}
         mine = {**self.introduction(path, step), **self._known(names), "contribution": contribution.encode()}
-        meeting, has_agreed = self.meet(name, SAVE if step or path else "prepare()"), False
+        meeting, has_agreed = self.meet_next(series, SAVE if save else "prepare()", save), False
         try:
             reach("ranks: meeting")
             everybody = [unpacked(data) for data in meeting.gather(msgpack.packb(mine), self._first_deadline())]
             self._waited_in_vain = False
+            # IMPORTANT: before anything may fail: the next save meets where this one does not.
+            self._last = self.align(self._last, (found["sequence"] for found in everybody))
+            self._came_to = self._last if save else self._came_to
             reach("ranks: introduced")
             check_equal(everybody)
             if len({found["agreement"] for found in everybody}) > 1:
@@ -284,15 +299,14 @@ class Coordination:
             if has_agreed and getattr(error, "code", None) != "withdrawn":
                 # IMPORTANT: the others may have got through. They hear that this rank has not by the outcome of this
                 # save, and meet when that says so; to wait for them before would be in vain.
-                last = max(found["sequence"] for found in everybody)
                 self._window = min(found["slots"] for found in everybody)
-                self._begin_doubt(last if path else last + 1, "it was cut off while they agreed")
+                self._begin_doubt(self._last if save else self._last + 1, "it was cut off while they agreed")
             else:
                 meeting.refuse(repr(error))
             raise
         finally:
             meeting.close()
-        self._have_met(everybody, names, is_save=bool(path))
+        self._have_met(everybody, names, is_save=save is not None)
         assert self.agreement is not None
         return self.agreement
 
@@ -307,10 +321,9 @@ class Coordination:
 
     def _have_met(self, everybody: Sequence[Mapping[str, Any]], names: Collection[str], *, is_save: bool) -> None:
         """Note what holds for all ranks alike after a meeting that has succeeded."""
-        last = max(found["sequence"] for found in everybody)
         self._window = min(found["slots"] for found in everybody)
-        self._counts_from = last if is_save else last + 1
-        self._looked_at, self._doubt = last, ""
+        self._counts_from = self._last if is_save else self._last + 1
+        self._looked_at, self._doubt = self._last, ""
         left = self._new.difference(names)
         # What a rank has said to be new may be of another structure than this save's: the next save may have that.
         self._meets = any(found["absent"] for found in everybody) and self._n_in_a_row < MAX_IN_A_ROW
@@ -378,29 +391,45 @@ class Coordination:
         after = self.agreement.after({}, fqns)
         self.agreement = after if after.shards.names.isdisjoint(fqns) else None
 
-    def refuse(self, sequence: int, reason: str) -> None:
-        """Tell ranks that meet in a save, or may, that this one does not come."""
+    def refuse(self, sequence: int, path: str, reason: str) -> None:
+        """Tell ranks that meet in a save, or may, that this one does not come.
+
+        Args:
+            sequence: Of the save.
+            path: Of it; "": it has none that is any.
+            reason: For the other ranks.
+        """
         if self.alone or sequence <= self._came_to or sequence < self._looked_at:
             return
         self._came_to = sequence
         self._last = max(sequence, self._last)
         if self.awaits(sequence) is not None or self.must_meet or self._may_be_expected(sequence):
-            self.refuse_meeting(f"save/{sequence}", reason)
+            self.refuse_save(Save(path, sequence), reason)
 
-    def refuse_meeting(self, name: str, reason: str) -> None:
-        """Tell ranks that wait for this one at a meeting that it does not come."""
+    def refuse_save(self, save: Save, reason: str) -> None:
+        """Tell ranks that wait for this one in a save that it does not come."""
+        if save.path:
+            self.refuse_meeting(save.series, reason)
+        elif not self.alone:
+            try:
+                self.find().say_absent(save.sequence, reason)
+            except AsyncCkptError as error:
+                _log.warning("the other ranks cannot be told that this save has failed: %s", error)
+
+    def refuse_meeting(self, series: str, reason: str) -> None:
+        """Tell ranks that wait for this one at the next meeting of a series that it does not come."""
         if self.alone:
             return
         try:
-            meeting = self.meet(name)
+            meeting = self.meet_next(series)
             meeting.refuse(reason)
             meeting.close()
         except AsyncCkptError as error:
             _log.warning("the other ranks cannot be told that this save has failed: %s", error)
 
-    def meet(self, name: str, call: str = SAVE) -> Meeting:
-        """Return the meeting of this checkpointer's ranks called `name`, which is used once."""
-        return self.find().meet(f"{self._name}/{name}", call)
+    def meet_next(self, series: str, call: str = SAVE, about: Save | None = None) -> Meeting:
+        """Return the next meeting of a series; see `Exchange`."""
+        return self.find().meet_next(series, call, about)
 
 
 def _warn_of(differing: Collection[str]) -> None:

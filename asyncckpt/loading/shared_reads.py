@@ -59,8 +59,8 @@ class SharedReads:
         self._path = ""
         try:
             self._meeting: GroupMeeting = exchange.meet_next("load", _CALL)
-        except RuntimeError as error:
-            raise self._failed(None, f"the process group's store is gone: {error}") from error
+        except SaveFailedError as error:
+            raise self._failed(None, error.message) from error
 
     def read(
         self, path: str, save_id: str, placements: Sequence[Placement], read: Callable[[Sequence[Placement]], None]

@@ -8,7 +8,8 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from asyncckpt.async_checkpointer import AsyncCheckpointer
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import CheckpointerConfig, check_keywords
+from asyncckpt.distributed.rendezvous import named_by
 from asyncckpt.ends import EXIT_WAIT_S
 from asyncckpt.errors import (
     AsyncCkptError,
@@ -90,8 +92,8 @@ _CHECKPOINTER_KEYWORDS = {field.name for field in dataclasses.fields(Checkpointe
 }
 """What a manager passes on to a checkpointer of its own."""
 
-_NUMBERS = itertools.count()
-"""Of the managers of several ranks in this process; all ranks make them in the same order."""
+_COUNTS: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+"""Of each root, the managers of several ranks in this process: all ranks make as many of it, whatever else they do."""
 
 _log = logging.getLogger("asyncckpt")
 
@@ -187,8 +189,9 @@ class CheckpointManager:
         try:
             rank = self._rank = self.checkpointer.rank_info
             self._rank_changes = self.checkpointer.rank_changes
-            number = next(_NUMBERS) if rank.world_size > 1 else 0
-            self._together = Rendezvous(rank, self.checkpointer.exchange, f"manager-{number}")
+            here = named_by(self.root)
+            name = f"manager/{here}-{next(_COUNTS[here])}" if rank.world_size > 1 else ""
+            self._together = Rendezvous(rank, self.checkpointer.exchange, name)
             self._preemption = Preemption(preemption_signal, grace_s, rank.world_size, self._together.hurry)
             self._last = LastState(self._preemption.is_on)
             self._asked: int | None = None

@@ -187,10 +187,6 @@ class SlotStager(CheckpointStager):
         with contextlib.suppress(ValueError):  # it had not begun to
             self._process.settled.remove(sequence)
 
-    def skip_preparation(self) -> None:
-        """Count a `prepare()` that does not take place: all ranks count alike."""
-        next(self._ranks.preparations)
-
     def prepare(self, state_dict: Mapping[str, Any], *, refused: AsyncCkptError | None = None) -> None:
         """Do for `state_dict` what its first save would do once: plan, slot, views, pages. Takes no save id.
 
@@ -249,8 +245,9 @@ class SlotStager(CheckpointStager):
     def _planned(self, state_dict: Mapping[str, Any], kw: Mapping[str, Any]) -> tuple[SavePlan, Flattened, SaveId]:
         """Return the plan, what it is about, and the save's id without its epoch."""
         save_id: SaveId = kw["save_id"]
-        ranks = self._ranks
+        ranks, own = self._ranks, save_id.sequence
         if not ranks.alone:
+            save_id = save_id.with_parts(sequence=ranks.aligned(own))
             self._await_outcome(save_id, kw["step"], kw["path"])
             if ranks.must_meet:
                 flat = self.plans.flatten(state_dict)
@@ -258,10 +255,10 @@ class SlotStager(CheckpointStager):
                 with contextlib.suppress(AsyncCkptError):  # as above; now, since it makes this rank known to the worker
                     self._process.lineage.epoch_for(kw["path"], ranks.run_id)
             else:
-                ranks.pass_by(save_id.sequence)
+                ranks.pass_by(save_id.sequence, kw["path"])
             if self.plans.agreement is not ranks.agreement:
                 self.plans.agreement = ranks.agreement
-            save_id = save_id.with_parts(run_id=ranks.run_id)
+            save_id = save_id.with_parts(sequence=ranks.aligned(own), run_id=ranks.run_id)
         with collector_paused():
             plan, flat = self.plans.take(state_dict)
         return plan, flat, save_id

@@ -19,7 +19,7 @@ from asyncckpt import AsyncCheckpointer
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed import process_group
 from asyncckpt.distributed.process_group import find_exchange, find_rank_info
-from asyncckpt.distributed.rendezvous import Exchange
+from asyncckpt.distributed.rendezvous import Exchange, Save
 from asyncckpt.errors import PlanTimeoutError, SaveFailedError
 
 PLACES = ("group", "board")
@@ -45,7 +45,7 @@ def run(place: str, endpoint: str, world_size: int, what: Callable[[Exchange, in
 
 
 def gather_twice(exchange: Exchange, rank: int) -> list[list[bytes]]:
-    meeting = exchange.meet("a", "save()")
+    meeting = exchange.meet_next("a", "save()")
     try:
         first = meeting.gather(bytes([rank]) * rank, time.monotonic() + 30)
         second = meeting.gather(bytes([rank]) * (1_200_000 * (rank == 1)), time.monotonic() + 30)
@@ -68,7 +68,7 @@ def only_rank_one_comes_late(exchange: Exchange, rank: int) -> tuple[str, Any, f
         rank_processes.talk().hear()
     began = time.monotonic()
     try:
-        exchange.meet("late", "save()").gather(b"x", began + (600 if rank else 0.6))
+        exchange.meet_next("late", "save()", Save("/late", 0)).gather(b"x", began + (600 if rank else 0.6))
     except (PlanTimeoutError, SaveFailedError) as error:
         return type(error).__name__, getattr(error, "missing_ranks", None), time.monotonic() - began
     return "came", None, 0.0
@@ -94,9 +94,9 @@ def rank_one_does_not_come(rank: int) -> list[int]:
         rank_processes.talk().hear()
         return []
     if rank == 0:
-        wait_until(lambda: found.part("absent").check(["here/2"]), "rank 2 has come")
+        wait_until(lambda: found.part("absent-1").check(["here/2"]), "rank 2 has come")
     with pytest.raises(PlanTimeoutError) as caught:  # rank 0 has less patience, and gives up for all
-        found.meet("absent", "save()").gather(b"x", time.monotonic() + (60 if rank else 0.3))
+        found.meet_next("absent", "save()").gather(b"x", time.monotonic() + (60 if rank else 0.3))
     return list(caught.value.missing_ranks)
 
 
@@ -111,7 +111,7 @@ def test_all_others_name_the_rank_that_does_not_come_although_one_gives_up_first
 def alone_then_new_group(exchange: Exchange, rank: int) -> list[int]:
     if rank == 0:
         with pytest.raises(PlanTimeoutError, match="have not called save"):
-            exchange.meet("alone", "save()").gather(b"x", time.monotonic() + 0.2)
+            exchange.meet_next("alone", "save()").gather(b"x", time.monotonic() + 0.2)
     group = dist.new_group([0, 1])
     value = torch.tensor([rank + 1])
     dist.all_reduce(value, group=group)
@@ -123,17 +123,17 @@ def test_a_meeting_that_one_rank_tried_alone_leaves_the_users_groups_in_step() -
 
 
 def rank_one_refuses(exchange: Exchange, rank: int) -> str:
-    meeting = exchange.meet("refused", "save()")
+    meeting = exchange.meet_next("refused", "save()")
     if rank == 1:
         meeting.refuse("its state cannot be stored")
-        exchange.meet("after", "save()").gather(
+        exchange.meet_next("after", "save()").gather(
             b"", time.monotonic() + 30
         )  # what a rank has posted goes with its session
         return "refused"
     with pytest.raises(SaveFailedError) as caught:
         meeting.gather(b"x", time.monotonic() + 30)
     assert (caught.value.code, caught.value.rank) == ("withdrawn", 1)
-    exchange.meet("after", "save()").gather(b"", time.monotonic() + 30)
+    exchange.meet_next("after", "save()").gather(b"", time.monotonic() + 30)
     return str(caught.value)
 
 
@@ -148,7 +148,7 @@ def test_a_refusal_ends_the_meeting_for_the_others_with_its_reason(
 
 def is_told_of_rank_one(exchange: Exchange, rank: int) -> int | None:
     """Rank 1 refuses; rank 0 hears it and does not come either; rank 2 looks only then."""
-    meeting = exchange.meet("handed on", "save()")
+    meeting = exchange.meet_next("handed on", "save()")
     if rank == 1:
         meeting.refuse("its state cannot be stored")
     if rank != 1:
@@ -173,7 +173,7 @@ def loses_rank_one(rank: int, how: str, n_rounds: int) -> tuple[str, int | None,
     process_group.SILENT_S = 60.0
     found = find_exchange(find_rank_info(None))
     assert found is not None
-    meeting = found.meet("lost", "save()")
+    meeting = found.meet_next("lost", "save()")
     for _ in range(n_rounds):
         meeting.gather(b"x", time.monotonic() + 60)
     if rank == 1:
@@ -200,7 +200,7 @@ def only_rank_zero(exchange: Exchange, rank: int) -> list[int] | None:
         rank_processes.talk().hear()
         return None
     with pytest.raises(PlanTimeoutError) as caught:
-        exchange.meet("missing", "save()").gather(b"x", time.monotonic() + 0.3)
+        exchange.meet_next("missing", "save()").gather(b"x", time.monotonic() + 0.3)
     return list(caught.value.missing_ranks)
 
 
@@ -216,7 +216,7 @@ def open_sockets(exchange: Exchange, rank: int) -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd"))
 
     before = count()
-    meeting = exchange.meet("fds", "save()")
+    meeting = exchange.meet_next("fds", "save()")
     meeting.gather(b"x", time.monotonic() + 30)
     meeting.close()
     dist.barrier()

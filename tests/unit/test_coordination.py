@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from asyncckpt.config import CheckpointerConfig, RankInfo
-from asyncckpt.distributed.rendezvous import Exchange, Meeting, refused
+from asyncckpt.distributed.rendezvous import Exchange, Meeting, Save, refused
 from asyncckpt.distributed.run_agreement import MAX_IN_A_ROW, Coordination
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.planning.agreement import DutyKind
@@ -39,11 +41,14 @@ class Room:
 class InMemory(Exchange):
     def __init__(self, rank: int, rooms: dict[str, Room]) -> None:
         self.rank, self.rooms = rank, rooms
+        self.counts: dict[str, Iterator[int]] = defaultdict(itertools.count)
         self.breaks_in_round = -1
 
-    def meet(self, name: str, call: str) -> Meeting:
-        name = name.partition("/")[2]  # checkpointers are numbered in each process
-        return InRoom(self, self.rooms.setdefault(name, Room()))
+    def meet_next(self, series: str, call: str, about: Save | None = None) -> Meeting:
+        return InRoom(self, self.rooms.setdefault(f"{series}-{next(self.counts[series])}", Room()))
+
+    def say_absent(self, sequence: int, reason: str) -> None:
+        raise NotImplementedError
 
 
 class InRoom(Meeting):
@@ -97,10 +102,10 @@ class Ranks:
             assert one.awaits(sequence) is None
             met, flat = one.must_meet, flats[one.rank.rank]
             if not met:
-                one.pass_by(sequence)
+                one.pass_by(sequence, f"/{sequence}")
                 return met
             try:
-                one.agree(flat, contribution_of(flat), sequence=sequence, path="/x", step=sequence)
+                one.agree(flat, contribution_of(flat), sequence=sequence, path=f"/{sequence}", step=sequence)
             except SaveFailedError as error:
                 return error
             return met
@@ -162,11 +167,11 @@ def test_a_rank_that_does_not_come_to_a_save_that_meets_fails_it_and_the_next_on
     ranks = Ranks()
     ranks.save(0)
     ranks.ends(0, meet=True)
-    ranks.each[1].refuse(1, "no slot")
+    ranks.each[1].refuse(1, "/1", "no slot")
     with ThreadPoolExecutor(1) as pool:
         flat = flatten(STATE)
         assert ranks.each[0].awaits(1) is None and ranks.each[0].must_meet
-        waits = pool.submit(ranks.each[0].agree, flat, contribution_of(flat), sequence=1, path="/x", step=1)
+        waits = pool.submit(ranks.each[0].agree, flat, contribution_of(flat), sequence=1, path="/1", step=1)
         with pytest.raises(SaveFailedError, match="no slot") as caught:
             waits.result(60)
     assert caught.value.rank == 1
@@ -178,11 +183,11 @@ def test_a_rank_that_does_not_know_whether_a_save_meets_refuses_and_comes_to_the
     ranks.save(0)
     ranks.ends(0, meet=True, ranks=(0,))
     assert ranks.each[1].awaits(1) == 0
-    ranks.each[1].refuse(1, "it has not heard of save 0")
+    ranks.each[1].refuse(1, "/1", "it has not heard of save 0")
     flat = flatten(STATE)
     assert ranks.each[0].awaits(1) is None
     with pytest.raises(SaveFailedError, match="has not heard"):
-        ranks.each[0].agree(flat, contribution_of(flat), sequence=1, path="/x", step=1)
+        ranks.each[0].agree(flat, contribution_of(flat), sequence=1, path="/1", step=1)
     ranks.ends(0, meet=True, ranks=(1,))
     assert ranks.save(2) == [True, True]
 
@@ -192,8 +197,8 @@ def test_a_rank_that_does_not_come_to_a_save_that_does_not_meet_lets_nobody_wait
     ranks.save(0)
     ranks.ends(0)
     for one in ranks.each:
-        one.refuse(1, "no slot")
-    assert not any(name.endswith("/1") for name in ranks.rooms), "no meeting was refused"
+        one.refuse(1, "/1", "no slot")
+    assert not any(name.startswith(Save("/1", 1).series) for name in ranks.rooms), "no meeting was refused"
     ranks.ends(1)
     assert ranks.save(2) == [False, False]
 
@@ -244,7 +249,7 @@ def test_a_rank_that_was_told_too_late_of_many_saves_is_in_step_again_after_as_m
     ranks.save(0)
     told = [(sequence, meet and sequence > 0) for sequence in range(N_TOLD_LATE)]
     for sequence, _ in told[1:]:
-        ranks.each[1].refuse(sequence, "its worker is not there")
+        ranks.each[1].refuse(sequence, f"/{sequence}", "its worker is not there")
     ranks.each[0].outcomes.take(ranks.each[0].run_id, told)
     ranks.each[1].outcomes.take(ranks.each[1].run_id, told[-MAX_OUTCOMES:])
     for sequence in (N_TOLD_LATE, N_TOLD_LATE + 1):
@@ -305,7 +310,9 @@ def test_ranks_that_a_dead_worker_told_the_same_go_on_as_it_said(meet: bool) -> 
     for sequence in range(2, 6):
         ranks.ends(sequence - 1)
         assert ranks.save(sequence) == [False, False]
-    assert not any(name.endswith("/5") for name in ranks.rooms), "some saves later nobody can expect it any more"
+    assert not any(name.startswith(Save("/5", 5).series) for name in ranks.rooms), (
+        "some saves later nobody can expect it any more"
+    )
 
 
 def test_a_rank_that_has_failed_in_an_earlier_round_fails_the_meeting_of_all() -> None:
