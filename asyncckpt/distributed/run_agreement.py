@@ -4,6 +4,8 @@ The ranks meet in the first save, and again where one of them holds something th
 were found to differ. Which save that is follows from the outcomes of earlier ones: save `n` meets if the outcome of
 save `n - window` says so, unless the ranks have met since. `window` is the smallest `slots` of all ranks. A rank begins
 save `n` only when it knows that outcome; if it does not come to a save that meets, it refuses, and the next one meets.
+They find each other by the save's path; who has saved more than the others has higher numbers for the same saves, until
+a meeting has made all ranks count as the one that is the furthest.
 
 A rank that cannot learn any more whether the others meet in save `n` is *in doubt*: since it was cut off in the last
 round of a meeting, or the outcome is lost (see `outcomes`). It refuses save `n` and those after it, which makes their
