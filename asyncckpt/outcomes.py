@@ -25,6 +25,7 @@ class Outcomes:
     An outcome is *lost* if this rank cannot learn it any more: the worker has forgotten it before this rank was told.
 
     Attributes:
+        losses: How often a worker was lost.
         at_loss: The latest save whose outcome was known when a worker was lost last; None: none was. Ranks may have
             been told different outcomes of the saves about that one: some by that worker, others by its successor.
     """
@@ -34,6 +35,7 @@ class Outcomes:
         self._run = ""
         self._meet: dict[int, bool] = {}
         self._lost_below = -1
+        self.losses = 0
         self.at_loss: int | None = None
 
     def take(self, run: str, outcomes: Sequence[tuple[int, bool]]) -> None:
@@ -55,7 +57,9 @@ class Outcomes:
     def worker_lost(self) -> None:
         """The worker is lost."""
         with self._changed:
+            self.losses += 1
             self.at_loss = max(self._meet, default=-1)
+            self._changed.notify_all()
 
     def get(self, run: str, sequence: int) -> bool | None:
         """Return whether all ranks meet again after a save; None: it is not known to have ended, or lost."""
@@ -67,12 +71,22 @@ class Outcomes:
         with self._changed:
             return run == self._run and sequence not in self._meet and sequence < self._lost_below
 
-    def wait(self, run: str, sequence: int, timeout_s: float) -> None:
-        """Wait until the outcome of a save is known, or lost, at most `timeout_s`."""
+    def wait(self, run: str, sequence: int, losses: int, timeout_s: float) -> None:
+        """Wait until the outcome of a save is known, or lost, or a worker was, at most `timeout_s`.
+
+        Args:
+            run, sequence: Of the save.
+            losses: How often workers had been lost when there was one that would tell. One that is lost since tells
+                nothing any more.
+            timeout_s: See above.
+        """
+
+        def has_come() -> bool:
+            known = run == self._run and (sequence in self._meet or sequence < self._lost_below)
+            return known or self.losses != losses
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: run == self._run and (sequence in self._meet or sequence < self._lost_below), timeout_s
-            )
+            self._changed.wait_for(has_come, timeout_s)
 
 
 class Run(Protocol):

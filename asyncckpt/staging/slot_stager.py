@@ -272,15 +272,21 @@ class SlotStager(CheckpointStager):
         """
         ranks, config = self._ranks, self._config
         deadline = time.monotonic() + config.slot_timeout_s
+        losses = ranks.outcomes.losses
         if ranks.agreement is not None or ranks.in_doubt:
             self._process.connect()  # else nobody tells it how saves have ended, nor hears that it refuses this one
         while (awaited := ranks.awaits(save_id.sequence)) is not None:
             limit_s = deadline - time.monotonic()
             if config.on_busy != "wait":  # what is not in one of this rank's slots ends as soon as the worker answers
                 limit_s = 0.0 if self._process.pool.is_in_use else min(limit_s, ANSWER_S)
-            ranks.outcomes.wait(ranks.run_id, awaited, limit_s)
-            if ranks.awaits(save_id.sequence) == awaited:
+            ranks.outcomes.wait(ranks.run_id, awaited, losses, limit_s)
+            if ranks.awaits(save_id.sequence) != awaited:
+                continue
+            if ranks.outcomes.losses == losses or time.monotonic() >= deadline:
                 raise _not_ended(save_id, awaited, ranks.window, config, step=step, path=path)
+            # The worker was lost while this rank waited, with nothing in flight of its own for which another is found.
+            losses = ranks.outcomes.losses
+            self._process.connect()
 
     def close(self) -> None:
         """Give up copies that still run, and take the hooks away; the slots belong to the process."""

@@ -233,3 +233,18 @@ def test_a_group_of_other_ranks_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     assert find_exchange(RankInfo(0, 2)) is None
+
+
+def meets_after_an_attempt_that_died(exchange: Exchange, rank: int) -> list[bytes]:
+    """torchrun's store outlives the ranks: what the first attempt wrote is still there when the second one meets."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    for attempt in ("0", "1"):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
+        if attempt == "0" and rank == 0:
+            exchange.meet_next("again", "save()").refuse("it dies")
+        dist.barrier()
+    return exchange.meet_next("again", "save()").gather(b"x", time.monotonic() + 30)
+
+
+def test_what_a_dead_attempt_has_written_is_not_taken_for_a_living_ranks() -> None:
+    assert run("group", "", 2, meets_after_an_attempt_that_died) == [[b"x", b"x"]] * 2
