@@ -135,6 +135,7 @@ def test_a_trainer_outlives_a_hundred_workers(
             assert len(serves.status()["slots"]) == len(slots_of(checkpointer))
             assert not any(psutil.pid_exists(pid) and _is_worker(pid) for pid in killer.pids)
         finally:
+            checkpointer.close()  # else it finds another worker for what it keeps, as soon as this one has ended
             stop_whoever_serves(process.endpoint)
 
 
