@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
@@ -15,6 +17,10 @@ from asyncckpt.protocol.fields import MAX_OUTCOMES
 MAX_KNOWN = 1024
 """Outcomes that are remembered, the latest. Many times the saves that can be in flight; chosen."""
 
+ASSUMED_AFTER_S = 5.0
+"""Workers that are left tell an outcome by then, if one of them knows it. Chosen: twice what a follower waits for a
+decider that may know (`follower.FOUND_S`), and the start of a worker."""
+
 Send = Callable[[Callable[[int], messages.Message]], "Future[messages.Message] | None"]
 """Sends a request, made from its id; None when there is no session."""
 
@@ -23,6 +29,8 @@ class Outcomes:
     """The outcomes of one run's saves, as its worker tells them with every `Saves` message. Thread-safe.
 
     An outcome is *lost* if this rank cannot learn it any more: the worker has forgotten it before this rank was told.
+    It is *assumed* if all workers may have died that knew it, after one of them has told that the save was committed:
+    then the ranks do not meet after it, as far as this one is concerned. It refuses if others come; see `at_loss`.
 
     Attributes:
         losses: How often a worker was lost.
@@ -36,6 +44,8 @@ class Outcomes:
         self._meet: dict[int, bool] = {}
         self._lost_below = -1
         self.losses = 0
+        self._committed: dict[int, float] = {}
+        self._heard_since: float | None = None
         self.at_loss: int | None = None
 
     def take(self, run: str, outcomes: Sequence[tuple[int, bool]]) -> None:
@@ -44,7 +54,9 @@ class Outcomes:
             if not run:
                 return  # the worker does not know yet in which run the session saves
             if run != self._run:
-                self._run, self._meet, self._lost_below = run, {}, -1
+                self._run, self._meet, self._committed, self._lost_below = run, {}, {}, -1
+            if self._heard_since is None:
+                self._heard_since = time.monotonic()
             if len(outcomes) == MAX_OUTCOMES and outcomes[0][0] not in self._meet:
                 # Not even the oldest that it remembers was known here: it may have forgotten others before.
                 self._lost_below = max(sequence for sequence, _ in outcomes)
@@ -57,9 +69,32 @@ class Outcomes:
     def worker_lost(self) -> None:
         """The worker is lost."""
         with self._changed:
-            self.losses += 1
+            self.losses, self._heard_since = self.losses + 1, None
             self.at_loss = max(self._meet, default=-1)
             self._changed.notify_all()
+
+    def committed(self, run: str, sequence: int) -> None:
+        """A worker has told that a save was committed; how it has ended on all ranks may come with that, or later."""
+        with self._changed:
+            if run == self._run:
+                self._committed.setdefault(sequence, time.monotonic())
+                for old in list(self._committed)[:-MAX_KNOWN]:
+                    del self._committed[old]
+
+    def assumed_in_s(self, run: str, sequence: int) -> float:
+        """Assume the outcome of a save if nobody has told it for long enough.
+
+        Returns:
+            Seconds until it may be assumed; infinite if it may not, by what is known now.
+        """
+        with self._changed:
+            told = self._committed.get(sequence) if run == self._run else None
+            if told is None or self.at_loss is None or self._heard_since is None:
+                return math.inf
+            left = max(told, self._heard_since) + ASSUMED_AFTER_S - time.monotonic()
+            if left <= 0:
+                self._meet.setdefault(sequence, False)
+            return max(0.0, left)
 
     def get(self, run: str, sequence: int) -> bool | None:
         """Return whether all ranks meet again after a save; None: it is not known to have ended, or lost."""

@@ -279,8 +279,10 @@ class SlotStager(CheckpointStager):
             limit_s = deadline - time.monotonic()
             if config.on_busy != "wait":  # what is not in one of this rank's slots ends as soon as the worker answers
                 limit_s = 0.0 if self._process.pool.is_in_use else min(limit_s, ANSWER_S)
-            ranks.outcomes.wait(ranks.run_id, awaited, losses, limit_s)
-            if ranks.awaits(save_id.sequence) != awaited:
+            assumed_in_s = ranks.outcomes.assumed_in_s(ranks.run_id, awaited)
+            is_assumed = assumed_in_s <= limit_s
+            ranks.outcomes.wait(ranks.run_id, awaited, losses, min(assumed_in_s, limit_s))
+            if ranks.awaits(save_id.sequence) != awaited or (is_assumed and ranks.outcomes.losses == losses):
                 continue
             if ranks.outcomes.losses == losses or time.monotonic() >= deadline:
                 raise _not_ended(save_id, awaited, ranks.window, config, step=step, path=path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from asyncckpt import outcomes  # noqa: E402
 from asyncckpt.config import CheckpointerConfig  # noqa: E402
 from asyncckpt.errors import SlotTimeoutError  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
@@ -58,3 +60,31 @@ def test_a_rank_that_waits_with_nothing_in_flight_finds_another_worker(tells: in
 def test_workers_that_die_one_after_the_other_do_not_make_it_wait_for_longer_than_for_a_slot() -> None:
     with pytest.raises(SlotTimeoutError):
         waits(Process(Outcomes(), 1 << 30), 0.5)
+
+
+def test_what_was_committed_is_taken_to_ask_for_no_meeting_if_all_have_died_that_knew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outcomes, "ASSUMED_AFTER_S", 0.3)
+    found = Outcomes()
+    found.take(RUN, [(-1, False)])
+    found.committed(RUN, 0)
+    assert found.assumed_in_s(RUN, 0) == math.inf, "its worker lives, and tells it"
+    found.worker_lost()
+    assert found.assumed_in_s(RUN, 0) == math.inf, "nobody is there who could know it"
+    process = Process(found, tells=0)
+    process.connect = lambda: found.take(RUN, [(-1, False)])  # type: ignore[method-assign]
+    began = time.monotonic()
+    waits(process, 600.0)
+    assert 0.2 < time.monotonic() - began < 60
+    found.take(RUN, [(0, True)])
+    assert found.get(RUN, 0) is False, "what was assumed holds: the others are told by refusals"
+
+
+def test_of_a_save_that_was_not_committed_nothing_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outcomes, "ASSUMED_AFTER_S", 0.0)
+    found = Outcomes()
+    found.take(RUN, [(-1, False)])
+    found.worker_lost()
+    found.take(RUN, [(-1, False)])
+    assert found.assumed_in_s(RUN, 0) == math.inf and found.get(RUN, 0) is None
