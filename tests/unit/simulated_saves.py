@@ -221,7 +221,7 @@ def ranks_saver(device: SimulatedDevice, ranks: Ranks, **fields: Any) -> Saver:
     stager: Any = saver.stager
     stager._ranks = SimpleNamespace(
         rank=RankInfo(0, 2), alone=False, must_meet=False, run_id="0123456789ab", agreement=ranks.agreement,
-        awaits=lambda sequence: None, pass_by=lambda sequence: None, refuse=lambda *_: None,
+        aligned=lambda own: own, awaits=lambda sequence: None, pass_by=lambda *_: None, refuse=lambda *_: None,
     )  # fmt: skip
     stager._requests._rank = RankInfo(0, 2)
     return saver
