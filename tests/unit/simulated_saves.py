@@ -25,6 +25,7 @@ from asyncckpt.handle import SaveHandle
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import REQUEST_OFFSET_OFFSET, SlotControl
 from asyncckpt.memory.streaming import Counters, StreamLayout
+from asyncckpt.outcomes import Outcomes
 from asyncckpt.parts import CheckpointProcess
 from asyncckpt.protocol.request import SaveRequest, decode_request
 from asyncckpt.staging import copy_cuda, engine, pinning
@@ -222,6 +223,7 @@ def ranks_saver(device: SimulatedDevice, ranks: Ranks, **fields: Any) -> Saver:
     stager._ranks = SimpleNamespace(
         rank=RankInfo(0, 2), alone=False, must_meet=False, run_id="0123456789ab", agreement=ranks.agreement,
         aligned=lambda own: own, awaits=lambda sequence: None, pass_by=lambda *_: None, refuse=lambda *_: None,
+        outcomes=Outcomes(),
     )  # fmt: skip
     stager._requests._rank = RankInfo(0, 2)
     return saver
