@@ -27,6 +27,7 @@ from asyncckpt.planning.digests import sample_digests
 from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.planner import contribution_of
+from asyncckpt.planning.stateful import Openings
 from asyncckpt.protocol.samples import decode_samples, unequal
 from asyncckpt.storage.coverage import Tally, seed_of, tally_of, uncovered
 from asyncckpt.storage.rank_writer import RankResult
@@ -56,12 +57,12 @@ def write_together(
     rank = steps.ranks.rank.rank
     given = given.with_parts(sequence=steps.ranks.aligned(given.sequence))
     save = Save(path, given.sequence)
-    meeting = steps.ranks.meet_next(save.series, SAVE, save)
+    meeting, openings = steps.ranks.meet_next(save.series, SAVE, save), Openings()
     try:
-        save_id = _agree(steps, meeting, state_dict, path, kw["step"], given)
+        save_id = _agree(steps, meeting, state_dict, openings, path, kw["step"], given)
         mine: list[RankResult] = []
         try:
-            results = _store(steps, meeting, state_dict, save_id, path, kw["step"], extra, mine)
+            results = _store(steps, meeting, state_dict, openings, save_id, path, kw["step"], extra, mine)
         except Exception:
             if rank == 0:  # nobody writes any more: every rank has said how its part ended
                 steps.remove(path, save_id)
@@ -127,17 +128,27 @@ def _publish(
 
 
 def _agree(
-    steps: SyncSteps, meeting: Meeting, state_dict: Mapping[str, Any], path: str, step: int, given: SaveId
+    steps: SyncSteps,
+    meeting: Meeting,
+    state_dict: Mapping[str, Any],
+    openings: Openings,
+    path: str,
+    step: int,
+    given: SaveId,
 ) -> SaveId:
     """Agree on run, epoch, path, step and on who writes what; returns the save's id."""
     ranks, timeout_s = steps.ranks, steps.config.plan_timeout_s
+    flattened: list[Flattened] = []
 
     def introduce() -> dict[str, Any]:
         mine, agreement = ranks.introduction(path, step), ranks.agreement
-        is_changed = agreement is None
-        if agreement is not None:
+        # IMPORTANT: all ranks look at their states here, whatever they know: a `state_dict()` may be a collective.
+        if agreement is None:
+            flattened.append(steps.plans.flatten(state_dict, openings))
+            is_changed = True
+        else:
             with collector_paused():
-                plan, _ = steps.plans.take(state_dict)
+                plan, _ = steps.plans.take(state_dict, openings)
             is_changed = bool(plan.news)
         with steps.failures(given, path, step):
             epoch = steps.epoch_for(path, ranks.run_id) if ranks.rank.rank == 0 else 0
@@ -152,19 +163,19 @@ def _agree(
     if len(agreed) > 1:
         ranks.agreement = None
     if len(agreed) > 1 or any(found["changed"] for found in everybody):
-        _meet(steps, meeting, state_dict)
+        _meet(steps, meeting, lambda: flattened[0] if flattened else steps.plans.flatten(state_dict, openings))
     if steps.plans.agreement is not ranks.agreement:
         steps.plans.agreement = ranks.agreement
     return given.with_parts(epoch=everybody[0]["epoch"], sequence=sequence, run_id=ranks.run_id)
 
 
-def _meet(steps: SyncSteps, meeting: Meeting, state_dict: Mapping[str, Any]) -> None:
+def _meet(steps: SyncSteps, meeting: Meeting, flatten: Callable[[], Flattened]) -> None:
     """Agree anew, from what all ranks hold."""
     ranks, timeout_s = steps.ranks, steps.config.plan_timeout_s
     flattened: list[Flattened] = []
 
     def contribute() -> bytes:
-        flattened.append(steps.plans.flatten(state_dict))
+        flattened.append(flatten())
         return contribution_of(flattened[0]).encode()
 
     contributed = _together(meeting, contribute, timeout_s)
@@ -183,6 +194,7 @@ def _store(
     steps: SyncSteps,
     meeting: Meeting,
     state_dict: Mapping[str, Any],
+    openings: Openings,
     save_id: SaveId,
     path: str,
     step: int,
@@ -195,7 +207,7 @@ def _store(
 
     def store() -> dict[str, Any]:
         with collector_paused():
-            plan, flat = steps.plans.take(state_dict)
+            plan, flat = steps.plans.take(state_dict, openings)
         result = steps.store(plan, flat, encode_leaves(flat, steps.config.layout), save_id, path, step)
         mine.append(result)
         steps.ask_hook(path, save_id, step, extra)

@@ -238,27 +238,35 @@ class PlanCache:
     def agreement(self, agreement: Agreement | None) -> None:
         self._agreement = agreement
 
-    def flatten(self, state_dict: Any) -> Flattened:
+    def flatten(self, state_dict: Any, openings: Openings) -> Flattened:
         """Take `state_dict` apart as `take` does, without a plan.
+
+        Args:
+            state_dict: The state.
+            openings: Of this save: `state_dict()` of each object is called once, whatever else looks at the state.
 
         Raises:
             UnsupportedLeafError: Something in it cannot be stored.
         """
         check_memory_is_real("save")
-        flat = flatten(state_dict, allow_pickle=self._allow_pickle)
+        flat = flatten(state_dict, openings, allow_pickle=self._allow_pickle)
         if self._layout == DCP:  # before the other ranks are met
             check_dcp_items(flat.tree)
         return flat
 
-    def take(self, state_dict: Any) -> tuple[SavePlan, Flattened]:
+    def take(self, state_dict: Any, openings: Openings | None = None) -> tuple[SavePlan, Flattened]:
         """Take `state_dict` apart and return the plan of its structure, making it when it is new.
+
+        Args:
+            state_dict: The state.
+            openings: As for `flatten`; None: nobody else looks at the state.
 
         Raises:
             UnsupportedLeafError: Something in it cannot be stored.
             DuplicateNameError: As `make_plan`.
         """
         check_memory_is_real("save")
-        openings = Openings()
+        openings = openings or Openings()
         for key in reversed(self._plans):
             plan = self._plans[key]
             flat = match(*plan.signature, state_dict, openings, allow_pickle=self._allow_pickle)

@@ -30,6 +30,7 @@ from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache, contribution_of
+from asyncckpt.planning.stateful import Openings
 from asyncckpt.staging.deferred import DeferredCopy
 from asyncckpt.staging.engine import Engine
 from asyncckpt.staging.lent_slot import LentSlot, what_is_saved
@@ -201,7 +202,7 @@ class SlotStager(CheckpointStager):
 
         Blocks: for the worker, for pages, for a slot as `on_busy` says, and for the other ranks.
         """
-        ranks = self._ranks
+        ranks, openings = self._ranks, Openings()
         if ranks.alone:
             if refused is not None:
                 raise refused
@@ -212,7 +213,7 @@ class SlotStager(CheckpointStager):
                 if refused is not None:
                     raise refused
                 self._process.connect()
-                flat = self.plans.flatten(state_dict)
+                flat = self.plans.flatten(state_dict, openings)
                 encode_leaves(flat, self._config.layout)
                 return flat, contribution_of(flat)
 
@@ -220,7 +221,7 @@ class SlotStager(CheckpointStager):
             self.plans.agreement = ranks.agreement
         made = self.plans.made
         with collector_paused():
-            plan, flat = self.plans.take(state_dict)
+            plan, flat = self.plans.take(state_dict, openings)
         save_id = SaveId(0, 0, ranks.run_id)
         objects = encode_objects(save_id, encode_leaves(flat, self._config.layout))
         kw = {"step": 0, "path": "/", "metadata": None}
@@ -245,12 +246,12 @@ class SlotStager(CheckpointStager):
     def _planned(self, state_dict: Mapping[str, Any], kw: Mapping[str, Any]) -> tuple[SavePlan, Flattened, SaveId]:
         """Return the plan, what it is about, and the save's id without its epoch."""
         save_id: SaveId = kw["save_id"]
-        ranks, own = self._ranks, save_id.sequence
+        ranks, own, openings = self._ranks, save_id.sequence, Openings()
         if not ranks.alone:
             save_id = save_id.with_parts(sequence=ranks.aligned(own))
             self._await_outcome(save_id, kw["step"], kw["path"])
             if ranks.must_meet:
-                flat = self.plans.flatten(state_dict)
+                flat = self.plans.flatten(state_dict, openings)
                 ranks.agree(flat, contribution_of(flat), sequence=save_id.sequence, path=kw["path"], step=kw["step"])
                 with contextlib.suppress(AsyncCkptError):  # as above; now, since it makes this rank known to the worker
                     self._process.lineage.epoch_for(kw["path"], ranks.run_id)
@@ -260,7 +261,7 @@ class SlotStager(CheckpointStager):
                 self.plans.agreement = ranks.agreement
             save_id = save_id.with_parts(sequence=ranks.aligned(own), run_id=ranks.run_id)
         with collector_paused():
-            plan, flat = self.plans.take(state_dict)
+            plan, flat = self.plans.take(state_dict, openings)
         return plan, flat, save_id
 
     def _await_outcome(self, save_id: SaveId, step: int, path: str) -> None:
