@@ -1,8 +1,8 @@
-"""Check docs/formats.md: every cell of its matrices names tests that exist, or says that there is nothing to test;
-and no test stands for two columns of a row.
+"""Check docs/formats.md: every cell of its matrices has a mark of tests that exist, or says that there is nothing to
+test; and no mark stands for two columns of a row.
 
 Run as `python docs/check_formats.py`. A cell holds marks such as `w1`, or `-`. Below the matrices each mark has
-its line: "- w1: `tests/unit/test_x.py::test_y`", with the case in brackets where a test has several.
+its line: "- w1: `tests/unit/test_x.py`", with the case in brackets where one file has those of several cells.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import pathlib
 import re
 import sys
 
-from check_parity import REPOSITORY, wrong_claims
+from check_parity import REPOSITORY, wrong_file
 
 NOTHING = "-"
 MATRICES = ("## What others wrote, read by us", "## What we write, read by stock tools alone")
 _MARK = re.compile(r"^- ([a-z][0-9]+): (.+)$", re.MULTILINE)
-_CASE = re.compile(r"\[([^\]]+)\]`?$")
+_TESTS = re.compile(r"`(tests/[\w/]+\.py)(?:\[([^\]]+)\])?`")
 
 
 def problems(text: str, root: pathlib.Path = REPOSITORY) -> list[str]:
@@ -43,7 +43,7 @@ def problems(text: str, root: pathlib.Path = REPOSITORY) -> list[str]:
                 found += [f"{name!r}, {column!r}: {mark!r} is no mark of a test" for mark in unknown]
     found += [f"{mark} stands in no matrix" for mark in marks if mark not in used]
     for mark, claim in marks.items():
-        found += [f"{mark}: {line}" for line in wrong_claims(claim, root) or _wrong_case(claim, root)]
+        found += [f"{mark}: {line}" for line in _wrong_tests(claim, root)]
     return found
 
 
@@ -52,15 +52,18 @@ def _rows(text: str, title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
 
 
-def _wrong_case(claim: str, root: pathlib.Path) -> list[str]:
-    """Return a line if the case in brackets is named nowhere in the tests."""
-    case = _CASE.search(claim)
-    if case is None:
+def _wrong_tests(claim: str, root: pathlib.Path) -> list[str]:
+    """Return a line if there is no such file, or if the case in brackets is named nowhere in the tests."""
+    named = _TESTS.fullmatch(claim)
+    if named is None:
+        return [f"{claim!r} is no file of tests"]
+    wrong = wrong_file(named[1], root)
+    if wrong or named[2] is None:
+        return wrong
+    word = re.compile(rf"\b{re.escape(named[2])}\b")
+    if any(named[2] in source and word.search(source) for source in _sources(root)):
         return []
-    word = re.compile(rf"\b{re.escape(case[1])}\b")
-    if any(case[1] in source and word.search(source) for source in _sources(root)):
-        return []
-    return [f"no test has a case {case[1]!r}"]
+    return [f"no test has a case {named[2]!r}"]
 
 
 @functools.cache

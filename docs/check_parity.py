@@ -1,12 +1,10 @@
-"""Check docs/parity.md: every capability has its row, and every test that a row names exists.
+"""Check docs/parity.md: every capability has its row, and every file of tests that a row links to exists.
 
-Run as `python docs/check_parity.py`. A test is named as pytest names it: `tests/unit/test_x.py::test_y`.
+Run as `python docs/check_parity.py`. A row links to files: [`tests/unit/test_x.py`](../tests/unit/test_x.py).
 """
 
 from __future__ import annotations
 
-import ast
-import functools
 import pathlib
 import re
 import sys
@@ -29,7 +27,7 @@ REQUIRED = (
     *(i for i in _ids("F", 16) if i not in PLANNED),
 )
 _ROW = re.compile(r"^\| ([SF][0-9]+(?:-[0-9]+)?) \|.*\|$", re.MULTILINE)
-_TEST = re.compile(r"`?(tests/[\w/]+\.py)((?:::\w+)+)(?:\[[^\]]*\])?`?")
+_LINK = re.compile(r"\[`(tests/[\w/]+\.py)`\]\(([^)]*)\)")
 
 
 def problems(text: str, root: pathlib.Path = REPOSITORY) -> list[str]:
@@ -54,29 +52,27 @@ def _wrong_ids(body: str, planned: str) -> list[tuple[str, str]]:
 
 
 def wrong_claims(claim: str, root: pathlib.Path) -> list[str]:
-    """Return what is wrong with the names of tests, separated by commas, one line each."""
+    """Return what is wrong with links to files of tests, separated by commas, one line each."""
     wrong = []
     for name in claim.split(", "):
-        parsed = _TEST.fullmatch(name)
-        if not parsed:
-            wrong.append(f"{name!r} is neither {NOT_YET!r} nor the name of a test")
-        elif not (root / parsed[1]).is_file():
-            wrong.append(f"there is no file {parsed[1]}")
-        elif parsed[2] not in _tests_of(root / parsed[1]):
-            wrong.append(f"there is no test {name}")
+        link = _LINK.fullmatch(name)
+        if not link:
+            wrong.append(f"{name!r} is no link to a file of tests")
+        elif link[2] != f"../{link[1]}":
+            wrong.append(f"{link[1]} links to {link[2]}")
+        else:
+            wrong += wrong_file(link[1], root)
     return wrong
 
 
-@functools.cache
-def _tests_of(path: pathlib.Path) -> frozenset[str]:
-    """Return what pytest collects in a file: functions, and methods of classes, whose names begin with `test`."""
-    found = set()
-    for node in ast.parse(path.read_text()).body:
-        members = node.body if isinstance(node, ast.ClassDef) else [node]
-        prefix = f"::{node.name}" if isinstance(node, ast.ClassDef) else ""
-        functions = (m for m in members if isinstance(m, (ast.FunctionDef, ast.AsyncFunctionDef)))
-        found |= {f"{prefix}::{m.name}" for m in functions if m.name.startswith("test")}
-    return frozenset(found)
+def wrong_file(name: str, root: pathlib.Path) -> list[str]:
+    """Return a line if there is no such file, or no test in it."""
+    path = root / name
+    if not path.is_file():
+        return [f"there is no file {name}"]
+    if not re.search(r"^ *(?:async )?def test_", path.read_text(), re.MULTILINE):
+        return [f"{name} has no test"]
+    return []
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""docs/formats.md: every cell of what reads what names a test that exists."""
+"""docs/formats.md: every cell of what reads what has a mark of tests that exist."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def test_document_is_right(check: ModuleType) -> None:
         (ROW, ROW.replace("x9, x10", ""), "is no mark"),
         (ROW, ROW.removesuffix(" - |"), "cells"),
         ("| c2 | - |", "| v3 | - |", "has v3 in several columns"),
-        ("::test_only_the_targets_keys_are_read", "::test_that_is_gone", "there is no test"),
+        ("test_loading_load.py", "test_that_is_gone.py", "there is no file"),
+        ("tests/unit/test_loading_load.py", "tests/saving.py", "has no test"),
         ("[torch_by_load]", "[torch_by" + "_magic]", "no test has a case"),
         ("## What others wrote, read by us", "## Else", "has no matrix"),
     ],
