@@ -34,7 +34,7 @@ class Takeover:
     Args:
         pool: Holds the slots.
         pending: Knows the saves in them.
-        lock: Held while a slot goes from one session to another, and by who tells a worker of a save in it.
+        lock: Of the client's tables: held while a slot goes from one session to another.
         endpoint: For messages.
         timeout_s: For one slot.
         announce: Tells a session of the save in a slot that it has got; called under the lock.
@@ -55,7 +55,6 @@ class Takeover:
         self._pool, self._pending, self._lock = pool, pending, lock
         self._endpoint, self._timeout_s = endpoint, timeout_s
         self._announce, self._on_given_up = announce, on_given_up
-        self._starting = threading.RLock()  # a signal handler may save in the middle of a save
         self._thread: threading.Thread | None = None
         self._wanted = False
         self._after: Callable[[], None] | None = None
@@ -145,7 +144,7 @@ class Takeover:
             self._nobody(connection, refused)
 
     def _start(self, connection: Connection) -> AsyncCkptError | None:
-        with self._starting:
+        with self._lock:
             self._wanted = True
             if self._thread is not None:
                 return None
@@ -160,7 +159,7 @@ class Takeover:
 
     def _run(self, connection: Connection) -> None:
         while True:
-            with self._starting:
+            with self._lock:
                 wanted, self._wanted = self._wanted, False
                 if not wanted:
                     self._thread, after = None, self._after
@@ -180,7 +179,7 @@ class Takeover:
 
     def afterwards(self, call: Callable[[], None]) -> bool:
         """Let `call` be called once nothing is under way, in the thread of that; False: nothing is."""
-        with self._starting:
+        with self._lock:
             if self._thread is not None:
                 self._after = call
             return self._thread is not None
@@ -204,7 +203,7 @@ class Takeover:
     @property
     def is_under_way(self) -> bool:
         """Whether a worker is being found just now."""
-        with self._starting:
+        with self._lock:
             return self._thread is not None
 
     def in_thread(self) -> bool:

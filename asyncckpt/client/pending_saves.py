@@ -121,6 +121,7 @@ class PendingSaves:
     """See the module. Thread-safe; futures complete outside the lock, in the thread that brings the news.
 
     Args:
+        lock: Of the client's tables.
         commit_timeout_s: So long after it was staged, an uncommitted save's futures fail.
         free: Gives a save's slot back to the pool.
         verdict_s: How long the worker's own word on a save that took too long, which names the missing ranks, may take.
@@ -130,6 +131,7 @@ class PendingSaves:
 
     def __init__(
         self,
+        lock: threading.RLock,
         *,
         commit_timeout_s: float,
         free: Callable[[SaveId], None],
@@ -139,7 +141,7 @@ class PendingSaves:
     ) -> None:
         self._timeout_s, self._verdict_s, self._free = commit_timeout_s, verdict_s, free
         self._on_durable, self._on_committed = on_durable, on_committed
-        self._lock = threading.RLock()  # a signal handler may save or close in the middle of a save
+        self._lock = lock
         self._rows: dict[str, _Row] = {}
 
     def begin(
@@ -310,12 +312,13 @@ class Withdrawals:
 
     Args:
         send: Sends a request.
+        lock: Of the client's tables.
         alone: There is but one rank: what cannot be sent at once is dropped, since nobody waits.
     """
 
-    def __init__(self, send: Send, *, alone: bool) -> None:
+    def __init__(self, send: Send, lock: threading.RLock, *, alone: bool) -> None:
         self._send, self._alone = send, alone
-        self._lock = threading.RLock()  # a signal handler may save in the middle of a save
+        self._lock = lock
         self._open: OrderedDict[str, tuple[str, bool]] = OrderedDict()
         self._told: OrderedDict[str, tuple[str, bool]] = OrderedDict()
         """Those that a worker has answered, the latest: it may die before the other ranks hear of them."""

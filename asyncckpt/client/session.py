@@ -66,6 +66,9 @@ class Outstanding:
         self.sent = 0.0
 
 
+OnAnswer = Callable[["Future[messages.Message]"], None]
+
+
 class Session:
     """See the module. `open` begins it; no method works before.
 
@@ -193,17 +196,23 @@ class Session:
         if self._welcome.done():
             self._welcome.result(0)
 
-    def request(self, build: Callable[[int], messages.Message], timeout_s: float) -> Future[messages.Message]:
+    def request(
+        self, build: Callable[[int], messages.Message], timeout_s: float, on_answer: OnAnswer | None = None
+    ) -> Future[messages.Message]:
         """Send a request; it is repeated until it is answered.
 
         Args:
             build: Makes the message from its id.
             timeout_s: After it, the future fails with WorkerUnavailableError.
+            on_answer: Called with the future when it is done: in the session's thread, so that the caller may hold
+                locks; by this call only where the session has ended.
 
         Returns:
             A future of the reply; a `Refused` reply sets the error that it carries.
         """
         future: Future[messages.Message] = Future()
+        if on_answer is not None:
+            future.add_done_callback(on_answer)
         with self._lock:
             number = next(self._ids)
             error = self._error

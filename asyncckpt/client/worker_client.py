@@ -124,12 +124,13 @@ class WorkerClient(CheckpointProcess):
         hooks: HookRunner | None = None,
     ) -> None:
         self.settled: deque[int] = deque(maxlen=MAX_SETTLED)  # sequences of saves that `decline` need not end
-        # Held while a slot goes from one session to another, and while somebody looks which one it has.
-        self._handing = threading.RLock()  # a signal handler may save or close in the middle of a save
+        # Held by who reads or changes which session has which slot, and what is told of the save in it. Nobody waits
+        # with it. Reentrant: a signal handler, or a destructor, may close this in the middle of a save.
+        self._lock = threading.RLock()
         self._losses: OrderedDict[str, bool] = OrderedDict()
         self._is_left = False  # closed while another worker was being found: it gets what is staged by then
         self.config, self.run, self.endpoint, self.hooks = config, run, endpoint, hooks or HookRunner(None)
-        self._withdrawals = Withdrawals(self._send, alone=run.alone)
+        self._withdrawals = Withdrawals(self._send, self._lock, alone=run.alone)
         self._connection = Connection(
             endpoint,
             named=named,
@@ -156,6 +157,7 @@ class WorkerClient(CheckpointProcess):
             config, lender.allocate, lender.give_back, lambda: why_saves_do_not_end(self._connection.session)
         )
         self._pending = PendingSaves(
+            self._lock,
             commit_timeout_s=config.commit_timeout_s,
             free=self.pool.free,
             verdict_s=0.0 if run.alone else VERDICT_S,
@@ -165,7 +167,7 @@ class WorkerClient(CheckpointProcess):
         self._takeover = Takeover(
             self.pool,
             self._pending,
-            self._handing,
+            self._lock,
             endpoint=endpoint,
             timeout_s=config.worker_timeout_s,
             announce=self._say_again,
@@ -258,7 +260,7 @@ class WorkerClient(CheckpointProcess):
         _log.warning("%s", str(error))  # a log that keeps the error keeps its traceback, and the state that was saved
         self.run.outcomes.worker_lost()
         handed_on = self._hands_on(error)
-        with self._handing:
+        with self._lock:
             self._note_loss(session.name, is_handed_on=handed_on)
         if not handed_on:
             self._withdrawals.lost(self._pending.names())
@@ -352,7 +354,7 @@ class WorkerClient(CheckpointProcess):
                 commit_timeout_s=self.config.commit_timeout_s,
             )
 
-        with self._handing:
+        with self._lock:
             session = self._speaker(slot)
             self._withdrawals.run_is_known(save_id.run_id)
             self._pending.begin(save_id, announcement, slot.generation, is_known=session is not None)
@@ -361,13 +363,12 @@ class WorkerClient(CheckpointProcess):
 
     def _say_begin(self, session: Session, save_id: SaveId | str, announcement: Any, slot: LentSlot) -> None:
         number = slot.number
-        begun = session.request(lambda n: announcement(n, number), SUBMIT_TIMEOUT_S)
-        begun.add_done_callback(lambda done: self._answered(str(save_id), done))
+        session.request(lambda n: announcement(n, number), SUBMIT_TIMEOUT_S, partial(self._answered, str(save_id)))
 
     def _say_sealed(self, session: Session, snapshot: StagedSnapshot) -> None:
-        build = partial(_submit, str(snapshot.save_id), snapshot.slot.number, snapshot.slot.generation)
-        rung = session.request(build, SUBMIT_TIMEOUT_S)
-        rung.add_done_callback(lambda done: self._answered(str(snapshot.save_id), done))
+        save, slot = str(snapshot.save_id), snapshot.slot
+        build = partial(_submit, save, slot.number, slot.generation)
+        session.request(build, SUBMIT_TIMEOUT_S, partial(self._answered, save))
 
     def _say_again(self, session: Session, save: Unended, slot: LentSlot) -> None:
         """Tell the worker that has taken a slot over of the save in it. Called under the lock."""
@@ -403,7 +404,7 @@ class WorkerClient(CheckpointProcess):
             WorkerUnavailableError: Of a ring: the worker was lost since the save was announced, and nobody takes it
                 over.
         """
-        with self._handing:
+        with self._lock:
             try:
                 session = self._speaker(slot)
             except WorkerUnavailableError:
@@ -425,20 +426,19 @@ class WorkerClient(CheckpointProcess):
                 raise CheckpointerClosedError(text)
             if self._takeover.is_under_way:
                 return True
-            with self._handing:
+            with self._lock:
                 return self._speaker(slot) is None
 
         return check
 
     def _say_streamed(self, session: Session, save_id: SaveId | str, slot: LentSlot) -> None:
-        rung = session.request(partial(_submit, str(save_id), slot.number, slot.generation), SUBMIT_TIMEOUT_S)
-        if slot.is_ring:
-            rung.add_done_callback(lambda done: self._answered(str(save_id), done))
+        build = partial(_submit, str(save_id), slot.number, slot.generation)
+        session.request(build, SUBMIT_TIMEOUT_S, partial(self._answered, str(save_id)) if slot.is_ring else None)
 
     def withdraw(self, save_id: SaveId, reason: str, *, skipped: bool = False) -> None:
         """Take back a save that will not be sealed; its slot is free at once, and it ends on all ranks."""
         self.settled.append(save_id.sequence)
-        with self._handing:
+        with self._lock:
             self._withdrawals.add(str(save_id), reason, skipped=skipped)
             self._pending.withdraw(save_id)
             self.pool.give_up(save_id)
@@ -485,7 +485,7 @@ class WorkerClient(CheckpointProcess):
         snapshot, future = staging_result, WriteFuture()
         # IMPORTANT: Ctrl-C before this means that nobody has it, after it that the worker has; not in between, where
         # nobody would take it back and nobody wait for its end.
-        with self._handing, uninterrupted():
+        with self._lock, uninterrupted():
             self.settled.append(snapshot.save_id.sequence)
             session: Session | None = None
             lost: AsyncCkptError | None = None

@@ -29,9 +29,11 @@ class FakeSession:
         self.said: list[Any] = []
         self.futures: list[Future[Any]] = []
 
-    def request(self, build: Any, timeout_s: float) -> Future[Any]:
+    def request(self, build: Any, timeout_s: float, on_answer: Any = None) -> Future[Any]:
         self.said.append(build(len(self.said) + 1))
         self.futures.append(Future())
+        if on_answer is not None:
+            self.futures[-1].add_done_callback(on_answer)
         return self.futures[-1]
 
     @property
@@ -49,7 +51,7 @@ class Trainer(WorkerClient):
         self.one: Any = FakeSession("a" * 16)
         self.slot = LentSlot(number=1, memory=SlotMemory.create(16384), session=self.one.name, is_ring=is_ring)
         self.pool = SlotPool(self.config, lambda nbytes, within_s: self.slot, lambda slot: None)
-        self._pending = PendingSaves(commit_timeout_s=60.0, free=self.pool.free)
+        self._pending = PendingSaves(self._lock, commit_timeout_s=60.0, free=self.pool.free)
         self._connection: Any = SimpleNamespace(session=self.one, settled=True)
         self.begun: list[Any] = []
         self._takeover: Any = SimpleNamespace(begin=self.begun.append, is_under_way=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -28,7 +29,7 @@ class Table(PendingSaves):
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         self.freed: list[SaveId] = []
-        super().__init__(commit_timeout_s=timeout_s, free=self.freed.append)
+        super().__init__(threading.RLock(), commit_timeout_s=timeout_s, free=self.freed.append)
 
     def stage(self, name: SaveId = NAME, lost: AsyncCkptError | None = None) -> tuple[WriteFuture, bool]:
         snapshot = StagedSnapshot(

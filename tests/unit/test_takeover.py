@@ -36,7 +36,7 @@ class FakeSession:
         self.is_late = False
         self.asked: Future[Any] = Future()
 
-    def request(self, build: Any, timeout_s: float) -> Future[Any]:
+    def request(self, build: Any, timeout_s: float, on_answer: Any = None) -> Future[Any]:
         message, future = build(len(self.said) + 1), Future[Any]()
         self.said.append(message)
         if isinstance(message, messages.Adopt):
@@ -60,13 +60,14 @@ class Parts:
         self.slot = LentSlot(number=1, memory=SlotMemory.create(16384), session="a" * 16)
         self.pool = SlotPool(CheckpointerConfig(), lambda nbytes, within_s: self.slot, lambda slot: None)
         self.pool._slots.append(self.slot)
-        self.pending = PendingSaves(commit_timeout_s=60.0, free=self.pool.free)
+        lock = threading.RLock()
+        self.pending = PendingSaves(lock, commit_timeout_s=60.0, free=self.pool.free)
         self.announced: list[tuple[str, Unended, int]] = []
         self.given_up: list[tuple[list[str], AsyncCkptError]] = []
         self.takeover = Takeover(
             self.pool,
             self.pending,
-            threading.RLock(),
+            lock,
             endpoint="ipc:///e",
             timeout_s=1.0,
             announce=lambda session, save, slot: self.announced.append((session.name, save, slot.number)),

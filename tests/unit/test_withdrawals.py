@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -38,7 +39,7 @@ class Worker:
 
 def test_what_could_not_be_sent_goes_over_the_next_session() -> None:
     worker = Worker()
-    withdrawals = Withdrawals(worker.send, alone=False)
+    withdrawals = Withdrawals(worker.send, threading.RLock(), alone=False)
     worker.there = False
     withdrawals.add(SAVE, "no slot", skipped=True)
     worker.there = True
@@ -50,7 +51,7 @@ def test_what_could_not_be_sent_goes_over_the_next_session() -> None:
 @pytest.mark.parametrize("answer", [messages.Ok(id=1), UnknownSaveError("it has ended")])
 def test_what_was_answered_is_not_said_again(answer: messages.Message | Exception) -> None:
     worker = Worker()
-    withdrawals = Withdrawals(worker.send, alone=False)
+    withdrawals = Withdrawals(worker.send, threading.RLock(), alone=False)
     withdrawals.add(SAVE, "no slot")
     if isinstance(answer, Exception):
         worker.answers[0].set_exception(answer)
@@ -62,7 +63,7 @@ def test_what_was_answered_is_not_said_again(answer: messages.Message | Exceptio
 
 def test_what_a_dead_worker_had_answered_is_said_to_the_next_one() -> None:
     worker = Worker()
-    withdrawals = Withdrawals(worker.send, alone=False)
+    withdrawals = Withdrawals(worker.send, threading.RLock(), alone=False)
     withdrawals.add(SAVE, "no slot", skipped=True)
     for times in (2, 3):
         worker.answers[-1].set_result(messages.Ok(id=1))
@@ -74,7 +75,7 @@ def test_what_a_dead_worker_had_answered_is_said_to_the_next_one() -> None:
 
 def test_of_what_was_answered_the_latest_is_said_again() -> None:
     worker = Worker()
-    withdrawals = Withdrawals(worker.send, alone=False)
+    withdrawals = Withdrawals(worker.send, threading.RLock(), alone=False)
     for n in range(2 * MAX_OPEN):
         withdrawals.add(f"000001-{n:08d}-0123456789ab", "x")
         worker.answers[-1].set_result(messages.Ok(id=1))
@@ -84,7 +85,7 @@ def test_of_what_was_answered_the_latest_is_said_again() -> None:
 
 def test_a_session_that_was_lost_before_the_answer_is_no_answer() -> None:
     worker = Worker()
-    withdrawals = Withdrawals(worker.send, alone=False)
+    withdrawals = Withdrawals(worker.send, threading.RLock(), alone=False)
     withdrawals.add(SAVE, "no slot")
     worker.answers[0].set_exception(WorkerUnavailableError("lost"))
     withdrawals.resend()
@@ -93,7 +94,7 @@ def test_a_session_that_was_lost_before_the_answer_is_no_answer() -> None:
 
 def test_saves_of_a_lost_worker_are_withdrawn_from_the_next() -> None:
     worker = Worker()
-    withdrawals = Withdrawals(worker.send, alone=False)
+    withdrawals = Withdrawals(worker.send, threading.RLock(), alone=False)
     worker.there = False
     withdrawals.lost([SAVE])
     worker.there = True
@@ -103,7 +104,7 @@ def test_saves_of_a_lost_worker_are_withdrawn_from_the_next() -> None:
 
 def test_what_was_declined_before_the_run_was_known_follows_with_it() -> None:
     worker = Worker()
-    withdrawals = Withdrawals(worker.send, alone=False)
+    withdrawals = Withdrawals(worker.send, threading.RLock(), alone=False)
     withdrawals.before_the_run(1, "reentrant")
     assert worker.told == []
     withdrawals.run_is_known("0123456789ab")
@@ -113,7 +114,7 @@ def test_what_was_declined_before_the_run_was_known_follows_with_it() -> None:
 
 def test_they_are_bounded() -> None:
     worker = Worker()
-    withdrawals = Withdrawals(worker.send, alone=False)
+    withdrawals = Withdrawals(worker.send, threading.RLock(), alone=False)
     worker.there = False
     for n in range(3 * MAX_OPEN):
         withdrawals.add(f"000001-{n:08d}-0123456789ab", "x")
@@ -124,7 +125,7 @@ def test_they_are_bounded() -> None:
 
 def test_where_nobody_waits_nothing_is_kept() -> None:
     worker = Worker()
-    withdrawals = Withdrawals(worker.send, alone=True)
+    withdrawals = Withdrawals(worker.send, threading.RLock(), alone=True)
     worker.there = False
     withdrawals.add(SAVE, "x")
     worker.there = True
