@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from asyncckpt.parts import CheckpointWriter as CheckpointWriter
     from asyncckpt.parts import CommitHook as CommitHook
     from asyncckpt.per_rank import PerRank as PerRank
-    from asyncckpt.planning.sharding.recognising import register_shard_type as register_shard_type
-    from asyncckpt.planning.sharding.shards import FlatShard as FlatShard
-    from asyncckpt.planning.sharding.shards import ShardedSlice as ShardedSlice
-    from asyncckpt.planning.sharding.tensor_parallel import describe_tp as describe_tp
     from asyncckpt.recall.snapshots import HeldSnapshot as HeldSnapshot
     from asyncckpt.recall.snapshots import held_snapshots as held_snapshots
     from asyncckpt.restoring import RestoredCheckpoint as RestoredCheckpoint
     from asyncckpt.restoring import SkippedCheckpoint as SkippedCheckpoint
     from asyncckpt.restoring import restore_latest as restore_latest
+    from asyncckpt.sharding.registry import register_shard_type as register_shard_type
+    from asyncckpt.sharding.shard_types import FlatShard as FlatShard
+    from asyncckpt.sharding.shard_types import ShardedSlice as ShardedSlice
+    from asyncckpt.sharding.shard_types import describe_tp as describe_tp
     from asyncckpt.sync_checkpointer import SyncCheckpointer as SyncCheckpointer
     from asyncckpt.sync_checkpointer import make_sync_checkpointer as make_sync_checkpointer
 
@@ -61,7 +61,7 @@ _WHERE = {
     "CheckpointerConfig": "config",
     "CommitHook": "parts",
     "ConversionReport": "interop.convert",
-    "FlatShard": "planning.sharding.shards",
+    "FlatShard": "sharding.shard_types",
     "HeldSnapshot": "recall.snapshots",
     "LoadPlan": "loading.load_plan",
     "OpenCheckpoint": "loading.opened",
@@ -71,11 +71,11 @@ _WHERE = {
     "RngState": "manager.rng",
     "SaveHandle": "handle",
     "SaveReport": "handle",
-    "ShardedSlice": "planning.sharding.shards",
+    "ShardedSlice": "sharding.shard_types",
     "SkippedCheckpoint": "restoring",
     "SyncCheckpointer": "sync_checkpointer",
     "convert": "interop.convert",
-    "describe_tp": "planning.sharding.tensor_parallel",
+    "describe_tp": "sharding.shard_types",
     "held_snapshots": "recall.snapshots",
     "latest_checkpoint": "checkpoints",
     "load": "loading.loader",
@@ -85,7 +85,7 @@ _WHERE = {
     "optimal_interval": "manager.save_policy",
     "plan_load": "loading.load_plan",
     "refresh_master_params": "manager.master_params",
-    "register_shard_type": "planning.sharding.recognising",
+    "register_shard_type": "sharding.registry",
     "restore_latest": "restoring",
 }
 

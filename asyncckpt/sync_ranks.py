@@ -23,12 +23,12 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId
-from asyncckpt.planning.digests import sample_digests
-from asyncckpt.planning.flattened import Flattened
-from asyncckpt.planning.leaves import encode_leaves
 from asyncckpt.planning.planner import contribution_of
-from asyncckpt.planning.stateful import Openings
+from asyncckpt.planning.replica_checks import sample_digests
 from asyncckpt.protocol.samples import decode_samples, unequal
+from asyncckpt.state_dict.flatten import Flattened
+from asyncckpt.state_dict.leaf_codecs import encode_leaves
+from asyncckpt.state_dict.stateful import Openings
 from asyncckpt.storage.coverage import Tally, seed_of, tally_of, uncovered
 from asyncckpt.storage.rank_writer import RankResult
 from asyncckpt.sync_steps import SyncSteps

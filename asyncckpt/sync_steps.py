@@ -29,12 +29,12 @@ from asyncckpt.hooks import HookRunner
 from asyncckpt.memory.headroom import check_memory
 from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.paths import current_umask
-from asyncckpt.planning.flattened import Flattened
-from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
+from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.engine import Engine
 from asyncckpt.staging.room import PrivateRoom
+from asyncckpt.state_dict.flatten import Flattened
 from asyncckpt.storage import catalog, commit
 from asyncckpt.storage.checkpoint_dir import prepare_directory, remove_made
 from asyncckpt.storage.commit import build_manifest, dcp_metadata_of

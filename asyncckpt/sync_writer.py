@@ -14,7 +14,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.handle import SaveReport
 from asyncckpt.hooks import HookRunner
 from asyncckpt.parts import CheckpointWriter
-from asyncckpt.planning.leaves import encode_leaves
+from asyncckpt.state_dict.leaf_codecs import encode_leaves
 from asyncckpt.storage.coverage import uncovered
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_writer import RankResult

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from asyncckpt.dtypes import DTYPES
-from asyncckpt.planning.state_dict import HOIST_NBYTES
+from asyncckpt.state_dict.flatten import HOIST_NBYTES
 
 ALL_DTYPES = [getattr(torch, name) for name in DTYPES if hasattr(torch, name)]
 

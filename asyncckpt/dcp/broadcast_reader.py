@@ -26,7 +26,7 @@ from asyncckpt.loading.boxes import region_of
 from asyncckpt.loading.fetching import thread_count
 from asyncckpt.loading.slicing import SLAB_NBYTES, slab_slices
 from asyncckpt.paths import absolute_path
-from asyncckpt.planning.torch_types import CARRIERS
+from asyncckpt.torch_tensors import CARRIERS
 
 
 class Wish(NamedTuple):

@@ -20,8 +20,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import decode_value, encode_objects
 from asyncckpt.format.state_tree import Node
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
-from asyncckpt.planning.keys import check_keys
-from asyncckpt.planning.torch_types import dtype_name
+from asyncckpt.state_dict.flatten import check_keys
 from asyncckpt.steps import step_in
 from asyncckpt.storage import commit
 from asyncckpt.storage.commit import build_manifest
@@ -31,6 +30,7 @@ from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.rank_writer import RankJob, RankResult, RankWriter
 from asyncckpt.sync_ranks import hole_error
+from asyncckpt.torch_tensors import dtype_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

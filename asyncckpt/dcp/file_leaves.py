@@ -16,10 +16,10 @@ from asyncckpt.loading.fetching import strided_view
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.slicing import SLAB_NBYTES, read_tensor
-from asyncckpt.planning.keys import mappings
-from asyncckpt.planning.rebuilding import Rebuilding
-from asyncckpt.planning.torch_types import CARRIERS, torch_dtype
+from asyncckpt.state_dict.flatten import mappings
+from asyncckpt.state_dict.unflatten import Rebuilding
 from asyncckpt.storage.files import Files
+from asyncckpt.torch_tensors import CARRIERS, torch_dtype
 
 
 class Fact(NamedTuple):

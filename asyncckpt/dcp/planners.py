@@ -41,10 +41,10 @@ from asyncckpt.errors import (
     UnsupportedLeafError,
 )
 from asyncckpt.loading.shared_memory import clash_of, overlapping
-from asyncckpt.planning.sharding.dtensor import of_dtensor
-from asyncckpt.planning.sharding.recognising import describer
-from asyncckpt.planning.state_dict import PLAIN_TENSORS
-from asyncckpt.planning.torch_types import why_no_memory
+from asyncckpt.sharding.dtensor import of_dtensor
+from asyncckpt.sharding.registry import describer
+from asyncckpt.state_dict.flatten import PLAIN_TENSORS
+from asyncckpt.torch_tensors import why_no_memory
 
 
 class UnflattenedLoadPlanner(DefaultLoadPlanner):

@@ -38,13 +38,13 @@ from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import HOLE
 from asyncckpt.loading.slicing import read_tensor
-from asyncckpt.planning.leaves import decode_leaf
-from asyncckpt.planning.numpy_values import array_of
-from asyncckpt.planning.pickles import unpickle
-from asyncckpt.planning.rebuilding import form_of, mapping_of, sequence_of
-from asyncckpt.planning.torch_types import torch_dtype
+from asyncckpt.state_dict.leaf_codecs import decode_leaf
+from asyncckpt.state_dict.numpy_values import array_of
+from asyncckpt.state_dict.pickling import unpickle
+from asyncckpt.state_dict.unflatten import form_of, mapping_of, sequence_of
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt
 from asyncckpt.storage.files import Files
+from asyncckpt.torch_tensors import torch_dtype
 
 
 def path_of(fqn: str, planner_data: Any) -> Path:

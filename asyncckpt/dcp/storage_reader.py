@@ -33,11 +33,11 @@ from asyncckpt.loading.overwritten import read_of_one_save
 from asyncckpt.loading.placements import Placement, ranges_of
 from asyncckpt.loading.target_tensors import refuse_without_memory
 from asyncckpt.paths import absolute_path, is_local_path
-from asyncckpt.planning.torch_types import check_memory_is_real
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, corrupt
 from asyncckpt.storage.files import Files, opened, read_small_file
 from asyncckpt.storage.read_plan import Wanted
 from asyncckpt.storage.unread import Unread
+from asyncckpt.torch_tensors import check_memory_is_real
 
 
 class _Slice(io.RawIOBase):

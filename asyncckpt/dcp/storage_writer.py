@@ -29,10 +29,10 @@ from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import AsyncCkptError, ConfigError, ReentrantCallError, UnsupportedLeafError
 from asyncckpt.format.names import SaveId
 from asyncckpt.paths import absolute_path, current_umask, is_local_path
-from asyncckpt.planning.torch_types import check_memory_is_real
 from asyncckpt.storage import catalog
 from asyncckpt.storage.files import Files, save_failure
 from asyncckpt.storage.local import LocalStore
+from asyncckpt.torch_tensors import check_memory_is_real
 from asyncckpt.uninterrupted import uninterrupted
 
 

@@ -31,12 +31,13 @@ from asyncckpt.format.layout import BoxSpec, Layout, build_layout
 from asyncckpt.format.names import MAX_PARTS, SaveId, is_reserved, shard_name
 from asyncckpt.format.objects import UnknownTypeError, encode_value, pickled
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
-from asyncckpt.planning.numpy_values import encode_scalar
-from asyncckpt.planning.sharding.recognising import committed, describer, is_of_torch, local_tensors
-from asyncckpt.planning.sharding.shards import LocalShard, Sharded, named, refused, refused_by_name
-from asyncckpt.planning.state_dict import PLAIN_TENSORS, SCALARS
-from asyncckpt.planning.torch_types import dtype_name, encode_torch, flat_bytes, is_wrapper, why_unreadable
+from asyncckpt.sharding.registry import committed, describer, is_of_torch, local_tensors
+from asyncckpt.sharding.shard_types import LocalShard, Sharded, named, refused, refused_by_name
+from asyncckpt.state_dict.flatten import PLAIN_TENSORS, SCALARS
+from asyncckpt.state_dict.leaf_codecs import encode_torch
+from asyncckpt.state_dict.numpy_values import encode_scalar
 from asyncckpt.storage.rank_writer import RankResult
+from asyncckpt.torch_tensors import dtype_name, flat_bytes, is_wrapper, why_unreadable
 
 Paths = dict[str, tuple[Any, ...]]
 

@@ -31,11 +31,11 @@ from asyncckpt.distributed.rendezvous import SAVE, Exchange, Meeting, Save, rank
 from asyncckpt.errors import AsyncCkptError, PlanTimeoutError, RanksDisagreeError, SaveFailedError
 from asyncckpt.failpoints import reach
 from asyncckpt.outcomes import Outcomes
-from asyncckpt.planning.agreement import Agreement
 from asyncckpt.planning.contributions import Contribution, decode_contributions
-from asyncckpt.planning.flattened import Flattened
-from asyncckpt.planning.settling import settled_together
+from asyncckpt.planning.replica_checks import settled_together
+from asyncckpt.planning.write_agreement import Agreement
 from asyncckpt.protocol.messages import PROTOCOL_VERSION
+from asyncckpt.state_dict.flatten import Flattened
 
 _AGREED = ("package", "protocol", "path", "step", "replicated", "fsync", "overwrite", "layout")
 """What must be equal on all ranks at the first save, as far as it is known."""

@@ -28,7 +28,7 @@ from torch.serialization import register_package, skip_data
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.interop.write_torch import SkippedSave
-from asyncckpt.planning.torch_types import flat_bytes
+from asyncckpt.torch_tensors import flat_bytes
 
 Pieces = tuple[bytes | torch.Tensor, ...]
 """One file, front to back: bytes that are known, and tensors of bytes that share memory with what was saved."""

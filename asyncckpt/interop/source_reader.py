@@ -27,11 +27,11 @@ from asyncckpt.loading.boxes import whole_region
 from asyncckpt.loading.fetching import read_ranges, strided_view
 from asyncckpt.loading.placements import wanted_ranges
 from asyncckpt.loading.sinks import boxes_within, elements_at
-from asyncckpt.planning.torch_types import CARRIERS
 from asyncckpt.storage.contents import Contents, Inline, Located, SavedTensor, Strided, check_lengths
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.read_plan import Wanted
 from asyncckpt.storage.reader import DEFAULT_THREADS
+from asyncckpt.torch_tensors import CARRIERS
 from asyncckpt.uninterrupted import mapped
 
 _BATCH = 16

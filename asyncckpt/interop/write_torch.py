@@ -26,9 +26,10 @@ from asyncckpt.interop.losses import TOP, Losses, forms_lost, listed, ordered_lo
 from asyncckpt.interop.selection import Outline, containers
 from asyncckpt.interop.sources.unpickler import MAX_NBYTES
 from asyncckpt.loading.fetching import tensor_for
-from asyncckpt.planning.rebuilding import Rebuilding
-from asyncckpt.planning.torch_types import check_memory_is_real, decode_torch, torch_dtype
+from asyncckpt.state_dict.leaf_codecs import decode_torch
+from asyncckpt.state_dict.unflatten import Rebuilding
 from asyncckpt.storage.files import Files
+from asyncckpt.torch_tensors import check_memory_is_real, torch_dtype
 
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 _DESCRIPTOR = b"PK\x07\x08"

@@ -18,8 +18,8 @@ from asyncckpt.format.state_tree import Node, Path
 from asyncckpt.loading.placements import Placement
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.target_tensors import shares_own_memory
-from asyncckpt.planning.state_dict import PLAIN_TENSORS, SCALARS, is_flat
-from asyncckpt.planning.torch_types import NO_ADDRESS_BELOW, address_of, torch_dtype
+from asyncckpt.state_dict.flatten import PLAIN_TENSORS, SCALARS, is_flat
+from asyncckpt.torch_tensors import NO_ADDRESS_BELOW, address_of, torch_dtype
 
 _KINDS = {"d": dict, "o": OrderedDict, "l": list, "t": tuple}
 

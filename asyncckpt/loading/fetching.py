@@ -19,11 +19,11 @@ from asyncckpt.errors import ConfigError, CorruptCheckpointError, InsufficientMe
 from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.loading.sinks import BoxSink, new_tensor
 from asyncckpt.memory.mapping import copy_bytes
-from asyncckpt.planning.torch_types import CARRIERS, torch_dtype
 from asyncckpt.storage.contents import Contents, Inline, Located, SavedTensor, Strided
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.read_plan import ShardRequest, Sink, Wanted
 from asyncckpt.storage.reader import DEFAULT_THREADS, read_shards
+from asyncckpt.torch_tensors import CARRIERS, torch_dtype
 
 Ranges = Mapping[tuple[int, int], Sequence[Wanted]]
 

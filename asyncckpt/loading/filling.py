@@ -20,9 +20,9 @@ from asyncckpt.loading.shared_memory import ONE_TENSOR, Tie, check_ties, fill_sh
 from asyncckpt.loading.shared_reads import SharedReads
 from asyncckpt.loading.sinks import fill_box, new_tensor
 from asyncckpt.loading.target_tensors import Filling, names_of, placements_of, tell_types
-from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
+from asyncckpt.torch_tensors import torch_dtype
 
 _ALIGN_NBYTES = 64
 

@@ -13,7 +13,7 @@ from asyncckpt.loading.map_location import MapLocation, device_of, relocated
 from asyncckpt.loading.saved_objects import SavedObjects
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.target_tensors import Filling, TargetTensor, target_tensor
-from asyncckpt.planning.rebuilding import Rebuilding
+from asyncckpt.state_dict.unflatten import Rebuilding
 
 
 class Fresh:

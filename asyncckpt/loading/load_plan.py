@@ -19,10 +19,10 @@ from asyncckpt.loading.selection import Selection, key_list
 from asyncckpt.loading.shared_memory import overlapping
 from asyncckpt.loading.target_tensors import names_of, placements_of
 from asyncckpt.paths import absolute_path
-from asyncckpt.planning.torch_types import why_no_memory
 from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.unread import Unread
+from asyncckpt.torch_tensors import why_no_memory
 
 
 class MismatchedLeaf(NamedTuple):

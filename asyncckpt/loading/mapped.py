@@ -12,9 +12,9 @@ import os
 import torch
 
 from asyncckpt.loading.sinks import new_tensor
-from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.contents import Contents, Inline, SavedTensor, Strided, check_lengths
 from asyncckpt.storage.files import Files, opened
+from asyncckpt.torch_tensors import torch_dtype
 
 
 def mapped_tensor(contents: Contents, saved: SavedTensor, files: Files) -> torch.Tensor | None:

@@ -33,11 +33,11 @@ from asyncckpt.loading.target_leaves import TargetLeaf, target_leaves
 from asyncckpt.loading.target_tensors import Filling, TargetTensor, check_fillable, target_tensor
 from asyncckpt.loading.targets import Targets, is_loadable, unmarked
 from asyncckpt.per_rank import PerRank
-from asyncckpt.planning.numpy_values import view_of
-from asyncckpt.planning.rebuilding import has_lost_factory
-from asyncckpt.planning.state_dict import PLAIN_TENSORS, flatten
-from asyncckpt.planning.torch_types import torch_dtype, why_no_memory
+from asyncckpt.state_dict.flatten import PLAIN_TENSORS, flatten
+from asyncckpt.state_dict.numpy_values import view_of
+from asyncckpt.state_dict.unflatten import has_lost_factory
 from asyncckpt.storage.contents import SavedTensor
+from asyncckpt.torch_tensors import torch_dtype, why_no_memory
 
 Mismatch = ShapeMismatchError | LeafTypeMismatchError
 

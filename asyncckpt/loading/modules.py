@@ -31,10 +31,10 @@ from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import HOLE, prefixes
 from asyncckpt.loading.shared_memory import ONE_TENSOR, alias_mismatch
 from asyncckpt.loading.target_tensors import TargetTensor, memory_of, target_tensor
-from asyncckpt.planning.sharding.recognising import sharded
-from asyncckpt.planning.stateful import BareNames, OpeningError, unwrapped
-from asyncckpt.planning.torch_types import flat_bytes, plain_parameter
+from asyncckpt.sharding.registry import sharded
+from asyncckpt.state_dict.stateful import BareNames, OpeningError, unwrapped
 from asyncckpt.storage.contents import SavedTensor
+from asyncckpt.torch_tensors import flat_bytes, plain_parameter
 
 _EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 _NORM = torch.nn.modules.batchnorm._NormBase

@@ -21,7 +21,7 @@ from asyncckpt.distributed.process_group import has_other_ranks
 from asyncckpt.errors import StateLoadError
 from asyncckpt.format.state_tree import Path, fqn_of
 from asyncckpt.loading.target_tensors import memory_of
-from asyncckpt.planning.stateful import unwrapped
+from asyncckpt.state_dict.stateful import unwrapped
 
 _log = logging.getLogger("asyncckpt.loading")
 

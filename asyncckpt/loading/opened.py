@@ -28,12 +28,12 @@ from asyncckpt.loading.saved_tree import SavedTree, kind_of
 from asyncckpt.loading.slicing import read_tensor
 from asyncckpt.loading.staged_bytes import Bytes
 from asyncckpt.paths import absolute_path
-from asyncckpt.planning.numpy_values import array_of
-from asyncckpt.planning.torch_types import check_memory_is_real
+from asyncckpt.state_dict.numpy_values import array_of
 from asyncckpt.storage.contents import SavedTensor
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.reader import DEFAULT_THREADS
 from asyncckpt.storage.unread import unread_leaves
+from asyncckpt.torch_tensors import check_memory_is_real
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,9 +13,9 @@ from asyncckpt.dtypes import DTYPES
 from asyncckpt.format.layout import PAGE_NBYTES
 from asyncckpt.loading.boxes import Piece, Region, near, pieces_to_read, whole_region
 from asyncckpt.loading.sinks import BoxSink, flat_start, takes_bytes
-from asyncckpt.planning.torch_types import torch_dtype
 from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.read_plan import Sink, Wanted
+from asyncckpt.torch_tensors import torch_dtype
 
 THROUGH_GAPS_BELOW_NBYTES = 16 << 10
 """Of files without checksums: what lies in narrower gaps is read too, and left out when the rest is copied, for that

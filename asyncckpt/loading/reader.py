@@ -44,11 +44,11 @@ from asyncckpt.loading.target_tensors import (
 from asyncckpt.loading.targets import Targets
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
-from asyncckpt.planning.keys import mappings
-from asyncckpt.planning.rebuilding import has_lost_factory
-from asyncckpt.planning.torch_types import check_memory_is_real, torch_dtype
+from asyncckpt.state_dict.flatten import mappings
+from asyncckpt.state_dict.unflatten import has_lost_factory
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths
 from asyncckpt.storage.files import Files
+from asyncckpt.torch_tensors import check_memory_is_real, torch_dtype
 
 _logger = logging.getLogger("asyncckpt.loading")
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from asyncckpt.errors import AsyncCkptError, PickledLeafError
-from asyncckpt.planning.flattened import object_fqn
-from asyncckpt.planning.leaves import decode_leaf
-from asyncckpt.planning.pickles import unpickle
+from asyncckpt.state_dict.flatten import object_fqn
+from asyncckpt.state_dict.leaf_codecs import decode_leaf
+from asyncckpt.state_dict.pickling import unpickle
 from asyncckpt.storage.contents import Contents, corrupt, read_objects
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.unread import Unread, unread_error, unread_leaves

@@ -18,8 +18,8 @@ import torch
 from asyncckpt.errors import AliasMismatchError
 from asyncckpt.loading.placements import Placement
 from asyncckpt.loading.sinks import fill_box, new_tensor
-from asyncckpt.planning.torch_types import flat_bytes, torch_dtype
 from asyncckpt.storage.contents import SavedTensor
+from asyncckpt.torch_tensors import flat_bytes, torch_dtype
 
 WINDOW_NBYTES = 16 << 20
 """How much is compared at once. It takes a few times as much host memory, whatever the tensors' sizes."""

@@ -22,7 +22,7 @@ from asyncckpt.loading.placements import Placement, box_of
 from asyncckpt.loading.sharing import Box, Segment, SharePlan, Wish, decode_wish, encode_wish, messages, plan_sharing
 from asyncckpt.loading.sinks import BoxSink, takes_bytes
 from asyncckpt.memory.mapping import copy_bytes
-from asyncckpt.planning.torch_types import flat_bytes, torch_dtype
+from asyncckpt.torch_tensors import flat_bytes, torch_dtype
 
 ARRIVE_TIMEOUT_S = 60.0
 """For the last rank to call `load`; as `plan_timeout_s` has it."""

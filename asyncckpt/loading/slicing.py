@@ -11,9 +11,9 @@ import torch
 from asyncckpt.loading.boxes import region_of
 from asyncckpt.loading.fetching import read_ranges, tensor_for
 from asyncckpt.loading.placements import wanted_ranges
-from asyncckpt.planning.torch_types import CARRIERS, torch_dtype
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths
 from asyncckpt.storage.files import Files
+from asyncckpt.torch_tensors import CARRIERS, torch_dtype
 
 SLAB_NBYTES = 32 << 20
 """What is compared, or sent, at a time. Chosen, not measured."""

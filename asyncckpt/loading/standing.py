@@ -15,8 +15,8 @@ import torch
 from asyncckpt.format.state_tree import Node, Path, leaves, python_key
 from asyncckpt.loading.object_states import may_ask
 from asyncckpt.loading.target_tensors import TargetTensor, memory_of, target_tensor
-from asyncckpt.planning.sharding.recognising import sharded
-from asyncckpt.planning.state_dict import flatten
+from asyncckpt.sharding.registry import sharded
+from asyncckpt.state_dict.flatten import flatten
 from asyncckpt.storage.contents import SavedTensor
 
 

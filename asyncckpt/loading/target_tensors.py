@@ -11,11 +11,11 @@ from asyncckpt.errors import AsyncCkptError, ConfigError, OverlappingShardsError
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.libc import read_only
 from asyncckpt.loading.placements import Placement
-from asyncckpt.planning.sharding.recognising import committed, sharded
-from asyncckpt.planning.sharding.shards import LocalShard, Sharded, named, refused_by_name
-from asyncckpt.planning.state_dict import PLAIN_TENSORS
-from asyncckpt.planning.torch_types import plain_parameter, torch_dtype, why_no_memory
+from asyncckpt.sharding.registry import committed, sharded
+from asyncckpt.sharding.shard_types import LocalShard, Sharded, named, refused_by_name
+from asyncckpt.state_dict.flatten import PLAIN_TENSORS
 from asyncckpt.storage.contents import SavedTensor
+from asyncckpt.torch_tensors import plain_parameter, torch_dtype, why_no_memory
 
 
 class TargetTensor(NamedTuple):

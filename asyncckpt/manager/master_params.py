@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.planning.torch_types import flat_bytes
+from asyncckpt.torch_tensors import flat_bytes
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _GROUPS = (

@@ -14,7 +14,7 @@ from asyncckpt.format.checksums import DIGEST_NBYTES
 from asyncckpt.format.names import MAX_RANKS
 from asyncckpt.format.structure import MAX_DIMS, MAX_INT, MAX_TENSORS
 from asyncckpt.msgpacked import unpack_whole
-from asyncckpt.planning.claims import ShardClaim, decode_claims, encode_claims
+from asyncckpt.sharding.shard_claims import ShardClaim, decode_claims, encode_claims
 
 TensorKey = tuple[str, str, tuple[int, ...]]
 """FQN by the first path, dtype name, shape in elements."""

@@ -1,14 +1,14 @@
-"""From a flattened state dict to the plan of who writes what. Pure."""
+"""The plan of one rank: what it writes of a flattened state dict, and where that lies in its slot and files."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import DuplicateNameError
@@ -17,19 +17,100 @@ from asyncckpt.format.layout import BoxSpec, build_layout, room_for
 from asyncckpt.format.names import DCP, SAFETENSORS, is_reserved, per_rank_name
 from asyncckpt.format.state_tree import fqn_of, leaves
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
-from asyncckpt.planning.agreement import Agreement, DutyKind
-from asyncckpt.planning.assignment import box_of_rows
 from asyncckpt.planning.contributions import Contribution, TensorKey
-from asyncckpt.planning.dcp_leaves import check_dcp_items
-from asyncckpt.planning.flattened import Flattened
-from asyncckpt.planning.keys import check_keys
-from asyncckpt.planning.match import match
-from asyncckpt.planning.orders import Order, cut_to_size, shard_order
-from asyncckpt.planning.plan import Box, SavePlan, SharedTensor, Signature
-from asyncckpt.planning.sampling import Turn
-from asyncckpt.planning.state_dict import flatten
-from asyncckpt.planning.stateful import Openings
-from asyncckpt.planning.torch_types import check_memory_is_real, dtype_name
+from asyncckpt.planning.load_balancing import box_of_rows, row_dimension
+from asyncckpt.planning.sample_schedule import Turn
+from asyncckpt.planning.save_plan import SavePlan, SharedTensor, Signature, TensorBox
+from asyncckpt.planning.shard_ownership import BoxDuty, ShardDuty, disagreement
+from asyncckpt.planning.write_agreement import Agreement, DutyKind
+from asyncckpt.sharding.mesh_layout import Box
+from asyncckpt.state_dict.flatten import Flattened, ShardLeaf, check_keys, flatten
+from asyncckpt.state_dict.leaf_codecs import check_dcp_items
+from asyncckpt.state_dict.stateful import Openings
+from asyncckpt.state_dict.structure_match import match
+from asyncckpt.torch_tensors import check_memory_is_real, dtype_name
+
+
+class Order(NamedTuple):
+    """What is written of one tensor.
+
+    Attributes:
+        key: The tensor.
+        stored: Under which name.
+        boxes: What, in the tensors that are here.
+        shared: What is compared with other ranks'.
+        is_news: The other ranks are to be told.
+        origins: Of a shard, aligned with `boxes`: where the part that a box is cut from begins in the whole tensor.
+    """
+
+    key: TensorKey
+    stored: str
+    boxes: tuple[TensorBox, ...]
+    shared: tuple[SharedTensor, ...] = ()
+    is_news: bool = False
+    origins: tuple[tuple[int, ...], ...] = ()
+
+
+def shard_order(number: int, key: TensorKey, leaf: ShardLeaf, rank: int, agreement: Agreement | None) -> Order:
+    """Return what is written of a shard.
+
+    Raises:
+        RanksDisagreeError, OverlappingShardsError: The ranks contradict each other about this name.
+    """
+    fqn, dtype, _ = key
+    if agreement is None or agreement.world_size == 1:
+        duties = tuple(BoxDuty(((0, -1),)) for _ in leaf.boxes)
+        duty = ShardDuty(duties, None, False)
+    else:
+        claim = leaf.claim(fqn, dtype)
+        if claim.of_rank(rank) != leaf.boxes:
+            text = f"rank {rank} of the checkpointer holds another shard of {fqn!r} than rank {rank} of its mesh"
+            raise disagreement(text + "; number the ranks as torch.distributed does", [rank])
+        duty = agreement.shards.duty(rank, claim)
+    boxes, origins, shared = [], [], []
+    for box, source, told in zip(leaf.boxes, leaf.sources, duty.boxes, strict=True):
+        offsets, sizes = box
+        for first, n_rows in told.rows:
+            cut = ((0,) * len(sizes), sizes) if n_rows < 0 else box_of_rows(sizes, first, n_rows)
+            boxes.append(TensorBox(source, *cut))
+            origins.append(offsets)
+        if told.shared and duty.turn is not None:
+            name, n_elements = box_name(fqn, box), math.prod(sizes)
+            itemsize = DTYPES[dtype].itemsize
+            shared.append(SharedTensor(name, source, told.split, duty.turn, n_elements, itemsize))
+    return Order(key, fqn, tuple(boxes), tuple(shared), duty.is_news, tuple(origins))
+
+
+def box_name(fqn: str, box: Box) -> str:
+    """Return what a box of a tensor is called where ranks compare it: `FQN [first:end,...]`."""
+    offsets, sizes = box
+    return f"{fqn} [{','.join(f'{o}:{o + s}' for o, s in zip(offsets, sizes, strict=True))}]"
+
+
+def cut_to_size(order: Order, max_nbytes: int) -> Order:
+    """Return `order` with boxes of at most `max_nbytes` where cuts between rows, and inside of them, can do that."""
+    itemsize = DTYPES[order.key[1]].itemsize
+    if all(math.prod(box.sizes) * itemsize <= max_nbytes for box in order.boxes):
+        return order
+    boxes: list[TensorBox] = []
+    origins: list[tuple[int, ...]] = []
+    for n, box in enumerate(order.boxes):
+        pieces = list(_cuts(box, max(1, max_nbytes // itemsize)))
+        boxes += pieces
+        origins += order.origins[n : n + 1] * len(pieces)
+    return order._replace(boxes=tuple(boxes), origins=tuple(origins))
+
+
+def _cuts(box: TensorBox, max_elements: int) -> Iterator[TensorBox]:
+    n_elements, dimension = math.prod(box.sizes), row_dimension(box.sizes)
+    if n_elements <= max_elements or dimension is None:
+        yield box
+        return
+    n_rows = box.sizes[dimension]
+    step = max(1, max_elements * n_rows // n_elements)
+    for first in range(0, n_rows, step):
+        offsets, sizes = box_of_rows(box.sizes, first, min(step, n_rows - first))
+        yield from _cuts(TensorBox(box.number, tuple(map(add, box.offsets, offsets)), sizes), max_elements)
 
 
 def signature_of(flat: Flattened) -> Signature:
@@ -156,7 +237,7 @@ def _origin(n_dims: int) -> tuple[int, ...]:
 
 def _order(number: int, key: TensorKey, rank: int, agreement: Agreement | None, *, is_own: bool) -> Order:
     fqn, dtype, shape = key
-    whole = (Box(number, _origin(len(shape)), shape),)
+    whole = (TensorBox(number, _origin(len(shape)), shape),)
     if agreement is None:
         return Order(key, per_rank_name(fqn, rank) if is_own else fqn, whole)
     duty = agreement.duty(rank, fqn, dtype, shape)
@@ -164,7 +245,7 @@ def _order(number: int, key: TensorKey, rank: int, agreement: Agreement | None, 
         return Order(key, fqn, whole)
     if duty.kind is not DutyKind.SHARED:
         return Order(key, per_rank_name(fqn, rank), whole, is_news=duty.kind is DutyKind.NEWS)
-    boxes = tuple(Box(number, *box_of_rows(shape, first, n_rows)) for first, n_rows in duty.pieces)
+    boxes = tuple(TensorBox(number, *box_of_rows(shape, first, n_rows)) for first, n_rows in duty.pieces)
     turn = agreement.turn(fqn, dtype, shape)
     shared = SharedTensor(fqn, number, duty.split, turn, math.prod(shape), DTYPES[dtype].itemsize)
     return Order(key, fqn, boxes, (shared,))

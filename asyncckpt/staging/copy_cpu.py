@@ -19,7 +19,7 @@ from asyncckpt.ends import BackgroundThread
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, save_id_bytes
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import STAGED_OFFSET
-from asyncckpt.planning.plan import SavePlan
+from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.staging.cutting import copyable, cut_out, is_special, nbytes_before
 from asyncckpt.staging.moving import FULL, Moves, Pace, move_all
 from asyncckpt.staging.progress import MARK_NBYTES, Progress

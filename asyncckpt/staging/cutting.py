@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from asyncckpt.planning.plan import Box
+from asyncckpt.planning.save_plan import TensorBox
 
 _AS_INTEGERS = {
     name: integer
@@ -20,7 +20,7 @@ _COPIED_AS = {getattr(torch, name): integer for name, integer in _AS_INTEGERS.it
 """Dtypes whose copy kernel is missing or partial in some torch versions move as integers of the same width."""
 
 
-def nbytes_before(box: Box, dtype: torch.dtype, shape: Sequence[int]) -> int:
+def nbytes_before(box: TensorBox, dtype: torch.dtype, shape: Sequence[int]) -> int:
     """Return where a box of a contiguous tensor begins in it."""
     elements = 0
     for offset, size in zip(box.offsets, shape, strict=True):
@@ -28,7 +28,7 @@ def nbytes_before(box: Box, dtype: torch.dtype, shape: Sequence[int]) -> int:
     return elements * dtype.itemsize
 
 
-def cut_out(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def cut_out(tensor: torch.Tensor, box: TensorBox) -> torch.Tensor:
     """Return the part of `tensor` that is the box."""
     for dimension, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         if size != tensor.shape[dimension]:

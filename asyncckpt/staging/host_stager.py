@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from asyncckpt.parts import CheckpointStager
-from asyncckpt.planning.leaves import decode_leaf, encode_leaves
-from asyncckpt.planning.pickles import unpickle
-from asyncckpt.planning.rebuilding import unflatten
-from asyncckpt.planning.sharding.shards import ShardedSlice
-from asyncckpt.planning.state_dict import flatten
+from asyncckpt.sharding.shard_types import ShardedSlice
+from asyncckpt.state_dict.flatten import flatten
+from asyncckpt.state_dict.leaf_codecs import decode_leaf, encode_leaves
+from asyncckpt.state_dict.pickling import unpickle
+from asyncckpt.state_dict.unflatten import unflatten
 
 
 class HostStager(CheckpointStager):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.mapping import Mapping
-from asyncckpt.planning.plan import SavePlan
+from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.staging.room import Room
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.planning.sharding.dtensor import plain
+from asyncckpt.sharding.dtensor import plain
 
 MAX_NESTING = 8
 """How deep the tensors in an optimizer's state are looked for. LBFGS has lists of them; chosen, far above any known."""

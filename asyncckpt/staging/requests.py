@@ -11,12 +11,12 @@ import torch
 
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.format.names import SaveId
-from asyncckpt.planning.digests import NO_SAMPLES, Samples, sample_digests
-from asyncckpt.planning.flattened import Flattened
-from asyncckpt.planning.plan import SavePlan
+from asyncckpt.planning.replica_checks import NO_SAMPLES, Samples, sample_digests
+from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.protocol.request import SaveRequest, encode_request
 from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.transfer import Transfer
+from asyncckpt.state_dict.flatten import Flattened
 
 
 class StructureReport(NamedTuple):

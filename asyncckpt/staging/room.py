@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from asyncckpt.memory.mapping import Mapping
-from asyncckpt.planning.plan import SavePlan
+from asyncckpt.planning.save_plan import SavePlan
 
 _log = logging.getLogger("asyncckpt")
 

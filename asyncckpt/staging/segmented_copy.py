@@ -15,9 +15,8 @@ from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, sa
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import PAGE_NBYTES, slot_nbytes
 from asyncckpt.memory.streaming import StreamLayout
-from asyncckpt.planning.flattened import Flattened
-from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
+from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.protocol.request import MIN_RING_SEGMENTS, RING_UNIT_NBYTES, PartRange, SaveRequest, encode_request
 from asyncckpt.staging.copy_cpu import Share
 from asyncckpt.staging.cutting import copyable, cut_out, nbytes_before, runs
@@ -30,6 +29,7 @@ from asyncckpt.staging.requests import StructureReport
 from asyncckpt.staging.streaming import Process, SlotStream
 from asyncckpt.staging.torn import MOST, Source, SourceWatch, Turns, sampled
 from asyncckpt.staging.transfer import Transfer
+from asyncckpt.state_dict.flatten import Flattened
 
 SEGMENT_NBYTES = 16 << 20
 """As `storage.rank_writer.EXTENT_NBYTES`: one write."""

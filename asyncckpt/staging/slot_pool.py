@@ -20,7 +20,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import PAGE_NBYTES
-from asyncckpt.planning.plan import SavePlan
+from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.staging.keeping import Keeping, no_room_beside_kept, too_large
 from asyncckpt.staging.lent_slot import LentSlot, what_is_saved
 

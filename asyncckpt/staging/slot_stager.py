@@ -26,11 +26,8 @@ from asyncckpt.format.objects import encode_objects
 from asyncckpt.parts import CheckpointStager
 from asyncckpt.paths import current_umask
 from asyncckpt.planning.contributions import Contribution
-from asyncckpt.planning.flattened import Flattened
-from asyncckpt.planning.leaves import encode_leaves
-from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache, contribution_of
-from asyncckpt.planning.stateful import Openings
+from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.staging.deferred import DeferredCopy
 from asyncckpt.staging.engine import Engine
 from asyncckpt.staging.lent_slot import LentSlot, what_is_saved
@@ -41,6 +38,9 @@ from asyncckpt.staging.slot_pool import ANSWER_S
 from asyncckpt.staging.torn import Turns
 from asyncckpt.staging.warmth import MANY_BOXES, image_of, warm
 from asyncckpt.staging.whole import Whole
+from asyncckpt.state_dict.flatten import Flattened
+from asyncckpt.state_dict.leaf_codecs import encode_leaves
+from asyncckpt.state_dict.stateful import Openings
 
 _OURS = frozenset({"path", "step", "save_id", "metadata"})
 

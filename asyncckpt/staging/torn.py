@@ -23,11 +23,11 @@ import torch
 
 from asyncckpt.errors import SnapshotTornError
 from asyncckpt.format.names import SaveId
-from asyncckpt.planning.digests import tensor_digest
-from asyncckpt.planning.flattened import Flattened
 from asyncckpt.planning.planner import PlanCache
+from asyncckpt.planning.replica_checks import tensor_digest
 from asyncckpt.staging.ownership import storages
 from asyncckpt.staging.windows import PIECES, Place, Windows, choose, windows_of
+from asyncckpt.state_dict.flatten import Flattened
 
 MOST = 1024
 """How many tensors in host memory are sampled at one save; of more tensors, each save takes an equal share in turn."""

@@ -11,8 +11,8 @@ from asyncckpt.errors import InsufficientMemoryError
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.heap import give_back
 from asyncckpt.memory.slot import PAGE_NBYTES
-from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
+from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.slot_pool import SlotPool

@@ -10,8 +10,7 @@ import torch
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import PAGE_NBYTES
-from asyncckpt.planning.flattened import Flattened
-from asyncckpt.planning.plan import SavePlan
+from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.staging.copy_cpu import Share, SlotImage
 from asyncckpt.staging.deferred import Copies
 from asyncckpt.staging.engine import Engine
@@ -24,6 +23,7 @@ from asyncckpt.staging.snapshots import Snapshot
 from asyncckpt.staging.streaming import Process, SlotStream, Watermark, pays
 from asyncckpt.staging.torn import MOST, MOST_ON_DEVICES, Source, SourceWatch, Turns, sampled
 from asyncckpt.staging.warmth import image_of
+from asyncckpt.state_dict.flatten import Flattened
 
 
 class Whole:

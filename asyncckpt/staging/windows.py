@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from asyncckpt.planning.digests import bits_of
-from asyncckpt.planning.sampling import stride_of
+from asyncckpt.planning.replica_checks import bits_of
+from asyncckpt.planning.sample_schedule import stride_of
 from asyncckpt.staging.moving import careful_gather
 
 WINDOW_NBYTES = 1024

@@ -26,16 +26,15 @@ from asyncckpt.format.checksums import block_digest, file_checksum
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord, encode_index
 from asyncckpt.format.manifest import Manifest, RankRecord
 from asyncckpt.format.names import SaveId, index_name, objects_name, shard_name
-from asyncckpt.planning.agreement import Agreement, by_shards
-from asyncckpt.planning.claims import ShardClaim
 from asyncckpt.planning.contributions import Contribution, candidates, decode_contributions, with_digests
-from asyncckpt.planning.flattened import Flattened
-from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache, make_plan, signature_of
-from asyncckpt.planning.shard_comparison import compare_shards
-from asyncckpt.planning.shard_leaves import ShardLeaf
-from asyncckpt.planning.sharding.grid import Grid
+from asyncckpt.planning.replica_checks import compare_shards
+from asyncckpt.planning.save_plan import SavePlan
+from asyncckpt.planning.write_agreement import Agreement, by_shards
 from asyncckpt.protocol.request import SaveRequest
+from asyncckpt.sharding.mesh_layout import Grid
+from asyncckpt.sharding.shard_claims import ShardClaim
+from asyncckpt.state_dict.flatten import Flattened, ShardLeaf
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.coverage import seed_of, tally_of
 from asyncckpt.storage.local import LocalStore

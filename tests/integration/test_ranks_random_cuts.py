@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, FlatShard, ShardedSlice, SyncCheckpointer, register_shard_type
-from asyncckpt.planning.sharding import Sharded, sharded
+from asyncckpt.sharding.registry import sharded
+from asyncckpt.sharding.shard_types import Sharded
 
 DEADLINE_S = 120.0
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64, torch.bool)

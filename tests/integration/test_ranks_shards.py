@@ -441,7 +441,7 @@ def test_every_placement_on_every_mesh_is_stored_once(
 
 
 def test_whoever_has_no_shards_does_not_import_dtensor() -> None:
-    code = "import asyncckpt, torch; asyncckpt.ShardedSlice; from asyncckpt.planning.state_dict import flatten; "
+    code = "import asyncckpt, torch; asyncckpt.ShardedSlice; from asyncckpt.state_dict.flatten import flatten; "
     code += "import sys; before = set(sys.modules); flatten({'w': torch.ones(2), 'x': ()}); "
     code += "print([n for n in set(sys.modules) - before if 'distributed' in n])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from asyncckpt.planning.sharding import recognising
-from asyncckpt.planning.sharding.grid import Grid
-from asyncckpt.planning.sharding.shards import LocalShard, Sharded
+from asyncckpt.sharding import registry
+from asyncckpt.sharding.mesh_layout import Grid
+from asyncckpt.sharding.shard_types import LocalShard, Sharded
 
 
 class OnGrid:
@@ -33,7 +33,7 @@ def described(value: OnGrid) -> Sharded:
 @pytest.fixture
 def grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets `OnGrid` be saved."""
-    monkeypatch.setattr(recognising, "_OF_TORCH", ((__name__, "OnGrid", described), *recognising._OF_TORCH))
+    monkeypatch.setattr(registry, "_OF_TORCH", ((__name__, "OnGrid", described), *registry._OF_TORCH))
     yield
 
 

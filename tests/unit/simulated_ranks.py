@@ -13,16 +13,15 @@ from asyncckpt.format.layout import PAGE_NBYTES
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.structure import decode_structure
 from asyncckpt.memory.mapping import Mapping as Memory
-from asyncckpt.planning.agreement import Agreement, by_shards
 from asyncckpt.planning.contributions import candidates, decode_contributions, with_digests
-from asyncckpt.planning.digests import Samples, digests_for, sample_digests, shard_digests_for
-from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache, contribution_of
-from asyncckpt.planning.shard_comparison import compare_shards
-from asyncckpt.planning.state_dict import flatten
-from asyncckpt.planning.torch_types import torch_dtype
+from asyncckpt.planning.replica_checks import Samples, compare_shards, digests_for, sample_digests, shard_digests_for
+from asyncckpt.planning.save_plan import SavePlan
+from asyncckpt.planning.write_agreement import Agreement, by_shards
 from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.state_dict.flatten import flatten
 from asyncckpt.storage.contents import SavedTensor, join
+from asyncckpt.torch_tensors import torch_dtype
 
 SAVE_ID = SaveId(1, 2, "0123456789ab")
 State = Mapping[str, Any]

@@ -24,9 +24,9 @@ from asyncckpt import PerRank, SyncCheckpointer
 from asyncckpt.cli import main
 from asyncckpt.errors import ConfigError, CorruptCheckpointError, PickledLeafError, UnsupportedLeafError
 from asyncckpt.format.objects import Opaque, decode_value
-from asyncckpt.planning import pickles
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.staging.host_stager import HostStager
+from asyncckpt.state_dict import pickling
 
 Pair = namedtuple("Pair", "left right")
 CALLS: list[str] = []
@@ -219,16 +219,16 @@ def test_a_tensor_that_stands_for_others_comes_back_alone_and_in_an_object(
 
 def test_a_pickle_with_tensors_is_the_same_every_time_and_without_them_is_pythons() -> None:
     leaf = Holder(t=torch.arange(4).to(torch.uint16))
-    assert pickles.encode_pickle(leaf) == pickles.encode_pickle(leaf), "ranks compare them"
-    assert pickles.encode_pickle(Custom(3))[1][1] == base64.b64encode(pickle.dumps(Custom(3), protocol=4)).decode()
+    assert pickling.encode_pickle(leaf) == pickling.encode_pickle(leaf), "ranks compare them"
+    assert pickling.encode_pickle(Custom(3))[1][1] == base64.b64encode(pickle.dumps(Custom(3), protocol=4)).decode()
 
 
 def test_a_pickled_tensor_of_a_device_that_is_not_here_comes_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():  # then the device is here
-        assert pickles.unpickle(stock(torch.ones(2, device="cuda")).getvalue()).is_cuda
+        assert pickling.unpickle(stock(torch.ones(2, device="cuda")).getvalue()).is_cuda
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:77")
     data = stock(torch.ones(2)).getvalue()
-    assert torch.equal(pickles.unpickle(data), torch.ones(2))
+    assert torch.equal(pickling.unpickle(data), torch.ones(2))
 
 
 def test_a_pickled_object_with_a_float8_tensor_is_carried_along_by_conversions(tmp_path: pathlib.Path) -> None:
@@ -365,16 +365,16 @@ def test_malformed_payload_is_refused(payload: Any) -> None:
 
 
 def test_without_leave_a_pickle_shows_the_name_of_its_type() -> None:
-    tag, payload = pickles.encode_pickle(Custom(1))
+    tag, payload = pickling.encode_pickle(Custom(1))
     assert decode_value([{"$": tag, "v": payload}]) == [Opaque("pickle", f"{__name__}.Custom")]
 
 
 def test_bytes_that_are_no_pickle_are_refused_by_name(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickles._Pickler, "dump", lambda self, value: self.file.write(b"rubbish"))
+    monkeypatch.setattr(pickling._Pickler, "dump", lambda self, value: self.file.write(b"rubbish"))
     path = save(tmp_path / "a", {"x": Custom(1)})
     with pytest.raises(PickledLeafError, match="UnpicklingError"):
         asyncckpt.load(path, allow_pickle=True)
-    monkeypatch.setattr("asyncckpt.planning.leaves.encode_pickle", lambda value: ("pickle", ["no base64", "?"]))
+    monkeypatch.setattr("asyncckpt.state_dict.leaf_codecs.encode_pickle", lambda value: ("pickle", ["no base64", "?"]))
     path = save(tmp_path / "b", {"x": Custom(1)})
     with pytest.raises(CorruptCheckpointError, match="object 0 does not decode"):
         asyncckpt.load(path, allow_pickle=True)

@@ -21,7 +21,7 @@ from asyncckpt.interop.diff import compare
 from asyncckpt.interop.sources import pickle_tree
 from asyncckpt.interop.sources.pickle_globals import KNOWN
 from asyncckpt.interop.sources.unpickler import UnpicklingError, unpickle_data
-from asyncckpt.planning.state_dict import HOIST_NBYTES
+from asyncckpt.state_dict.flatten import HOIST_NBYTES
 
 pytest.importorskip("numpy")
 

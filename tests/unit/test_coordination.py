@@ -17,10 +17,10 @@ from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.distributed.rendezvous import Exchange, Meeting, Save, refused
 from asyncckpt.distributed.run_agreement import MAX_IN_A_ROW, Coordination
 from asyncckpt.errors import SaveFailedError
-from asyncckpt.planning.agreement import DutyKind
 from asyncckpt.planning.planner import contribution_of
-from asyncckpt.planning.state_dict import flatten
+from asyncckpt.planning.write_agreement import DutyKind
 from asyncckpt.protocol.fields import MAX_OUTCOMES
+from asyncckpt.state_dict.flatten import flatten
 
 WORLD_SIZE = 2
 STATE = {"w": torch.arange(6.0)}

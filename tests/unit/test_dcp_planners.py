@@ -26,7 +26,7 @@ from asyncckpt.errors import (
     OverlappingShardsError,
     UnsupportedLeafError,
 )
-from asyncckpt.planning.sharding import recognising
+from asyncckpt.sharding import registry
 
 
 class Tiles:
@@ -54,7 +54,7 @@ def from_shards(value: Tiles, shards: Any) -> None:
 
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(recognising, "_registered", {})
+    monkeypatch.setattr(registry, "_registered", {})
     asyncckpt.register_shard_type(Tiles, to_shards, from_shards)
     yield
 
@@ -273,7 +273,7 @@ class OnDevice:
 
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(recognising, "_registered", {})
+    monkeypatch.setattr(registry, "_registered", {})
     asyncckpt.register_shard_type(OnDevice, OnDevice.seen, OnDevice.take)
     yield
 
@@ -392,7 +392,7 @@ def test_a_part_of_a_registered_type_that_shares_memory_is_in_when_it_is_handed_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
 ) -> None:
     seen: list[list[float]] = []
-    monkeypatch.setattr(recognising, "_registered", {})
+    monkeypatch.setattr(registry, "_registered", {})
 
     class Row:
         def __init__(self, tensor: torch.Tensor) -> None:

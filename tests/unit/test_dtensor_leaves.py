@@ -15,8 +15,9 @@ from asyncckpt import FlatShard, ShardedSlice
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import AliasMismatchError, UnsupportedLeafError
 from asyncckpt.planning.planner import PlanCache
-from asyncckpt.planning.sharding import Sharded, sharded
-from asyncckpt.planning.state_dict import flatten
+from asyncckpt.sharding.registry import sharded
+from asyncckpt.sharding.shard_types import Sharded
+from asyncckpt.state_dict.flatten import flatten
 
 pytest.importorskip("torch.testing._internal.distributed.fake_pg")
 

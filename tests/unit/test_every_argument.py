@@ -166,11 +166,11 @@ SURFACE: list[tuple[Callable[..., Any], dict[str, str]]] = [
     (OpenCheckpoint.objects_of, {"unit/test_open_checkpoint": "rank"}),
     (
         asyncckpt.ShardedSlice,
-        {"unit/test_shard_planning": "tensor offsets replica_id", "unit/test_sharding_types": "global_shape"},
+        {"unit/test_shard_ownership": "tensor offsets replica_id", "unit/test_shard_types": "global_shape"},
     ),
-    (asyncckpt.FlatShard, {"unit/test_sharding_types": "tensor global_shape start"}),
-    (asyncckpt.describe_tp, {"unit/test_sharding_types": "state_dict global_shapes tp_rank tp_size"}),
-    (asyncckpt.register_shard_type, {"unit/test_sharding_types": "kind to_shards from_shards"}),
+    (asyncckpt.FlatShard, {"unit/test_shard_types": "tensor global_shape start"}),
+    (asyncckpt.describe_tp, {"unit/test_shard_types": "state_dict global_shapes tp_rank tp_size"}),
+    (asyncckpt.register_shard_type, {"unit/test_shard_types": "kind to_shards from_shards"}),
     (asyncckpt.held_snapshots, {"integration/test_recall": "root endpoint"}),
     (asyncckpt.latest_checkpoint, {"unit/test_loading_load": "root"}),
     (

@@ -8,8 +8,8 @@ from test_slot_pool import LARGE, SMALL, Lender, acquire, name
 
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import ConfigError, InsufficientMemoryError, SlotBusyError
-from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
+from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.slot_pool import SPARE_SAVES, SlotPool
 

@@ -24,7 +24,7 @@ from asyncckpt.loading.loader import load
 from asyncckpt.loading.reader import DefaultReader
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.memory.mapping import Mapping as Memory
-from asyncckpt.planning.sharding.shards import FlatShard, ShardedSlice
+from asyncckpt.sharding.shard_types import FlatShard, ShardedSlice
 from asyncckpt.storage.checkpoint_dir import prepare_directory
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.contents import read_contents

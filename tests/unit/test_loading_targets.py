@@ -30,9 +30,9 @@ from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.loading import sinks
 from asyncckpt.loading.loader import load
 from asyncckpt.loading.reader import DefaultReader
-from asyncckpt.planning.sharding import recognising
-from asyncckpt.planning.sharding.recognising import register_shard_type
-from asyncckpt.planning.sharding.shards import FlatShard, ShardedSlice
+from asyncckpt.sharding import registry
+from asyncckpt.sharding.registry import register_shard_type
+from asyncckpt.sharding.shard_types import FlatShard, ShardedSlice
 
 PAGE = 4096
 
@@ -116,12 +116,12 @@ def _whole_in(value: Whole, parts: list[tuple[torch.Tensor, tuple[int, ...]]]) -
 
 @pytest.fixture
 def tiles() -> Iterator[None]:
-    before = dict(recognising._registered)
+    before = dict(registry._registered)
     register_shard_type(Tiles, _tiles_out, _tiles_in)
     register_shard_type(Whole, lambda value: value.tensor, _whole_in)
     yield
-    recognising._registered.clear()
-    recognising._registered.update(before)
+    registry._registered.clear()
+    registry._registered.update(before)
 
 
 def test_a_registered_type_is_told_once_when_all_its_padded_parts_are_in(tmp_path: Path, tiles: None) -> None:

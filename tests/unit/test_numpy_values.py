@@ -16,11 +16,11 @@ from asyncckpt import SyncCheckpointer
 from asyncckpt.errors import LeafTypeMismatchError, UnsupportedLeafError
 from asyncckpt.format import objects as format_objects
 from asyncckpt.format.objects import decode_value
-from asyncckpt.planning import numpy_values
-from asyncckpt.planning.leaves import encode_leaves
-from asyncckpt.planning.match import match
 from asyncckpt.planning.planner import PlanCache, signature_of
-from asyncckpt.planning.state_dict import flatten
+from asyncckpt.state_dict import numpy_values
+from asyncckpt.state_dict.flatten import flatten
+from asyncckpt.state_dict.leaf_codecs import encode_leaves
+from asyncckpt.state_dict.structure_match import match
 
 np = pytest.importorskip("numpy")
 
@@ -183,7 +183,7 @@ def no_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr("asyncckpt.planning.numpy_values.importlib.import_module", missing)
+    monkeypatch.setattr("asyncckpt.state_dict.numpy_values.importlib.import_module", missing)
     monkeypatch.setattr(numpy_values, "_imported", numpy_values.functools.cache(numpy_values._imported.__wrapped__))
 
 

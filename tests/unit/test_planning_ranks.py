@@ -17,15 +17,15 @@ from asyncckpt.errors import DuplicateNameError, UnsupportedLeafError  # noqa: E
 from asyncckpt.format import state_tree as trees  # noqa: E402
 from asyncckpt.format.names import is_reserved, per_rank_name, split_per_rank_name  # noqa: E402
 from asyncckpt.per_rank import PerRank  # noqa: E402
-from asyncckpt.planning import assignment  # noqa: E402
-from asyncckpt.planning.match import match  # noqa: E402
-from asyncckpt.planning.plan import SavePlan, SharedTensor  # noqa: E402
+from asyncckpt.planning import load_balancing  # noqa: E402
 from asyncckpt.planning.planner import PlanCache, contribution_of, make_plan, signature_of  # noqa: E402
-from asyncckpt.planning.rebuilding import unflatten  # noqa: E402
-from asyncckpt.planning.sampling import SAMPLE_LIMIT  # noqa: E402
-from asyncckpt.planning.state_dict import HOIST_NBYTES, flatten  # noqa: E402
+from asyncckpt.planning.sample_schedule import SAMPLE_LIMIT  # noqa: E402
+from asyncckpt.planning.save_plan import SavePlan, SharedTensor  # noqa: E402
 from asyncckpt.protocol.samples import MAX_SAMPLES, decode_samples, unequal  # noqa: E402
 from asyncckpt.staging.host_stager import HostStager  # noqa: E402
+from asyncckpt.state_dict.flatten import HOIST_NBYTES, flatten  # noqa: E402
+from asyncckpt.state_dict.structure_match import match  # noqa: E402
+from asyncckpt.state_dict.unflatten import unflatten  # noqa: E402
 
 
 def assert_stored(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -43,7 +43,7 @@ def shared_of(ranks: Ranks) -> list[SharedTensor]:
 @pytest.fixture
 def fine_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small tensors be cut, so that tests are quick."""
-    monkeypatch.setattr(assignment, "CUT_NBYTES", 256)
+    monkeypatch.setattr(load_balancing, "CUT_NBYTES", 256)
 
 
 @pytest.mark.parametrize("files_per_rank", [1, 3])

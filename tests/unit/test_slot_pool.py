@@ -22,8 +22,8 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.arena import SlotMemory
-from asyncckpt.planning.plan import SavePlan
 from asyncckpt.planning.planner import PlanCache
+from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.staging.copy_cpu import SlotImage
 from asyncckpt.staging.lent_slot import LentSlot
 from asyncckpt.staging.slot_pool import ANSWER_S, SPARE_SAVES, SlotPool

@@ -21,7 +21,7 @@ from simulated_saves import Saver, bits, note_seals, ranks_saver, two_devices  #
 from asyncckpt.errors import AsyncCkptError  # noqa: E402
 from asyncckpt.failpoints import observed  # noqa: E402
 from asyncckpt.format.checksums import block_digest  # noqa: E402
-from asyncckpt.planning.digests import sample_digests  # noqa: E402
+from asyncckpt.planning.replica_checks import sample_digests  # noqa: E402
 from asyncckpt.protocol.samples import decode_samples  # noqa: E402
 from tests.failing_process import ACTIONS, At, fail, kill  # noqa: E402
 from tests.failpoint_groups import COMPARED, cases  # noqa: E402

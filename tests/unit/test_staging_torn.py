@@ -24,12 +24,12 @@ from asyncckpt.errors import SnapshotTornError  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
 from asyncckpt.memory.mapping import Mapping  # noqa: E402
 from asyncckpt.memory.streaming import StreamLayout  # noqa: E402
-from asyncckpt.planning.state_dict import flatten  # noqa: E402
 from asyncckpt.protocol.request import RING_UNIT_NBYTES  # noqa: E402
 from asyncckpt.staging import segmented_copy, torn, whole  # noqa: E402
 from asyncckpt.staging.copy_cpu import Share, SlotImage  # noqa: E402
 from asyncckpt.staging.torn import MOST, SourceWatch, Turns  # noqa: E402
 from asyncckpt.staging.windows import FRACTION, PIECES, SMALL_SAVES, WINDOW_NBYTES, Windows, choose  # noqa: E402
+from asyncckpt.state_dict.flatten import flatten  # noqa: E402
 from tests.simulated_device import SimulatedDevice  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")

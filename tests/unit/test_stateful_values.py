@@ -24,9 +24,9 @@ from asyncckpt.errors import (
     StateLoadError,
     UnsupportedLeafError,
 )
-from asyncckpt.planning.match import match
 from asyncckpt.planning.planner import PlanCache, signature_of
-from asyncckpt.planning.state_dict import flatten
+from asyncckpt.state_dict.flatten import flatten
+from asyncckpt.state_dict.structure_match import match
 
 
 def save(path: Path, state: Any) -> str:

@@ -16,7 +16,7 @@ import asyncckpt
 from asyncckpt import FlatShard, PerRank, RankInfo, ShardedSlice, SyncCheckpointer
 from asyncckpt.errors import AliasMismatchError, AsyncCkptError, ConfigError
 from asyncckpt.loading import filling, shared_memory
-from asyncckpt.planning.sharding import recognising
+from asyncckpt.sharding import registry
 
 ALONE = RankInfo(0, 1)
 State = dict[str, Any]
@@ -25,7 +25,7 @@ State = dict[str, Any]
 @pytest.fixture(autouse=True)
 def types(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Registrations of this test alone."""
-    monkeypatch.setattr(recognising, "_registered", {})
+    monkeypatch.setattr(registry, "_registered", {})
     views.register_types()
     yield
 

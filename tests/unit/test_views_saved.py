@@ -18,7 +18,7 @@ from in_process_writer import StorageWriter
 import asyncckpt
 from asyncckpt import PerRank, RankInfo, SyncCheckpointer
 from asyncckpt.dcp import ShardedLoadPlanner, ShardedSavePlanner, StorageReader
-from asyncckpt.planning.sharding import recognising
+from asyncckpt.sharding import registry
 
 ALONE = RankInfo(0, 1)
 
@@ -26,7 +26,7 @@ ALONE = RankInfo(0, 1)
 @pytest.fixture(autouse=True)
 def types(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Registrations of this test alone."""
-    monkeypatch.setattr(recognising, "_registered", {})
+    monkeypatch.setattr(registry, "_registered", {})
     views.register_types()
     yield
 

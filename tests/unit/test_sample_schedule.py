@@ -10,11 +10,11 @@ import msgpack  # noqa: E402
 import states  # noqa: E402
 
 from asyncckpt.format.checksums import block_digest  # noqa: E402
-from asyncckpt.planning import digests  # noqa: E402
+from asyncckpt.planning import replica_checks  # noqa: E402
 from asyncckpt.planning.contributions import TensorKey  # noqa: E402
-from asyncckpt.planning.digests import Samples, digests_for, tensor_digest  # noqa: E402
-from asyncckpt.planning.sampling import WINDOW_NBYTES, Turn, turns_of, window_of  # noqa: E402
-from asyncckpt.planning.state_dict import flatten  # noqa: E402
+from asyncckpt.planning.replica_checks import Samples, digests_for, tensor_digest  # noqa: E402
+from asyncckpt.planning.sample_schedule import WINDOW_NBYTES, Turn, turns_of, window_of  # noqa: E402
+from asyncckpt.state_dict.flatten import flatten  # noqa: E402
 
 
 def keys(prefix: str, n: int) -> list[TensorKey]:
@@ -58,14 +58,14 @@ def test_nothing_is_compared_of_an_empty_tensor() -> None:
 
 @pytest.mark.parametrize("name", sorted(states.every_tensor()))
 def test_a_digest_is_that_of_the_elements_in_row_major_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "TEMPORARY_NBYTES", 100)
+    monkeypatch.setattr(replica_checks, "TEMPORARY_NBYTES", 100)
     tensor = flatten({"x": states.every_tensor()[name]}).tensors[0]  # it resolves conjugates
     assert tensor_digest(tensor) == block_digest(states.bits_of(tensor))
 
 
 def test_digests_come_in_the_order_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "THREADED_NBYTES", 0)
-    monkeypatch.setattr(digests.os, "sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr(replica_checks, "THREADED_NBYTES", 0)
+    monkeypatch.setattr(replica_checks.os, "sched_getaffinity", lambda _: {0, 1, 2})
     state = {f"t{n}": torch.full((5,), n + 2.0) for n in range(9)}
     found = digests_for(flatten(state), [7, 0, 3])
     assert found == b"".join(block_digest(states.bits_of(state[f"t{n}"])) for n in (7, 0, 3))

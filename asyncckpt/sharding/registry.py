@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.planning.sharding import dtensor
-from asyncckpt.planning.sharding.shards import (
+from asyncckpt.sharding import dtensor
+from asyncckpt.sharding.shard_types import (
     FlatShard,
     LocalShard,
     Sharded,

@@ -10,10 +10,10 @@ hypothesis = pytest.importorskip("hypothesis")
 
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from test_agreement import NEWS, ONE, PER_RANK, SHARED, SOLE, TWO, WEAK, duties, met, of  # noqa: E402
+from test_write_agreement import NEWS, ONE, PER_RANK, SHARED, SOLE, TWO, WEAK, duties, met, of  # noqa: E402
 
-from asyncckpt.planning.agreement import Agreement  # noqa: E402
 from asyncckpt.planning.contributions import Contribution  # noqa: E402
+from asyncckpt.planning.write_agreement import Agreement  # noqa: E402
 
 WORLD = 4
 KEYS = [(n, d, s) for n in "abc" for d, s in (("float32", (4,)), ("float32", (1 << 20,)), ("int8", (3, 700_000)))]

@@ -16,9 +16,11 @@ import asyncckpt
 from asyncckpt import FlatShard, ShardedSlice, describe_tp, register_shard_type
 from asyncckpt.dcp.write_plan import described
 from asyncckpt.errors import ConfigError, OverlappingShardsError, ShardOutOfRangeError, UnsupportedLeafError
-from asyncckpt.planning.sharding import Sharded, committed, recognising, sharded
-from asyncckpt.planning.sharding.grid import Grid, overlapping
-from asyncckpt.planning.state_dict import flatten
+from asyncckpt.sharding import registry
+from asyncckpt.sharding.mesh_layout import Grid, overlapping
+from asyncckpt.sharding.registry import committed, sharded
+from asyncckpt.sharding.shard_types import Sharded
+from asyncckpt.state_dict.flatten import flatten
 
 
 class Framework:
@@ -138,7 +140,7 @@ OUTSIDE: list[tuple[Any, list[str]]] = [
 def test_a_shard_outside_of_its_tensor_is_refused_by_name_with_both_boxes(
     make: Any, boxes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recognising, "_registered", {})
+    monkeypatch.setattr(registry, "_registered", {})
     register_shard_type(Framework, lambda v: ((4,), [(torch.ones(2), (3,))]), lambda value, parts: None)
     alone = asyncckpt.RankInfo(0, 1)
     with asyncckpt.SyncCheckpointer(rank_info=alone) as checkpointer:
@@ -204,7 +206,7 @@ def test_shapes_that_name_no_tensor_are_refused(state: dict[str, Any], shapes: d
 
 @pytest.fixture
 def xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recognising, "_registered", {})
+    monkeypatch.setattr(registry, "_registered", {})
     register_shard_type(XLAShardedTensor, to_shards, from_shards)
 
 
@@ -259,7 +261,7 @@ def test_a_registered_type_is_told_once_when_all_its_parts_are_in() -> None:
 def test_nonsense_of_a_registered_type_is_refused_by_leaf(
     shards: Any, error: Any, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recognising, "_registered", {})
+    monkeypatch.setattr(registry, "_registered", {})
     register_shard_type(Framework, shards, lambda value, parts: None)
     with pytest.raises(error, match=word):
         flatten({"a": {"w": Framework()}})

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from asyncckpt.format.objects import checked_numpy_scalar, is_numpy_scalar, numpy_scalar_value
-from asyncckpt.planning.torch_types import flat_bytes
+from asyncckpt.torch_tensors import flat_bytes
 
 _log = logging.getLogger("asyncckpt.loading")
 

@@ -1,4 +1,4 @@
-"""What is computed once per structure of a state dict: layout, headers, encoded structure. Values only."""
+"""What is computed once per structure of a state dict: layout, headers, encoded structure. Values only; no torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from asyncckpt.format.layout import PAGE_NBYTES, BoxSpec, Layout
 from asyncckpt.format.state_tree import Node
-from asyncckpt.planning.agreement import Agreement
-from asyncckpt.planning.sampling import Turn
+from asyncckpt.planning.sample_schedule import Turn
+from asyncckpt.planning.write_agreement import Agreement
 from asyncckpt.protocol.request import PartRange
 
 Signature = tuple[Node, tuple[Any, ...], tuple[Any, ...]]
@@ -17,7 +17,7 @@ Signature = tuple[Node, tuple[Any, ...], tuple[Any, ...]]
 (empty without shards). Two equal ones share a plan."""
 
 
-class Box(NamedTuple):
+class TensorBox(NamedTuple):
     """What goes into one chunk: `sizes` elements from `offsets` on of the state's tensor at `number`, one run of a
     contiguous one. Of a shard, offsets count in the part that is here."""
 
@@ -57,7 +57,7 @@ class SavePlan:
 
     signature: Signature
     layout: Layout
-    boxes: tuple[Box, ...]
+    boxes: tuple[TensorBox, ...]
     specs: tuple[BoxSpec, ...]
     names: tuple[str, ...]
     structure: bytes

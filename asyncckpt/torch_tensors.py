@@ -1,4 +1,4 @@
-"""torch's own types as names and JSON: dtypes, devices, sizes."""
+"""torch's dtypes by name, where the elements of a tensor are in memory, and why some tensors have none."""
 
 from __future__ import annotations
 
@@ -144,30 +144,3 @@ def plain_parameter(value: Any) -> torch.Tensor | None:
 
 
 _PARAMETERS = frozenset({torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter)})
-
-
-def encode_torch(value: Any) -> tuple[str, Any] | None:
-    """Return (tag, payload) of a value of torch's own types; None for anything else."""
-    if isinstance(value, torch.dtype):
-        return "torch.dtype", str(value).removeprefix("torch.")
-    if isinstance(value, torch.device):
-        return "torch.device", str(value)
-    if isinstance(value, torch.Size):
-        return "torch.Size", list(value)
-    return None
-
-
-def decode_torch(tag: str, payload: Any) -> Any:
-    """Return the value of one of torch's tags.
-
-    Raises:
-        ValueError: Malformed.
-    """
-    if tag == "torch.Size":
-        return torch.Size(payload)
-    if tag == "torch.device":
-        return torch.device(payload)
-    found = getattr(torch, str(payload), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"unknown torch dtype {payload!r}")
-    return found

@@ -21,10 +21,10 @@ from asyncckpt import ShardedSlice
 from asyncckpt.errors import DuplicateNameError, UnsupportedLeafError
 from asyncckpt.format import state_tree as trees
 from asyncckpt.format.structure import decode_structure
-from asyncckpt.planning.leaves import decode_leaf, encode_leaves
 from asyncckpt.planning.planner import PlanCache, make_plan, signature_of
-from asyncckpt.planning.rebuilding import unflatten
-from asyncckpt.planning.state_dict import flatten
+from asyncckpt.state_dict.flatten import flatten
+from asyncckpt.state_dict.leaf_codecs import decode_leaf, encode_leaves
+from asyncckpt.state_dict.unflatten import unflatten
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -13,11 +13,10 @@ from simulated_ranks import Ranks
 
 from asyncckpt import PerRank, ShardedSlice
 from asyncckpt.errors import OverlappingShardsError, RanksDisagreeError, ReplicaMismatchError, UnsupportedLeafError
-from asyncckpt.planning.claims import ShardClaim
 from asyncckpt.planning.planner import PlanCache
-from asyncckpt.planning.shard_book import ShardBook
-from asyncckpt.planning.shard_lies import Lie
-from asyncckpt.planning.state_dict import flatten
+from asyncckpt.planning.shard_ownership import Lie, ShardBook
+from asyncckpt.sharding.shard_claims import ShardClaim
+from asyncckpt.state_dict.flatten import flatten
 from asyncckpt.storage.coverage import uncovered
 from tests.bytecodes import bytecodes
 
@@ -416,8 +415,7 @@ def test_a_shard_inside_per_rank_is_refused() -> None:
 def test_loads_of_grids_are_what_their_boxes_say() -> None:
     from math import prod
 
-    from asyncckpt.planning.shard_lies import Lie
-    from asyncckpt.planning.shard_loads import add_grid_loads
+    from asyncckpt.planning.shard_ownership import Lie, add_grid_loads
 
     seed = random.randrange(1 << 32)
     print("seed", seed)
@@ -476,7 +474,7 @@ def test_a_stager_in_host_memory_gives_slices() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_nonsense_in_a_claim_is_refused(seed: int) -> None:
-    from asyncckpt.planning.claims import ShardClaim, decode_claims, encode_claims
+    from asyncckpt.sharding.shard_claims import ShardClaim, decode_claims, encode_claims
 
     rng = random.Random(seed)
     grids = [

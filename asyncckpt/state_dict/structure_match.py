@@ -15,24 +15,24 @@ import torch
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.format.state_tree import Node, form_in
 from asyncckpt.per_rank import PerRank
-from asyncckpt.planning.flattened import Flattened
-from asyncckpt.planning.keys import typed_key
-from asyncckpt.planning.numpy_values import is_array, tensor_of
-from asyncckpt.planning.rebuilding import deque_form, form_of
-from asyncckpt.planning.shard_leaves import ShardLeaf, boxes_of, sources_of
-from asyncckpt.planning.sharding.dtensor import local_part
-from asyncckpt.planning.sharding.recognising import Describe, describer
-from asyncckpt.planning.sharding.shards import Sharded
-from asyncckpt.planning.state_dict import (
+from asyncckpt.sharding.dtensor import local_part
+from asyncckpt.sharding.registry import Describe, describer
+from asyncckpt.sharding.shard_types import Sharded, boxes_of, sources_of
+from asyncckpt.state_dict.flatten import (
     HOIST_NBYTES,
     PLAIN_TENSORS,
     SCALARS,
+    Flattened,
+    ShardLeaf,
     hoisted,
     is_flat,
     plain_metadata,
+    typed_key,
 )
-from asyncckpt.planning.stateful import OpeningError, Openings, is_stateful
-from asyncckpt.planning.torch_types import NO_ADDRESS_BELOW, address_of, plain_parameter
+from asyncckpt.state_dict.numpy_values import is_array, tensor_of
+from asyncckpt.state_dict.stateful import OpeningError, Openings, is_stateful
+from asyncckpt.state_dict.unflatten import deque_form, form_of
+from asyncckpt.torch_tensors import NO_ADDRESS_BELOW, address_of, plain_parameter
 
 
 class _Mismatch(Exception):

@@ -16,7 +16,7 @@ import torch
 
 from asyncckpt.format.state_tree import FACTORIES, UNSTORED_FACTORY, Form, Node, form_in, python_key
 from asyncckpt.per_rank import PerRank
-from asyncckpt.planning.numpy_values import array_of
+from asyncckpt.state_dict.numpy_values import array_of
 
 _TYPES: dict[str, type] = {
     **{kind.__name__: kind for kind in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)},

@@ -1,25 +1,31 @@
-"""Digests of tensors: whole ones for the first exchange, windows for the samples of each save."""
+"""Comparing what several ranks hold: digests of whole tensors when ranks meet, of samples at every save."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 import xxhash
 
+from asyncckpt.errors import ProtocolError, ReplicaMismatchError
 from asyncckpt.format.checksums import DIGEST_NBYTES, block_digest
-from asyncckpt.planning.assignment import row_dimension
-from asyncckpt.planning.contributions import as_claim
-from asyncckpt.planning.flattened import Flattened
-from asyncckpt.planning.plan import SavePlan
-from asyncckpt.planning.sampling import Window, window_of
-from asyncckpt.planning.torch_types import flat_bytes
+from asyncckpt.planning.contributions import Contribution, as_claim, candidates, with_digests
+from asyncckpt.planning.load_balancing import row_dimension
+from asyncckpt.planning.sample_schedule import Window, window_of
+from asyncckpt.planning.save_plan import SavePlan
+from asyncckpt.planning.shard_ownership import Lie, Scattered, ShardBook
+from asyncckpt.planning.write_agreement import Agreement, by_shards
 from asyncckpt.protocol.samples import encode_samples
+from asyncckpt.sharding.mesh_layout import position_in
+from asyncckpt.sharding.shard_claims import ShardClaim
+from asyncckpt.state_dict.flatten import Flattened
+from asyncckpt.torch_tensors import flat_bytes
 
 MAX_THREADS = 4
 """Memory bandwidth is the limit, as with copies (staging/copy_cpu.py)."""
@@ -227,3 +233,166 @@ def _fetched(elsewhere: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, b
             found.append((n, ctypes.string_at(here.data_ptr() + at, window.numel())))
             at += window.numel()
     return found
+
+
+def settled_together(
+    agreement: Agreement,
+    contributions: Mapping[int, Contribution],
+    flat: Flattened,
+    rank: int,
+    gather: Callable[[bytes], list[bytes]],
+    *,
+    compare: bool,
+) -> Mapping[int, Contribution]:
+    """Return contributions with digests of what looks like replicas.
+
+    Args:
+        agreement: As it is so far.
+        contributions: Of all ranks, equal on all ranks.
+        flat: This rank's state.
+        rank: This rank.
+        gather: Exchanges digests: this rank's for everybody's.
+        compare: False takes what is called the same for the same; `gather` is called all the same.
+
+    Raises:
+        ReplicaMismatchError, RanksDisagreeError, OverlappingShardsError: About shards; on all ranks alike.
+        ProtocolError: A rank gave another number of digests.
+        AsyncCkptError: From `gather`.
+    """
+    book = agreement.shards.extended(by_shards(contributions), {})
+    book.check()
+    if not compare:
+        gather(b"")
+        return contributions
+    wanted = candidates(contributions)
+    mine = digests_for(flat, wanted[rank]) if wanted[rank] else b""
+    gathered = gather(mine + shard_digests_for(flat, book.compared(contributions[rank].shards, rank)))
+    ends = {one: DIGEST_NBYTES * len(positions) for one, positions in wanted.items()}
+    compare_shards(book, contributions, {one: gathered[one][end:] for one, end in ends.items()})
+    return with_digests(contributions, {one: gathered[one][:end] for one, end in ends.items()})
+
+
+_Slot = tuple[tuple[str, ...], tuple[int, ...] | int]
+
+
+def compare_shards(book: ShardBook, contributions: Mapping[int, Contribution], digests: Mapping[int, bytes]) -> None:
+    """Check that ranks that hold the same shards hold equal ones.
+
+    Args:
+        book: With what `contributions` say.
+        contributions: By rank.
+        digests: By rank, 8 bytes for each of `book.compared`, in its order.
+
+    Raises:
+        ReplicaMismatchError: Two ranks differ; the same error on all ranks.
+        ProtocolError: A rank gave another number of digests.
+    """
+    first: dict[_Slot, tuple[int, bytes]] = {}
+    lists = {id(contribution.shards): contribution.shards for contribution in contributions.values()}
+    scattered = {number for number, claims in lists.items() if any(_is_taken_apart(book, claim) for claim in claims)}
+    runs: dict[tuple[int, int], list[_Run]] = {}
+    for rank, contribution in contributions.items():
+        number = id(contribution.shards)
+        key = number, rank if number in scattered else -1
+        if key not in runs:
+            runs[key] = _runs(book, contribution.shards, rank)
+    runs = _alike(runs)
+    for rank in sorted(contributions):
+        number = id(contributions[rank].shards)
+        known = runs[number, rank if number in scattered else -1]
+        raw, end = digests[rank], known[-1].end if known else 0
+        if len(raw) != end:
+            detail = f"rank {rank} gave {len(raw)} bytes for the digests of its shards, expected {end}"
+            raise ProtocolError(detail, detail=detail)
+        for names, lie, begin, stop in known:
+            if isinstance(lie, Lie):
+                at = position_in(lie.grid, rank)
+                if at is None:
+                    continue
+                holders: tuple[int, ...] | int = lie.grid.replicas(at)[0]
+            else:
+                holders = ()
+            other, expected = first.setdefault((names, holders), (rank, raw[begin:stop]))
+            if expected != raw[begin:stop]:
+                raise _unequal(names, expected, raw[begin:stop], other, rank)
+
+
+class _Run(NamedTuple):
+    """Digests that lie side by side, and belong to one grid or one box: names, how they lie, first byte, end."""
+
+    names: tuple[str, ...]
+    lie: Lie | Scattered
+    begin: int
+    end: int
+
+
+def _is_taken_apart(book: ShardBook, claim: ShardClaim) -> bool:
+    """Whether a tensor that is on a mesh here lies in boxes all the same: on other ranks it is on another, or none."""
+    return claim.grid is not None and isinstance(book.lie(claim.fqn), Scattered)
+
+
+def _alike(runs: dict[tuple[int, int], list[_Run]]) -> dict[tuple[int, int], list[_Run]]:
+    """Take those apart that do not have the same names on all ranks.
+
+    IMPORTANT: a run is compared with runs of the same names. Ranks that hold the same tensors in another order, or one
+    between them that others do not have, would else not be compared at all.
+    """
+    distinct = {run.names for known in runs.values() for run in known if isinstance(run.lie, Lie)}
+    counts = Counter(name for names in distinct for name in names)
+    broken = {names for names in distinct if len(names) > 1 and any(counts[name] > 1 for name in names)}
+    if not broken:
+        return runs
+    return {
+        key: [one for run in known for one in (_singles(run) if run.names in broken else (run,))]
+        for key, known in runs.items()
+    }
+
+
+def _singles(run: _Run) -> Iterator[_Run]:
+    for n, name in enumerate(run.names):
+        begin = run.begin + n * DIGEST_NBYTES
+        yield _Run((name,), run.lie, begin, begin + DIGEST_NBYTES)
+
+
+def _runs(book: ShardBook, claims: Sequence[ShardClaim], rank: int) -> list[_Run]:
+    """Return what of a rank's digests belongs together."""
+    found: list[_Run] = []
+    names: list[str] = []  # of the run that is being gathered
+    last: Lie | None = None
+    begin = at = 0
+
+    def end_run() -> None:
+        if last is not None:
+            found.append(_Run(tuple(names), last, begin, at))
+        names.clear()
+
+    for position, box in book.compared(claims, rank):
+        fqn = claims[position].fqn
+        lie = book.lie(fqn)
+        assert lie is not None
+        if isinstance(lie, Scattered):
+            assert box is not None
+            end_run()
+            last = None
+            found.append(_Run((fqn, str(claims[position].of_rank(rank)[box])), lie, at, at + DIGEST_NBYTES))
+        else:
+            if last is None or lie.grid is not last.grid:
+                end_run()
+                last, begin = lie, at
+            names.append(fqn)
+        at += DIGEST_NBYTES
+    end_run()
+    return found
+
+
+def _unequal(names: Sequence[str], one: bytes, other: bytes, *ranks: int) -> ReplicaMismatchError:
+    at = next(n for n in range(0, len(one), DIGEST_NBYTES) if one[n : n + 8] != other[n : n + 8]) // DIGEST_NBYTES
+    fqn = names[min(at, len(names) - 1)] if len(one) > DIGEST_NBYTES else names[0]
+    return ReplicaMismatchError(
+        f"ranks {ranks[0]} and {ranks[1]} hold the same shard of {fqn!r} by its mesh or its offsets, and its elements "
+        "differ; nothing was saved. If they are to be equal, synchronise them before saving; if they are different "
+        "tensors, give them different keys, or put them into PerRank as plain tensors; replicated='assume' takes "
+        "those of one rank",
+        fqn=fqn,
+        ranks=list(ranks),
+    )

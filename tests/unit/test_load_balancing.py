@@ -12,7 +12,7 @@ hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from asyncckpt.planning.assignment import (  # noqa: E402
+from asyncckpt.planning.load_balancing import (  # noqa: E402
     CUT_NBYTES,
     Replica,
     box_of_rows,

@@ -22,11 +22,11 @@ from typing import NamedTuple
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ProtocolError
 from asyncckpt.format.checksums import block_digest
-from asyncckpt.planning.assignment import replica_of, spread
-from asyncckpt.planning.claims import ShardClaim
 from asyncckpt.planning.contributions import Contribution, TensorKey, encode_contributions, is_weak
-from asyncckpt.planning.sampling import SAMPLE_LIMIT, Turn, turns_of
-from asyncckpt.planning.shard_book import ShardBook
+from asyncckpt.planning.load_balancing import replica_of, spread
+from asyncckpt.planning.sample_schedule import SAMPLE_LIMIT, Turn, turns_of
+from asyncckpt.planning.shard_ownership import ShardBook
+from asyncckpt.sharding.shard_claims import ShardClaim
 
 MAX_SHAPES = 8
 """Shapes under which one name may be shared; then it changes with every save, and is stored per rank from there on."""

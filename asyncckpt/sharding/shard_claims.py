@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgpack
@@ -13,7 +13,7 @@ from asyncckpt.dtypes import DTYPES
 from asyncckpt.format.names import MAX_RANKS
 from asyncckpt.format.structure import MAX_DIMS, MAX_INT, MAX_TENSORS
 from asyncckpt.msgpacked import unpack_whole
-from asyncckpt.planning.sharding.grid import Box, Grid
+from asyncckpt.sharding.mesh_layout import Box, Grid, position_in
 
 MAX_MESH_DIMS = 16
 
@@ -41,36 +41,6 @@ class ShardClaim(NamedTuple):
             return self.boxes
         at = position_in(self.grid, rank)
         return () if at is None else self.grid.boxes(self.shape, self.grid.coordinate(at))
-
-
-_positions: dict[int, tuple[tuple[int, ...], Mapping[int, int]]] = {}
-
-
-def position_in(grid: Grid, rank: int) -> int | None:
-    """Return where `rank` stands in `grid.ranks`; None when it does not."""
-    known = _positions.get(id(grid.ranks))
-    if known is None or known[0] is not grid.ranks:
-        if len(_positions) > 256:
-            _positions.clear()
-        known = _positions[id(grid.ranks)] = (grid.ranks, {r: n for n, r in enumerate(grid.ranks)})
-    return known[1].get(rank)
-
-
-_holders: dict[tuple[int, int], tuple[Grid, tuple[int, ...]]] = {}
-
-
-def holders_in(grid: Grid, rank: int) -> tuple[int, ...]:
-    """Return the ranks of `grid` that hold what `rank` holds, ascending; none when it does not stand in it.
-
-    Worked out once for all tensors that lie on this very grid.
-    """
-    known = _holders.get((id(grid), rank))
-    if known is None or known[0] is not grid:
-        if len(_holders) > 256:
-            _holders.clear()
-        at = position_in(grid, rank)
-        known = _holders[id(grid), rank] = (grid, () if at is None else grid.replicas(at))
-    return known[1]
 
 
 def encode_claims(claims: Sequence[ShardClaim]) -> bytes:

@@ -11,10 +11,9 @@ import states
 import torch
 
 from asyncckpt.errors import UnsupportedLeafError
-from asyncckpt.planning.flattened import Flattened
-from asyncckpt.planning.match import match
 from asyncckpt.planning.planner import PlanCache, signature_of
-from asyncckpt.planning.state_dict import HOIST_NBYTES, flatten
+from asyncckpt.state_dict.flatten import HOIST_NBYTES, Flattened, flatten
+from asyncckpt.state_dict.structure_match import match
 
 
 def assert_equal_parts(found: Flattened, expected: Flattened) -> None:

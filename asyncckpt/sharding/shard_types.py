@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from asyncckpt.errors import OverlappingShardsError, ShardOutOfRangeError, UnsupportedLeafError
+from asyncckpt.errors import ConfigError, OverlappingShardsError, ShardOutOfRangeError, UnsupportedLeafError
 from asyncckpt.format.structure import MAX_DIMS, MAX_INT
-from asyncckpt.planning.sharding.flat_range import boxes_of_range
-from asyncckpt.planning.sharding.grid import Grid, overlapping
+from asyncckpt.sharding.mesh_layout import Box, Grid, boxes_of_range, overlapping
+from asyncckpt.torch_tensors import NO_MEMORY, SHRUNK, address_of, dtype_name, is_whole
 
 
 class LocalShard(NamedTuple):
@@ -256,3 +256,115 @@ def refused_by_name(error: UnsupportedLeafError, fqn: str, text: str) -> Unsuppo
     """Return an error that was raised where the FQN was not known, with it, and with `text` for its message."""
     facts = {**error.facts(), "leaf": fqn, "fqn": fqn}
     return type(error)(text, **{name: fact for name, fact in facts.items() if name in error.fields})
+
+
+def describe_tp(
+    state_dict: Mapping[str, Any], global_shapes: Mapping[str, Sequence[int]], *, tp_rank: int, tp_size: int
+) -> dict[str, Any]:
+    """Return `state_dict` with a `ShardedSlice` for each tensor that is split over a tensor parallel group.
+
+    A tensor whose local shape is its global one is left as it is: a replica. All others must be split along one
+    dimension, evenly; along which is found by the shapes. Tensors that `global_shapes` does not name, and what is no
+    tensor, are left too.
+
+    Args:
+        state_dict: FQN -> local tensor.
+        global_shapes: FQN -> shape of the whole tensor, in elements.
+        tp_rank, tp_size: Which part of how many this process holds.
+
+    Raises:
+        UnsupportedLeafError: No dimension fits, or several do; `leaf` is the FQN.
+        ConfigError: `global_shapes` names no tensor of `state_dict`; or the rank makes no sense.
+    """
+    if type(tp_size) is not int or type(tp_rank) is not int or not 0 <= tp_rank < tp_size:
+        raise ConfigError(
+            f"tp_rank={tp_rank!r} of tp_size={tp_size!r} is no rank", field="tp_rank", value=repr(tp_rank)
+        )
+    # It may name more than this rank holds, as with pipeline stages; naming nothing is a mistake in the names.
+    if not any(isinstance(state_dict.get(fqn), torch.Tensor) for fqn in global_shapes):
+        raise ConfigError(
+            f"global_shapes names no tensor of the state dict, which must be flat: it names "
+            f"{', '.join(map(repr, list(global_shapes)[:3])) or 'nothing'}; the state dict has "
+            f"{', '.join(map(repr, list(state_dict)[:3])) or 'nothing'}",
+            field="global_shapes",
+            value=", ".join(list(global_shapes)[:3]),
+        )
+    found: dict[str, Any] = {}
+    for fqn, value in state_dict.items():
+        wanted = global_shapes.get(fqn)
+        is_split = wanted is not None and isinstance(value, torch.Tensor) and tuple(value.shape) != tuple(wanted)
+        found[fqn] = _slice(fqn, value, tuple(wanted), tp_rank, tp_size) if is_split and wanted is not None else value
+    return found
+
+
+def _slice(fqn: str, tensor: torch.Tensor, wanted: tuple[int, ...], tp_rank: int, tp_size: int) -> ShardedSlice:
+    local = tuple(tensor.shape)
+    dimensions = []
+    if len(local) == len(wanted):
+        others = [d for d in range(len(local)) if local[d] != wanted[d]]
+        dimensions = [d for d in others if len(others) == 1 and local[d] * tp_size == wanted[d]]
+    if len(dimensions) != 1:
+        raise UnsupportedLeafError(
+            f"{fqn!r} has local shape {list(local)} and global shape {list(wanted)}: no single dimension is split "
+            f"evenly over {tp_size} ranks; describe it with a ShardedSlice of your own",
+            leaf=fqn,
+            type_name=type(tensor).__name__,
+        )
+    offsets = [0] * len(local)
+    offsets[dimensions[0]] = tp_rank * local[dimensions[0]]
+    return ShardedSlice(tensor, wanted, offsets)
+
+
+def boxes_of(found: Sharded) -> tuple[Box, ...]:
+    """Return the boxes of what a process holds."""
+    return tuple((shard.offsets, tuple(shard.tensor.shape)) for shard in found.shards)
+
+
+def sources_of(found: Sharded, *, is_target: bool = False) -> list[torch.Tensor]:
+    """Return the tensors to be copied, aligned with the boxes; an empty one where there are no boxes.
+
+    `is_target`: they are filled, and those on the meta device are taken too.
+
+    Raises:
+        UnsupportedLeafError: One of them cannot be stored.
+    """
+    if dtype_name(found.dtype) is None:
+        raise refused(found.type_name, f"dtype {found.dtype}")
+    sources = []
+    for tensor, _ in found.shards:
+        if is_target and tensor.is_meta and tensor.layout is torch.strided:
+            sources.append(tensor)
+            continue
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+            raise refused(found.type_name, f"a part of layout {tensor.layout} on {tensor.device}")
+        if tensor.numel() and not address_of(tensor):
+            raise refused(found.type_name, NO_MEMORY)
+        if not is_whole(tensor):
+            raise refused(found.type_name, SHRUNK)
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        sources.append(tensor)
+    return sources or [torch.empty(0, dtype=found.dtype, device="cpu")]
+
+
+def identity_of(found: Sharded, value: object) -> object:
+    """Return what is equal for two values that are one tensor: the same elements of the same boxes.
+
+    IMPORTANT: also where this rank holds none of the elements. Were two names one tensor on some ranks and two on
+    others, the second would be written by a few of them only.
+    """
+    places = tuple((place_of(t), t.shape, t.stride(), offsets) for t, offsets in found.shards)
+    if not places and found.anchor is None:
+        return id(value)
+    return (found.dtype, found.global_shape, found.grid, places or place_of(found.anchor))
+
+
+def place_of(tensor: torch.Tensor | None) -> object:
+    """Return where a tensor lies, its address, or of an empty one its storage and where in it; and what it makes of it.
+
+    A conjugated or negated view lies where the tensor does, and has other values.
+    """
+    if tensor is None:
+        return None
+    place = tensor.data_ptr() or (tensor.untyped_storage()._cdata, tensor.storage_offset())
+    return place, tensor.is_conj(), tensor.is_neg()

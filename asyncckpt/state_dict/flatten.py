@@ -1,4 +1,4 @@
-"""A nested state dict -> its tree, its tensors and its objects. The way back is `rebuilding`.
+"""A nested state dict -> its tree, its tensors and its objects. The way back is `unflatten`.
 
 `flatten` runs on every save in the training thread, so it does only what a changed value could alter; names, duplicate
 checks and layouts belong to the plan, which is made once per structure.
@@ -7,23 +7,34 @@ checks and layouts belong to the plan, which is made once per structure.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from asyncckpt.errors import OverlappingShardsError, UnsupportedLeafError
-from asyncckpt.format.state_tree import MAX_DEPTH, Key, Node, Path, fqn_of
+from asyncckpt.format.state_tree import (
+    MAX_DEPTH,
+    MAX_KEY_DEPTH,
+    Key,
+    Node,
+    Path,
+    fqn_of,
+    is_storable,
+    key_of,
+    leaves,
+    per_rank_nodes,
+    python_key,
+)
 from asyncckpt.per_rank import PerRank
-from asyncckpt.planning.flattened import Flattened
-from asyncckpt.planning.keys import typed_key
-from asyncckpt.planning.numpy_values import is_array, is_scalar, tensor_of
-from asyncckpt.planning.rebuilding import deque_form, form_of
-from asyncckpt.planning.shard_leaves import ShardLeaf, boxes_of, identity_of, sources_of
-from asyncckpt.planning.sharding.recognising import Describe, describer
-from asyncckpt.planning.sharding.shards import Sharded, named, refused, refused_by_name
-from asyncckpt.planning.stateful import OpeningError, Openings, is_stateful
-from asyncckpt.planning.torch_types import (
+from asyncckpt.sharding.mesh_layout import Box, Grid
+from asyncckpt.sharding.registry import Describe, describer
+from asyncckpt.sharding.shard_claims import ShardClaim
+from asyncckpt.sharding.shard_types import Sharded, boxes_of, identity_of, named, refused, refused_by_name, sources_of
+from asyncckpt.state_dict.numpy_values import is_array, is_scalar, tensor_of
+from asyncckpt.state_dict.stateful import OpeningError, Openings, is_stateful
+from asyncckpt.state_dict.unflatten import deque_form, form_of
+from asyncckpt.torch_tensors import (
     NO_ADDRESS_BELOW,
     NO_MEMORY,
     SHRUNK,
@@ -33,6 +44,138 @@ from asyncckpt.planning.torch_types import (
     plain_parameter,
     why_no_memory,
 )
+
+
+class ShardLeaf(NamedTuple):
+    """A tensor of which this process holds parts.
+
+    Attributes:
+        global_shape: In elements.
+        grid: As of `Sharded`.
+        boxes: The parts.
+        sources: Aligned with `boxes`: where in `Flattened.tensors` each lies.
+        is_first: As of `Sharded`.
+    """
+
+    global_shape: tuple[int, ...]
+    grid: Grid | None
+    boxes: tuple[Box, ...]
+    sources: tuple[int, ...]
+    is_first: bool
+
+    def claim(self, fqn: str, dtype: str) -> ShardClaim:
+        """Return what the other ranks are told."""
+        boxes = () if self.grid is not None else self.boxes
+        return ShardClaim(fqn, dtype, self.global_shape, self.grid, boxes, self.is_first)
+
+
+def typed_key(key: Any) -> Key | None:
+    """Return the key of a tree for one of a state, numpy's scalars as Python's; None: it has no form."""
+    return key_of(_without_numpy(key, 0))
+
+
+def _without_numpy(key: Any, depth: int) -> Any:
+    if is_scalar(key):
+        return key.item()
+    if isinstance(key, tuple) and depth < MAX_KEY_DEPTH:
+        return tuple(_without_numpy(member, depth + 1) for member in key)
+    return key
+
+
+def check_keys(tree: Node) -> None:
+    """Refuse keys that the index cannot hold; part of making a plan.
+
+    Raises:
+        UnsupportedLeafError: Naming the path.
+    """
+    for path, node in mappings(tree):
+        for key in node[1][::2]:
+            if not is_storable(key):
+                leaf = fqn_of((*path, key))
+                raise UnsupportedLeafError(
+                    f"state dict leaf {leaf[:200]!r}: the key {python_key(key)!r:.80} is out of range, "
+                    "too long or no valid text",
+                    leaf=leaf,
+                    type_name=type(python_key(key)).__name__,
+                )
+
+
+def mappings(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Yield (typed path, node) of `node` and everything below it that is a mapping."""
+    if node[0] in ("d", "o"):
+        yield path, node
+        for key, child in zip(node[1][::2], node[1][1::2], strict=True):
+            yield from mappings(child, (*path, key))
+    elif node[0] in ("l", "t"):
+        for i, child in enumerate(node[1]):
+            yield from mappings(child, (*path, i))
+    elif node[0] == "r":
+        yield from mappings(node[1], path)
+
+
+class Flattened:
+    """A state dict taken apart.
+
+    Attributes:
+        tree: The skeleton (`format.state_tree`).
+        tensors: By tensor number; a tensor reachable by several paths is there once. Not copies. Of a shard the first
+            part; the others follow behind the last number.
+        objects: By object number: the leaves that are not tensors. Not copies.
+        allow_pickle: Whether objects of any type may be stored.
+        shards: By tensor number: those of which this process holds parts.
+        n_numbers: How many tensor numbers there are.
+    """
+
+    __slots__ = ("allow_pickle", "n_numbers", "objects", "shards", "tensors", "tree")
+
+    def __init__(
+        self,
+        tree: Node,
+        tensors: list[torch.Tensor],
+        objects_: list[Any],
+        *,
+        allow_pickle: bool = False,
+        shards: Mapping[int, ShardLeaf] | None = None,
+        n_numbers: int | None = None,
+    ) -> None:
+        self.tree, self.tensors, self.objects, self.allow_pickle = tree, tensors, objects_, allow_pickle
+        self.shards: Mapping[int, ShardLeaf] = shards or {}
+        self.n_numbers = len(tensors) if n_numbers is None else n_numbers
+
+    @property
+    def fqns(self) -> list[str]:
+        """FQN of each tensor by its first path."""
+        names: list[str | None] = [None] * len(self.tensors)
+        for path, node in leaves(self.tree):
+            if node[0] != "O" and names[node[1]] is None:
+                names[node[1]] = fqn_of(path)
+        return [n for n in names if n is not None]
+
+    @property
+    def per_rank(self) -> frozenset[int]:
+        """Numbers of the tensors that belong to this rank: any of their paths lies in a `PerRank`."""
+        return frozenset(leaf[1] for _, node in per_rank_nodes(self.tree) for _, leaf in leaves(node) if leaf[0] != "O")
+
+    @property
+    def common(self) -> list[int]:
+        """Numbers of the tensors that are whole here and do not belong to this rank alone, ascending."""
+        own = self.per_rank
+        return [n for n in range(self.n_numbers) if n not in own and n not in self.shards]
+
+    def name_of(self, source: int) -> str:
+        """Return the FQN of what lies at `source` of `tensors`."""
+        if source >= self.n_numbers:
+            source = next(n for n, leaf in self.shards.items() if source in leaf.sources)
+        return self.fqns[source]
+
+
+def object_fqn(tree: Node, number: int) -> str:
+    """Return the name of an object by its number: a leaf, or the `_metadata` of an OrderedDict."""
+    for path, node in leaves(tree):
+        if node == ("O", number):
+            return fqn_of(path)
+    return next((fqn_of((*path, "_metadata")) for path, node in mappings(tree) if node[2:] == (number,)), "")
+
 
 HOIST_NBYTES = 64 * 1024
 """Bytes values of this size and above are stored in the shard files, not in JSON. Chosen, not measured."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 Run = tuple[int, int]
@@ -142,3 +142,114 @@ def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
                 return other, box
         active.append(box)
     return None
+
+
+_positions: dict[int, tuple[tuple[int, ...], Mapping[int, int]]] = {}
+
+
+def position_in(grid: Grid, rank: int) -> int | None:
+    """Return where `rank` stands in `grid.ranks`; None when it does not."""
+    known = _positions.get(id(grid.ranks))
+    if known is None or known[0] is not grid.ranks:
+        if len(_positions) > 256:
+            _positions.clear()
+        known = _positions[id(grid.ranks)] = (grid.ranks, {r: n for n, r in enumerate(grid.ranks)})
+    return known[1].get(rank)
+
+
+_holders: dict[tuple[int, int], tuple[Grid, tuple[int, ...]]] = {}
+
+
+def holders_in(grid: Grid, rank: int) -> tuple[int, ...]:
+    """Return the ranks of `grid` that hold what `rank` holds, ascending; none when it does not stand in it.
+
+    Worked out once for all tensors that lie on this very grid.
+    """
+    known = _holders.get((id(grid), rank))
+    if known is None or known[0] is not grid:
+        if len(_holders) > 256:
+            _holders.clear()
+        at = position_in(grid, rank)
+        known = _holders[id(grid), rank] = (grid, () if at is None else grid.replicas(at))
+    return known[1]
+
+
+def nbytes_by_position(grid: Grid, shape: tuple[int, ...], itemsize: int) -> list[int]:
+    """Return the bytes that each position of the grid holds of a tensor.
+
+    The length of a dimension depends on those mesh dimensions only that shard it: few values, multiplied out.
+    """
+    sharded = sorted({placement[0] for placement in grid.placements if placement})
+    fixed = itemsize * math.prod(length for d, length in enumerate(shape) if d not in sharded)
+    held = [fixed] * len(grid.ranks)
+    for d in sharded:
+        mesh_dims = tuple(m for m, placement in enumerate(grid.placements) if placement and placement[0] == d)
+        lengths = _lengths(grid, shape[d], mesh_dims)
+        if len(lengths) == len(held) and len(sharded) == 1:  # in the order of the mesh
+            return [fixed * n for n in lengths]
+        held = [nbytes * lengths[n] for nbytes, n in zip(held, _numbers(grid.mesh, mesh_dims), strict=True)]
+    return held
+
+
+@functools.lru_cache(64)
+def _numbers(mesh: tuple[int, ...], mesh_dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Return for each position of a mesh which combination of coordinates in those dimensions it has, row-major."""
+    found = []
+    for at in itertools.product(*map(range, mesh)):
+        number = 0
+        for m in mesh_dims:
+            number = number * mesh[m] + at[m]
+        found.append(number)
+    return tuple(found)
+
+
+def _lengths(grid: Grid, length: int, mesh_dims: Sequence[int]) -> list[int]:
+    """Return how long a dimension is at each combination of coordinates in those mesh dimensions, row-major."""
+    if len(mesh_dims) == 1 and len(grid.placements[mesh_dims[0]]) == 1:
+        n = grid.mesh[mesh_dims[0]]
+        chunk = -(-length // n) or 1
+        full, rest = divmod(length, chunk)
+        return ([chunk] * full + [rest] + [0] * n)[:n]
+    found = []
+    for number in range(math.prod(grid.mesh[m] for m in mesh_dims)):
+        shards = []
+        for m in reversed(mesh_dims):
+            number, at = divmod(number, grid.mesh[m])
+            placement = grid.placements[m]
+            shards.append((grid.mesh[m], at, placement[1] if len(placement) > 1 else 1))
+        found.append(sum(n for _, n in runs_of(length, shards[::-1])))
+    return found
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, numel: int) -> list[tuple[Box, int]]:
+    """Return the boxes that elements [start, start + numel) of a tensor of `shape` make, in order.
+
+    Returns:
+        (box, where its elements begin in the range): each is one run of the range; at most 2 * dimensions - 1.
+    """
+    if not numel:
+        return []
+    if not shape:
+        return [(((), ()), 0)]
+    row = math.prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(start + numel, row)
+    if first == last:  # inside one row
+        return [_within(first, box, at) for box, at in boxes_of_range(shape[1:], head, numel)]
+    found: list[tuple[Box, int]] = []
+    at = 0
+    if head:
+        found += [_within(first, box, n) for box, n in boxes_of_range(shape[1:], head, row - head)]
+        first, at = first + 1, row - head
+    if last > first:
+        zeros = (0,) * (len(shape) - 1)
+        found.append((((first, *zeros), (last - first, *shape[1:])), at))
+        at += (last - first) * row
+    if tail:
+        found += [_within(last, box, at + n) for box, n in boxes_of_range(shape[1:], 0, tail)]
+    return found
+
+
+def _within(row: int, box: Box, at: int) -> tuple[Box, int]:
+    offsets, sizes = box
+    return ((row, *offsets), (1, *sizes)), at

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from asyncckpt.planning.sharding.grid import Grid
-from asyncckpt.planning.sharding.shards import LocalShard, Sharded, refused
+from asyncckpt.sharding.mesh_layout import Grid
+from asyncckpt.sharding.shard_types import LocalShard, Sharded, refused
 
 MAX_GRIDS = 4096
 """Remembered by identity of mesh and placements: a state has a handful, which come again at every save."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from asyncckpt.errors import ProtocolError
-from asyncckpt.planning.agreement import MAX_SHAPES, Agreement, Duty, DutyKind
 from asyncckpt.planning.contributions import Contribution, TensorKey, as_claim
+from asyncckpt.planning.write_agreement import MAX_SHAPES, Agreement, Duty, DutyKind
 
 SHARED, SOLE, PER_RANK, NEWS = DutyKind.SHARED, DutyKind.SOLE, DutyKind.PER_RANK, DutyKind.NEWS
 W: TensorKey = ("w", "float32", (4, 3))

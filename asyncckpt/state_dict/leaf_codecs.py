@@ -1,0 +1,160 @@
+"""The object leaves of a state dict as typed JSON, and back; what layout "dcp" has no form for is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from asyncckpt.errors import UnsupportedLeafError
+from asyncckpt.format import objects
+from asyncckpt.format.dcp import item_pickle, items_of, refusal_of
+from asyncckpt.format.names import DCP, SAFETENSORS
+from asyncckpt.format.state_tree import Node, fqn_of
+from asyncckpt.format.torch_pickle import NotPickledError
+from asyncckpt.state_dict.flatten import Flattened, object_fqn
+from asyncckpt.state_dict.numpy_values import decode_scalar, encode_scalar, is_array
+from asyncckpt.state_dict.pickling import encode_pickle
+
+Unpickle = Callable[[str, bytes], Any]
+"""Makes a value of (name of its type, bytes), or refuses."""
+
+
+def encode_leaves(flat: Flattened, layout: str = SAFETENSORS) -> list[Any]:
+    """Return the JSON forms of all object leaves, in order.
+
+    Args:
+        flat: The state dict.
+        layout: What it is written as, one of `format.names.LAYOUTS`.
+
+    Raises:
+        UnsupportedLeafError: A leaf of a type that cannot be stored; `leaf` is the path to it.
+    """
+    extend = _extend_or_pickle if flat.allow_pickle else _extend
+    out = []
+    for number, value in enumerate(flat.objects):
+        if type(value) in (bool, type(None)) or (type(value) is str and value.isascii()):
+            out.append(value)  # by far the most, and JSON keeps them
+            continue
+        try:
+            out.append(objects.encode_value(value, extend))
+        except objects.UnknownTypeError as error:
+            raise _refusal(flat, number, error.value, error) from error.__cause__
+    if layout == DCP:
+        check_dcp_objects(flat.tree, out)
+    return out
+
+
+def _extend(value: Any) -> tuple[str, Any] | None:
+    return encode_torch(value) or encode_scalar(value)
+
+
+def _extend_or_pickle(value: Any) -> tuple[str, Any] | None:
+    found = _extend(value)
+    if found is not None or isinstance(value, tuple):  # a namedtuple is a tuple
+        return found
+    try:
+        return encode_pickle(value)
+    except Exception as error:
+        raise objects.UnknownTypeError(value) from error
+
+
+def _refusal(flat: Flattened, number: int, value: Any, error: objects.UnknownTypeError) -> UnsupportedLeafError:
+    leaf, kind = object_fqn(flat.tree, number), type(value).__name__
+    if error.__cause__ is not None:
+        why = f"type {kind} cannot be pickled: {error.__cause__}"
+    elif is_array(value):
+        why = f"torch has no dtype for an array of {value.dtype}; allow_pickle=True on both sides would pickle it"
+    else:
+        why = f"type {kind} cannot be stored; allow_pickle=True on both sides would pickle it"
+    return UnsupportedLeafError(f"state dict leaf {leaf!r}: {why}", leaf=leaf, type_name=kind)
+
+
+def decode_leaf(raw: Any, unpickle: Unpickle) -> Any:
+    """Return the Python value of one object leaf's JSON form, of torch's and numpy's types too.
+
+    Args:
+        raw: The JSON form.
+        unpickle: Asked for a leaf that was pickled.
+
+    Raises:
+        ValueError: Malformed.
+    """
+
+    def make(tag: str, payload: Any) -> Any:
+        if tag == "numpy.scalar":
+            return decode_scalar(payload)
+        return unpickle(*objects.pickled(payload)) if tag in objects.PICKLED_TAGS else decode_torch(tag, payload)
+
+    return objects.decode_value(raw, make)
+
+
+def encode_torch(value: Any) -> tuple[str, Any] | None:
+    """Return (tag, payload) of a value of torch's own types; None for anything else."""
+    if isinstance(value, torch.dtype):
+        return "torch.dtype", str(value).removeprefix("torch.")
+    if isinstance(value, torch.device):
+        return "torch.device", str(value)
+    if isinstance(value, torch.Size):
+        return "torch.Size", list(value)
+    return None
+
+
+def decode_torch(tag: str, payload: Any) -> Any:
+    """Return the value of one of torch's tags.
+
+    Raises:
+        ValueError: Malformed.
+    """
+    if tag == "torch.Size":
+        return torch.Size(payload)
+    if tag == "torch.device":
+        return torch.device(payload)
+    found = getattr(torch, str(payload), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"unknown torch dtype {payload!r}")
+    return found
+
+
+def check_dcp_items(tree: Node) -> None:
+    """Prove that every leaf of a tree can be an item of `torch.distributed.checkpoint`, but for the objects' types.
+
+    Raises:
+        UnsupportedLeafError: Naming the first that cannot.
+    """
+    for item in items_of(tree):
+        why = refusal_of(item.node)
+        if why is not None:
+            raise _refused(fqn_of(item.path), why)
+
+
+def check_dcp_objects(tree: Node, objects: Sequence[Any]) -> None:
+    """Prove that the objects of a tree have a form that `torch.load(weights_only=True)` reads.
+
+    Args:
+        tree: Of the state dict.
+        objects: JSON forms by number.
+
+    Raises:
+        UnsupportedLeafError: Naming the first that has none.
+    """
+    for item in items_of(tree):
+        if item.node[0] != "T" and not _is_plain(item.node, objects):
+            try:
+                item_pickle(item.node, objects)
+            except NotPickledError as error:
+                raise _refused(fqn_of(item.path), str(error)) from error
+
+
+def _is_plain(node: Node, objects: Sequence[Any]) -> bool:
+    """Whether it is one of the values that most of these leaves are."""
+    return node[0] == "O" and type(objects[node[1]]) in (type(None), bool, int, float, str)
+
+
+def _refused(leaf: str, what: str) -> UnsupportedLeafError:
+    return UnsupportedLeafError(
+        f"state dict leaf {leaf!r}: layout='dcp' has no form for {what}; layout='safetensors' holds it",
+        leaf=leaf,
+        type_name=what.removeprefix("a ").partition(",")[0],
+    )
