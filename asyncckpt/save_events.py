@@ -13,9 +13,9 @@ from typing import Any
 
 from asyncckpt.errors import SaveSkippedError
 from asyncckpt.handle import SaveFuture, SaveHandle, SaveReport
+from asyncckpt.maintenance.event_log import EventLog
 from asyncckpt.paths import current_umask
 from asyncckpt.staging.overlap import Overlap
-from asyncckpt.storage.event_log import EventLog
 
 CLOSE_S = 0.5
 """How long a checkpointer waits for its last lines. Chosen: a line takes a millisecond."""

@@ -14,10 +14,10 @@ from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.format.objects import decode_value
 from asyncckpt.format.state_tree import fqn_of, leaves, per_rank_nodes
 from asyncckpt.interop.sources.detect import OURS, read_any
+from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.quantities import human
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_objects
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.unread import Unread
 
 EXAMPLES = (
     "asyncckpt inspect runs/a/step-300",
@@ -126,11 +126,11 @@ def _objects(contents: Contents, rank: int, files: Files) -> Iterator[dict[str, 
             fqn = fqn_of(path)
             raw = values[node[1]]
             try:
-                shown = raw.described() if isinstance(raw, Unread) else _shown(raw)
+                shown = raw.described() if isinstance(raw, UnreadLeaf) else _shown(raw)
             except ValueError as error:
                 name = contents.ranks[rank].index.objects.name
                 raise corrupt(contents.path, name, f"object {node[1]} does not decode: {error}") from error
-            unread = {"unread": raw.kind} if isinstance(raw, Unread) else {}
+            unread = {"unread": raw.kind} if isinstance(raw, UnreadLeaf) else {}
             yield {"rank": rank, "fqn": fqn, "per_rank": fqn in marked, "value": shown, **unread}
 
 

@@ -17,12 +17,12 @@ from asyncckpt import __version__
 from asyncckpt.cli.output import EXIT_OK, existing_root, print_json, say, some_path
 from asyncckpt.errors import CheckpointNotFoundError, ConfigError
 from asyncckpt.format.manifest import Manifest
+from asyncckpt.maintenance.event_log import EVENTS_NAME, ROTATED_NAME, read_events
 from asyncckpt.paths import absolute_path
 from asyncckpt.reporting.charts import can_draw
 from asyncckpt.reporting.history import History, SaveStory, history_of, recovery_points
 from asyncckpt.reporting.page import NO_PICTURES, page
 from asyncckpt.storage.catalog import scan
-from asyncckpt.storage.event_log import EVENTS_NAME, ROTATED_NAME, read_events
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 

@@ -24,6 +24,7 @@ from asyncckpt.cli.output import (
 from asyncckpt.cli.progress import reading, said_nbytes
 from asyncckpt.errors import AsyncCkptError, CheckpointNotFoundError, ConfigError
 from asyncckpt.interop.sources.detect import OURS
+from asyncckpt.interop.sources.unread_leaves import unread_leaves
 from asyncckpt.interop.sources.verify import verify_any
 from asyncckpt.quantities import count, human
 from asyncckpt.storage.catalog import UNREADABLE, UNSUPPORTED, candidates_in, is_broken
@@ -31,7 +32,6 @@ from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.reader import DEFAULT_THREADS
-from asyncckpt.storage.unread import unread_leaves
 from asyncckpt.storage.verification import ABSENT, OK, Verdict, leftovers
 
 EXAMPLES = (

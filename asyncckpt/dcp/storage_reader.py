@@ -28,6 +28,7 @@ from asyncckpt.format.names import DCP_METADATA_NAME
 from asyncckpt.interop.sources.source import read_exactly
 from asyncckpt.interop.sources.torch_file import read_directory
 from asyncckpt.interop.sources.unpickler import MAX_NBYTES
+from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.loading.fetching import read_ranges, thread_count
 from asyncckpt.loading.overwritten import read_of_one_save
 from asyncckpt.loading.placements import Placement, ranges_of
@@ -36,7 +37,6 @@ from asyncckpt.paths import absolute_path, is_local_path
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, corrupt
 from asyncckpt.storage.files import Files, opened, read_small_file
 from asyncckpt.storage.read_plan import Wanted
-from asyncckpt.storage.unread import Unread
 from asyncckpt.torch_tensors import check_memory_is_real
 
 
@@ -160,7 +160,7 @@ def found_in(contents: Contents, files: Files) -> SaveRead:
 
 def _settled(raw: Any) -> Any:
     """Return the JSON form of a leaf without what depends on this process: where its sets begin, and end."""
-    if isinstance(raw, Unread):  # of what is in a set it names what it met first
+    if isinstance(raw, UnreadLeaf):  # of what is in a set it names what it met first
         return "not read"
     if isinstance(raw, list):
         return [_settled(value) for value in raw]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from asyncckpt.errors import ConfigError, CorruptCheckpointError
+from asyncckpt.errors import ConfigError, CorruptCheckpointError, UnsupportedLeafError
 from asyncckpt.format.layout import (
     PAGE_NBYTES,
     SAVE_ID_NBYTES,
@@ -32,10 +32,10 @@ from asyncckpt.format.layout import (
     round_up,
 )
 from asyncckpt.format.names import DCP, MAX_PARTS, SaveId, items_name, per_rank_name, shard_name, split_per_rank_name
-from asyncckpt.format.objects import Opaque, Record
+from asyncckpt.format.objects import Opaque, Record, decode_objects
 from asyncckpt.format.state_tree import Key, Node, Path, TypedKey, checked_key, fqn_of
 from asyncckpt.format.structure import Chunk
-from asyncckpt.format.torch_pickle import Call, Encoded, PickleImage, encoded
+from asyncckpt.format.torch_pickle import Call, Encoded, NotPickledError, PickleImage, encoded
 from asyncckpt.format.torch_zip import torch_archive
 
 
@@ -133,27 +133,36 @@ def _no_tensor(number: int) -> tuple[str, tuple[int, ...]]:
     raise AssertionError(f"tensor {number} inside of an item that holds none")
 
 
-def encode_items(tree: Node, objects: Sequence[Any], rank: int) -> tuple[bytes, bytes]:
+def encode_items(structure: bytes, objects: bytes, save_id: SaveId, rank: int) -> tuple[bytes, bytes]:
     """Return the file of a rank's items that are no tensors, and its table.
 
     Args:
-        tree: The rank's.
-        objects: JSON forms by number.
-        rank: Of it.
+        structure: Of the rank, as it is stored.
+        objects: Of the rank, as they are stored.
+        save_id: Of the save.
+        rank: Whose they are.
 
     Returns:
         Archives back to back, each as `torch.save` writes it; and msgpack of [[name, path, offset, length], ...].
 
     Raises:
-        NotPickledError: As `item_pickle`.
+        UnsupportedLeafError: A leaf has no form that stock readers know; the trainer has refused it before.
+        CorruptCheckpointError: `objects` does not decode.
     """
+    raw = msgpack.unpackb(structure, strict_map_key=True, use_list=False)
+    values = decode_objects(objects, save_id, raw["n_objects"])
     parts: list[bytes] = []
     table: list[Any] = []
     offset = 0
-    for item in items_of(tree):
+    for item in items_of(raw["tree"]):
         if item.node[0] == "T":
             continue
-        archive = torch_archive(item_pickle(item.node, objects), ())
+        try:
+            archive = torch_archive(item_pickle(item.node, values), ())
+        except NotPickledError as error:
+            raise UnsupportedLeafError(
+                f"layout='dcp' has no item for {error}", leaf="", type_name=str(error)
+            ) from error
         data = b"".join(piece for piece in archive.pieces if isinstance(piece, bytes))
         table.append((*name_of(item, rank), offset, len(data)))
         parts.append(data)

@@ -22,13 +22,13 @@ from asyncckpt.format.objects import decode_value, encode_value
 from asyncckpt.format.state_tree import Node, Path, fqn_of, leaves, members, python_key
 from asyncckpt.interop.selection import Outline, containers, outline_of
 from asyncckpt.interop.sources.detect import read_any
+from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.interop.statistics import numbers_of
 from asyncckpt.loading.fetching import bytes_of
 from asyncckpt.loading.slicing import SLAB_NBYTES, read_tensor, slab_slices
 from asyncckpt.storage.contents import SavedTensor
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.reader import DEFAULT_THREADS
-from asyncckpt.storage.unread import Unread
 
 _SHOWN_CHARS = 60
 _PACKED = "float4_e2m1fn_x2"
@@ -139,7 +139,7 @@ def _shown(outline: Outline, node: Node) -> str:
         tensor = outline.tensors[node[1]]
         return f"{tensor.dtype}{list(tensor.global_shape)}"
     raw = outline.objects[node[1]]
-    if isinstance(raw, Unread):
+    if isinstance(raw, UnreadLeaf):
         return raw.described()
     try:
         text = repr(decode_value(raw))
@@ -153,7 +153,7 @@ def _alike_unread(ours: Outline, mine: Node, theirs: Outline, other: Node) -> st
     if (mine[0], other[0]) != ("O", "O"):
         return None
     a, b = ours.objects[mine[1]], theirs.objects[other[1]]
-    return a.kind if isinstance(a, Unread) and isinstance(b, Unread) and a.kind == b.kind else None
+    return a.kind if isinstance(a, UnreadLeaf) and isinstance(b, UnreadLeaf) and a.kind == b.kind else None
 
 
 def _compared(
@@ -186,7 +186,7 @@ def _compared(
 
 def _apart(one: Any, another: Any) -> float | None:
     """Return the absolute difference of two numbers; None for other values, and where no float holds it."""
-    if isinstance(one, Unread) or isinstance(another, Unread):
+    if isinstance(one, UnreadLeaf) or isinstance(another, UnreadLeaf):
         return None
     try:
         a, b = decode_value(one), decode_value(another)
@@ -238,9 +238,9 @@ def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def is_same_value(a: Any, b: Any) -> bool:
     """Whether two leaves' JSON forms say the same: True is not 1, and -0.0 not 0.0. A set has no order.
 
-    What was not read (`storage.unread.Unread`) is like nothing else.
+    What was not read (an `UnreadLeaf`) is like nothing else.
     """
-    return not (isinstance(a, Unread) or isinstance(b, Unread)) and _as_text(a) == _as_text(b)
+    return not (isinstance(a, UnreadLeaf) or isinstance(b, UnreadLeaf)) and _as_text(a) == _as_text(b)
 
 
 def _as_text(raw: Any) -> str:
@@ -314,7 +314,7 @@ class _HoldsMoreError(Exception):
 def _value_of(node: Node, outline: Outline) -> Any:
     """Return the JSON form that a container would have as one leaf."""
     kind, inner, *form = node
-    if kind == "O" and not isinstance(outline.objects[inner], Unread):
+    if kind == "O" and not isinstance(outline.objects[inner], UnreadLeaf):
         return outline.objects[inner]
     if kind == "B":
         return encode_value(bytes_at(outline, node, Files()))

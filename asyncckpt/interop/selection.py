@@ -11,11 +11,11 @@ from asyncckpt.config import RankInfo
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ConfigError, DuplicateNameError, MissingKeysError
 from asyncckpt.format.state_tree import CONTAINERS, Node, Path, fqn_of, leaves, members
+from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.loading.saved_tree import SavedTree
 from asyncckpt.loading.selection import HOLE, Selection, prefixes
 from asyncckpt.storage.contents import Contents, SavedTensor, read_objects
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.unread import Unread
 
 KeyMap = Mapping[str, str] | Callable[[str], str]
 
@@ -53,10 +53,10 @@ class Outline:
         tensor = self.tensors[number]
         return math.prod(tensor.global_shape) * DTYPES[tensor.dtype].itemsize
 
-    def unread(self) -> dict[str, Unread]:
+    def unread(self) -> dict[str, UnreadLeaf]:
         """Return the leaves that were not read of the source, by FQN: no target can hold them."""
         named = ((fqn, self.objects[node[1]]) for fqn, node in self.leaves() if node[0] == "O")
-        return {fqn: found for fqn, found in named if isinstance(found, Unread)}
+        return {fqn: found for fqn, found in named if isinstance(found, UnreadLeaf)}
 
 
 def outline_of(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.format.state_tree import fqn_of, leaves
+from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.loading.key_names import KeyMap
 from asyncckpt.loading.matching import Mismatch, Replaced, match
 from asyncckpt.loading.placements import Placement, SavedBox, box_of, needed_nbytes
@@ -21,7 +22,6 @@ from asyncckpt.loading.target_tensors import names_of, placements_of
 from asyncckpt.paths import absolute_path
 from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.unread import Unread
 from asyncckpt.torch_tensors import why_no_memory
 
 
@@ -137,7 +137,7 @@ def _unread(replaced: Iterable[Replaced], saved: SavedTree, contents: Contents) 
         return ()
     wanted = (leaf for place in replaced for leaf in leaves(place.node, place.path) if leaf[1][0] == "O")
     found = ((fqn_of(path), contents.source.objects[saved.object_at(node[1])[1]]) for path, node in wanted)
-    return tuple(MismatchedLeaf(fqn, raw.described(), "object") for fqn, raw in found if isinstance(raw, Unread))
+    return tuple(MismatchedLeaf(fqn, raw.described(), "object") for fqn, raw in found if isinstance(raw, UnreadLeaf))
 
 
 def _leaf(error: Mismatch) -> MismatchedLeaf:

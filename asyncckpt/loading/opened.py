@@ -17,6 +17,7 @@ from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, MissingKeysError, PerRankUnavailableError
 from asyncckpt.format.state_tree import Node, fqn_of, leaves
 from asyncckpt.interop.sources.detect import OURS
+from asyncckpt.interop.sources.unread_leaves import unread_leaves
 from asyncckpt.loading.boxes import region_of
 from asyncckpt.loading.differences import unavailable
 from asyncckpt.loading.fetching import bytes_of, thread_count
@@ -32,7 +33,6 @@ from asyncckpt.state_dict.numpy_values import array_of
 from asyncckpt.storage.contents import SavedTensor
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.reader import DEFAULT_THREADS
-from asyncckpt.storage.unread import unread_leaves
 from asyncckpt.torch_tensors import check_memory_is_real
 
 

@@ -23,11 +23,11 @@ from asyncckpt.loading.overwritten import read_of_one_save
 from asyncckpt.loading.staged_bytes import ABSENT, Bytes, NotHere, held_at, staged_bytes, unavailable, with_hint
 from asyncckpt.recall.conversation import is_served
 from asyncckpt.recall.held import MappedSnapshot
+from asyncckpt.recall.memory_overlay import OverlaidFiles
 from asyncckpt.recall.snapshots import ANSWER_S, HeldSnapshot, endpoint_of
 from asyncckpt.storage.checkpoint_dir import standing_at
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
-from asyncckpt.storage.staged_image import OverlaidFiles
 
 SOURCES = ("auto", "memory", "disk")
 T = TypeVar("T")

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from asyncckpt.errors import AsyncCkptError, PickledLeafError
+from asyncckpt.interop.sources.unread_leaves import UnreadLeaf, unread_error, unread_leaves
 from asyncckpt.state_dict.flatten import object_fqn
 from asyncckpt.state_dict.leaf_codecs import decode_leaf
 from asyncckpt.state_dict.pickling import unpickle
 from asyncckpt.storage.contents import Contents, corrupt, read_objects
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.unread import Unread, unread_error, unread_leaves
 
 
 class SavedObjects:
@@ -78,7 +78,7 @@ class SavedObjects:
         """
         if self._contents.source is None:
             return
-        wanted = {number for rank, number in numbers if isinstance(self.raw(rank)[number], Unread)}
+        wanted = {number for rank, number in numbers if isinstance(self.raw(rank)[number], UnreadLeaf)}
         if wanted:
             raise unread_error(self._contents.path, unread_leaves(self._contents, wanted))
 

@@ -17,12 +17,12 @@ from asyncckpt.errors import (
 from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.recall.conversation import Conversation
 from asyncckpt.recall.held import MappedSnapshot
+from asyncckpt.recall.memory_overlay import OverlaidFiles, staged_contents
 from asyncckpt.recall.snapshots import HeldSnapshot, endpoint_of, held_snapshots, snapshots_of
 from asyncckpt.storage.checkpoint_dir import standing_at
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
-from asyncckpt.storage.staged_image import OverlaidFiles, staged_contents
 
 PATIENT_S = 10.0
 """For the worker's answer where the disk does not have it. Chosen: the promise for a worker that hangs (P6)."""

@@ -28,9 +28,9 @@ from asyncckpt.format.names import (
     owner_of,
     temporary_tombstone_name,
 )
-from asyncckpt.storage import dcp_commit
 from asyncckpt.storage.catalog import COMMITTED, scan
-from asyncckpt.storage.checkpoint_dir import standing_at, tombstone_at
+from asyncckpt.storage.checkpoint_dir import is_finished, standing_at, tombstone_at
+from asyncckpt.storage.commit import remove_dcp_metadata
 from asyncckpt.storage.store import OBJECT, PREFIX, Entry, Store, UnsupportedByStoreError, exclusively
 
 ATTEMPT = "attempt"
@@ -134,7 +134,7 @@ def garbage_at(path: str, store: Store, rules: Rules, *, is_locked: bool = False
     if standing is None:
         kept = "its manifest cannot be read, is damaged, of a newer version, or not ours"
         return look.garbage(ATTEMPT, owners, kept=kept) if owners else None
-    if not dcp_commit.is_finished(path, standing, store):
+    if not is_finished(path, standing, store):
         return look.garbage(ATTEMPT, owners, standing)
     return look.beside_committed(owners, standing)
 
@@ -352,7 +352,7 @@ def _remove_files(garbage: Garbage, store: Store, removed: list[str]) -> None:
     stands = garbage.standing.save_id if isinstance(garbage.standing, Manifest) and garbage.kind != ATTEMPT else None
     for save_id in garbage.save_ids:
         if save_id != stands:
-            dcp_commit.remove_metadata_of(garbage.path, save_id, None, store, is_locked=True)
+            remove_dcp_metadata(garbage.path, save_id, None, store, is_locked=True)
     for name in garbage.names:
         if owner_of(name) is not None:
             _unlink(garbage.path, name, store, removed)

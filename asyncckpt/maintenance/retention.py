@@ -34,10 +34,9 @@ from asyncckpt.maintenance.policy import (
     newest_of,
     to_delete,
 )
-from asyncckpt.storage import dcp_commit
 from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, scan
-from asyncckpt.storage.checkpoint_dir import is_pinned, known_standing_at, known_tombstone_at, version_at
-from asyncckpt.storage.commit import check_rank_files
+from asyncckpt.storage.checkpoint_dir import is_finished, is_pinned, known_standing_at, known_tombstone_at, version_at
+from asyncckpt.storage.commit import check_rank_files, remove_dcp_metadata
 from asyncckpt.storage.store import Store, exclusively
 from asyncckpt.storage.verification import verify_checkpoint
 
@@ -384,7 +383,7 @@ def retire_rest(path: str, store: Store) -> bool:
 
 def _remove_rest(path: str, save_id: SaveId, store: Store, *, is_locked: bool) -> None:
     """The tombstone stands. Without the lock it stays: a later save may be replacing it."""
-    dcp_commit.remove_metadata_of(path, save_id, None, store, is_locked=True)
+    remove_dcp_metadata(path, save_id, None, store, is_locked=True)
     later = False
     for name in store.names(path):
         owner = owner_of(name)
@@ -415,6 +414,6 @@ def is_whole(path: str, manifest: Manifest, store: Store) -> bool:
     """Whether every file that a standing manifest names is there in full, as far as sizes and indexes tell."""
     try:
         check_rank_files(path, manifest, store=store)
-        return dcp_commit.is_finished(path, manifest, store)
+        return is_finished(path, manifest, store)
     except (OSError, AsyncCkptError):
         return False

@@ -12,8 +12,8 @@ from asyncckpt.failpoints import reach
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
 from asyncckpt.protocol.request import SaveRequest, decode_request
+from asyncckpt.recall.memory_overlay import SlotShard, StagedCheckpoint, StagedRank
 from asyncckpt.recall.snapshots import HeldSnapshot, Part
-from asyncckpt.storage.staged_image import SlotShard, StagedCheckpoint, StagedRank
 
 
 class MappedSnapshot:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from asyncckpt.recall.snapshots import HeldSnapshot, held_snapshots
 from asyncckpt.storage.catalog import Candidate
-from asyncckpt.storage.checkpoint_dir import is_at_home, standing_at
-from asyncckpt.storage.dcp_commit import is_finished
+from asyncckpt.storage.checkpoint_dir import is_at_home, is_finished, standing_at
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.store import Store
 

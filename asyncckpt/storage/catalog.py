@@ -25,8 +25,7 @@ from asyncckpt.format.names import (
     is_quarantined,
     owner_of,
 )
-from asyncckpt.storage.checkpoint_dir import tombstone_at
-from asyncckpt.storage.dcp_commit import is_finished, owner_at
+from asyncckpt.storage.checkpoint_dir import dcp_metadata_owner, is_finished, tombstone_at
 from asyncckpt.storage.files import named
 from asyncckpt.storage.store import LINK, PREFIX, Store
 
@@ -127,7 +126,7 @@ def _is_replaced(path: str, manifest: Manifest, store: Store) -> bool:
     """
     try:
         theirs = store.stat(os.path.join(path, DCP_METADATA_NAME))
-        if not theirs.is_object or owner_at(path, store) is not None:
+        if not theirs.is_object or dcp_metadata_owner(path, store) is not None:
             return False
         ours = store.stat(os.path.join(path, MANIFEST_NAME))
     except FileNotFoundError:

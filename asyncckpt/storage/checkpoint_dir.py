@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 from asyncckpt.errors import AsyncCkptError, CheckpointExistsError, UnsupportedFormatError
 from asyncckpt.failpoints import reach
+from asyncckpt.format.dcp import OWNER_WITHIN_NBYTES, owner_of_metadata
 from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, Tombstone, decode_manifest, decode_tombstone
-from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of
-from asyncckpt.storage.dcp_commit import is_finished
+from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, SaveId, owner_of
 from asyncckpt.storage.store import DirectoryIdentity, Store
 
 _NO_MANIFEST = frozenset(
@@ -157,6 +157,58 @@ def _readable_at(path: str, store: Store) -> Manifest | None:
         return decode_manifest(data, path)
     except AsyncCkptError:
         return None
+
+
+def is_finished(path: str, manifest: Manifest, store: Store) -> bool:
+    """Whether a manifest that stands at `path` commits: in layout "dcp" only beside a `.metadata`.
+
+    Raises:
+        OSError: It cannot be known.
+    """
+    return manifest.dcp is None or has_dcp_metadata(path, store)
+
+
+def has_dcp_metadata(path: str, store: Store) -> bool:
+    """Whether a `.metadata`, of whomever, stands at `path`.
+
+    Raises:
+        OSError: It cannot be known.
+    """
+    try:
+        return store.stat(os.path.join(path, DCP_METADATA_NAME)).is_object
+    except FileNotFoundError:
+        return False
+
+
+def dcp_metadata_owner(path: str, store: Store) -> SaveId | None:
+    """Return the save of ours that wrote the `.metadata` at `path`; None: somebody else.
+
+    Raises:
+        FileNotFoundError: There is none.
+        OSError: It cannot be read.
+    """
+    return owner_of_metadata(store.read(os.path.join(path, DCP_METADATA_NAME), 0, OWNER_WITHIN_NBYTES))
+
+
+def refuse_foreign_metadata(path: str, save_id: SaveId, store: Store) -> None:
+    """Raise when a `.metadata` at `path` is not ours: it is another's checkpoint, and is never replaced.
+
+    Raises:
+        CheckpointExistsError: It is not.
+        OSError: It cannot be known.
+    """
+    try:
+        owner = dcp_metadata_owner(path, store)
+    except FileNotFoundError:
+        return
+    if owner is None:
+        raise CheckpointExistsError(
+            f"{path} already holds a checkpoint of torch.distributed.checkpoint ({DCP_METADATA_NAME} is not ours); it "
+            "was left untouched: save to another path",
+            path=path,
+            save_id=str(save_id),
+            existing_save_id=None,
+        )
 
 
 def version_at(path: str, store: Store) -> str | None:

@@ -2,6 +2,11 @@
 
 IMPORTANT: the manifest is put if absent, or in the place of an older one, after everything that it names is durable.
 Whoever sees it may load.
+
+Layout "dcp" has a second commit record: the `.metadata` that stock readers look for. It names files of one save that
+are all durable, and a rename gives it its name, so a stock reader finds a whole checkpoint. A manifest of this layout
+counts once any `.metadata` of ours stands beside it. So for both kinds of readers a save comes into being with the
+last of the two records, and what it replaces stays whole until then.
 """
 
 from __future__ import annotations
@@ -20,13 +25,30 @@ from asyncckpt.format.checksums import file_checksum
 from asyncckpt.format.dcp import MetadataTemplates
 from asyncckpt.format.index import decode_index
 from asyncckpt.format.manifest import DcpRecord, Manifest, Tombstone, encode_manifest
-from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of, temporary_manifest_name
-from asyncckpt.storage import dcp_commit
-from asyncckpt.storage.checkpoint_dir import exists, overtaken, refuse_standing, standing_at, version_at
+from asyncckpt.format.names import (
+    DCP_METADATA_NAME,
+    MANIFEST_NAME,
+    SaveId,
+    owner_of,
+    temporary_dcp_metadata_name,
+    temporary_manifest_name,
+)
+from asyncckpt.storage.checkpoint_dir import (
+    dcp_metadata_owner,
+    exists,
+    has_dcp_metadata,
+    is_finished,
+    overtaken,
+    refuse_foreign_metadata,
+    refuse_standing,
+    standing_at,
+    version_at,
+)
 from asyncckpt.storage.rank_writer import RankResult
 from asyncckpt.storage.store import Store, UnknownOutcomeError, exclusively
 
-LOCK_TIMEOUT_S = dcp_commit.LOCK_TIMEOUT_S
+LOCK_TIMEOUT_S = 30.0
+"""Nobody holds the lock longer than it takes to flush a few directories. Chosen, not measured."""
 
 _logger = logging.getLogger("asyncckpt.storage")
 _templates = MetadataTemplates()
@@ -153,7 +175,7 @@ def _publish(
             check_rank_files(path, manifest, store=store)
         reach("commit: files checked")
         if dcp_metadata is not None:
-            beside = dcp_commit.write_temporary(path, manifest, dcp_metadata, store)
+            beside = _write_dcp_metadata(path, manifest, dcp_metadata, store)
             reach("commit: metadata written")
         if manifest.fsync:
             store.sync(os.path.dirname(path))
@@ -191,9 +213,10 @@ def _put_both(
     is_first = False
     try:
         if isinstance(standing, Manifest) and standing.save_id != manifest.save_id:
-            is_first = dcp_commit.goes_first(path, standing, store)
+            # A whole checkpoint without `.metadata` is replaced by the rename of the manifest, which then has to count.
+            is_first = is_finished(path, standing, store) and not has_dcp_metadata(path, store)
         if is_first:
-            dcp_commit.put(path, beside, manifest, store)
+            _put_dcp_metadata(path, beside, manifest, store)
         _put(path, manifest, store, version if standing is not None else None)
     except CommitUnknownError:
         raise
@@ -206,9 +229,36 @@ def _put_both(
         try:
             if manifest.fsync:  # IMPORTANT: else a power cut might keep `.metadata` alone
                 store.sync(path)
-            dcp_commit.put(path, beside, manifest, store)
+            _put_dcp_metadata(path, beside, manifest, store)
         except OSError as error:
             raise _unknown(path, manifest.save_id, error) from error
+
+
+def _write_dcp_metadata(path: str, manifest: Manifest, data: bytes, store: Store) -> str:
+    """Write `.metadata` under its temporary name, flushed as `manifest.fsync` says, and return that.
+
+    Raises:
+        CheckpointExistsError: A `.metadata` of somebody else stands there.
+        OSError: It cannot be written.
+    """
+    refuse_foreign_metadata(path, manifest.save_id, store)
+    temporary = os.path.join(path, temporary_dcp_metadata_name(manifest.save_id))
+    with contextlib.suppress(FileNotFoundError):
+        store.remove(temporary)  # of an earlier try of this very save
+    store.put(temporary, data, durable=manifest.fsync)
+    return temporary
+
+
+def _put_dcp_metadata(path: str, temporary: str, manifest: Manifest, store: Store) -> None:
+    """Give `.metadata` its name, flushed as `manifest.fsync` says.
+
+    Raises:
+        OSError: A call failed.
+    """
+    store.move(temporary, os.path.join(path, DCP_METADATA_NAME), replace=True)
+    reach("commit: metadata put")
+    if manifest.fsync:
+        store.sync(path)
 
 
 def _put(path: str, manifest: Manifest, store: Store, version: str | None) -> None:
@@ -291,12 +341,43 @@ def remove_files_of(path: str, save_id: SaveId, *, store: Store) -> list[str]:
     return _remove(path, store, lambda owner: owner == save_id)
 
 
+def remove_dcp_metadata(
+    path: str, doomed: SaveId | None, before: SaveId | None, store: Store, *, is_locked: bool = False
+) -> None:
+    """Remove a `.metadata` of ours whose files are about to go.
+
+    IMPORTANT: before them. A stock reader takes whatever `.metadata` names for complete.
+
+    Args:
+        path: The checkpoint's directory.
+        doomed: The save that wrote it; or
+        before: one that is earlier than this, by (epoch, sequence).
+        store: Where it lies.
+        is_locked: The caller holds the lock of `path`.
+
+    Raises:
+        OSError: It cannot be removed.
+    """
+
+    def is_doomed(owner: SaveId | None) -> bool:
+        if owner is None:
+            return False
+        return owner == doomed or (before is not None and owner < before)
+
+    with contextlib.suppress(FileNotFoundError):
+        if not is_doomed(dcp_metadata_owner(path, store)):
+            return
+        with contextlib.nullcontext() if is_locked else store.lock(path, LOCK_TIMEOUT_S):
+            if is_doomed(dcp_metadata_owner(path, store)):
+                store.remove(os.path.join(path, DCP_METADATA_NAME))
+
+
 def _is_gone(
     path: str, store: Store, *, doomed: SaveId | None = None, before: SaveId | None = None, is_locked: bool = False
 ) -> bool:
     """Remove a `.metadata` of these saves, and say whether none is left."""
     try:
-        dcp_commit.remove_metadata_of(path, doomed, before, store, is_locked=is_locked)
+        remove_dcp_metadata(path, doomed, before, store, is_locked=is_locked)
     except OSError as error:
         _logger.warning("cannot clean up %s: %s", path, error)
         return False

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from asyncckpt.failpoints import reach
 from asyncckpt.format.checksums import BLOCK_NBYTES, file_checksum
+from asyncckpt.format.dcp import encode_items
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord, encode_index
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, save_id_bytes
 from asyncckpt.format.manifest import RankRecord
@@ -34,9 +35,8 @@ from asyncckpt.format.names import (
     replacing_name,
     shard_name,
 )
-from asyncckpt.storage.checkpoint_dir import overtaken
+from asyncckpt.storage.checkpoint_dir import overtaken, refuse_foreign_metadata
 from asyncckpt.storage.coverage import Tally
-from asyncckpt.storage.dcp_commit import dcp_items, refuse_foreign_metadata
 from asyncckpt.storage.files import MODE_FILE, Files
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.shard_writer import Image, ShardWriter, is_page_aligned, shards_print
@@ -367,7 +367,7 @@ class RankWriter:
         job = self.job
         items_record = None
         if job.layout == DCP:
-            self._items, table = dcp_items(job.structure, job.objects, job.save_id, job.rank)
+            self._items, table = encode_items(job.structure, job.objects, job.save_id, job.rank)
             name, checksum = items_name(job.save_id, job.rank), file_checksum(self._items)
             items_record = ObjectsRecord(name=name, nbytes=len(self._items), checksum=checksum)
             self.dcp = (job.structure, table)

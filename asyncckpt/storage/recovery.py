@@ -20,8 +20,7 @@ from asyncckpt.failpoints import reach
 from asyncckpt.format.checksums import BLOCK_NBYTES, block_digest
 from asyncckpt.format.index import MAX_INDEX_NBYTES, decode_index
 from asyncckpt.format.names import SaveId, index_name, temporary_dcp_metadata_name, temporary_manifest_name
-from asyncckpt.storage.checkpoint_dir import standing_at
-from asyncckpt.storage.dcp_commit import is_finished
+from asyncckpt.storage.checkpoint_dir import is_finished, standing_at
 from asyncckpt.storage.files import Files, fsync_file, opened, read_small_file
 from asyncckpt.storage.rank_writer import EXTENT_NBYTES, RankJob, RankResult, RankWriter, small_paths
 from asyncckpt.storage.shard_writer import Image, ShardWriter

@@ -36,7 +36,7 @@ LINK = "link"
 OTHER = "other"
 
 _FIRST_FD = 1 << 29
-"""Numbers from here on are no descriptors of the kernel, nor those of what lies in memory (`storage.staged_image`)."""
+"""Numbers from here on are no descriptors of the kernel, nor those of what lies in memory (`recall.memory_overlay`)."""
 
 _logger = logging.getLogger("asyncckpt.storage")
 

@@ -25,9 +25,9 @@ import torch
 from real_worker import DEADLINE_S, RealWorker, running, wait_until, written
 
 from asyncckpt import AsyncCheckpointer, cli
+from asyncckpt.maintenance.event_log import EVENTS_NAME, read_events
 from asyncckpt.staging import copy_cpu, moving
 from asyncckpt.staging.streaming import SlotStream
-from asyncckpt.storage.event_log import EVENTS_NAME, read_events
 from asyncckpt_worker.service.observers import Supervisor
 
 STATE = {"w": torch.arange(300_000.0)}

@@ -16,7 +16,7 @@ from asyncckpt.format.state_tree import Node
 from asyncckpt.interop import diff
 from asyncckpt.interop.diff import alike_when_opened, compare, is_same_value
 from asyncckpt.interop.selection import Outline
-from asyncckpt.storage.unread import Unread
+from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 
 MIXED: tuple[Any, ...] = (1, {2, 30, 400}, ["a", (None, {True})], {"k": {5}, 7: 1.5})
 
@@ -50,7 +50,7 @@ def test_values_are_told_apart_that_are_equal_and_of_other_types() -> None:
     for one, other in ((1, True), (1, 1.0), (0.0, -0.0), ([1], {"$": "tuple", "v": [1]}), ([1, 2], [2, 1])):
         assert not is_same_value(one, other) and is_same_value(one, one)
     assert is_same_value({"$": "set", "v": [1, 2]}, {"$": "set", "v": [2, 1]})
-    assert not is_same_value(Unread("a.B"), Unread("a.B"))
+    assert not is_same_value(UnreadLeaf("a.B"), UnreadLeaf("a.B"))
 
 
 def outline(tree: Node, objects: list[Any]) -> Outline:
@@ -68,7 +68,7 @@ def outline(tree: Node, objects: list[Any]) -> Outline:
         (("t", (("O", 0),)), [1], [1], set()),  # a list is no tuple
         (("d", ("3", ("O", 0))), [None], {"$": "dict", "v": [[3, None]]}, set()),  # a text is no number
         (("t", (("O", 0),)), [1], {"$": "tuple", "v": [1, []]}, set()),  # an empty list was lost
-        (("t", (("O", 0),)), [Unread("a.B")], {"$": "tuple", "v": [1]}, set()),
+        (("t", (("O", 0),)), [UnreadLeaf("a.B")], {"$": "tuple", "v": [1]}, set()),
         (("t", (("O", 0), ("T", 0))), [1], {"$": "tuple", "v": [1]}, set()),  # a tensor is no value
         (("o", ("k", ("O", 0)), 0), [2], {"$": "dict", "v": [["k", 2]]}, set()),  # it has versions
     ],

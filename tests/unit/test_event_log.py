@@ -13,8 +13,8 @@ import pytest
 from real_worker import wait_until
 
 from asyncckpt.errors import SaveFailedError
-from asyncckpt.storage import event_log
-from asyncckpt.storage.event_log import EVENTS_NAME, ROTATED_NAME, EventLog, append, read_events
+from asyncckpt.maintenance import event_log
+from asyncckpt.maintenance.event_log import EVENTS_NAME, ROTATED_NAME, EventLog, append, read_events
 
 DEADLINE_S = 60.0
 

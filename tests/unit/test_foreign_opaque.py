@@ -29,8 +29,8 @@ from asyncckpt.errors import AsyncCkptError, CorruptCheckpointError, Unsupported
 from asyncckpt.interop.sources.pickle_globals import KNOWN, storage_of
 from asyncckpt.interop.sources.torch_file import read_torch_file
 from asyncckpt.interop.sources.unpickler import OpaqueGlobal, UnpicklingError, unpickle_data
+from asyncckpt.interop.sources.unread_leaves import unread_leaves
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.unread import unread_leaves
 
 KINDS = ("torch", "legacy", "dcp")
 HERE = __name__
@@ -384,7 +384,7 @@ def test_opaque_globals_take_no_more_time_stack_or_memory_than_their_length_warr
     code = (
         "import os, resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30));"
         "from asyncckpt.interop.sources.torch_file import read_torch_file; from asyncckpt.storage.files import Files;"
-        "from asyncckpt.storage.unread import unread_leaves\n"
+        "from asyncckpt.interop.sources.unread_leaves import unread_leaves\n"
         "for name in os.listdir(sys.argv[1]):\n"
         " print(name, flush=True)\n"
         " found = unread_leaves(read_torch_file(os.path.join(sys.argv[1], name), Files())); assert found\n"

@@ -38,7 +38,7 @@ from asyncckpt.format import layout  # noqa: E402
 from asyncckpt.format.index import decode_index, encode_index  # noqa: E402
 from asyncckpt.format.manifest import decode_manifest  # noqa: E402
 from asyncckpt.hooks import HookRunner  # noqa: E402
-from asyncckpt.storage import catalog, dcp_commit  # noqa: E402
+from asyncckpt.storage import catalog, commit  # noqa: E402
 from asyncckpt.storage.files import Files  # noqa: E402
 from asyncckpt.storage.local import LocalStore  # noqa: E402
 from asyncckpt.storage.verification import leftovers, verify_checkpoint  # noqa: E402
@@ -414,7 +414,7 @@ def half(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pat
     """A directory whose writer died between its manifest and `.metadata`."""
     path = tmp_path / "root" / "half"
     with monkeypatch.context() as patch:
-        patch.setattr(dcp_commit, "put", _dies)
+        patch.setattr(commit, "_put_dcp_metadata", _dies)
         with pytest.raises(CommitUnknownError):
             save(numbered(5), path)
     assert (path / "manifest.json").exists() and not (path / ".metadata").exists()

@@ -10,8 +10,8 @@ import pytest
 from worker_bench import Bench
 
 from asyncckpt.handle import SaveReport
+from asyncckpt.maintenance import event_log
 from asyncckpt.protocol.options import _OPTIONS
-from asyncckpt.storage import event_log
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "observability.md").read_text()

@@ -17,9 +17,9 @@ from asyncckpt.cli import main
 from asyncckpt.cli.output import EXIT_NOT_FOUND, EXIT_OK
 from asyncckpt.format.manifest import Manifest, RankRecord
 from asyncckpt.format.names import SaveId, index_name
+from asyncckpt.maintenance.event_log import EVENTS_NAME
 from asyncckpt.reporting.history import SaveStory, history_of, recovery_ages, recovery_points
 from asyncckpt.reporting.page import page
-from asyncckpt.storage.event_log import EVENTS_NAME
 
 RUN = "aabbccddeeff"
 HOSTILE = "</style><script>alert(1)</script><img src=http://x/y>'\""

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from worker_bench import ERROR, FIRST, SECOND, Bench
 
+from asyncckpt.maintenance.event_log import read_events
 from asyncckpt.protocol.codec import MAX_FRAME_NBYTES, pack
 from asyncckpt.protocol.messages import StatusReport
-from asyncckpt.storage.event_log import read_events
 from asyncckpt_worker.config import WorkerConfig
 from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.core.status import ALMOST, Moved, with_progress

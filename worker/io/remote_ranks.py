@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncckpt.errors import SaveFailedError
+from asyncckpt.format.dcp import encode_items
 from asyncckpt.format.index import MAX_INDEX_NBYTES, RankIndex, decode_index
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.storage.contents import read_named_file
-from asyncckpt.storage.dcp_commit import dcp_items
 from asyncckpt.storage.files import Files
 
 PATIENCE_S = 3.0
@@ -90,7 +90,7 @@ def dcp_part_at(path: str, record: RankRecord, files: Files) -> tuple[bytes, byt
     objects = read_named_file(
         path, stored.name, nbytes=stored.nbytes, max_nbytes=stored.nbytes, checksum=stored.checksum, files=files
     )
-    return index.structure, dcp_items(index.structure, objects, index.save_id, index.rank)[1]
+    return index.structure, encode_items(index.structure, objects, index.save_id, index.rank)[1]
 
 
 def _not_shared(path: str, missing: Sequence[RankRecord]) -> SaveFailedError:

@@ -14,8 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.errors import ConfigError
+from asyncckpt.maintenance.event_log import EventLog
 from asyncckpt.protocol.save_phases import COMMITTED, DURABLE, OPEN, RECOVERING, SEALED, WRITING
-from asyncckpt.storage.event_log import EventLog
 from asyncckpt_worker.config import WorkerConfig
 from asyncckpt_worker.core.status import Moved
 from asyncckpt_worker.io.writer import check_root

@@ -38,7 +38,7 @@ Item = tuple[int, int, int]
 
 
 def read_dcp_directory(path: str, files: Files) -> Contents:
-    """Read the structure of a DCP directory, and its leaves that are no tensors; see `storage.unread` for some.
+    """Read the structure of a DCP directory, and its leaves that are no tensors; some may be an `UnreadLeaf`.
 
     Raises:
         CorruptCheckpointError: Damaged.

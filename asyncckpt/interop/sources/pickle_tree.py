@@ -1,6 +1,6 @@
 """From an unpickled value to a tree of leaves: its tensors and objects are added to a `ContentsBuilder`.
 
-A leaf that holds what cannot be read, such as an `OpaqueGlobal`, is an `Unread` among the objects.
+A leaf that holds what cannot be read, such as an `OpaqueGlobal`, is an `UnreadLeaf` among the objects.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from asyncckpt.format.structure import MAX_TENSORS
 from asyncckpt.interop.sources.pickle_globals import StorageRef, TensorRef, dtype_text, size_of
 from asyncckpt.interop.sources.source import ContentsBuilder
 from asyncckpt.interop.sources.unpickler import DICTS, READ_AS, Maker, OpaqueGlobal, UnpicklingError, members_of
+from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.storage.contents import Inline, Strided
-from asyncckpt.storage.unread import Unread
 
 Locate = Callable[[StorageRef], tuple[int, int]]
 """Says where the bytes of a storage begin: (part, offset)."""
@@ -167,14 +167,14 @@ class TreeBuilder:
         return ("O", len(self._builder.source.objects) - 1)
 
     def _unread(self, kind: str, why: str, value: Any) -> Node:
-        self._builder.source.objects.append(Unread(kind, why, self._tensors_in(value)))
+        self._builder.source.objects.append(UnreadLeaf(kind, why, self._tensors_in(value)))
         return ("O", len(self._builder.source.objects) - 1)
 
     def _versions(self, metadata: Any, path: Path) -> int | None:
         """Add the `_metadata` of an OrderedDict; without it the rest of that is worth as much."""
         plain = dict(metadata) if type(metadata) is OrderedDict else metadata  # as all of torch's are
         objects, number = self._builder.source.objects, self._object(plain, (*path, "_metadata"))[1]
-        if type(objects[number]) is not Unread:
+        if type(objects[number]) is not UnreadLeaf:
             return int(number)
         self._note(
             "the _metadata of modules' state dicts, their versions, were not read", path, f" ({objects.pop().kind})"

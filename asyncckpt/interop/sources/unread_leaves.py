@@ -1,6 +1,6 @@
-"""Object leaves of another format that were not read: their places are known, and of what class they are.
+"""Leaves of another format that were not read, such as an `argparse.Namespace`: their FQNs and classes are known.
 
-Nothing else of a checkpoint is the worse for them: an error is what asks for one of them.
+They do not keep the rest of a checkpoint from being read: only who asks for one of them gets an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
+class UnreadLeaf:
     """What stands among a source's objects for one of them.
 
     Attributes:
@@ -38,7 +38,7 @@ class Unread:
         return f"{self.kind}, not read" + (f": {', '.join(more)}" if more else "")
 
 
-def unread_leaves(contents: Contents, numbers: Container[int] | None = None) -> dict[str, Unread]:
+def unread_leaves(contents: Contents, numbers: Container[int] | None = None) -> dict[str, UnreadLeaf]:
     """Return the leaves of a checkpoint that were not read, by FQN, in the order of the state dict.
 
     Args:
@@ -46,14 +46,14 @@ def unread_leaves(contents: Contents, numbers: Container[int] | None = None) -> 
         numbers: Only objects with these numbers; None: all.
     """
     objects = contents.source.objects if contents.source is not None else ()
-    if not any(type(found) is Unread for found in objects):
+    if not any(type(found) is UnreadLeaf for found in objects):
         return {}
     named = ((fqn_of(path), node) for path, node in leaves(contents.ranks[0].structure.tree))
     found = ((fqn, node[1]) for fqn, node in named if node[0] == "O" and (numbers is None or node[1] in numbers))
-    return {fqn: objects[number] for fqn, number in found if type(objects[number]) is Unread}
+    return {fqn: objects[number] for fqn, number in found if type(objects[number]) is UnreadLeaf}
 
 
-def unread_error(path: str, found: Mapping[str, Unread]) -> UnsupportedFormatError:
+def unread_error(path: str, found: Mapping[str, UnreadLeaf]) -> UnsupportedFormatError:
     """Return the error for asking for such leaves; names all of them, or of very many the first ones."""
     lines = [f"{fqn or 'the top level'}: {what.described()}" for fqn, what in list(found.items())[:_SHOWN]]
     more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""

@@ -11,8 +11,8 @@ import pytest
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.names import SaveId
+from asyncckpt.recall.memory_overlay import OverlaidFiles, SlotShard, StagedCheckpoint, StagedRank, staged_contents
 from asyncckpt.storage.files import Files, read_small_file
-from asyncckpt.storage.staged_image import OverlaidFiles, SlotShard, StagedCheckpoint, StagedRank, staged_contents
 from tests.torch_free_client import Snapshot
 
 SAVE_ID = SaveId(1, 2, "0123456789ab")
