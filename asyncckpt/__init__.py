@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from asyncckpt.handle import SaveReport as SaveReport
     from asyncckpt.interop.convert import ConversionReport as ConversionReport
     from asyncckpt.interop.convert import convert as convert
-    from asyncckpt.loading.load_plan import LoadPlan as LoadPlan
-    from asyncckpt.loading.load_plan import plan_load as plan_load
-    from asyncckpt.loading.loader import load as load
-    from asyncckpt.loading.opened import OpenCheckpoint as OpenCheckpoint
-    from asyncckpt.loading.opened import open_checkpoint as open_checkpoint
+    from asyncckpt.loading.load import load as load
+    from asyncckpt.loading.open_checkpoint import OpenCheckpoint as OpenCheckpoint
+    from asyncckpt.loading.open_checkpoint import open_checkpoint as open_checkpoint
+    from asyncckpt.loading.plan_load import LoadPlan as LoadPlan
+    from asyncckpt.loading.plan_load import plan_load as plan_load
     from asyncckpt.manager.manager import CheckpointManager as CheckpointManager
     from asyncckpt.manager.master_params import refresh_master_params as refresh_master_params
     from asyncckpt.manager.rng import RngState as RngState
@@ -63,8 +63,8 @@ _WHERE = {
     "ConversionReport": "interop.convert",
     "FlatShard": "sharding.shard_types",
     "HeldSnapshot": "recall.snapshots",
-    "LoadPlan": "loading.load_plan",
-    "OpenCheckpoint": "loading.opened",
+    "LoadPlan": "loading.plan_load",
+    "OpenCheckpoint": "loading.open_checkpoint",
     "PerRank": "per_rank",
     "RankInfo": "config",
     "RestoredCheckpoint": "restoring",
@@ -78,12 +78,12 @@ _WHERE = {
     "describe_tp": "sharding.shard_types",
     "held_snapshots": "recall.snapshots",
     "latest_checkpoint": "checkpoints",
-    "load": "loading.loader",
+    "load": "loading.load",
     "make_async_checkpointer": "async_checkpointer",
     "make_sync_checkpointer": "sync_checkpointer",
-    "open_checkpoint": "loading.opened",
+    "open_checkpoint": "loading.open_checkpoint",
     "optimal_interval": "manager.save_policy",
-    "plan_load": "loading.load_plan",
+    "plan_load": "loading.plan_load",
     "refresh_master_params": "manager.master_params",
     "register_shard_type": "sharding.registry",
     "restore_latest": "restoring",

@@ -30,8 +30,8 @@ from asyncckpt.errors import (
     UnsupportedPlatformError,
 )
 from asyncckpt.format.names import SaveId, is_quarantined
-from asyncckpt.loading.reader import DefaultReader
-from asyncckpt.loading.recalled import check_source
+from asyncckpt.loading.load import DefaultReader
+from asyncckpt.loading.read_source import check_source
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
 from asyncckpt.protocol.request import check_metadata

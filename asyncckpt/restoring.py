@@ -20,9 +20,8 @@ from asyncckpt.distributed.checkpoint_vote import Broken, Ranks, ranks_that_rest
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.distributed.rendezvous import Meeting
 from asyncckpt.errors import ConfigError, NoSoundCheckpointError
-from asyncckpt.loading.overwritten import Attempts
-from asyncckpt.loading.reader import DefaultReader
-from asyncckpt.loading.recalled import check_source
+from asyncckpt.loading.load import DefaultReader
+from asyncckpt.loading.read_source import RetryState, check_source
 from asyncckpt.maintenance.quarantine import put_aside
 from asyncckpt.paths import absolute_path
 from asyncckpt.recall.newest import candidates_of_both
@@ -173,7 +172,7 @@ def restore_first(
         raise TypeError("restore got an unexpected keyword argument 'map_location': it is default_map_location")
     rank = find_rank_info(rank_info)
     options["map_location"] = options.pop("default_map_location", None)
-    attempts = Attempts()
+    attempts = RetryState()
     reader = DefaultReader(rank_info=rank, attempts=attempts, endpoint=endpoint)
     skipped: list[tuple[Candidate, Broken]] = []
     with ranks_that_restore(rank, meet) as ranks:
@@ -201,7 +200,7 @@ def restore_first(
 def _tried(
     candidate: Candidate,
     reader: DefaultReader,
-    attempts: Attempts,
+    attempts: RetryState,
     state_dict: MutableMapping[Any, Any] | None,
     options: dict[str, Any],
     ranks: Ranks,
@@ -241,7 +240,7 @@ def _moved(candidate: Candidate) -> str | None:
 
 def _restored(
     path: str,
-    attempts: Attempts,
+    attempts: RetryState,
     loaded: Any,
     skipped: Sequence[tuple[Candidate, Broken]],
     moved: Sequence[str | None],

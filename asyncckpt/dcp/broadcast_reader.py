@@ -22,9 +22,8 @@ from asyncckpt.dcp.file_leaves import Fact, FileLeaves
 from asyncckpt.dcp.write_plan import check_target
 from asyncckpt.distributed.process_group import machine
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, MissingKeysError, ShapeMismatchError, SharedLoadError
-from asyncckpt.loading.boxes import region_of
-from asyncckpt.loading.fetching import thread_count
-from asyncckpt.loading.slicing import SLAB_NBYTES, slab_slices
+from asyncckpt.loading.byte_ranges import region_of
+from asyncckpt.loading.fetch import SLAB_NBYTES, slab_slices, thread_count
 from asyncckpt.paths import absolute_path
 from asyncckpt.torch_tensors import CARRIERS
 

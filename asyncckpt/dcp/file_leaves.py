@@ -12,10 +12,8 @@ import torch
 from asyncckpt.config import RankInfo
 from asyncckpt.format.state_tree import Node, leaves
 from asyncckpt.interop.sources.detect import read_any
-from asyncckpt.loading.fetching import strided_view
-from asyncckpt.loading.saved_objects import SavedObjects
-from asyncckpt.loading.saved_tree import SavedTree
-from asyncckpt.loading.slicing import SLAB_NBYTES, read_tensor
+from asyncckpt.loading.fetch import SLAB_NBYTES, read_tensor, strided_view
+from asyncckpt.loading.saved_state import SavedObjects, SavedTree
 from asyncckpt.state_dict.flatten import mappings
 from asyncckpt.state_dict.unflatten import Rebuilding
 from asyncckpt.storage.files import Files

@@ -40,7 +40,7 @@ from asyncckpt.errors import (
     OverlappingShardsError,
     UnsupportedLeafError,
 )
-from asyncckpt.loading.shared_memory import clash_of, overlapping
+from asyncckpt.loading.target_tensors import find_overwriter, overlapping
 from asyncckpt.sharding.dtensor import of_dtensor
 from asyncckpt.sharding.registry import describer
 from asyncckpt.state_dict.flatten import PLAIN_TENSORS
@@ -238,7 +238,7 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
             return
         read, self._read, self._shared = self._read, [], set()
         for number, (fqn, place, value) in enumerate(read):
-            other = clash_of(number, place, value, [place for _, place, _ in read])
+            other = find_overwriter(number, place, value, [place for _, place, _ in read])
             if other is not None:
                 raise AliasMismatchError(
                     f"{read[other][0]!r} and {fqn!r} share memory in the target, and the values that were saved under "

@@ -33,11 +33,9 @@ from asyncckpt.format.manifest import PLANNER_KEY, Manifest
 from asyncckpt.format.names import MANIFEST_NAME
 from asyncckpt.format.state_tree import MAX_DEPTH, Node, Path, form_in, fqn_of, leaves, python_key, tree_of
 from asyncckpt.format.structure import Chunk
-from asyncckpt.loading.fetching import bytes_of
-from asyncckpt.loading.saved_objects import SavedObjects
-from asyncckpt.loading.saved_tree import SavedTree
-from asyncckpt.loading.selection import HOLE
-from asyncckpt.loading.slicing import read_tensor
+from asyncckpt.loading.fetch import bytes_of, read_tensor
+from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY
+from asyncckpt.loading.saved_state import SavedObjects, SavedTree
 from asyncckpt.state_dict.leaf_codecs import decode_leaf
 from asyncckpt.state_dict.numpy_values import array_of
 from asyncckpt.state_dict.pickling import unpickle
@@ -191,7 +189,7 @@ class Described:
             pass  # two names become one where torch looks into what we keep as one leaf
         if not self._values:
             for path, node in leaves(self._tree.tree):
-                if node is not HOLE:
+                if node is not OTHER_RANKS_ONLY:
                     self._values[fqn_of(path)], self._paths[fqn_of(path)] = (
                         self._skeleton(node),
                         tuple(key if isinstance(key, (str, int)) else str(key) for key in path),
@@ -283,10 +281,10 @@ class Described:
         kind = node[0]
         if kind in ("d", "o"):
             pairs = zip(node[1][::2], node[1][1::2], strict=True)
-            found = ((python_key(key), self._skeleton(child)) for key, child in pairs if child is not HOLE)
+            found = ((python_key(key), self._skeleton(child)) for key, child in pairs if child is not OTHER_RANKS_ONLY)
             return mapping_of(form_in(node) if kind == "d" else None, found)
         if kind in ("l", "t"):
-            members = [self._skeleton(child) for child in node[1] if child is not HOLE]
+            members = [self._skeleton(child) for child in node[1] if child is not OTHER_RANKS_ONLY]
             return sequence_of(form_in(node), members) if kind == "l" else tuple(members)
         if kind == "T":
             mark = torch.empty(0, device="meta")

@@ -29,9 +29,9 @@ from asyncckpt.interop.sources.source import read_exactly
 from asyncckpt.interop.sources.torch_file import read_directory
 from asyncckpt.interop.sources.unpickler import MAX_NBYTES
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
-from asyncckpt.loading.fetching import read_ranges, thread_count
-from asyncckpt.loading.overwritten import read_of_one_save
-from asyncckpt.loading.placements import Placement, ranges_of
+from asyncckpt.loading.byte_ranges import Placement, ranges_of
+from asyncckpt.loading.fetch import read_ranges, thread_count
+from asyncckpt.loading.read_source import read_consistent
 from asyncckpt.loading.target_tensors import refuse_without_memory
 from asyncckpt.paths import absolute_path, is_local_path
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, corrupt
@@ -313,7 +313,7 @@ class StorageReader(TorchStorageReader):
     def _read_described(self) -> Described:
         reader = find_rank_info(self._rank_info)
         options: Any = {"threads": self._threads, "verify": self._verify, "allow_pickle": self._allow_pickle}
-        described, self._found = read_of_one_save(
+        described, self._found = read_consistent(
             self.path,
             self._files,
             lambda contents: (Described(contents, reader, self._files, **options), found_in(contents, self._files)),

@@ -31,8 +31,8 @@ from asyncckpt.interop.verify_target import verify_bytes, verify_structure
 from asyncckpt.interop.write_asyncckpt import asyncckpt_target, check_asyncckpt
 from asyncckpt.interop.write_safetensors import check_safetensors, hf_target, safetensors_target
 from asyncckpt.interop.write_torch import check_dcp, check_torch, dcp_target, torch_target
-from asyncckpt.loading.fetching import thread_count
-from asyncckpt.loading.selection import key_list
+from asyncckpt.loading.fetch import thread_count
+from asyncckpt.loading.key_selection import key_list
 from asyncckpt.paths import absolute_path, current_umask
 from asyncckpt.storage.catalog import next_epoch_beside
 from asyncckpt.storage.contents import Contents

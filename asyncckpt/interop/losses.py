@@ -18,8 +18,8 @@ from asyncckpt.format.objects import PICKLED_TAGS
 from asyncckpt.format.state_tree import MAX_KEY_CHARS, Node, Path, fqn_of, leaves, per_rank_nodes
 from asyncckpt.interop.selection import Outline, leaves_and_empty, pruned, rebuilt, versioned
 from asyncckpt.interop.sources.safetensors_file import OF_ONE_FILE
-from asyncckpt.loading.saved_tree import SavedTree
-from asyncckpt.loading.selection import Selection
+from asyncckpt.loading.key_selection import Selection
+from asyncckpt.loading.saved_state import SavedTree
 from asyncckpt.storage.contents import Contents, read_objects
 from asyncckpt.storage.files import Files
 

@@ -12,8 +12,8 @@ from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ConfigError, DuplicateNameError, MissingKeysError
 from asyncckpt.format.state_tree import CONTAINERS, Node, Path, fqn_of, leaves, members
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
-from asyncckpt.loading.saved_tree import SavedTree
-from asyncckpt.loading.selection import HOLE, Selection, prefixes
+from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, Selection, prefixes
+from asyncckpt.loading.saved_state import SavedTree
 from asyncckpt.storage.contents import Contents, SavedTensor, read_objects
 from asyncckpt.storage.files import Files
 
@@ -196,7 +196,7 @@ def _opened(node: Node, path: Path, stays: Callable[[str], bool], homes: dict[st
         homes: Gets the dicts that are reached through dicts alone, by name. None: no dict does.
     """
     is_open = node[0] in CONTAINERS and (node[1] or not path)  # the top level may be empty, or a leaf called ""
-    if node is HOLE or not (is_open or stays(fqn_of(path))):
+    if node is OTHER_RANKS_ONLY or not (is_open or stays(fqn_of(path))):
         return None
     if node[0] not in CONTAINERS:
         return node

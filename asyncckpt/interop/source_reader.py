@@ -23,10 +23,9 @@ from asyncckpt.format.structure import row_major
 from asyncckpt.format.torch_zip import combined_crc32
 from asyncckpt.interop.copy_pipeline import Run
 from asyncckpt.interop.sources.torch_file import ZipEntry, crc_of, damaged, data_offset, opened_archive, read_directory
-from asyncckpt.loading.boxes import whole_region
-from asyncckpt.loading.fetching import read_ranges, strided_view
-from asyncckpt.loading.placements import wanted_ranges
-from asyncckpt.loading.sinks import boxes_within, elements_at
+from asyncckpt.loading.byte_ranges import wanted_ranges, whole_region
+from asyncckpt.loading.fetch import read_ranges, strided_view
+from asyncckpt.loading.tensor_writers import boxes_within, elements_at
 from asyncckpt.storage.contents import Contents, Inline, Located, SavedTensor, Strided, check_lengths
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.read_plan import Wanted

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.loading.slicing import read_tensor, slab_slices
+from asyncckpt.loading.fetch import read_tensor, slab_slices
 from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.reader import DEFAULT_THREADS

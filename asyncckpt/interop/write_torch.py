@@ -25,7 +25,7 @@ from asyncckpt.interop.diff import bytes_at
 from asyncckpt.interop.losses import TOP, Losses, forms_lost, listed, ordered_lost, refuse_long_keys
 from asyncckpt.interop.selection import Outline, containers
 from asyncckpt.interop.sources.unpickler import MAX_NBYTES
-from asyncckpt.loading.fetching import tensor_for
+from asyncckpt.loading.fetch import tensor_for
 from asyncckpt.state_dict.leaf_codecs import decode_torch
 from asyncckpt.state_dict.unflatten import Rebuilding
 from asyncckpt.storage.files import Files

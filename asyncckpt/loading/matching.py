@@ -1,43 +1,195 @@
-"""A target state dict against what was saved: what fills what, decided and checked before anything is changed."""
+"""A target that is exactly what was saved: the same tree of plain containers and tensors, as most restarts have it.
+
+Then the numbers of the leaves are the same on both sides, and no name has to be looked up. Whatever is not so, and
+everything that is refused, is left to `matching`, which looks at each leaf.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, ShapeMismatchError
-from asyncckpt.format.state_tree import Node, Path, fqn_of, leaves
-from asyncckpt.loading.alike import alike_placements, object_leaves
-from asyncckpt.loading.empty_places import (
+from asyncckpt.format.state_tree import CONTAINERS, Node, Path, fqn_of, leaves, python_key
+from asyncckpt.loading.byte_ranges import Placement
+from asyncckpt.loading.container_matching import (
     MAPPINGS,
-    further_members,
+    absent_subtrees,
+    appended_members,
+    container_mismatch,
     is_empty_object,
     leaf_mismatch,
     length_mismatch,
     lists_of_other_lengths,
-    lost_subtrees,
-    refused_for,
     selected_part,
 )
-from asyncckpt.loading.key_names import KeyMap, renamer
-from asyncckpt.loading.modules import ModuleTarget, Whole
-from asyncckpt.loading.placements import Placement
-from asyncckpt.loading.saved_tree import SavedTree, kind_of
-from asyncckpt.loading.selection import HOLE, Selection, prefixes, selected
-from asyncckpt.loading.shared_memory import Tie
-from asyncckpt.loading.standing import standing_tensors
-from asyncckpt.loading.target_leaves import TargetLeaf, target_leaves
-from asyncckpt.loading.target_tensors import Filling, TargetTensor, check_fillable, target_tensor
-from asyncckpt.loading.targets import Targets, is_loadable, unmarked
+from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, KeyMap, Selection, prefixes, renamer, selected
+from asyncckpt.loading.module_targets import ModuleTarget, ReplacedEntry
+from asyncckpt.loading.saved_state import SavedTree, kind_of
+from asyncckpt.loading.target_tensors import (
+    Filling,
+    TargetTensor,
+    Tie,
+    check_fillable,
+    shares_own_memory,
+    target_tensor,
+)
+from asyncckpt.loading.targets import Targets, is_loadable, reusable_state_tensors, unwrap_per_rank
 from asyncckpt.per_rank import PerRank
-from asyncckpt.state_dict.flatten import PLAIN_TENSORS, flatten
+from asyncckpt.state_dict.flatten import PLAIN_TENSORS, SCALARS, flatten, is_flat
 from asyncckpt.state_dict.numpy_values import view_of
 from asyncckpt.state_dict.unflatten import has_lost_factory
 from asyncckpt.storage.contents import SavedTensor
-from asyncckpt.torch_tensors import torch_dtype, why_no_memory
+from asyncckpt.torch_tensors import NO_ADDRESS_BELOW, address_of, torch_dtype, why_no_memory
+
+_KINDS = {"d": dict, "o": OrderedDict, "l": list, "t": tuple}
+
+
+def exact_placements(state_dict: Any, saved: SavedTree) -> list[Placement] | None:
+    """Return what is read into which tensor; None where the target is not exactly what was saved.
+
+    Args:
+        state_dict: The target.
+        saved: The checkpoint.
+    """
+    numbers: list[int] = []
+    values: list[torch.Tensor] = []
+    if not _walk(saved.tree, state_dict, numbers, values, set()):
+        return None
+    if numbers != list(range(len(saved.tensors))):
+        first = _first_ones(numbers, values)
+        if len(first) != len(saved.tensors) or first.keys() != set(range(len(first))):
+            return None
+        values = [first[number] for number in range(len(first))]
+    return _placements(values, saved)
+
+
+def _walk(node: Node, value: Any, numbers: list[int], values: list[torch.Tensor], seen: set[int]) -> bool:
+    """Collect the tensors of a target in step with the saved tree; says whether the two are the same.
+
+    Args:
+        node, value: The saved tree and the target, or a part of both.
+        numbers, values: What is collected.
+        seen: Ids of the containers of the target so far; one that stands in two places is looked at more closely.
+    """
+    kind = node[0]
+    if kind == "T":
+        numbers.append(node[1])
+        values.append(value)
+        return type(value) in PLAIN_TENSORS
+    if kind == "O" and len(node) == 2:
+        return type(value) in SCALARS or (type(value) in (list, tuple) and is_flat(value))
+    if type(value) is not _KINDS.get(kind) or len(node) > (3 if kind == "o" else 2):
+        return False  # a form of its own among them: `matching` asks no target for its type
+    if id(value) in seen and value != ():
+        return False
+    seen.add(id(value))
+    if kind in ("l", "t"):
+        nodes, members = node[1], value
+        if len(nodes) != len(members) or is_flat(value):
+            return False
+    else:
+        nodes, members = node[1][1::2], value.values()
+        if tuple(value) != node[1][::2] or not set(map(type, value)) <= {str, int}:
+            return False
+        if kind == "o" and (getattr(value, "_metadata", None) is None) is not (node[2] is None):
+            return False
+    if set(map(itemgetter(0), nodes)) == {"T"} and PLAIN_TENSORS.issuperset(map(type, members)):
+        numbers += map(itemgetter(1), nodes)
+        values += members
+        return True
+    return all(_walk(inner, member, numbers, values, seen) for inner, member in zip(nodes, members, strict=True))
+
+
+def _first_ones(numbers: list[int], values: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return the tensors by number; none where one number has two of them."""
+    found: dict[int, torch.Tensor] = {}
+    for number, value in zip(numbers, values, strict=True):
+        if found.setdefault(number, value) is not value:
+            return {}
+    return found
+
+
+def _placements(values: list[torch.Tensor], saved: SavedTree) -> list[Placement] | None:
+    """Look at each tensor once; None where one cannot be filled as it stands, or two of them are one."""
+    dtypes = {name: torch_dtype(name) for name in {tensor.dtype for tensor in saved.tensors}}
+    origins = {shape: (0,) * len(shape) for shape in {tensor.global_shape for tensor in saved.tensors}}
+    placed = partial(tuple.__new__, Placement)  # as `Placement(...)`, for half of its time
+    found: list[Placement] = []
+    places: set[int] = set()
+    empty: set[int] = set()
+    for tensor, value in zip(saved.tensors, values, strict=True):
+        _, name, shape, _ = tensor
+        if value.layout is not torch.strided or value.is_nested or value.dtype is not dtypes[name]:
+            return None
+        if value.shape != shape or value.is_neg() or (value.dtype.is_complex and value.is_conj()):
+            return None
+        try:
+            address, is_row_major = value.data_ptr(), value.is_contiguous()
+        except RuntimeError:  # it has none, inside vmap, say
+            return None
+        if address < NO_ADDRESS_BELOW:
+            address = address_of(value)
+        if not is_row_major and shares_own_memory(value):
+            return None
+        if address:
+            places.add(address)
+            found.append(placed((tensor, value, origins[shape], address if is_row_major and value.is_cpu else None)))
+        elif value.numel() or value.is_meta:
+            return None
+        else:
+            empty.add(id(value))
+    return found if len(places) + len(empty) == len(values) else None
+
+
+def object_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Yield (typed path, node) of the leaves that are no tensors."""
+    kind = node[0]
+    if kind in ("d", "o"):
+        items = node[1]
+        for i in range(0, len(items), 2):
+            if items[i + 1][0] != "T":
+                yield from object_leaves(items[i + 1], (*path, items[i]))
+    elif kind in ("l", "t"):
+        for i, child in enumerate(node[1]):
+            if child[0] != "T":
+                yield from object_leaves(child, (*path, i))
+    else:
+        yield path, node
+
+
+TargetLeaf = tuple[Path, str, Node, Any, Any]
+"""Path, FQN, node, and the container and the key under which the value lies there, a `PerRank` marked as such."""
+
+
+def target_leaves(tree: Node, targets: Targets) -> Iterator[TargetLeaf]:
+    """Yield every leaf of a target in its order, empty mappings among them; not the target itself when it is empty.
+
+    Args:
+        tree: What `flatten` made of it.
+        targets: The target.
+    """
+    return _below(tree, (), "", targets)
+
+
+def _below(node: Node, path: Path, prefix: str, targets: Targets) -> Iterator[TargetLeaf]:
+    """`prefix`: of the names below `node`: empty, or with a dot at its end."""
+    kind, members = node[0], node[1]
+    holder = targets.value_at(path)
+    for key, child in zip(members[::2], members[1::2], strict=True) if kind in ("d", "o") else enumerate(members):
+        while child[0] == "r":
+            child = child[1]
+        if child[0] in CONTAINERS and (child[1] or child[0] not in ("d", "o")):
+            yield from _below(child, (*path, key), f"{prefix}{key}.", targets)
+        else:
+            yield (*path, key), f"{prefix}{key}", child, holder, python_key(key)
+
 
 Mismatch = ShapeMismatchError | LeafTypeMismatchError
 
@@ -46,7 +198,7 @@ def _raised(error: Mismatch) -> None:
     raise error
 
 
-class Replaced(NamedTuple):
+class Replacement(NamedTuple):
     """What gets a new value: its path in the target, its FQN there, and the saved part.
 
     Attributes:
@@ -68,20 +220,20 @@ class Matches:
         tensors: What is read into which value; a tensor with several names is there once.
         placements: The same of plain tensors that are filled whole, as they stand.
         ties: Tensors with two names under which two tensors were saved: filled from the first, if both are equal.
-        left_to_code: FQNs of tensors with two names under which two were saved, in a module whose own loading code may
+        decided_by_hooks: FQNs of tensors with two names under which two were saved, in a module whose code may
             make others of them.
         filled: Paths of the target's tensors and arrays that are filled in place. May be incomplete where no module is
             in the target, since nothing uses it then.
         filled_fqns: Their FQNs.
         replaced: What is made new: object leaves, arrays of another shape, states of objects.
-        grown: Lists that take more members than they have; their nodes hold those.
+        extended_lists: Lists that take more members than they have; their nodes hold those.
         standing: By saved tensor number: where the tensors of those states are read to, if anywhere.
         missing: FQNs of the target, as the target names them, that were not saved; and keys that select nothing.
             A tensor that is filled under another name is not missing.
         lost: FQNs of modules, other objects and subtrees of which nothing was found at all; of the whole target: "".
-        left_empty: FQNs of empty dicts of the target that a checkpoint of another format has nothing for.
-        not_taken: FQNs of parameters and buffers that are None, and of submodules without members, in modules of the
-            target, below which something was saved.
+        staying_empty: FQNs of empty dicts of the target that a checkpoint of another format has nothing for.
+        ignored_vacant: FQNs of parameters and buffers that are None, and of submodules without members, in modules of
+            the target, below which something was saved.
         shared: What fills one container or object of the target under two names: FQN and saved node of both.
         converted: FQNs whose dtype differs.
         unavailable: FQNs of the target that only other ranks than the reader have, as their own.
@@ -94,16 +246,16 @@ class Matches:
     tensors: list[Filling] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
     ties: list[Tie] = field(default_factory=list)
-    left_to_code: list[str] = field(default_factory=list)
+    decided_by_hooks: list[str] = field(default_factory=list)
     filled: list[Path] = field(default_factory=list)
     filled_fqns: list[str] = field(default_factory=list)
-    replaced: list[Replaced] = field(default_factory=list)
-    grown: list[Replaced] = field(default_factory=list)
+    replaced: list[Replacement] = field(default_factory=list)
+    extended_lists: list[Replacement] = field(default_factory=list)
     standing: dict[int, TargetTensor] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    left_empty: list[str] = field(default_factory=list)
-    not_taken: list[str] = field(default_factory=list)
+    staying_empty: list[str] = field(default_factory=list)
+    ignored_vacant: list[str] = field(default_factory=list)
     shared: list[tuple[str, Node, str, Node]] = field(default_factory=list)
     converted: list[str] = field(default_factory=list)
     unavailable: list[str] = field(default_factory=list)
@@ -144,25 +296,25 @@ def match(
     """
     targets = Targets(state_dict)
     if key_map is None and selection.everything:
-        placements = alike_placements(state_dict, saved)
+        placements = exact_placements(state_dict, saved)
         if placements is not None:
             return _alike(targets, saved, placements)
     flat = flatten(state_dict, targets.open, allow_pickle=allow_pickle, is_target=True)
-    matching = _Matching(Matches(targets), saved, path, refuse)
+    matching = _Matcher(Matches(targets), saved, path, refuse)
     matches, rename, taken = matching.matches, renamer(key_map) if key_map is not None else None, saved.leaves
     for other in lists_of_other_lengths(flat.tree, saved, selection, rename):
-        matching.list_of_other_length(flat.tree, *other)
+        matching.extend_list(flat.tree, *other)
     if not flat.tree[1]:
-        matching.fill_all(selection)
+        matching.match_empty_target(selection)
     for leaf in target_leaves(flat.tree, targets):
         leaf_path, fqn, node, _, _ = leaf
         value = flat.objects[node[1]] if node[0] == "O" else None
         module = targets.module_at(leaf_path)
-        if module is not None and matching.module_decides(module, leaf, selection, rename):
+        if module is not None and matching.match_module_entry(module, leaf, selection, rename):
             continue
         if node[0] == "O" and is_loadable(value):
             saved_fqn = fqn if rename is None else rename(fqn)
-            place = Replaced(leaf_path, fqn, node, value)
+            place = Replacement(leaf_path, fqn, node, value)
             if not _match_state(matches, place, saved, selection, saved_fqn):
                 matching.absent_paths.append(leaf_path)
             elif matches.replaced and matches.replaced[-1].path == leaf_path:
@@ -189,22 +341,22 @@ def match(
             matching.tensor(leaf, found[1])
     for module in targets.modules:
         matching.end(module, selection, rename)
-    matching.take_ties()
+    matching.resolve_ties()
     if matching.absent_paths:
         found_paths = [*matches.filled, *(place.path for place in matches.replaced), *matching.empty_paths]
         found_paths += [module.path for module in matches.undecided]  # which say by themselves what they lack
-        matches.lost += lost_subtrees(flat.tree, matching.absent_paths, found_paths, targets.is_module)
+        matches.lost += absent_subtrees(flat.tree, matching.absent_paths, found_paths, targets.is_module)
     matches.missing += selection.unused()
     return matches
 
 
 def _alike(targets: Targets, saved: SavedTree, placements: list[Placement]) -> Matches:
-    replaced = [Replaced(path, fqn_of(path), node) for path, node in object_leaves(saved.tree)]
+    replaced = [Replacement(path, fqn_of(path), node) for path, node in object_leaves(saved.tree)]
     names = [fqn for fqn, node in saved.leaves.items() if node[0] == "T"]
     return Matches(targets, placements=placements, filled_fqns=names, replaced=replaced, found=dict(saved.leaves))
 
 
-class _Matching:
+class _Matcher:
     """What is known while the leaves of a target are matched, one after the other.
 
     Attributes:
@@ -244,7 +396,7 @@ class _Matching:
         value = None if holder is None else holder[key]
         if type(holder) is not dict and type(holder) is not list:
             stays = isinstance(value, MutableMapping) and node[0] in MAPPINGS and id(value) not in self._taking
-            fixed = None if stays else targets.fixed_at(path)
+            fixed = None if stays else targets.immutable_container_at(path)
             if fixed is not None:
                 raise ConfigError(
                     f"target {fqn!r} lies in a {fixed}, which cannot be changed, and what was saved takes its place: "
@@ -253,24 +405,24 @@ class _Matching:
                     value=fqn,
                 )
         self._taking.add(id(value))
-        if has_lost_factory(node) and isinstance(unmarked(value), MutableMapping):
+        if has_lost_factory(node) and isinstance(unwrap_per_rank(value), MutableMapping):
             node = node[:2]  # a mapping that stands there keeps its own
         is_inner = isinstance(holder, tuple) or isinstance(value, PerRank)
         self.own(targets.owner_of(path) if is_inner else (id(holder), (key,)), fqn, node)
-        self.matches.replaced.append(Replaced(path, fqn, node))
+        self.matches.replaced.append(Replacement(path, fqn, node))
 
-    def list_of_other_length(self, tree: Node, path: Path, node: Node, at: Path, found: Node) -> None:
+    def extend_list(self, tree: Node, path: Path, node: Node, at: Path, found: Node) -> None:
         """Let a list of the target `tree` take the further members of a longer one that was saved at `at`."""
-        fqn, further = fqn_of(path), further_members(tree, path, node, found)
+        fqn, further = fqn_of(path), appended_members(tree, path, node, found)
         if further is None:
             self._refuse(length_mismatch(fqn, len(found[1]), len(node[1]), self._path))
             return
         for n, member in enumerate(further, len(node[1])):
             self.matches.found.update((fqn_of(leaf), inner) for leaf, inner in leaves(member, (*at, n)))
         self.own((id(self.matches.targets.value_at(path)), None), fqn, ("l", further))
-        self.matches.grown.append(Replaced(path, fqn, ("l", further)))
+        self.matches.extended_lists.append(Replacement(path, fqn, ("l", further)))
 
-    def module_decides(
+    def match_module_entry(
         self, module: ModuleTarget, leaf: TargetLeaf, selection: Selection, rename: Callable[[str], str] | None
     ) -> bool:
         """Match a leaf of a module, if that is for the module's own code; else say that it is a leaf like others."""
@@ -282,20 +434,20 @@ class _Matching:
         there = self._saved.node_at(saved_fqn)
         own = module.own_value(name)
         if there is None:
-            if self._saved.is_away(saved_fqn) or not module.decides(name):
+            if self._saved.is_other_ranks_only(saved_fqn) or not module.defer_to_hooks(name):
                 return False
-            self._note_memory(fqn, own)
+            self._record_without_memory(fqn, own)
             return True
         module.show(name, saved_fqn)
-        if node[0] != "T" or not module.takes_new(name, node, there[1], self._saved):
+        if node[0] != "T" or not module.needs_new_value(name, node, there[1], self._saved):
             return False
-        self._note_memory(fqn, own)
-        self._take_new(module, Replaced(path, fqn, self._saved.without_holes(there[1])), there)
+        self._record_without_memory(fqn, own)
+        self._give_new_value(module, Replacement(path, fqn, self._saved.without_other_ranks(there[1])), there)
         if there[1][0] == "T":
-            self._tie_new(module, self._values.setdefault(id(own), node[1]), target_tensor(own, fqn), there[1][1])
+            self._tie_new_value(module, self._values.setdefault(id(own), node[1]), target_tensor(own, fqn), there[1][1])
         return True
 
-    def _tie_new(self, module: ModuleTarget, own: int, target: TargetTensor, found: int) -> None:
+    def _tie_new_value(self, module: ModuleTarget, own: int, target: TargetTensor, found: int) -> None:
         """Tie a tensor that a module's loading code fills to other places in the target where it is filled."""
         tensor = self._saved.tensors[found]
         if target.global_shape != tensor.global_shape:
@@ -306,21 +458,23 @@ class _Matching:
         if whose is not module:
             pairs.append((earlier, number))
         elif number != found:
-            self.matches.left_to_code += [earlier, target.fqn]
+            self.matches.decided_by_hooks += [earlier, target.fqn]
         self.matches.ties += [
             Tie(fqn, target.fqn, self._saved.tensors[n], tensor, target.shards) for fqn, n in pairs if n != found
         ]
 
-    def _take_new(self, module: ModuleTarget, place: Replaced, there: tuple[Path, Node]) -> None:
+    def _give_new_value(self, module: ModuleTarget, place: Replacement, there: tuple[Path, Node]) -> None:
         at, node = there
-        self.matches.found.update((fqn_of(leaf), inner) for leaf, inner in leaves(node, at) if inner is not HOLE)
+        self.matches.found.update(
+            (fqn_of(leaf), inner) for leaf, inner in leaves(node, at) if inner is not OTHER_RANKS_ONLY
+        )
         self.matches.replaced.append(place)
         if node[0] == "T":
             like = module.like(module.name_of(place.fqn), self._saved.tensors[node[1]])
             if like is not None:
                 self.matches.standing.setdefault(node[1], like)
 
-    def _note_memory(self, fqn: str, value: Any) -> None:
+    def _record_without_memory(self, fqn: str, value: Any) -> None:
         if isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value) and why_no_memory(value):
             self.matches.without_memory.append((fqn, value))
 
@@ -333,15 +487,17 @@ class _Matching:
             if there is None or fqn not in selection:
                 continue
             module.show(name, saved_fqn)
-            self._take_new(module, Replaced((*module.path, name), fqn, self._saved.without_holes(node)), there)
+            self._give_new_value(
+                module, Replacement((*module.path, name), fqn, self._saved.without_other_ranks(node)), there
+            )
         for name in module.vacant:
             fqn = f"{module.fqn}.{name}".removesuffix(".")
             saved_fqn = fqn if rename is None else rename(fqn)
             there = self._saved.node_at(saved_fqn) or self._saved.gathered(saved_fqn)
             below = [] if there is None or fqn not in selection else leaves(there[1], there[0])
-            if any(inner is not HOLE and fqn_of(leaf) not in matches.found for leaf, inner in below):
-                matches.not_taken.append(fqn)
-        module.take_ties()
+            if any(inner is not OTHER_RANKS_ONLY and fqn_of(leaf) not in matches.found for leaf, inner in below):
+                matches.ignored_vacant.append(fqn)
+        module.resolve_ties()
         if not module.was_found:
             names = [f"{module.fqn}.{name}" for name in module.undecided]
             matches.missing += names
@@ -356,15 +512,15 @@ class _Matching:
         """Say what there is in the place of `saved_fqn`, which the checkpoint does not have."""
         path, fqn, node, holder, key = leaf
         saved, matches = self._saved, self.matches
-        matches.targets.keep_empty(unmarked(holder[key]))
+        matches.targets.leave_as_is(unwrap_per_rank(holder[key]))
         self._taking.add(id(holder[key]))
         above = next((prefix for prefix in prefixes(saved_fqn) if prefix in saved.leaves), None)
         if above is not None:
             self._refuse(leaf_mismatch(above, kind_of(saved.leaves[above]), "container", self._path))
-        elif saved.is_away(saved_fqn):
+        elif saved.is_other_ranks_only(saved_fqn):
             matches.unavailable.append(fqn)
-        elif node[0] in MAPPINGS and not saved.keeps_empty:
-            matches.left_empty.append(fqn)
+        elif node[0] in MAPPINGS and not saved.keeps_empty_containers:
+            matches.staying_empty.append(fqn)
         else:
             matches.missing.append(fqn)
             self.absent_paths.append(path)
@@ -382,7 +538,7 @@ class _Matching:
                 self._absent(leaf, saved_fqn)
             return
         if node[0] in ("O", *MAPPINGS):
-            error = refused_for(node, value, there[1], fqn, self._path)
+            error = container_mismatch(node, value, there[1], fqn, self._path)
         else:
             error = leaf_mismatch(fqn, kind_of(there[1]), kind_of(node), self._path)
         if error is not None:
@@ -392,7 +548,7 @@ class _Matching:
         if part is not None:
             self._fill(leaf, part, there[0], selection)
 
-    def fill_all(self, selection: Selection) -> None:
+    def match_empty_target(self, selection: Selection) -> None:
         """Match a target that is empty as a whole."""
         whole: TargetLeaf = ((), "", ("d", ()), None, None)
         self._fill(whole, selected(self._saved.tree, selection) or ("d", ()), (), selection)
@@ -406,17 +562,17 @@ class _Matching:
             matches.unavailable += [
                 name for leaf, name in away if (not at or leaf[len(saved_fqn)] == ".") and name in selection
             ]
-        matches.found.update((fqn_of(leaf), inner) for leaf, inner in leaves(node, at) if inner is not HOLE)
+        matches.found.update((fqn_of(leaf), inner) for leaf, inner in leaves(node, at) if inner is not OTHER_RANKS_ONLY)
         if node[0] in MAPPINGS and not node[1]:
             self.empty_paths.append(path)
-        self.replace(leaf, saved.without_holes(node))
+        self.replace(leaf, saved.without_other_ranks(node))
 
     def tensor(self, leaf: TargetLeaf, found: int) -> None:
         """Match a leaf with tensor number `found`."""
         path, fqn, node, holder, key = leaf
         matches, value, tensor = self.matches, holder[key], self._saved.tensors[found]
         if type(value) not in PLAIN_TENSORS:
-            value = unmarked(value)
+            value = unwrap_per_rank(value)
         if node[0] == "N":
             value = view_of(value)
             if value is None or not target_tensor(value, fqn).takes(tensor):
@@ -451,11 +607,11 @@ class _Matching:
         module = matches.targets.module_at(path)
         (matches.tensors if module is None else module.tensors).append((tensor, target))
 
-    def take_ties(self) -> None:
+    def resolve_ties(self) -> None:
         """Count leaves that were not saved as filled where their tensor is filled under another name."""
         matches = self.matches
         for path, fqn, node, holder, key in self._absent_tensors:
-            own = node[1] if node[0] == "N" else self._values.get(id(unmarked(holder[key])), node[1])
+            own = node[1] if node[0] == "N" else self._values.get(id(unwrap_per_rank(holder[key])), node[1])
             if own in self._filled or own in self._made_new:
                 matches.missing.remove(fqn)
                 self.absent_paths.remove(path)
@@ -468,7 +624,7 @@ def _is_object(node: Node, found: Node) -> bool:
     return "T" not in (node[0], found[0]) and (node[0], found[0]) != ("N", "N")
 
 
-def _match_state(matches: Matches, place: Replaced, saved: SavedTree, selection: Selection, saved_fqn: str) -> bool:
+def _match_state(matches: Matches, place: Replacement, saved: SavedTree, selection: Selection, saved_fqn: str) -> bool:
     """Match an object that takes its state as a whole, or an entry of a module's state that does.
 
     Returns:
@@ -483,20 +639,20 @@ def _match_state(matches: Matches, place: Replaced, saved: SavedTree, selection:
     found = saved.node_at(saved_fqn)
     if found is None:
         (matches.unavailable if below else matches.missing).append(fqn)
-        if not below and not isinstance(place.holder, Whole):
+        if not below and not isinstance(place.holder, ReplacedEntry):
             matches.lost.append(fqn)
         return bool(below)
     if saved.own is None:  # at equal world size, what only other ranks have is left out, as in a new dict
         matches.unavailable += below
     at, node = found
-    matches.found.update((fqn_of(leaf), inner) for leaf, inner in leaves(node, at) if inner is not HOLE)
-    holder = None if isinstance(place.holder, Whole) else place.holder
-    matches.replaced.append(Replaced(place.path, fqn, saved.without_holes(node), holder))
+    matches.found.update((fqn_of(leaf), inner) for leaf, inner in leaves(node, at) if inner is not OTHER_RANKS_ONLY)
+    holder = None if isinstance(place.holder, ReplacedEntry) else place.holder
+    matches.replaced.append(Replacement(place.path, fqn, saved.without_other_ranks(node), holder))
     if isinstance(holder, torch.optim.Optimizer):  # it moves its state to its parameters
         params = [param for group in holder.param_groups for param in group["params"]]
         matches.without_memory += [(fqn, param) for param in params if why_no_memory(param) is not None]
     numbers = {leaf: inner[1] for leaf, inner in leaves(node) if inner[0] == "T"}
-    standing = standing_tensors(holder, [(leaf, saved.tensors[number]) for leaf, number in numbers.items()])
+    standing = reusable_state_tensors(holder, [(leaf, saved.tensors[number]) for leaf, number in numbers.items()])
     for leaf, target in standing.items():
         matches.standing.setdefault(numbers[leaf], target)
     return True

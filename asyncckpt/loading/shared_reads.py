@@ -18,9 +18,9 @@ from asyncckpt.distributed.rendezvous import all_or_none
 from asyncckpt.errors import AsyncCkptError, ConfigError, SaveFailedError, SharedLoadError
 from asyncckpt.failpoints import reach
 from asyncckpt.format.structure import row_major
-from asyncckpt.loading.placements import Placement, box_of
+from asyncckpt.loading.byte_ranges import Placement, box_of
 from asyncckpt.loading.sharing import Box, Segment, SharePlan, Wish, decode_wish, encode_wish, messages, plan_sharing
-from asyncckpt.loading.sinks import BoxSink, takes_bytes
+from asyncckpt.loading.tensor_writers import BoxWriter, takes_bytes
 from asyncckpt.memory.mapping import copy_bytes
 from asyncckpt.torch_tensors import flat_bytes, torch_dtype
 
@@ -192,4 +192,4 @@ def _taker(placement: Placement) -> Callable[[int, int, int], None]:
         return lambda position, address, nbytes: copy_bytes(start + position, address, nbytes)
     sizes = tuple(target.shape)
     nbytes = target.numel() * dtype.itemsize
-    return BoxSink(target, (0,) * len(sizes), sizes, dtype, nbytes, row_major(sizes)).deliver
+    return BoxWriter(target, (0,) * len(sizes), sizes, dtype, nbytes, row_major(sizes)).deliver

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from asyncckpt.errors import AsyncCkptError, ConfigError, OverlappingShardsError, StateLoadError, UnsupportedLeafError
+from asyncckpt.errors import (
+    AliasMismatchError,
+    AsyncCkptError,
+    ConfigError,
+    OverlappingShardsError,
+    StateLoadError,
+    UnsupportedLeafError,
+)
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.libc import read_only
-from asyncckpt.loading.placements import Placement
+from asyncckpt.loading.byte_ranges import Placement
+from asyncckpt.loading.tensor_writers import fill_box, new_tensor
 from asyncckpt.sharding.registry import committed, sharded
 from asyncckpt.sharding.shard_types import LocalShard, Sharded, named, refused_by_name
 from asyncckpt.state_dict.flatten import PLAIN_TENSORS
 from asyncckpt.storage.contents import SavedTensor
-from asyncckpt.torch_tensors import plain_parameter, torch_dtype, why_no_memory
+from asyncckpt.torch_tensors import flat_bytes, plain_parameter, torch_dtype, why_no_memory
 
 
 class TargetTensor(NamedTuple):
@@ -178,21 +187,21 @@ def placements_of(fillings: Iterable[Filling]) -> list[Placement]:
     ]
 
 
-def names_of(plain: Iterable[Placement], fillings: Iterable[Filling]) -> list[str]:
+def placement_names(plain: Iterable[Placement], fillings: Iterable[Filling]) -> list[str]:
     """Return the target's names of `plain`, which have those that were saved, and of what `placements_of` returns."""
     parts = [target.fqn or saved.fqn for saved, target in fillings for tensor, _ in target.shards if tensor.numel()]
     owned = ((saved.fqn, split_per_rank_name(saved.fqn)) for saved, _, _, _ in plain)
     return [*(fqn if own is None else own[0] for fqn, own in owned), *parts]
 
 
-def conversions(fillings: Iterable[Filling]) -> dict[int, bool]:
+def converted_storages(fillings: Iterable[Filling]) -> dict[int, bool]:
     """Return by address of its storage, for each value that is filled, whether what was saved has another dtype."""
     return {
-        at: target.dtype != torch_dtype(saved.dtype) for saved, target in fillings for at in memory_of(target.value)
+        at: target.dtype != torch_dtype(saved.dtype) for saved, target in fillings for at in storages_of(target.value)
     }
 
 
-def tell_types(fillings: Iterable[Filling], path: str) -> None:
+def notify_shard_types(fillings: Iterable[Filling], path: str) -> None:
     """Tell the values of registered types, once each, that all their shards are filled.
 
     Args:
@@ -218,10 +227,295 @@ def tell_types(fillings: Iterable[Filling], path: str) -> None:
             ) from error
 
 
-def memory_of(value: Any) -> set[int]:
+def storages_of(value: Any) -> set[int]:
     """Return the addresses of the storages that a tensor of any type lies in; none for what has no elements here."""
     try:
         tensors = [tensor for tensor, _ in target_tensor(value, "").shards]
     except AsyncCkptError:
         return set()
     return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
+
+
+WINDOW_NBYTES = 16 << 20
+"""How much is compared at once. It takes a few times as much host memory, whatever the tensors' sizes."""
+
+MAX_PAIRS = 100_000
+"""How many pairs of tensors are compared by their strides, which takes 0.5 s. Further pairs are treated as if they
+shared memory: they are compared with what was saved."""
+
+Read = Callable[[Sequence[Placement]], None]
+"""Reads boxes of saved tensors into plain ones."""
+
+Window = tuple[int, Placement]
+"""A box of one of several targets, by its number."""
+
+_CPU = torch.device("cpu")
+
+
+# ---- which targets share memory
+
+
+class MemoryExtent(NamedTuple):
+    """The addresses of a tensor's elements: from `start` to before `end`, `itemsize` bytes at each of `steps`.
+
+    `steps`: (stride in bytes, number of indices) of each dimension with more than one index and a stride other than 0.
+    """
+
+    start: int
+    end: int
+    itemsize: int
+    steps: tuple[tuple[int, int], ...]
+
+
+def memory_extent_of(tensor: torch.Tensor) -> MemoryExtent:
+    """Return the extent of a tensor that is not empty."""
+    start, width = tensor.data_ptr(), tensor.itemsize
+    steps = tuple((s * width, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and s)
+    return MemoryExtent(start, start + width + sum(step * (n - 1) for step, n in steps), width, steps)
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the positions of the tensors that may share memory with another one, ascending.
+
+    Tensors that certainly share none are left out: those whose address ranges are disjoint, and slices of one tensor
+    that have no element in common.
+    """
+    spans = [
+        (t.data_ptr(), t.data_ptr() + t.nbytes if t.is_contiguous() else memory_extent_of(t).end, n)
+        for n, t in enumerate(tensors)
+    ]
+    spans.sort()
+    reach = 0
+    for start, end, _ in spans:
+        if start < reach:
+            break
+        if start:
+            reach = end
+    else:
+        return []
+    return sorted(
+        _overlapping([(memory_extent_of(tensors[n]), n) for start, _, n in spans if start and tensors[n].numel()])
+    )
+
+
+def _overlapping(extents: Iterable[tuple[MemoryExtent, int]]) -> set[int]:
+    """`extents` ascend."""
+    found: set[int] = set()
+    reaching: list[tuple[MemoryExtent, int]] = []  # those that reach beyond where the current one begins
+    n_pairs = 0
+    for extent, number in extents:
+        reaching = [one for one in reaching if one[0].end > extent.start]
+        for other, earlier in reaching:
+            if number not in found or earlier not in found:
+                n_pairs += 1
+                if n_pairs > MAX_PAIRS or not are_disjoint(other, extent):
+                    found |= {number, earlier}
+        reaching.append((extent, number))
+    return found
+
+
+def are_disjoint(one: MemoryExtent, other: MemoryExtent) -> bool:
+    """Whether two tensors certainly share no byte.
+
+    The outer dimensions of both repeat with a common period. Within one period, the bytes that the inner dimensions of
+    one tensor span must be disjoint from those of the other.
+    """
+    if one.end <= other.start or other.end <= one.start:
+        return True
+    steps = {step for step, _ in one.steps + other.steps}
+    for least in steps:
+        period = math.gcd(*(step for step in steps if step >= least))
+        at = (other.start - one.start) % period
+        if at >= one.itemsize and at >= _inner(one, least) and at + _inner(other, least) <= period:
+            return True
+    return False
+
+
+def _inner(extent: MemoryExtent, least: int) -> int:
+    """Return the bytes that an extent spans without the dimensions whose step is `least` or more."""
+    return extent.itemsize + sum(step * (n - 1) for step, n in extent.steps if step < least)
+
+
+# ---- whether these can hold what was saved
+
+
+class Tie(NamedTuple):
+    """A tensor of the target with two names under which two tensors were saved.
+
+    Attributes:
+        fqn, other_fqn: The names, as the target has them.
+        saved, other: What was saved under them, of one global shape.
+        shards: What this process holds of the target: plain tensors with their offsets, whose memory is not looked at.
+    """
+
+    fqn: str
+    other_fqn: str
+    saved: SavedTensor
+    other: SavedTensor
+    shards: Sequence[tuple[torch.Tensor, tuple[int, ...]]]
+
+
+ONE_TENSOR = "are one tensor in the target"
+ONE_OBJECT = "are one object, or lie in one container, of the target"
+
+
+def check_ties(ties: Sequence[Tie], read: Read, path: str, how: str = ONE_TENSOR) -> None:
+    """Check that what was saved under both names of each tie is equal, bit by bit, in the target's dtype.
+
+    Args:
+        ties: Of each, the parts that this process holds are compared.
+        read: As `Read`.
+        path: The checkpoint's, for messages.
+        how: In what way they are one, for messages.
+
+    Raises:
+        AliasMismatchError: Two differ.
+
+    Blocks: for the reads.
+    """
+    parts = [(n, Placement(tie.saved, *shard)) for n, tie in enumerate(ties) for shard in tie.shards]
+    for batch in _batches(parts):
+        others = [(n, window._replace(saved=ties[n].other)) for n, window in batch]
+        for (n, _), one, other in zip(batch, _values(batch, read, _CPU), _values(others, read, _CPU), strict=True):
+            if not torch.equal(flat_bytes(one), flat_bytes(other)):
+                tie = ties[n]
+                raise alias_mismatch(tie.fqn, tie.other_fqn, path, how, "nothing was changed")
+
+
+def fill_aliased(placements: Sequence[Placement], names: Sequence[str], read: Read, path: str) -> None:
+    """Fill targets that share memory, one after the other, and check that each holds what was saved under its name.
+
+    Args:
+        placements: What is filled.
+        names: Their FQNs, as the target has them.
+        read: As `Read`.
+        path: The checkpoint's, for messages.
+
+    Raises:
+        AliasMismatchError: A target does not, since another one with other values shares its memory.
+
+    Blocks: for the reads; everything is read twice.
+    """
+    parts, targets = list(enumerate(placements)), [placement.target for placement in placements]
+    for batch in _batches(parts):
+        for (_, window), value in zip(batch, _values(batch, read), strict=True):
+            fill_box(window.target, (0,) * value.dim(), value)
+    for batch in _batches(parts):
+        for (n, window), value in zip(batch, _values(batch, read), strict=True):
+            other = find_overwriter(n, window.target, value, targets)
+            if other is not None:
+                one, two = (names[m] for m in sorted((n, other)))
+                left = "the tensors of the target are filled, these with values of both; its objects are as they were"
+                raise alias_mismatch(one, two, path, "share memory in the target", left)
+
+
+def find_overwriter(
+    number: int, target: torch.Tensor, value: torch.Tensor, filled: Sequence[torch.Tensor]
+) -> int | None:
+    """Return which of several tensors has overwritten another one of them.
+
+    Args:
+        number: Position in `filled` of the tensor that is checked.
+        target: That tensor, or a box of it.
+        value: What was filled in.
+        filled: All of them, in the order in which they were filled.
+
+    Returns:
+        The position of the last tensor in `filled` that has an element at the first byte that differs; None: `target`
+        holds `value`.
+    """
+    place = _first_difference(target, value)
+    if place is None:
+        return None
+    return max(
+        (n for n, one in enumerate(filled) if n != number and _holds(memory_extent_of(one), place)), default=number
+    )
+
+
+def _batches(parts: Iterable[Window]) -> Iterator[list[Window]]:
+    """Cut targets into boxes, and group these so that no group has more than `WINDOW_NBYTES`."""
+    batch: list[Window] = []
+    left = WINDOW_NBYTES
+    for number, part in parts:
+        width = max(part.target.itemsize, torch_dtype(part.saved.dtype).itemsize)
+        for window in _windows(part._replace(target=part.target.detach()), WINDOW_NBYTES // width):
+            nbytes = window.target.numel() * width
+            if nbytes > left:
+                yield batch
+                batch, left = [], WINDOW_NBYTES
+            batch.append((number, window))
+            left -= nbytes
+    if batch:
+        yield batch
+
+
+def _windows(part: Placement, limit: int) -> Iterator[Placement]:
+    """Cut a target into boxes of at most `limit` elements."""
+    saved, target, offsets, _ = part
+    if not target.numel():
+        return
+    if target.numel() <= limit:
+        yield Placement(saved, target, offsets)
+        return
+    dim = next(d for d, n in enumerate(target.shape) if n > 1)
+    n = target.shape[dim]
+    step = max(1, limit * n // target.numel())
+    for at in range(0, n, step):
+        moved = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
+        yield from _windows(Placement(saved, target.narrow(dim, at, min(step, n - at)), moved), limit)
+
+
+def _values(batch: Sequence[Window], read: Read, device: torch.device | None = None) -> list[torch.Tensor]:
+    """Read what was saved in boxes, and return it in the dtypes of their targets, and on their devices or on one."""
+    found = [new_tensor(tuple(w.target.shape), torch_dtype(w.saved.dtype), _CPU) for _, w in batch]
+    read([Placement(w.saved, value, w.offsets) for (_, w), value in zip(batch, found, strict=True)])
+    return [
+        _converted(value, w.target.dtype, device or w.target.device) for (_, w), value in zip(batch, found, strict=True)
+    ]
+
+
+def _converted(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if (value.dtype, value.device) == (dtype, device):
+        return value
+    made = new_tensor(tuple(value.shape), dtype, device)
+    fill_box(made, (0,) * value.dim(), value)
+    return made
+
+
+def _first_difference(target: torch.Tensor, value: torch.Tensor) -> int | None:
+    """Return the address of the first byte of `target` that differs from `value`; None: none does."""
+    found, wanted = flat_bytes(target), flat_bytes(value)
+    if torch.equal(found, wanted):
+        return None
+    at, byte = divmod(int((found != wanted).view(torch.uint8).argmax()), target.itemsize)
+    place = target.data_ptr() + byte
+    for size, step in zip(reversed(target.shape), reversed(target.stride()), strict=True):
+        at, index = divmod(at, size)
+        place += index * step * target.itemsize
+    return place
+
+
+def _holds(extent: MemoryExtent, address: int) -> bool:
+    """Whether the byte at `address` belongs to an element of the extent."""
+    if not extent.steps:
+        return extent.start <= address < extent.end
+    step, n = max(extent.steps)
+    inner = list(extent.steps)
+    inner.remove((step, n))
+    end = extent.end - step * (n - 1)  # of what lies at the first index
+    first, last = max(0, -(-(address + 1 - end) // step)), min(n - 1, (address - extent.start) // step)
+    return any(
+        _holds(MemoryExtent(extent.start + step * i, end + step * i, extent.itemsize, tuple(inner)), address)
+        for i in range(first, last + 1)
+    )
+
+
+def alias_mismatch(fqn: str, other_fqn: str, path: str, how: str, left: str) -> AliasMismatchError:
+    """Return the error for two names of the target whose saved values differ; `left`: what became of the target."""
+    return AliasMismatchError(
+        f"{path}: {fqn!r} and {other_fqn!r} {how}, and the values that were saved under them differ; {left}. Give each "
+        "memory of its own in the target, or leave one of them out by keys",
+        path=path,
+        fqn=fqn,
+        other_fqn=other_fqn,
+    )

@@ -8,15 +8,23 @@ memory. Then all of them get their state by `load_state_dict`.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Mapping, MutableMapping, MutableSequence
+import copy
+import logging
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence
 from typing import Any
 
 import torch
 
-from asyncckpt.format.state_tree import Path, python_key
-from asyncckpt.loading.modules import ModuleTarget, Whole
+from asyncckpt.distributed.process_group import has_other_ranks
+from asyncckpt.format.state_tree import Node, Path, fqn_of, leaves, python_key
+from asyncckpt.loading.module_targets import ModuleTarget, ReplacedEntry, state_load_error, takes_strict
+from asyncckpt.loading.target_tensors import TargetTensor, storages_of, target_tensor
 from asyncckpt.per_rank import PerRank
+from asyncckpt.sharding.registry import sharded
+from asyncckpt.state_dict.flatten import flatten
+from asyncckpt.state_dict.stateful import unwrapped
+from asyncckpt.storage.contents import SavedTensor
 
 
 class Targets:
@@ -49,14 +57,14 @@ class Targets:
         """Return what stands at a path, a `PerRank`'s value for a `PerRank`."""
         value, rest = self._located(path)
         for key in rest:
-            value = unmarked(value)[python_key(key)]
-        return unmarked(value)
+            value = unwrap_per_rank(value)[python_key(key)]
+        return unwrap_per_rank(value)
 
     def is_module(self, path: Path) -> bool:
         """Whether a module stands at a path, whose state is what is filled."""
         return path in self._modules
 
-    def fixed_at(self, path: Path) -> str | None:
+    def immutable_container_at(self, path: Path) -> str | None:
         """Return the type of the container in which the value at a path cannot be replaced; None if it can be."""
         for container in reversed(self._containers(path)):
             if isinstance(container, (MutableSequence, MutableMapping, PerRank)):
@@ -94,7 +102,7 @@ class Targets:
         root, rest = self._located(path)
         _replace_at(root, rest, new, self._kept)
 
-    def keep_empty(self, container: Any) -> None:
+    def leave_as_is(self, container: Any) -> None:
         """Let an empty container stay so: in other places where it stands, too, another one takes its place."""
         self._kept.add(id(container))
 
@@ -123,12 +131,12 @@ class Targets:
 
 def is_loadable(value: Any) -> bool:
     """Whether an object leaf of a target takes a state."""
-    return isinstance(value, Whole) or (
+    return isinstance(value, ReplacedEntry) or (
         hasattr(value, "state_dict") and callable(getattr(value, "load_state_dict", None))
     )
 
 
-def unmarked(value: Any) -> Any:
+def unwrap_per_rank(value: Any) -> Any:
     """Return what `PerRank` marks, or the value itself."""
     while isinstance(value, PerRank):
         value = value.value
@@ -185,3 +193,197 @@ def _taken(old: Any, new: Any, kept: set[int]) -> Any:
 
 def _has_room(value: Any, n: int) -> bool:
     return type(value) is list or (type(value) is deque and (value.maxlen is None or value.maxlen >= n))
+
+
+_log = logging.getLogger("asyncckpt.loading")
+
+Filled = Mapping[int, bool]
+"""By storage address, for each tensor that the same load fills: whether its values were converted to its dtype."""
+
+
+def load_object_state(value: Any, state: Any, fqn: str, path: str, filled: Filled | None = None) -> None:
+    """Call `load_state_dict` of `value`.
+
+    Args:
+        value: A module, an optimizer, or anything else.
+        state: As it was saved.
+        fqn: Its name, for messages.
+        path: The checkpoint's, for messages.
+        filled: The state of parameters that were converted stays converted: this run resumes in another precision.
+
+    Raises:
+        StateLoadError: `load_state_dict` raised.
+    """
+    value = unwrapped(value) if isinstance(value, torch.nn.Module) else value
+    dtypes = {} if isinstance(value, torch.nn.Module) else _dtypes(state)
+    entries = _entries(state) if isinstance(value, torch.optim.Optimizer) else []
+    try:
+        if isinstance(value, torch.nn.Module) and takes_strict(value):
+            value.load_state_dict(state, strict=False)  # what is missing has been reported, by the rules of `load`
+        else:
+            value.load_state_dict(state)
+    except Exception as error:
+        raise state_load_error(error, value, fqn, path) from error
+    if entries:
+        _put_back(value, entries, filled or {})
+    if dtypes:
+        _report_dtypes(value, dtypes, fqn, path)
+
+
+def may_call_state_dict(value: Any) -> bool:
+    """Whether `state_dict()` of an object surely waits for no other rank: a load on one rank alone would never end."""
+    return not has_other_ranks() or getattr(type(value), "state_dict", None) is torch.optim.Optimizer.state_dict
+
+
+def _entries(state: Any) -> list[dict[Any, Any]]:
+    """Return each parameter's saved state, in the order of the groups; [] if it is not an optimizer's state."""
+    try:
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        return [dict(state["state"].get(number) or {}) for number in numbers]
+    except (TypeError, KeyError, ValueError, AttributeError):
+        return []
+
+
+def _put_back(optimizer: torch.optim.Optimizer, entries: list[dict[Any, Any]], filled: Filled) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if len(parameters) != len(entries):
+        return
+    for parameter, saved in zip(parameters, entries, strict=True):
+        state = optimizer.state.get(parameter)
+        if not isinstance(state, dict) or any(filled.get(address) for address in storages_of(parameter)):
+            continue
+        for key in saved.keys() & state.keys():
+            if key != "step" or not isinstance(
+                saved[key], torch.Tensor
+            ):  # kernels need `step` in the form that the optimizer has made
+                state[key] = _as_saved(saved[key], state[key], parameter)
+
+
+def _as_saved(saved: Any, loaded: Any, parameter: torch.Tensor) -> Any:
+    """Return what was saved where `loaded` is that after the conversions of torch's optimizers; else `loaded`."""
+    if isinstance(saved, torch.Tensor):
+        return saved.to(loaded.device) if _is_converted(saved, loaded, parameter.dtype) else loaded
+    if isinstance(saved, (str, bytes)):
+        return saved if type(loaded) is type(saved) else loaded
+    if isinstance(saved, dict) and isinstance(loaded, dict) and saved.keys() == loaded.keys():
+        made = copy.copy(saved)
+        for key in saved:
+            dict.__setitem__(made, key, _as_saved(saved[key], loaded[key], parameter))
+        return made
+    if isinstance(saved, (list, tuple, deque)) and type(loaded) is type(saved) and len(saved) == len(loaded):
+        members = [_as_saved(*pair, parameter) for pair in zip(saved, loaded, strict=True)]
+        return deque(members, saved.maxlen) if isinstance(saved, deque) else type(saved)(members)
+    return loaded
+
+
+def _is_converted(saved: torch.Tensor, loaded: Any, dtype: torch.dtype) -> bool:
+    """Whether `loaded` has the values of `saved`, and that dtype in place of its own."""
+    if not isinstance(loaded, torch.Tensor) or saved.shape != loaded.shape:
+        return False
+    if loaded.dtype != dtype or saved.dtype == dtype:
+        return False
+    there, made = _local(loaded).detach(), _local(saved).detach().to(device=loaded.device, dtype=dtype)
+    return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (there, made)))
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """Return what this process holds of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+
+
+def _dtypes(state: Any, path: Path = ()) -> dict[Path, torch.dtype]:
+    """Return the dtypes of the tensors of a state, by their path in it."""
+    if isinstance(state, torch.Tensor):
+        return {path: state.dtype}
+    if isinstance(state, dict):
+        pairs: Any = state.items()
+    else:
+        pairs = enumerate(state) if isinstance(state, (list, tuple, deque)) else ()
+    return {at: dtype for key, value in pairs for at, dtype in _dtypes(value, (*path, key)).items()}
+
+
+def _report_dtypes(value: Any, saved: Mapping[Path, torch.dtype], fqn: str, path: str) -> None:
+    """Log which tensors of an object have another dtype than was saved, as far as its `state_dict()` shows."""
+    if not may_call_state_dict(value):
+        return
+    try:
+        now = _dtypes(value.state_dict())
+    except Exception:  # raised by the object's own code; the load itself has succeeded
+        return
+    changed = [(at, dtype) for at, dtype in saved.items() if now.get(at, dtype) != dtype]
+    if changed:
+        at, dtype = changed[0]
+        _log.warning(
+            "%s: load_state_dict() of %r, a %s, has converted %d of its tensors: %r was saved as %s and is %s now",
+            path,
+            fqn,
+            type(value).__name__,
+            len(changed),
+            fqn_of((fqn, *at)),
+            str(dtype).removeprefix("torch."),
+            str(now[at]).removeprefix("torch."),
+        )
+
+
+def reusable_state_tensors(holder: Any, saved: Iterable[tuple[Path, SavedTensor]]) -> dict[Path, TargetTensor]:
+    """Return what of an object's saved state is read into tensors that stand already.
+
+    Args:
+        holder: The object. Nothing stands of any but an optimizer.
+        saved: The tensors of its saved state, by their path in it.
+
+    Returns:
+        By path: tensors of the saved shape and dtype. What shares memory with a parameter or another entry is not
+        among them.
+    """
+    if not isinstance(holder, torch.optim.Optimizer):
+        return {}
+    found = list(saved)
+    try:
+        state = holder.state_dict() if may_call_state_dict(holder) else {}
+        own = _own_tensors(
+            holder, [(path, _value_at(state, path)) for path, _ in _tensor_leaves(flatten(state, is_target=True).tree)]
+        )
+    except Exception:  # nothing stands in the way of a new state
+        return {}
+    standing = {path: own[path] for path, tensor in found if path in own and own[path].takes(tensor)}
+    parameters = [p for group in holder.param_groups for p in group["params"]]
+    for path, tensor in found:
+        index = path[1] if len(path) == 3 and path[0] == "state" and path not in own else None
+        if type(index) is int and 0 <= index < len(parameters):
+            made = _like(parameters[index], tensor)
+            if made is not None:
+                standing[path] = made
+    return standing
+
+
+def _own_tensors(holder: torch.optim.Optimizer, values: list[tuple[Path, Any]]) -> dict[Path, TargetTensor]:
+    places = [storages_of(value) for _, value in values]
+    shared = {at for group in holder.param_groups for p in group["params"] for at in storages_of(p)}
+    shared |= {at for at, n in Counter(at for memory in places for at in memory).items() if n > 1}
+    return {
+        path: target_tensor(value, "")
+        for (path, value), memory in zip(values, places, strict=True)
+        if memory and not memory & shared
+    }
+
+
+def _tensor_leaves(tree: Node) -> list[tuple[Path, Node]]:
+    return [(path, node) for path, node in leaves(tree) if node[0] == "T"]
+
+
+def _value_at(state: Any, path: Path) -> Any:
+    for key in path:
+        state = state[python_key(key)]
+    return state
+
+
+def _like(parameter: torch.Tensor, saved: SavedTensor) -> TargetTensor | None:
+    """Return a new tensor that lies as a sharded parameter does, if `saved` has its shape."""
+    if sharded(parameter) is None or tuple(parameter.shape) != saved.global_shape:
+        return None
+    dtype = getattr(torch, saved.dtype, None)
+    if dtype is None:
+        return None
+    with torch.no_grad():
+        return target_tensor(torch.empty_like(parameter, dtype=dtype, requires_grad=False), "")

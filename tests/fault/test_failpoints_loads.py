@@ -26,7 +26,7 @@ import asyncckpt
 from asyncckpt import AsyncCheckpointer, RankInfo, ShardedSlice, SyncCheckpointer
 from asyncckpt.errors import CorruptCheckpointError, SnapshotUnavailableError
 from asyncckpt.failpoints import observed
-from asyncckpt.loading import recalled
+from asyncckpt.loading import read_source
 from tests.failing_process import At, fail, kill
 from tests.failpoint_groups import LOADS, RECALLS, cases
 from tests.saving import ENVIRONMENT, ROOT
@@ -142,7 +142,7 @@ def saver(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncCheck
     A load that may read the disk gives up a worker that does not answer within `ANSWER_S`, as a busy machine's may not.
     """
     monkeypatch.setenv("ASYNCCKPT_ENDPOINT", endpoint)
-    monkeypatch.setattr(recalled, "ANSWER_S", DEADLINE_S)
+    monkeypatch.setattr(read_source, "ANSWER_S", DEADLINE_S)
     with contextlib.closing(Here(endpoint)), AsyncCheckpointer(slots=1, overwrite=True) as found:
         yield found
 

@@ -15,7 +15,7 @@ from storage_samples import FailingFiles, RecordingFiles
 
 from asyncckpt import RankInfo, SyncCheckpointer
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.loading.reader import DefaultReader
+from asyncckpt.loading.load import DefaultReader
 from asyncckpt.storage.catalog import scan
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore

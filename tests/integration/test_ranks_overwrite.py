@@ -25,8 +25,8 @@ from asyncckpt.errors import (
     SaveFailedError,
 )
 from asyncckpt.format.names import SaveId, owner_of
-from asyncckpt.loading.overwritten import MAX_ATTEMPTS
-from asyncckpt.loading.reader import DefaultReader
+from asyncckpt.loading.load import DefaultReader
+from asyncckpt.loading.read_source import MAX_ATTEMPTS
 
 N = 50_000
 

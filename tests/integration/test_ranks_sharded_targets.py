@@ -15,7 +15,7 @@ from storage_samples import RecordingFiles, shard_paths
 import asyncckpt
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import CorruptCheckpointError, ShapeMismatchError
-from asyncckpt.loading.reader import DefaultReader
+from asyncckpt.loading.load import DefaultReader
 from tests.arrangements import LOADED, SAVED, job, state_of, train, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor:DeprecationWarning")

@@ -18,7 +18,7 @@ from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, CorruptCheckpointError, PlanTimeoutError, SharedLoadError
 from asyncckpt.failpoints import observed
 from asyncckpt.loading import shared_reads
-from asyncckpt.loading.reader import DefaultReader
+from asyncckpt.loading.load import DefaultReader
 from tests.failing_process import ACTIONS, At
 
 MIB = 1 << 20

@@ -34,8 +34,8 @@ from asyncckpt.errors import (
     SnapshotUnavailableError,
     WorkerUnavailableError,
 )
-from asyncckpt.loading import staged_bytes
-from asyncckpt.loading.recalled import read_from
+from asyncckpt.loading import read_source
+from asyncckpt.loading.read_source import read_from_source
 from asyncckpt.protocol import codec, messages
 from asyncckpt.recall.conversation import Conversation
 from asyncckpt.storage.files import Files
@@ -152,14 +152,14 @@ def test_memory_that_is_used_again_while_it_is_read_is_read_from_disk(
     written(saver.save(state_of(1), tmp_path / "a"))
     files: list[Files] = []
 
-    def use(found: staged_bytes.Bytes) -> str:
+    def use(found: read_source.ReadSource) -> str:
         files.append(found.files)
         if len(files) == 1:
             written(saver.save(state_of(2), tmp_path / "b"))
         return str(found.contents.manifest.step)
 
     plain = Files()
-    assert read_from(str(tmp_path / "a"), "auto", here.endpoint, plain, use) == "1"
+    assert read_from_source(str(tmp_path / "a"), "auto", here.endpoint, plain, use) == "1"
     assert files[0] is not plain and files[1] is plain
 
 
@@ -276,7 +276,7 @@ def test_restoring_passes_over_a_snapshot_that_is_gone_from_memory_meanwhile(
     with contextlib.suppress(SaveFailedError):
         written(saver.save(state_of(2), tmp_path / "2"))
 
-    monkeypatch.setattr(staged_bytes, "snapshots_of", lambda rows: [])
+    monkeypatch.setattr(read_source, "snapshots_of", lambda rows: [])
     found = saver.restore_latest(tmp_path, quarantine=True)
     assert found.step == 1 and [one.path for one in found.skipped] == [str(tmp_path / "2")]
     assert found.skipped[0].moved_to is None
@@ -490,7 +490,7 @@ def test_worker_that_hangs_costs_a_load_a_second_at_most(
     worker: real_worker.RealWorker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ASYNCCKPT_ENDPOINT", worker.endpoint)
-    monkeypatch.setattr(staged_bytes, "PATIENT_S", 0.3)
+    monkeypatch.setattr(read_source, "PATIENT_S", 0.3)
     with SyncCheckpointer() as saver:
         saver.save(state_of(1), tmp_path / "a")
     with worker.frozen():
@@ -520,7 +520,7 @@ def test_worker_that_dies_under_a_load_takes_no_memory_away(
 ) -> None:
     read: list[Any] = []
 
-    def use(found: staged_bytes.Bytes) -> bytes:
+    def use(found: read_source.ReadSource) -> bytes:
         worker.kill()
         read.append(type(found.files).__name__)
         shard = next(shard for rank in found.contents.ranks for shard in rank.index.shards)
@@ -532,7 +532,7 @@ def test_worker_that_dies_under_a_load_takes_no_memory_away(
 
     with AsyncCheckpointer(endpoint=worker.endpoint, on_error="warn") as saver:
         written(saver.save(state_of(1), tmp_path / "a"))
-        data = read_from(str(tmp_path / "a"), "auto", worker.endpoint, Files(), use)
+        data = read_from_source(str(tmp_path / "a"), "auto", worker.endpoint, Files(), use)
     (shard,) = (tmp_path / "a").glob("*.safetensors")
     assert data == shard.read_bytes() and read == ["OverlaidFiles"]
 

@@ -25,7 +25,7 @@ from asyncckpt import (  # noqa: E402
     SyncCheckpointer,
 )
 from asyncckpt.errors import ConfigError  # noqa: E402
-from asyncckpt.loading.opened import OpenCheckpoint  # noqa: E402
+from asyncckpt.loading.open_checkpoint import OpenCheckpoint  # noqa: E402
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 

@@ -17,7 +17,7 @@ from asyncckpt.interop.sources import pickle_tree, unpickler
 from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.interop.sources.pickle_globals import KNOWN
 from asyncckpt.interop.sources.unpickler import PickleStream, UnpicklingError, unpickle_data
-from asyncckpt.loading.slicing import read_tensor
+from asyncckpt.loading.fetch import read_tensor
 from asyncckpt.storage.files import Files
 
 np = pytest.importorskip("numpy")

@@ -12,8 +12,8 @@ import torch
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import PerRankUnavailableError
-from asyncckpt.loading.opened import open_checkpoint
-from asyncckpt.loading.reader import DefaultReader
+from asyncckpt.loading.load import DefaultReader
+from asyncckpt.loading.open_checkpoint import open_checkpoint
 from asyncckpt.per_rank import PerRank
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import OK, verify_checkpoint

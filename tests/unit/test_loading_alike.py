@@ -44,14 +44,14 @@ def state(fill: float | None = None) -> dict[str, Any]:
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each load into a target: whether it went the short way."""
     found: list[bool] = []
-    real = matching.alike_placements
+    real = matching.exact_placements
 
     def noted(*args: Any) -> Any:
         fillings = real(*args)
         found.append(fillings is not None)
         return fillings
 
-    monkeypatch.setattr(matching, "alike_placements", noted)
+    monkeypatch.setattr(matching, "exact_placements", noted)
     return found
 
 

@@ -132,7 +132,7 @@ def ended(path: Path, target: dict[Any, Any], **options: Any) -> tuple[Any, Any]
 def test_the_short_way_ends_as_the_long_one(
     tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, strict: bool
 ) -> None:
-    short = matching.alike_placements
+    short = matching.exact_placements
     with asyncckpt.SyncCheckpointer(fsync=False, rank_info=ALONE) as checkpointer:
         for n in range(N_STATES):
             original = container(rng, [], 0)
@@ -145,6 +145,6 @@ def test_the_short_way_ends_as_the_long_one(
                     for _ in range(changes):
                         if target:
                             changed(target, again)
-                    monkeypatch.setattr(matching, "alike_placements", way)
+                    monkeypatch.setattr(matching, "exact_placements", way)
                     found.append(ended(tmp_path / str(n), target, strict=strict))
                 assert found[0] == found[1]

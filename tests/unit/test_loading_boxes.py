@@ -19,10 +19,9 @@ from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, BoxSpec, bui
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.format.structure import Chunk, Structure, TensorEntry, encode_structure
-from asyncckpt.loading.boxes import inside, near, region_of, whole_region
-from asyncckpt.loading.loader import load
-from asyncckpt.loading.reader import DefaultReader
-from asyncckpt.loading.saved_tree import SavedTree
+from asyncckpt.loading.byte_ranges import chunks_near, region_of, whole_chunk_piece, whole_region
+from asyncckpt.loading.load import DefaultReader, load
+from asyncckpt.loading.saved_state import SavedTree
 from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.sharding.shard_types import FlatShard, ShardedSlice
 from asyncckpt.storage.checkpoint_dir import prepare_directory
@@ -243,13 +242,13 @@ def test_random_boxes_fill_random_boxes_and_flat_ranges(
 def test_a_part_of_thousands_of_chunks_is_found_without_looking_closely_at_each() -> None:
     chunks = [(n, Chunk(part=0, offset_bytes=4096, nbytes=16, offsets=(n * 2, 0), sizes=(2, 2))) for n in range(5000)]
     region = whole_region((100, 0), (4, 2))
-    assert [n for n, _ in near(chunks, region, (10_000, 2))] == [50, 51]
-    assert list(near(chunks, whole_region((0, 0), (10_000, 2)), (10_000, 2))) == chunks
+    assert [n for n, _ in chunks_near(chunks, region, (10_000, 2))] == [50, 51]
+    assert list(chunks_near(chunks, whole_region((0, 0), (10_000, 2)), (10_000, 2))) == chunks
     chunk = chunks[50][1]
-    assert inside(chunk, region) == (0, 4, (0, 0), (2, 2), (2, 1), 1, 0)
+    assert whole_chunk_piece(chunk, region) == (0, 4, (0, 0), (2, 2), (2, 1), 1, 0)
     assert (
-        inside(chunks[49][1], region) is None
-        and inside(chunk, region_of((slice(100, 104, 2),), (10_000, 2), "w")) is None
+        whole_chunk_piece(chunks[49][1], region) is None
+        and whole_chunk_piece(chunk, region_of((slice(100, 104, 2),), (10_000, 2), "w")) is None
     )
 
 

@@ -25,7 +25,7 @@ from asyncckpt.errors import (  # noqa: E402
     PerRankUnavailableError,
     ShapeMismatchError,
 )
-from asyncckpt.loading.reader import DefaultReader  # noqa: E402
+from asyncckpt.loading.load import DefaultReader  # noqa: E402
 
 pair = namedtuple("pair", "first second")
 

@@ -16,7 +16,7 @@ import asyncckpt
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
 from asyncckpt.format.checksums import file_checksum
 from asyncckpt.format.manifest import encode_manifest
-from asyncckpt.loading.loader import load
+from asyncckpt.loading.load import load
 from asyncckpt.storage.catalog import read_manifest
 from asyncckpt.storage.local import LocalStore
 

@@ -29,8 +29,7 @@ from asyncckpt.errors import (
     UnsupportedPathError,
 )
 from asyncckpt.format.checksums import BLOCK_NBYTES
-from asyncckpt.loading.loader import load
-from asyncckpt.loading.reader import DefaultReader
+from asyncckpt.loading.load import DefaultReader, load
 
 
 def save(path: Path, state: dict[Any, Any]) -> str:

@@ -20,8 +20,8 @@ import asyncckpt
 from asyncckpt import PerRank
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, MissingKeysError, PerRankUnavailableError
-from asyncckpt.loading.opened import open_checkpoint
-from asyncckpt.loading.reader import DefaultReader
+from asyncckpt.loading.load import DefaultReader
+from asyncckpt.loading.open_checkpoint import open_checkpoint
 from asyncckpt.storage.coverage import Box
 
 COMMON = torch.arange(24.0).reshape(6, 4)

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from asyncckpt.loading.sinks import BoxSink
+from asyncckpt.loading.tensor_writers import BoxWriter
 
 
 def at_any_alignment(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype, unit: int) -> torch.Tensor:
@@ -33,7 +33,7 @@ def test_boxes_keep_every_bit_whether_copied_wide_or_narrow(rng: random.Random, 
         data = at_any_alignment(rng, (nbytes,), torch.uint8, dtype.itemsize)
         data.copy_(torch.frombuffer(bytearray(rng.randbytes(nbytes)), dtype=torch.uint8))
         target = at_any_alignment(rng, outer, dtype, dtype.itemsize)
-        sink = BoxSink(target, at, (rows, columns), dtype, nbytes, (stride, 1))
+        sink = BoxWriter(target, at, (rows, columns), dtype, nbytes, (stride, 1))
         widened += sink._wide is not sink._box
         narrow += sink._wide is sink._box
         cuts = sorted({0, nbytes, *(rng.randrange(0, nbytes // dtype.itemsize) * dtype.itemsize for _ in range(3))})
@@ -60,7 +60,7 @@ def test_elements_that_come_from_anywhere_in_memory_are_copied(dtype: torch.dtyp
     room[start : start + data.numel()] = data
     wanted = torch.complex128 if converted else dtype
     target = torch.zeros(9, 8, dtype=wanted)[:, :7]
-    sink = BoxSink(target, (0, 0), (9, 7), dtype, data.numel(), (7, 1))
+    sink = BoxWriter(target, (0, 0), (9, 7), dtype, data.numel(), (7, 1))
     for at in range(0, data.numel(), 21 * dtype.itemsize):
         sink.deliver(at, room.data_ptr() + start + at, 21 * dtype.itemsize)
     assert torch.equal(target, values.to(wanted))

@@ -27,9 +27,8 @@ from asyncckpt.errors import (
     UnsupportedLeafError,
 )
 from asyncckpt.format.checksums import BLOCK_NBYTES
-from asyncckpt.loading import sinks
-from asyncckpt.loading.loader import load
-from asyncckpt.loading.reader import DefaultReader
+from asyncckpt.loading import tensor_writers
+from asyncckpt.loading.load import DefaultReader, load
 from asyncckpt.sharding import registry
 from asyncckpt.sharding.registry import register_shard_type
 from asyncckpt.sharding.shard_types import FlatShard, ShardedSlice
@@ -328,7 +327,7 @@ def test_random_runs_of_random_strided_boxes_hold_every_element_once(rng: random
         cuts = sorted({0, inner, *(rng.randrange(0, inner + 1) for _ in range(4))})
         found: dict[tuple[int, ...], int] = {}
         for low, high in itertools.pairwise(cuts):
-            for start, offsets, shape in sinks.boxes_within(sizes, places, (7,) * len(sizes), low, high):
+            for start, offsets, shape in tensor_writers.boxes_within(sizes, places, (7,) * len(sizes), low, high):
                 for at in itertools.product(*map(range, shape)):
                     place = start + sum(i * s for i, s in zip(at, places, strict=True))
                     assert low <= place < high
@@ -341,7 +340,7 @@ def test_random_runs_of_random_strided_boxes_hold_every_element_once(rng: random
 
 def test_elements_that_are_not_aligned_in_the_file_are_gathered_first() -> None:
     value, target = torch.randn(5, 6), torch.zeros(5, 6)
-    sink = sinks.BoxSink(target, (0, 0), (5, 3), torch.float32, 27 * 4, (6, 1), aligned=False)
+    sink = tensor_writers.BoxWriter(target, (0, 0), (5, 3), torch.float32, 27 * 4, (6, 1), aligned=False)
     raw = value.flatten()[:27].clone()
     for start in range(0, 108, 10):
         sink.deliver(start, raw.data_ptr() + start, min(10, 108 - start))

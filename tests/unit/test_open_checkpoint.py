@@ -28,9 +28,9 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_OFFSET
-from asyncckpt.loading import boxes, slicing
-from asyncckpt.loading.opened import OpenCheckpoint
-from asyncckpt.loading.staged_bytes import Bytes
+from asyncckpt.loading import byte_ranges, fetch
+from asyncckpt.loading.open_checkpoint import OpenCheckpoint
+from asyncckpt.loading.read_source import ReadSource
 from asyncckpt.storage.contents import SavedTensor, read_contents
 
 
@@ -57,7 +57,7 @@ class CountingFiles(RecordingFiles):
 
 def opened(path: str, files: CountingFiles | None = None, rank: int = 0, world_size: int = 1) -> OpenCheckpoint:
     files = files or CountingFiles()
-    return OpenCheckpoint(Bytes(read_contents(path, files), files), RankInfo(rank, world_size))
+    return OpenCheckpoint(ReadSource(read_contents(path, files), files), RankInfo(rank, world_size))
 
 
 STATE = {
@@ -265,14 +265,14 @@ def test_rows_read_their_pages_or_blocks_only(large: str, slices: Any, pages: in
 
 def test_a_column_is_one_run_and_no_byte_is_read_twice(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    make = slicing.wanted_ranges
+    make = fetch.wanted_ranges
 
     def noted(*args: Any, **kw: Any) -> Any:
         for file, wanted in make(*args, **kw):
             sizes.append(wanted.nbytes)
             yield file, wanted
 
-    monkeypatch.setattr(slicing, "wanted_ranges", noted)
+    monkeypatch.setattr(fetch, "wanted_ranges", noted)
     files = CountingFiles()
     assert torch.equal(opened(large, files).tensor("x", (..., slice(5, 7))), LARGE[:, 5:7])
     assert len(sizes) == 1
@@ -280,7 +280,7 @@ def test_a_column_is_one_run_and_no_byte_is_read_twice(large: str, monkeypatch: 
 
 
 def test_too_many_ranges_become_fewer(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boxes, "MAX_RANGES", 100)
+    monkeypatch.setattr(byte_ranges, "MAX_RANGES", 100)
     shape = LARGE.view(750, 2000)
     files = CountingFiles()
     assert torch.equal(opened(large, files).tensor("x", (slice(None, None, 2), 0), verify=False), shape[:, 0])

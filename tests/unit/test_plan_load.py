@@ -15,7 +15,7 @@ import asyncckpt
 from asyncckpt import PerRank, plan_load
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import AsyncCkptError, CheckpointNotFoundError, ConfigError, UnsupportedLeafError
-from asyncckpt.loading import load_plan
+from asyncckpt.loading import plan_load as plan_load_module
 
 SAVED = {
     "model": {"w": torch.ones(4, 3), "b": torch.ones(3)},
@@ -103,7 +103,7 @@ def test_values_of_other_ranks_are_told_apart(tmp_path: Path) -> None:
 
 def test_no_data_is_read(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     files = RecordingFiles()
-    monkeypatch.setattr(load_plan, "Files", lambda: files)
+    monkeypatch.setattr(plan_load_module, "Files", lambda: files)
     plan_load(path, target())
     opened = [str(where) for name, where in files.calls if name == "open"]
     assert len(opened) == 3 and all(name.endswith((".index", "manifest.json")) for name in opened)

@@ -335,7 +335,7 @@ def test_storage_that_has_lost_the_bytes_is_broken_and_one_that_refuses_is_not(
 ) -> None:
     import errno
 
-    from asyncckpt.loading import fetching
+    from asyncckpt.loading import fetch
 
     def failing(path: str, *args: Any, **kw: Any) -> Any:
         if path.endswith("s30"):
@@ -343,7 +343,7 @@ def test_storage_that_has_lost_the_bytes_is_broken_and_one_that_refuses_is_not(
             raise OSError(number, os.strerror(number), path)
         return read_shards(path, *args, **kw)
 
-    monkeypatch.setattr(fetching, "read_shards", failing)
+    monkeypatch.setattr(fetch, "read_shards", failing)
     if not falls_back:
         with pytest.raises(PermissionError):
             asyncckpt.restore_latest(root, target())

@@ -263,7 +263,7 @@ def test_a_save_is_committed_found_and_read(memory: MemoryStore, tmp_path: Path)
 
 def test_a_load_fills_tensors_from_a_store_of_objects(memory: MemoryStore, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from asyncckpt.loading.reader import DefaultReader
+    from asyncckpt.loading.load import DefaultReader
 
     saved(memory, "/store/s1", ids(1)[0], tmp_path, 1)
     with Snapshot({"a": 70_000, "b": 3}, save_id=ids(1)[0], seed=1) as snapshot:

@@ -15,7 +15,7 @@ import views
 import asyncckpt
 from asyncckpt import FlatShard, PerRank, RankInfo, ShardedSlice, SyncCheckpointer
 from asyncckpt.errors import AliasMismatchError, AsyncCkptError, ConfigError
-from asyncckpt.loading import filling, shared_memory
+from asyncckpt.loading import fetch, target_tensors
 from asyncckpt.sharding import registry
 
 ALONE = RankInfo(0, 1)
@@ -34,13 +34,13 @@ def types(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The names of what each load fills one after the other, and reads again."""
     found: list[list[str]] = []
-    real = filling.fill_shared
+    real = fetch.fill_aliased
 
     def noted(placements: Any, names: list[str], *args: Any) -> None:
         found.append(names)
         real(placements, names, *args)
 
-    monkeypatch.setattr(filling, "fill_shared", noted)
+    monkeypatch.setattr(fetch, "fill_aliased", noted)
     return found
 
 
@@ -324,7 +324,7 @@ def test_a_tied_model_saved_with_other_values_is_refused_by_both_names_before_an
 def test_ties_are_compared_in_windows_bit_by_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrap: Callable[[torch.Tensor], Any], numel: int
 ) -> None:
-    monkeypatch.setattr(shared_memory, "WINDOW_NBYTES", 64)
+    monkeypatch.setattr(target_tensors, "WINDOW_NBYTES", 64)
     value = torch.randn(numel)
     value[-1] = float("nan")
     for n, at in enumerate((None, 0, numel // 2, numel - 1)):
@@ -411,16 +411,16 @@ def test_an_optimizer_over_one_flat_buffer_is_filled_without_reading_twice(
 def test_what_is_compared_takes_little_memory_whatever_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_memory, "WINDOW_NBYTES", 1 << 16)
+    monkeypatch.setattr(target_tensors, "WINDOW_NBYTES", 1 << 16)
     taken: list[int] = []
-    real = shared_memory._values
+    real = target_tensors._values
 
     def noted(batch: Any, *args: Any) -> Any:
         found = real(batch, *args)
         taken.append(sum(t.nbytes for t in found))
         return found
 
-    monkeypatch.setattr(shared_memory, "_values", noted)
+    monkeypatch.setattr(target_tensors, "_values", noted)
     matrix = torch.randn(300, 500)
     path = save(tmp_path / "c", {"a": matrix, "b": matrix.clone(), "t": matrix.t().contiguous()})
     memory = torch.zeros(300, 500)
@@ -519,11 +519,11 @@ def test_random_strides_are_told_apart_only_where_they_share_nothing(rng: random
     for _ in range(3000):
         one, other = made(), made()
         shares = bool(places(one) & places(other))
-        said = shared_memory.overlapping([one, other])
+        said = target_tensors.overlapping([one, other])
         assert said == [0, 1] or (said == [] and not shares), (one.shape, one.stride(), other.shape, other.stride())
         decided += said == []
         byte = memory.data_ptr() + rng.randrange(400)
-        assert shared_memory._holds(shared_memory.extent_of(one), byte) == (byte in places(one))
+        assert target_tensors._holds(target_tensors.memory_extent_of(one), byte) == (byte in places(one))
     assert decided > 1000
 
 
@@ -532,10 +532,10 @@ def test_many_columns_of_one_matrix_are_told_apart_and_far_too_many_are_all_look
 ) -> None:
     matrix = torch.zeros(8, 100)
     columns = [matrix[:, n] for n in range(100)]
-    assert shared_memory.overlapping(columns) == []
-    monkeypatch.setattr(shared_memory, "MAX_PAIRS", 10)
-    assert shared_memory.overlapping(columns) == list(range(100))
-    assert shared_memory.overlapping([torch.zeros(3) for _ in range(100)]) == []
+    assert target_tensors.overlapping(columns) == []
+    monkeypatch.setattr(target_tensors, "MAX_PAIRS", 10)
+    assert target_tensors.overlapping(columns) == list(range(100))
+    assert target_tensors.overlapping([torch.zeros(3) for _ in range(100)]) == []
 
 
 def test_an_error_while_shared_memory_is_filled_is_the_file_s(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Reading a committed checkpoint, into a state dict or into a new one; no worker is needed."""
+"""`asyncckpt.load`."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import ConfigError, MissingKeysError, SharedLoadError
 from asyncckpt.format.state_tree import Node, Path, fqn_of
-from asyncckpt.loading.differences import report_differences, unavailable
-from asyncckpt.loading.fetching import thread_count
-from asyncckpt.loading.filling import Filler
-from asyncckpt.loading.fresh import Fresh
-from asyncckpt.loading.key_names import KeyMap, missing_hint
-from asyncckpt.loading.map_location import MapLocation
-from asyncckpt.loading.matching import Matches, Replaced, match
-from asyncckpt.loading.modules import ModuleTarget
-from asyncckpt.loading.object_states import load_state
-from asyncckpt.loading.overwritten import Attempts
-from asyncckpt.loading.recalled import check_source, read_from
-from asyncckpt.loading.saved_objects import SavedObjects
-from asyncckpt.loading.saved_tree import SavedTree
-from asyncckpt.loading.selection import Selection, key_list, selected
-from asyncckpt.loading.shared_memory import ONE_OBJECT, Tie, alias_mismatch
+from asyncckpt.loading.fetch import Filler, thread_count
+from asyncckpt.loading.key_selection import KeyMap, Selection, key_list, missing_hint, selected
+from asyncckpt.loading.matching import Matches, Replacement, match
+from asyncckpt.loading.module_targets import ModuleTarget
+from asyncckpt.loading.read_source import ReadSource, RetryState, check_source, read_from_source
+from asyncckpt.loading.saved_state import (
+    NewValues,
+    SavedObjects,
+    SavedTree,
+    per_rank_unavailable,
+    report_rank_differences,
+)
 from asyncckpt.loading.shared_reads import SharedReads
-from asyncckpt.loading.staged_bytes import Bytes
 from asyncckpt.loading.target_tensors import (
+    ONE_OBJECT,
     TargetTensor,
-    conversions,
-    names_of,
+    Tie,
+    alias_mismatch,
+    converted_storages,
+    placement_names,
     placements_of,
     refuse_read_only,
     refuse_without_memory,
 )
-from asyncckpt.loading.targets import Targets
+from asyncckpt.loading.targets import Targets, load_object_state
+from asyncckpt.loading.tensor_writers import MapLocation
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.paths import absolute_path
 from asyncckpt.state_dict.flatten import mappings
@@ -49,6 +49,143 @@ from asyncckpt.state_dict.unflatten import has_lost_factory
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths
 from asyncckpt.storage.files import Files
 from asyncckpt.torch_tensors import check_memory_is_real, torch_dtype
+
+
+def load(
+    path: str | os.PathLike[str],
+    state_dict: MutableMapping[Any, Any] | None = None,
+    *,
+    keys: str | Iterable[str] | None = None,
+    default_map_location: MapLocation = None,
+    strict: bool = True,
+    verify: bool = True,
+    source: str = "auto",
+    threads: int | None = None,
+    low_memory: bool = True,
+    redundant_reads: str = "each",
+    key_map: KeyMap | None = None,
+    allow_pickle: bool = False,
+) -> Any:
+    """Load a committed checkpoint: into `state_dict`, or into a new one.
+
+    Everything but the data is checked before anything is changed: structure, shapes, types, that every element of
+    every tensor is there exactly once, lengths of the files. An error in the data themselves, found while reading,
+    leaves some targets filled and others not. So may an error in loading code of a module: see below.
+
+    Loading code of a module is a hook of `load_state_dict`, or an override of `_load_from_state_dict`, in the module
+    or a submodule. It is given the saved names, values and versions, as by a stock `load_state_dict`, including names
+    that the module does not have. Keys that are missing after it has run are missing keys of the load. A module whose
+    loading code may make an entry that was not saved is filled first, and nothing else changes until it is known
+    whether the entry is missing. Plain tensors for loading code from outside torch are read into memory of their own,
+    in addition to what `low_memory` allows; sharded ones are filled in place.
+
+    Of values that differ between the ranks that saved them, a rank gets its own number's at equal world size; else, or
+    where its number has none, the lowest rank's, which is logged. `PerRank` values go to the same rank number only; a
+    new dict has them bare, a `PerRank` in `state_dict` stays one.
+
+    Args:
+        path: The checkpoint's directory.
+        state_dict: The target; only its own keys are read. None: a new dict, in which nesting, key types, aliases and
+            objects are as they were saved, and states of modules and optimizers are dicts.
+            Tensors are filled in place, on their devices and with their dtypes: plain ones, DTensor, `ShardedSlice`,
+            `FlatShard`, `ShardedTensor` and registered types. Only what this process holds is read, however many ranks
+            saved it, in whatever pieces. numpy arrays are filled in place if they are writable and dtype and shape are
+            the saved ones, else replaced. Other objects are replaced.
+            Empty places take all that was saved below their name: an empty dict or list (also `state_dict` itself) the
+            members, None a new value. A list of objects that was saved with more members grows, which is logged; any
+            other list or tuple must have as many members as were saved.
+            Objects with a `load_state_dict()` are given the whole state that was saved under their name. The tensors of
+            a module are filled in place before that, in the bare module, and what the module has and the checkpoint
+            lacks is missing; so is what its own state names and it does not take. Where something was saved for a
+            parameter or buffer that is None, or for a submodule without members, a warning names it. A module whose
+            state holds dicts or lists is given new values only. The state that an optimizer keeps for its parameters
+            has the dtypes that were saved.
+            Tensors that share memory hold what was saved under each of their names, or the load fails. Two names of one
+            tensor are filled from one saved tensor, or from two with equal values; a name that was not saved is filled
+            by the other one. Other views that share elements are read again and compared after they were filled.
+        keys: FQNs, or prefixes: "model" selects "model" and everything below it. None takes everything. Keys of which
+            not one selects anything are an error, `strict` or not.
+        default_map_location: Where tensors that have no target go: a device, a string, a dict or a callable, as
+            `torch.load` takes them; the saved location is always "cpu". None: the CPU.
+        strict: Whether keys that the target has and the checkpoint lacks are an error; False logs them, and they stay
+            as they are. Either way it is an error if nothing was saved of a whole part: of a container at the top level
+            or, at any level, under a string key; of an object with a `load_state_dict()`, or what the `state_dict()` of
+            a module or an optimizer returned; or of the target, if several of its leaves are missing. With `keys` only
+            what they select counts.
+        verify: False reads only the bytes that are needed, and gaps of less than a page between them, and checks no
+            checksum. What is read is at most 1.1 times what is needed, counted in whole pages of 4 KiB: of rows that
+            are shorter than a page, the pages that they lie in.
+        source: "auto" takes what this node's worker still holds of this very checkpoint from its memory, and the rest
+            from disk; where nothing was committed yet, or could not be, the newest snapshot that all ranks have staged
+            there. "memory": from memory only; the newest such snapshot, committed or not. "disk": asks no worker.
+            No worker is started. Bytes from memory are verified like others, but for a snapshot that has no checksums
+            yet: of that it is proven that nobody wrote to it since it was staged.
+        threads: Reading threads. None takes 4, or what earlier loads of this user found to be faster on the device.
+        low_memory: True takes at most 256 MB of host memory beside the targets. False reads and verifies everything
+            into one piece of memory first, pinned where something goes to a GPU, and then copies: faster to a GPU,
+            and an error in the data is found before any target changes.
+        redundant_reads: "each": every rank reads what it wants. "broadcast": what several ranks of the default process
+            group want is read by one of them and passed on, over gloo. Every rank must call it, whatever it wants; one
+            that fails ends it on all.
+        key_map: From the target's FQNs to the saved ones: a dict (other names stay) or a callable. Of an object that
+            takes its state whole, its own FQN is looked up.
+        allow_pickle: Unpickles leaves that were saved with `allow_pickle=True`. DANGER: unpickling runs whatever the
+            checkpoint says; whoever could write there gets your process.
+
+    Returns:
+        `state_dict`, or the new one.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is there.
+        CheckpointNotCommittedError: A save was begun there and never committed.
+        CorruptCheckpointError: Something differs from what was saved; file, FQN and byte range where they apply.
+        UnsupportedFormatError: Written by a newer version. Or of another format, and leaves that are wanted hold
+            objects of classes that are not on the list of what may be read: names all. Leave them out by `keys`.
+        SnapshotUnavailableError: `source="memory"`, and no worker holds all of it.
+        MissingKeysError: `strict` and keys are missing, or no key of `keys` or nothing of a whole part is there; lists
+            all of them, and says which wrapper's prefix explains it, and what `key_map` to pass. Or the checkpoint was
+            overwritten meanwhile, by one that lacks what had been read.
+        ShapeMismatchError: A tensor was saved with another shape; of sharded ones the global shapes are compared. Or a
+            list or tuple was saved with another length. Or loading code of a module made it of another shape.
+        LeafTypeMismatchError: A tensor meets an object, or a leaf a container that cannot take its place.
+        PerRankUnavailableError: `PerRank` values were asked for, and their ranks are others than this one: at another
+            world size, all of them. Leave them out by `keys`. At equal world size a new dict is silently without those
+            of other ranks.
+        AliasMismatchError: Tensors of the target share memory, or objects are one, and the values that were saved under
+            their names differ.
+        UnsupportedLeafError: The target holds something that no checkpoint can, or tensors without memory (meta, fake);
+            or this torch lacks a dtype, or makes no real tensors here, in FakeTensorMode.
+        OverlappingShardsError: The shards of a target tensor share elements.
+        SharedLoadError: `redundant_reads="broadcast"`, and another rank failed.
+        PlanTimeoutError: `redundant_reads="broadcast"`, and some ranks do not load.
+        InsufficientMemoryError: There is no room for a tensor without a target, or for what `low_memory=False` copies.
+        UnsupportedPathError: A URL, or no path at all.
+        PickledLeafError: A leaf was pickled, and `allow_pickle` is False, or it does not unpickle.
+        StateLoadError: An object of the target did not take its state, or a registered type its shards; everything else
+            has been filled.
+        ConfigError: An argument that makes no sense; a target tensor whose elements lie upon each other; a place that
+            would have to be replaced in a mapping that cannot be changed; `keys` that name a part of an object that
+            takes its state whole, or of a list that is empty in the target.
+        OSError: The files cannot be read.
+
+    Blocks: for the reads.
+    """
+    loaded, _ = DefaultReader().read(
+        path,
+        state_dict,
+        map_location=default_map_location,
+        keys=keys,
+        strict=strict,
+        verify=verify,
+        source=source,
+        threads=threads,
+        low_memory=low_memory,
+        redundant_reads=redundant_reads,
+        key_map=key_map,
+        allow_pickle=allow_pickle,
+    )
+    return loaded
+
 
 _logger = logging.getLogger("asyncckpt.loading")
 
@@ -88,7 +225,7 @@ class DefaultReader(CheckpointReader):
         *,
         allow_pickle: bool = False,
         endpoint: str | None = None,
-        attempts: Attempts | None = None,
+        attempts: RetryState | None = None,
     ) -> None:
         self._files, self._endpoint = files or Files(), endpoint
         self._rank_info, self._allow_pickle, self._attempts = rank_info, allow_pickle, attempts
@@ -116,9 +253,9 @@ class DefaultReader(CheckpointReader):
             The state dict that was filled, or a new one; and the missing keys, as the target names them.
         """
         reader = find_rank_info(self._rank_info)
-        attempts = self._attempts or Attempts()
+        attempts = self._attempts or RetryState()
 
-        def load(found: Bytes) -> tuple[Any, list[str]]:
+        def load(found: ReadSource) -> tuple[Any, list[str]]:
             attempts.manifest = found.contents.manifest
             checked = replace(options, verify=options.verify and found.has_checksums)
             one = _Load(found.contents, checked, found.files, reader, attempts.touched, shared)
@@ -142,7 +279,7 @@ class DefaultReader(CheckpointReader):
             directory, where = absolute_path(path), check_source(source)
             check_memory_is_real("load")
             # Where it is shared, all ranks would have to begin again together; and one reads for all of them.
-            return read_from(directory, where, self._endpoint, self._files, load, once=shared is not None)
+            return read_from_source(directory, where, self._endpoint, self._files, load, once=shared is not None)
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -180,7 +317,7 @@ class _Load:
         self._path, self._touched = contents.path, touched
         self._saved = SavedTree(contents, reader)
         self._objects = SavedObjects(contents, files, allow_pickle=options.allow_pickle)
-        self._saved.restore_numbers(lambda number: self._objects.value(*self._saved.object_at(number)))
+        self._saved.restore_parameter_numbers(lambda number: self._objects.value(*self._saved.object_at(number)))
         self._filler = Filler(
             contents,
             files,
@@ -201,7 +338,7 @@ class _Load:
         self._refuse_unavailable(matches.unavailable)
         refuse_without_memory(matches.without_memory, self._path)
         fillings = [*matches.tensors, *(filling for module in matches.undecided for filling in module.tensors)]
-        names = names_of(matches.placements, fillings)
+        names = placement_names(matches.placements, fillings)
         refuse_read_only([*matches.placements, *placements_of(fillings)], names, self._path)
         self._refuse_shared(matches)
         self._refuse_mix(matches)
@@ -209,26 +346,26 @@ class _Load:
         self._report_places(matches)
         self._report_converted(matches)
         self._report_differences(matches.found.items())
-        self._report_factories((place.path, place.node) for place in [*matches.replaced, *matches.grown])
+        self._report_factories((place.path, place.node) for place in [*matches.replaced, *matches.extended_lists])
         self._filler.check_ties(matches.ties)
         undecided = self._fill_undecided(matches)
         own = {place.path for module in matches.undecided for place in _below(matches.replaced, module)}
         replaced = [place for place in matches.replaced if place.path not in own]
         holders = [place for place in replaced if place.holder is not None]
         modules = [module for module in matches.targets.modules if module not in matches.undecided]
-        fresh = self._fresh([place.node for place in [*replaced, *matches.grown]], matches.standing)
+        fresh = self._new_values([place.node for place in [*replaced, *matches.extended_lists]], matches.standing)
         self._filler.fill(matches.tensors, fresh.fillings, matches.placements)
         early = [filling for module in matches.undecided for filling in module.tensors]
-        filled = conversions([*early, *matches.tensors]) if holders else {}
+        filled = converted_storages([*early, *matches.tensors]) if holders else {}
         for place in replaced:
             if place.holder is None:
                 matches.targets.replace_at(place.path, fresh.build(place.node))
-        for place in matches.grown:
+        for place in matches.extended_lists:
             matches.targets.value_at(place.path).extend(fresh.build(place.node))
         late = self._loaded(modules)
         self._touched |= {place.fqn for place in matches.replaced}
         for place in holders:
-            load_state(place.holder, fresh.build(place.node), place.fqn, self._path, filled)
+            load_object_state(place.holder, fresh.build(place.node), place.fqn, self._path, filled)
         self._report_late(late, "the rest of the target is filled")
         return state_dict, [*matches.missing, *undecided, *late]
 
@@ -237,7 +374,7 @@ class _Load:
         missing: list[str] = []
         for module in matches.undecided:
             places = _below(matches.replaced, module)
-            fresh = self._fresh([place.node for place in places], matches.standing)
+            fresh = self._new_values([place.node for place in places], matches.standing)
             self._filler.fill(module.tensors, fresh.fillings, alone=True)
             for place in places:
                 matches.targets.replace_at(place.path, fresh.build(place.node))
@@ -286,8 +423,8 @@ class _Load:
         self._refuse_unavailable([fqn for fqn in self._saved.away if fqn in wanted])
         missed = Matches(Targets({}), missing=missing)
         self._report_missing(missed, selection, is_error=self._options.strict or selection.in_vain)
-        tree = self._saved.without_holes(tree)
-        fresh = self._fresh([tree], {})
+        tree = self._saved.without_other_ranks(tree)
+        fresh = self._new_values([tree], {})
         self._report_factories([((), tree)])
         self._report_differences((fqn, node) for fqn, node in self._saved.leaves.items() if node in fresh.used)
         self._filler.fill([], fresh.fillings)
@@ -337,16 +474,16 @@ class _Load:
             self._are_same(a, b, pairs) if type(a) is tuple and type(b) is tuple else a == b for a, b in members
         )
 
-    def _fresh(self, nodes: list[Node], standing: Mapping[int, TargetTensor]) -> Fresh:
-        return Fresh(nodes, self._saved, self._objects, self._path, self._options.map_location, standing)
+    def _new_values(self, nodes: list[Node], standing: Mapping[int, TargetTensor]) -> NewValues:
+        return NewValues(nodes, self._saved, self._objects, self._path, self._options.map_location, standing)
 
     def _refuse_unavailable(self, fqns: list[str]) -> None:
         if fqns:
-            raise unavailable(self._contents, self._saved, self._reader, fqns)
+            raise per_rank_unavailable(self._contents, self._saved, self._reader, fqns)
 
     def _report_differences(self, found: Iterable[tuple[str, Node]]) -> None:
-        if not self._saved.is_plain:
-            report_differences(self._contents, self._saved, self._objects, self._files, found)
+        if not self._saved.is_single_rank:
+            report_rank_differences(self._contents, self._saved, self._objects, self._files, found)
 
     def _report_missing(self, matches: Matches, selection: Selection, *, is_error: bool) -> None:
         missing, path = matches.missing, self._path
@@ -386,16 +523,18 @@ class _Load:
         )
 
     def _report_places(self, matches: Matches) -> None:
-        if matches.left_empty:
-            _logger.warning("%s: nothing was saved for %s, which stays empty", self._path, _shown(matches.left_empty))
-        if matches.not_taken:
+        if matches.staying_empty:
+            _logger.warning(
+                "%s: nothing was saved for %s, which stays empty", self._path, _shown(matches.staying_empty)
+            )
+        if matches.ignored_vacant:
             _logger.warning(
                 "%s: something was saved for %s, where the module has None or no members; it stays so",
                 self._path,
-                _shown(matches.not_taken),
+                _shown(matches.ignored_vacant),
             )
-        if matches.grown:
-            longer = [f"{place.fqn} (by {len(place.node[1])})" for place in matches.grown]
+        if matches.extended_lists:
+            longer = [f"{place.fqn} (by {len(place.node[1])})" for place in matches.extended_lists]
             _logger.warning(
                 "%s: lists of the target were extended by members that were saved: %s", self._path, _shown(longer)
             )
@@ -420,7 +559,7 @@ class _Load:
             )
 
 
-def _below(places: Iterable[Replaced], module: ModuleTarget) -> list[Replaced]:
+def _below(places: Iterable[Replacement], module: ModuleTarget) -> list[Replacement]:
     return [place for place in places if place.path[: len(module.path)] == module.path]
 
 

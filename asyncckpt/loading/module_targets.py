@@ -16,6 +16,7 @@ has run.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
@@ -24,13 +25,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from asyncckpt.errors import ShapeMismatchError
+from asyncckpt.errors import ShapeMismatchError, StateLoadError
 from asyncckpt.format.state_tree import Node, Path, fqn_of
-from asyncckpt.loading.object_states import state_load_error, takes_strict
-from asyncckpt.loading.saved_tree import SavedTree
-from asyncckpt.loading.selection import HOLE, prefixes
-from asyncckpt.loading.shared_memory import ONE_TENSOR, alias_mismatch
-from asyncckpt.loading.target_tensors import TargetTensor, memory_of, target_tensor
+from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, prefixes
+from asyncckpt.loading.saved_state import SavedTree
+from asyncckpt.loading.target_tensors import ONE_TENSOR, TargetTensor, alias_mismatch, storages_of, target_tensor
 from asyncckpt.sharding.registry import sharded
 from asyncckpt.state_dict.stateful import BareNames, OpeningError, unwrapped
 from asyncckpt.storage.contents import SavedTensor
@@ -50,7 +49,7 @@ _OTHER_SIZE = re.compile(
 )
 
 
-class Whole:
+class ReplacedEntry:
     """Marks an entry of a module's state that is replaced, not filled in place; `value` is the module's current one."""
 
     __slots__ = ("value",)
@@ -59,7 +58,7 @@ class Whole:
         self.value = value
 
 
-class _LoadingCode(NamedTuple):
+class _LoadHook(NamedTuple):
     """Loading code of a submodule.
 
     Attributes:
@@ -116,13 +115,13 @@ class ModuleTarget:
         self._own = {self._names.of(name): value for name, value in found.items()}
         self._real = {self._names.of(name): name for name in found}
         self.state = {self._names.of(name): _place(name, value) for name, value in found.items()}
-        self._code = _loading_code_in(self.bare, self._names)
+        self._code = _load_hooks_in(self.bare, self._names)
 
     def name_of(self, fqn: str) -> str:
         """Return the bare module's name of an entry whose FQN in the target is `fqn`."""
         return fqn[len(self.fqn) + 1 :]
 
-    def takes_new(self, name: str, node: Node, found: Node, saved: SavedTree) -> bool:
+    def needs_new_value(self, name: str, node: Node, found: Node, saved: SavedTree) -> bool:
         """Whether a saved entry is read into a new value for the module's loading code, instead of filled in place.
 
         Args:
@@ -157,7 +156,7 @@ class ModuleTarget:
         self._shown[name] = saved_fqn
         self._looked_for.add(name)
 
-    def decides(self, name: str) -> bool:
+    def defer_to_hooks(self, name: str) -> bool:
         """Whether the module's loading code may make an entry that was not saved. Then the entry is undecided."""
         if not any(code.may_make(name) for code in self._code):
             return False
@@ -165,7 +164,7 @@ class ModuleTarget:
         self._looked_for.add(name)
         return True
 
-    def take_ties(self) -> None:
+    def resolve_ties(self) -> None:
         """Count undecided names as found whose tensor was found under another name."""
         found = {id(self._own.get(name)) for name in self._shown}
         for name in [name for name in self.undecided if id(self._own[name]) in found]:
@@ -203,7 +202,7 @@ class ModuleTarget:
         return bool(self._shown)
 
     @property
-    def has_code(self) -> bool:
+    def has_load_hooks(self) -> bool:
         """Whether it has loading code of its own."""
         return bool(self._code)
 
@@ -324,7 +323,7 @@ class ModuleTarget:
         given: OrderedDict[str, Any] = OrderedDict()
         for name in names:
             value = self.state[name]
-            if isinstance(value, Whole):
+            if isinstance(value, ReplacedEntry):
                 value = value.value
             if self._code and value is self._own.get(name) and isinstance(value, torch.Tensor):
                 plain = plain_parameter(value)
@@ -362,7 +361,7 @@ class ModuleTarget:
             yield
             return
         in_place = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-        live = {at for name, value in in_place.items() if self._is_own(name) for at in memory_of(value)}
+        live = {at for name, value in in_place.items() if self._is_own(name) for at in storages_of(value)}
         tied = {self._real[name] for names in self._tied() for name in names}
 
         def copy_shared(module: Any, state: Any, prefix: str, *_: Any) -> None:
@@ -372,7 +371,7 @@ class ModuleTarget:
                 own = self._own.get(self._names.of(name))
                 if isinstance(own, torch.Tensor) and _goes_into_shards(own, value):
                     state[name] = _spread(own, value)
-                elif live.intersection(memory_of(value)):
+                elif live.intersection(storages_of(value)):
                     state[name] = value.detach().clone()
             for name in tied:
                 if isinstance(state.get(name), torch.Tensor):
@@ -383,7 +382,7 @@ class ModuleTarget:
         def report_names(module: Any, keys: Any) -> None:
             reports.append((list(keys.missing_keys), list(keys.unexpected_keys)))
 
-        coded = [m for m in self.bare.modules() if m is self.bare or _code_of(m) is not None]
+        coded = [m for m in self.bare.modules() if m is self.bare or _load_hook_of(m) is not None]
         handles = [m.register_load_state_dict_pre_hook(copy_shared) for m in coded]  # type: ignore[no-untyped-call]
         handles.append(self.bare.register_load_state_dict_post_hook(report_names))  # type: ignore[no-untyped-call]
         try:
@@ -401,7 +400,7 @@ class ModuleTarget:
 def _is_same(given: Any, now: Any) -> bool:
     """Whether a module has what it was given: the same memory, or an equal value."""
     if isinstance(given, torch.Tensor) and isinstance(now, torch.Tensor):
-        return bool(memory_of(given) & memory_of(now)) or (given.dtype == now.dtype and _is_equal(now, given))
+        return bool(storages_of(given) & storages_of(now)) or (given.dtype == now.dtype and _is_equal(now, given))
     try:
         return type(given) is type(now) and bool(given == now)
     except Exception:  # tensors in it, say
@@ -451,30 +450,30 @@ def _entries(state: Mapping[str, Any]) -> Iterator[Any]:
 
 def _place(name: str, value: Any) -> Any:
     in_place = isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
-    return value if in_place and not name.endswith(_EXTRA_STATE) else Whole(value)
+    return value if in_place and not name.endswith(_EXTRA_STATE) else ReplacedEntry(value)
 
 
-def _loading_code_in(bare: torch.nn.Module, names: BareNames) -> list[_LoadingCode]:
-    found: list[_LoadingCode] = []
+def _load_hooks_in(bare: torch.nn.Module, names: BareNames) -> list[_LoadHook]:
+    found: list[_LoadHook] = []
     for name, module in bare.named_modules(remove_duplicate=False):
-        code = _code_of(module, is_root=module is bare)
+        code = _load_hook_of(module, is_root=module is bare)
         if code is not None:
             prefix = f"{names.of(name)}." if name else ""
             # A post hook is given the missing names of the whole module.
-            found.append(_LoadingCode("" if module._load_state_dict_post_hooks else prefix, *code))
+            found.append(_LoadHook("" if module._load_state_dict_post_hooks else prefix, *code))
     return found
 
 
-def _code_of(module: torch.nn.Module, *, is_root: bool = False) -> tuple[bool, frozenset[str] | None] | None:
+def _load_hook_of(module: torch.nn.Module, *, is_root: bool = False) -> tuple[bool, frozenset[str] | None] | None:
     """Return whether a module's loading code is not torch's own, and the names that it adds; None: it has none."""
     hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
-    where = [_home(hook) for hook in hooks]
+    where = [_defining_module(hook) for hook in hooks]
     if is_root and _function(module, "load_state_dict") is not torch.nn.Module.load_state_dict:
-        where.append(_home(module.load_state_dict))
+        where.append(_defining_module(module.load_state_dict))
     own = _function(module, "_load_from_state_dict")
-    counts = isinstance(module, _NORM) and _home(own).startswith("torch.nn.")
+    counts = isinstance(module, _NORM) and _defining_module(own).startswith("torch.nn.")
     if own is not torch.nn.Module._load_from_state_dict and not counts:
-        where.append(_home(own))
+        where.append(_defining_module(own))
     # Hooks of torch.distributed (FSDP) prepare the module and do not change the state.
     where = [home for home in where if not home.startswith("torch.distributed.")]
     if where:
@@ -487,7 +486,7 @@ def _function(module: torch.nn.Module, name: str) -> Any:
     return getattr(method, "__func__", method)
 
 
-def _home(hook: Any) -> str:
+def _defining_module(hook: Any) -> str:
     """Return the name of the Python module that a hook is written in."""
     hook = getattr(hook, "hook", hook)  # torch wraps those that are given their module
     hook = getattr(hook, "func", hook)  # functools.partial
@@ -509,7 +508,7 @@ def _walk(node: Node, prefix: str, root: str) -> Iterator[tuple[str, str, Node]]
     is_state = node[0] == "o" and node[2] is not None  # of a module, in which a container is one entry
     for key, child in zip(node[1][::2], node[1][1::2], strict=True):
         name = f"{prefix}{key}"
-        if child is HOLE:
+        if child is OTHER_RANKS_ONLY:
             continue
         if child[0] in ("d", "o") and not is_state and not name.endswith(_EXTRA_STATE):
             yield from _walk(child, f"{name}.", root)
@@ -539,3 +538,21 @@ def _versions_below(node: Node, prefix: str) -> Iterator[tuple[str, int]]:
         if child[0] == "o" and child[2] is not None:
             yield name, child[2]
         yield from _versions_below(child, f"{name}.")
+
+
+def state_load_error(error: Exception, value: Any, fqn: str, path: str) -> StateLoadError:
+    """Return the error for an object whose `load_state_dict()` raised."""
+    kind, detail = type(value).__name__, f"{type(error).__name__}: {error}"
+    return StateLoadError(
+        f"{path}: load_state_dict() of {fqn!r}, a {kind}, refused what was saved: {detail}",
+        path=path,
+        fqn=fqn,
+        type_name=kind,
+        detail=detail,
+    )
+
+
+def takes_strict(module: torch.nn.Module) -> bool:
+    """Whether a module's `load_state_dict` has the argument `strict`."""
+    parameters = inspect.signature(module.load_state_dict).parameters.values()
+    return any(p.name == "strict" or p.kind is p.VAR_KEYWORD for p in parameters)

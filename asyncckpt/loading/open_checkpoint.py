@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,22 +19,17 @@ from asyncckpt.errors import ConfigError, LeafTypeMismatchError, MissingKeysErro
 from asyncckpt.format.state_tree import Node, fqn_of, leaves
 from asyncckpt.interop.sources.detect import OURS
 from asyncckpt.interop.sources.unread_leaves import unread_leaves
-from asyncckpt.loading.boxes import region_of
-from asyncckpt.loading.differences import unavailable
-from asyncckpt.loading.fetching import bytes_of, thread_count
-from asyncckpt.loading.held_open import Held, open_from
-from asyncckpt.loading.mapped import mapped_tensor
-from asyncckpt.loading.recalled import check_source
-from asyncckpt.loading.saved_objects import SavedObjects
-from asyncckpt.loading.saved_tree import SavedTree, kind_of
-from asyncckpt.loading.slicing import read_tensor
-from asyncckpt.loading.staged_bytes import Bytes
+from asyncckpt.loading.byte_ranges import region_of
+from asyncckpt.loading.fetch import bytes_of, read_tensor, thread_count
+from asyncckpt.loading.read_source import HeldSnapshotReader, ReadSource, check_source, open_source
+from asyncckpt.loading.saved_state import SavedObjects, SavedTree, kind_of, per_rank_unavailable
+from asyncckpt.loading.tensor_writers import new_tensor
 from asyncckpt.paths import absolute_path
 from asyncckpt.state_dict.numpy_values import array_of
-from asyncckpt.storage.contents import SavedTensor
-from asyncckpt.storage.files import Files
+from asyncckpt.storage.contents import Contents, Inline, SavedTensor, Strided, check_lengths
+from asyncckpt.storage.files import Files, opened
 from asyncckpt.storage.reader import DEFAULT_THREADS
-from asyncckpt.torch_tensors import check_memory_is_real
+from asyncckpt.torch_tensors import check_memory_is_real, torch_dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +57,9 @@ class OpenCheckpoint:
         metadata: The JSON that was given to `save`, or what the format keeps beside its tensors.
     """
 
-    def __init__(self, found: Bytes, reader: RankInfo, *, allow_pickle: bool = False, held: Held | None = None) -> None:
+    def __init__(
+        self, found: ReadSource, reader: RankInfo, *, allow_pickle: bool = False, held: HeldSnapshotReader | None = None
+    ) -> None:
         contents, files = found.contents, found.files
         manifest = contents.manifest
         self.path, self.step, self.world_size = contents.path, manifest.step, manifest.world_size
@@ -192,7 +190,7 @@ class OpenCheckpoint:
         raise MissingKeysError(f"{self.path}: there is no tensor {fqn!r}; see .keys()", path=self.path, keys=[str(fqn)])
 
     def _unavailable(self, fqn: str) -> PerRankUnavailableError:
-        return unavailable(self._contents, self._saved, self._reader, [fqn])
+        return per_rank_unavailable(self._contents, self._saved, self._reader, [fqn])
 
     def _object(self, node: Node) -> Any:
         if node[0] == "O":
@@ -293,5 +291,46 @@ def open_checkpoint(
     Blocks: for reading the indexes.
     """
     reader, where = find_rank_info(rank_info), check_source(source)
-    found, held = open_from(absolute_path(path), where, None, Files())
+    found, held = open_source(absolute_path(path), where, None, Files())
     return OpenCheckpoint(found, reader, allow_pickle=allow_pickle, held=held)
+
+
+def mapped_tensor(contents: Contents, saved: SavedTensor, files: Files) -> torch.Tensor | None:
+    """Return a tensor over a mapping of the file that holds it; None where it lies in several places, or misaligned.
+
+    Raises:
+        CorruptCheckpointError: The file is not there in full.
+        UnsupportedLeafError: This torch lacks the dtype.
+        OSError: It cannot be mapped.
+    """
+    dtype = torch_dtype(saved.dtype)
+    check_lengths(contents, files, saved)
+    if len(saved.chunks) != 1:
+        return None
+    if 0 in saved.global_shape:
+        return new_tensor(saved.global_shape, dtype, torch.device("cpu"))
+    rank, chunk = saved.chunks[0]
+    part, offset, span = chunk.part, chunk.offset_bytes, chunk.nbytes
+    strides: tuple[int, ...] | None = None
+    directory = contents.path
+    if contents.source is not None:
+        directory = contents.source.directory
+        place = contents.source.place(part, files)
+        if isinstance(place, Inline):
+            return None
+        part, offset = place.part, place.offset + offset
+        if isinstance(place, Strided):
+            span, strides = place.nbytes, place.strides
+    if offset % dtype.itemsize:
+        return None
+    name = contents.ranks[rank].index.shards[part].name
+    start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    with opened(files, os.path.join(directory, name), os.O_RDONLY) as fd:
+        mapping = mmap.mmap(
+            fd, offset - start + span, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=start
+        )
+    flat = torch.frombuffer(mapping, dtype=torch.uint8, count=span, offset=offset - start)  # keeps the mapping alive
+    elements = flat.view(dtype)
+    if strides is None:
+        return elements.view(saved.global_shape).detach()
+    return elements.as_strided(saved.global_shape, strides).detach()

@@ -11,14 +11,12 @@ from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.format.state_tree import fqn_of, leaves
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
-from asyncckpt.loading.key_names import KeyMap
-from asyncckpt.loading.matching import Mismatch, Replaced, match
-from asyncckpt.loading.placements import Placement, SavedBox, box_of, needed_nbytes
-from asyncckpt.loading.recalled import check_source, read_from
-from asyncckpt.loading.saved_tree import SavedTree
-from asyncckpt.loading.selection import Selection, key_list
-from asyncckpt.loading.shared_memory import overlapping
-from asyncckpt.loading.target_tensors import names_of, placements_of
+from asyncckpt.loading.byte_ranges import Placement, SavedBox, box_of, needed_nbytes
+from asyncckpt.loading.key_selection import KeyMap, Selection, key_list
+from asyncckpt.loading.matching import Mismatch, Replacement, match
+from asyncckpt.loading.read_source import check_source, read_from_source
+from asyncckpt.loading.saved_state import SavedTree
+from asyncckpt.loading.target_tensors import overlapping, placement_names, placements_of
 from asyncckpt.paths import absolute_path
 from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files
@@ -95,21 +93,28 @@ def plan_load(
     """
     names = key_list(keys)
     reader = find_rank_info(rank_info)
-    contents = read_from(absolute_path(path), check_source(source), None, Files(), lambda f: f.contents, once=True)
+    contents = read_from_source(
+        absolute_path(path), check_source(source), None, Files(), lambda f: f.contents, once=True
+    )
     saved = SavedTree(contents, reader)
     refused: list[Mismatch] = []
     matches = match(state_dict, saved, Selection(names), key_map, contents.path, refused.append)
     wanted = Selection(names)
     mismatched = tuple(dict.fromkeys(_leaf(error) for error in refused))
-    mismatched += _unread([*matches.replaced, *matches.grown], saved, contents)
+    mismatched += _unread([*matches.replaced, *matches.extended_lists], saved, contents)
     taken = {*matches.found, *(leaf.fqn for leaf in mismatched)}
-    new = [node[1] for place in [*matches.replaced, *matches.grown] for _, node in leaves(place.node) if node[0] != "O"]
+    new = [
+        node[1]
+        for place in [*matches.replaced, *matches.extended_lists]
+        for _, node in leaves(place.node)
+        if node[0] != "O"
+    ]
     boxes = [_everything(saved.tensors[n]) for n in new if n not in matches.standing]
     standing = [(saved.tensors[n], matches.standing[n]) for n in new if n in matches.standing]
     own_ways = [filling for module in matches.undecided for filling in module.tensors]
     fillings = [*matches.tensors, *own_ways, *standing]
     placed = [*matches.placements, *placements_of(fillings)]
-    names = names_of(matches.placements, fillings)
+    names = placement_names(matches.placements, fillings)
     real = [n for n, placement in enumerate(placed) if why_no_memory(placement.target) is None]
     shared = [names[real[n]] for n in overlapping([placed[n].target for n in real])]
     containers = [fqn for first, _, other, _ in matches.shared for fqn in (first, other)]
@@ -122,7 +127,7 @@ def plan_load(
         unexpected=tuple(fqn for fqn in saved.leaves if fqn not in taken and fqn in wanted),
         mismatched=mismatched,
         unavailable=tuple(matches.unavailable),
-        shared=tuple(dict.fromkeys([*shared, *tied, *matches.left_to_code, *containers])),
+        shared=tuple(dict.fromkeys([*shared, *tied, *matches.decided_by_hooks, *containers])),
         nbytes=needed_nbytes(boxes),
     )
 
@@ -131,7 +136,7 @@ def _everything(saved: SavedTensor) -> SavedBox:
     return saved, (0,) * len(saved.global_shape), saved.global_shape
 
 
-def _unread(replaced: Iterable[Replaced], saved: SavedTree, contents: Contents) -> tuple[MismatchedLeaf, ...]:
+def _unread(replaced: Iterable[Replacement], saved: SavedTree, contents: Contents) -> tuple[MismatchedLeaf, ...]:
     """Return the leaves that were not read and are wanted."""
     if contents.source is None:
         return ()

@@ -6,7 +6,7 @@ import ctypes
 import math
 import operator
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -54,10 +54,10 @@ def _as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether the stored bytes of a tensor of `dtype` are the target's memory as it is."""
-    return target.is_cpu and target.dtype == dtype and target.is_contiguous() and not _is_lazy(target)
+    return target.is_cpu and target.dtype == dtype and target.is_contiguous() and not _is_conj_or_neg(target)
 
 
-def _is_lazy(target: torch.Tensor) -> bool:
+def _is_conj_or_neg(target: torch.Tensor) -> bool:
     """A conjugated or negated view: its memory holds other values than it shows."""
     return target.is_conj() or target.is_neg()
 
@@ -76,7 +76,7 @@ def flat_start(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[in
     return start
 
 
-class BoxSink:
+class BoxWriter:
     """Copies the elements of a box out of the bytes of its range, as these come: in pieces, in any order.
 
     Nothing is kept between pieces, so what a load needs beside its targets does not grow with the ranges. Only a range
@@ -105,7 +105,7 @@ class BoxSink:
         aligned: bool = True,
     ) -> None:
         self._box = _Box(target, offsets, sizes, strides, dtype)
-        self._wide = _widened(self._box)
+        self._wide = _as_wide_elements(self._box)
         self._nbytes, self._missing = nbytes, nbytes
         self._gathered: torch.Tensor | None = None
         self._lock = None if aligned else threading.Lock()
@@ -149,7 +149,7 @@ class _Box(NamedTuple):
     dtype: torch.dtype
 
 
-def _widened(box: _Box) -> _Box:
+def _as_wide_elements(box: _Box) -> _Box:
     """Return the same bytes as elements of 16, where they are that in file and target; else the box itself.
 
     Copies of fewer elements need fewer calls into torch, each of which gives the interpreter's lock away: two readers
@@ -158,7 +158,7 @@ def _widened(box: _Box) -> _Box:
     target, offsets, sizes, strides, dtype = box
     n = _WIDE_NBYTES // dtype.itemsize
     places = target.stride()
-    if n < 2 or not sizes or not target.is_cpu or target.dtype != dtype or _is_lazy(target):
+    if n < 2 or not sizes or not target.is_cpu or target.dtype != dtype or _is_conj_or_neg(target):
         return box
     if strides[-1] != 1 or places[-1] != 1 or target.data_ptr() % _WIDE_NBYTES:
         return box
@@ -179,7 +179,7 @@ def _take(box: _Box, first: int, elements: torch.Tensor) -> None:
     """Take the elements of the range from number `first` on."""
     target, end, strides = box.target, first + elements.numel(), box.strides
     boxes = boxes_within(box.sizes, strides, box.offsets, first, end)
-    if not target.is_cpu or _is_lazy(target):
+    if not target.is_cpu or _is_conj_or_neg(target):
         for start, offsets, sizes in boxes:
             fill_box(target, offsets, elements.as_strided(sizes, strides, start - first))
         return
@@ -266,3 +266,28 @@ def fill_box(
             if size != box.shape[dim]:
                 box = box.narrow(dim, offset, size)
         box.copy_(values, non_blocking=non_blocking)
+
+
+MapLocation = (
+    torch.device | str | Mapping[str, str] | Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | None
+)
+"""As `torch.load` takes it. Checkpoints keep no devices: every saved location is "cpu"."""
+
+
+def device_of(map_location: MapLocation) -> torch.device:
+    """Return where new tensors are made. A callable decides later, from the CPU."""
+    if map_location is None or callable(map_location):
+        return torch.device("cpu")
+    if isinstance(map_location, Mapping):
+        return torch.device(map_location.get("cpu", "cpu"))
+    return torch.device(map_location)
+
+
+def relocated(
+    tensor: torch.Tensor, move: Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None]
+) -> torch.Tensor:
+    """Return `tensor` where the callable `move` wants its storage."""
+    storage = move(tensor.untyped_storage(), "cpu")
+    if storage is None or storage.data_ptr() == tensor.untyped_storage().data_ptr():
+        return tensor
+    return tensor_over(storage, tensor)

@@ -10,16 +10,31 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
 from asyncckpt.errors import ConfigError, CorruptCheckpointError, InsufficientMemoryError
+from asyncckpt.failpoints import reach
 from asyncckpt.format.checksums import BLOCK_NBYTES
-from asyncckpt.loading.sinks import BoxSink, new_tensor
+from asyncckpt.loading.byte_ranges import Placement, ranges_by_file, region_of, wanted_ranges
+from asyncckpt.loading.shared_reads import SharedReads
+from asyncckpt.loading.target_tensors import (
+    ONE_TENSOR,
+    Filling,
+    Tie,
+    check_ties,
+    fill_aliased,
+    notify_shard_types,
+    overlapping,
+    placement_names,
+    placements_of,
+)
+from asyncckpt.loading.tensor_writers import BoxWriter, fill_box, new_tensor
 from asyncckpt.memory.mapping import copy_bytes
-from asyncckpt.storage.contents import Contents, Inline, Located, SavedTensor, Strided
+from asyncckpt.storage.contents import Contents, Inline, Located, SavedTensor, Strided, check_lengths
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.read_plan import ShardRequest, Sink, Wanted
 from asyncckpt.storage.reader import DEFAULT_THREADS, read_shards
@@ -67,7 +82,7 @@ def read_foreign(
 def _placed(wanted: Wanted, start: int) -> Wanted:
     """Return a range of a file, whose elements may begin anywhere: then it comes in rows, which cuts none."""
     offset, sink = wanted.offset + start, wanted.sink
-    if isinstance(sink, BoxSink) and not wanted.every:
+    if isinstance(sink, BoxWriter) and not wanted.every:
         return wanted._replace(offset=offset, every=sink.row_nbytes(offset), dense=True)
     return wanted._replace(offset=offset)
 
@@ -262,3 +277,205 @@ def strided_view(contents: Contents, saved: SavedTensor, files: Files, *, thread
     flat = tensor_for(saved, contents.path, shape=(place.nbytes // place.itemsize,), dtype=CARRIERS[place.itemsize])
     read_span(contents, place, flat.data_ptr(), saved.fqn, files, threads=threads)
     return flat.as_strided(place.sizes, place.strides)
+
+
+SLAB_NBYTES = 32 << 20
+"""What is compared, or sent, at a time. Chosen, not measured."""
+
+
+def read_tensor(
+    contents: Contents,
+    saved: SavedTensor,
+    slices: Any,
+    files: Files,
+    *,
+    threads: int,
+    verify: bool,
+    room: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return what `slices` select of a tensor: a new, contiguous one on the CPU.
+
+    Args:
+        contents: The checkpoint.
+        saved: The tensor.
+        slices: As `byte_ranges.region_of` takes them.
+        files: The storage seam.
+        threads: Reading threads.
+        verify: Read whole blocks and compare their checksums; False reads the pages that are needed.
+        room: Bytes of host memory, enough and aligned, that the result lies in; None: new memory.
+
+    Raises:
+        ConfigError: Slices that make no sense.
+        CorruptCheckpointError: The files differ from what was saved.
+        UnsupportedLeafError: This torch lacks the dtype.
+        OSError: The files cannot be read.
+    """
+    region = region_of(slices, saved.global_shape, saved.fqn)
+    dtype = torch_dtype(saved.dtype)
+    check_lengths(contents, files, saved)
+    carrier = CARRIERS[dtype.itemsize]
+    if room is None:
+        found = tensor_for(saved, contents.path, shape=region.counts, dtype=carrier)
+    else:
+        found = room[: math.prod(region.counts) * carrier.itemsize].view(carrier).view(region.counts)
+    ranges = wanted_ranges(contents, saved, region, found, carrier, verify=verify)
+    read_ranges(contents, ranges, files, threads=threads, verify=verify)
+    return found.view(dtype).view(region.shape).detach()
+
+
+def slab_slices(shape: tuple[int, ...], limit: int) -> Iterator[tuple[Any, ...]]:
+    """Yield slices that cut a tensor into runs of its row-major order, of at most `limit` elements each."""
+    row = math.prod(shape[1:])
+    if not shape or row * shape[0] <= limit:
+        yield (...,)
+    elif row <= limit:
+        step = limit // row
+        for start in range(0, shape[0], step):
+            yield (slice(start, min(start + step, shape[0])),)
+    else:
+        for n in range(shape[0]):
+            for inner in slab_slices(shape[1:], limit):
+                yield (slice(n, n + 1), *inner)
+
+
+_ALIGN_NBYTES = 64
+
+
+class Filler:
+    """Reads saved tensors into targets.
+
+    Args:
+        contents: The checkpoint.
+        files: The storage seam.
+        threads: Reading threads; None: as many as the device wants.
+        verify: As `storage.reader.read_shards` has it.
+        low_memory: See the module.
+        shared: The ranks that read once what several of them want; None: each reads for itself.
+    """
+
+    def __init__(
+        self,
+        contents: Contents,
+        files: Files,
+        *,
+        threads: int | None,
+        verify: bool,
+        low_memory: bool,
+        shared: SharedReads | None = None,
+    ) -> None:
+        self._contents, self._files, self._shared = contents, files, shared
+        self._threads, self._verify, self._low_memory = threads, verify, low_memory
+
+    def check_ties(self, ties: Sequence[Tie], how: str = ONE_TENSOR) -> None:
+        """Check that targets with two names can hold what was saved under each; changes nothing.
+
+        Raises:
+            AliasMismatchError: One cannot.
+            CorruptCheckpointError, OSError: As `storage.reader.read_shards`.
+        """
+        check_ties(ties, self._read_files, self._contents.path, how)
+
+    def fill(
+        self,
+        existing: Sequence[Filling],
+        new: Sequence[Filling],
+        plain: Sequence[Placement] = (),
+        *,
+        alone: bool = False,
+    ) -> None:
+        """Fill targets, tell autograd which tensors changed, and registered types that all their shards are in.
+
+        Args:
+            existing: What the user has.
+            new: What was made for this load, and nobody has seen yet.
+            plain: What the user has in plain tensors that are filled whole.
+            alone: This rank reads for itself, whatever the others do.
+
+        Raises:
+            CorruptCheckpointError, OSError: As `storage.reader.read_shards`.
+            InsufficientMemoryError: There is no room for the copy.
+            AliasMismatchError: Two targets share memory, and their values differ.
+            StateLoadError: A registered type refused its shards.
+            SharedLoadError, PlanTimeoutError: As `SharedReads.read`.
+        """
+        changed, fresh = [*plain, *placements_of(existing)], placements_of(new)
+        watched = [target for _, target, _, _ in changed if not target.is_inference()]
+        placed = changed + fresh
+        shared = overlapping([p.target for p in placed]) if changed else []
+        if shared:
+            changed, fresh = _without(changed, shared, 0), _without(fresh, shared, len(changed))
+        if self._low_memory:
+            # Before too: a snapshot that is copied out of a target learns of the change only if it comes first.
+            bump_versions(watched)
+            self._read(changed + fresh, alone=alone)
+        else:
+            copied = changed + [p for p in fresh if p.target.device.type != "cpu"]
+            staged = _host_copies(copied)
+            self._read(staged + [p for p in fresh if p.target.device.type == "cpu"], alone=alone)
+            reach("load: copies verified")
+            bump_versions(watched)
+            _copy_over(staged, copied)
+        if shared:
+            names = placement_names(plain, [*existing, *new])
+            fill_aliased([placed[n] for n in shared], [names[n] for n in shared], self._read_files, self._contents.path)
+        bump_versions(watched)
+        reach("load: tensors filled")
+        notify_shard_types([*existing, *new], self._contents.path)
+
+    def _read(self, placements: Sequence[Placement], *, alone: bool) -> None:
+        if self._shared is None or alone:
+            self._read_files(placements)
+        else:
+            save_id = str(self._contents.manifest.save_id)
+            self._shared.read(self._contents.path, save_id, placements, self._read_files)
+
+    def _read_files(self, placements: Sequence[Placement]) -> None:
+        ranges = ranges_by_file(self._contents, placements, self._verify)
+        read_files(self._contents, ranges, self._files, threads=self._threads, verify=self._verify)
+
+
+def _without(placements: Sequence[Placement], numbers: Sequence[int], first: int) -> list[Placement]:
+    """Return `placements`, which are counted from `first` on, without some of them."""
+    left_out = set(numbers)
+    return [placement for n, placement in enumerate(placements, first) if n not in left_out]
+
+
+def bump_versions(changed: Sequence[torch.Tensor]) -> None:
+    """Tell autograd that tensors change, none of them of inference mode."""
+    try:
+        torch.autograd.graph.increment_version(changed)
+    except (TypeError, RuntimeError):  # a torch that takes them one by one
+        for tensor in changed:
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _host_copies(placements: Sequence[Placement]) -> list[Placement]:
+    """Return the same placements in one new piece of host memory, pinned where something goes to a GPU."""
+    starts, at = [], 0
+    for saved, target, _, _ in placements:
+        starts.append(at)
+        at += -(-target.numel() * torch_dtype(saved.dtype).itemsize // _ALIGN_NBYTES) * _ALIGN_NBYTES
+    try:
+        if any(placement.target.device.type == "cuda" for placement in placements):
+            room = torch.empty(at, dtype=torch.uint8, device="cpu", pin_memory=True)
+        else:
+            room = new_tensor((at,), torch.uint8, torch.device("cpu"))
+    except RuntimeError as error:
+        raise InsufficientMemoryError(
+            f"low_memory=False copies {at} bytes first, and there is no room for them; use low_memory=True: {error}",
+            nbytes=at,
+        ) from error
+    staged = []
+    for start, (saved, target, offsets, _) in zip(starts, placements, strict=True):
+        dtype = torch_dtype(saved.dtype)
+        flat = room[start : start + target.numel() * dtype.itemsize].view(dtype)
+        staged.append(Placement(saved, flat.view(target.shape), offsets))
+    return staged
+
+
+def _copy_over(staged: Sequence[Placement], placements: Sequence[Placement]) -> None:
+    for source, placement in zip(staged, placements, strict=True):
+        pinned = placement.target.device.type == "cuda"
+        fill_box(placement.target, (0,) * placement.target.dim(), source.target, non_blocking=pinned)
+    for device in {p.target.device for p in placements if p.target.device.type == "cuda"}:
+        torch.cuda.synchronize(device)  # the copies read memory that is about to be freed

@@ -13,8 +13,8 @@ from typing import Any
 
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, ShapeMismatchError
 from asyncckpt.format.state_tree import CONTAINERS, Node, Path, form_in, fqn_of, leaves
-from asyncckpt.loading.saved_tree import SavedTree, kind_of
-from asyncckpt.loading.selection import Selection, selected
+from asyncckpt.loading.key_selection import Selection, selected
+from asyncckpt.loading.saved_state import SavedTree, kind_of
 
 MAPPINGS = ("d", "o")
 SEQUENCES = ("l", "t")
@@ -26,7 +26,7 @@ def is_empty_object(value: Any) -> bool:
     return value is None or (type(value) in _SEQUENCE_TYPES and all(map(is_empty_object, value)))
 
 
-def refused_for(
+def container_mismatch(
     place: Node, value: Any, found: Node, fqn: str, path: str
 ) -> LeafTypeMismatchError | ShapeMismatchError | None:
     """Return why what was saved cannot stand in a place of the target; None if it can.
@@ -47,7 +47,7 @@ def refused_for(
     if value and len(value) != len(found[1]):
         return length_mismatch(fqn, len(found[1]), len(value), path)
     members = zip(value, found[1], strict=False)
-    refusals = (refused_for(place, member, node, f"{fqn}.{n}", path) for n, (member, node) in enumerate(members))
+    refusals = (container_mismatch(place, member, node, f"{fqn}.{n}", path) for n, (member, node) in enumerate(members))
     return next((refusal for refusal in refusals if refusal is not None), None)
 
 
@@ -93,7 +93,7 @@ def lists_of_other_lengths(
             yield path, node, *found
 
 
-def further_members(tree: Node, path: Path, node: Node, found: Node) -> tuple[Node, ...] | None:
+def appended_members(tree: Node, path: Path, node: Node, found: Node) -> tuple[Node, ...] | None:
     """Return the saved members that a shorter list of a target takes after its own; None: it cannot take them.
 
     A history grows while a training runs, so objects at the end of a list are taken. The length of a tuple, of a list
@@ -166,7 +166,7 @@ def _places(node: Node, path: Path) -> Iterator[Path]:
         yield from _places(child, (*path, key))
 
 
-def lost_subtrees(
+def absent_subtrees(
     tree: Node, missing: Iterable[Path], found: Iterable[Path], is_module: Callable[[Path], bool]
 ) -> list[str]:
     """Return the FQNs of the parts of a target of which nothing was found; that of the whole target is empty.

@@ -1,0 +1,362 @@
+"""Where a load takes its bytes from: the worker's memory, if that holds the very checkpoint, else the disk.
+
+A checkpoint is asked for by its path. What is committed there says which save that is. Only while nothing is committed,
+the newest snapshot that all ranks have staged for the path takes its place. So every rank gets the same answer without
+talking to the others: a path and a save ID name one content.
+
+A checkpoint may be overwritten while it is read. Then the load starts again with the new one, so that everything that
+is read belongs to one save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from asyncckpt import __version__
+from asyncckpt.errors import (
+    AsyncCkptError,
+    CheckpointNotCommittedError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    PlanTimeoutError,
+    SnapshotUnavailableError,
+)
+from asyncckpt.format.manifest import Manifest
+from asyncckpt.format.names import owner_of
+from asyncckpt.interop.sources.detect import read_any
+from asyncckpt.recall.conversation import Conversation, is_served
+from asyncckpt.recall.held import MappedSnapshot
+from asyncckpt.recall.memory_overlay import OverlaidFiles, staged_contents
+from asyncckpt.recall.snapshots import ANSWER_S, HeldSnapshot, endpoint_of, held_snapshots, snapshots_of
+from asyncckpt.storage.checkpoint_dir import standing_at
+from asyncckpt.storage.contents import Contents
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import LocalStore
+
+SOURCES = ("auto", "memory", "disk")
+
+PATIENT_S = 10.0
+"""How long to wait for the worker's answer if the disk does not have the checkpoint. Chosen: the promise for a worker
+that hangs (P6)."""
+
+MAX_ATTEMPTS = 10
+"""A read gives up after this many saves in a row have overwritten what it was reading. Chosen, not measured."""
+
+ABSENT = (CheckpointNotFoundError, CheckpointNotCommittedError)
+T = TypeVar("T")
+_logger = logging.getLogger("asyncckpt.loading")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSource:
+    """What a load reads.
+
+    Attributes:
+        contents: The manifest, indexes and structures of the checkpoint.
+        files: The storage seam that gives the bytes of its files.
+        has_checksums: Whether the bytes can be compared with checksums.
+    """
+
+    contents: Contents
+    files: Files
+    has_checksums: bool = True
+
+
+Use = Callable[[ReadSource], T]
+
+
+@dataclass(slots=True)
+class RetryState:
+    """What several reads into one target have left behind.
+
+    Attributes:
+        touched: FQNs of the target that hold values of one of these reads, or parts of them.
+        manifest: The manifest of the checkpoint that was read last.
+    """
+
+    touched: set[str] = field(default_factory=set)
+    manifest: Manifest | None = None
+
+
+class NotInMemory(Exception):
+    """No worker holds the checkpoint in its memory; the text says why.
+
+    Attributes:
+        snapshot: The snapshot that was found and cannot be used, if any.
+    """
+
+    def __init__(self, why: str, snapshot: HeldSnapshot | None = None) -> None:
+        super().__init__(why)
+        self.snapshot = snapshot
+
+
+def check_source(source: str) -> str:
+    """Return `source`.
+
+    Raises:
+        ConfigError: It is none of `SOURCES`.
+    """
+    if source not in SOURCES:
+        raise ConfigError(f"source={source!r}: expected one of {SOURCES}", field="source", value=repr(source))
+    return source
+
+
+def read_from_source(
+    path: str,
+    source: str,
+    endpoint: str | None,
+    files: Files,
+    use: Use[T],
+    *,
+    once: bool = False,
+) -> T:
+    """Return what `use` makes of the checkpoint at `path`.
+
+    Args:
+        path: The absolute path of the checkpoint.
+        source: One of `SOURCES`.
+        endpoint: The worker's endpoint; None: that of this user's worker of this job.
+        files: The storage seam.
+        use: Does the reading. It is called again, with another source, if the first one turns out to lack something.
+        once: Whether `use` cannot be called again. Then what is committed is read from disk.
+
+    Raises:
+        SnapshotUnavailableError: `source` is "memory", and the worker does not hold the checkpoint.
+        AsyncCkptError, OSError: Reading or `use` failed.
+
+    Blocks: for the worker's answer, if there is a worker: `ANSWER_S`, or `PATIENT_S` if the disk lacks the checkpoint.
+    """
+    if source == "memory":
+        return _read_uncommitted(path, source, endpoint, files, use, None)
+    if source == "auto" and not once and is_served(endpoint_of(endpoint)):
+        standing = standing_at(path, LocalStore(files))
+        if standing is not None:
+            with contextlib.suppress(NotInMemory):
+                return _read_committed(path, str(standing.save_id), endpoint, files, use)
+    try:
+        if once:
+            return use(ReadSource(read_any(path, files), files))
+        return read_consistent(path, files, lambda contents: use(ReadSource(contents, files)))
+    except ABSENT as error:
+        if source == "disk":
+            raise _with_memory_hint(error, path, endpoint) from error.__cause__
+        return _read_uncommitted(path, source, endpoint, files, use, error)
+
+
+def read_consistent(path: str, files: Files, use: Callable[[Contents], T]) -> T:
+    """Return what `use` makes of the checkpoint at `path` on disk; start again if another save replaces it meanwhile.
+
+    Raises:
+        AsyncCkptError, OSError: `read_any` or `use` failed.
+    """
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        try:
+            return use(read_any(path, files))
+        except CorruptCheckpointError as error:
+            owner = owner_of(error.file or "")
+            standing = standing_at(path, LocalStore(files)) if owner is not None else None
+            # If the file belongs to the save that is committed now, it really is missing or damaged.
+            if owner is None or standing is None or standing.save_id == owner or attempt == MAX_ATTEMPTS:
+                raise
+            _logger.info("%s was overwritten by save %s while it was read: reading that one", path, standing.save_id)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _read_committed(path: str, save_id: str, endpoint: str | None, files: Files, use: Use[T]) -> T:
+    """Read a committed checkpoint, as much of it as possible from memory; every block is verified as on disk.
+
+    Raises:
+        NotInMemory: The worker holds nothing of it, or not what it promised.
+    """
+    with _hold_snapshots(path, endpoint, ANSWER_S) as (worker, found):
+        mine = [s for s in found if str(s.save_id) == save_id]
+        if not mine:
+            raise NotInMemory(f"it holds save {found[0].save_id}")
+        try:
+            with MappedSnapshot(mine[0], worker.worker.pid) as mapped:
+                overlaid = OverlaidFiles(files, mapped.staged)
+                contents = read_any(path, overlaid)
+                if str(contents.manifest.save_id) != save_id:
+                    raise NotInMemory(f"{path} was overwritten meanwhile")
+                with mapped.reading():
+                    result = use(ReadSource(contents, overlaid))
+        except PlanTimeoutError:  # an OSError too, but it says nothing of the snapshot: another rank does not answer
+            raise
+        except (*ABSENT, CorruptCheckpointError, SnapshotUnavailableError, OSError) as error:
+            _logger.info("%s is read from disk: its snapshot in memory cannot be: %s", path, error)
+            raise NotInMemory(str(error)) from error
+        _logger.info("%s is loaded from the worker's memory (ranks %s)", path, _ranks(mine[0]))
+        return result
+
+
+def _read_uncommitted(
+    path: str, source: str, endpoint: str | None, files: Files, use: Use[T], absent: AsyncCkptError | None
+) -> T:
+    """Return what `use` makes of the newest snapshot that all ranks have staged.
+
+    Args:
+        path, source, endpoint, files, use: The arguments of `read_from_source`.
+        absent: Why the checkpoint cannot be read from disk; None: nobody has looked there.
+
+    Raises:
+        AsyncCkptError: `absent`, if the worker does not hold the checkpoint either.
+        SnapshotUnavailableError: The same without `absent`; or a living trainer has used the memory for another save
+            while it was read.
+    """
+    try:
+        with _staged_source(path, source, endpoint, files) as (found, mapped), mapped.reading():
+            return use(found)
+    except NotInMemory as why:
+        if absent is None:
+            raise _not_in_memory_error(path, why) from why
+        _logger.debug("%s: not in the memory of a worker either: %s", path, why)
+        raise absent from absent.__cause__
+
+
+class HeldSnapshotReader:
+    """A snapshot in memory that stays open for many reads. Several threads may use it; they take turns."""
+
+    def __init__(self, stack: contextlib.ExitStack, mapped: MappedSnapshot) -> None:
+        self._mapped, self._lock = mapped, threading.RLock()
+        self._end = weakref.finalize(self, stack.close)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Surround a read.
+
+        Raises:
+            SnapshotUnavailableError: A living trainer has used the memory for another save; or this was closed.
+        """
+        with self._lock:
+            if not self._end.alive:
+                text = f"{self._mapped.snapshot.path}: the checkpoint in memory was closed"
+                raise SnapshotUnavailableError(text, path=self._mapped.snapshot.path, detail="closed")
+            with self._mapped.reading():
+                yield
+
+    def close(self) -> None:
+        """Unmap the snapshot, and let the worker release it. May be called twice."""
+        with self._lock:
+            self._end()
+
+
+def open_source(
+    path: str, source: str, endpoint: str | None, files: Files
+) -> tuple[ReadSource, HeldSnapshotReader | None]:
+    """Return a source for many small reads: what is committed on disk, else what is staged in memory.
+
+    Args:
+        path, source, endpoint, files: The arguments of `read_from_source`.
+
+    Returns:
+        The source; and, if it is in memory, what holds it there.
+
+    Raises:
+        SnapshotUnavailableError, AsyncCkptError, OSError: The same as from `read_from_source`.
+    """
+    absent: AsyncCkptError | None = None
+    if source != "memory":
+        try:
+            return read_consistent(path, files, lambda contents: ReadSource(contents, files)), None
+        except ABSENT as error:
+            if source == "disk":
+                raise _with_memory_hint(error, path, endpoint) from error.__cause__
+            absent = error
+    with contextlib.ExitStack() as stack:
+        try:
+            found, mapped = stack.enter_context(_staged_source(path, source, endpoint, files))
+        except NotInMemory as why:
+            raise absent or _not_in_memory_error(path, why) from why
+        return found, HeldSnapshotReader(stack.pop_all(), mapped)
+
+
+@contextlib.contextmanager
+def _hold_snapshots(
+    path: str, endpoint: str | None, answer_s: float
+) -> Iterator[tuple[Conversation, list[HeldSnapshot]]]:
+    """Ask the worker for snapshots of a path, and make it hold them during the `with` block.
+
+    Raises:
+        NotInMemory: There is no worker, or it does not answer, or it holds nothing of this path.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            worker = stack.enter_context(Conversation(endpoint_of(endpoint), __version__, answer_s))
+            found = [s for s in snapshots_of(worker.recall(path, hold=True).parts) if s.path == path]
+        except AsyncCkptError as error:
+            raise NotInMemory(str(error)) from error
+        if not found:
+            raise NotInMemory("it holds nothing of this path")
+        yield worker, found
+
+
+@contextlib.contextmanager
+def _staged_source(
+    path: str, source: str, endpoint: str | None, files: Files
+) -> Iterator[tuple[ReadSource, MappedSnapshot]]:
+    """Map the newest snapshot of a path that all ranks have staged, whether its save was committed or not.
+
+    Raises:
+        NotInMemory: There is none, or not all of it.
+    """
+    with _hold_snapshots(path, endpoint, PATIENT_S) as (worker, found), contextlib.ExitStack() as stack:
+        newest = next((s for s in found if s.complete), found[0])
+        if not newest.complete:
+            raise NotInMemory(f"it lacks ranks {newest.missing[:20]} of save {newest.save_id}", newest)
+        standing = standing_at(path, LocalStore(files))
+        is_same = standing is not None and standing.save_id == newest.save_id
+        if source == "auto" and standing is not None and not is_same:
+            raise NotInMemory(f"save {standing.save_id} was committed meanwhile")
+        try:
+            mapped = stack.enter_context(MappedSnapshot(newest, worker.worker.pid))
+        except SnapshotUnavailableError as error:
+            raise NotInMemory(str(error), newest) from error
+        state = "committed" if is_same else "not committed yet, or never"
+        _logger.info("%s: save %s, %s, is loaded from the worker's memory", path, newest.save_id, state)
+        yield _source_of(mapped, files, committed=is_same), mapped
+
+
+def _source_of(mapped: MappedSnapshot, files: Files, *, committed: bool) -> ReadSource:
+    """Return a staged snapshot as a source; with the checksums that were taken of it, if these are on disk."""
+    overlaid = OverlaidFiles(files, mapped.staged)
+    if committed:
+        try:
+            contents = read_any(mapped.staged.path, overlaid)
+            if contents.manifest.save_id == mapped.staged.save_id:
+                return ReadSource(contents, overlaid)
+        except (AsyncCkptError, OSError) as error:
+            _logger.info("%s: loaded without checksums: %s", mapped.staged.path, error)
+    return ReadSource(staged_contents(mapped.staged), overlaid, has_checksums=False)
+
+
+def _not_in_memory_error(path: str, why: NotInMemory) -> SnapshotUnavailableError:
+    return SnapshotUnavailableError(
+        f"{path}: it is not in the memory of a worker: {why}; load it with source='auto', or 'disk'",
+        path=path,
+        save_id=None if why.snapshot is None else str(why.snapshot.save_id),
+        missing_ranks=None if why.snapshot is None else why.snapshot.missing,
+        detail=str(why),
+    )
+
+
+def _with_memory_hint(error: AsyncCkptError, path: str, endpoint: str | None) -> AsyncCkptError:
+    """Return an error that says that the checkpoint is not on disk, and that the worker's memory has it."""
+    found = [s for s in held_snapshots(path, endpoint=endpoint) if s.path == path and s.complete]
+    if not found:
+        return error
+    text = (
+        f"{error.message}. The worker holds it in memory, as save {found[0].save_id} of step {found[0].step}: load it "
+    )
+    return type(error)(text + "with source='auto' or 'memory'", **error.facts())
+
+
+def _ranks(snapshot: HeldSnapshot) -> str:
+    shown = ", ".join(map(str, snapshot.ranks[:20]))
+    return shown if snapshot.complete else f"{shown}; the others from disk"

@@ -1,0 +1,531 @@
+"""The leaves of a checkpoint as one reader sees them: under one numbering, whatever number of ranks wrote them.
+
+The ranks' trees are joined, the reader's own number first, then the others in order; at one path the first wins.
+Mappings are joined by key, sequences of one kind and length member by member. What a rank marked as its own (`"r"`) is
+seen by the same rank number of a world of the same size only; for everybody else it is `away`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from asyncckpt.config import RankInfo
+from asyncckpt.errors import AsyncCkptError, PerRankUnavailableError, PickledLeafError
+from asyncckpt.format.names import split_per_rank_name
+from asyncckpt.format.state_tree import Node, Path, fqn_of, leaves, named_leaves
+from asyncckpt.interop.sources.unread_leaves import UnreadLeaf, unread_error, unread_leaves
+from asyncckpt.loading.fetch import tensor_for
+from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, prefixes
+from asyncckpt.loading.target_tensors import Filling, TargetTensor, target_tensor
+from asyncckpt.loading.tensor_writers import MapLocation, device_of, relocated
+from asyncckpt.state_dict.flatten import object_fqn
+from asyncckpt.state_dict.leaf_codecs import decode_leaf
+from asyncckpt.state_dict.pickling import unpickle
+from asyncckpt.state_dict.unflatten import Rebuilding
+from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_objects
+from asyncckpt.storage.files import Files
+
+_INNER = ("d", "o", "l", "t")
+
+
+class SavedTree:
+    """See the module.
+
+    Args:
+        contents: The checkpoint.
+        reader: Who reads it.
+
+    Attributes:
+        own: The rank whose values the reader gets first; None at another world size, when none is its own.
+        tree: The skeleton, without `"r"`; its leaves number `tensors`, and objects for `object_at`.
+        tensors: By tensor number.
+        keeps_empty_containers: Whether an empty container that was saved is in the tree;
+            other formats may lack a form for it.
+        is_single_rank: There is one rank, and it is the reader's own.
+    """
+
+    def __init__(self, contents: Contents, reader: RankInfo) -> None:
+        n_ranks = len(contents.ranks)
+        self.own = reader.rank if reader.world_size == n_ranks else None
+        self.is_single_rank = n_ranks == 1 and self.own == 0
+        self.keeps_empty_containers = contents.source is None
+        self.tensors: list[SavedTensor] = list(contents.tensors.values())
+        self._first_objects: list[int] = []
+        self._away: dict[str, None] = {}
+        first_object = 0
+        for part in contents.ranks:
+            self._first_objects.append(first_object)
+            first_object += part.structure.n_objects
+        numbers = {tensor.fqn: n for n, tensor in enumerate(self.tensors)}
+        order = sorted(range(n_ranks), key=lambda rank: (rank != self.own, rank))
+        joined: Node | None = None
+        known: set[Node] = set()
+        for rank in order:
+            structure = contents.ranks[rank].structure
+            if structure.tree in known:  # an earlier one has every path of it
+                continue
+            known.add(structure.tree)
+            seen: Node | None = structure.tree
+            if rank or _has_per_rank(structure.tree):  # else its numbers are right already
+                tensors = [numbers[entry.fqn] for entry in structure.tensors]
+                view = _View(tensors, self._first_objects[rank], own=rank == self.own)
+                seen = view.of(structure.tree, ())
+                self._away.update(dict.fromkeys(view.away))
+            joined = seen if joined is None else joined if seen is None else _joined(joined, seen)
+        self.tree: Node = joined or ("d", ())
+
+    def restore_parameter_numbers(self, value_of: Callable[[int], Any]) -> None:
+        """Let the states of optimizers have numbers as keys again, where they were saved under texts of them.
+
+        IMPORTANT: `dcp.save` makes these texts, and an optimizer would take its parameters' state for that of others.
+
+        Args:
+            value_of: The value of an object, by its number.
+        """
+        self.tree = _numbered(self.tree, value_of)
+
+    def object_at(self, number: int) -> tuple[int, int]:
+        """Return (rank, the rank's own number) of an object."""
+        rank = bisect_right(self._first_objects, number) - 1
+        return rank, number - self._first_objects[rank]
+
+    @cached_property
+    def leaves(self) -> dict[str, Node]:
+        """Leaf nodes by FQN, in the order of the state dict."""
+        return named_leaves(self.tree)
+
+    def node_at(self, fqn: str) -> tuple[Path, Node] | None:
+        """Return (typed path, node) of a leaf or container, an empty one too."""
+        return self._nodes.get(fqn)
+
+    def gathered(self, fqn: str) -> tuple[Path, Node] | None:
+        """Return (path, node) of a dict of all leaves whose names begin with `fqn`, where no container is called so.
+
+        Other formats, and states of modules, have flat names with dots in them.
+        """
+        if fqn not in self._beginnings:
+            return None
+        below = [(name, node) for name, node in self.leaves.items() if name.startswith(f"{fqn}.")]
+        return (fqn,), ("d", tuple(part for name, node in below for part in (name[len(fqn) + 1 :], node)))
+
+    @cached_property
+    def _beginnings(self) -> set[str]:
+        return {prefix for fqn in self.leaves for prefix in prefixes(fqn)}
+
+    @cached_property
+    def _nodes(self) -> dict[str, tuple[Path, Node]]:
+        found: dict[str, tuple[Path, Node]] = {}
+        for path, node in _all_nodes(self.tree, ()):
+            found.setdefault(fqn_of(path), (path, node))
+        return found
+
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """Where each leaf or container stands, among all, by FQN."""
+        return {fqn: n for n, fqn in enumerate(self._nodes)}
+
+    @cached_property
+    def away(self) -> tuple[str, ...]:
+        """FQNs of leaves that belong to other ranks than the reader."""
+        return tuple(fqn for fqn in self._away if fqn not in self.leaves) if self._away else ()
+
+    def is_other_ranks_only(self, fqn: str) -> bool:
+        """Whether `fqn`, which is neither leaf nor container of the tree, belongs to other ranks: or all in it does."""
+        return bool(self.away) and (fqn in self._away_names or not self._away.keys().isdisjoint(prefixes(fqn)))
+
+    @cached_property
+    def _away_names(self) -> set[str]:
+        return {name for fqn in self.away for name in (fqn, *prefixes(fqn))}
+
+    def without_other_ranks(self, node: Node) -> Node:
+        """Return `node`, a part of the tree, as a state dict is built from it."""
+        return _closed(node) if self._away else node
+
+
+def kind_of(node: Node) -> str:
+    """Name a node's kind for messages."""
+    return "tensor" if node[0] == "T" else "container" if node[0] in _INNER else "object"
+
+
+def _all_nodes(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
+    if node is not OTHER_RANKS_ONLY:
+        yield path, node
+    if node[0] in _INNER:
+        keyed = zip(node[1][::2], node[1][1::2], strict=True) if node[0] in ("d", "o") else enumerate(node[1])
+        for key, child in keyed:
+            yield from _all_nodes(child, (*path, key))
+
+
+def _numbered(node: Node, value_of: Callable[[int], Any]) -> Node:
+    if node[0] not in _INNER:
+        return node
+    if node[0] not in ("d", "o"):
+        members = tuple(_numbered(member, value_of) for member in node[1])
+        return (node[0], members, *node[2:]) if any(a is not b for a, b in zip(members, node[1], strict=True)) else node
+    entries = dict(zip(node[1][::2], node[1][1::2], strict=True))
+    found = {key: _numbered(child, value_of) for key, child in entries.items()}
+    state = found.get("state", OTHER_RANKS_ONLY)
+    if "param_groups" in found and state[0] in ("d", "o") and state[1]:
+        keys = state[1][::2]
+        if all(type(key) is str and key.isdecimal() and str(int(key)) == key for key in keys):
+            numbers = _parameter_numbers(found["param_groups"], value_of)
+            if numbers.issuperset(map(int, keys)):
+                items = tuple(int(one) if n % 2 == 0 else one for n, one in enumerate(state[1]))
+                found["state"] = (state[0], items, *state[2:])
+    if all(found[key] is entries[key] for key in entries):
+        return node
+    return (node[0], tuple(one for item in found.items() for one in item), *node[2:])
+
+
+def _parameter_numbers(groups: Node, value_of: Callable[[int], Any]) -> set[int]:
+    """Return by which numbers the groups of an optimizer know its parameters; none, where they know them by names."""
+    leaves_of_groups = [
+        node for path, node in leaves(groups) if node[0] == "O" and len(path) > 1 and path[1] == "params"
+    ]
+    numbers: set[int] = set()
+    with contextlib.suppress(AsyncCkptError, OSError):  # who asks for what cannot be read is told then
+        for node in leaves_of_groups:
+            value = value_of(node[1])
+            numbers.update(one for one in (value if isinstance(value, list) else [value]) if type(one) is int)
+    return numbers
+
+
+def _has_per_rank(node: Node) -> bool:
+    kind = node[0]
+    if kind == "r":
+        return True
+    if kind not in _INNER:
+        return False
+    members = node[1][1::2] if kind in ("d", "o") else node[1]
+    return any(_has_per_rank(m) for m in members if m[0] in _INNER or m[0] == "r")
+
+
+class _View:
+    """One rank's tree under the numbering of all ranks.
+
+    Args:
+        tensors: The number of each of the rank's tensors.
+        first_object: What its object numbers are counted from.
+        own: Whether it is the reader's own rank.
+
+    Attributes:
+        away: FQNs of leaves that belong to this rank, when that is not the reader's.
+    """
+
+    def __init__(self, tensors: list[int], first_object: int, *, own: bool) -> None:
+        self._tensors, self._first_object, self._own = tensors, first_object, own
+        self.away: list[str] = []
+
+    def of(self, node: Node, path: Path) -> Node | None:
+        """Return `node` renumbered; None when there is nothing in it but what belongs to another rank."""
+        kind = node[0]
+        if kind in ("T", "N", "B"):
+            return (kind, self._tensors[node[1]])
+        if kind == "O":
+            return (kind, node[1] + self._first_object)
+        if kind == "r":
+            if self._own:
+                return self.of(node[1], path)
+            self.away += [fqn_of(leaf) for leaf, _ in leaves(node[1], path)]
+            return None
+        if kind in ("l", "t"):
+            members = [self.of(member, (*path, n)) for n, member in enumerate(node[1])]
+            if members and all(m is None for m in members):
+                return None
+            return (kind, tuple(OTHER_RANKS_ONLY if m is None else m for m in members), *node[2:])
+        items: list[Any] = []
+        for key, child in zip(node[1][::2], node[1][1::2], strict=True):
+            seen = self.of(child, (*path, key))
+            if seen is not None:
+                items += (key, seen)
+        if node[1] and not items:
+            return None
+        if kind == "d":
+            return (kind, tuple(items), *node[2:])
+        return (kind, tuple(items), None if node[2] is None else node[2] + self._first_object)
+
+
+def _joined(first: Node, other: Node) -> Node:
+    if first is OTHER_RANKS_ONLY:
+        return other
+    if first[0] in ("d", "o") and other[0] in ("d", "o"):
+        members = dict(zip(first[1][::2], first[1][1::2], strict=True))
+        for key, child in zip(other[1][::2], other[1][1::2], strict=True):
+            members[key] = _joined(members[key], child) if key in members else child
+        return (first[0], tuple(m for pair in members.items() for m in pair), *first[2:])
+    if first[0] in ("l", "t") and first[0] == other[0] and len(first[1]) == len(other[1]):
+        return (first[0], tuple(_joined(a, b) for a, b in zip(first[1], other[1], strict=True)), *first[2:])
+    return first
+
+
+def _closed(node: Node) -> Node:
+    kind = node[0]
+    if kind in ("d", "o"):
+        return (kind, tuple(_closed(m) if i % 2 else m for i, m in enumerate(node[1])), *node[2:])
+    if kind in ("l", "t"):
+        return (kind, tuple(_closed(m) for m in node[1] if m is not OTHER_RANKS_ONLY), *node[2:])
+    return node
+
+
+class SavedObjects:
+    """See the module. Keeps what it read.
+
+    Args:
+        contents: The checkpoint.
+        files: The storage seam.
+        allow_pickle: Whether leaves that were pickled are unpickled, which runs whatever they say; else refused.
+    """
+
+    def __init__(self, contents: Contents, files: Files, *, allow_pickle: bool = False) -> None:
+        self._contents, self._files, self._allow_pickle = contents, files, allow_pickle
+        self._read: dict[int, list[Any]] = {}
+
+    def raw(self, rank: int) -> list[Any]:
+        """Return the JSON forms of `rank`'s objects, by its own numbers.
+
+        Raises:
+            CorruptCheckpointError: The file is damaged or missing.
+            UnsupportedFormatError: Written by a newer version.
+            OSError: It cannot be read.
+        """
+        if rank not in self._read:
+            self._read[rank] = read_objects(self._contents, rank, self._files)
+        return self._read[rank]
+
+    def value(self, rank: int, number: int) -> Any:
+        """Return the value of `rank`'s object `number`, a new one each time.
+
+        Raises:
+            CorruptCheckpointError: As `raw`; or it does not decode.
+            PickledLeafError: It was pickled, and may not be unpickled, or cannot.
+            UnsupportedFormatError: As `raw`; or as `refuse_unread`.
+            OSError: As `raw`.
+        """
+        self.refuse_unread([(rank, number)])
+        raw = self.raw(rank)[number]
+
+        def from_pickle(kind: str, data: bytes) -> Any:
+            if not self._allow_pickle:
+                raise self._refusal(rank, number, kind)
+            try:
+                return unpickle(data)
+            except Exception as error:
+                raise self._refusal(rank, number, kind, f"{type(error).__name__}: {error}") from error
+
+        try:
+            return decode_leaf(raw, from_pickle)
+        except AsyncCkptError:
+            raise
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            name = self._contents.ranks[rank].index.objects.name
+            raise corrupt(self._contents.path, name, f"object {number} does not decode: {error}") from error
+
+    def refuse_unread(self, numbers: Iterable[tuple[int, int]]) -> None:
+        """Raise what is to be raised for leaves that are wanted and of another format, and were not read.
+
+        Args:
+            numbers: (rank, the rank's own number) of objects that are wanted.
+
+        Raises:
+            UnsupportedFormatError: Some were not read; names all of them.
+        """
+        if self._contents.source is None:
+            return
+        wanted = {number for rank, number in numbers if isinstance(self.raw(rank)[number], UnreadLeaf)}
+        if wanted:
+            raise unread_error(self._contents.path, unread_leaves(self._contents, wanted))
+
+    def _refusal(self, rank: int, number: int, kind: str, failure: str | None = None) -> PickledLeafError:
+        path, fqn = self._contents.path, object_fqn(self._contents.ranks[rank].structure.tree, number)
+        if failure is None:
+            why = "and unpickling runs code. Pass allow_pickle=True if you trust who wrote it, or leave it out by keys"
+        else:
+            why = f"and unpickling it failed: {failure}"
+        return PickledLeafError(
+            f"{path}: {fqn!r} was stored as a pickle of {kind}, {why}; nothing was changed",
+            path=path,
+            fqn=fqn,
+            type_name=kind,
+            detail=failure,
+        )
+
+
+MAX_SHOWN = 8
+_logger = logging.getLogger("asyncckpt.loading")
+
+
+def per_rank_unavailable(
+    contents: Contents, saved: SavedTree, reader: RankInfo, fqns: Sequence[str]
+) -> PerRankUnavailableError:
+    """Return the error for leaves that belong to other ranks than the reader."""
+    path, n_ranks = contents.path, len(contents.ranks)
+    shown = ", ".join(map(repr, fqns[:MAX_SHOWN])) + (
+        f" and {len(fqns) - MAX_SHOWN} more" if len(fqns) > MAX_SHOWN else ""
+    )
+    if saved.own is None:
+        why = f"were saved by each of {n_ranks} ranks for itself, this is rank {reader.rank} of {reader.world_size}"
+    else:
+        why = f"belong to other ranks than {saved.own}"
+    return PerRankUnavailableError(
+        f"{path}: {shown} {why}; nothing was changed. Load the rest by naming it, as in keys=['model', 'optim'], "
+        "or read any rank's with "
+        "open_checkpoint(path): .objects_of(rank), and .tensor(name + '@rank0')",
+        path=path,
+        keys=list(fqns),
+        saved=n_ranks,
+        wanted=reader.world_size,
+    )
+
+
+def report_rank_differences(
+    contents: Contents, saved: SavedTree, objects: SavedObjects, files: Files, found: Iterable[tuple[str, Node]]
+) -> None:
+    """Log which of `found` (FQN and leaf of `saved`) come from another rank, while ranks hold different values.
+
+    Raises:
+        CorruptCheckpointError, UnsupportedFormatError, OSError: An objects file cannot be compared.
+    """
+    differing: list[str] = []
+    numbers: dict[str, int] = {}
+    for fqn, node in found:
+        if node[0] == "O":
+            numbers[fqn] = node[1]
+            continue
+        own = split_per_rank_name(saved.tensors[node[1]].fqn)
+        if own is not None and own[1] != saved.own:
+            differing.append(fqn)
+    differing += _differing_objects(contents, saved, objects, files, numbers)
+    if differing:
+        shown = ", ".join(differing[:MAX_SHOWN]) + (
+            f" and {len(differing) - MAX_SHOWN} more" if len(differing) > MAX_SHOWN else ""
+        )
+        _logger.warning(
+            "%s: %d values were stored for each of the %d ranks that saved them, and are taken from the lowest one: %s",
+            contents.path,
+            len(differing),
+            len(contents.ranks),
+            shown,
+        )
+
+
+def _differing_objects(
+    contents: Contents, saved: SavedTree, objects: SavedObjects, files: Files, numbers: dict[str, int]
+) -> list[str]:
+    """Return the FQNs of objects that another rank than theirs holds with another value."""
+    chosen: dict[str, str] = {}
+    sources: set[int] = set()
+    for fqn, number in numbers.items():
+        rank, own_number = saved.object_at(number)
+        if rank != saved.own:
+            chosen[fqn] = json.dumps(objects.raw(rank)[own_number])
+            sources.add(rank)
+    if not chosen:
+        return []
+    differing: dict[str, None] = {}
+    places: dict[Node, dict[str, int]] = {}
+    # The files of one save that have one checksum are equal, and equal trees give them one meaning.
+    known = {(contents.ranks[r].index.objects.checksum, contents.ranks[r].structure.tree) for r in sources}
+    if len(sources) > 1:
+        known = set()
+    for rank, part in enumerate(contents.ranks):
+        tree = part.structure.tree
+        kind = (part.index.objects.checksum, tree)
+        if kind in known:
+            continue
+        known.add(kind)
+        if tree not in places:
+            named = ((fqn_of(path), node) for path, node in leaves(tree))
+            places[tree] = {fqn: node[1] for fqn, node in named if node[0] == "O" and fqn in chosen}
+        if places[tree]:
+            raw = SavedObjects(contents, files).raw(rank)
+            for fqn, own_number in places[tree].items():
+                if json.dumps(raw[own_number]) != chosen[fqn]:
+                    differing[fqn] = None
+    return [fqn for fqn in chosen if fqn in differing]
+
+
+class NewValues:
+    """See the module. What is one tensor in the checkpoint is one in all that `build` returns.
+
+    Args:
+        nodes: What will be built.
+        saved, objects: Of the checkpoint at `path`.
+        map_location: Where the tensors go; arrays and bytes stay in host memory.
+        standing: By number: what need not be made, since it stands where it belongs.
+
+    Raises:
+        CorruptCheckpointError, PickledLeafError, UnsupportedFormatError, UnsupportedLeafError, OSError: Something
+            cannot be made.
+
+    Attributes:
+        fillings: What is to be read into what, before anything is built.
+        used: The leaves of all nodes, and the `_metadata` of OrderedDicts.
+    """
+
+    def __init__(
+        self,
+        nodes: Iterable[Node],
+        saved: SavedTree,
+        objects: SavedObjects,
+        path: str,
+        map_location: MapLocation,
+        standing: Mapping[int, TargetTensor],
+    ) -> None:
+        self.used: set[Node] = set()
+        for node in nodes:
+            self.used.update(leaf for _, leaf in leaves(node))
+            self.used.update(("O", number) for number in _metadata_numbers(node))
+        self._map_location = map_location
+        wanted = {n: saved.object_at(n) for n in sorted(n for kind, n in self.used if kind == "O")}
+        objects.refuse_unread(wanted.values())
+        self._objects = _ByNumber({n: objects.value(*at) for n, at in wanted.items()})
+        found = {n: standing[n] for kind, n in self.used if kind == "T" and n in standing}
+        self._tensors: dict[int, Any] = {n: target.value for n, target in found.items()}
+        self._moved = sorted({n for kind, n in self.used if kind == "T"} - set(self._tensors))
+        device, host = device_of(map_location), torch.device("cpu")
+        self._tensors |= {n: tensor_for(saved.tensors[n], path, device=device) for n in self._moved}
+        for n in sorted({n for kind, n in self.used if kind in ("B", "N")} - set(self._tensors)):
+            self._tensors[n] = tensor_for(saved.tensors[n], path, device=host)
+        self.fillings: list[Filling] = [
+            (saved.tensors[n], found[n] if n in found else target_tensor(t, "")) for n, t in self._tensors.items()
+        ]
+        self._rebuilding: Rebuilding | None = None
+
+    def build(self, node: Node) -> Any:
+        """Return the value of one of the nodes, after `fillings` have been read."""
+        if self._rebuilding is None:
+            if callable(self._map_location):
+                self._tensors |= {n: relocated(self._tensors[n], self._map_location) for n in self._moved}
+            self._rebuilding = Rebuilding(_ByNumber(self._tensors), self._objects)
+        return self._rebuilding.of(node)
+
+
+class _ByNumber(Sequence[Any]):
+    """Values by number, for those that are there."""
+
+    def __init__(self, values: dict[int, Any]) -> None:
+        self._values = values
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._values[number]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def _metadata_numbers(node: Node) -> list[int]:
+    """Object numbers of the `_metadata` of all OrderedDicts: they are no leaves."""
+    kind = node[0]
+    if kind not in ("d", "o", "l", "t"):
+        return []
+    children = node[1][1::2] if kind in ("d", "o") else node[1]
+    own = [node[2]] if kind == "o" and node[2] is not None else []
+    return own + [number for child in children for number in _metadata_numbers(child)]
