@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +27,7 @@ from asyncckpt.dcp.worker_save import FIELDS, ByWorker
 from asyncckpt.dcp.worker_session import Offer, Ticket, forget_tickets, received_ticket
 from asyncckpt.dcp.write_plan import WriteOptions, chunks_in, refuse_wrappers, sorted_out, tensor_leaves
 from asyncckpt.distributed.process_group import find_rank_info
-from asyncckpt.errors import AsyncCkptError, ConfigError, ReentrantCallError, UnsupportedLeafError
+from asyncckpt.errors import AsyncCkptError, ConfigError, ReentrantCallError, SaveFailedError, UnsupportedLeafError
 from asyncckpt.format.names import SaveId
 from asyncckpt.paths import absolute_path, current_umask, is_local_path
 from asyncckpt.storage import catalog
@@ -34,6 +35,9 @@ from asyncckpt.storage.files import Files, save_failure
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.torch_tensors import check_memory_is_real
 from asyncckpt.uninterrupted import uninterrupted
+
+_begun: deque[SaveId] = deque(maxlen=64)
+"""The latest saves in which a rank of this process has begun to write: a plan of one of them is not of this save."""
 
 
 class OneAtATime:
@@ -324,8 +328,18 @@ class StorageWriter(TorchStorageWriter, Stager):
         Blocks: for the copy, and for memory; where this process writes, for the writes.
         """
         with self._one.going_on():
-            self._ticket = ticket = received_ticket() or self._ticket or plan.storage_data
-            assert isinstance(ticket, Ticket), "the coordinator's prepare_global_plan gives every plan a ticket"
+            ticket = received_ticket() or self._ticket or plan.storage_data
+            if not isinstance(ticket, Ticket) or ticket.save_id in _begun:
+                # A planner that caches plans goes on with that of an earlier save (ADR 0058).
+                raise SaveFailedError(
+                    f"the save to {self.path}: this rank was not told what the coordinator has decided; nothing was "
+                    "written. Save with a planner that does not cache plans",
+                    code="ticket",
+                    path=self.path,
+                    detail="the plan is of another save, or was not sent through a process group",
+                )
+            self._ticket = ticket
+            _begun.append(ticket.save_id)
             results = self._write(plan, planner, ticket)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)

@@ -300,6 +300,27 @@ def test_cached_plans_of_an_earlier_save_serve_the_next_one(tmp_path: Path, monk
         assert found["n"] == number and torch.equal(found["a"], torch.full((5,), float(number)))
 
 
+def test_a_cached_plan_whose_save_was_not_told_to_the_rank_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Untold(StorageWriter):
+        def prepare_global_plan(self, plans: Any) -> Any:
+            found = super().prepare_global_plan(plans)
+            self._ticket = None  # as on another rank, to which plans came without being unpickled
+            return found
+
+    for name in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
+        monkeypatch.setattr(dcp.planner.SavePlanner, f"_cached_{name}", {})
+    saved = {"a": torch.ones(5)}
+    dcp_calls.save(saved, Untold(tmp_path / "1"), planner=DefaultSavePlanner(enable_plan_caching=True))
+    with pytest.raises(CheckpointException) as caught:
+        dcp_calls.save(saved, Untold(tmp_path / "2"), planner=DefaultSavePlanner(enable_plan_caching=True))
+    (error,) = caught.value.failures.values()
+    assert isinstance(error[0], SaveFailedError) and error[0].code == "ticket"
+    assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "1")
+    assert torch.equal(asyncckpt.load(tmp_path / "1")["a"], saved["a"])
+
+
 @pytest.mark.parametrize(
     ("kept", "found"),
     [
