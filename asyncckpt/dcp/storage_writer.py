@@ -36,8 +36,8 @@ from asyncckpt.storage.local import LocalStore
 from asyncckpt.torch_tensors import check_memory_is_real
 from asyncckpt.uninterrupted import uninterrupted
 
-_begun: deque[SaveId] = deque(maxlen=64)
-"""The latest saves in which a rank of this process has begun to write: a plan of one of them is not of this save."""
+_begun: deque[tuple[SaveId, int]] = deque(maxlen=64)
+"""The latest saves, and ranks of this process that have begun to write in them: their plans are of no other save."""
 
 
 class OneAtATime:
@@ -329,7 +329,7 @@ class StorageWriter(TorchStorageWriter, Stager):
         """
         with self._one.going_on():
             ticket = received_ticket() or self._ticket or plan.storage_data
-            if not isinstance(ticket, Ticket) or ticket.save_id in _begun:
+            if not isinstance(ticket, Ticket) or (ticket.save_id, ticket.rank) in _begun:
                 # A planner that caches plans goes on with that of an earlier save (ADR 0058).
                 raise SaveFailedError(
                     f"the save to {self.path}: this rank was not told what the coordinator has decided; nothing was "
@@ -339,7 +339,7 @@ class StorageWriter(TorchStorageWriter, Stager):
                     detail="the plan is of another save, or was not sent through a process group",
                 )
             self._ticket = ticket
-            _begun.append(ticket.save_id)
+            _begun.append((ticket.save_id, ticket.rank))
             results = self._write(plan, planner, ticket)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
