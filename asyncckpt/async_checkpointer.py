@@ -41,9 +41,8 @@ from asyncckpt.parts import CheckpointProcess, CheckpointReader, CheckpointStage
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
 from asyncckpt.save_events import SaveEvents
-from asyncckpt.staging.host_stager import HostStager
 from asyncckpt.staging.overlap import Overlap
-from asyncckpt.staging.slot_stager import SlotStager
+from asyncckpt.staging.stager import HostStager, SlotStager
 from asyncckpt.tracker import SaveTracker
 
 STAGED_SHARE = 0.9

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncckpt import __version__
+from asyncckpt.client.slot import PrivateRoom
 from asyncckpt.client.worker_client import Lineage
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.distributed.run_agreement import Coordination
@@ -31,9 +32,8 @@ from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.paths import current_umask
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.planning.save_plan import SavePlan
-from asyncckpt.staging.copy_cpu import SlotImage
-from asyncckpt.staging.engine import Engine
-from asyncckpt.staging.room import PrivateRoom
+from asyncckpt.staging.copy_engine import Engine
+from asyncckpt.staging.cpu_copy import SlotImage
 from asyncckpt.state_dict.flatten import Flattened
 from asyncckpt.storage import catalog, commit
 from asyncckpt.storage.checkpoint_dir import prepare_directory, remove_made

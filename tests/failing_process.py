@@ -78,12 +78,13 @@ def serve(endpoint: str, action: str, visit: int, point: str) -> None:
 
 def streamed(way: str, put: Callable[[object, str, Any], None] = setattr) -> dict[str, Any]:
     """Return the fields of a checkpointer whose states are written while they are staged: "early", or by a "ring"."""
-    from asyncckpt.staging import copy_cpu, overlap, streaming
+    from asyncckpt.client import slot_stream
+    from asyncckpt.staging import cpu_copy, overlap
 
     if way == "ring":
         return {"arena_limit_bytes": 1_500_000}
-    put(streaming, "STREAMED_FROM_NBYTES", 1)
-    put(copy_cpu, "DEFERRED_FROM_NBYTES", 0)
+    put(slot_stream, "STREAMED_FROM_NBYTES", 1)
+    put(cpu_copy, "DEFERRED_FROM_NBYTES", 0)
     put(overlap, "cores_to_spare", lambda: True)
     return {"staging": "overlap"}
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from real_worker import DEADLINE_S, wait_until
 
-from asyncckpt.staging import copy_cpu, overlap
-from asyncckpt.staging.copier import Copier
-from asyncckpt.staging.copy_cpu import Share, SlotImage
+from asyncckpt.staging import cpu_copy, overlap
+from asyncckpt.staging.cpu_copy import Share, SlotImage
+from asyncckpt.staging.deferred_copy import Copier
 
 COPIER = "asyncckpt-overlap"
 
 
 def copy_all_behind(put: Callable[[object, str, Any], None] = setattr) -> None:
     """Let copies run behind the training whatever they cost: also of small tensors, and on cores that are all busy."""
-    put(copy_cpu, "DEFERRED_FROM_NBYTES", 0)
+    put(cpu_copy, "DEFERRED_FROM_NBYTES", 0)
     put(overlap, "cores_to_spare", lambda: True)
 
 

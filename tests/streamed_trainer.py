@@ -19,7 +19,7 @@ import overlapping
 import torch
 
 from asyncckpt import AsyncCheckpointer
-from asyncckpt.staging import streaming
+from asyncckpt.client import slot_stream
 
 DEADLINE_S = 60.0
 
@@ -74,7 +74,7 @@ def train(order: dict[str, Any]) -> None:
 
 def main() -> None:
     """Obey."""
-    streaming.STREAMED_FROM_NBYTES = 1
+    slot_stream.STREAMED_FROM_NBYTES = 1
     overlapping.copy_all_behind()
     torch.set_num_threads(1)
     for line in sys.stdin:

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from asyncckpt.client.connection import Connection
 from asyncckpt.client.pending_saves import PendingSaves, Unended
 from asyncckpt.client.session import Session
+from asyncckpt.client.slot import LentSlot
 from asyncckpt.client.slot_lender import LATEST_S, is_granted_in_time
+from asyncckpt.client.slot_pool import SlotPool
 from asyncckpt.ends import BackgroundThread
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, WorkerUnavailableError
 from asyncckpt.failpoints import reach
 from asyncckpt.protocol import messages
-from asyncckpt.staging.lent_slot import LentSlot
-from asyncckpt.staging.slot_pool import SlotPool
 
 MAX_HANDOVERS = 3
 """To how many workers in turn a slot is handed before its save fails: the save may be what kills them. Chosen."""

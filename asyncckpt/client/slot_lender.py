@@ -9,12 +9,12 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from asyncckpt.client.session import DIED, Session
+from asyncckpt.client.slot import LentSlot
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.identity import is_gone
-from asyncckpt.staging.lent_slot import LentSlot
 
 Send = Callable[[Callable[[int], messages.Message]], "Future[messages.Message] | None"]
 """Sends a request, made from its id, to the worker that there is; None when there is none."""

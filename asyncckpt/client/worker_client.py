@@ -22,7 +22,9 @@ from asyncckpt.client.connection import CLOSE_TIMEOUT_S, Connection, why_saves_d
 from asyncckpt.client.failover import MAX_HANDOVERS, Takeover
 from asyncckpt.client.pending_saves import PendingSaves, StagedSnapshot, Unended, Withdrawals, WriteFuture
 from asyncckpt.client.session import CLOSED, DIED, Session, greeting
+from asyncckpt.client.slot import LentSlot
 from asyncckpt.client.slot_lender import SlotLender, while_workers_die
+from asyncckpt.client.slot_pool import SlotPool
 from asyncckpt.client.worker_board import BoardExchange
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import (
@@ -39,8 +41,6 @@ from asyncckpt.outcomes import Run
 from asyncckpt.parts import CheckpointProcess
 from asyncckpt.protocol import messages, save_phases
 from asyncckpt.protocol.save_phases import NOT_AGREED
-from asyncckpt.staging.lent_slot import LentSlot
-from asyncckpt.staging.slot_pool import SlotPool
 from asyncckpt.uninterrupted import uninterrupted
 
 BRIEF_S = 1.0

@@ -27,7 +27,7 @@ from asyncckpt.errors import CommitUnknownError
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.paths import current_umask
-from asyncckpt.staging.cuda import CudaDevice
+from asyncckpt.staging.device import CudaDevice
 from asyncckpt.storage import commit
 from asyncckpt.storage.checkpoint_dir import prepare_directory, remove_made
 from asyncckpt.storage.files import Files

@@ -19,8 +19,7 @@ from asyncckpt.errors import StagingError
 from asyncckpt.format.layout import SAVE_ID_OFFSET, BoxSpec, Layout, round_up, save_id_bytes
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.mapping import Mapping, copy_bytes
-from asyncckpt.staging.cuda import CudaDevice
-from asyncckpt.staging.device import Device, Event
+from asyncckpt.staging.device import CudaDevice, Device, Event
 from asyncckpt.storage.rank_writer import EXTENT_NBYTES
 
 

@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt import __version__
 from asyncckpt.client.pending_saves import StagedSnapshot, WriteFuture
+from asyncckpt.client.slot import LentSlot
+from asyncckpt.client.slot_stream import SlotStream, pays
 from asyncckpt.client.worker_client import WorkerClient
 from asyncckpt.dcp.commit import Saved, ending_of
 from asyncckpt.dcp.tensor_stream import StreamedImage
@@ -33,10 +35,9 @@ from asyncckpt.memory.mapping import copy_bytes
 from asyncckpt.memory.slot import PAGE_NBYTES, slot_nbytes
 from asyncckpt.memory.streaming import StreamLayout
 from asyncckpt.protocol.request import MAX_METADATA_NBYTES, PartRange, SaveRequest, check_metadata, encode_request
-from asyncckpt.staging.cuda import CudaDevice
-from asyncckpt.staging.lent_slot import LentSlot
-from asyncckpt.staging.segmented_copy import REQUEST_SLACK_NBYTES, ring_within
-from asyncckpt.staging.streaming import SlotStream, pays
+from asyncckpt.staging.device import CudaDevice
+from asyncckpt.staging.ring_copy import ring_within
+from asyncckpt.staging.slot_copy import REQUEST_SLACK_NBYTES
 from asyncckpt.storage.rank_writer import EXTENT_NBYTES
 from asyncckpt.uninterrupted import uninterrupted
 

@@ -28,7 +28,7 @@ from asyncckpt.state_dict.flatten import Flattened
 from asyncckpt.torch_tensors import flat_bytes
 
 MAX_THREADS = 4
-"""Memory bandwidth is the limit, as with copies (staging/copy_cpu.py)."""
+"""Memory bandwidth is the limit, as with copies (staging/memcopy.py)."""
 
 THREADED_NBYTES = 16 << 20
 """From here on several threads pay. Chosen, not measured: one thread digests it in a millisecond or two."""

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from asyncckpt.client.slot import LentSlot
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.format.names import SaveId
 from asyncckpt.planning.replica_checks import NO_SAMPLES, Samples, sample_digests
 from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.protocol.request import SaveRequest, encode_request
-from asyncckpt.staging.lent_slot import LentSlot
-from asyncckpt.staging.transfer import Transfer
+from asyncckpt.staging.device_copy import Transfer
 from asyncckpt.state_dict.flatten import Flattened
 
 

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 import asyncckpt
-from asyncckpt.staging import copy_cpu, moving
+from asyncckpt.staging import cpu_copy, memcopy
 from benchmarks import machine, workloads
 from benchmarks.figures import Row
 from benchmarks.runner import Context, Question
@@ -31,9 +31,9 @@ class CopyClock:
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        moving.careful_move = self._timed(moving.careful_move)
-        moving.ctypes.memmove = self._timed(moving.ctypes.memmove)  # type: ignore[attr-defined]
-        copy_cpu._copy_batch = self._timed(copy_cpu._copy_batch)
+        memcopy.careful_move = self._timed(memcopy.careful_move)
+        memcopy.ctypes.memmove = self._timed(memcopy.ctypes.memmove)  # type: ignore[attr-defined]
+        cpu_copy._copy_batch = self._timed(cpu_copy._copy_batch)
 
     def _timed(self, move: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:

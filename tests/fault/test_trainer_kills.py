@@ -29,19 +29,19 @@ NURSERY = """
 import json, os, signal, sys, time
 import torch
 from asyncckpt import AsyncCheckpointer
-from asyncckpt.staging import copy_cpu
+from asyncckpt.staging import cpu_copy
 
 def train(order, told):
     checkpointer = AsyncCheckpointer(endpoint=order["endpoint"])
     state = {"w": torch.full((order["numel"],), float(order["seed"])), "b": [torch.arange(7), {"seed": order["seed"]}]}
     if order["die"] == "before_seal":
-        fill = copy_cpu.SlotImage.fill
+        fill = cpu_copy.SlotImage.fill
         def partly(self, tensors, save_id, share=None):
             checkpointer._process.flush(10.0)  # Begin is acknowledged
             if order["filled"]:
                 fill(self, tensors, save_id, share)
             os.kill(os.getpid(), signal.SIGKILL)
-        copy_cpu.SlotImage.fill = partly
+        cpu_copy.SlotImage.fill = partly
     handle = checkpointer.save(state, order["path"], step=order["seed"], metadata={"seed": order["seed"]})
     assert handle.staged.done(), handle
     os.write(told, b"s")

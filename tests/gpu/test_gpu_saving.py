@@ -14,8 +14,8 @@ from real_worker import DEADLINE_S, RealWorker
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, SyncCheckpointer
 from asyncckpt.errors import SnapshotTornError
-from asyncckpt.staging.cuda import CudaDevice
-from asyncckpt.staging.pinning import PIECE_NBYTES, Pin
+from asyncckpt.staging.device import CudaDevice
+from asyncckpt.staging.pinned_memory import PIECE_NBYTES, Pin
 
 SAVES = AT_A_TIME = 25
 MODES: list[dict[str, Any]] = [

@@ -40,7 +40,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.format.structure import decode_structure
 from asyncckpt.memory.slot import STATE_EMPTY
 from asyncckpt.protocol.request import decode_request
-from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging.cpu_copy import SlotImage
 
 STATE = {"w": torch.arange(100_000.0), "n": {"lr": 0.1}}
 

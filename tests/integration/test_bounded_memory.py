@@ -295,7 +295,7 @@ import os, signal, sys, time
 import torch
 from asyncckpt import AsyncCheckpointer
 from asyncckpt.memory.slot import SlotControl
-from asyncckpt.staging.streaming import SlotStream
+from asyncckpt.client.slot_stream import SlotStream
 endpoint, path, when, limit = sys.argv[1:]
 def die(*_):
     print("dies", flush=True)

@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import asyncckpt
-from asyncckpt.client import launcher
+from asyncckpt.client import launcher, slot_stream
 from asyncckpt.client.pending_saves import WriteFuture
+from asyncckpt.client.slot_pool import SlotPool
 from asyncckpt.dcp import StorageReader, StorageWriter, worker_part, worker_save
 from asyncckpt.errors import (
     CheckpointExistsError,
@@ -37,8 +38,6 @@ from asyncckpt.errors import (
     SaveFailedError,
     WorkerUnavailableError,
 )
-from asyncckpt.staging import streaming
-from asyncckpt.staging.slot_pool import SlotPool
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint
 
@@ -91,7 +90,7 @@ def test_what_is_saved_is_there(
     writer: StorageWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, one_file: bool, early: bool
 ) -> None:
     if early:
-        monkeypatch.setattr(streaming, "STREAMED_FROM_NBYTES", 1)
+        monkeypatch.setattr(slot_stream, "STREAMED_FROM_NBYTES", 1)
     writer.thread_count, writer.single_file_per_rank = threads, one_file
     for number in range(3):
         dcp_calls.save(state(number), writer, checkpoint_id=tmp_path / str(number))
@@ -150,7 +149,7 @@ def test_a_request_that_is_longer_than_its_room_gets_another_slot(
 def test_a_request_that_is_too_long_for_a_slot_that_is_being_written_is_said(
     writer: StorageWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "STREAMED_FROM_NBYTES", 1)
+    monkeypatch.setattr(slot_stream, "STREAMED_FROM_NBYTES", 1)
     monkeypatch.setattr(worker_part._Part, "_rooms", lambda part, nbytes: (8192, 8192))
     error = failure_of(lambda: dcp_calls.save({**state(), "text": "x" * 50_000}, writer))
     assert isinstance(error, SaveFailedError) and error.code == "request"
@@ -213,7 +212,7 @@ def test_a_planner_that_fails_leaves_the_older_one_alone(
     writer: StorageWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: bool, threads: int
 ) -> None:
     if early:
-        monkeypatch.setattr(streaming, "STREAMED_FROM_NBYTES", 1)
+        monkeypatch.setattr(slot_stream, "STREAMED_FROM_NBYTES", 1)
     writer.thread_count = threads
     error = failure_of(lambda: dcp_calls.save(state(), writer, planner=Fails()))
     assert isinstance(error, ZeroDivisionError)
@@ -237,7 +236,7 @@ def test_a_tensor_that_nobody_has_stored_is_found_after_the_same_plan_was_whole(
             return plans, dataclasses.replace(metadata, state_dict_metadata={**about, "more": about["model.w"]})
 
     if kind == "early":
-        monkeypatch.setattr(streaming, "STREAMED_FROM_NBYTES", 1)
+        monkeypatch.setattr(slot_stream, "STREAMED_FROM_NBYTES", 1)
     fields = {"arena_limit_bytes": 24 << 20} if kind == "ring" else {}
     rows = 100_000 if kind == "ring" else 300
     writer = StorageWriter(tmp_path / "c", endpoint=shared_worker.endpoint, **fields)
@@ -364,7 +363,7 @@ def test_a_worker_that_is_killed_is_replaced_and_costs_at_most_a_save_through_a_
     default_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, when: str
 ) -> None:
     if kind == "early":
-        monkeypatch.setattr(streaming, "STREAMED_FROM_NBYTES", 1)
+        monkeypatch.setattr(slot_stream, "STREAMED_FROM_NBYTES", 1)
     fields = {"arena_limit_bytes": 24 << 20} if kind == "ring" else {}
     writer = StorageWriter(tmp_path / "c", **fields)
     seal, killed = worker_part.Unsealed.seal, []

@@ -21,6 +21,7 @@ from real_worker import DEADLINE_S, RealWorker, slots_of, stop_whoever_serves, w
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
+from asyncckpt.client import slot_stream
 from asyncckpt.errors import (
     CheckpointNotCommittedError,
     CheckpointNotFoundError,
@@ -28,7 +29,7 @@ from asyncckpt.errors import (
     SnapshotTornError,
 )
 from asyncckpt.memory.slot import STATE_STREAMED
-from asyncckpt.staging import moving, streaming
+from asyncckpt.staging import memcopy
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint
 
@@ -46,7 +47,7 @@ class Middle:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
         self.open.set()
-        self.moved, move = 0, moving.careful_move
+        self.moved, move = 0, memcopy.careful_move
 
         def held(target: int, source: int, nbytes: int) -> None:
             self.moved += nbytes
@@ -55,7 +56,7 @@ class Middle:
                 assert self.open.wait(DEADLINE_S)
             move(target, source, nbytes)
 
-        monkeypatch.setattr(moving, "careful_move", held)
+        monkeypatch.setattr(memcopy, "careful_move", held)
 
     def close(self) -> None:
         self.moved = 0
@@ -68,7 +69,7 @@ class Middle:
 
 @pytest.fixture
 def middle(monkeypatch: pytest.MonkeyPatch) -> Middle:
-    monkeypatch.setattr(streaming, "STREAMED_FROM_NBYTES", 1)
+    monkeypatch.setattr(slot_stream, "STREAMED_FROM_NBYTES", 1)
     overlapping.copy_all_behind(monkeypatch.setattr)
     return Middle(monkeypatch)
 
@@ -188,18 +189,19 @@ TRAINER = """
 import os, sys, time
 import torch
 from asyncckpt import AsyncCheckpointer
-from asyncckpt.staging import moving, streaming
+from asyncckpt.client import slot_stream
+from asyncckpt.staging import memcopy
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint
-streaming.STREAMED_FROM_NBYTES = 1
-move, moved = moving.careful_move, []
+slot_stream.STREAMED_FROM_NBYTES = 1
+move, moved = memcopy.careful_move, []
 def held(target, source, nbytes):
     moved.append(nbytes)
     if sum(moved) > 20 << 20:
         os.write(1, b"middle\\n")
         time.sleep(600)
     move(target, source, nbytes)
-moving.careful_move = held
+memcopy.careful_move = held
 checkpointer = AsyncCheckpointer(endpoint=sys.argv[1], staging="overlap")
 checkpointer.save({f"w{n}": torch.zeros(3_000_000) for n in range(4)}, sys.argv[2])
 time.sleep(600)

@@ -37,8 +37,8 @@ TRAINERS = """
     atexit.register(at_the_very_end)  # before ours, so that it runs after it
     import torch
     from asyncckpt import AsyncCheckpointer
-    from asyncckpt.staging import copy_cpu, engine, overlap
-    from asyncckpt.staging.copy_cpu import SlotImage
+    from asyncckpt.staging import copy_engine, cpu_copy, overlap
+    from asyncckpt.staging.cpu_copy import SlotImage
     from tests.simulated_device import SimulatedDevice
 
     NEVER_S = 600
@@ -65,7 +65,7 @@ TRAINERS = """
             model.weight.fill_(1.0), model.bias.fill_(2.0)
         device = SimulatedDevice(random.Random(name))
         if staging == "device":
-            engine.CudaDevice = lambda: device
+            copy_engine.CudaDevice = lambda: device
             for parameter in model.parameters():
                 parameter.data = device.put(parameter.data, 0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -93,7 +93,7 @@ TRAINERS = """
                 sys.exit(7)
         return checkpointer, optimizer
 
-    copy_cpu.DEFERRED_FROM_NBYTES, overlap.cores_to_spare = 0, lambda: True
+    cpu_copy.DEFERRED_FROM_NBYTES, overlap.cores_to_spare = 0, lambda: True
     torch.optim.SGD([torch.ones(1)], lr=1.0)  # which imports much, once for all
     copy, called = SlotImage.copy, threading.Event()
     running, codes = {}, {}

@@ -13,7 +13,7 @@ import asyncckpt
 from asyncckpt import AsyncCheckpointer
 from asyncckpt.memory.slot import PAGE_NBYTES, STATE_SEALED
 from asyncckpt.protocol.request import decode_request
-from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging.cpu_copy import SlotImage
 
 STATE = {"w": torch.arange(100_000.0)}
 

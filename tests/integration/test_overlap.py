@@ -21,7 +21,7 @@ from real_worker import DEADLINE_S, RealWorker, slots_of, wait_until, written
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
 from asyncckpt.errors import ConfigError
-from asyncckpt.staging import copy_cpu, overlap
+from asyncckpt.staging import cpu_copy, overlap
 
 
 def frozen(state: Any) -> Any:
@@ -99,9 +99,9 @@ def test_on_cores_that_are_all_busy_auto_copies_before_save_returns_and_overlap_
 def test_small_tensors_are_copied_before_save_returns_large_ones_behind_it(
     checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_cpu, "DEFERRED_FROM_NBYTES", copy_cpu.LARGE_NBYTES)
+    monkeypatch.setattr(cpu_copy, "DEFERRED_FROM_NBYTES", cpu_copy.LARGE_NBYTES)
     small = torch.nn.Parameter(torch.arange(1000.0))
-    large = torch.nn.Parameter(torch.arange(copy_cpu.LARGE_NBYTES / 4))
+    large = torch.nn.Parameter(torch.arange(cpu_copy.LARGE_NBYTES / 4))
     optimizer = torch.optim.SGD([small, large], lr=1.0)
     checkpointer.attach(optimizer)
     expected = frozen({"small": small.detach(), "large": large.detach()})

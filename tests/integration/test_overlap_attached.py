@@ -19,7 +19,7 @@ from real_worker import DEADLINE_S, RealWorker, written
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
 from asyncckpt.errors import CheckpointerClosedError, ConfigError, StagingError
-from asyncckpt.staging.copier import Copier
+from asyncckpt.staging.deferred_copy import Copier
 
 
 class Wrapper(torch.optim.Optimizer):

@@ -15,7 +15,7 @@ from real_worker import DEADLINE_S, RealWorker, wait_until
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, SyncCheckpointer
 from asyncckpt.errors import WorkerUnavailableError
-from asyncckpt.staging import engine
+from asyncckpt.staging import copy_engine
 from tests.simulated_device import SimulatedDevice
 
 
@@ -23,7 +23,7 @@ from tests.simulated_device import SimulatedDevice
 def device(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
     """Two devices in the place of CUDA's."""
     made = SimulatedDevice(rng)
-    monkeypatch.setattr(engine, "CudaDevice", lambda: made)
+    monkeypatch.setattr(copy_engine, "CudaDevice", lambda: made)
     yield made
     made.frozen = False
     made.drain()

@@ -34,9 +34,9 @@ from asyncckpt.errors import (
     WorkerUnavailableError,
 )
 from asyncckpt.protocol import save_phases
-from asyncckpt.staging import fence
-from asyncckpt.staging.copier import Copier
-from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging import overlap
+from asyncckpt.staging.cpu_copy import SlotImage
+from asyncckpt.staging.deferred_copy import Copier
 from asyncckpt.tracker import SaveTracker
 
 
@@ -233,7 +233,7 @@ def test_where_no_thread_can_be_started_the_copy_is_made_in_save(
 def test_a_copy_that_outlasts_the_fence_is_given_up_and_training_goes_on(
     checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fence.Fence.wait, "__defaults__", (0.1,))
+    monkeypatch.setattr(overlap.Fence.wait, "__defaults__", (0.1,))
     model, optimizer = linear()
     checkpointer.attach(optimizer)
     handle = checkpointer.save(state_of(model, optimizer), tmp_path / "late")
@@ -424,7 +424,7 @@ def end_of(path: pathlib.Path, worker: RealWorker) -> str:
 
 EXIT = """
     import os, sys, threading, time, torch, asyncckpt
-    from asyncckpt.staging.copy_cpu import SlotImage
+    from asyncckpt.staging.cpu_copy import SlotImage
     endpoint, directory, way = sys.argv[1:]
     model = torch.nn.Linear(1000, 1000)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

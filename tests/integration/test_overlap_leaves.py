@@ -14,7 +14,7 @@ from real_worker import DEADLINE_S, RealWorker, slots_of, written
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
 from asyncckpt.errors import SnapshotTornError
-from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging.cpu_copy import SlotImage
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")

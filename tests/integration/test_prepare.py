@@ -23,8 +23,8 @@ from asyncckpt.errors import (
 from asyncckpt.memory.mapping import Mapping
 from asyncckpt.parts import CheckpointStager
 from asyncckpt.planning import planner
-from asyncckpt.staging import slot_stager
-from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging import stager
+from asyncckpt.staging.cpu_copy import SlotImage
 
 FULL = {"model": {f"w{n}": torch.full((50_000,), float(n)) for n in range(6)}, "optim": torch.ones(600_000), "step": 1}
 WEIGHTS = {"model": FULL["model"]}
@@ -120,10 +120,10 @@ def test_a_plan_of_many_tensors_is_walked_by_the_collector_in_prepare_and_once(
     checkpointer: AsyncCheckpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     walks: list[int] = []
-    monkeypatch.setattr(slot_stager, "collect_now", lambda: walks.append(1))
+    monkeypatch.setattr(stager, "collect_now", lambda: walks.append(1))
     checkpointer.prepare(WEIGHTS)
     assert not walks
-    monkeypatch.setattr(slot_stager, "MANY_BOXES", len(FULL["model"]) + 1)
+    monkeypatch.setattr(stager, "MANY_BOXES", len(FULL["model"]) + 1)
     for _ in range(2):
         checkpointer.prepare(FULL)
     assert walks == [1]

@@ -26,7 +26,7 @@ from asyncckpt.errors import (
     WorkerUnavailableError,
 )
 from asyncckpt.planning import planner
-from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging.cpu_copy import SlotImage
 
 STEPS = 4
 

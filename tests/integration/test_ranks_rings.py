@@ -14,8 +14,8 @@ from real_worker import DEADLINE_S, RealWorker, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, PerRank
+from asyncckpt.client.slot_stream import SlotStream
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.staging.streaming import SlotStream
 
 LIMITS = (1_500_000, None, 2_500_000)
 

@@ -14,8 +14,8 @@ from real_worker import DEADLINE_S, RealWorker, manifest_of, slots_of, wait_unti
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
+from asyncckpt.client.slot_stream import SlotStream
 from asyncckpt.memory.streaming import Counters
-from asyncckpt.staging.streaming import SlotStream
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint
 

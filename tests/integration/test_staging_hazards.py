@@ -22,7 +22,7 @@ from asyncckpt.errors import CheckpointerClosedError, ConfigError, MissingKeysEr
 from asyncckpt.memory.slot import SlotControl
 from asyncckpt.parts import CheckpointReader
 from asyncckpt.protocol.endpoint import acquire_lock, socket_path
-from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging.cpu_copy import SlotImage
 from asyncckpt.tracker import SaveTracker
 from tests.warm_python import WarmPython
 
@@ -86,7 +86,7 @@ def test_closing_while_another_thread_stages_leaves_its_memory_mapped(
 ) -> None:
     program = """
         import pathlib, sys, threading, torch, asyncckpt
-        from asyncckpt.staging.copy_cpu import SlotImage
+        from asyncckpt.staging.cpu_copy import SlotImage
         endpoint, directory, way = sys.argv[1:]
         begun, go_on, fill = threading.Event(), threading.Event(), SlotImage.fill
         def slow(self, *arguments):

@@ -33,6 +33,7 @@ from real_worker import (
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, PerRank
 from asyncckpt.client import launcher
+from asyncckpt.client.slot_stream import SlotStream
 from asyncckpt.errors import (
     CheckpointerClosedError,
     CheckpointNotCommittedError,
@@ -43,7 +44,6 @@ from asyncckpt.errors import (
 from asyncckpt.memory.slot import STATE_SEALED
 from asyncckpt.memory.streaming import Counters
 from asyncckpt.protocol.endpoint import default_endpoint, make_directory
-from asyncckpt.staging.streaming import SlotStream
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint
 

@@ -25,9 +25,9 @@ import torch
 from real_worker import DEADLINE_S, RealWorker, running, wait_until, written
 
 from asyncckpt import AsyncCheckpointer, cli
+from asyncckpt.client.slot_stream import SlotStream
 from asyncckpt.maintenance.event_log import EVENTS_NAME, read_events
-from asyncckpt.staging import copy_cpu, moving
-from asyncckpt.staging.streaming import SlotStream
+from asyncckpt.staging import cpu_copy, memcopy
 from asyncckpt_worker.service.observers import Supervisor
 
 STATE = {"w": torch.arange(300_000.0)}
@@ -235,15 +235,15 @@ def test_top_shows_how_far_the_copy_of_a_rank_has_come(
         if row["phase"] == "open":
             shares.append(row["staged"])
 
-    def one_after_the_other(moves: moving.Moves, pace: moving.Pace) -> None:
+    def one_after_the_other(moves: memcopy.Moves, pace: memcopy.Pace) -> None:
         while moves:
             ctypes.memmove(*moves.popleft())
             look()
 
     note = SlotStream.note_staged
     monkeypatch.setattr(SlotStream, "note_staged", lambda self, nbytes: (note(self, nbytes), look()))
-    monkeypatch.setattr(copy_cpu, "move_all", one_after_the_other)
-    monkeypatch.setattr(copy_cpu, "MARK_NBYTES", 8 << 20)
+    monkeypatch.setattr(cpu_copy, "move_all", one_after_the_other)
+    monkeypatch.setattr(cpu_copy, "MARK_NBYTES", 8 << 20)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     state = {f"w{n}": torch.zeros(2 << 20) for n in range(5)}
     with AsyncCheckpointer(endpoint=worker.endpoint, arena_limit_bytes=limit_nbytes) as checkpointer:

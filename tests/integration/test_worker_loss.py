@@ -21,7 +21,7 @@ from asyncckpt.client.session import Session
 from asyncckpt.errors import CheckpointNotCommittedError, StagingError, WorkerUnavailableError
 from asyncckpt.failpoints import observed
 from asyncckpt.memory.arena import SlotMemory
-from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging.cpu_copy import SlotImage
 
 STATE = {"w": torch.arange(100_000.0)}
 LOSS_BOUND_S = 1.0

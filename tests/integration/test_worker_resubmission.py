@@ -28,7 +28,7 @@ from asyncckpt.client.failover import MAX_HANDOVERS
 from asyncckpt.client.slot_lender import SlotLender
 from asyncckpt.errors import CheckpointerClosedError, WorkerUnavailableError
 from asyncckpt.protocol.endpoint import default_endpoint, make_directory
-from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging.cpu_copy import SlotImage
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 STATE = {"w": torch.arange(100_000.0)}

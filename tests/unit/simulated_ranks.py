@@ -18,7 +18,7 @@ from asyncckpt.planning.planner import PlanCache, contribution_of
 from asyncckpt.planning.replica_checks import Samples, compare_shards, digests_for, sample_digests, shard_digests_for
 from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.planning.write_agreement import Agreement, by_shards
-from asyncckpt.staging.copy_cpu import SlotImage
+from asyncckpt.staging.cpu_copy import SlotImage
 from asyncckpt.state_dict.flatten import flatten
 from asyncckpt.storage.contents import SavedTensor, join
 from asyncckpt.torch_tensors import torch_dtype

@@ -19,6 +19,8 @@ from simulated_ranks import Ranks
 
 from asyncckpt.async_checkpointer import hand_over
 from asyncckpt.client.pending_saves import StagedSnapshot
+from asyncckpt.client.slot import LentSlot
+from asyncckpt.client.slot_pool import SlotPool
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.format.names import SaveId
 from asyncckpt.handle import SaveHandle
@@ -28,10 +30,8 @@ from asyncckpt.memory.streaming import Counters, StreamLayout
 from asyncckpt.outcomes import Outcomes
 from asyncckpt.parts import CheckpointProcess
 from asyncckpt.protocol.request import SaveRequest, decode_request
-from asyncckpt.staging import copy_cuda, engine, pinning
-from asyncckpt.staging.lent_slot import LentSlot
-from asyncckpt.staging.slot_pool import SlotPool
-from asyncckpt.staging.slot_stager import SlotStager
+from asyncckpt.staging import copy_engine, device_copy, pinned_memory
+from asyncckpt.staging.stager import SlotStager
 from tests.simulated_device import Call, SimulatedDevice
 
 DEADLINE_S = 60.0
@@ -172,7 +172,7 @@ class Saver:
         self.process = Process(self.config)
         ranks: Any = SimpleNamespace(rank=RankInfo(0, 1), alone=True, run_id="0123456789ab")
         worker: Any = self.process
-        copies = engine.Engine(self.config, device)
+        copies = copy_engine.Engine(self.config, device)
         self.stager = SlotStager(worker, ranks, self.config, package="0", engine=copies)
         self.sequence = itertools.count(1)
 
@@ -242,9 +242,9 @@ def two_devices(rng: random.Random) -> Iterator[SimulatedDevice]:
 
 def use_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces and buffers so small that tests cross them."""
-    monkeypatch.setattr(pinning, "PIECE_NBYTES", PIECE_NBYTES)
-    monkeypatch.setattr(copy_cuda, "BUFFER_NBYTES", 6 * 1024)
-    monkeypatch.setattr(copy_cuda, "SMALL_NBYTES", 2 * 1024)
+    monkeypatch.setattr(pinned_memory, "PIECE_NBYTES", PIECE_NBYTES)
+    monkeypatch.setattr(device_copy, "BUFFER_NBYTES", 6 * 1024)
+    monkeypatch.setattr(device_copy, "SMALL_NBYTES", 2 * 1024)
 
 
 def bits(tensor: torch.Tensor) -> bytes:

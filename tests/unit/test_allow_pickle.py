@@ -25,7 +25,7 @@ from asyncckpt.cli import main
 from asyncckpt.errors import ConfigError, CorruptCheckpointError, PickledLeafError, UnsupportedLeafError
 from asyncckpt.format.objects import Opaque, decode_value
 from asyncckpt.planning.planner import PlanCache
-from asyncckpt.staging.host_stager import HostStager
+from asyncckpt.staging.stager import HostStager
 from asyncckpt.state_dict import pickling
 
 Pair = namedtuple("Pair", "left right")

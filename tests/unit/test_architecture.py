@@ -273,7 +273,7 @@ def test_only_who_is_told_by_the_user_reaches_the_pickles() -> None:
         "asyncckpt.dcp.saved_metadata",
         "asyncckpt.loading.saved_state",
         "asyncckpt.state_dict.leaf_codecs",
-        "asyncckpt.staging.host_stager",
+        "asyncckpt.staging.stager",
     }
 
 

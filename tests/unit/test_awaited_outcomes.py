@@ -17,7 +17,7 @@ from asyncckpt.config import CheckpointerConfig  # noqa: E402
 from asyncckpt.errors import SlotTimeoutError  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
 from asyncckpt.outcomes import Outcomes  # noqa: E402
-from asyncckpt.staging.slot_stager import SlotStager  # noqa: E402
+from asyncckpt.staging.stager import SlotStager  # noqa: E402
 
 RUN = "0" * 12
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from asyncckpt.client.pending_saves import PendingSaves
+from asyncckpt.client.slot import LentSlot
+from asyncckpt.client.slot_pool import SlotPool
 from asyncckpt.client.worker_client import WorkerClient
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.errors import CheckpointerClosedError, SaveFailedError, WorkerUnavailableError
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.protocol import messages
-from asyncckpt.staging.lent_slot import LentSlot
-from asyncckpt.staging.slot_pool import SlotPool
 
 SAVE = SaveId(1, 2, "0" * 12)
 DIED = WorkerUnavailableError("it has died", detail="died")

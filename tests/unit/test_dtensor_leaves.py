@@ -143,7 +143,7 @@ def test_the_plan_is_found_again_for_equal_placements_only(mesh: Any) -> None:
 def test_what_an_optimizer_owns_of_a_dtensor_is_its_local_tensor(mesh: Any) -> None:
     from torch.distributed.tensor import Replicate, Shard
 
-    from asyncckpt.staging.ownership import Owners, storages
+    from asyncckpt.staging.optimizer_ownership import Owners, storages
 
     local = torch.ones(2, 3)
     weight = torch.nn.Parameter(dtensor(local, mesh, Replicate(), Shard(0), shape=(4, 3)))

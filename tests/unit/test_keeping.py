@@ -6,12 +6,12 @@ import pytest
 import torch
 from test_slot_pool import LARGE, SMALL, Lender, acquire, name
 
+from asyncckpt.client.slot import LentSlot
+from asyncckpt.client.slot_pool import SPARE_SAVES, SlotPool
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import ConfigError, InsufficientMemoryError, SlotBusyError
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.planning.save_plan import SavePlan
-from asyncckpt.staging.lent_slot import LentSlot
-from asyncckpt.staging.slot_pool import SPARE_SAVES, SlotPool
 
 
 @pytest.fixture(scope="module")

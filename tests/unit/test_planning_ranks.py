@@ -22,7 +22,7 @@ from asyncckpt.planning.planner import PlanCache, contribution_of, make_plan, si
 from asyncckpt.planning.sample_schedule import SAMPLE_LIMIT  # noqa: E402
 from asyncckpt.planning.save_plan import SavePlan, SharedTensor  # noqa: E402
 from asyncckpt.protocol.samples import MAX_SAMPLES, decode_samples, unequal  # noqa: E402
-from asyncckpt.staging.host_stager import HostStager  # noqa: E402
+from asyncckpt.staging.stager import HostStager  # noqa: E402
 from asyncckpt.state_dict.flatten import HOIST_NBYTES, flatten  # noqa: E402
 from asyncckpt.state_dict.structure_match import match  # noqa: E402
 from asyncckpt.state_dict.unflatten import unflatten  # noqa: E402

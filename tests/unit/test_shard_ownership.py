@@ -459,7 +459,7 @@ def test_a_mesh_of_which_a_rank_says_nothing_leaves_a_hole_and_is_no_news_for_ev
 
 def test_a_stager_in_host_memory_gives_slices() -> None:
     from asyncckpt import FlatShard
-    from asyncckpt.staging.host_stager import HostStager
+    from asyncckpt.staging.stager import HostStager
 
     state = {
         "s": tp(whole(4, 2), 1, 2),

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from asyncckpt.client.slot import LentSlot
+from asyncckpt.client.slot_pool import ANSWER_S, SPARE_SAVES, SlotPool
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import (
     AsyncCkptError,
@@ -24,9 +26,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.planning.save_plan import SavePlan
-from asyncckpt.staging.copy_cpu import SlotImage
-from asyncckpt.staging.lent_slot import LentSlot
-from asyncckpt.staging.slot_pool import ANSWER_S, SPARE_SAVES, SlotPool
+from asyncckpt.staging.cpu_copy import SlotImage
 
 KIB = 1024
 SMALL, LARGE = 64 * KIB, 128 * KIB

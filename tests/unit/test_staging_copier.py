@@ -15,8 +15,7 @@ from asyncckpt.client.pending_saves import StagedSnapshot, WriteFuture  # noqa: 
 from asyncckpt.errors import AsyncCkptError, StagingError  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
 from asyncckpt.handle import SaveHandle  # noqa: E402
-from asyncckpt.staging.copier import Copier  # noqa: E402
-from asyncckpt.staging.deferred import DeferredCopy  # noqa: E402
+from asyncckpt.staging.deferred_copy import Copier, DeferredCopy  # noqa: E402
 
 SAVE_ID = SaveId(1, 2, "0123456789ab")
 DEADLINE_S = 60.0

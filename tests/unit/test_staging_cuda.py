@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 import states  # noqa: E402
 
-from asyncckpt.staging.cuda import CudaDevice  # noqa: E402
+from asyncckpt.staging.device import CudaDevice  # noqa: E402
 
 KERNELS_KEEP = (
     *(torch.float32, torch.float64, torch.complex64, torch.complex128),

@@ -21,9 +21,9 @@ from simulated_saves import PIECE_NBYTES, Saver, bits, note_seals, two_devices, 
 from asyncckpt.errors import AsyncCkptError, SlotBusyError, SlotTimeoutError, StagingError  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
 from asyncckpt.memory.mapping import Mapping  # noqa: E402
-from asyncckpt.staging import transfer  # noqa: E402
+from asyncckpt.staging import device_copy  # noqa: E402
 from asyncckpt.staging.device import UNLOADING  # noqa: E402
-from asyncckpt.staging.pinning import Pin  # noqa: E402
+from asyncckpt.staging.pinned_memory import Pin  # noqa: E402
 from tests.simulated_device import SimulatedDevice  # noqa: E402
 
 REFUSED = 2  # cudaErrorMemoryAllocation
@@ -53,7 +53,7 @@ def saver(
     device: SimulatedDevice, small_pieces: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Saver]:
     note_seals(device, monkeypatch)
-    monkeypatch.setattr(transfer, "DRAIN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(device_copy, "DRAIN_TIMEOUT_S", 0.2)
     fields = {"staging": "overlap", "slots": 1, "slot_timeout_s": 30, **getattr(request, "param", {})}
     made = Saver(device, **fields)
     yield made
@@ -308,7 +308,7 @@ def test_a_driver_that_tells_nothing_costs_the_slot_and_not_the_next_save(
 def test_a_device_that_never_comes_to_it_ends_the_save(
     saver: Saver, device: SimulatedDevice, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "TRANSFER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(device_copy, "TRANSFER_TIMEOUT_S", 0.05)
     device.frozen = True
     error = saver.ended(saver.save(state))
     assert type(error) is StagingError and "had not copied the state" in str(error)

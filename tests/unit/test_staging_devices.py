@@ -16,8 +16,8 @@ from simulated_saves import PIECE_NBYTES, Saver, bits, note_seals, two_devices, 
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from asyncckpt.errors import SnapshotTornError  # noqa: E402
-from asyncckpt.staging import copy_cuda, engine, pinning  # noqa: E402
-from asyncckpt.staging.transfer import Transfer  # noqa: E402
+from asyncckpt.staging import copy_engine, device_copy, pinned_memory  # noqa: E402
+from asyncckpt.staging.device_copy import Transfer  # noqa: E402
 from tests.simulated_device import SimulatedDevice  # noqa: E402
 
 DTYPES = (
@@ -207,7 +207,7 @@ def test_the_simulation_sees_every_wait_that_is_missing(
         device.drain()
         saver.close()
         monkeypatch.undo()
-        monkeypatch.setattr(pinning, "PIECE_NBYTES", PIECE_NBYTES)
+        monkeypatch.setattr(pinned_memory, "PIECE_NBYTES", PIECE_NBYTES)
         if wrong:
             return
     pytest.fail("60 random saves have not shown it")
@@ -278,7 +278,7 @@ def test_save_and_fence_return_while_no_kernel_has_run(
 def test_the_fence_waits_for_the_host_s_part_only(
     saver: Saver, device: SimulatedDevice, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "FEW_NBYTES", 0)
+    monkeypatch.setattr(copy_engine, "FEW_NBYTES", 0)
     expected = {name: bits(tensor) for name, tensor in state.items()}
     saver.know(state)
     device.frozen = True
@@ -318,7 +318,7 @@ def test_small_neighbours_go_over_together(saver: Saver, device: SimulatedDevice
 def test_a_state_that_is_not_contiguous_needs_no_room_for_another_one(
     device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_cuda, "BUFFER_NBYTES", 300_000)
+    monkeypatch.setattr(device_copy, "BUFFER_NBYTES", 300_000)
     made: list[tuple[StorageWeakRef, int]] = []
     held, allocate = [0], device.allocate
 

@@ -14,15 +14,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from asyncckpt.client.slot_stream import Watermark  # noqa: E402
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_OFFSET  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
 from asyncckpt.memory.mapping import Mapping  # noqa: E402
 from asyncckpt.memory.slot import STAGED_OFFSET  # noqa: E402
 from asyncckpt.planning.planner import PlanCache  # noqa: E402
-from asyncckpt.staging import copy_cpu, moving  # noqa: E402
-from asyncckpt.staging.copy_cpu import LARGE_NBYTES, SlotImage  # noqa: E402
-from asyncckpt.staging.moving import PIECE_NBYTES, Pace  # noqa: E402
-from asyncckpt.staging.streaming import Watermark  # noqa: E402
+from asyncckpt.staging import cpu_copy, memcopy  # noqa: E402
+from asyncckpt.staging.cpu_copy import LARGE_NBYTES, SlotImage  # noqa: E402
+from asyncckpt.staging.memcopy import PIECE_NBYTES, Pace  # noqa: E402
 
 SAVE_ID = SaveId(3, 7, "0123456789ab")
 DIRTY = 0xA5
@@ -96,8 +96,8 @@ def test_a_second_fill_replaces_every_byte_of_the_first(staged: Staged) -> None:
 
 
 def test_large_tensors_are_moved_by_several_threads(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_cpu.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    movers, real = set(), copy_cpu.move_all
+    monkeypatch.setattr(cpu_copy.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    movers, real = set(), cpu_copy.move_all
     both = threading.Barrier(2, timeout=60)
 
     def noted(moves: Any, *pace: Any) -> None:
@@ -107,7 +107,7 @@ def test_large_tensors_are_moved_by_several_threads(staged: Staged, monkeypatch:
         real(moves, *pace)
 
     monkeypatch.setattr(SlotImage.copy, "__defaults__", (Pace(threads=2), None))
-    monkeypatch.setattr(copy_cpu, "move_all", noted)
+    monkeypatch.setattr(cpu_copy, "move_all", noted)
     state = {"a": torch.arange(8 << 20, dtype=torch.int32)}
     assert staged.stage(state) == [bits_of_large(state["a"])]
     assert len(movers) == 2
@@ -123,18 +123,18 @@ def bits_of_large(tensor: Any) -> bytes:
 def test_many_small_tensors_are_shared_with_a_second_thread(
     staged: Staged, monkeypatch: pytest.MonkeyPatch, startable: bool
 ) -> None:
-    monkeypatch.setattr(copy_cpu, "HELPED_FROM", 5)
+    monkeypatch.setattr(cpu_copy, "HELPED_FROM", 5)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     if not startable:
         monkeypatch.setattr(threading.Thread, "start", _refuse)
     copied_by: list[str] = []
-    batch = copy_cpu._copy_batch
+    batch = cpu_copy._copy_batch
 
     def noted(targets: list[Any], sources: list[Any]) -> None:
         copied_by.append(threading.current_thread().name)
         batch(targets, sources)
 
-    monkeypatch.setattr(copy_cpu, "_copy_batch", noted)
+    monkeypatch.setattr(cpu_copy, "_copy_batch", noted)
     state = {str(n): torch.full((100,), float(n)) for n in range(7)}
     assert staged.stage(state) == [bits(t) for t in state.values()]
     assert sorted(copied_by) == (["MainThread", "asyncckpt-copy"] if startable else ["MainThread"])
@@ -147,11 +147,11 @@ def _refuse(thread: threading.Thread) -> None:
 def test_an_error_of_the_thread_that_helps_is_raised_and_the_next_copy_works(
     staged: Staged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_cpu, "HELPED_FROM", 5)
+    monkeypatch.setattr(cpu_copy, "HELPED_FROM", 5)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     state = {str(n): torch.full((100,), float(n)) for n in range(7)}
     staged.stage(state)
-    batch = copy_cpu._copy_batch
+    batch = cpu_copy._copy_batch
 
     def fails(targets: list[Any], sources: list[Any]) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -159,7 +159,7 @@ def test_an_error_of_the_thread_that_helps_is_raised_and_the_next_copy_works(
         batch(targets, sources)
 
     with monkeypatch.context() as patch:
-        patch.setattr(copy_cpu, "_copy_batch", fails)
+        patch.setattr(cpu_copy, "_copy_batch", fails)
         with pytest.raises(RuntimeError, match="mine"):
             staged.stage(state)
     assert staged.stage(state) == [bits(t) for t in state.values()]
@@ -168,7 +168,7 @@ def test_an_error_of_the_thread_that_helps_is_raised_and_the_next_copy_works(
 def test_a_helper_that_ctrl_c_hid_while_it_started_copies_nothing_any_more(
     staged: Staged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_cpu, "HELPED_FROM", 5)
+    monkeypatch.setattr(cpu_copy, "HELPED_FROM", 5)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     old = {str(n): torch.full((100,), float(n)) for n in range(7)}
     staged.stage(old)
@@ -191,7 +191,7 @@ def test_a_helper_that_ctrl_c_hid_while_it_started_copies_nothing_any_more(
 
 
 def test_only_tensors_that_are_large_enough_may_be_copied_later(staged: Staged) -> None:
-    few = copy_cpu.DEFERRED_FROM_NBYTES // 4
+    few = cpu_copy.DEFERRED_FROM_NBYTES // 4
     staged.stage({"small": torch.zeros(few - 1), "large": torch.zeros(few), "more": torch.zeros(2 * few)})
     assert staged.image.deferrable == [1, 2]
 
@@ -203,7 +203,7 @@ def test_no_thread_is_left_when_torch_cannot_copy(staged: Staged, monkeypatch: p
     def broken(*_: Any) -> None:
         raise RuntimeError("cannot copy")
 
-    monkeypatch.setattr(copy_cpu.torch, "_foreach_copy_", broken)
+    monkeypatch.setattr(cpu_copy.torch, "_foreach_copy_", broken)
     before = set(threading.enumerate())
     with pytest.raises(RuntimeError, match="cannot copy"):
         staged.stage(state)
@@ -246,7 +246,7 @@ def test_where_no_thread_can_be_started_the_caller_copies_alone(
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(copy_cpu.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(cpu_copy.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr(threading.Thread, "start", refuse)
     state = {"a": torch.arange(8 << 20, dtype=torch.int32)}
     assert staged.stage(state) == [bits_of_large(state["a"])]
@@ -255,7 +255,7 @@ def test_where_no_thread_can_be_started_the_caller_copies_alone(
 def test_an_interrupt_is_raised_only_when_nothing_moves_any_more(
     staged: Staged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_cpu.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(cpu_copy.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     state = {"a": torch.zeros(16 << 20, dtype=torch.int32)}
     staged.stage(state)
     join, interrupts = threading.Thread.join, []
@@ -279,14 +279,14 @@ def test_an_error_leaves_no_move_for_the_next_copy(monkeypatch: pytest.MonkeyPat
 
     from asyncckpt.memory.mapping import Mapping as Memory
     from asyncckpt.planning.planner import PlanCache
-    from asyncckpt.staging import copy_cpu
+    from asyncckpt.staging import cpu_copy
 
     plans = PlanCache(files_per_rank=1)
     state = {"large": torch.arange(40_000.0), "strided": torch.arange(60_000.0).view(300, 200).t()}
     plan, flat = plans.take(state)
     memory = Memory(-1, 4096 + plan.body_nbytes)
     try:
-        image = copy_cpu.SlotImage(memory.address, plan)
+        image = cpu_copy.SlotImage(memory.address, plan)
         with monkeypatch.context() as patch:
             patch.setattr(image, "_copy_by_torch", lambda *_, **__: 1 / 0)
             with pytest.raises(ZeroDivisionError):
@@ -376,14 +376,14 @@ def test_a_copy_says_how_far_it_is_after_every_few_pieces(staged: Staged, monkey
     word.value = 7  # what was copied before `save()` returned, say
     seen: list[int] = []
 
-    def one_after_the_other(moves: moving.Moves, pace: Pace) -> None:
+    def one_after_the_other(moves: memcopy.Moves, pace: Pace) -> None:
         while moves:
             target, source, nbytes = moves.popleft()
             ctypes.memmove(target, source, nbytes)
             seen.append(word.value - 7)
 
-    monkeypatch.setattr(copy_cpu, "move_all", one_after_the_other)
-    monkeypatch.setattr(copy_cpu, "MARK_NBYTES", 2 << 20)
+    monkeypatch.setattr(cpu_copy, "move_all", one_after_the_other)
+    monkeypatch.setattr(cpu_copy, "MARK_NBYTES", 2 << 20)
     image.copy(tensors, image._all, Pace(threads=1, piece_nbytes=1 << 20))
     assert sorted(set(seen)) == [0, 2 << 20, 4 << 20] and seen == sorted(seen)
     assert word.value - 7 == 5 << 20
@@ -432,8 +432,8 @@ def test_where_a_sandbox_refuses_a_careful_copy_it_is_made_all_the_same(
         return -1
 
     source, target = torch.arange(100_000), torch.zeros(100_000, dtype=torch.int64)
-    monkeypatch.setattr(moving, "_read", refused)
-    moving.careful_move(target.data_ptr(), source.data_ptr(), 800_000)
+    monkeypatch.setattr(memcopy, "_read", refused)
+    memcopy.careful_move(target.data_ptr(), source.data_ptr(), 800_000)
     assert torch.equal(target, source)
 
 
@@ -447,14 +447,14 @@ def test_memory_that_only_its_own_process_can_read_is_copied_carefully_too(monke
     source, target = torch.arange(400_000), torch.zeros(400_000, dtype=torch.int64)
     with open("/proc/self/maps") as maps:  # the kernel's clock is mapped like that everywhere
         for clock in (int(line.partition("-")[0], 16) for line in maps if line.endswith("[vvar]\n")):
-            moving.careful_move(target.data_ptr(), clock, 4096)
-    monkeypatch.setattr(moving, "_read", fault)
-    moving.careful_move(target.data_ptr(), source.data_ptr(), 3_200_000)
+            memcopy.careful_move(target.data_ptr(), clock, 4096)
+    monkeypatch.setattr(memcopy, "_read", fault)
+    memcopy.careful_move(target.data_ptr(), source.data_ptr(), 3_200_000)
     assert torch.equal(target, source)
 
 
 def test_a_careful_copy_that_comes_in_parts_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    read, asked = moving._read, []
+    read, asked = memcopy._read, []
 
     def in_parts(pid: int, here: Any, n: int, there: Any, *rest: int) -> int:
         for one in (here, there):
@@ -463,15 +463,15 @@ def test_a_careful_copy_that_comes_in_parts_goes_on(monkeypatch: pytest.MonkeyPa
         return int(read(pid, here, n, there, *rest))
 
     source, target = torch.arange(100_000), torch.zeros(100_000, dtype=torch.int64)
-    monkeypatch.setattr(moving, "_read", in_parts)
-    moving.careful_move(target.data_ptr(), source.data_ptr(), 800_000)
+    monkeypatch.setattr(memcopy, "_read", in_parts)
+    memcopy.careful_move(target.data_ptr(), source.data_ptr(), 800_000)
     assert torch.equal(target, source) and asked == [300_000, 300_000, 200_000]
 
 
 def test_pieces_are_gathered_and_read_one_by_one_where_the_kernel_does_not_take_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    source, read = torch.arange(100_000), moving._read
+    source, read = torch.arange(100_000), memcopy._read
     places = [5, 70_000, 20, 6, 99_992]
     addresses = [source.data_ptr() + 8 * at for at in places]
     expected = torch.cat([source[at : at + 8] for at in places])
@@ -484,9 +484,9 @@ def test_pieces_are_gathered_and_read_one_by_one_where_the_kernel_does_not_take_
         return int(read(pid, here, n, there, max(1, n_ranges // 2), flags))
 
     for answer in (read, refused, half):
-        monkeypatch.setattr(moving, "_read", answer)
+        monkeypatch.setattr(memcopy, "_read", answer)
         target = torch.zeros(40, dtype=torch.int64)
-        moving.careful_gather(target.data_ptr(), addresses, 64)
+        memcopy.careful_gather(target.data_ptr(), addresses, 64)
         assert torch.equal(target, expected)
 
 
@@ -494,4 +494,4 @@ def test_pieces_of_memory_that_has_gone_are_an_error() -> None:
     source, target = torch.arange(1000), torch.zeros(24, dtype=torch.int64)
     gone = Gone(torch.zeros(8192, dtype=torch.uint8))
     with pytest.raises(OSError, match="Bad address"):
-        moving.careful_gather(target.data_ptr(), [source.data_ptr(), gone.data_ptr() + 4096, source.data_ptr()], 64)
+        memcopy.careful_gather(target.data_ptr(), [source.data_ptr(), gone.data_ptr() + 4096, source.data_ptr()], 64)

@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 
 from asyncckpt.errors import SnapshotTornError  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
-from asyncckpt.staging.ownership import Owners  # noqa: E402
-from asyncckpt.staging.torn import Source, SourceWatch  # noqa: E402
+from asyncckpt.staging.mutation_check import Source, SourceWatch  # noqa: E402
+from asyncckpt.staging.optimizer_ownership import Owners  # noqa: E402
 from asyncckpt.state_dict.flatten import flatten  # noqa: E402
 
 SAVE_ID = SaveId(1, 2, "0123456789ab")

@@ -23,8 +23,8 @@ from asyncckpt.errors import (  # noqa: E402
 )
 from asyncckpt.memory.streaming import StreamLayout  # noqa: E402
 from asyncckpt.protocol import request  # noqa: E402
-from asyncckpt.staging import overlap, segmented_copy  # noqa: E402
-from asyncckpt.staging.cutting import runs  # noqa: E402
+from asyncckpt.staging import overlap, ring_copy, slot_copy  # noqa: E402
+from asyncckpt.staging.cpu_copy import runs  # noqa: E402
 from tests.simulated_device import SimulatedDevice  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
@@ -43,8 +43,8 @@ def device(rng: random.Random) -> Iterator[SimulatedDevice]:
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of pages, so that small states have many."""
     monkeypatch.setattr(request, "RING_UNIT_NBYTES", UNIT)
-    monkeypatch.setattr(segmented_copy, "RING_UNIT_NBYTES", UNIT)
-    monkeypatch.setattr(segmented_copy, "REQUEST_SLACK_NBYTES", UNIT)
+    monkeypatch.setattr(ring_copy, "RING_UNIT_NBYTES", UNIT)
+    monkeypatch.setattr(slot_copy, "REQUEST_SLACK_NBYTES", UNIT)
     use_small_pieces(monkeypatch)
 
 
@@ -344,7 +344,7 @@ def test_while_every_core_is_busy_a_ring_is_filled_behind_the_training_and_a_who
 def test_much_that_no_optimizer_owns_makes_the_save_blocking(
     device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segmented_copy, "CLONED_NBYTES", 1000)
+    monkeypatch.setattr(slot_copy, "CLONED_NBYTES", 1000)
     saver = saver_of(device, arena_limit_bytes=16 * UNIT)
     owned = Owned(saver, statistic=1000)
     handle = saver.save(owned.state())

@@ -17,8 +17,8 @@ from simulated_saves import Saver, bits, two_devices, use_small_pieces  # noqa: 
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from asyncckpt.staging.device import DeviceMemory  # noqa: E402
-from asyncckpt.staging.snapshots import RESERVE_NBYTES  # noqa: E402
-from asyncckpt.staging.transfer import Transfer  # noqa: E402
+from asyncckpt.staging.device_copy import Transfer  # noqa: E402
+from asyncckpt.staging.device_snapshot import RESERVE_NBYTES  # noqa: E402
 from tests.simulated_device import SimulatedDevice  # noqa: E402
 
 DEVICE = {"staging": "device"}

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from asyncckpt.errors import ConfigError  # noqa: E402
-from asyncckpt.staging.spare_cores import LOCAL_RANKS, cores_to_spare, local_ranks  # noqa: E402
+from asyncckpt.staging.overlap import LOCAL_RANKS, cores_to_spare, local_ranks  # noqa: E402
 
 
 @pytest.mark.parametrize(

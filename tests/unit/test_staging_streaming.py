@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from asyncckpt.staging import streaming
-from asyncckpt.staging.streaming import Watermark
+from asyncckpt.client import slot_stream
+from asyncckpt.client.slot_stream import Watermark
 
 
 def marked(start: int, end: int) -> tuple[Watermark, list[int]]:
@@ -18,7 +18,7 @@ def marked(start: int, end: int) -> tuple[Watermark, list[int]]:
 
 @pytest.fixture(autouse=True)
 def _each_byte_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "STEP_NBYTES", 1)
+    monkeypatch.setattr(slot_stream, "STEP_NBYTES", 1)
 
 
 def test_what_lies_before_the_first_piece_is_there_at_once() -> None:
@@ -43,7 +43,7 @@ def test_a_piece_counts_once_all_before_it_are_copied() -> None:
 
 
 def test_little_news_is_not_told_but_the_end_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "STEP_NBYTES", 40)
+    monkeypatch.setattr(slot_stream, "STEP_NBYTES", 40)
     mark, told = marked(100, 200)
     mark.expect([110, 120, 160, 170])
     for piece in (110, 120, 160, 170):

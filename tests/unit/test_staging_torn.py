@@ -25,10 +25,19 @@ from asyncckpt.format.names import SaveId  # noqa: E402
 from asyncckpt.memory.mapping import Mapping  # noqa: E402
 from asyncckpt.memory.streaming import StreamLayout  # noqa: E402
 from asyncckpt.protocol.request import RING_UNIT_NBYTES  # noqa: E402
-from asyncckpt.staging import segmented_copy, torn, whole  # noqa: E402
-from asyncckpt.staging.copy_cpu import Share, SlotImage  # noqa: E402
-from asyncckpt.staging.torn import MOST, SourceWatch, Turns  # noqa: E402
-from asyncckpt.staging.windows import FRACTION, PIECES, SMALL_SAVES, WINDOW_NBYTES, Windows, choose  # noqa: E402
+from asyncckpt.staging import mutation_check, slot_copy  # noqa: E402
+from asyncckpt.staging.cpu_copy import Share, SlotImage  # noqa: E402
+from asyncckpt.staging.mutation_check import (  # noqa: E402  # noqa: E402
+    FRACTION,
+    MOST,
+    PIECES,
+    SMALL_SAVES,
+    WINDOW_NBYTES,
+    SourceWatch,
+    Turns,
+    Windows,
+    choose,
+)
 from asyncckpt.state_dict.flatten import flatten  # noqa: E402
 from tests.simulated_device import SimulatedDevice  # noqa: E402
 
@@ -208,7 +217,9 @@ def test_every_tensor_has_its_turn_and_never_more_than_the_limit_at_once(n_tenso
 def test_every_save_looks_at_other_elements() -> None:
     tensor, turns, plan, seen = torch.zeros(FRACTION * 64), Turns(), object(), set()
     for _ in range(FRACTION):
-        ((_, windows, place),) = torn.sampled([0], turns.next(plan), MOST, lambda _: [torn.Source(0, tensor, None)])
+        ((_, windows, place),) = mutation_check.sampled(
+            [0], turns.next(plan), MOST, lambda _: [mutation_check.Source(0, tensor, None)]
+        )
         seen.add(place)
     assert len(seen) == windows.count == FRACTION
 
@@ -218,8 +229,11 @@ def test_less_than_one_percent_is_looked_at(n_tensors: int, rng: random.Random) 
     tensor = torch.empty(rng.randrange(16_384, 1_000_000), device="meta")
     turns, plan = Turns(), object()
     for _ in range(5):
-        chosen = torn.sampled(
-            range(n_tensors), turns.next(plan), MOST, lambda some: [torn.Source(n, tensor, None) for n in some]
+        chosen = mutation_check.sampled(
+            range(n_tensors),
+            turns.next(plan),
+            MOST,
+            lambda some: [mutation_check.Source(n, tensor, None) for n in some],
         )
         assert 0 < sum(place[0] * windows.run for _, windows, place in chosen) < 0.01 * tensor.numel() * n_tensors
 
@@ -232,7 +246,9 @@ def test_a_tensor_whose_layout_changes_is_looked_at_as_it_lies() -> None:
         torch.zeros(300, 201)[:, 1:],
         torch.zeros(300, 200),
     ):
-        ((_, windows, _),) = torn.sampled([4], turns.next(plan), MOST, lambda _, t=tensor: [torn.Source(0, t, None)])
+        ((_, windows, _),) = mutation_check.sampled(
+            [4], turns.next(plan), MOST, lambda _, t=tensor: [mutation_check.Source(0, t, None)]
+        )
         assert (windows.count, windows.step) == (windows_for(tensor).count, windows_for(tensor).step)
 
 
@@ -251,11 +267,13 @@ def test_structures_that_are_saved_in_turn_come_to_all_their_windows() -> None:
 def test_a_tensor_whose_layout_is_another_in_the_same_structure_gets_windows_of_its_own(after: Any) -> None:
     turns, plan = Turns(), object()
     for tensor in (torch.zeros(300, 10), after):
-        [(_, windows, (n_pieces, start, _))] = torn.sampled(
-            [0], turns.next(plan), MOST, lambda _, t=tensor: [torn.Source(0, t, None)]
+        [(_, windows, (n_pieces, start, _))] = mutation_check.sampled(
+            [0], turns.next(plan), MOST, lambda _, t=tensor: [mutation_check.Source(0, t, None)]
         )
         assert (start + (n_pieces - 1) * windows.step + windows.run) <= tensor.numel()
-        assert windows is torn.windows_of(tensor.shape, tensor.stride(), tensor.element_size(), FRACTION, PIECES)
+        assert windows is mutation_check.windows_of(
+            tensor.shape, tensor.stride(), tensor.element_size(), FRACTION, PIECES
+        )
 
 
 # ---- what is found
@@ -348,7 +366,7 @@ def test_memory_that_goes_away_before_the_last_look_is_an_error_and_no_crash(lay
         tensor = {"row-major": rows, "transposed": rows.t(), "rows with gaps": rows[:, 1:]}[layout]
         watch = SourceWatch(flatten({"w": tensor}), frozenset([0]), [], save_id=SAVE_ID, step=4, path="/x")
         turn = Turns().next(object())
-        watch.sample(torn.sampled([0], turn, MOST, lambda _: [torn.Source(0, tensor, None)]))
+        watch.sample(mutation_check.sampled([0], turn, MOST, lambda _: [mutation_check.Source(0, tensor, None)]))
         watch.check()
         protect = ctypes.CDLL(None).mprotect
         assert protect(ctypes.c_void_p(mapping.address), ctypes.c_size_t(1 << 20), 0) == 0
@@ -392,17 +410,17 @@ def test_nothing_is_read_where_nothing_is_copied_later_or_the_check_is_off(
     def refuse(*_: Any, **__: Any) -> bytes:
         raise AssertionError("read")
 
-    monkeypatch.setattr(torn, "tensor_digest", refuse)
+    monkeypatch.setattr(mutation_check, "tensor_digest", refuse)
     monkeypatch.setattr(Windows, "read", refuse)
     assert saver.ended(saver.save({"w": torch.ones(100_000)})) is None
 
 
 def test_of_many_tensors_no_more_than_the_limit_are_looked_at(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole, "MOST", 10)
+    monkeypatch.setattr(slot_copy, "MOST", 10)
     looked_at: list[int] = []
-    sample = torn.SourceWatch.sample
+    sample = mutation_check.SourceWatch.sample
     monkeypatch.setattr(
-        torn.SourceWatch, "sample", lambda self, found: [looked_at.append(len(found)), sample(self, found)]
+        mutation_check.SourceWatch, "sample", lambda self, found: [looked_at.append(len(found)), sample(self, found)]
     )
     state = {f"t{n}": torch.ones(300) for n in range(35)}
     for _ in range(8):
@@ -425,7 +443,7 @@ def test_one_box_of_a_tensor_that_is_cut_over_files_is_looked_at_like_any_other(
 
 
 def test_a_ring_s_sources_are_sampled(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segmented_copy, "REQUEST_SLACK_NBYTES", 4096)
+    monkeypatch.setattr(slot_copy, "REQUEST_SLACK_NBYTES", 4096)
     saver = Saver(device, staging="overlap", arena_limit_bytes=16 * RING_UNIT_NBYTES)
     state = {f"t{n}": torch.full((3000 + n, 100), float(n)) for n in range(8)}
     streamed: list[Any] = []

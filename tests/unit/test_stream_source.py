@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from worker_bench import FIRST, REQUEST
 
+from asyncckpt.client import slot_stream
+from asyncckpt.client.slot_stream import Watermark
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.format.checksums import BLOCK_NBYTES, block_digest
 from asyncckpt.format.index import decode_index
@@ -25,8 +27,6 @@ from asyncckpt.format.structure import Structure, encode_structure
 from asyncckpt.memory.slot import PAGE_NBYTES
 from asyncckpt.memory.streaming import Counters
 from asyncckpt.protocol.request import PartRange, SaveRequest, encode_request
-from asyncckpt.staging import streaming
-from asyncckpt.staging.streaming import Watermark
 from asyncckpt.storage.coverage import Tally
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_writer import RankJob
@@ -155,7 +155,7 @@ class Trainer:
 def trainer(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
     monkeypatch.setattr(stream_source, "EXTENT_NBYTES", BLOCK_NBYTES)
     monkeypatch.setattr(stream_source, "PARTING_S", 0.01)
-    monkeypatch.setattr(streaming, "STEP_NBYTES", 1)
+    monkeypatch.setattr(slot_stream, "STEP_NBYTES", 1)
     made = Trainer(rng)
     yield made
     made.close()

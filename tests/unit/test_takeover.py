@@ -12,14 +12,14 @@ import pytest
 
 from asyncckpt.client.failover import MAX_HANDOVERS, Takeover
 from asyncckpt.client.pending_saves import PendingSaves, StagedSnapshot, Unended, WriteFuture
+from asyncckpt.client.slot import LentSlot
 from asyncckpt.client.slot_lender import while_workers_die
+from asyncckpt.client.slot_pool import SlotPool
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, SaveFailedError, WorkerUnavailableError
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.protocol import messages
-from asyncckpt.staging.lent_slot import LentSlot
-from asyncckpt.staging.slot_pool import SlotPool
 
 SAVE = SaveId(1, 2, "0" * 12)
 DIED = WorkerUnavailableError("it has died", detail="died")

@@ -9,16 +9,14 @@ from typing import NamedTuple
 
 import torch
 
+from asyncckpt.client.slot import Room
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.format.names import SaveId
-from asyncckpt.staging.copy_cpu import Share, SlotImage
-from asyncckpt.staging.copy_cuda import DeviceBoxes
-from asyncckpt.staging.cuda import CudaDevice
-from asyncckpt.staging.device import Device
-from asyncckpt.staging.pinning import Pin
-from asyncckpt.staging.room import Room
-from asyncckpt.staging.snapshots import Need, Snapshot, SnapshotRoom
-from asyncckpt.staging.transfer import OnDevice, Transfer
+from asyncckpt.staging.cpu_copy import Share, SlotImage
+from asyncckpt.staging.device import CudaDevice, Device
+from asyncckpt.staging.device_copy import DeviceBoxes, OnDevice, Transfer
+from asyncckpt.staging.device_snapshot import Need, Snapshot, SnapshotRoom
+from asyncckpt.staging.pinned_memory import Pin
 
 FEW_NBYTES = 1 << 20
 """Of the host, beside tensors of devices: step counters, say. They are copied at once, in 0.1 ms, so that no step has

@@ -1,4 +1,4 @@
-"""The default stager: flatten, find the plan, take a slot, copy, seal."""
+"""The stagers: into slots of the worker, and into host memory for a `checkpoint_process` of the user's own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from asyncckpt.client.pending_saves import StagedSnapshot
+from asyncckpt.client.slot import LentSlot, what_is_saved
+from asyncckpt.client.slot_pool import ANSWER_S
 from asyncckpt.client.worker_client import WorkerClient
 from asyncckpt.collector import collect_now, collector_paused
 from asyncckpt.config import CheckpointerConfig
@@ -28,19 +32,18 @@ from asyncckpt.paths import current_umask
 from asyncckpt.planning.contributions import Contribution
 from asyncckpt.planning.planner import PlanCache, contribution_of
 from asyncckpt.planning.save_plan import SavePlan
-from asyncckpt.staging.deferred import DeferredCopy
-from asyncckpt.staging.engine import Engine
-from asyncckpt.staging.lent_slot import LentSlot, what_is_saved
+from asyncckpt.sharding.shard_types import ShardedSlice
+from asyncckpt.staging.copy_engine import Engine
+from asyncckpt.staging.deferred_copy import DeferredCopy
+from asyncckpt.staging.mutation_check import Turns
 from asyncckpt.staging.overlap import Overlap
 from asyncckpt.staging.requests import NOTHING_TO_REPORT, Requests, StructureReporter
-from asyncckpt.staging.segmented_copy import Rings, ring_image_of
-from asyncckpt.staging.slot_pool import ANSWER_S
-from asyncckpt.staging.torn import Turns
-from asyncckpt.staging.warmth import MANY_BOXES, image_of, warm
-from asyncckpt.staging.whole import Whole
-from asyncckpt.state_dict.flatten import Flattened
-from asyncckpt.state_dict.leaf_codecs import encode_leaves
+from asyncckpt.staging.slot_copy import MANY_BOXES, Rings, Whole, image_of, ring_image_of, warm
+from asyncckpt.state_dict.flatten import Flattened, flatten
+from asyncckpt.state_dict.leaf_codecs import decode_leaf, encode_leaves
+from asyncckpt.state_dict.pickling import unpickle
 from asyncckpt.state_dict.stateful import Openings
+from asyncckpt.state_dict.unflatten import unflatten
 
 _OURS = frozenset({"path", "step", "save_id", "metadata"})
 
@@ -311,3 +314,36 @@ def _not_ended(
         return SlotBusyError(busy, **facts)
     text = f"{busy}; waited slot_timeout_s={config.slot_timeout_s:g}"
     return SlotTimeoutError(text, timeout_s=config.slot_timeout_s, **facts)
+
+
+class HostStager(CheckpointStager):
+    """Returns a deep copy of the state dict whose tensors lie in host memory.
+
+    In the place of a tensor of which this process holds a part stands a `ShardedSlice`, a list of them where it holds
+    several parts, or none.
+
+    Args:
+        allow_pickle: Copies leaves of any type, by way of a pickle.
+    """
+
+    def __init__(self, *, allow_pickle: bool = False) -> None:
+        self._allow_pickle = allow_pickle
+
+    def stage(self, state_dict: Mapping[str, Any], **kw: Any) -> Any:
+        """Copy `state_dict`. Blocks for the copy.
+
+        Raises:
+            UnsupportedLeafError: The state cannot be stored.
+        """
+        flat = flatten(state_dict, allow_pickle=self._allow_pickle)
+        with torch.no_grad():
+            tensors: list[Any] = [t.detach().to("cpu", copy=True) for t in flat.tensors]
+        for number, leaf in flat.shards.items():
+            parts = zip(leaf.sources, leaf.boxes, strict=True)
+            slices = [ShardedSlice(tensors[source], leaf.global_shape, box[0]) for source, box in parts]
+            tensors[number] = slices[0] if len(slices) == 1 else slices
+        objects = [decode_leaf(raw, lambda _, data: unpickle(data)) for raw in encode_leaves(flat)]
+        return unflatten(flat.tree, tensors, objects, marks=True)
+
+    def close(self) -> None:
+        """Nothing to free."""

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from asyncckpt.client.slot import LentSlot, what_is_saved
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import SlotTimeoutError, StagingError
 from asyncckpt.failpoints import reach
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.streaming import Counters, StreamLayout
-from asyncckpt.staging.lent_slot import LentSlot, what_is_saved
 
 STREAMED_FROM_NBYTES = 128 << 20
 """Less than that is copied in about the time that the worker needs to begin."""

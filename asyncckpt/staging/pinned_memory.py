@@ -12,7 +12,7 @@ from asyncckpt.staging.device import SUCCESS, UNLOADING, Device
 PIECE_NBYTES = 256 << 20
 """Pinned by one call: the driver holds its lock meanwhile, and some refuse hundreds of GiB at once. Chosen, not
 measured. A multiple of every page size. No copy may cross from one piece into the next (CUDA driver API: a host range
-must be registered as a whole, or not at all), so `copy_cuda` cuts there."""
+must be registered as a whole, or not at all), so `device_copy` cuts there."""
 
 _log = logging.getLogger("asyncckpt")
 
