@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import asyncckpt
-from asyncckpt.cli.worker import status_of
+from asyncckpt.cli.worker_requests import status_of
 from asyncckpt.examples import train_gpt
 from asyncckpt.examples.train_gpt import say
 

@@ -1,9 +1,7 @@
-"""The command `asyncckpt`: one module a command, with `EXAMPLES`, `configure(parser)` and `run(args)`.
+"""The command `asyncckpt`: the list of commands, their parser, and `main`. The commands are in `cli/commands`.
 
-The module's docstring is what `--help` says of the command; `configure` adds its arguments; those that print data
-have --json too. `run` returns the exit code: 0 ok, 1 failed, 2 usage, 3 corrupt or incomplete, 4 not found, 5 worker
-unreachable. The module is imported when the command is called, and none imports torch at the top: the quick commands
-answer at once.
+A command's module is imported when it is called, so that the quick ones answer at once. Exit codes: 0 ok, 1 failed,
+2 usage, 3 corrupt or incomplete, 4 not found, 5 worker unreachable.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ COMMANDS = {
     "doctor": "check this machine and a directory before a run",
     "worker": "start the worker, ask for its status, drain it or stop it",
 }
-"""Name and help text; the module `asyncckpt.cli.NAME` has the rest."""
+"""Name and help text; the module `asyncckpt.cli.commands.NAME` has the rest."""
 
 
 NO_DATA = ("demo", "run", "worker")
@@ -65,7 +63,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def module_of(name: str) -> ModuleType:
     """Return the module of a command."""
-    return importlib.import_module(f"{__name__}.{name}")
+    return importlib.import_module(f"{__name__}.commands.{name}")
 
 
 def parser(only: str | None = None) -> argparse.ArgumentParser:

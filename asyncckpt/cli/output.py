@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, arguments, tables and JSON."""
+"""What the commands share: exit codes, arguments, tables and JSON; the table of `gc` and `prune`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
     WorkerUnavailableError,
 )
+from asyncckpt.quantities import human
 from asyncckpt.storage.files import Files
 
 EXIT_OK = 0
@@ -58,6 +59,11 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keys", metavar="FQN", action="append", help="only this name, or what is below it; repeat for more"
     )
+
+
+def add_delete(parser: argparse.ArgumentParser) -> None:
+    """Add --delete, of commands that list what may go."""
+    parser.add_argument("--delete", action="store_true", help="remove it; without this nothing is changed")
 
 
 def existing_root(given: str, files: Files) -> str:
@@ -162,3 +168,43 @@ def columns(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
 
 def _cell(value: Any) -> str:
     return "-" if value is None else shown(str(value)).replace("\n", "\\n")
+
+
+def action_of(args: argparse.Namespace, *, stays: bool, failed: bool) -> str:
+    """Return in a word what became of something that was found."""
+    return "failed" if failed else "kept" if stays else "removed" if args.delete else "would go"
+
+
+def print_removals(
+    args: argparse.Namespace,
+    facts: dict[str, Any],
+    columns: Sequence[tuple[str, Sequence[Any]]],
+    summary: str,
+    nothing: str,
+) -> int:
+    """Print what was found, and return the exit code: 1 when something could not be removed.
+
+    Args:
+        args: Of the command.
+        facts: What --json prints; `found` has a row for each, with `path`, `action`, `why`, `error` and `nbytes`.
+        columns: Heading and cells of what the table has between action and path.
+        summary: Printed below it.
+        nothing: Printed instead where nothing was found.
+    """
+    rows = facts["found"]
+    cells = [
+        [row["action"], *between, noted(row["path"], row["error"] or row["why"] or _origin(row))]
+        for row, *between in zip(rows, *(column for _, column in columns), strict=True)
+    ]
+    print_rows(args, facts, ("ACTION", *(heading for heading, _ in columns), "PATH"), cells, nothing)
+    if rows and not args.json:
+        worker = facts["worker"]
+        asked = f"the worker at {worker} was asked what is under way" if worker else "no worker answers here"
+        say(f"{asked}; {summary}")
+        if would := sum(row["nbytes"] for row in rows if row["action"] == "would go"):
+            say(f"nothing was changed: --delete removes {human(would)}")
+    return EXIT_FAILED if any(row["error"] for row in rows) else EXIT_OK
+
+
+def _origin(row: dict[str, Any]) -> str:
+    return "left behind by a rollback" if row.get("abandoned_branch") else ""

@@ -101,7 +101,7 @@ def test_gc_asks_the_worker_what_is_under_way(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"path": str(root / "attempt"), "phase": "open"}, {"path": str(root / "good"), "phase": "committed"}]
-    monkeypatch.setattr("asyncckpt.cli.removals.status_of", lambda endpoint: {"saves": rows})
+    monkeypatch.setattr("asyncckpt.cli.worker_requests.status_of", lambda endpoint: {"saves": rows})
     code, found = run_json(capsys, "gc", root, "--delete")
     assert (code, found["found"][0]["action"]) == (0, "kept") and "worker" in found["found"][0]["why"]
     rows[0]["phase"] = "failed"
@@ -133,7 +133,7 @@ def test_gc_says_by_exit_code_1_what_could_not_be_removed(
 ) -> None:
     from storage_samples import failing
 
-    monkeypatch.setattr("asyncckpt.cli.gc.Files", lambda: failing("link", 5))
+    monkeypatch.setattr("asyncckpt.cli.commands.gc.Files", lambda: failing("link", 5))
     code, found = run_json(capsys, "gc", root, "--delete")
     assert code == 1 and found["found"][0]["action"] == "failed" and found["found"][0]["removed"] == []
 

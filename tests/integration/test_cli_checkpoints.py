@@ -18,6 +18,7 @@ from storage_samples import failing
 
 import asyncckpt
 from asyncckpt import SyncCheckpointer, cli
+from asyncckpt.cli.worker_requests import status_of
 from asyncckpt.format.layout import PAGE_NBYTES
 
 STATE = {"model": {"w": torch.arange(200_000.0), "b": torch.ones(3)}, "step": 7, "name": "grüße", "tied": [1, None]}
@@ -98,7 +99,7 @@ def test_ls_of_nothing(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str
 def test_ls_of_a_directory_that_cannot_be_read_is_exit_code_1(
     root: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncckpt.cli.ls.Files", lambda: failing("listdir", errno.EACCES))
+    monkeypatch.setattr("asyncckpt.cli.commands.ls.Files", lambda: failing("listdir", errno.EACCES))
     code, out, err = run(capsys, "ls", root)
     assert (code, out) == (1, "")
     assert os.strerror(errno.EACCES) in err
@@ -269,13 +270,13 @@ def test_a_newer_version_is_unsupported_and_not_corrupt_for_every_command(
 def test_a_refusal_by_the_file_system_is_unreadable_and_not_corrupt(
     root: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, at: str, number: int
 ) -> None:
-    monkeypatch.setattr("asyncckpt.cli.verify.Files", lambda: failing("open", number, at=at))
+    monkeypatch.setattr("asyncckpt.cli.commands.verify.Files", lambda: failing("open", number, at=at))
     code, rows = run_json(capsys, "verify", root / "b")
     assert (code, rows[0]["state"]) == (1, "unreadable")
     assert os.strerror(number) in rows[0]["faults"][0]["message"]
     code, out, _ = run(capsys, "verify", root / "b")
     assert (code, out.splitlines()[0]) == (1, f"{root / 'b'}: UNREADABLE")
-    monkeypatch.setattr("asyncckpt.cli.inspect.Files", lambda: failing("open", number, at=at))
+    monkeypatch.setattr("asyncckpt.cli.commands.inspect.Files", lambda: failing("open", number, at=at))
     if at != ".safetensors":
         code, _, err = run(capsys, "inspect", root / "b")
         assert code == 1
@@ -285,7 +286,7 @@ def test_a_refusal_by_the_file_system_is_unreadable_and_not_corrupt(
 def test_verify_of_a_directory_that_cannot_be_listed_is_no_fault(
     root: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncckpt.cli.verify.Files", lambda: failing("listdir", errno.EACCES))
+    monkeypatch.setattr("asyncckpt.cli.commands.verify.Files", lambda: failing("listdir", errno.EACCES))
     code, rows = run_json(capsys, "verify", root / "b")
     assert (code, rows[0]["state"], rows[0]["other_files"]) == (0, "ok", None)
 
@@ -345,7 +346,7 @@ def test_worker_that_cannot_be_reached_is_exit_code_5(
 def test_worker_that_does_not_answer_is_exit_code_5(
     endpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncckpt.cli.worker.ANSWER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(status_of, "__defaults__", (0.3,))  # timeout_s
     with running(endpoint) as worker, worker.frozen():
         code, _, err = run(capsys, "worker", "status", "--endpoint", endpoint)
     assert code == 5

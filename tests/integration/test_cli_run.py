@@ -307,8 +307,8 @@ def test_a_second_signal_ends_a_drain_that_takes_long(environment: dict[str, str
 def test_a_worker_that_a_trainer_has_started_in_the_place_of_a_dead_one_is_drained_too(
     environment: dict[str, str], endpoint: str, tmp_path: pathlib.Path
 ) -> None:
-    patient = "import sys, asyncckpt.cli.run as run; run.RESTART_DELAYS_S = (60.0,); from asyncckpt.cli import main; "
-    patient += "sys.exit(main())"
+    patient = "import sys, asyncckpt.cli.commands.run as run; run.RESTART_DELAYS_S = (60.0,); "
+    patient += "from asyncckpt.cli import main; sys.exit(main())"
     another = shlex.join([sys.executable, "-m", "asyncckpt_worker", "--endpoint", endpoint, "--detach"])
     save = shlex.join([sys.executable, "-c", SAVES, str(tmp_path / "a"), "1", str(200 << 20)])
     script = f"kill -9 $(cat {tmp_path}/pid); {another} && {save}"

@@ -69,7 +69,7 @@ def test_a_terminal_is_left_as_it_was_and_ctrl_c_ends_it(program: str, terminal:
 
 UNDER_WAY = """
 import argparse, os, random, signal, threading, time
-from asyncckpt.cli import top
+from asyncckpt.cli.commands import top
 
 def interrupt(after_s):
     time.sleep(after_s)

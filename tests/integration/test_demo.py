@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncckpt.cli import demo
-from asyncckpt.cli.demo import Crash, DemoFailedError
+from asyncckpt.cli.commands import demo
+from asyncckpt.cli.commands.demo import Crash, DemoFailedError
 from asyncckpt.protocol.identity import start_ticks
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -21,7 +21,7 @@ PROGRAM = """
 import contextlib, json, os, resource, sys
 import torch
 import asyncckpt
-import asyncckpt.cli.worker as commands
+from asyncckpt.cli.worker_requests import status_of
 from asyncckpt import AsyncCheckpointer, CheckpointManager, errors
 
 torch.set_num_threads(1)  # its other threads do not live in a fork
@@ -38,7 +38,7 @@ with AsyncCheckpointer() as warm:
     warm.save(many, f"{root}/many/1").written.result(100)
 for name in ("small", "large", "many"):
     asyncckpt.load(f"{root}/{name}/1"), asyncckpt.restore_latest(f"{root}/{name}"), asyncckpt.held_snapshots(root)
-commands.status_of(endpoint)
+status_of(endpoint)
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def held(n):
 
 def status(n):
     with few(n):
-        assert commands.status_of(endpoint)["pid"]
+        assert status_of(endpoint)["pid"]
 
 def named(n):
     with few(n):

@@ -18,7 +18,7 @@ RANK = """
 import os, signal, sys, time
 import torch
 import asyncckpt
-from asyncckpt.cli.worker import status_of
+from asyncckpt.cli.worker_requests import status_of
 
 root, rank, restart = sys.argv[1], int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 with asyncckpt.AsyncCheckpointer(rank_info=asyncckpt.RankInfo(0, 1)) as checkpointer:

@@ -14,7 +14,7 @@ from real_worker import running
 from test_errors_session import FakeWorker, Trainer
 from torch_free_client import Client, Snapshot
 
-from asyncckpt.cli.worker import status_of
+from asyncckpt.cli.worker_requests import status_of
 from asyncckpt.client import launcher
 from asyncckpt.errors import AsyncCkptError, EndpointError
 from asyncckpt.protocol import messages as m

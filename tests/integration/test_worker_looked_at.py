@@ -25,6 +25,7 @@ import torch
 from real_worker import DEADLINE_S, RealWorker, running, wait_until, written
 
 from asyncckpt import AsyncCheckpointer, cli
+from asyncckpt.cli.commands.top import ANSWER_WITHIN_S, ASK_EVERY_S
 from asyncckpt.client.slot_stream import SlotStream
 from asyncckpt.maintenance.event_log import EVENTS_NAME, read_events
 from asyncckpt.staging import cpu_copy, memcopy
@@ -333,7 +334,7 @@ def test_top_says_in_words_what_it_waits_for_and_what_is_stale(endpoint: str) ->
 
 
 def test_what_is_stale_is_marked_within_three_seconds() -> None:
-    assert cli.top.ASK_EVERY_S + cli.top.ANSWER_WITHIN_S < 3
+    assert ASK_EVERY_S + ANSWER_WITHIN_S < 3
 
 
 def test_the_events_tell_of_each_save_from_both_sides(seen: tuple[RealWorker, pathlib.Path]) -> None:

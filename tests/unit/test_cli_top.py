@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from asyncckpt.cli import main, top
+from asyncckpt.cli import main
+from asyncckpt.cli.commands import top
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-1", "1e10", "soon", ""])

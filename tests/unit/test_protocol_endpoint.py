@@ -166,7 +166,7 @@ OTHER_USER = """
 import os, shutil, sys, time  # what argparse imports late too: it may lie where only root can read
 
 from asyncckpt.client import launcher
-from asyncckpt.cli.worker import status_of
+from asyncckpt.cli.worker_requests import status_of
 from asyncckpt.protocol.endpoint import make_directory
 from asyncckpt.recall.snapshots import endpoint_of
 from asyncckpt_worker import cli, inheritance

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncckpt import __version__
-from asyncckpt.cli.output import existing_root, some_path
-from asyncckpt.cli.removals import action_of, add_removal, busy_paths, print_removals
+from asyncckpt.cli.output import action_of, add_delete, existing_root, print_removals, some_path
+from asyncckpt.cli.worker_requests import add_endpoint, busy_paths
 from asyncckpt.errors import ConfigError
 from asyncckpt.maintenance.pins import pinned_in
 from asyncckpt.maintenance.policy import BEST_MODES, RetentionPolicy
@@ -48,7 +48,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--best", metavar="METRIC", help="the one that is best by this metric of its save stays")
     parser.add_argument("--best-mode", choices=BEST_MODES, default="min", help="(default: %(default)s)")
-    add_removal(parser)
+    add_delete(parser)
+    add_endpoint(parser)
 
 
 def run(args: argparse.Namespace) -> int:

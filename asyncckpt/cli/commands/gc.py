@@ -13,8 +13,8 @@ import time
 from typing import Any
 
 from asyncckpt import __version__
-from asyncckpt.cli.output import add_root, existing_root, nothing_in
-from asyncckpt.cli.removals import action_of, add_removal, busy_paths, print_removals
+from asyncckpt.cli.output import action_of, add_delete, add_root, existing_root, nothing_in, print_removals
+from asyncckpt.cli.worker_requests import add_endpoint, busy_paths
 from asyncckpt.doctor.directory import PROBES
 from asyncckpt.interop.publish import CONVERSIONS
 from asyncckpt.maintenance.gc import Collected, Garbage, Rules, collect, garbage_in, remove_temporary, temporaries_in
@@ -33,7 +33,8 @@ DEFAULT_AGE = "24h"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_root(parser)
-    add_removal(parser)
+    add_delete(parser)
+    add_endpoint(parser)
     parser.add_argument(
         "--older-than",
         type=parse_seconds,

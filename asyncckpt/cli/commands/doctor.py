@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from asyncckpt import __version__
 from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, say, some_path
-from asyncckpt.cli.worker import status_of
+from asyncckpt.cli.worker_requests import status_of
 from asyncckpt.doctor.directory import directory_checks
 from asyncckpt.doctor.findings import FAIL, WARN, Check, Finding, fail, findings_of, ok, warn
 from asyncckpt.doctor.machine import machine_checks

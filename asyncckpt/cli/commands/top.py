@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from asyncckpt.cli.output import EXIT_OK, can_redraw, columns, print_json, say, shown
-from asyncckpt.cli.worker import add_endpoint, status_of
+from asyncckpt.cli.worker_requests import add_endpoint, status_of
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol.save_phases import WRITING
 from asyncckpt.quantities import human, human_s, parse_seconds

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 import time
@@ -11,15 +10,14 @@ from typing import Any
 
 from asyncckpt.cli import add_json, describe
 from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table, say
+from asyncckpt.cli.worker_requests import add_endpoint, status_of, tell_to_drain
 from asyncckpt.client import launcher
 from asyncckpt.config import endpoint_from_environment
 from asyncckpt.errors import WorkerUnavailableError
-from asyncckpt.protocol import messages
 from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt.protocol.identity import is_gone, start_ticks
 from asyncckpt.protocol.options import add_options, to_arguments
 from asyncckpt.quantities import human, parse_seconds
-from asyncckpt.recall.conversation import RequestChannel
 from asyncckpt.recall.snapshots import endpoint_of
 
 EXAMPLES = (
@@ -37,7 +35,6 @@ _ACTIONS = (
     ("stop", "let it exit without finishing what was submitted", ("asyncckpt worker stop",)),
 )
 _TABLES = ("sessions", "ranks", "runs", "slots", "kept", "saves")
-ANSWER_TIMEOUT_S = 5.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -82,34 +79,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         say(f"worker {report['pid']} " + ("has exited" if gone else f"still runs after {args.timeout_s:g} s"))
     return EXIT_OK if gone else EXIT_FAILED
-
-
-def add_endpoint(parser: argparse.ArgumentParser) -> None:
-    """Add --endpoint, of commands that ask a worker."""
-    parser.add_argument(
-        "--endpoint", help="the worker's, ipc://... (default: $ASYNCCKPT_ENDPOINT, else this user's default)"
-    )
-
-
-def status_of(endpoint: str, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
-    """Return the report of the worker at `endpoint`.
-
-    Raises:
-        WorkerUnavailableError: Nobody answers within `timeout_s`.
-        AsyncCkptError: The worker refused, or somebody else may be listening there.
-    """
-    with contextlib.closing(RequestChannel(endpoint, timeout_s)) as channel:
-        return dict(channel.call(lambda n: messages.Status(id=n), messages.StatusReport).report)
-
-
-def tell_to_drain(endpoint: str, timeout_s: float = ANSWER_TIMEOUT_S, *, now: bool) -> None:
-    """Let the worker at `endpoint` finish what was submitted, then exit; `now`: exit without.
-
-    Raises:
-        AsyncCkptError: As `status_of`.
-    """
-    with contextlib.closing(RequestChannel(endpoint, timeout_s)) as channel:
-        channel.call(lambda n: messages.Drain(id=n, now=now), messages.Ok)
 
 
 def _others(endpoint: str) -> str:

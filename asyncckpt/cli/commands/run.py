@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncckpt.cli.output import EXIT_SIGNAL, EXIT_UNREACHABLE, EXIT_USAGE, say
-from asyncckpt.cli.worker import status_of, tell_to_drain
+from asyncckpt.cli.worker_requests import status_of, tell_to_drain
 from asyncckpt.client import launcher
 from asyncckpt.config import ENDPOINT_VARIABLE, EVENTS_VARIABLE
 from asyncckpt.errors import AsyncCkptError
