@@ -88,27 +88,27 @@ def in_turn(ways: Iterable[Any], number: int) -> list[Any]:
     return found[first:] + found[:first]
 
 
-def compared(columns: Mapping[str, Row], shows: Mapping[str, str]) -> list[str]:
-    """Return a table: median and minimum of each figure in each result, and ratios of the last result to the others.
+def table(columns: Mapping[str, Row], shown: Iterable[str]) -> list[str]:
+    """Return lines of text: each figure in each result, and ratios of the last result to the others.
 
     A ratio is of the medians of one round; the table has its median and quartiles over all rounds.
     """
     *others, last = columns
-    lines = [f"{'median (minimum)':56s}" + "".join(f"{name[:22]:>24s}" for name in columns)]
-    for label, figure in shows.items():
+    lines = [f"{'median (quartiles)':60s}" + "".join(f"{name[:32]:>34s}" for name in columns)]
+    for figure in shown:
         found = {name: matches(result, figure) for name, result in columns.items()}
         for match in found[last]:
-            cells = [
-                f"{statistics.median(v[match]):.4g} ({min(v[match]):.4g})" if match in v else "none"
-                for v in found.values()
-            ]
-            lines.append(f"{label + (f', {match}' if match else ''):56s}" + "".join(f"{cell:>24s}" for cell in cells))
+            cells = [_spread(v[match], ".4g") if match in v else "none" for v in found.values()]
+            lines.append(f"{figure.replace('*', match):60s}" + "".join(f"{cell:>34s}" for cell in cells))
             for name in others:
-                ratios = _by_round(columns[last], columns[name], figure, match)
-                if ratios:
-                    low, middle, high = quartiles(ratios)
-                    lines.append(f"{'':20s}{last[:30]} / {name[:30]}: {middle:.3f} ({low:.3f} to {high:.3f})")
+                if ratios := _by_round(columns[last], columns[name], figure, match):
+                    lines.append(f"{'':20s}{last[:30]} / {name[:30]}: {_spread(ratios, '.3f')}")
     return lines
+
+
+def _spread(numbers: Sequence[float], form: str) -> str:
+    low, middle, high = quartiles(numbers)
+    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
 
 
 def _by_round(over: Row, under: Row, figure: str, match: str) -> list[float]:

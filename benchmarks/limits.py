@@ -8,10 +8,8 @@ own memory. Only the standard library is used, so that the limits are the same w
 from __future__ import annotations
 
 import ctypes
-import itertools
 import mmap
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,46 +18,26 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, processes
-from benchmarks.runner import Context
-
-Choice = tuple[int, int]
-"""Bytes of a block, and threads."""
 
 MIB = 1 << 20
-THREADS = (1, 2, 4)
-BLOCKS_NBYTES = (4 * MIB, 16 * MIB, 64 * MIB)
-CHOICES: tuple[Choice, ...] = tuple(itertools.product(BLOCKS_NBYTES, THREADS))
-KINDS = ("writes", "reads_fresh", "reads_again")
-CANDIDATES, SAMPLES = 3, 3
-CHOSEN_WITH_NBYTES = 256 * MIB
-"""More bytes lead to the same choices, and take long to remove."""
+CHOICES = ((4 * MIB, 1), (4 * MIB, 2), (16 * MIB, 2), (16 * MIB, 4), (64 * MIB, 4))
+"""Bytes of a block, and threads. A limit is the best of these in its round; each was the best on some machine."""
 
+COPY_THREADS = (1, 2, 4)
+BUFFER_NBYTES = max(block * threads for block, threads in CHOICES)
 DEADLINE_S = 300.0
 
 
-class Memory:
-    """Memory whose pages are allocated, private or, as the memory of a worker is, shared.
+def memory(nbytes: int, *, shared: bool = False) -> mmap.mmap:
+    """Return memory whose pages are allocated, private or, as the memory of a worker is, shared; in whole pages."""
+    kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+    found = mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, kind | mmap.MAP_ANONYMOUS)
+    ctypes.memset(_address(found), 1, len(found))
+    return found
 
-    Args:
-        nbytes: How many; rounded up to pages.
-        shared: Backed by a memfd.
-    """
 
-    def __init__(self, nbytes: int, *, shared: bool = False) -> None:
-        self.nbytes = -(-nbytes // 4096) * 4096
-        fd = os.memfd_create("benchmark") if shared else -1
-        if shared:
-            os.ftruncate(fd, self.nbytes)
-        kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._map = mmap.mmap(fd, self.nbytes, kind | getattr(mmap, "MAP_POPULATE", 0x8000))
-        if shared:
-            os.close(fd)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        ctypes.memset(self.address, 1, self.nbytes)
-
-    def view(self) -> memoryview:
-        """Return its bytes."""
-        return memoryview(self._map)
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def parallel(threads: int, work: Callable[[int, int], Any], nbytes: int, block: int) -> float:
@@ -71,8 +49,7 @@ def parallel(threads: int, work: Callable[[int, int], Any], nbytes: int, block: 
 
     began = time.perf_counter()
     with ThreadPoolExecutor(threads) as pool:
-        for helper in [pool.submit(run, number) for number in range(threads)]:
-            helper.result()  # raises its error: a thread that stopped early would look fast
+        list(pool.map(run, range(threads)))  # raises an error of `work`: a thread that stopped early would look fast
     return time.perf_counter() - began
 
 
@@ -86,32 +63,32 @@ def direct(path: Path, flags: int) -> Iterator[int]:
         os.close(fd)
 
 
-def write_s(path: Path, memory: memoryview, block: int, threads: int) -> float:
-    """Return the seconds to write `memory` to a file that is not there, by O_DIRECT, and fdatasync it."""
-    began = time.perf_counter()
+def write_s(path: Path, source: mmap.mmap, block: int, threads: int) -> float:
+    """Return the seconds to write memory to a file that is not there, by O_DIRECT, and fdatasync it."""
+    began, view = time.perf_counter(), memoryview(source)
     with direct(path, os.O_CREAT | os.O_WRONLY) as fd:
 
         def put(_: int, offset: int) -> None:
-            piece = memory[offset : offset + block]
+            piece = view[offset : offset + block]
             assert os.pwrite(fd, piece, offset) == len(piece)
 
-        parallel(threads, put, len(memory), block)
+        parallel(threads, put, len(view), block)
         os.fdatasync(fd)
     return time.perf_counter() - began
 
 
-def read_s(path: Path, memory: memoryview, block: int, threads: int, into: Path | None = None) -> float:
-    """Return the seconds to read a file's whole pages by O_DIRECT into `threads` buffers of `block` bytes.
+def read_s(path: Path, buffer: mmap.mmap, block: int, threads: int, into: Path | None = None) -> float:
+    """Return the seconds to read a file's whole pages by O_DIRECT into `threads` pieces of a buffer.
 
     With `into`, each block is written there meanwhile, by O_DIRECT, and the copy is fdatasynced.
     """
-    began, nbytes = time.perf_counter(), path.stat().st_size // 4096 * 4096
+    began, view, nbytes = time.perf_counter(), memoryview(buffer), path.stat().st_size // 4096 * 4096
     with ExitStack() as opened:
         fd = opened.enter_context(direct(path, os.O_RDONLY))
         copy = opened.enter_context(direct(into, os.O_CREAT | os.O_WRONLY)) if into else None
 
         def move(number: int, offset: int) -> None:
-            piece = memory[number * block : number * block + min(block, nbytes - offset)]
+            piece = view[number * block : number * block + min(block, nbytes - offset)]
             assert os.preadv(fd, [piece], offset) == len(piece)
             assert copy is None or os.pwrite(copy, piece, offset) == len(piece)
 
@@ -121,85 +98,34 @@ def read_s(path: Path, memory: memoryview, block: int, threads: int, into: Path 
     return time.perf_counter() - began
 
 
-def copy_s(target: int, source: int, nbytes: int) -> float:
-    """Return the fewest seconds to copy between addresses, with one thread or more."""
+def copy_s(target: mmap.mmap, source: mmap.mmap) -> float:
+    """Return the fewest seconds to copy between memories of one size, with one thread or more."""
+    to, of, nbytes = _address(target), _address(source), len(source)
 
     def move(_: int, at: int) -> None:
-        ctypes.memmove(target + at, source + at, min(4 * MIB, nbytes - at))
+        ctypes.memmove(to + at, of + at, min(4 * MIB, nbytes - at))
 
-    return min(parallel(threads, move, nbytes, 4 * MIB) for threads in THREADS)
-
-
-class Limits:
-    """Finds the best block sizes and thread counts once, then measures the limits again in every round.
-
-    A round's limit is the best of `CANDIDATES` choices: a single one may have been lucky when it was chosen.
-
-    Args:
-        directory: Where to write; nothing is left there.
-        nbytes: As much as the state that is compared with the limits.
-        best: The choices of an earlier round; they are not searched again.
-
-    Attributes:
-        best: The fastest choices of each of `KINDS`.
-    """
-
-    def __init__(self, directory: Path, nbytes: int, best: dict[str, list[Any]] | None = None) -> None:
-        self._directory = directory
-        self._shared, self._source = Memory(nbytes, shared=True), Memory(nbytes)
-        self.nbytes = self._source.nbytes
-        self.buffer = Memory(max(BLOCKS_NBYTES) * max(THREADS))
-        self.best = best or self._choose()
-
-    def _choose(self) -> dict[str, list[Any]]:
-        """Return the `CANDIDATES` fastest choices of each of `KINDS`, by the medians of `SAMPLES` tries.
-
-        Each try writes a new file, which is then read twice, by another choice.
-        """
-        tried: dict[str, dict[Choice, list[float]]] = {kind: {choice: [] for choice in CHOICES} for kind in KINDS}
-        machine.until_discarded(self._directory)
-        for sample in range(SAMPLES):
-            for number, choice in enumerate(CHOICES):
-                file = self._directory / f"choice-{sample}-{number}.bin"
-                tried["writes"][choice].append(write_s(file, self._source.view()[:CHOSEN_WITH_NBYTES], *choice))
-                reading = CHOICES[(number + sample + 1) % len(CHOICES)]
-                for kind in ("reads_fresh", "reads_again"):
-                    tried[kind][reading].append(read_s(file, self.buffer.view(), *reading))
-        for file in self._directory.glob("choice-*.bin"):
-            file.unlink()
-        machine.until_discarded(self._directory)
-        medians = {kind: {c: statistics.median(s) for c, s in tries.items()} for kind, tries in tried.items()}
-        return {kind: sorted(CHOICES, key=medians[kind].__getitem__)[:CANDIDATES] for kind in KINDS}
-
-    def measure(self) -> dict[str, float]:
-        """Return the fewest seconds for a write, both kinds of reads and a copy of `nbytes`, over the candidates."""
-        path, into = self._directory / "limit.bin", self.buffer.view()
-        tried: dict[str, list[float]] = {"write_s": [], "read_fresh_s": [], "read_again_s": []}
-        machine.until_discarded(self._directory)
-        for write, fresh, again in zip(*(self.best[kind] for kind in KINDS), strict=True):
-            tried["write_s"].append(write_s(path, self._source.view(), *write))
-            tried["read_fresh_s"].append(read_s(path, into, *fresh))
-            tried["read_again_s"].append(read_s(path, into, *again))
-            machine.remove(path)
-        return {name: min(seconds) for name, seconds in tried.items()} | {"copy_s": self.copy_s()}
-
-    def copy_s(self) -> float:
-        """Return the fewest seconds for a copy of `nbytes` into warm shared memory."""
-        return copy_s(self._shared.address, self._source.address, self.nbytes)
+    return min(parallel(threads, move, nbytes, 4 * MIB) for threads in COPY_THREADS)
 
 
-def limits_apart(directory: str, nbytes: int, best: dict[str, list[Any]] | None) -> tuple[dict[str, float], Any]:
-    """Return the limits and the best choices; for a process of its own, which gives its memory back."""
-    found = Limits(Path(directory), nbytes, best)
-    return found.measure(), found.best
+def measure(directory: str, nbytes: int) -> dict[str, float]:
+    """Return the fewest seconds for a write, both kinds of reads and a copy of `nbytes`; leaves nothing behind."""
+    source, buffer, path = memory(nbytes), memory(BUFFER_NBYTES), Path(directory, "limit.bin")
+    tried: dict[str, list[float]] = {"write_s": [], "read_fresh_s": [], "read_again_s": []}
+    machine.until_discarded(path.parent)
+    for n, choice in enumerate(CHOICES):
+        tried["write_s"].append(write_s(path, source, *choice))
+        tried["read_fresh_s"].append(read_s(path, buffer, *choice))
+        tried["read_again_s"].append(read_s(path, buffer, *CHOICES[n - 1]))
+        machine.remove(path)
+    found = {name: min(seconds) for name, seconds in tried.items()}
+    return found | {"copy_s": copy_s(memory(nbytes, shared=True), source)}
 
 
-def measure_apart(context: Context, nbytes: int) -> dict[str, float]:
-    """Return the machine's limits for so many bytes, measured in another process.
+def measure_apart(directory: Path, nbytes: int) -> dict[str, float]:
+    """Do what `measure` does in a process of its own, which gives its memory back.
 
     Raises:
         processes.ProcessError: They cannot be measured.
     """
-    given = (str(context.directory), nbytes, context.facts.get("best"))
-    found, context.facts["best"] = processes.call(limits_apart, *given, deadline_s=DEADLINE_S)
-    return dict(found)
+    return dict(processes.call(measure, str(directory), nbytes, deadline_s=DEADLINE_S))

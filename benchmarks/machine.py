@@ -17,10 +17,9 @@ from typing import Any
 
 import psutil
 
-IDLE_SHARE = 0.10
-"""A machine counts as idle if less of its CPU time is in use."""
+IDLE_SHARE, OVER_S = 0.10, 2.0
+"""A machine counts as idle if less of its CPU time was in use over the last seconds."""
 
-OVER_S = 2.0
 DISCARDED_S, DISCARD_WAIT_S = 0.3, 5.0
 """A disk has finished discarding if its counters have not changed for 0.3 s; it is waited for 5 s at most."""
 
@@ -66,18 +65,18 @@ def now() -> str:
 # ---- is it idle? -----------------------------------------------------------------------------------------------------
 
 
-def until_idle(wait_s: float, over_s: float = OVER_S) -> dict[str, float]:
+def until_idle(wait_s: float) -> dict[str, float]:
     """Wait until the CPUs are idle; return `busy_before`, the share in use at the end, and `idle_wait_s`.
 
-    The share is measured over the last `over_s` seconds (the load average covers minutes). Time that a hypervisor took
-    away counts as busy, waiting for a disk does not.
+    The share is measured over the last `OVER_S` seconds (the load average covers minutes), and over less if that is
+    longer than `wait_s`. Time that a hypervisor took away counts as busy, waiting for a disk does not.
 
     Blocks:
-        For at most `wait_s` plus `over_s`.
+        For at most `wait_s` plus `OVER_S`.
     """
     began = time.monotonic()
     while True:
-        share = psutil.cpu_percent(over_s) / 100
+        share = psutil.cpu_percent(min(OVER_S, wait_s + 0.1)) / 100
         waited_s = time.monotonic() - began
         if share < IDLE_SHARE or waited_s > wait_s:
             return {"busy_before": share, "idle_wait_s": waited_s}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
+import pkgutil
 import resource
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -45,7 +44,7 @@ def call(
     Whatever the processes have started is killed afterwards.
 
     Args:
-        function: A function of a module; arguments and result are passed as JSON.
+        function: A function of a module; arguments (paths as texts) and result are passed as JSON.
         arguments: Its arguments.
         deadline_s: For all of it.
         ranks: How many processes, with the environment that torchrun sets and one thread each; 0: one, without that.
@@ -64,32 +63,30 @@ def call(
     if ranks:
         env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    place = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-call-"))
-    (place / "arguments").write_text(json.dumps(arguments))
     name = f"{function.__module__}:{function.__qualname__}"
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.processes", name, str(place)]
     processes: list[subprocess.Popen[bytes]] = []
-    try:
-        with (place / "log").open("wb") as log:
-            for rank in range(max(1, ranks)):
-                of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
-                started = subprocess.Popen(
-                    command, stdout=log, stderr=log, start_new_session=True, env=env | of_rank, cwd=cwd
-                )
-                processes.append(started)
-        late = not _ended(processes, time.monotonic() + deadline_s)
-        if echo:
-            sys.stderr.write((place / "log").read_text(errors="replace"))
-        code = next((process.returncode for process in processes if process.returncode), 0)
-        return _outcome(place, code, deadline_s if late else None)
-    finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(KILL_S)
-        if own_worker:
-            machine.stop_worker(env=env, cwd=cwd)
-        shutil.rmtree(place, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="asyncckpt-bench-call-", ignore_cleanup_errors=True) as directory:
+        place = Path(directory)
+        (place / "arguments").write_text(json.dumps(arguments, default=str))
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.processes", name, directory]
+        try:
+            with (place / "log").open("wb") as log:
+                how: dict[str, Any] = {"stdout": log, "stderr": log, "start_new_session": True, "cwd": cwd}
+                for rank in range(max(1, ranks)):
+                    of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
+                    processes.append(subprocess.Popen(command, env=env | of_rank, **how))
+            late = not _ended(processes, time.monotonic() + deadline_s)
+            if echo:
+                sys.stderr.write((place / "log").read_text(errors="replace"))
+            code = next((process.returncode for process in processes if process.returncode), 0)
+            return _outcome(place, f"not ended after {deadline_s:.0f} s" if late else f"ended with {code}")
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait(KILL_S)
+            if own_worker:
+                machine.stop_worker(env=env, cwd=cwd)
 
 
 def _ended(processes: list[subprocess.Popen[bytes]], deadline: float) -> bool:
@@ -102,21 +99,14 @@ def _ended(processes: list[subprocess.Popen[bytes]], deadline: float) -> bool:
     return False
 
 
-def _outcome(place: Path, code: int, late_s: float | None) -> Any:
-    """Return the function's result.
-
-    Args:
-        place: Where its process put the result, the error and what it printed.
-        code: The exit code of the first process that failed.
-        late_s: The deadline, if it has passed.
-    """
+def _outcome(place: Path, without: str) -> Any:
+    """Return the function's result; `without` says why there is none if the process has left no error."""
     if (place / "result").exists():
         return json.loads((place / "result").read_text())
     if (place / "error").exists():
         raise ProcessError((place / "error").read_text())
     lines = [line.strip() for line in (place / "log").read_text(errors="replace").splitlines() if line.strip()]
-    last = f": {lines[-1][:200]}" if lines else ""
-    raise ProcessError(f"not ended after {late_s:.0f} s{last}" if late_s is not None else f"ended with {code}{last}")
+    raise ProcessError(": ".join([without, *(line[:200] for line in lines[-1:])]))
 
 
 def _free_port() -> int:
@@ -126,11 +116,11 @@ def _free_port() -> int:
 
 def main() -> None:
     """Call the function that the command names, and leave its result for `call`."""
-    (module, _, function), place = sys.argv[1].partition(":"), Path(sys.argv[2])
+    function, place = sys.argv[1], Path(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     first, code = os.environ.get("RANK", "0") == "0", 0
     try:
-        found = getattr(importlib.import_module(module), function)(*json.loads((place / "arguments").read_text()))
+        found = pkgutil.resolve_name(function)(*json.loads((place / "arguments").read_text()))
         name, text = "result", json.dumps(found)
     except BaseException as error:
         traceback.print_exc()

@@ -9,7 +9,6 @@ What has no result file stays as it is. Pictures need matplotlib (extra `report`
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,80 +33,58 @@ class Table(NamedTuple):
     Attributes:
         file: The result file, without its suffix.
         columns: Head -> figure (see `benchmarks.figures`), in seconds. Without `*`, each figure is a row.
-        corner: The head of the first column.
+        corner: The head of the first column; begins with "ms" if the table is in milliseconds.
         only: The matches that are rows; empty: all.
-        milli: In milliseconds.
     """
 
     file: str
     columns: Mapping[str, str]
     corner: str = "seconds"
     only: Sequence[str] = ()
-    milli: bool = False
-
-
-LATER = {"stall": "warm/stall_s", "lost": "warm/lost_s", "on disk": "warm/durable_s"}
-FIRST = {"lost, first save": "cold/lost_s", "on disk, first save": "cold/durable_s"}
-LOADS = {"load, cold": "loads/disk/cold_s", "load, warm": "loads/disk/warm_s", "from memory": "loads/memory/warm_s"}
-FRONT = ("asyncckpt", "asyncckpt, overlap", "dcp.save", "dcp.async_save, thread", "torch_checkpointing")
 
 
 def _of(path: str, columns: Mapping[str, str]) -> dict[str, str]:
-    return {head: f"{path}/*/{figure}" for head, figure in columns.items()}
+    return {head: f"{path}/{figure}" for head, figure in columns.items()}
 
 
-COMPARED = _of("contenders", {**LATER, **FIRST, "memory x state": "memory_over_state", **LOADS})
+LATER = {"stall": "warm/stall_s", "lost": "warm/lost_s", "on disk": "warm/durable_s"}
+SAVES = {**LATER, "lost, first save": "cold/lost_s", "on disk, first save": "cold/durable_s"}
+COLD = {"load, cold": "loads/disk/cold_s"}
+LOADS = {**COLD, "load, warm": "loads/disk/warm_s", "from memory": "loads/memory/warm_s"}
+FRONT = ("asyncckpt", "asyncckpt, overlap", "dcp.save", "dcp.async_save, thread", "torch_checkpointing")
+COMPARED = _of("contenders/*", {**SAVES, "memory x state": "memory_over_state", **LOADS})
 LIMITS = {
     "O_DIRECT write": "limits/write_s",
     "first read": "limits/read_fresh_s",
     "later read": "limits/read_again_s",
     "warm copy": "limits/copy_s",
 }
+OWN = {
+    "`save()` returns (stall)": "saves/stall_s",
+    "a copy of as many bytes into warm shared memory": "saves/copy_s",
+    "`save()` returns, first save": "first_save/stall_s",
+    "on disk, committed": "saves/written_s",
+    "an O_DIRECT write of as many bytes": "limits/write_s",
+    "a worker is ready": "worker/ready_s",
+}
+BEHIND = {
+    "stall of a save, and of the step that waits": "*/stall_s",
+    "lost": "*/lost_s",
+    "a step meanwhile": "*/steps_s",
+    "on disk": "*/phases_s/total",
+}
 PHASES = ("plan", "acquire", "copy", "seal", "write", "fsync", "index", "commit", "total")
+CPU = {"in `save()`": "save_s", "copy": "copy_s", "beyond it": "beyond_s", "worker": "worker_s"}
 TABLES = {
-    "front": Table("compare-gpt", _of("contenders", {**LATER, "load, cold": LOADS["load, cold"]}), only=FRONT),
-    "save_load": Table(
-        "save_load-gpt",
-        {
-            "`save()` returns (stall)": "saves/stall_s",
-            "a copy of as many bytes into warm shared memory": "saves/copy_s",
-            "`save()` returns, first save": "first_save/stall_s",
-            "on disk, committed": "saves/written_s",
-            "an O_DIRECT write of as many bytes": "limits/write_s",
-            "a worker is ready": "worker/ready_s",
-        },
-    ),
-    "overlap": Table(
-        "overlap-gpt",
-        {
-            "stall of a save, and of the step that waits": "*/stall_s",
-            "lost": "*/lost_s",
-            "a step meanwhile": "*/steps_s",
-            "on disk": "*/phases_s/total",
-        },
-        corner="ms, `staging`",
-        milli=True,
-    ),
-    "phases": Table(
-        "overlap-gpt", {phase: f"*/phases_s/{phase}" for phase in PHASES}, corner="ms, `staging`", milli=True
-    ),
+    "front": Table("compare-gpt", _of("contenders/*", {**LATER, **COLD}), only=FRONT),
+    "save_load": Table("save_load-gpt", OWN),
+    "overlap": Table("overlap-gpt", BEHIND, "ms, `staging`"),
+    "phases": Table("overlap-gpt", {phase: f"*/phases_s/{phase}" for phase in PHASES}, "ms, `staging`"),
     "cpu": Table(
-        "cpu",
-        {
-            f"{staging}: {head}": f"*/{staging}/{figure}_s"
-            for staging in ("overlap", "blocking")
-            for head, figure in (
-                ("in `save()`", "save"),
-                ("copy", "copy"),
-                ("beyond it", "beyond"),
-                ("worker", "worker"),
-            )
-        },
-        corner="ms of CPU",
-        milli=True,
+        "cpu", {f"{s}: {head}": f"*/{s}/{CPU[head]}" for s in ("overlap", "blocking") for head in CPU}, "ms of CPU"
     ),
-    "ddp": Table("ranks-gpt", _of("ddp", LATER | FIRST), corner="seconds, replicated"),
-    "fsdp2": Table("ranks-gpt", _of("fsdp2", LATER | FIRST), corner="seconds, sharded"),
+    "ddp": Table("ranks-gpt", _of("ddp/*", SAVES), "seconds, replicated"),
+    "fsdp2": Table("ranks-gpt", _of("fsdp2/*", SAVES), "seconds, sharded"),
     **{f"compare-{state}": Table(f"compare-{state}", COMPARED) for state in ("gpt", "small", "large")},
 }
 """Marker in a document -> table."""
@@ -120,7 +97,7 @@ def lines_of(table: Table, result: Row) -> list[str]:
         return [*_markdown([table.corner, "median (quartiles)"], rows), *_where(result)]
     found = {head: figures.matches(result, figure) for head, figure in table.columns.items()}
     names = table.only or list(dict.fromkeys(name for cells in found.values() for name in cells))
-    scale = 1e3 if table.milli else 1.0
+    scale = 1e3 if table.corner.startswith("ms") else 1.0
     rows = [
         [name, *(_cell([scale * v for v in cells.get(name, ())], head in SPREAD) for head, cells in found.items())]
         for name in names
@@ -228,22 +205,21 @@ def draw_compare(result: Row, path: Path) -> None:
     from matplotlib import pyplot
 
     names = list(result["rounds"][0]["contenders"])
+    colors = ["#2ea583" if name.startswith("asyncckpt") else "#9aa5b1" for name in names]
     size = (11.0, 1.1 + 0.22 * len(names))
     figure, axes = pyplot.subplots(1, len(PANELS), figsize=size, layout="constrained", sharey=True)
     for axis, (measure, title, limit) in zip(axes, PANELS, strict=True):
+        found = [figures.values(result, f"contenders/{name}/{measure}") for name in names]
+        spread = [figures.quartiles(values or [0.0]) for values in found]
+        sides = [[middle - low for low, middle, _ in spread], [high - middle for _, middle, high in spread]]
+        bars = axis.barh(names, [middle for _, middle, _ in spread], 0.6, xerr=sides, color=colors, ecolor=GREY)
+        labels = [f" {middle:.2f}" if values else "" for values, (_, middle, _) in zip(found, spread, strict=True)]
+        axis.bar_label(bars, labels, fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
         at = figures.median(result, limit) if limit else 0.0
         axis.set_title(f"{title} (limit {at:.2f})" if limit else title, fontsize=9, loc="left")
-        for row, name in enumerate(names):
-            found = figures.values(result, f"contenders/{name}/{measure}")
-            if found:
-                low, middle, high = figures.quartiles(found)
-                axis.barh(row, middle, 0.6, color="#2ea583" if name.startswith("asyncckpt") else "#9aa5b1")
-                axis.plot([low, high], [row, row], color=GREY, linewidth=1)
-                axis.text(max(middle, high), row, f" {statistics.median(found):.2f}", va="center", fontsize=8)
         if limit:
             axis.axvline(at, color="#c8553d", linestyle="--", linewidth=1)
-    axes[0].set_yticks(range(len(names)), names)
     axes[0].invert_yaxis()
     made = f"medians of {len(result['rounds'])} rounds of {result['saves']} saves; lines: quartiles"
     figure.supxlabel(f"{result['nbytes'] / 1e9:.2f} GB, {made}. {result['machine']['date'][:10]}", fontsize=8)

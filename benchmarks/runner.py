@@ -4,8 +4,8 @@ A round measures everything that is compared once, in a process of its own, and 
 the speed of a shared machine changes, and what runs close together meets the same speed. With `--against`, each round
 is made by this checkout and by others in turn, with the same code of the question and another `asyncckpt`.
 
-Result files: `benchmark`, the options, `machine`, `code`, `rounds`, and what holds for all rounds (`nbytes`, `best`).
-Each round is in the file as soon as it is made. `against` has the rounds of the other checkouts.
+Result files: `benchmark`, the options, `machine`, `code`, `rounds`, and what holds for all rounds (`nbytes`). Each
+round is in the file as soon as it is made. `against` has the rounds of the other checkouts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Context:
         directory: An empty directory for checkpoints; removed after the round.
         number: Of the round, from 0.
         rows: The rounds of this checkout that there are by now.
-        facts: What holds for all rounds and checkouts; what a round adds is in the result file and in later rounds.
+        facts: What holds for all rounds and checkouts; what a round adds is in the result file.
     """
 
     options: argparse.Namespace
@@ -59,24 +59,23 @@ class Question:
 
     Attributes:
         run: Makes one round: measures everything once, and returns the figures.
-        shows: Label -> figure (see `benchmarks.figures`): what is printed.
+        shown: The figures that are printed (see `benchmarks.figures`).
         states: What can be saved (`--state`), the default first; each has a result file of its own.
-        options: Option -> what `add_argument` is given. The default may be a dict by state.
+        options: Option -> default: a number, a text or a list of texts; or a dict of these by state, "" for the others.
         smallest: Options with which the question takes seconds and shows that it runs.
         suite: The states in which `python -m benchmarks` runs it; empty if it must be asked for.
-        rounds, budget_s, deadline_s: Defaults: how many rounds, the time for all of them, and for one.
+        rounds, budget_s: Defaults: how many rounds, and the time for all of them.
         label: Names the result file besides the question; the state, if it is None.
     """
 
     run: Callable[[Context], Row]
-    shows: Mapping[str, str]
+    shown: Sequence[str]
     states: Sequence[str] = ()
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    smallest: Sequence[str] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    smallest: str = ""
     suite: Sequence[str] = ("",)
     rounds: int = 5
     budget_s: float = 1800.0
-    deadline_s: float = 900.0
     label: Callable[[], str] | None = None
 
 
@@ -96,78 +95,57 @@ def question(name: str) -> Question:
     return found
 
 
-def parser_of(name: str, asked: Question) -> argparse.ArgumentParser:
+def options_of(name: str, asked: Question, arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options of a question."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(f"benchmarks {name}", description=asks(name), formatter_class=formatter)
     if asked.states:
         parser.add_argument("--state", choices=asked.states, default=asked.states[0], help="what is saved")
-    for option, how in asked.options.items():
-        parser.add_argument(option, **how)
+    for option, default in asked.options.items():
+        of = default[""] if isinstance(default, dict) else default
+        how: dict[str, Any] = {"nargs": "+"} if isinstance(of, list) else {"type": type(of)}
+        parser.add_argument(f"--{option.replace('_', '-')}", default=default, help=f"default: {of}", **how)
     group = parser.add_argument_group("options of every question")
     group.add_argument("--rounds", type=int, default=asked.rounds, help="how many")
     group.add_argument("--budget-s", type=float, default=asked.budget_s, help="no round begins that cannot end within")
-    group.add_argument("--deadline-s", type=float, default=asked.deadline_s, help="for one round")
     group.add_argument("--quiet-wait-s", type=float, default=60.0, help="how long a round waits for an idle machine")
     group.add_argument("--dir", type=Path, help="where checkpoints are written (default: the temporary directory)")
     group.add_argument("--out", type=Path, help="the result file (default: in benchmarks/results)")
     group.add_argument("--quick", action="store_true", help="one round beside the result file, which is not changed")
     group.add_argument("--against", type=Path, nargs="+", default=[], metavar="PATH", help="other checkouts")
-    return parser
+    found = parser.parse_args(arguments)
+    for key, value in vars(found).items():
+        if isinstance(value, dict):
+            setattr(found, key, value.get(found.state, value[""]))
+    found.rounds = 1 if found.quick else found.rounds
+    return found
 
 
 def main(name: str, arguments: Sequence[str]) -> int:
     """Measure, print, and keep the result file; return the exit code: 1 if no round could be made."""
     asked = question(name)
-    options = parser_of(name, asked).parse_args(arguments)
-    for option in asked.options:
-        key = option.lstrip("-").replace("-", "_")
-        if isinstance(value := getattr(options, key), dict):
-            setattr(options, key, value.get(options.state, value[""]))
+    options = options_of(name, asked, arguments)
     label = asked.label() if asked.label else getattr(options, "state", "")
     stem = "-".join(filter(None, (name, label, "against" if options.against else "")))
     path: Path = options.out or RESULTS / f"{stem}.json"
-    options.rounds = 1 if options.quick else options.rounds
     checkouts = [CHECKOUT, *(path.resolve() for path in options.against)]
     with workplace(options.dir, checkouts) as place:
         run = Run(name, options, place, checkouts, None if options.quick else path)
-        run.make(lambda number, checkout: _round(name, options, place, run, number, checkout))
+        run.make(run.round)
     if not run.result["rounds"]:
         return 1
-    print("\n".join(report(run.result, asked.shows, path.stem)))
-    if options.quick and path.exists():
-        print("\n".join(figures.compared({"last": json.loads(path.read_text()), "now": run.result}, asked.shows)))
+    last = {"last": json.loads(path.read_text())} if options.quick and path.exists() else {}
+    print(
+        "\n".join(report({**last, **run.result.get("against", {}), CHECKOUT.name: run.result}, asked.shown, path.stem))
+    )
     return 0
 
 
-def _round(name: str, options: argparse.Namespace, place: Path, run: Run, number: int, checkout: Path) -> Row:
-    """Make one round in a process that imports `asyncckpt` from a checkout."""
-    directory = Path(tempfile.mkdtemp(dir=place))
-    links = place / f"links-{run.checkouts.index(checkout)}"
-    asked = {key: value for key, value in vars(options).items() if key not in ("dir", "out", "against")}
-    given = (name, asked, str(directory), number, run.rows(checkout), run.facts)
-    try:
-        row, facts = processes.call(
-            round_in_process,
-            *given,
-            deadline_s=options.deadline_s,
-            own_worker=True,
-            echo=True,
-            environment={"PYTHONPATH": str(links)},
-            cwd=links,
-        )
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        machine.until_discarded(place)
-    run.facts.update(facts)
-    return dict(row)
-
-
 def round_in_process(
-    name: str, options: Mapping[str, Any], directory: str, number: int, rows: list[Row], facts: Row
+    name: str, options: Mapping[str, Any], directory: str, number: int, rows: list[Row]
 ) -> tuple[Row, Row]:
     """Make one round in this process; return its figures, and what holds for all rounds."""
-    context = Context(argparse.Namespace(**options), Path(directory), number, rows, facts)
+    context = Context(argparse.Namespace(**options), Path(directory), number, rows)
     return question(name).run(context), context.facts
 
 
@@ -201,20 +179,24 @@ class Run:
 
     Attributes:
         result: What is in the file.
-        facts: What holds for all rounds.
     """
 
     def __init__(
         self, name: str, options: argparse.Namespace, place: Path, checkouts: Sequence[Path], path: Path | None
     ) -> None:
         self.checkouts = list(checkouts)
-        self._path, self._options = path, options
+        self._name, self._options, self._place, self._path = name, options, place, path
         skipped = ("rounds", "dir", "out", "quick", "against", "quiet_wait_s")
-        asked = {key: value for key, value in vars(options).items() if key not in skipped}
-        self.facts: Row = {}
-        self._head = {"benchmark": name, **asked, "rounds_asked": options.rounds, "machine": machine.describe(place)}
-        self._head["code"] = {"commit": machine.commit(checkouts[0])}
-        self.result: Row = {**self._head, "took_s": 0.0, "ended": "interrupted", "rounds": []}
+        self.result: Row = {
+            "benchmark": name,
+            **{key: value for key, value in vars(options).items() if key not in skipped},
+            "rounds_asked": options.rounds,
+            "machine": machine.describe(place),
+            "code": {"commit": machine.commit(checkouts[0])},
+            "took_s": 0.0,
+            "ended": "interrupted",
+            "rounds": [],
+        }
         others = {path.name: {"commit": machine.commit(path), "rounds": []} for path in checkouts[1:]}
         if len(others) != len(checkouts) - 1 or checkouts[0].name in others:
             sys.exit("--against: the checkouts need directories of different names")
@@ -242,7 +224,7 @@ class Run:
             if longest_s and elapsed_s + longest_s > self._options.budget_s:
                 ended = "budget"
                 break
-            idle = machine.until_idle(self._options.quiet_wait_s, min(machine.OVER_S, self._options.quiet_wait_s + 0.1))
+            idle = machine.until_idle(self._options.quiet_wait_s)
             made: dict[Path, Row] = {}
             try:
                 for checkout in figures.in_turn(self.checkouts, number):
@@ -262,9 +244,22 @@ class Run:
         self.result["ended"] = ended
         self._keep()
 
+    def round(self, number: int, checkout: Path) -> Row:
+        """Make one round in a process that imports `asyncckpt` from a checkout, within the budget of all rounds."""
+        directory = Path(tempfile.mkdtemp(dir=self._place))
+        links = self._place / f"links-{self.checkouts.index(checkout)}"
+        given = (self._name, vars(self._options), directory, number, self.rows(checkout))
+        how: dict[str, Any] = {"environment": {"PYTHONPATH": str(links)}, "cwd": links, "own_worker": True}
+        try:
+            row, facts = processes.call(round_in_process, *given, deadline_s=self._options.budget_s, echo=True, **how)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+            machine.until_discarded(self._place)
+        self.result.update(facts)
+        return dict(row)
+
     def _keep(self) -> None:
         """Replace the result file; without a round, the old one stays."""
-        self.result = {**self.result, **self.facts, "rounds": self.result["rounds"]}
         if self._path is None or not self.result["rounds"]:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -273,18 +268,15 @@ class Run:
         new.replace(self._path)
 
 
-def report(result: Row, shows: Mapping[str, str], file: str) -> list[str]:
-    """Return what is printed: every figure, beside those of the other checkouts, and the targets of the file."""
+def report(results: Mapping[str, Row], shown: Sequence[str], file: str) -> list[str]:
+    """Return what is printed: the figures of the last result beside the others, and the targets of its file."""
+    result = list(results.values())[-1]
     size = f"{result['nbytes'] / 1e9:.2f} GB, " if "nbytes" in result else ""
-    lines = [f"{file}: {size}{len(result['rounds'])} rounds, {machine.how_busy(result)}"]
-    if "against" in result:
-        return lines + figures.compared({**result["against"], CHECKOUT.name: result}, shows)
-    for label, figure in shows.items():
-        for match, found in figures.matches(result, figure).items():
-            low, middle, high = figures.quartiles(found)
-            of = f"{label}, {match}" if match else label
-            lines.append(f"  {of:58s} {middle:10.4g} ({low:.4g} to {high:.4g}), least {min(found):.4g}")
-    return [*lines, *(target_line(row) for row in targets.rows(only=file, result=result))]
+    lines = [
+        f"{file}: {size}{len(result['rounds'])} rounds, {machine.how_busy(result)}",
+        *figures.table(results, shown),
+    ]
+    return lines + [target_line(row) for row in targets.rows(only=file, result=result)]
 
 
 def target_line(row: Sequence[str]) -> str:
@@ -298,19 +290,9 @@ def smoke(wanted: Sequence[str]) -> int:
     failed = []
     for name in wanted or names():
         with tempfile.TemporaryDirectory(prefix="asyncckpt-bench-") as directory:
-            out = Path(directory, "result.json")
             print(f"== {name}", flush=True)
-            options = ["--rounds", "1", "--quiet-wait-s", "0", "--out", str(out), "--dir", directory]
-            if main(name, [*question(name).smallest, *options]) or _errors(json.loads(out.read_text())):
+            options = ["--rounds", "1", "--quiet-wait-s", "0", "--out", f"{directory}/result.json", "--dir", directory]
+            if main(name, [*question(name).smallest.split(), *options]):
                 failed.append(name)
     print(f"failed: {', '.join(failed)}" if failed else "all run")
     return int(bool(failed))
-
-
-def _errors(value: Any, name: str = "") -> list[str]:
-    """Return the errors of our contenders in a result; another library may not be installed."""
-    if not isinstance(value, dict):
-        return [error for member in value for error in _errors(member)] if isinstance(value, list) else []
-    if name.startswith("asyncckpt") and "error" in value:
-        return [value["error"]]
-    return [error for key, member in value.items() for error in _errors(member, key)]

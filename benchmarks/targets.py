@@ -57,77 +57,52 @@ def of(question: str, **limits: float) -> dict[str, float]:
 OURS, OVERLAP = "contenders/asyncckpt", "contenders/asyncckpt, overlap"
 PREPARED = "contenders/asyncckpt, prepared"
 FIRST, UNPREPARED = "first save after `prepare()`", "first save without `prepare()`"
-SCALE = "4096 ranks, 1000 tensors"
+ON_DISK, SCALE = "warm/durable_s / limits/write_s", "4096 ranks, 1000 tensors"
 LOST, BEST = of("compare", gpt=0.15, small=0.12, large=0.4), of("compare", gpt=1 / 9, large=1 / 9)
-COLD = {"gpt": 1.1, "small": 1.5, "large": 1.1}
-WARM = {"gpt": 1.3, "small": 1.0, "large": 1.3}
-FDS = of("compare", gpt=16, small=16)
+COPY, DISK = {"gpt": 1.2, "small": 4, "large": 1.2}, of("compare", gpt=1.9, small=2.5, large=1.5)
+COLD, WARM = {"gpt": 1.1, "small": 1.5, "large": 1.1}, {"gpt": 1.3, "small": 1.0, "large": 1.3}
+RANKS, RESHARD, TOUCHED = {"ranks-gpt": 0.15}, {"reshard": 1.1}, "verified/*/read_over_touched"
+BESIDE, RECALL = "the same, beside the other libraries", "loads/memory_s / loads/copy_before_memory_s"
 
 TARGETS = (
     Target("stall, copies behind the training", {"overlap-gpt": 5}, "overlap/stall_s", "ms"),
     Target("stall, copies behind the training", of("compare", small=60, large=5), f"{OVERLAP}/warm/stall_s", "ms"),
     Target(f"the same, {FIRST}", of("overlap", gpt=5, large=5), "first_save/overlap/stall_s", "ms"),
-    Target(
-        "stall, blocking, over a warm copy",
-        of("save_load", gpt=1.2, small=4, large=1.2),
-        "saves/stall_s / saves/copy_s",
-    ),
-    Target(
-        f"the same, {FIRST}, training on",
-        of("compare", gpt=1.2, small=4, large=1.2),
-        f"{PREPARED}/cold/stall_s / limits/copy_s",
-    ),
+    Target("stall, blocking, over a warm copy", of("save_load", **COPY), "saves/stall_s / saves/copy_s"),
+    Target(f"the same, {FIRST}, training on", of("compare", **COPY), f"{PREPARED}/cold/stall_s / limits/copy_s"),
     Target("lost per save", LOST, f"{OURS}/warm/lost_s", "s"),
     Target(f"lost, {FIRST}", LOST, f"{PREPARED}/cold/lost_s", "s"),
     Target(f"lost, {UNPREPARED}", LOST, f"{OURS}/cold/lost_s", "s"),
     Target("lost, over the best other library", of("compare", gpt=1 / 4, large=1 / 4), over_peers("warm/lost_s")),
     Target(f"the same, {FIRST}", BEST, over_peers("cold/lost_s", "asyncckpt, prepared")),
     Target(f"the same, {UNPREPARED}", BEST, over_peers("cold/lost_s")),
-    Target("lost per save, two ranks, replicated", {"ranks-gpt": 0.15}, "ddp/asyncckpt/warm/lost_s", "s"),
-    Target("the same, sharded", {"ranks-gpt": 0.15}, "fsdp2/asyncckpt/warm/lost_s", "s"),
-    Target(
-        "on disk over the write limit, training on",
-        of("compare", gpt=1.9, small=2.5, large=1.5),
-        f"{OURS}/warm/durable_s / limits/write_s",
-    ),
-    Target("the same, the goal", of("compare", gpt=1.4, large=1.3), f"{OURS}/warm/durable_s / limits/write_s"),
+    Target("lost per save, two ranks, replicated", RANKS, "ddp/asyncckpt/warm/lost_s", "s"),
+    Target("the same, sharded", RANKS, "fsdp2/asyncckpt/warm/lost_s", "s"),
+    Target("on disk over the write limit, training on", DISK, f"{OURS}/{ON_DISK}"),
+    Target("the same, the goal", of("compare", gpt=1.4, large=1.3), f"{OURS}/{ON_DISK}"),
     Target(f"the same, {FIRST}", {"compare-gpt": 1.9}, f"{PREPARED}/cold/durable_s / limits/write_s"),
-    Target("the same, two ranks, replicated", {"ranks-gpt": 1.9}, "ddp/asyncckpt/warm/durable_s / limits/write_s"),
-    Target("the same, two ranks, sharded", {"ranks-gpt": 1.9}, "fsdp2/asyncckpt/warm/durable_s / limits/write_s"),
+    Target("the same, two ranks, replicated", {"ranks-gpt": 1.9}, f"ddp/asyncckpt/{ON_DISK}"),
+    Target("the same, two ranks, sharded", {"ranks-gpt": 1.9}, f"fsdp2/asyncckpt/{ON_DISK}"),
     Target("the same, nothing else running", of("save_load", gpt=1.15, large=1.15), "saves/written_s / limits/write_s"),
     Target("memory over the state", of("compare", gpt=1.02, small=1.1, large=1.02), f"{OURS}/memory_over_state"),
     Target("worker without slots", {"save_load-gpt": 40}, "worker/rss_nbytes", "MB", True),
     Target("worker ready, the slowest start", {"save_load-gpt": 0.3}, "worker/ready_max_s", "s", True),
     Target("load, cold, verified, over the read limit", of("load", **COLD), "cold fresh/s / read limit fresh/s"),
     Target("the same, of files that were read before", of("load", **COLD), "cold/s / read limit/s"),
-    Target(
-        "the same, beside the other libraries",
-        of("compare", **COLD),
-        f"{OURS}/loads/disk/cold_s / limits/read_fresh_s",
-    ),
+    Target(BESIDE, of("compare", **COLD), f"{OURS}/loads/disk/cold_s / limits/read_fresh_s"),
     Target("load, warm, verified, over safetensors", of("load", **WARM), "warm/s / safetensors warm/s"),
     Target(
         "the same, beside the other libraries",
         of("compare", **WARM),
         over_peers("loads/disk/warm_s", peer="safetensors"),
     ),
-    Target(
-        "load from the worker's memory over a warm copy",
-        {"recall-gpt": 1.5},
-        "loads/memory_s / loads/copy_before_memory_s",
-    ),
-    Target(
-        "resharded, verified: bytes read over those of the blocks",
-        *({"reshard": 1.1}, "verified/*/read_over_touched", "x", True),
-    ),
-    Target(
-        "resharded, not verified: bytes read over those needed",
-        *({"reshard": 1.1}, "not verified/*/read_over_touched", "x", True),
-    ),
+    Target("load from the worker's memory over a warm copy", {"recall-gpt": 1.5}, RECALL),
+    Target("resharded, verified: bytes read over those of the blocks", RESHARD, TOUCHED, most=True),
+    Target("resharded, not verified: bytes read over those needed", RESHARD, f"not {TOUCHED}", most=True),
     Target("resharded, verified: time over a plain load", {"reshard": 1.5}, "verified/*/extra_time"),
     Target("resharded, not verified: time over a plain load", {"reshard": 1.5}, "not verified/*/extra_time"),
     Target("fds added, per rank", {"ranks-gpt": 16}, "*/asyncckpt/added_fds", "fds", True),
-    Target("fds added, one rank", FDS, "contenders/asyncckpt*/added_fds", "fds", True),
+    Target("fds added, one rank", of("compare", gpt=16, small=16), "contenders/asyncckpt*/added_fds", "fds", True),
     Target("fds of the worker with two ranks", {"ranks-gpt": 24}, "*/asyncckpt/worker_fds", "fds", True),
     Target("trainer's CPU beyond the copy, `gpt`", {"cpu": 20}, "gpt/*/beyond_s", "ms"),
     Target("the same, `small`", {"cpu": 60}, "small/*/beyond_s", "ms"),
@@ -184,22 +159,22 @@ def values_of(target: Target, result: Row) -> list[float]:
 def _measured(target: Target, limit: float, values: list[float]) -> list[str]:
     if not values:
         return ["", "", "not measured"]
-    value = max(values) if target.most else statistics.median(values)
-    low, _, high = figures.quartiles(values)
-    spread = (
-        f"the greatest of {len(values)}" if target.most else f"{_text(low, target.unit)} to {_text(high, target.unit)}"
-    )
+    low, value, high = figures.quartiles(values)
+    spread = f"{_text(low, target.unit)} to {_text(high, target.unit)}"
+    if target.most:
+        value, spread = max(values), f"the greatest of {len(values)}"
     return [_text(value, target.unit), spread if len(values) > 1 else "", verdict(values, limit, target.most)]
 
 
 def verdict(values: list[float], limit: float, most: bool) -> str:
     """Return "reached", "missed" or "within the spread"; of a single value says so."""
-    said = "reached" if (max(values) if most else statistics.median(values)) <= limit else "missed"
+    low, median, _ = figures.quartiles(values)
+    said = "reached" if (max(values) if most else median) <= limit else "missed"
     if most:
         return said
     if len(values) == 1:
         return f"one value: {said}"
-    return "within the spread" if said == "missed" and figures.quartiles(values)[0] <= limit else said
+    return "within the spread" if said == "missed" and low <= limit else said
 
 
 def _text(value: float, unit: str) -> str:

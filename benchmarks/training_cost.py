@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from benchmarks import machine, processes, workloads
-from benchmarks.contenders import CONTENDERS, Contender, Saved
+from benchmarks.contenders import CONTENDERS, OURS, Contender, Saved
 from benchmarks.figures import Row
 from benchmarks.runner import Context
 from benchmarks.workloads import GPT, Loop
@@ -39,30 +40,48 @@ MEMORY_SAVES = 2
 FEWEST_SAVES = 3
 """How many saves a slow contender makes at least."""
 
+CONTENDER_S, SLOW_S = 180.0, 15.0
+"""Deadline of a contender in a round; another library begins no save later after its first, but for the fewest."""
+
+ROUNDS_OF_LOADS = 2
 RANK_SHAPE = (1, 64)
 """(batch, length) of a rank's step."""
 
 
-def contend(context: Context, earlier: Sequence[Row], given: Sequence[Any], ranks: int = 0) -> Row:
-    """Run a contender in processes of its own, unless it has failed before; return its figures, or its `error`.
+def contend(context: Context, place: str, names: Iterable[str], ranks: int = 0) -> Row:
+    """Run contenders in turn, each in processes of its own; return the figures of each, or its `error`.
+
+    What has failed in an earlier round is not run again. Memory and loads are measured without ranks: of ours in every
+    round, of others in the first `ROUNDS_OF_LOADS`.
 
     Args:
-        context: Of the round; its options have the deadline, `contender_s`.
-        earlier: What the contender returned in earlier rounds.
-        given: The arguments of `measure`, but for the directory.
-        ranks: How many processes; 0 for one without ranks.
+        context: Of the round; its options have the `state`, and how many `saves` a contender makes.
+        place: The figures of a round that these are; with ranks also the arrangement, as for `measure`.
+        names: Of the contenders.
+        ranks: How many processes for each; 0 for one without ranks.
+
+    Raises:
+        processes.ProcessError: One of ours has failed.
     """
-    if failed := [one for one in earlier if "error" in one]:
-        return failed[0]
-    directory = context.directory / "run"
-    directory.mkdir(exist_ok=True)
-    how = {"deadline_s": context.options.contender_s, "ranks": ranks, "own_worker": True}
-    try:
-        found: Row = processes.call(measure, *given, str(directory), **how)
-    except processes.ProcessError as error:
-        found = {"error": str(error)}
-    print(f"{' '.join(map(str, given))}: {found.get('error', 'done')}", flush=True)
-    machine.remove(directory)
+    found: Row = {}
+    for name in context.in_turn(names):
+        ours, arrangement = name in OURS, place if ranks else ""
+        if failed := [row[place][name] for row in context.rows if "error" in row[place][name]]:
+            found[name] = failed[0]
+            continue
+        directory = context.directory / "run"
+        directory.mkdir(exist_ok=True)
+        saves_s = CONTENDER_S if ours or ranks else SLOW_S
+        loads = not ranks and (ours or context.number < ROUNDS_OF_LOADS)
+        given = (name, context.options.state, arrangement, context.options.saves, saves_s, loads, directory)
+        try:
+            found[name] = processes.call(measure, *given, deadline_s=CONTENDER_S, ranks=ranks, own_worker=True)
+        except processes.ProcessError as error:
+            if ours:
+                raise
+            found[name] = {"error": str(error)}
+        print(f"{place}, {name}: {found[name].get('error', 'done')}", flush=True)
+        machine.remove(directory)
     return found
 
 
@@ -184,13 +203,10 @@ def add_lost(saves: Iterable[Row], quiet: Sequence[float]) -> None:
             row["step_ratio"] = row["until_s"] / expected_s
 
 
-def shown(path: str) -> dict[str, str]:
-    """Return what is printed of the contenders below a path of the figures."""
-    return {
-        f"{label}{which}, s": f"{path}/*/{heat}/{figure}"
-        for label, figure in (("stall", "stall_s"), ("lost", "lost_s"), ("on disk", "durable_s"))
-        for which, heat in (("", "warm"), (", first save", "cold"))
-    }
+def shown(place: str) -> list[str]:
+    """Return what is printed of the contenders of a place."""
+    kinds = ("stall_s", "lost_s", "durable_s")
+    return [f"{place}/*/{heat}/{figure}" for figure in kinds for heat in ("warm", "cold")]
 
 
 def _on_disk(contender: Contender, saved: Saved, path: Path, began: float) -> Future[float]:
@@ -300,29 +316,14 @@ def digests_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
-class Replicated(Loop):
-    """A loop whose model is wrapped for data parallelism; it is saved without the wrapper's prefix."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(lambda: nn.parallel.DistributedDataParallel(model), workloads.adamw, RANK_SHAPE)
-        self._saved = model
-
-    def state(self) -> dict[str, Any]:
-        """Return what is saved."""
-        return super().state() | {"model": self._saved.state_dict()}
-
-
 def _rank_loop(arrangement: str, state: str) -> Loop:
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     model = GPT() if state == "gpt" else GPT(width=16, layers=2, heads=1)
     if arrangement == "ddp":
-        return Replicated(model)
-    from torch.distributed.fsdp import fully_shard
-
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+        return Loop(lambda: nn.parallel.DistributedDataParallel(model), workloads.adamw, RANK_SHAPE)
+    for module in (*model.blocks, model):
+        fully_shard(module)
     return Loop(lambda: model, workloads.adamw, RANK_SHAPE)
 
 

@@ -74,12 +74,8 @@ def _operations(directory: Path, endpoint: str) -> dict[str, Callable[[Path], An
 
 QUESTION = Question(
     run,
-    {
-        f"{of}: {figure}": f"*/{of}/{figure}"
-        for of in ("caller", "trainer", "worker")
-        for figure in ("calls", "modules", "switches")
-    },
-    options={"--settle-s": {"type": float, "default": 0.5, "help": "wait between operations"}},
-    smallest=("--settle-s", "0.1"),
+    [f"*/{of}/{figure}" for of in ("caller", "trainer", "worker") for figure in ("calls", "modules", "switches")],
+    options={"settle_s": 0.5},
+    smallest="--settle-s 0.1",
     rounds=3,
 )

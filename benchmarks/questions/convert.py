@@ -8,6 +8,7 @@ The source is not in the page cache. A round needs 2.2 times `--mib` of disk and
 
 from __future__ import annotations
 
+import mmap
 import warnings
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 import asyncckpt
 from benchmarks import machine
 from benchmarks.figures import Row
-from benchmarks.limits import Memory, read_s
+from benchmarks.limits import BUFFER_NBYTES, CHOICES, memory, read_s
 from benchmarks.questions.load import save
 from benchmarks.runner import Context, Question
 
@@ -26,38 +27,37 @@ PAIRS = (
     *("dcp:safetensors", "dcp:torch", "torch:dcp", "torch:hf", "torch:asyncckpt"),
     *("asyncckpt:safetensors", "hf:asyncckpt"),
 )
-CHOICES = ((4 << 20, 2), (16 << 20, 2), (16 << 20, 4))
-"""Bytes of a block, and threads."""
+TRIES = CHOICES[1:4]
+"""Of the limits; as many conversions are made beside them."""
 
 
 def run(context: Context) -> Row:
     """Convert each pair of formats once beside each choice of the limits."""
     warnings.simplefilter("ignore")
     nbytes = context.facts["nbytes"] = context.options.mib << 20
-    memory = Memory(max(block * threads for block, threads in CHOICES))
-    row: Row = {}
-    pairs = [pair.split(":") for pair in context.in_turn(context.options.pairs)]
+    buffer, row = memory(BUFFER_NBYTES), Row()
+    pairs = [pair.split(":") for pair in context.in_turn(PAIRS)]
     for kind in dict.fromkeys(source for source, _ in pairs):
         source = context.directory / f"source-{kind}"
         write_source(kind, source, max(1, nbytes // TENSOR_NBYTES), min(nbytes, TENSOR_NBYTES))
         for target in [target for of, target in pairs if of == kind]:
-            row[f"{kind} to {target}"] = _pair(context, source, target, memory)
+            row[f"{kind} to {target}"] = _pair(context, source, target, buffer)
         machine.remove(source)
     return row
 
 
-def _pair(context: Context, source: Path, to: str, memory: Memory) -> Row:
+def _pair(context: Context, source: Path, to: str, buffer: mmap.mmap) -> Row:
     largest = max(machine.files_of(source), key=lambda file: file.stat().st_size)
     scale = sum(file.stat().st_size for file in machine.files_of(source)) / largest.stat().st_size
     copy, target = context.directory / "copy", context.directory / "target"
     found: Row = {"copies_s": [], "reads_s": [], "once_s": [], "once_cpu_s": []}
     found |= {"read_back_s": [], "read_back_cpu_s": []}
-    for block, threads in context.in_turn(CHOICES):
+    for block, threads in context.in_turn(TRIES):
         machine.drop_cache(source)
-        found["copies_s"].append(scale * read_s(largest, memory.view(), block, threads, into=copy))
+        found["copies_s"].append(scale * read_s(largest, buffer, block, threads, into=copy))
         machine.remove(copy)
         machine.drop_cache(source)
-        found["reads_s"].append(scale * read_s(largest, memory.view(), block, threads))
+        found["reads_s"].append(scale * read_s(largest, buffer, block, threads))
         for name, read_back in (("once", False), ("read_back", True)):
             work = partial(asyncckpt.convert, source, target, to=to, read_back=read_back)  # imported before the clock
             machine.drop_cache(source)
@@ -90,18 +90,8 @@ def write_source(kind: str, path: Path, n_tensors: int, nbytes: int) -> None:
 
 QUESTION = Question(
     run,
-    {
-        "conversion, s": "*/once_s",
-        "conversion, CPU s": "*/once_cpu_s",
-        "a copy over a conversion": "*/copy_share",
-        "conversion and reading back, s": "*/read_back_s",
-        "a copy and a read over it": "*/copy_and_read_share",
-        "copy, s": "*/copies_s",
-    },
-    options={
-        "--mib": {"type": int, "default": 4096},
-        "--pairs": {"nargs": "+", "choices": PAIRS, "default": list(PAIRS)},
-    },
-    smallest=("--mib", "4"),
+    ["*/once_s", "*/once_cpu_s", "*/copy_share", "*/read_back_s", "*/copy_and_read_share", "*/copies_s"],
+    options={"mib": 4096},
+    smallest="--mib 4",
     rounds=3,
 )

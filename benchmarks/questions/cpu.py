@@ -90,15 +90,8 @@ def _process_s() -> float:
 
 QUESTION = Question(
     run,
-    {
-        f"{staging}: {label}, CPU s": f"*/{staging}/{figure}_s"
-        for staging in STAGINGS
-        for label, figure in (("save()", "save"), ("copy", "copy"), ("beyond", "beyond"), ("worker", "worker"))
-    },
-    options={
-        "--state-names": {"nargs": "+", "default": ["gpt", "small", "many"], "help": "what is saved"},
-        "--saves": {"type": int, "default": 8, "help": "of each kind in a round"},
-    },
-    smallest=("--state-names", "tiny", "--saves", "1"),
+    [f"*/{staging}/{figure}" for staging in STAGINGS for figure in ("save_s", "copy_s", "beyond_s", "worker_s")],
+    options={"state_names": ["gpt", "small", "many"], "saves": 8},
+    smallest="--state-names tiny --saves 1",
     rounds=1,
 )

@@ -88,16 +88,15 @@ def load(path: str, n_tensors: int, size: int, dim: int, number: int) -> Row:
 
 QUESTION = Question(
     run,
-    {
-        f"{heat}: {label}": figure.replace("HEAT", heat)
+    [
+        f"*/{figure}"
         for heat in ("cold", "warm")
-        for label, figure in {
-            "ours, s": "*/ours_HEAT_s",
-            "stock, s": "*/stock_HEAT_s",
-            "stock / ours": "*/stock_HEAT_s / */ours_HEAT_s",
-            "stock / ours, CPU": "*/stock_HEAT_cpu_s / */ours_HEAT_cpu_s",
-        }.items()
-    },
-    options={"--mib": {"type": int, "default": 1024}, "--size": {"type": int, "default": 4096, "help": "of a matrix"}},
-    smallest=("--mib", "1", "--size", "128"),
+        for figure in (
+            f"ours_{heat}_s",
+            f"stock_{heat}_s / */ours_{heat}_s",
+            f"stock_{heat}_cpu_s / */ours_{heat}_cpu_s",
+        )
+    ],
+    options={"mib": 1024, "size": 4096},
+    smallest="--mib 1 --size 128",
 )

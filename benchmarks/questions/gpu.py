@@ -78,13 +78,9 @@ def _copy_alone(context: Context, loop: Loop, checkpointer: asyncckpt.AsyncCheck
 
 QUESTION = Question(
     run,
-    shown(KINDS) | {"copy to the host / pinned copy": "alone/copy_s / alone/pinned_s"},
-    options={
-        "--device": {"choices": ("cuda", "cpu"), "default": "cuda"},
-        "--saves": {"type": int, "default": 6, "help": "of each kind in a round"},
-        "--quiet-steps": {"type": int, "default": 20, "help": "steps without a save, before and after"},
-    },
-    smallest=("--device", "cpu", "--saves", "1", "--quiet-steps", "1"),
+    [*shown(KINDS), "alone/copy_s / alone/pinned_s"],
+    options={"device": "cuda", "saves": 6, "quiet_steps": 20},
+    smallest="--device cpu --saves 1 --quiet-steps 1",
     suite=(),
     budget_s=1500.0,
     label=lambda: "-".join(torch.cuda.get_device_name().lower().split()) if torch.cuda.is_available() else "none",

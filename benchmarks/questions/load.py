@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,9 @@ from safetensors.torch import load_file, save_file
 import asyncckpt
 from benchmarks import machine, training_cost, workloads
 from benchmarks.figures import Row
-from benchmarks.limits import Limits, read_s
+from benchmarks.limits import BUFFER_NBYTES, CHOICES, memory, read_s
 from benchmarks.machine import timed
 from benchmarks.runner import Context, Question
-
-FRESH_LIMITS = 2
-"""How many new checkpoints are read for the limit of first reads: a file can be read for the first time only once."""
 
 
 def run(context: Context) -> Row:
@@ -36,8 +35,7 @@ def run(context: Context) -> Row:
     ours, other, fresh = (context.directory / name for name in ("ours", "other.safetensors", "fresh"))
     save(state, ours)
     save_file(tensors, other)
-    limits = Limits(context.directory, 64 << 20, context.facts.get("best"))
-    context.facts["best"] = limits.best
+    buffer = memory(BUFFER_NBYTES)
 
     def load(path: Path) -> None:
         asyncckpt.load(path, state, strict=True, source="disk")
@@ -47,23 +45,24 @@ def run(context: Context) -> Row:
         for name, tensor in tensors.items():
             tensor.copy_(found[name])
 
-    def read(choice: tuple[int, int]) -> Callable[[Path], Any]:
-        return lambda path: read_s(shard_of(path), limits.buffer.view(), *choice)
-
-    def of_fresh(work: Callable[[Path], Any]) -> Row:
+    def first(work: Callable[[Path], Any]) -> Row:
         save(state, fresh)
-        found = timed(lambda: work(fresh))
+        found = timed(partial(work, fresh))
         machine.remove(fresh)
         return found
 
     def cached(prepare: Callable[[Path], None], work: Callable[[Path], Any], path: Path) -> Row:
         prepare(path)
-        return timed(lambda: work(path))
+        return timed(partial(work, path))
 
+    def read(choice: tuple[int, int], path: Path) -> float:
+        return read_s(shard_of(path), buffer, *choice)
+
+    reads = [partial(read, choice) for choice in CHOICES]
     ways: dict[str, Callable[[], Row]] = {
-        "read limit": lambda: _least([timed(lambda: read(one)(ours)) for one in limits.best["reads_again"]]),  # noqa: B023
-        "read limit fresh": lambda: _least([of_fresh(read(one)) for one in limits.best["reads_fresh"][:FRESH_LIMITS]]),
-        "cold fresh": lambda: of_fresh(load),
+        "read limit": lambda: min((timed(partial(read, ours)) for read in reads), key=itemgetter("s")),
+        "read limit fresh": lambda: min(map(first, reads), key=itemgetter("s")),
+        "cold fresh": lambda: first(load),
         "cold": lambda: cached(machine.drop_cache, load, ours),
         "warm": lambda: cached(machine.fill_cache, load, ours),
         "safetensors cold": lambda: cached(machine.drop_cache, safetensors, other),
@@ -91,22 +90,18 @@ def shard_of(path: Path) -> Path:
     return max(path.glob("*.safetensors"), key=lambda file: file.stat().st_size)
 
 
-def _least(found: list[Row]) -> Row:
-    return min(found, key=lambda one: one["s"])
-
-
 QUESTION = Question(
     run,
-    {
-        "s": "*/s",
-        "CPU s": "*/cpu_s",
-        "cold fresh / read limit": "cold fresh/s / read limit fresh/s",
-        "cold / read limit": "cold/s / read limit/s",
-        "warm / safetensors": "warm/s / safetensors warm/s",
-        "cold / safetensors": "cold/s / safetensors cold/s",
-    },
+    [
+        "*/s",
+        "*/cpu_s",
+        "cold fresh/s / read limit fresh/s",
+        "cold/s / read limit/s",
+        "warm/s / safetensors warm/s",
+        "cold/s / safetensors cold/s",
+    ],
     states=("gpt", "small", "large", "tiny"),
-    smallest=("--state", "tiny"),
+    smallest="--state tiny",
     suite=("gpt", "small", "large"),
     rounds=7,
     budget_s=900.0,

@@ -73,29 +73,21 @@ def quiet_step_s(loop: Loop, count: int) -> float:
     return (time.perf_counter() - began) / count
 
 
-def shown(kinds: Iterable[str]) -> dict[str, str]:
+def shown(kinds: Iterable[str]) -> list[str]:
     """Return what is printed of some kinds."""
-    return {"a step without a save, s": "quiet_step_s"} | {
-        f"{kind}: {label}": f"{path}/{figure}"
-        for kind in kinds
-        for label, path, figure in (
-            ("stall, s", kind, "stall_s"),
-            ("in save(), s", kind, "save_s"),
-            ("stall of the first save, s", f"first_save/{kind}", "stall_s"),
-            ("lost, s", kind, "lost_s"),
-            ("lost by the first save, s", f"first_save/{kind}", "lost_s"),
-            ("a step meanwhile / without a save", kind, "step_ratio"),
-            ("written, s", kind, "durable_s"),
-        )
-    }
+    found = ["quiet_step_s"]
+    for kind in kinds:
+        found += [f"{kind}/{figure}" for figure in ("stall_s", "save_s", "lost_s", "step_ratio", "durable_s")]
+        found += [f"first_save/{kind}/{figure}" for figure in ("stall_s", "lost_s")]
+    return found
 
 
 QUESTION = Question(
     run,
     shown(KINDS),
     states=("gpt", "small", "large", "tiny"),
-    options={"--saves": {"type": int, "default": {"": 6, "large": 3}, "help": "of each kind in a round"}},
-    smallest=("--state", "tiny", "--saves", "1"),
+    options={"saves": {"": 6, "large": 3}},
+    smallest="--state tiny --saves 1",
     suite=("gpt", "large"),
     budget_s=1200.0,
 )

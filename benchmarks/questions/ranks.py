@@ -11,7 +11,6 @@ collective mismatch in your code?"), and replicated ones never return.
 from __future__ import annotations
 
 from benchmarks import training_cost, workloads
-from benchmarks.contenders import CONTENDERS
 from benchmarks.figures import Row
 from benchmarks.limits import measure_apart
 from benchmarks.runner import Context, Question
@@ -22,39 +21,17 @@ ARRANGEMENTS = ("ddp", "fsdp2")
 
 def run(context: Context) -> Row:
     """Run every contender in turn, in each arrangement."""
-    options = context.options
-    nbytes = workloads.NBYTES[options.state]
+    nbytes = workloads.NBYTES[context.options.state]
     context.facts |= {"nbytes": nbytes, "world_size": WORLD_SIZE}
-    row: Row = {"limits": measure_apart(context, nbytes)}
-    for arrangement in ARRANGEMENTS:
-        row[arrangement] = {}
-        for name in context.in_turn(options.only):
-            earlier = [one[arrangement][name] for one in context.rows]
-            given = (name, options.state, arrangement, options.saves, options.contender_s, False)
-            row[arrangement][name] = training_cost.contend(context, earlier, given, ranks=WORLD_SIZE)
-    return row
+    row: Row = {"limits": measure_apart(context.directory, nbytes)}
+    return row | {kind: training_cost.contend(context, kind, context.options.only, WORLD_SIZE) for kind in ARRANGEMENTS}
 
 
 QUESTION = Question(
     run,
-    {
-        "write limit, s": "limits/write_s",
-        **{
-            f"{arrangement}: {label}": figure
-            for arrangement in ARRANGEMENTS
-            for label, figure in training_cost.shown(arrangement).items()
-        },
-    },
+    ["limits/*", *(figure for arrangement in ARRANGEMENTS for figure in training_cost.shown(arrangement))],
     states=("gpt", "tiny"),
-    options={
-        "--only": {
-            "nargs": "+",
-            "choices": tuple(CONTENDERS),
-            "default": ["asyncckpt", "dcp.save", "dcp.async_save, thread"],
-        },
-        "--saves": {"type": int, "default": 6, "help": "of a contender in a round; the first is cold"},
-        "--contender-s": {"type": float, "default": 180.0, "help": "deadline of a contender in a round"},
-    },
-    smallest=("--state", "tiny", "--saves", "2"),
+    options={"only": ["asyncckpt", "dcp.save", "dcp.async_save, thread"], "saves": 6},
+    smallest="--state tiny --saves 2",
     suite=("gpt",),
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 import asyncckpt
 from benchmarks import machine, processes, workloads
 from benchmarks.figures import Row
-from benchmarks.limits import Memory, copy_s
+from benchmarks.limits import copy_s, memory
 from benchmarks.runner import Context, Question
 
 SAVE_S = 300.0
@@ -24,7 +24,7 @@ def run(context: Context) -> Row:
     state = context.options.state
     target = workloads.state(state)
     nbytes = context.facts["nbytes"] = workloads.nbytes_of(target)
-    mine, shared = Memory(nbytes), Memory(nbytes, shared=True)
+    mine, shared = memory(nbytes), memory(nbytes, shared=True)
     row: Row = {"loads": [], "stall_s": {}}
     for which in ("fresh", "warm"):
         path = context.directory / which
@@ -34,7 +34,7 @@ def run(context: Context) -> Row:
             time.sleep(0.01)  # until the worker has seen its death
         found: Row = {}
         for source in ("memory", "disk"):
-            found[f"copy_before_{source}_s"] = copy_s(mine.address, shared.address, nbytes)
+            found[f"copy_before_{source}_s"] = copy_s(mine, shared)
             load = partial(asyncckpt.load, path, target, strict=True, source=source)
             found[f"{source}_s"] = machine.timed(load)["s"]
         row["loads"].append(found)
@@ -55,14 +55,14 @@ def save_and_die(state: str, path: str) -> float:
 
 QUESTION = Question(
     run,
-    {
-        "load from memory, s": "loads/memory_s",
-        "load from memory / warm copy": "loads/memory_s / loads/copy_before_memory_s",
-        "load from disk, s": "loads/disk_s",
-        "stall of a first save, s": "stall_s/*",
-        "the same, warm / fresh": "stall_s/warm / stall_s/fresh",
-    },
+    [
+        "loads/memory_s",
+        "loads/memory_s / loads/copy_before_memory_s",
+        "loads/disk_s",
+        "stall_s/*",
+        "stall_s/warm / stall_s/fresh",
+    ],
     states=("gpt", "tiny"),
-    smallest=("--state", "tiny"),
+    smallest="--state tiny",
     suite=("gpt",),
 )

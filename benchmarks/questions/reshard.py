@@ -99,20 +99,11 @@ def _touched(path: Path, names: Sequence[str], offsets: Sequence[int], sizes: Se
 
 QUESTION = Question(
     run,
-    {
-        f"{kind}: {label}": f"{kind}/*/{figure}"
+    [
+        f"{kind}/*/{figure}"
         for kind in ("verified", "not verified")
-        for label, figure in {
-            "read over what is touched": "read_over_touched",
-            "extra time": "extra_time",
-            "resharded, s": "reshard_s",
-            "plain, s": "plain_s",
-        }.items()
-    },
-    options={
-        "--mib": {"type": int, "default": 512},
-        "--size": {"type": int, "default": 4096, "help": "of a matrix"},
-        "--loads": {"type": int, "default": 2, "help": "of each pair of meshes in a round"},
-    },
-    smallest=("--mib", "1", "--size", "256", "--loads", "1"),
+        for figure in ("read_over_touched", "extra_time", "reshard_s", "plain_s")
+    ],
+    options={"mib": 512, "size": 4096, "loads": 2},
+    smallest="--mib 1 --size 256 --loads 1",
 )

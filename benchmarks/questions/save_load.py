@@ -15,7 +15,7 @@ from typing import Any
 import asyncckpt
 from benchmarks import machine, workloads
 from benchmarks.figures import Row
-from benchmarks.limits import Limits
+from benchmarks.limits import copy_s, measure_apart, memory
 from benchmarks.runner import Context, Question
 
 SAVE_S = 300.0
@@ -26,16 +26,15 @@ STARTS = 3
 def run(context: Context) -> Row:
     """Start workers, then save beside the limits."""
     state = workloads.state(context.options.state)
-    nbytes = workloads.nbytes_of(state)
-    limits = Limits(context.directory, nbytes, context.facts.get("best"))
-    context.facts |= {"nbytes": nbytes, "best": limits.best}
-    row: Row = {"limits": limits.measure(), "worker": _worker_starts(context.directory), "saves": []}
+    nbytes = context.facts["nbytes"] = workloads.nbytes_of(state)
+    row: Row = {"limits": measure_apart(context.directory, nbytes), "worker": _worker_starts(context.directory)}
+    row["saves"], mine, shared = [], memory(nbytes), memory(nbytes, shared=True)
     path = context.directory / "save"
     with asyncckpt.AsyncCheckpointer() as checkpointer:
         row["first_save"] = save(checkpointer, state, path)
         for _ in range(context.options.saves):
-            copy_s = limits.copy_s()  # beside each save: the speed of a shared machine's memory varies
-            row["saves"].append(save(checkpointer, state, path) | {"copy_s": copy_s})
+            seconds = copy_s(shared, mine)  # beside each save: the speed of a shared machine's memory varies
+            row["saves"].append(save(checkpointer, state, path) | {"copy_s": seconds})
     with asyncckpt.AsyncCheckpointer(arena_limit_bytes=max(nbytes // 4, 1 << 20)) as checkpointer:
         checkpointer.prepare(state)
         row["windowed"] = [save(checkpointer, state, path) for _ in range(context.options.saves)]
@@ -72,23 +71,22 @@ def _worker_starts(directory: Path) -> dict[str, list[float]]:
 
 QUESTION = Question(
     run,
-    {
-        "write limit, s": "limits/write_s",
-        "warm copy, s": "saves/copy_s",
-        "stall, s": "saves/stall_s",
-        "stall / warm copy": "saves/stall_s / saves/copy_s",
-        "stall of the first save, s": "first_save/stall_s",
-        "written, s": "saves/written_s",
-        "written / write limit": "saves/written_s / limits/write_s",
-        "written, first save, s": "first_save/written_s",
-        "stall, windowed, s": "windowed/stall_s",
-        "written, windowed / whole": "windowed/written_s / saves/written_s",
-        "worker ready, s": "worker/ready_s",
-        "worker without slots, bytes": "worker/rss_nbytes",
-    },
+    [
+        "limits/*",
+        "saves/copy_s",
+        "saves/stall_s",
+        "saves/stall_s / saves/copy_s",
+        "first_save/stall_s",
+        "saves/written_s",
+        "saves/written_s / limits/write_s",
+        "first_save/written_s",
+        "windowed/stall_s",
+        "windowed/written_s / saves/written_s",
+        "worker/*",
+    ],
     states=("gpt", "small", "large", "tiny"),
-    options={"--saves": {"type": int, "default": {"": 6, "large": 3}, "help": "of each kind in a round"}},
-    smallest=("--state", "tiny", "--saves", "2"),
+    options={"saves": {"": 6, "large": 3}},
+    smallest="--state tiny --saves 2",
     suite=("gpt", "small", "large"),
     budget_s=900.0,
 )
