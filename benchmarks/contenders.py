@@ -107,18 +107,15 @@ class Ours(Contender):
 
 
 class TorchSave(Contender):
-    """`torch.save`; loaded as it is, and with `mmap=True`."""
+    """`torch.save`."""
 
     def save(self, path: Path, state: dict[str, Any]) -> Saved:
         path.mkdir()
         torch.save(state, path / "state.pt")
         return Saved(done(), done())
 
-    def load(self, path: Path, *, mmap: bool = False) -> None:
-        self.loop.take(torch.load(path / "state.pt", weights_only=True, mmap=mmap))
-
-    def loads(self) -> dict[str, Callable[[Path], None]]:
-        return {"disk": self.load, "mmap": partial(self.load, mmap=True)}
+    def load(self, path: Path) -> None:
+        self.loop.take(torch.load(path / "state.pt", weights_only=True))
 
 
 class Safetensors(Contender):

@@ -179,13 +179,14 @@ class Run:
 
     Attributes:
         result: What is in the file.
+        checkouts, options: As given.
     """
 
     def __init__(
         self, name: str, options: argparse.Namespace, place: Path, checkouts: Sequence[Path], path: Path | None
     ) -> None:
         self.checkouts = list(checkouts)
-        self._name, self._options, self._place, self._path = name, options, place, path
+        self.options, self._name, self._place, self._path = options, name, place, path
         skipped = ("rounds", "dir", "out", "quick", "against", "quiet_wait_s")
         self.result: Row = {
             "benchmark": name,
@@ -221,10 +222,10 @@ class Run:
         ended = "done"
         while (number := min(len(self.rows(checkout)) for checkout in self.checkouts)) < asked:
             elapsed_s = time.monotonic() - began
-            if longest_s and elapsed_s + longest_s > self._options.budget_s:
+            if longest_s and elapsed_s + longest_s > self.options.budget_s:
                 ended = "budget"
                 break
-            idle = machine.until_idle(self._options.quiet_wait_s)
+            idle = machine.until_idle(self.options.quiet_wait_s)
             made: dict[Path, Row] = {}
             try:
                 for checkout in figures.in_turn(self.checkouts, number):
@@ -248,10 +249,10 @@ class Run:
         """Make one round in a process that imports `asyncckpt` from a checkout, within the budget of all rounds."""
         directory = Path(tempfile.mkdtemp(dir=self._place))
         links = self._place / f"links-{self.checkouts.index(checkout)}"
-        given = (self._name, vars(self._options), directory, number, self.rows(checkout))
+        given = (self._name, vars(self.options), directory, number, self.rows(checkout))
         how: dict[str, Any] = {"environment": {"PYTHONPATH": str(links)}, "cwd": links, "own_worker": True}
         try:
-            row, facts = processes.call(round_in_process, *given, deadline_s=self._options.budget_s, echo=True, **how)
+            row, facts = processes.call(round_in_process, *given, deadline_s=self.options.budget_s, echo=True, **how)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
             machine.until_discarded(self._place)

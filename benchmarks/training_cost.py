@@ -11,7 +11,7 @@ import shutil
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -33,17 +33,13 @@ from benchmarks.workloads import GPT, Loop
 SAVE_S = 120.0
 """A save that takes longer is an error of the contender."""
 
+CONTENDER_S = 180.0
+"""Deadline of a contender in a round."""
+
 SAMPLE_S = 0.05
 MEMORY_SAVES = 2
 """The greatest memory of so many saves counts."""
 
-FEWEST_SAVES = 3
-"""How many saves a slow contender makes at least."""
-
-CONTENDER_S, SLOW_S = 180.0, 15.0
-"""Deadline of a contender in a round; another library begins no save later after its first, but for the fewest."""
-
-ROUNDS_OF_LOADS = 2
 RANK_SHAPE = (1, 64)
 """(batch, length) of a rank's step."""
 
@@ -51,8 +47,7 @@ RANK_SHAPE = (1, 64)
 def contend(context: Context, place: str, names: Iterable[str], ranks: int = 0) -> Row:
     """Run contenders in turn, each in processes of its own; return the figures of each, or its `error`.
 
-    What has failed in an earlier round is not run again. Memory and loads are measured without ranks: of ours in every
-    round, of others in the first `ROUNDS_OF_LOADS`.
+    What has failed in an earlier round is not run again.
 
     Args:
         context: Of the round; its options have the `state`, and how many `saves` a contender makes.
@@ -65,19 +60,16 @@ def contend(context: Context, place: str, names: Iterable[str], ranks: int = 0) 
     """
     found: Row = {}
     for name in context.in_turn(names):
-        ours, arrangement = name in OURS, place if ranks else ""
         if failed := [row[place][name] for row in context.rows if "error" in row[place][name]]:
             found[name] = failed[0]
             continue
         directory = context.directory / "run"
         directory.mkdir(exist_ok=True)
-        saves_s = CONTENDER_S if ours or ranks else SLOW_S
-        loads = not ranks and (ours or context.number < ROUNDS_OF_LOADS)
-        given = (name, context.options.state, arrangement, context.options.saves, saves_s, loads, directory)
+        given = (name, context.options.state, place if ranks else "", context.options.saves, directory)
         try:
             found[name] = processes.call(measure, *given, deadline_s=CONTENDER_S, ranks=ranks, own_worker=True)
         except processes.ProcessError as error:
-            if ours:
+            if name in OURS:
                 raise
             found[name] = {"error": str(error)}
         print(f"{place}, {name}: {found[name].get('error', 'done')}", flush=True)
@@ -85,83 +77,90 @@ def contend(context: Context, place: str, names: Iterable[str], ranks: int = 0) 
     return found
 
 
-def measure(name: str, state: str, arrangement: str, saves: int, saves_s: float, loads: bool, directory: str) -> Row:
+def measure(name: str, state: str, arrangement: str, saves: int, directory: str) -> Row:
     """Return every figure of one contender, in a process of its own or on one of the ranks.
 
     Args:
         name: Of the contender.
         state: What is trained and saved.
-        arrangement: "" without ranks; "ddp" replicates the model on all ranks, "fsdp2" shards it.
+        arrangement: "ddp" replicates the model on all ranks, "fsdp2" shards it; "" without ranks: then memory and loads
+            are measured too.
         saves: How many, the first included.
-        saves_s: None begins later than this after the first, unless there are fewer than `FEWEST_SAVES`.
-        loads: Measure memory and loads too.
         directory: Where to write.
     """
-    all_done: Callable[[bool], bool] = _all_done if arrangement else bool
-    meet: Callable[[], object] = dist.barrier if arrangement else workloads.nothing
     loop = _rank_loop(arrangement, state) if arrangement else workloads.loop(state)
-    first = not arrangement or dist.get_rank() == 0
-
-    def step() -> float:
-        began = time.perf_counter()
-        loop.step()
-        all_done(True)
-        return time.perf_counter() - began
-
-    step()
-    process = psutil.Process()
+    loop.step()
+    process, path = psutil.Process(), Path(directory, "save")
     fds = process.num_fds()
     contender = CONTENDERS[name](loop)
     nbytes = workloads.nbytes_of(loop.state())
-    quiet = [step()]
+    loop.step()
     before = pss()  # the memory of a step is in it, and nothing of a checkpoint
     contender.prepare()
-    quiet.append(step())
-    rows: list[Row] = []
-    began = time.perf_counter()
-    while len(rows) < saves and (len(rows) < FEWEST_SAVES or time.perf_counter() - began < saves_s):
-        print(f"saving {len(rows) + 1}", flush=True)
-        path = Path(directory, f"{len(rows)}")
-        meet()
-        rows.append(save(contender, path, all_done))
-        meet()
-        removing = threading.Thread(target=shutil.rmtree, args=(path,))
-        if first:
-            removing.start()  # beside a step: it waits for the disk, and takes no CPU
-        quiet.append(step())
-        if first:
-            removing.join()
-            machine.until_discarded(path.parent)
-        meet()
-    add_lost(rows, quiet)
-    found: Row = {"nbytes": nbytes, "quiet_step_s": quiet, "added_fds": process.num_fds() - fds, "loads": {}}
-    if loads:
-        path = Path(directory, "kept")
+    quiet, rows = save_in_turn(loop, {name: contender}, [name] * saves, path)
+    found: Row = {"nbytes": nbytes, "quiet_step_s": quiet, "added_fds": process.num_fds() - fds}
+    by_rank = [rows[name]]
+    if arrangement:
+        every: list[Any] = [None] * _world_size()
+        dist.all_gather_object(every, (rows[name], found["added_fds"]))
+        by_rank = [one for one, _ in every]
+        found |= {"added_fds": [fds for _, fds in every], "worker_fds": [worker.num_fds() for worker in workers()]}
+    else:
         found["memory_over_state"] = max(_peak(contender, path) - before for _ in range(MEMORY_SAVES)) / nbytes
         machine.until_discarded(path.parent)
-        saved = digests_of(workloads.tensors(loop.state()))
-        for way, load in contender.loads().items():
-            loop.step()
-            found["loads"][way] = _load(loop, load, path)
-            if digests_of(workloads.tensors(loop.state())) != saved:
-                raise AssertionError(f"what was loaded from {way} differs from what was saved")
-    if arrangement:
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (rows, found["added_fds"]))
-        rows = slowest([one for one, _ in every])
-        found |= {"added_fds": [fds for _, fds in every], "worker_fds": [worker.num_fds() for worker in workers()]}
-    meet()
+        found["loads"] = {way: _load(loop, load, path) for way, load in contender.loads().items()}
+    _meet()
     contender.close()
-    return found | {"cold": rows[0], "warm": rows[1:]}
+    slow = slowest(by_rank)
+    return found | {"cold": slow[0], "warm": slow[1:]}
 
 
-def save(contender: Contender, path: Path, all_done: Callable[[bool], bool] = bool) -> Row:
-    """Save, and train until everything is on the disk; on a GPU, save behind a step that it has not finished.
+def save_in_turn(
+    loop: Loop, contenders: Mapping[str, Contender], names: Iterable[str], path: Path, quiet_steps: int = 1
+) -> tuple[list[float], dict[str, list[Row]]]:
+    """Save beside a loop, and make steps without a save before, between and afterwards.
 
     Args:
-        contender: Who saves.
-        path: Where.
-        all_done: Whether every rank is done, from whether this one is.
+        loop: What trains.
+        contenders: Who saves, by name.
+        names: In which order.
+        path: Where; each save is removed.
+        quiet_steps: How many steps without a save are made at a time.
+
+    Returns:
+        The seconds of a step without a save, each time; and the saves of each contender. `lost_s` is what a save cost
+        the training beyond as many steps without one, `step_ratio` the ratio of both times.
+    """
+    quiet, found = [quiet_step_s(loop, quiet_steps)], {name: list[Row]() for name in contenders}
+    for name in names:
+        print(f"saving: {name}", flush=True)
+        _meet()
+        found[name].append(save(contenders[name], path))
+        _meet()
+        quiet.append(quiet_step_s(loop, quiet_steps))
+        if _world_size() == 1 or dist.get_rank() == 0:
+            machine.remove(path)
+    for row in (row for rows in found.values() for row in rows):
+        expected_s = len(row["steps_s"]) * statistics.median(quiet)
+        row["lost_s"] = row["until_s"] - expected_s
+        if expected_s:
+            row["step_ratio"] = row["until_s"] / expected_s
+    return quiet, found
+
+
+def quiet_step_s(loop: Loop, count: int) -> float:
+    """Make steps that begin and end with an idle GPU; return the seconds of one."""
+    loop.settle()
+    began = time.perf_counter()
+    for _ in range(count):
+        loop.step()
+        _all_done(True)
+    loop.settle()
+    return (time.perf_counter() - began) / count
+
+
+def save(contender: Contender, path: Path) -> Row:
+    """Save, and train until everything is on the disk; on a GPU, save behind a step that it has not finished.
 
     Returns:
         `until_s` is from before the state dict, or that step, until the last of `steps_s`; `save_s` in the call,
@@ -181,7 +180,7 @@ def save(contender: Contender, path: Path, all_done: Callable[[bool], bool] = bo
     flushed = _on_disk(contender, saved, path, began)
     loop.before_step = partial(concurrent.futures.wait, [saved.staged], SAVE_S)
     try:
-        while not all_done(flushed.done()):
+        while not _all_done(flushed.done()):
             steps_s.append(loop.step())
             if time.perf_counter() - began > SAVE_S:
                 raise TimeoutError(f"a save took longer than {SAVE_S:.0f} s")
@@ -192,15 +191,6 @@ def save(contender: Contender, path: Path, all_done: Callable[[bool], bool] = bo
     row = {"save_s": save_s, "wait_s": loop.waited_s, "stall_s": save_s + loop.waited_s, "durable_s": flushed.result()}
     phases = dict(getattr(saved.written.result(), "seconds", {}))
     return row | {"until_s": until_s, "steps_s": steps_s, "phases_s": phases}
-
-
-def add_lost(saves: Iterable[Row], quiet: Sequence[float]) -> None:
-    """Add what each save cost the training beyond as many steps without one, and the ratio of both times."""
-    for row in saves:
-        expected_s = len(row["steps_s"]) * statistics.median(quiet)
-        row["lost_s"] = row["until_s"] - expected_s
-        if expected_s:
-            row["step_ratio"] = row["until_s"] / expected_s
 
 
 def shown(place: str) -> list[str]:
@@ -284,14 +274,16 @@ def workers() -> list[psutil.Process]:
 
 
 def _load(loop: Loop, load: Callable[[Path], None], path: Path) -> dict[str, float]:
-    """Return the seconds of a load with nothing of it in the page cache ("cold"), and with all of it ("warm").
+    """Change the state and load it, with nothing of the files in the page cache ("cold"), and with all ("warm").
 
-    That is what a load costs: the call, and how much longer the first write to all tensors takes than a later one, as
-    an optimizer writes. A loader that maps a file and returns views of it has not read the file: each page is read,
-    and copied since the mapping is private, when the training first changes it.
+    Returns the seconds that a load costs: the call, and how much longer the first write to all tensors takes than a
+    later one, as an optimizer writes. A loader that maps a file and returns views of it has not read the file: each
+    page is read, and copied since the mapping is private, when the training first changes it.
     """
     seconds: dict[str, float] = {}
     for heat, prepare in (("cold", machine.drop_cache), ("warm", machine.fill_cache)):
+        saved = digests_of(workloads.tensors(loop.state()))
+        loop.step()
         prepare(path)
         began = time.perf_counter()
         load(path)
@@ -304,6 +296,8 @@ def _load(loop: Loop, load: Callable[[Path], None], path: Path) -> dict[str, flo
                 torch._foreach_mul_(floating, 1.0)
                 writes.append(time.perf_counter() - began)
         seconds[f"{heat}_s"] += writes[0] - min(writes[1:])
+        if digests_of(workloads.tensors(loop.state())) != saved:
+            raise AssertionError(f"what was loaded by {load} differs from what was saved")
     return seconds
 
 
@@ -329,14 +323,27 @@ def _rank_loop(arrangement: str, state: str) -> Loop:
 
 def slowest(saves: Sequence[Sequence[Row]]) -> list[Row]:
     """Return the saves, each figure that of the slowest rank; `saves` are by rank."""
+    if len(saves) == 1:
+        return list(saves[0])
     return [
         {key: max(one[key] for one in ranks) for key, value in ranks[0].items() if isinstance(value, float)}
         for ranks in zip(*saves, strict=True)
     ]
 
 
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _meet() -> None:
+    if _world_size() > 1:
+        dist.barrier()
+
+
 def _all_done(mine: bool) -> bool:
     """Return whether all ranks are done: they have to make the same number of steps."""
+    if _world_size() == 1:
+        return mine
     flag = torch.tensor([float(mine)])
     dist.all_reduce(flag, dist.ReduceOp.MIN)
     return bool(flag.item())

@@ -20,7 +20,7 @@ import asyncckpt
 from benchmarks import machine, workloads
 from benchmarks.contenders import DcpAsync, Ours
 from benchmarks.figures import Row
-from benchmarks.questions.overlap import Kinds, alternate, quiet_step_s, shown
+from benchmarks.questions.overlap import Kinds, alternate, shown
 from benchmarks.runner import Context, Question
 from benchmarks.workloads import Loop
 
@@ -41,7 +41,7 @@ def run(context: Context) -> Row:
     if gpu:
         context.facts |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     loop = workloads.loop("gpt" if gpu else "tiny", options.device)
-    row = alternate(context, loop, KINDS, lambda: [quiet_step_s(loop, options.quiet_steps)])
+    row = alternate(context, loop, KINDS, options.quiet_steps)
     with asyncckpt.AsyncCheckpointer(staging="overlap") as checkpointer:
         checkpointer.prepare(loop.state())
         row["alone"] = [_copy_alone(context, loop, checkpointer) for _ in range(options.saves)]
@@ -79,7 +79,7 @@ def _copy_alone(context: Context, loop: Loop, checkpointer: asyncckpt.AsyncCheck
 QUESTION = Question(
     run,
     [*shown(KINDS), "alone/copy_s / alone/pinned_s"],
-    options={"device": "cuda", "saves": 6, "quiet_steps": 20},
+    options={"device": "cuda", "saves": 6, "quiet_steps": 10},
     smallest="--device cpu --saves 1 --quiet-steps 1",
     suite=(),
     budget_s=1500.0,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import mmap
 import pathlib
 import pkgutil
+import random
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -125,7 +127,7 @@ def test_checkouts_take_turns_in_each_round_and_another_one_begins_the_next(
     found = json.loads((tmp_path / "r.json").read_text())
     assert len(found["rounds"]) == 3 and len(found["against"]["old"]["rounds"]) == 3
     assert found["against"]["old"]["commit"] == "commit of old"
-    shown = "\n".join(runner.report(found, {"stall": "stall_s"}, "r"))
+    shown = "\n".join(runner.report({"old": found["against"]["old"], "here": found}, ["stall_s"], "r"))
     assert "/ old: 1.000 (0.833 to 1.500)" in shown, "ratios are taken within a round"
 
 
@@ -175,10 +177,9 @@ def test_a_function_that_fails_or_takes_too_long_says_why(monkeypatch: pytest.Mo
 
 def test_options_of_a_question_depend_on_the_state(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[argparse.Namespace] = []
-    how = {"--saves": {"type": int, "default": {"": 6, "large": 3}}}
-    asked = Question(lambda context: {}, {}, states=("gpt", "large"), options=how)
+    asked = Question(lambda context: {}, [], states=("gpt", "large"), options={"saves": {"": 6, "large": 3}})
     monkeypatch.setattr(runner, "question", lambda name: asked)
-    monkeypatch.setattr(runner, "_round", lambda name, options, *_: seen.append(options) or {})
+    monkeypatch.setattr(Run, "round", lambda run, *_: seen.append(run.options) or {})
     for arguments in ([], ["--state", "large"], ["--state", "large", "--saves", "7"]):
         given = [*arguments, "--rounds", "1", "--out", str(tmp_path / "r.json"), "--dir", str(tmp_path)]
         assert runner.main("overlap", given) == 0
@@ -228,20 +229,36 @@ def test_every_result_file_that_is_kept_has_the_figures_of_its_targets() -> None
     assert not missing
 
 
-def test_limits_are_measured_by_the_choices_with_the_best_medians_and_leave_nothing(
+def test_a_limit_is_the_best_of_its_choices_and_leaves_nothing(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lucky, good = limits.CHOICES[0], limits.CHOICES[5]
-    takes = {lucky: itertools.cycle([0.1, 2.0, 2.0]), good: itertools.cycle([0.5, 0.5, 3.0])}
+    """Whatever is the quickest on this machine: the limit of each kind is found by itself."""
     monkeypatch.setattr(machine, "until_discarded", lambda directory: None)
+    read: list[tuple[int, int]] = []
 
-    def write(path: pathlib.Path, memory: memoryview, *choice: int) -> float:
-        path.write_bytes(memory[:1])
-        return next(takes.get((choice[0], choice[1]), itertools.repeat(1.0)))
+    def write_s(path: pathlib.Path, source: mmap.mmap, *choice: int) -> float:
+        path.write_bytes(source[:1])
+        return 0.5 if choice == limits.CHOICES[-1] else 1.0
 
-    monkeypatch.setattr(limits, "write_s", write)
-    monkeypatch.setattr(limits, "read_s", lambda path, memory, *choice: 1.0 if path.exists() else 0.0)
-    found = limits.Limits(tmp_path, 4096)
-    assert found.best["writes"][0] == good and lucky not in found.best["writes"]
-    assert found.measure()["write_s"] == 0.5 and found.measure()["copy_s"] > 0
+    def read_s(path: pathlib.Path, buffer: mmap.mmap, block: int, threads: int) -> float:
+        assert path.exists() and block * threads <= len(buffer)
+        read.append((block, threads))
+        return 0.7 if (block, threads) == limits.CHOICES[0] else 1.0
+
+    monkeypatch.setattr(limits, "write_s", write_s)
+    monkeypatch.setattr(limits, "read_s", read_s)
+    found = limits.measure(str(tmp_path), 4096)
+    assert (found["write_s"], found["read_fresh_s"], found["read_again_s"]) == (0.5, 0.7, 0.7) and found["copy_s"] > 0
+    assert sorted(read[::2]) == sorted(read[1::2]) == sorted(limits.CHOICES), "each reads new files, and others again"
+    assert all(one != two for one, two in zip(read[::2], read[1::2], strict=True)), "a file is read in two ways"
     assert not list(tmp_path.iterdir())
+
+
+def test_limits_write_read_and_copy_every_byte(tmp_path: pathlib.Path) -> None:
+    source, buffer, path = limits.memory(3 * limits.MIB), limits.memory(2 * limits.MIB), tmp_path / "file"
+    source[:] = random.Random(1).randbytes(len(source))
+    assert limits.write_s(path, source, limits.MIB, 2) > 0 and path.read_bytes() == source[:]
+    assert limits.read_s(path, buffer, limits.MIB, 2, into=tmp_path / "copy") > 0
+    assert (tmp_path / "copy").read_bytes() == source[:]
+    target = limits.memory(len(source), shared=True)
+    assert limits.copy_s(target, source) > 0 and target[:] == source[:]
