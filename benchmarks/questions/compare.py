@@ -4,8 +4,10 @@ In each round every contender runs once, in a process of its own with a deadline
 beside them. The first save of a process is "cold", the later ones "warm". What does not fsync gets an fsync. A
 contender that fails is shown with its error and not run again. A load is its call, plus how much longer the first write
 to all tensors takes than a later one: a loader that maps a file leaves reading it to the training. Each way to load is
-checked: all tensors must be those that were saved. The other libraries come with the extra `peers`. `--only` takes names and groups: "best" has ours and those that are best at something, and `--only
-ours --against PATH` compares two versions of ours, stock `dcp.save` included.
+checked: all tensors must be those that were saved. The other libraries come with the extra `peers`.
+
+`--only` takes names and groups: "best" has ours and those that are best at something, and `--only ours --against PATH`
+compares two versions of ours, stock `dcp.save` included.
 """
 
 from __future__ import annotations
