@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from asyncckpt.async_checkpointer import AsyncCheckpointer as AsyncCheckpointer
     from asyncckpt.async_checkpointer import make_async_checkpointer as make_async_checkpointer
     from asyncckpt.checkpointer import Checkpointer as Checkpointer
-    from asyncckpt.checkpoints import latest_checkpoint as latest_checkpoint
+    from asyncckpt.components import CheckpointProcess as CheckpointProcess
+    from asyncckpt.components import CheckpointReader as CheckpointReader
+    from asyncckpt.components import CheckpointStager as CheckpointStager
+    from asyncckpt.components import CheckpointWriter as CheckpointWriter
+    from asyncckpt.components import CommitHook as CommitHook
     from asyncckpt.config import CheckpointerConfig as CheckpointerConfig
     from asyncckpt.config import RankInfo as RankInfo
     from asyncckpt.errors import AsyncCkptError as AsyncCkptError
-    from asyncckpt.handle import SaveHandle as SaveHandle
-    from asyncckpt.handle import SaveReport as SaveReport
     from asyncckpt.interop.convert import ConversionReport as ConversionReport
     from asyncckpt.interop.convert import convert as convert
     from asyncckpt.loading.load import load as load
@@ -31,21 +33,19 @@ if TYPE_CHECKING:
     from asyncckpt.manager.master_params import refresh_master_params as refresh_master_params
     from asyncckpt.manager.rng import RngState as RngState
     from asyncckpt.manager.save_policy import optimal_interval as optimal_interval
-    from asyncckpt.parts import CheckpointProcess as CheckpointProcess
-    from asyncckpt.parts import CheckpointReader as CheckpointReader
-    from asyncckpt.parts import CheckpointStager as CheckpointStager
-    from asyncckpt.parts import CheckpointWriter as CheckpointWriter
-    from asyncckpt.parts import CommitHook as CommitHook
     from asyncckpt.per_rank import PerRank as PerRank
     from asyncckpt.recall.snapshots import HeldSnapshot as HeldSnapshot
     from asyncckpt.recall.snapshots import held_snapshots as held_snapshots
-    from asyncckpt.restoring import RestoredCheckpoint as RestoredCheckpoint
-    from asyncckpt.restoring import SkippedCheckpoint as SkippedCheckpoint
-    from asyncckpt.restoring import restore_latest as restore_latest
+    from asyncckpt.restore import RestoredCheckpoint as RestoredCheckpoint
+    from asyncckpt.restore import SkippedCheckpoint as SkippedCheckpoint
+    from asyncckpt.restore import restore_latest as restore_latest
+    from asyncckpt.save_handle import SaveHandle as SaveHandle
+    from asyncckpt.save_handle import SaveReport as SaveReport
     from asyncckpt.sharding.registry import register_shard_type as register_shard_type
     from asyncckpt.sharding.shard_types import FlatShard as FlatShard
     from asyncckpt.sharding.shard_types import ShardedSlice as ShardedSlice
     from asyncckpt.sharding.shard_types import describe_tp as describe_tp
+    from asyncckpt.storage.catalog import latest_checkpoint as latest_checkpoint
     from asyncckpt.sync_checkpointer import SyncCheckpointer as SyncCheckpointer
     from asyncckpt.sync_checkpointer import make_sync_checkpointer as make_sync_checkpointer
 
@@ -53,13 +53,13 @@ _WHERE = {
     "AsyncCheckpointer": "async_checkpointer",
     "AsyncCkptError": "errors",
     "CheckpointManager": "manager.manager",
-    "CheckpointProcess": "parts",
-    "CheckpointReader": "parts",
-    "CheckpointStager": "parts",
-    "CheckpointWriter": "parts",
+    "CheckpointProcess": "components",
+    "CheckpointReader": "components",
+    "CheckpointStager": "components",
+    "CheckpointWriter": "components",
     "Checkpointer": "checkpointer",
     "CheckpointerConfig": "config",
-    "CommitHook": "parts",
+    "CommitHook": "components",
     "ConversionReport": "interop.convert",
     "FlatShard": "sharding.shard_types",
     "HeldSnapshot": "recall.snapshots",
@@ -67,17 +67,17 @@ _WHERE = {
     "OpenCheckpoint": "loading.open_checkpoint",
     "PerRank": "per_rank",
     "RankInfo": "config",
-    "RestoredCheckpoint": "restoring",
+    "RestoredCheckpoint": "restore",
     "RngState": "manager.rng",
-    "SaveHandle": "handle",
-    "SaveReport": "handle",
+    "SaveHandle": "save_handle",
+    "SaveReport": "save_handle",
     "ShardedSlice": "sharding.shard_types",
-    "SkippedCheckpoint": "restoring",
+    "SkippedCheckpoint": "restore",
     "SyncCheckpointer": "sync_checkpointer",
     "convert": "interop.convert",
     "describe_tp": "sharding.shard_types",
     "held_snapshots": "recall.snapshots",
-    "latest_checkpoint": "checkpoints",
+    "latest_checkpoint": "storage.catalog",
     "load": "loading.load",
     "make_async_checkpointer": "async_checkpointer",
     "make_sync_checkpointer": "sync_checkpointer",
@@ -86,7 +86,7 @@ _WHERE = {
     "plan_load": "loading.plan_load",
     "refresh_master_params": "manager.master_params",
     "register_shard_type": "sharding.registry",
-    "restore_latest": "restoring",
+    "restore_latest": "restore",
 }
 
 _MODULES = ("dcp", "errors")

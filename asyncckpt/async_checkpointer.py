@@ -14,15 +14,18 @@ from concurrent.futures import Future, InvalidStateError
 from types import TracebackType
 from typing import Any, NoReturn
 
-from asyncckpt import __version__, ends
+from asyncckpt import __version__
+from asyncckpt.basics import process_lifecycle
+from asyncckpt.basics.process_lifecycle import EXIT_WAIT_S
 from asyncckpt.checkpointer import Checkpointer, refuse_unknown
 from asyncckpt.client.pending_saves import StagedSnapshot
 from asyncckpt.client.worker_client import WorkerClient, await_saves_below
 from asyncckpt.client.worker_links import Build, Worker
+from asyncckpt.commit_hooks import HookRunner
+from asyncckpt.components import CheckpointProcess, CheckpointReader, CheckpointStager
 from asyncckpt.config import CheckpointerConfig, RankInfo, endpoint_from_environment, refuse_positional
 from asyncckpt.distributed.process_group import Membership, find_exchange
 from asyncckpt.distributed.run_agreement import Coordination
-from asyncckpt.ends import EXIT_WAIT_S
 from asyncckpt.errors import (
     AsyncCkptError,
     CheckpointerClosedError,
@@ -35,15 +38,13 @@ from asyncckpt.errors import (
     WorkerUnavailableError,
 )
 from asyncckpt.format.names import SaveId
-from asyncckpt.handle import SaveHandle, SaveReport
-from asyncckpt.hooks import HookRunner
-from asyncckpt.parts import CheckpointProcess, CheckpointReader, CheckpointStager
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
 from asyncckpt.save_events import SaveEvents
+from asyncckpt.save_handle import SaveHandle, SaveReport
+from asyncckpt.save_tracker import SaveTracker
 from asyncckpt.staging.overlap import Overlap
 from asyncckpt.staging.stager import HostStager, SlotStager
-from asyncckpt.tracker import SaveTracker
 
 STAGED_SHARE = 0.9
 """How much of the time to leave in is for what is still being copied. Telling the worker takes milliseconds; chosen."""
@@ -107,7 +108,7 @@ class AsyncCheckpointer(Checkpointer):
         self._tracker = SaveTracker(on_error=self.config.on_error)
         self._events = SaveEvents(self.config.events, self._overlap)
         self._saving = threading.Lock()
-        ends.remember(self)
+        process_lifecycle.register(self)
 
     def _reach_worker(self, member: Membership, *, at_once: bool, overlap: Overlap | None = None) -> None:
         """Make the parts that depend on the rank."""
@@ -388,7 +389,7 @@ class AsyncCheckpointer(Checkpointer):
         self._tracker.raise_errors()
 
     def _close_parts(self) -> None:
-        ends.forget(self)
+        process_lifecycle.unregister(self)
         self._events.unwatch()
         try:
             self._stager.close()

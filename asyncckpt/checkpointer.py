@@ -14,7 +14,8 @@ from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
-from asyncckpt.checkpoints import latest_checkpoint
+from asyncckpt.basics.paths import absolute_path
+from asyncckpt.components import CheckpointReader
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.distributed.checkpoint_vote import RESTORE, same_choice
 from asyncckpt.distributed.process_group import Membership
@@ -32,13 +33,11 @@ from asyncckpt.errors import (
 from asyncckpt.format.names import SaveId, is_quarantined
 from asyncckpt.loading.load import DefaultReader
 from asyncckpt.loading.read_source import check_source
-from asyncckpt.parts import CheckpointReader
-from asyncckpt.paths import absolute_path
 from asyncckpt.protocol.request import check_metadata
 from asyncckpt.recall.newest import Offer, can_load, offers_of_both
-from asyncckpt.restoring import RestoredCheckpoint, look, restore_first
-from asyncckpt.steps import checked_step, step_in
-from asyncckpt.storage.catalog import Candidate
+from asyncckpt.restore import RestoredCheckpoint, look, restore_first
+from asyncckpt.storage.catalog import Candidate, latest_checkpoint
+from asyncckpt.training_step import checked_step, step_in
 
 _log = logging.getLogger("asyncckpt")
 

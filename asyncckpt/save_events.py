@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
+from asyncckpt.basics.paths import current_umask
 from asyncckpt.errors import SaveSkippedError
-from asyncckpt.handle import SaveFuture, SaveHandle, SaveReport
 from asyncckpt.maintenance.event_log import EventLog
-from asyncckpt.paths import current_umask
+from asyncckpt.save_handle import SaveFuture, SaveHandle, SaveReport
 from asyncckpt.staging.overlap import Overlap
 
 CLOSE_S = 0.5

@@ -9,15 +9,15 @@ from typing import Any
 
 from asyncckpt import __version__
 from asyncckpt.checkpointer import Checkpointer, refuse_unknown
+from asyncckpt.commit_hooks import HookRunner
+from asyncckpt.components import CheckpointReader, CheckpointWriter
 from asyncckpt.config import CheckpointerConfig, RankInfo, refuse_positional
 from asyncckpt.distributed.process_group import Membership, find_exchange
 from asyncckpt.distributed.rendezvous import Exchange, Save
 from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.errors import ConfigError
-from asyncckpt.handle import SaveReport
-from asyncckpt.hooks import HookRunner
-from asyncckpt.parts import CheckpointReader, CheckpointWriter
-from asyncckpt.sync_writer import SyncWriter
+from asyncckpt.save_handle import SaveReport
+from asyncckpt.sync.writer import SyncWriter
 
 _WORKER_FIELDS = frozenset(
     {

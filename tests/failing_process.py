@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from asyncckpt.failpoints import POINTS, observed
+from asyncckpt.basics.failpoints import POINTS, observed
 
 SLEEP_S = 0.05
 

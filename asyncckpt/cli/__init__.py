@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from asyncckpt import __version__, standard_streams
+from asyncckpt import __version__
+from asyncckpt.cli import standard_streams
 from asyncckpt.cli.output import EXIT_FAILED, exit_code_of, say
 from asyncckpt.errors import AsyncCkptError
 

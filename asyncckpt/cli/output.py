@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
+from asyncckpt.basics.quantities import human
 from asyncckpt.errors import (
     CheckpointNotCommittedError,
     CheckpointNotFoundError,
@@ -20,7 +21,6 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
     WorkerUnavailableError,
 )
-from asyncckpt.quantities import human
 from asyncckpt.storage.files import Files
 
 EXIT_OK = 0

@@ -8,9 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from asyncckpt.basics.quantities import human
 from asyncckpt.cli.output import can_redraw
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.quantities import human
 from asyncckpt.storage.catalog import read_manifest
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore

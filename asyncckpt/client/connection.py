@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from asyncckpt.basics.process_lifecycle import BackgroundThread
 from asyncckpt.client import launcher
 from asyncckpt.client.session import START_AFTER_S, Session
 from asyncckpt.config import CheckpointerConfig
-from asyncckpt.ends import BackgroundThread
 from asyncckpt.errors import (
     AsyncCkptError,
     CheckpointerClosedError,

@@ -11,15 +11,15 @@ import logging
 import threading
 from collections.abc import Callable
 
+from asyncckpt.basics.failpoints import reach
+from asyncckpt.basics.process_lifecycle import BackgroundThread
 from asyncckpt.client.connection import Connection
 from asyncckpt.client.pending_saves import PendingSaves, Unended
 from asyncckpt.client.session import Session
 from asyncckpt.client.slot import LentSlot
 from asyncckpt.client.slot_lender import LATEST_S, is_granted_in_time
 from asyncckpt.client.slot_pool import SlotPool
-from asyncckpt.ends import BackgroundThread
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, WorkerUnavailableError
-from asyncckpt.failpoints import reach
 from asyncckpt.protocol import messages
 
 MAX_HANDOVERS = 3

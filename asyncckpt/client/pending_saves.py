@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from asyncckpt.client.save_outcomes import Send
 from asyncckpt.client.slot import LentSlot
 from asyncckpt.errors import AsyncCkptError, CommitTimeoutError, WorkerUnavailableError, from_wire
 from asyncckpt.format.names import SaveId
-from asyncckpt.handle import SaveReport
-from asyncckpt.outcomes import Send
 from asyncckpt.protocol import messages, save_phases
+from asyncckpt.save_handle import SaveReport
 
 Rest = Callable[[Future[Any], Callable[[AsyncCkptError | None], None]], None]
 """Begins to copy what `save()` has left for later: (the future that then completes, called at the end: with None when

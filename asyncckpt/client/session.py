@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from asyncckpt.ends import BackgroundThread
+from asyncckpt.basics.process_lifecycle import BackgroundThread
 from asyncckpt.errors import AsyncCkptError, ProtocolError, ProtocolVersionError, WorkerUnavailableError, from_wire
 from asyncckpt.protocol import codec, messages
 from asyncckpt.protocol.dealer import NO_DESCRIPTORS, Dealer

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.client.slot import LentSlot, what_is_saved
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import SlotTimeoutError, StagingError
-from asyncckpt.failpoints import reach
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.streaming import Counters, StreamLayout
 

@@ -18,14 +18,18 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from asyncckpt.basics.deferred_signals import signals_deferred
 from asyncckpt.client.connection import CLOSE_TIMEOUT_S, Connection, why_saves_do_not_end
 from asyncckpt.client.failover import MAX_HANDOVERS, Takeover
 from asyncckpt.client.pending_saves import PendingSaves, StagedSnapshot, Unended, Withdrawals, WriteFuture
+from asyncckpt.client.save_outcomes import Run
 from asyncckpt.client.session import CLOSED, DIED, Session, greeting
 from asyncckpt.client.slot import LentSlot
 from asyncckpt.client.slot_lender import SlotLender, while_workers_die
 from asyncckpt.client.slot_pool import SlotPool
 from asyncckpt.client.worker_board import BoardExchange
+from asyncckpt.commit_hooks import HookRunner
+from asyncckpt.components import CheckpointProcess
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import (
     AsyncCkptError,
@@ -35,13 +39,9 @@ from asyncckpt.errors import (
     WorkerUnavailableError,
 )
 from asyncckpt.format.names import SaveId
-from asyncckpt.hooks import HookRunner
 from asyncckpt.memory.slot import STATE_SEALED, STATE_STREAMED
-from asyncckpt.outcomes import Run
-from asyncckpt.parts import CheckpointProcess
 from asyncckpt.protocol import messages, save_phases
 from asyncckpt.protocol.save_phases import NOT_AGREED
-from asyncckpt.uninterrupted import uninterrupted
 
 BRIEF_S = 1.0
 RETRY_AFTER_S = 60.0
@@ -485,7 +485,7 @@ class WorkerClient(CheckpointProcess):
         snapshot, future = staging_result, WriteFuture()
         # IMPORTANT: Ctrl-C before this means that nobody has it, after it that the worker has; not in between, where
         # nobody would take it back and nobody wait for its end.
-        with self._lock, uninterrupted():
+        with self._lock, signals_deferred():
             self.settled.append(snapshot.save_id.sequence)
             session: Session | None = None
             lost: AsyncCkptError | None = None

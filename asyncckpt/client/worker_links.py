@@ -14,9 +14,9 @@ from typing import Any
 
 import msgpack
 
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import AsyncCkptError, RanksDisagreeError, WorkerUnavailableError
-from asyncckpt.failpoints import reach
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.dealer import curve_keys
 

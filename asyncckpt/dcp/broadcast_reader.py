@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from asyncckpt.basics.paths import absolute_path
 from asyncckpt.dcp.file_leaves import Fact, FileLeaves
 from asyncckpt.dcp.write_plan import check_target
 from asyncckpt.distributed.process_group import machine
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, MissingKeysError, ShapeMismatchError, SharedLoadError
 from asyncckpt.loading.byte_ranges import region_of
 from asyncckpt.loading.fetch import SLAB_NBYTES, slab_slices, thread_count
-from asyncckpt.paths import absolute_path
 from asyncckpt.torch_tensors import CARRIERS
 
 

@@ -21,7 +21,6 @@ from asyncckpt.format.objects import decode_value, encode_objects
 from asyncckpt.format.state_tree import Node
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.state_dict.flatten import check_keys
-from asyncckpt.steps import step_in
 from asyncckpt.storage import commit
 from asyncckpt.storage.commit import build_manifest
 from asyncckpt.storage.contents import read_named_file
@@ -29,8 +28,9 @@ from asyncckpt.storage.coverage import uncovered
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.rank_writer import RankJob, RankResult, RankWriter
-from asyncckpt.sync_ranks import hole_error
+from asyncckpt.sync.collective_save import hole_error
 from asyncckpt.torch_tensors import dtype_name
+from asyncckpt.training_step import step_in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

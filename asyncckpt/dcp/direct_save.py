@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from asyncckpt.basics.deferred_signals import signals_deferred
+from asyncckpt.basics.paths import current_umask
 from asyncckpt.dcp.commit import Unfinished, commit_all
 from asyncckpt.dcp.tensor_stream import Resolve, StreamedImage, in_file_order, settle
 from asyncckpt.dcp.worker_session import Ticket
@@ -26,14 +28,12 @@ from asyncckpt.dcp.write_plan import WriteOptions, lay_out, rank_result
 from asyncckpt.errors import CommitUnknownError
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
-from asyncckpt.paths import current_umask
 from asyncckpt.staging.device import CudaDevice
 from asyncckpt.storage import commit
 from asyncckpt.storage.checkpoint_dir import prepare_directory, remove_made
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.rank_writer import RankJob, RankWriter
-from asyncckpt.uninterrupted import uninterrupted
 
 LOOK_EVERY_S = 0.05
 """Whether the thread that serves has failed. Chosen: that is rare, and ends the save."""
@@ -104,7 +104,7 @@ class CallersResolves:
         thread = threading.Thread(target=run, name="asyncckpt-write-all")
         is_over, interrupted = False, None
         try:
-            with uninterrupted():
+            with signals_deferred():
                 thread.start()
             while (wish := self._wishes.get()) is not None:
                 self._fulfil(*wish)
@@ -116,7 +116,7 @@ class CallersResolves:
                 try:
                     self._stopped = not is_over  # who waits for an answer, or writes, sees it
                     if thread.ident is not None:
-                        with uninterrupted():
+                        with signals_deferred():
                             thread.join()
                     break
                 except BaseException as error:

@@ -6,10 +6,10 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator
 
+from asyncckpt.basics.paths import absolute_path, current_umask
 from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.interop.convert import ConversionReport, convert
 from asyncckpt.interop.sources.detect import kind_at
-from asyncckpt.paths import absolute_path, current_umask
 from asyncckpt.storage.checkpoint_dir import remove_made
 from asyncckpt.storage.files import MODE_DIRECTORY, Files, fsync_directory
 from asyncckpt.storage.local import LocalStore

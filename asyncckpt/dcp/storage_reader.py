@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
 
+from asyncckpt.basics.paths import absolute_path, is_local_path
 from asyncckpt.config import RankInfo, check_keywords
 from asyncckpt.dcp.saved_metadata import Described
 from asyncckpt.dcp.write_plan import check_target
@@ -33,7 +34,6 @@ from asyncckpt.loading.byte_ranges import Placement, ranges_of
 from asyncckpt.loading.fetch import read_ranges, thread_count
 from asyncckpt.loading.read_source import read_consistent
 from asyncckpt.loading.target_tensors import refuse_without_memory
-from asyncckpt.paths import absolute_path, is_local_path
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, corrupt
 from asyncckpt.storage.files import Files, opened, read_small_file
 from asyncckpt.storage.read_plan import Wanted

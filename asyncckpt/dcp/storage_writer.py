@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from asyncckpt.basics.deferred_signals import signals_deferred
+from asyncckpt.basics.paths import absolute_path, current_umask, is_local_path
 from asyncckpt.config import check_keywords
 from asyncckpt.dcp.direct_save import InProcess
 from asyncckpt.dcp.worker_save import FIELDS, ByWorker
@@ -29,12 +31,10 @@ from asyncckpt.dcp.write_plan import WriteOptions, chunks_in, refuse_wrappers, s
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import AsyncCkptError, ConfigError, ReentrantCallError, SaveFailedError, UnsupportedLeafError
 from asyncckpt.format.names import SaveId
-from asyncckpt.paths import absolute_path, current_umask, is_local_path
 from asyncckpt.storage import catalog
 from asyncckpt.storage.files import Files, save_failure
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.torch_tensors import check_memory_is_real
-from asyncckpt.uninterrupted import uninterrupted
 
 _begun: deque[tuple[SaveId, int]] = deque(maxlen=64)
 """The latest saves, and ranks of this process that have begun to write in them: their plans are of no other save."""
@@ -83,7 +83,7 @@ class OneAtATime:
         self._leave_parents_save()
         taken = False
         try:
-            with uninterrupted():  # a signal between the two halves of it would leave the lock taken for ever
+            with signals_deferred():  # a signal between the two halves of it would leave the lock taken for ever
                 taken = self._at_work.acquire(blocking=False)
             if not taken:
                 raise ReentrantCallError(

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt import __version__
+from asyncckpt.basics.deferred_signals import signals_deferred
 from asyncckpt.client.pending_saves import StagedSnapshot, WriteFuture
 from asyncckpt.client.slot import LentSlot
 from asyncckpt.client.slot_stream import SlotStream, pays
@@ -39,7 +40,6 @@ from asyncckpt.staging.device import CudaDevice
 from asyncckpt.staging.ring_copy import ring_within
 from asyncckpt.staging.slot_copy import REQUEST_SLACK_NBYTES
 from asyncckpt.storage.rank_writer import EXTENT_NBYTES
-from asyncckpt.uninterrupted import uninterrupted
 
 NAME_NBYTES = 128
 """What a leaf takes in tree and index beside its name, which is there twice. Measured: 20 to 60."""
@@ -320,7 +320,7 @@ def fill(
         while True:
             try:
                 if not running:
-                    with uninterrupted():
+                    with signals_deferred():
                         running = [pool.submit(work) for _ in range(min(threads, len(pieces)))]
                 wait(running)
                 break

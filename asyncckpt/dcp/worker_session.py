@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncckpt import __version__, ends
+from asyncckpt import __version__
+from asyncckpt.basics import process_lifecycle
 from asyncckpt.client.connection import CLOSE_TIMEOUT_S
+from asyncckpt.client.save_outcomes import Outcomes, Run
 from asyncckpt.client.worker_client import WorkerClient
 from asyncckpt.client.worker_links import Build, Links, Worker
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.format.names import SaveId
-from asyncckpt.outcomes import Outcomes, Run
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
 
@@ -168,7 +169,7 @@ class WorkerSession:
         self._linked: tuple[object, ...] = ()
         self._told = b""
         self._saves = 0
-        ends.remember(self)
+        process_lifecycle.register(self)
 
     @property
     def is_inherited(self) -> bool:
@@ -302,7 +303,7 @@ class WorkerSession:
 
         Blocks: a few seconds at most, where the worker does not answer.
         """
-        ends.forget(self)
+        process_lifecycle.unregister(self)
         self.leave(CLOSE_TIMEOUT_S, at_exit=False)
 
     def abandon(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import (
     AsyncCkptError,
     PlanTimeoutError,
@@ -24,7 +25,6 @@ from asyncckpt.errors import (
     from_wire,
     to_wire,
 )
-from asyncckpt.failpoints import reach
 
 SAVE = "save()"
 SAY_AFTER_S = 1.0

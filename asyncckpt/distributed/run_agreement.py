@@ -25,12 +25,12 @@ from typing import Any
 
 import msgpack
 
+from asyncckpt.basics.failpoints import reach
+from asyncckpt.client.save_outcomes import Outcomes
 from asyncckpt.client.worker_links import Links, Worker
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.distributed.rendezvous import SAVE, Exchange, Meeting, Save, ranks_disagree
 from asyncckpt.errors import AsyncCkptError, PlanTimeoutError, RanksDisagreeError, SaveFailedError
-from asyncckpt.failpoints import reach
-from asyncckpt.outcomes import Outcomes
 from asyncckpt.planning.contributions import Contribution, decode_contributions
 from asyncckpt.planning.replica_checks import settled_together
 from asyncckpt.planning.write_agreement import Agreement

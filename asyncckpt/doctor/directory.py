@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 
 import psutil
 
+from asyncckpt.basics.quantities import human
 from asyncckpt.doctor.findings import OK, WARN, Check, Finding, fail, findings_of, ok, warn
 from asyncckpt.maintenance.gc import PROBE, Temporary
-from asyncckpt.quantities import human
 from asyncckpt.storage.files import Files, opened, read_small_file, write_all
 
 CHUNK_NBYTES = 4 << 20

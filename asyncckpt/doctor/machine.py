@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 import psutil
 
 from asyncckpt import __version__
+from asyncckpt.basics.quantities import human
 from asyncckpt.doctor.directory import nearest
 from asyncckpt.doctor.findings import Check, Finding, fail, findings_of, ok, reason, warn
 from asyncckpt.errors import AsyncCkptError, WorkerUnavailableError
@@ -24,7 +25,6 @@ from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.headroom import RESERVE_NBYTES, cgroup_limit
 from asyncckpt.protocol.dealer import check_descriptors
 from asyncckpt.protocol.endpoint import check_directory, default_endpoint, places, socket_path
-from asyncckpt.quantities import human
 from asyncckpt.storage.files import Files
 
 OVERHEAD_NBYTES = 200 << 20

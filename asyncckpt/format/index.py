@@ -11,6 +11,7 @@ from typing import Any
 
 import msgpack
 
+from asyncckpt.basics.safe_msgpack import unpack_strict
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.checksums import BLOCK_NBYTES, DIGEST_NBYTES, is_file_checksum
 from asyncckpt.format.manifest import MUST, check_version, list_of
@@ -26,7 +27,6 @@ from asyncckpt.format.names import (
     shard_name,
 )
 from asyncckpt.format.structure import MAX_INT, MAX_STRUCTURE_NBYTES
-from asyncckpt.msgpacked import unpack_whole
 
 INDEX_VERSION = 1
 MAX_INDEX_NBYTES = 2 * MAX_STRUCTURE_NBYTES
@@ -101,7 +101,7 @@ def decode_index(data: bytes) -> RankIndex:
     try:
         if len(data) > MAX_INDEX_NBYTES:
             raise ValueError(f"{len(data)} bytes")
-        raw = unpack_whole(data)
+        raw = unpack_strict(data)
         if not isinstance(raw, dict):
             raise ValueError("not a map")
         check_version(raw, "asyncckpt_index", INDEX_VERSION, what="index", known=("layout",))

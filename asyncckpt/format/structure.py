@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from asyncckpt.basics.safe_msgpack import unpack_strict
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format import state_tree
 from asyncckpt.format.manifest import check_version, list_of
 from asyncckpt.format.names import MAX_PARTS
-from asyncckpt.msgpacked import unpack_whole
 
 STRUCTURE_VERSION = 1
 MAX_STRUCTURE_NBYTES = 1 << 30
@@ -102,7 +102,7 @@ def decode_structure(data: bytes) -> Structure:
     try:
         if len(data) > MAX_STRUCTURE_NBYTES:
             raise ValueError(f"{len(data)} bytes")
-        raw = unpack_whole(data)
+        raw = unpack_strict(data)
         if not isinstance(raw, dict):
             raise ValueError("not a map")
         check_version(raw, "structure", STRUCTURE_VERSION, what="structure")

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from asyncckpt.async_checkpointer import AsyncCheckpointer
+from asyncckpt.basics.paths import absolute_path
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.checkpoint_vote import same_answer
 from asyncckpt.errors import WaitTimeoutError
-from asyncckpt.handle import SaveHandle
 from asyncckpt.integrations._capture import Pieces
 from asyncckpt.integrations._export import PASSING, ExporterProcess, finish_exports
 from asyncckpt.integrations._export_queue import (
@@ -38,7 +38,7 @@ from asyncckpt.integrations._export_queue import (
 )
 from asyncckpt.integrations._file_manifest import RANK_KEY, STOCK_KEY, encode_manifest
 from asyncckpt.manager.root_lock import RootLock, claim
-from asyncckpt.paths import absolute_path
+from asyncckpt.save_handle import SaveHandle
 
 MAX_TRIES = 3
 """Exporters for one save, each of which was killed before the next one started. Chosen, as are those below."""

@@ -27,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from asyncckpt.basics.paths import current_umask
 from asyncckpt.client.launcher import python_command, worker_environment
 from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.integrations._export_queue import (
@@ -41,7 +42,6 @@ from asyncckpt.integrations._export_queue import (
 from asyncckpt.integrations._file_manifest import files_in
 from asyncckpt.interop.copy_pipeline import Run, Target, write_files
 from asyncckpt.interop.publish import Beside, beside, publish
-from asyncckpt.paths import current_umask
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, read_contents
 from asyncckpt.storage.files import MODE_DIRECTORY, MODE_FILE, Files, fsync_directory
 from asyncckpt.storage.read_plan import ShardRequest, Wanted

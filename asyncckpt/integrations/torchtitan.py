@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 
 from asyncckpt.async_checkpointer import AsyncCheckpointer
+from asyncckpt.basics.paths import absolute_path
 from asyncckpt.errors import CheckpointNotFoundError, ConfigError
 from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME
 from asyncckpt.manager import manager
-from asyncckpt.paths import absolute_path
 
 _STEP = re.compile(r"/step-([0-9]+)\Z")
 

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from asyncckpt.basics.paths import absolute_path, current_umask
 from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.format.names import SaveId
 from asyncckpt.interop.checkpoint_files import copied_files, copy_file
@@ -33,7 +34,6 @@ from asyncckpt.interop.write_safetensors import check_safetensors, hf_target, sa
 from asyncckpt.interop.write_torch import check_dcp, check_torch, dcp_target, torch_target
 from asyncckpt.loading.fetch import thread_count
 from asyncckpt.loading.key_selection import key_list
-from asyncckpt.paths import absolute_path, current_umask
 from asyncckpt.storage.catalog import next_epoch_beside
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import MODE_DIRECTORY, MODE_FILE, Files, fsync_directory, save_failure

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
+from asyncckpt.basics.deferred_signals import join_all, signals_deferred
 from asyncckpt.format.layout import Payload, round_up
 from asyncckpt.format.torch_zip import combined_crc32
 from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.shard_writer import ShardWriter
-from asyncckpt.uninterrupted import join_all, uninterrupted
 
 WINDOW_NBYTES = 12 << 20
 """Whole blocks of checksums. Measured on two cores: 16 MiB take as long, 8 MiB a twentieth more (ADR 0039)."""
@@ -305,7 +305,7 @@ class _Copying:
         """Work through all windows; the first error of any thread is raised once all have stopped."""
         threads = [threading.Thread(target=self._work, name=f"asyncckpt-convert-{n}") for n in range(n_threads)]
         try:
-            with uninterrupted():
+            with signals_deferred():
                 for thread in threads:
                     thread.start()
             for _ in threads:

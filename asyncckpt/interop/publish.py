@@ -19,6 +19,8 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
 
+from asyncckpt.basics.deferred_signals import signals_deferred
+from asyncckpt.basics.libc import libc as _libc
 from asyncckpt.errors import (
     CheckpointExistsError,
     CheckpointNotCommittedError,
@@ -41,14 +43,12 @@ from asyncckpt.format.names import (
 from asyncckpt.interop.checkpoint_files import belongs, copy_file, is_carried_over, may_belong, model_files
 from asyncckpt.interop.sources.detect import OURS, kind_at
 from asyncckpt.interop.sources.torch_file import is_torch_file
-from asyncckpt.libc import libc as _libc
 from asyncckpt.maintenance.gc import CONVERSION, Temporary
 from asyncckpt.storage.checkpoint_dir import is_pinned, known_standing_at
 from asyncckpt.storage.commit import LOCK_TIMEOUT_S
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import MODE_FILE, Files, fsync_directory, put_new_name, save_failure
 from asyncckpt.storage.local import LocalStore
-from asyncckpt.uninterrupted import uninterrupted
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_FLAGS = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
@@ -95,7 +95,7 @@ def beside(path: str) -> Iterator[Beside]:
         yield temporary
     finally:
         if not temporary.stays:
-            with uninterrupted():  # a second Ctrl-C, while a large one is removed
+            with signals_deferred():  # a second Ctrl-C, while a large one is removed
                 remove(temporary)
 
 
@@ -158,7 +158,7 @@ def publish(
         CheckpointExistsError: Something is there, and `replace` is False, or names cannot be exchanged there.
         OSError: The rename, or making it durable, failed; what stood there is there.
     """
-    with uninterrupted():
+    with signals_deferred():
         if replace and os.path.lexists(path):
             _replace(temporary, path, files, verify)
             return
@@ -270,7 +270,7 @@ def put_into_directory(temporary: Beside, path: str, files: Files) -> None:
     """
     last = (DCP_METADATA_NAME, MANIFEST_NAME)
     moved: list[str] = []
-    with uninterrupted():
+    with signals_deferred():
         try:
             for name in sorted(files.listdir(temporary), key=lambda name: (name in last, name)):
                 if name in last:

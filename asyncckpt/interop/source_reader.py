@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from asyncckpt.basics.deferred_signals import mapped
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.format.structure import row_major
 from asyncckpt.format.torch_zip import combined_crc32
@@ -31,7 +32,6 @@ from asyncckpt.storage.files import Files
 from asyncckpt.storage.read_plan import Wanted
 from asyncckpt.storage.reader import DEFAULT_THREADS
 from asyncckpt.torch_tensors import CARRIERS
-from asyncckpt.uninterrupted import mapped
 
 _BATCH = 16
 """Archives that a thread looks at in turn: a directory may have very many."""

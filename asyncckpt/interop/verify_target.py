@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+from asyncckpt.basics.deferred_signals import mapped
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.format.index import ShardRecord
@@ -25,7 +26,6 @@ from asyncckpt.storage.contents import Located
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.read_plan import ShardRequest, Wanted
 from asyncckpt.storage.reader import read_shards
-from asyncckpt.uninterrupted import mapped
 
 _PASS_NBYTES = 4 << 30
 """What is read back in one pass, whose plan is in memory: a megabyte. Whole blocks. After each pass the readers wait

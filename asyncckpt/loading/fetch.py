@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import ConfigError, CorruptCheckpointError, InsufficientMemoryError
-from asyncckpt.failpoints import reach
 from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.loading.byte_ranges import Placement, ranges_by_file, region_of, wanted_ranges
 from asyncckpt.loading.shared_reads import SharedReads

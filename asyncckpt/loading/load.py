@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from asyncckpt.collector import collector_paused
+from asyncckpt.basics.gc_control import gc_paused
+from asyncckpt.basics.paths import absolute_path
+from asyncckpt.components import CheckpointReader
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import ConfigError, MissingKeysError, SharedLoadError
@@ -42,8 +44,6 @@ from asyncckpt.loading.target_tensors import (
 )
 from asyncckpt.loading.targets import Targets, load_object_state
 from asyncckpt.loading.tensor_writers import MapLocation
-from asyncckpt.parts import CheckpointReader
-from asyncckpt.paths import absolute_path
 from asyncckpt.state_dict.flatten import mappings
 from asyncckpt.state_dict.unflatten import has_lost_factory
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths
@@ -261,7 +261,7 @@ class DefaultReader(CheckpointReader):
             one = _Load(found.contents, checked, found.files, reader, attempts.touched, shared)
             return one.new() if state_dict is None else one.into(state_dict)
 
-        with _shared(redundant_reads, reader) as shared, collector_paused():  # from here on the others are told
+        with _shared(redundant_reads, reader) as shared, gc_paused():  # from here on the others are told
             if kw:
                 raise ConfigError(f"load has no arguments called {sorted(kw)}", field=min(kw))
             if key_map is not None and state_dict is None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from asyncckpt.basics.paths import absolute_path
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, MissingKeysError, PerRankUnavailableError
@@ -24,7 +25,6 @@ from asyncckpt.loading.fetch import bytes_of, read_tensor, thread_count
 from asyncckpt.loading.read_source import HeldSnapshotReader, ReadSource, check_source, open_source
 from asyncckpt.loading.saved_state import SavedObjects, SavedTree, kind_of, per_rank_unavailable
 from asyncckpt.loading.tensor_writers import new_tensor
-from asyncckpt.paths import absolute_path
 from asyncckpt.state_dict.numpy_values import array_of
 from asyncckpt.storage.contents import Contents, Inline, SavedTensor, Strided, check_lengths
 from asyncckpt.storage.files import Files, opened

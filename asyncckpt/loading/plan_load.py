@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from asyncckpt.basics.paths import absolute_path
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.format.state_tree import fqn_of, leaves
@@ -17,7 +18,6 @@ from asyncckpt.loading.matching import Mismatch, Replacement, match
 from asyncckpt.loading.read_source import check_source, read_from_source
 from asyncckpt.loading.saved_state import SavedTree
 from asyncckpt.loading.target_tensors import overlapping, placement_names, placements_of
-from asyncckpt.paths import absolute_path
 from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files
 from asyncckpt.torch_tensors import why_no_memory

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import GroupMeeting, find_exchange
 from asyncckpt.distributed.rendezvous import all_or_none
 from asyncckpt.errors import AsyncCkptError, ConfigError, SaveFailedError, SharedLoadError
-from asyncckpt.failpoints import reach
 from asyncckpt.format.structure import row_major
 from asyncckpt.loading.byte_ranges import Placement, box_of
 from asyncckpt.loading.sharing import Box, Segment, SharePlan, Wish, decode_wish, encode_wish, messages, plan_sharing

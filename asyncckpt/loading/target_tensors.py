@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from asyncckpt.basics.libc import read_only
 from asyncckpt.errors import (
     AliasMismatchError,
     AsyncCkptError,
@@ -17,7 +18,6 @@ from asyncckpt.errors import (
     UnsupportedLeafError,
 )
 from asyncckpt.format.names import split_per_rank_name
-from asyncckpt.libc import read_only
 from asyncckpt.loading.byte_ranges import Placement
 from asyncckpt.loading.tensor_writers import fill_box, new_tensor
 from asyncckpt.sharding.registry import committed, sharded

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from asyncckpt.libc import libc as _libc
+from asyncckpt.basics.libc import libc as _libc
 from asyncckpt.memory.mapping import copy_bytes
 
 _HUGE_PAGES_FROM_NBYTES = 4 << 20

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from asyncckpt.ends import BackgroundThread
+from asyncckpt.basics.process_lifecycle import BackgroundThread
 
 EVENTS_NAME = "events.jsonl"
 ROTATED_NAME = f"{EVENTS_NAME}.1"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
-from asyncckpt.failpoints import reach
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.format.manifest import Manifest, Tombstone, encode_tombstone
 from asyncckpt.format.names import (
     LOCK_NAME,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
-from asyncckpt.failpoints import reach
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.format.names import SaveId, owner_of, quarantined_name
 from asyncckpt.storage.checkpoint_dir import standing_at
 from asyncckpt.storage.store import PREFIX, Store

@@ -19,8 +19,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.failpoints import reach
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of
 from asyncckpt.maintenance.gc import LOCK_TIMEOUT_S, Rules, collect, write_tombstone

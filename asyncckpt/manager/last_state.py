@@ -21,7 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from asyncckpt.manager.preemption import have_been_started
-from asyncckpt.steps import step_in
+from asyncckpt.training_step import step_in
 
 SAMPLE = 64
 """How many parameters are looked at, and how many buffers: some 100 ns each at every step. Chosen: a step writes to all

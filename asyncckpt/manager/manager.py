@@ -15,10 +15,11 @@ from types import TracebackType
 from typing import Any
 
 from asyncckpt.async_checkpointer import AsyncCheckpointer
+from asyncckpt.basics.paths import absolute_path
+from asyncckpt.basics.process_lifecycle import EXIT_WAIT_S
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import CheckpointerConfig, check_keywords
 from asyncckpt.distributed.rendezvous import named_by
-from asyncckpt.ends import EXIT_WAIT_S
 from asyncckpt.errors import (
     AsyncCkptError,
     CheckpointerClosedError,
@@ -28,7 +29,6 @@ from asyncckpt.errors import (
     ForkedError,
 )
 from asyncckpt.format.names import SaveId, is_quarantined
-from asyncckpt.handle import SaveFuture, SaveHandle, SaveReport
 from asyncckpt.maintenance.policy import RetentionPolicy, extended, manager_metadata
 from asyncckpt.maintenance.retention import Score
 from asyncckpt.manager.last_state import LastState
@@ -38,9 +38,9 @@ from asyncckpt.manager.retention_thread import Hold, Housekeeping
 from asyncckpt.manager.root_lock import RootLock, claim
 from asyncckpt.manager.save_policy import Advice, LocalClock, SavePolicy, TimePlan, check_seconds
 from asyncckpt.manager.step_agreement import Rendezvous
-from asyncckpt.paths import absolute_path
-from asyncckpt.restoring import RestoredCheckpoint
-from asyncckpt.steps import checked_step
+from asyncckpt.restore import RestoredCheckpoint
+from asyncckpt.save_handle import SaveFuture, SaveHandle, SaveReport
+from asyncckpt.training_step import checked_step
 
 
 class StepNames:

@@ -20,9 +20,9 @@ from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_exchange, find_rank_info, has_other_ranks
 from asyncckpt.distributed.rendezvous import Exchange
 from asyncckpt.errors import ConfigError, SaveFailedError, SignalHandlerError
-from asyncckpt.handle import SaveHandle
 from asyncckpt.manager.save_policy import check_seconds
 from asyncckpt.manager.step_agreement import BEFORE_ALL, Rendezvous, Stopping
+from asyncckpt.save_handle import SaveHandle
 
 _TEXTS = ("DataLoader worker (pid", "Pin memory thread exited unexpectedly", "unable to open shared memory object")
 """How torch's RuntimeErrors for dead workers begin."""

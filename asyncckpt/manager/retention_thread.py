@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable
 
 from asyncckpt import __version__
-from asyncckpt.ends import BackgroundThread
+from asyncckpt.basics.paths import current_umask
+from asyncckpt.basics.process_lifecycle import BackgroundThread
 from asyncckpt.errors import DirectoryInUseError
 from asyncckpt.format.names import SaveId
 from asyncckpt.maintenance.pins import pin, unpin
 from asyncckpt.maintenance.policy import RetentionPolicy, Stored, best_of, newest_of
 from asyncckpt.maintenance.retention import Score, Survey, is_read_back, prune, survey
 from asyncckpt.manager.root_lock import RootLock
-from asyncckpt.paths import current_umask
-from asyncckpt.restoring import RestoredCheckpoint, look
+from asyncckpt.restore import RestoredCheckpoint, look
 from asyncckpt.storage.catalog import Candidate
 from asyncckpt.storage.local import LocalStore
 

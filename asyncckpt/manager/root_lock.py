@@ -26,9 +26,9 @@ import threading
 import time
 import weakref
 
+from asyncckpt.basics.process_lifecycle import BackgroundThread
 from asyncckpt.distributed.checkpoint_vote import same_answer
 from asyncckpt.distributed.run_agreement import Coordination
-from asyncckpt.ends import BackgroundThread
 from asyncckpt.errors import AsyncCkptError, DirectoryInUseError, from_wire, to_wire
 
 ROOT_LOCK_NAME = ".asyncckpt.lock"

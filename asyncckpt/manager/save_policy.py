@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncckpt.errors import ConfigError
 from asyncckpt.manager.noticeboard import Noticeboard
-from asyncckpt.steps import checked_step
+from asyncckpt.training_step import checked_step
 
 
 class LocalClock:

@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from asyncckpt.basics.process_lifecycle import BackgroundThread
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.rendezvous import Exchange
-from asyncckpt.ends import BackgroundThread
 from asyncckpt.errors import AsyncCkptError, ConfigError, PlanTimeoutError
 from asyncckpt.manager.noticeboard import Noticeboard, noticeboard_of
 from asyncckpt.manager.save_policy import TimePlan

@@ -13,8 +13,8 @@ import mmap
 import os
 from types import TracebackType
 
-from asyncckpt.libc import MAP_FAILED as _MAP_FAILED
-from asyncckpt.libc import libc as _libc
+from asyncckpt.basics.libc import MAP_FAILED as _MAP_FAILED
+from asyncckpt.basics.libc import libc as _libc
 
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14

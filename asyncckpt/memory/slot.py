@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from asyncckpt.failpoints import reach
+from asyncckpt.basics.failpoints import reach
 
 PAGE_NBYTES = 4096
 SLOT_VERSION = 6

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgpack
 
+from asyncckpt.basics.safe_msgpack import unpack_strict
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ProtocolError
 from asyncckpt.format.checksums import DIGEST_NBYTES
 from asyncckpt.format.names import MAX_RANKS
 from asyncckpt.format.structure import MAX_DIMS, MAX_INT, MAX_TENSORS
-from asyncckpt.msgpacked import unpack_whole
 from asyncckpt.sharding.shard_claims import ShardClaim, decode_claims, encode_claims
 
 TensorKey = tuple[str, str, tuple[int, ...]]
@@ -119,13 +119,13 @@ def _encode(contribution: Contribution, memo: dict[int, bytes]) -> bytes:
 
 
 def _decode(data: bytes, tensors_memo: _Memo, digests_memo: _Memo, shards_memo: _Memo) -> Contribution:
-    raw_tensors, own_nbytes, raw_digests, *more = unpack_whole(data)
+    raw_tensors, own_nbytes, raw_digests, *more = unpack_strict(data)
     tensors = tensors_memo.get(raw_tensors)
     if tensors is None:
-        tensors = tensors_memo[raw_tensors] = tuple(_tensors(unpack_whole(raw_tensors)))
+        tensors = tensors_memo[raw_tensors] = tuple(_tensors(unpack_strict(raw_tensors)))
     digests = digests_memo.get(raw_digests)
     if digests is None:
-        digests = digests_memo[raw_digests] = _digests(unpack_whole(raw_digests))
+        digests = digests_memo[raw_digests] = _digests(unpack_strict(raw_digests))
     if type(own_nbytes) is not int or own_nbytes < 0:
         raise ValueError(f"own_nbytes is {own_nbytes!r}")
     if len(digests) != len(tensors):

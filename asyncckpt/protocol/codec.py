@@ -13,8 +13,8 @@ from typing import Any
 
 import msgpack
 
+from asyncckpt.basics.safe_msgpack import unpack_strict
 from asyncckpt.errors import ProtocolError, ProtocolVersionError
-from asyncckpt.msgpacked import unpack_whole
 from asyncckpt.protocol.messages import PROTOCOL_VERSION, Message
 
 MAGIC = b"ACKP"
@@ -115,7 +115,7 @@ def request_id(frames: Sequence[bytes]) -> int:
 
 def _unpack(body: bytes) -> dict[str, Any]:
     try:
-        raw = unpack_whole(body)
+        raw = unpack_strict(body)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise ProtocolError(f"the body is no msgpack map: {error}", detail="body") from error
     if not isinstance(raw, dict) or not all(type(k) is str for k in raw):

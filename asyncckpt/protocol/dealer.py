@@ -14,8 +14,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from asyncckpt.basics.libc import try_descriptors
 from asyncckpt.errors import WorkerUnavailableError
-from asyncckpt.libc import try_descriptors
 from asyncckpt.protocol import codec
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from asyncckpt.basics.paths import MAX_PATH_BYTES
 from asyncckpt.protocol.save_phases import PHASES
 
-MAX_PATH_BYTES = 4000
 """Of UTF-8. Linux takes 4096 with the terminating zero (PATH_MAX); the rest is for our file names."""
 
 MAX_TEXT_CHARS = 200

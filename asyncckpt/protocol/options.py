@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from asyncckpt.quantities import count, parse_nbytes, parse_seconds
+from asyncckpt.basics.quantities import count, parse_nbytes, parse_seconds
 
 IDLE_EXIT_S = 600.0
 KEEP_SNAPSHOTS_S = 600.0

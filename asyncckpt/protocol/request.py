@@ -8,8 +8,8 @@ from typing import Any
 
 import msgpack
 
+from asyncckpt.basics.safe_msgpack import unpack_strict
 from asyncckpt.errors import ProtocolError
-from asyncckpt.msgpacked import unpack_whole
 from asyncckpt.protocol import fields as check
 from asyncckpt.protocol.messages import PROTOCOL_VERSION
 from asyncckpt.protocol.samples import are_samples
@@ -108,7 +108,7 @@ def decode_request(data: bytes, body_end: int) -> SaveRequest:
         ProtocolError: Anything that the SPEC forbids.
     """
     try:
-        raw = unpack_whole(data)
+        raw = unpack_strict(data)
         if not isinstance(raw, dict) or raw.pop("v", None) != PROTOCOL_VERSION:
             raise ValueError("version")
         if not isinstance(raw["parts"], tuple):

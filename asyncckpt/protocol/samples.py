@@ -8,7 +8,7 @@ from typing import Any
 
 import msgpack
 
-from asyncckpt.msgpacked import unpack_whole
+from asyncckpt.basics.safe_msgpack import unpack_strict
 
 MAX_SAMPLES = 4096
 MAX_SAMPLES_NBYTES = 1 << 20
@@ -55,7 +55,7 @@ def decode_samples(data: bytes) -> Mapping[str, Sample]:
         return {}
     if len(data) > MAX_SAMPLES_NBYTES:
         raise ValueError(f"samples of {len(data)} bytes, the limit is {MAX_SAMPLES_NBYTES}")
-    raw = unpack_whole(data)
+    raw = unpack_strict(data)
     names, split, digests = raw["names"], raw["split"], raw["digests"]
     if not (isinstance(names, tuple) and all(type(n) is str for n in names) and len(set(names)) == len(names)):
         raise ValueError("names of samples")

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterator
 from types import TracebackType
 
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import CorruptCheckpointError, ProtocolError, SnapshotUnavailableError
-from asyncckpt.failpoints import reach
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
 from asyncckpt.protocol.request import SaveRequest, decode_request

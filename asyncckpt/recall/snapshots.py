@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt import __version__
+from asyncckpt.basics.paths import absolute_path
 from asyncckpt.config import endpoint_from_environment
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.format.names import SaveId
-from asyncckpt.paths import absolute_path
 from asyncckpt.protocol.endpoint import default_endpoint
 from asyncckpt.recall.conversation import Conversation
 from asyncckpt.storage.checkpoint_dir import NO_HOME

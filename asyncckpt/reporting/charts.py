@@ -11,7 +11,7 @@ from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from asyncckpt.quantities import human
+from asyncckpt.basics.quantities import human
 from asyncckpt.reporting.history import History, SaveStory, recovery_ages
 
 if TYPE_CHECKING:

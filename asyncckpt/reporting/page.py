@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from html import escape
 
+from asyncckpt.basics.quantities import human, human_s
 from asyncckpt.format.names import SaveId
-from asyncckpt.quantities import human, human_s
 from asyncckpt.reporting import charts
 from asyncckpt.reporting.history import BAD_ENDS, History, SaveStory, recovery_ages
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from asyncckpt.basics.safe_msgpack import unpack_strict
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.format.names import MAX_RANKS
 from asyncckpt.format.structure import MAX_DIMS, MAX_INT, MAX_TENSORS
-from asyncckpt.msgpacked import unpack_whole
 from asyncckpt.sharding.mesh_layout import Box, Grid, position_in
 
 MAX_MESH_DIMS = 16
@@ -82,7 +82,7 @@ def decode_claims(data: bytes) -> tuple[ShardClaim, ...]:
     Raises:
         ValueError, TypeError, IndexError: Anything else.
     """
-    raw_grids, rows = unpack_whole(data)
+    raw_grids, rows = unpack_strict(data)
     grids = [_grid(*raw) for raw in raw_grids]
     if len(rows) > MAX_TENSORS:
         raise ValueError("too many shards")

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from asyncckpt.basics.process_lifecycle import BackgroundThread
 from asyncckpt.client.slot_stream import Watermark
-from asyncckpt.ends import BackgroundThread
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, save_id_bytes
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import STAGED_OFFSET

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from asyncckpt.ends import BackgroundThread
+from asyncckpt.basics.process_lifecycle import BackgroundThread
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, SnapshotTornError, StagingError
 from asyncckpt.staging.cpu_copy import Share
 from asyncckpt.staging.device_copy import Transfer

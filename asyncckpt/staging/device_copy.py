@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import StagingError
-from asyncckpt.failpoints import reach
 from asyncckpt.staging import pinned_memory
 from asyncckpt.staging.cpu_copy import SlotImage, copyable
 from asyncckpt.staging.device import Device, Event

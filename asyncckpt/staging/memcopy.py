@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from asyncckpt.libc import libc
+from asyncckpt.basics.libc import libc
 
 PIECE_NBYTES = 4 << 20
 """One move: long enough to amortise the call, short enough to share the work. 1 to 8 MiB measured alike."""

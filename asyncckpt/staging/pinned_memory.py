@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 
-from asyncckpt.ends import BackgroundThread
+from asyncckpt.basics.process_lifecycle import BackgroundThread
 from asyncckpt.staging.device import SUCCESS, UNLOADING, Device
 
 PIECE_NBYTES = 256 << 20

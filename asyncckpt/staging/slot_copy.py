@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from asyncckpt.basics.gc_control import gc_paused
 from asyncckpt.client.slot import LentSlot
 from asyncckpt.client.slot_pool import SlotPool
 from asyncckpt.client.slot_stream import Process, SlotStream, Watermark, pays
-from asyncckpt.collector import collector_paused
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import InsufficientMemoryError
 from asyncckpt.format.layout import round_up
@@ -379,7 +379,7 @@ def image_of(slot: LentSlot, plan: SavePlan) -> SlotImage:
         slot.kept.remove(found)
         found.lay_out()
     else:
-        with collector_paused():
+        with gc_paused():
             found = SlotImage(slot.memory.mapping.address, plan)
         if len(plan.boxes) >= MANY_BOXES:
             give_back()  # what a plan and its views take for a moment, and their C library keeps

@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
+from asyncckpt.basics.failpoints import reach
+from asyncckpt.basics.gc_control import collect_garbage, gc_paused
+from asyncckpt.basics.paths import current_umask
 from asyncckpt.client.pending_saves import StagedSnapshot
 from asyncckpt.client.slot import LentSlot, what_is_saved
 from asyncckpt.client.slot_pool import ANSWER_S
 from asyncckpt.client.worker_client import WorkerClient
-from asyncckpt.collector import collect_now, collector_paused
+from asyncckpt.components import CheckpointStager
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.errors import (
@@ -24,11 +27,8 @@ from asyncckpt.errors import (
     SlotTimeoutError,
     StagingError,
 )
-from asyncckpt.failpoints import reach
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
-from asyncckpt.parts import CheckpointStager
-from asyncckpt.paths import current_umask
 from asyncckpt.planning.contributions import Contribution
 from asyncckpt.planning.planner import PlanCache, contribution_of
 from asyncckpt.planning.save_plan import SavePlan
@@ -223,7 +223,7 @@ class SlotStager(CheckpointStager):
             ranks.prepare(contributed)
             self.plans.agreement = ranks.agreement
         made = self.plans.made
-        with collector_paused():
+        with gc_paused():
             plan, flat = self.plans.take(state_dict, openings)
         save_id = SaveId(0, 0, ranks.run_id)
         objects = encode_objects(save_id, encode_leaves(flat, self._config.layout))
@@ -240,7 +240,7 @@ class SlotStager(CheckpointStager):
             ready = partial(self._make_ready, plan, self._engine.devices_of(flat.tensors))
         warm(self._process.pool, plan, sized.nbytes, ready, spare_nbytes=sized.spare_nbytes)
         if self.plans.made > made and len(plan.boxes) >= MANY_BOXES:
-            collect_now()
+            collect_garbage()
 
     def _make_ready(self, plan: SavePlan, devices: Sequence[int], slot: LentSlot) -> None:
         self._engine.pin(slot, devices)
@@ -263,7 +263,7 @@ class SlotStager(CheckpointStager):
             if self.plans.agreement is not ranks.agreement:
                 self.plans.agreement = ranks.agreement
             save_id = save_id.with_parts(sequence=ranks.aligned(own), run_id=ranks.run_id)
-        with collector_paused():
+        with gc_paused():
             plan, flat = self.plans.take(state_dict, openings)
         return plan, flat, save_id
 

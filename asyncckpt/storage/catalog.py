@@ -7,6 +7,7 @@ import logging
 import os
 from dataclasses import dataclass
 
+from asyncckpt.basics.paths import absolute_path
 from asyncckpt.errors import (
     AsyncCkptError,
     CheckpointNotCommittedError,
@@ -27,6 +28,7 @@ from asyncckpt.format.names import (
 )
 from asyncckpt.storage.checkpoint_dir import dcp_metadata_owner, is_finished, tombstone_at
 from asyncckpt.storage.files import named
+from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.store import LINK, PREFIX, Store
 
 COMMITTED = "committed"
@@ -42,6 +44,8 @@ _LOST = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 """What a file system answers that has lost the bytes, or finds that they are not what it wrote."""
 
 _logger = logging.getLogger("asyncckpt")
+
+_log = logging.getLogger("asyncckpt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -361,3 +365,29 @@ def is_broken(error: BaseException) -> bool:
     if isinstance(error, (CorruptCheckpointError, CheckpointNotCommittedError, CheckpointNotFoundError)):
         return True
     return isinstance(error, OSError) and error.errno in _LOST
+
+
+def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
+    """Return the path of the newest committed checkpoint in `root`, or None.
+
+    Newest by lineage (the run's epoch, then the save's number), not by step: after a rollback the new branch wins.
+    Only the manifests are read, so that it may be one whose data is damaged or gone: `load` finds that out, and
+    `restore_latest` goes on to the one before. Whose manifest is damaged or cannot be read is passed over with a
+    warning.
+
+    Args:
+        root: The directory whose children are checkpoints, or a checkpoint itself.
+
+    Raises:
+        UnsupportedPathError: A URL or no path.
+        OSError: The directory cannot be listed, for another reason than that it does not exist.
+    """
+    try:
+        found = scan(absolute_path(root), LocalStore(), links=True)
+    except FileNotFoundError:
+        return None
+    for one in found:
+        if one.state not in (COMMITTED, INCOMPLETE, ABANDONED, QUARANTINED):
+            _log.warning("%s is passed over, it is %s: %s", one.path, one.state, one.error)
+    best = newest((f.path, f.manifest) for f in found if f.manifest is not None)
+    return best[0] if best else None

@@ -7,8 +7,8 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import AsyncCkptError, CheckpointExistsError, UnsupportedFormatError
-from asyncckpt.failpoints import reach
 from asyncckpt.format.dcp import OWNER_WITHIN_NBYTES, owner_of_metadata
 from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, Tombstone, decode_manifest, decode_tombstone
 from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, SaveId, owner_of

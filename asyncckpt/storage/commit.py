@@ -19,8 +19,8 @@ import os
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import CommitUnknownError
-from asyncckpt.failpoints import reach
 from asyncckpt.format.checksums import file_checksum
 from asyncckpt.format.dcp import MetadataTemplates
 from asyncckpt.format.index import decode_index

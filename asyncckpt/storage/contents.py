@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.failpoints import reach
 from asyncckpt.format.checksums import file_checksum
 from asyncckpt.format.index import MAX_INDEX_NBYTES, RankIndex, decode_index
 from asyncckpt.format.manifest import Manifest, RankRecord

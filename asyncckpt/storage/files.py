@@ -15,9 +15,9 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 
+from asyncckpt.basics.libc import MAP_FAILED as _MAP_FAILED
+from asyncckpt.basics.libc import libc as _libc
 from asyncckpt.errors import SaveFailedError
-from asyncckpt.libc import MAP_FAILED as _MAP_FAILED
-from asyncckpt.libc import libc as _libc
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1

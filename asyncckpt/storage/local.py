@@ -17,9 +17,9 @@ import struct
 import time
 from collections.abc import Iterator
 
-from asyncckpt.failpoints import reach
+from asyncckpt.basics.failpoints import reach
+from asyncckpt.basics.libc import libc as _libc
 from asyncckpt.format.names import LOCK_NAME
-from asyncckpt.libc import libc as _libc
 from asyncckpt.storage.files import (
     MODE_DIRECTORY,
     MODE_FILE,

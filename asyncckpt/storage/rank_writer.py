@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
-from asyncckpt.failpoints import reach
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.format.checksums import BLOCK_NBYTES, file_checksum
 from asyncckpt.format.dcp import encode_items
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord, encode_index

@@ -17,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from asyncckpt.basics.deferred_signals import signals_deferred
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.failpoints import reach
 from asyncckpt.format.checksums import DIGEST_NBYTES, block_digests
 from asyncckpt.format.index import ShardRecord
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, save_id_bytes
@@ -41,7 +42,6 @@ from asyncckpt.storage.read_plan import (
     reads_through,
     with_verifiers,
 )
-from asyncckpt.uninterrupted import uninterrupted
 
 DEFAULT_THREADS, BUFFERS_NBYTES = 4, 192 << 20
 """All threads' buffers together: three quarters of what a load may take beside its targets (design/API.md, 256 MB)."""
@@ -198,7 +198,7 @@ class _ParallelRead:
         parts = [(whole[n * room : (n + 1) * room], memory.address + n * room) for n in range(threads)]
         with ThreadPoolExecutor(threads, "asyncckpt-read") as pool:  # the calling thread is one of them
             try:
-                with uninterrupted():
+                with signals_deferred():
                     for part in parts[1:]:
                         pool.submit(self._help, *part)
                 self._work(*parts[0])

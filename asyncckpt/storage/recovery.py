@@ -15,8 +15,8 @@ import stat
 from collections.abc import Callable
 from concurrent.futures import Executor
 
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.failpoints import reach
 from asyncckpt.format.checksums import BLOCK_NBYTES, block_digest
 from asyncckpt.format.index import MAX_INDEX_NBYTES, decode_index
 from asyncckpt.format.names import SaveId, index_name, temporary_dcp_metadata_name, temporary_manifest_name

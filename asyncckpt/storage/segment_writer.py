@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Protocol
 
-from asyncckpt.failpoints import reach
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.format.layout import round_up
 from asyncckpt.memory.slot import PAGE_NBYTES
 from asyncckpt.memory.streaming import StreamLayout

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import xxhash
 
-from asyncckpt.failpoints import reach
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.format.checksums import BLOCK_NBYTES, DIGEST_NBYTES, block_count, block_digest
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up
 from asyncckpt.storage.files import Files, apply_mode, fsync_file, named, write_all

@@ -29,6 +29,8 @@ from real_worker import running, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, CheckpointerConfig, RankInfo, SyncCheckpointer
+from asyncckpt.basics.failpoints import POINTS, observed
+from asyncckpt.commit_hooks import HookRunner
 from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.errors import (
     AsyncCkptError,
@@ -37,9 +39,7 @@ from asyncckpt.errors import (
     CommitUnknownError,
     WorkerUnavailableError,
 )
-from asyncckpt.failpoints import POINTS, observed
 from asyncckpt.format.names import SaveId, owner_of
-from asyncckpt.hooks import HookRunner
 from asyncckpt.maintenance.gc import Rules, collect
 from asyncckpt.maintenance.retention import retire
 from asyncckpt.memory.slot import SlotControl
@@ -49,7 +49,7 @@ from asyncckpt.storage.checkpoint_dir import standing_at
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.verification import verify_checkpoint
-from asyncckpt.sync_writer import SyncWriter
+from asyncckpt.sync.writer import SyncWriter
 from asyncckpt_worker.config import WorkerConfig
 from asyncckpt_worker.service.daemon import Daemon
 from tests.failing_process import ACTIONS, At, fail, kill

@@ -21,8 +21,8 @@ from real_worker import DEADLINE_S, RealWorker, limit_commits
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
+from asyncckpt.basics.failpoints import observed
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.failpoints import observed
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint
 from tests.failing_process import ACTIONS, At

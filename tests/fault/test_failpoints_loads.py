@@ -24,8 +24,8 @@ from worker_here import DEADLINE_S, Here
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, RankInfo, ShardedSlice, SyncCheckpointer
+from asyncckpt.basics.failpoints import observed
 from asyncckpt.errors import CorruptCheckpointError, SnapshotUnavailableError
-from asyncckpt.failpoints import observed
 from asyncckpt.loading import read_source
 from tests.failing_process import At, fail, kill
 from tests.failpoint_groups import LOADS, RECALLS, cases

@@ -25,9 +25,9 @@ from worker_here import Here
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, PerRank, RankInfo, SyncCheckpointer
+from asyncckpt.basics.failpoints import observed
 from asyncckpt.client import worker_links as links
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.failpoints import observed
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint
 from tests.failing_process import ACTIONS, At

@@ -25,8 +25,8 @@ from worker_here import Here
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
+from asyncckpt.basics.failpoints import observed
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.failpoints import observed
 from asyncckpt.memory.slot import SlotControl
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint

@@ -28,9 +28,9 @@ from worker_here import Here
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
+from asyncckpt.basics.failpoints import observed
 from asyncckpt.client import launcher
 from asyncckpt.errors import AsyncCkptError, CommitUnknownError
-from asyncckpt.failpoints import observed
 from asyncckpt.format.index import MAX_INDEX_NBYTES
 from asyncckpt.format.names import index_name
 from asyncckpt.storage.commit import publish

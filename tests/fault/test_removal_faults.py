@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from asyncckpt import CheckpointerConfig, RankInfo, SyncCheckpointer
+from asyncckpt.commit_hooks import HookRunner
 from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.format.names import LOCK_NAME, MANIFEST_NAME, SaveId, is_temporary, owner_of
-from asyncckpt.hooks import HookRunner
 from asyncckpt.maintenance.gc import Rules, collect
 from asyncckpt.maintenance.quarantine import put_aside
 from asyncckpt.maintenance.retention import retire, retire_rest
@@ -30,7 +30,7 @@ from asyncckpt.storage.checkpoint_dir import known_standing_at
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.verification import verify_checkpoint
-from asyncckpt.sync_writer import SyncWriter
+from asyncckpt.sync.writer import SyncWriter
 from tests.storage_samples import FailingFiles, RecordingFiles, failing
 
 pytestmark = pytest.mark.fault

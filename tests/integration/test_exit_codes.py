@@ -208,16 +208,16 @@ ENDS = {
     "later exit handlers": (
         """
         import atexit
-        from asyncckpt import ends
+        from asyncckpt.basics import process_lifecycle
         os.environ["XDG_RUNTIME_DIR"] = root
         checkpointer, late = make(), []
         def after_ours():
             late.append(AsyncCheckpointer())
             late.append(save(late[0]))
             isinstance(late[1].written.exception(5), asyncckpt.errors.WorkerUnavailableError) or os._exit(99)
-        atexit.unregister(ends._at_exit)
+        atexit.unregister(process_lifecycle._at_exit)
         atexit.register(after_ours)
-        atexit.register(ends._at_exit)
+        atexit.register(process_lifecycle._at_exit)
         save(checkpointer)
         """,
         0,

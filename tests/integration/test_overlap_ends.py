@@ -34,10 +34,10 @@ from asyncckpt.errors import (
     WorkerUnavailableError,
 )
 from asyncckpt.protocol import save_phases
+from asyncckpt.save_tracker import SaveTracker
 from asyncckpt.staging import overlap
 from asyncckpt.staging.cpu_copy import SlotImage
 from asyncckpt.staging.deferred_copy import Copier
-from asyncckpt.tracker import SaveTracker
 
 
 @pytest.fixture

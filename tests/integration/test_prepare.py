@@ -14,6 +14,7 @@ from real_worker import DEADLINE_S, RealWorker, slots_of, written
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
+from asyncckpt.components import CheckpointStager
 from asyncckpt.errors import (
     CheckpointerClosedError,
     ConfigError,
@@ -21,7 +22,6 @@ from asyncckpt.errors import (
     UnsupportedLeafError,
 )
 from asyncckpt.memory.mapping import Mapping
-from asyncckpt.parts import CheckpointStager
 from asyncckpt.planning import planner
 from asyncckpt.staging import stager
 from asyncckpt.staging.cpu_copy import SlotImage
@@ -120,7 +120,7 @@ def test_a_plan_of_many_tensors_is_walked_by_the_collector_in_prepare_and_once(
     checkpointer: AsyncCheckpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     walks: list[int] = []
-    monkeypatch.setattr(stager, "collect_now", lambda: walks.append(1))
+    monkeypatch.setattr(stager, "collect_garbage", lambda: walks.append(1))
     checkpointer.prepare(WEIGHTS)
     assert not walks
     monkeypatch.setattr(stager, "MANY_BOXES", len(FULL["model"]) + 1)

@@ -16,8 +16,8 @@ from real_worker import DEADLINE_S, RealWorker, stop_whoever_serves, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, AsyncCkptError
+from asyncckpt.client.save_outcomes import Outcomes
 from asyncckpt.client.worker_client import WorkerClient
-from asyncckpt.outcomes import Outcomes
 from asyncckpt.protocol.endpoint import default_endpoint, make_directory
 from asyncckpt.protocol.fields import MAX_OUTCOMES
 

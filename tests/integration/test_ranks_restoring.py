@@ -17,7 +17,7 @@ from real_worker import RealWorker
 from storage_samples import flip_byte, shard_paths
 
 import asyncckpt
-from asyncckpt import restoring
+from asyncckpt import restore as restoring
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import PlanTimeoutError
 

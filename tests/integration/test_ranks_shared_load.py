@@ -14,9 +14,9 @@ import torch.distributed as dist
 from storage_samples import RecordingFiles, flip_byte, shard_paths
 
 import asyncckpt
+from asyncckpt.basics.failpoints import observed
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, CorruptCheckpointError, PlanTimeoutError, SharedLoadError
-from asyncckpt.failpoints import observed
 from asyncckpt.loading import shared_reads
 from asyncckpt.loading.load import DefaultReader
 from tests.failing_process import ACTIONS, At

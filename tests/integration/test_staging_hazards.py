@@ -18,12 +18,12 @@ from real_worker import DEADLINE_S, RealWorker, saved_at_last, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
+from asyncckpt.components import CheckpointReader
 from asyncckpt.errors import CheckpointerClosedError, ConfigError, MissingKeysError, ReentrantCallError
 from asyncckpt.memory.slot import SlotControl
-from asyncckpt.parts import CheckpointReader
 from asyncckpt.protocol.endpoint import acquire_lock, socket_path
+from asyncckpt.save_tracker import SaveTracker
 from asyncckpt.staging.cpu_copy import SlotImage
-from asyncckpt.tracker import SaveTracker
 from tests.warm_python import WarmPython
 
 STATE = {"weight": torch.arange(1 << 20, dtype=torch.float32), "step": 1}

@@ -16,10 +16,10 @@ from real_worker import DEADLINE_S, RealWorker, saved_at_last, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
+from asyncckpt.basics.failpoints import observed
 from asyncckpt.client.connection import Connection
 from asyncckpt.client.session import Session
 from asyncckpt.errors import CheckpointNotCommittedError, StagingError, WorkerUnavailableError
-from asyncckpt.failpoints import observed
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.staging.cpu_copy import SlotImage
 

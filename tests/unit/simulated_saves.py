@@ -19,17 +19,17 @@ from simulated_ranks import Ranks
 
 from asyncckpt.async_checkpointer import hand_over
 from asyncckpt.client.pending_saves import StagedSnapshot
+from asyncckpt.client.save_outcomes import Outcomes
 from asyncckpt.client.slot import LentSlot
 from asyncckpt.client.slot_pool import SlotPool
+from asyncckpt.components import CheckpointProcess
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.format.names import SaveId
-from asyncckpt.handle import SaveHandle
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import REQUEST_OFFSET_OFFSET, SlotControl
 from asyncckpt.memory.streaming import Counters, StreamLayout
-from asyncckpt.outcomes import Outcomes
-from asyncckpt.parts import CheckpointProcess
 from asyncckpt.protocol.request import SaveRequest, decode_request
+from asyncckpt.save_handle import SaveHandle
 from asyncckpt.staging import copy_engine, device_copy, pinned_memory
 from asyncckpt.staging.stager import SlotStager
 from tests.simulated_device import Call, SimulatedDevice

@@ -43,7 +43,7 @@ FACTORIES = {
 HAS_A_PROCESS_OF_ITS_OWN = {"asyncckpt.interop.diff"}
 """Runs as a command, where nobody has set a default device."""
 
-WORKER_MAY_IMPORT = {"", "errors", "dtypes", "failpoints", "protocol", "format", "memory", "storage", "uninterrupted"}
+WORKER_MAY_IMPORT = {"", "errors", "dtypes", "basics", "protocol", "format", "memory", "storage"}
 """Rooms of asyncckpt; "" is the package itself, for its version."""
 
 EVENT_LOG = "asyncckpt.maintenance.event_log"
@@ -52,29 +52,24 @@ EVENT_LOG = "asyncckpt.maintenance.event_log"
 MAY_IMPORT = {
     "errors": set(),
     "dtypes": set(),
-    "failpoints": set(),
-    "libc": set(),
-    "msgpacked": set(),
-    "quantities": set(),
-    "format": {"errors", "dtypes", "msgpacked"},
-    "memory": {"errors", "dtypes", "failpoints", "libc"},
-    "protocol": {"errors", "dtypes", "libc", "msgpacked", "quantities"},
-    "storage": {"errors", "dtypes", "failpoints", "libc", "uninterrupted", "format", "memory"},
-    "ends": set(),
-    "uninterrupted": set(),
-    "maintenance": {"ends", "errors", "failpoints", "format", "storage"},
-    "interop.sources": {"errors", "dtypes", "failpoints", "format", "storage"},
+    "basics": {"errors", "dtypes"},
+    "format": {"errors", "dtypes", "basics"},
+    "memory": {"errors", "dtypes", "basics"},
+    "protocol": {"errors", "dtypes", "basics"},
+    "storage": {"errors", "dtypes", "basics", "format", "memory"},
+    "maintenance": {"basics", "errors", "format", "storage"},
+    "interop.sources": {"errors", "dtypes", "basics", "format", "storage"},
     "per_rank": set(),
     "torch_tensors": {"errors", "dtypes"},
-    "sharding": {"errors", "dtypes", "msgpacked", "format", "torch_tensors"},
+    "sharding": {"errors", "dtypes", "basics", "format", "torch_tensors"},
     "state_dict": {"errors", "format", "per_rank", "sharding", "torch_tensors"},
-    "planning": {"errors", "dtypes", "msgpacked", "format", "protocol", "sharding", "state_dict", "torch_tensors"},
+    "planning": {"errors", "dtypes", "basics", "format", "protocol", "sharding", "state_dict", "torch_tensors"},
 }
 """Rooms that may import only these rooms besides themselves; what is not named here is not restricted."""
 
 QUIET_ROOMS = {
-    *("", "errors", "dtypes", "config", "handle", "client", "per_rank"),
-    *("ends", "msgpacked", "quantities", "failpoints", "libc", "uninterrupted"),
+    *("", "errors", "dtypes", "config", "save_handle", "client", "per_rank"),
+    "basics",
     *(
         "protocol",
         "format",
@@ -325,7 +320,7 @@ def test_what_the_c_library_takes_is_declared_in_one_module() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr == "argtypes"
     ]
-    assert set(declared) == {"asyncckpt.libc", "asyncckpt.memory.mapping"}  # the latter's function keeps the GIL
+    assert set(declared) == {"asyncckpt.basics.libc", "asyncckpt.memory.mapping"}  # the latter's function keeps the GIL
 
 
 def test_listed_packages_are_the_ones_in_the_tree() -> None:

@@ -12,11 +12,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from asyncckpt import outcomes  # noqa: E402
+from asyncckpt.client import save_outcomes  # noqa: E402
+from asyncckpt.client.save_outcomes import Outcomes  # noqa: E402
 from asyncckpt.config import CheckpointerConfig  # noqa: E402
 from asyncckpt.errors import SlotTimeoutError  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
-from asyncckpt.outcomes import Outcomes  # noqa: E402
 from asyncckpt.staging.stager import SlotStager  # noqa: E402
 
 RUN = "0" * 12
@@ -65,7 +65,7 @@ def test_workers_that_die_one_after_the_other_do_not_make_it_wait_for_longer_tha
 def test_what_was_committed_is_taken_to_ask_for_no_meeting_if_all_have_died_that_knew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outcomes, "ASSUMED_AFTER_S", 0.3)
+    monkeypatch.setattr(save_outcomes, "ASSUMED_AFTER_S", 0.3)
     found = Outcomes()
     found.take(RUN, [(-1, False)])
     found.committed(RUN, 0)
@@ -82,7 +82,7 @@ def test_what_was_committed_is_taken_to_ask_for_no_meeting_if_all_have_died_that
 
 
 def test_of_a_save_that_was_not_committed_nothing_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outcomes, "ASSUMED_AFTER_S", 0.0)
+    monkeypatch.setattr(save_outcomes, "ASSUMED_AFTER_S", 0.0)
     found = Outcomes()
     found.take(RUN, [(-1, False)])
     found.worker_lost()

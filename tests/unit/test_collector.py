@@ -10,19 +10,19 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.collector import collect_now, collector_paused
+from asyncckpt.basics.gc_control import collect_garbage, gc_paused
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.planning import planner
 
 
 def test_it_is_off_inside_and_on_behind() -> None:
-    with collector_paused():
+    with gc_paused():
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
 def test_it_is_on_again_behind_an_error() -> None:
-    with pytest.raises(ValueError, match="inside"), collector_paused():
+    with pytest.raises(ValueError, match="inside"), gc_paused():
         raise ValueError("inside")
     assert gc.isenabled()
 
@@ -30,7 +30,7 @@ def test_it_is_on_again_behind_an_error() -> None:
 def test_who_has_switched_it_off_finds_it_off() -> None:
     gc.disable()
     try:
-        with collector_paused():
+        with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
     finally:
@@ -40,11 +40,11 @@ def test_who_has_switched_it_off_finds_it_off() -> None:
 def test_it_walks_everything_now_unless_somebody_has_switched_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     walks: list[int] = []
     monkeypatch.setattr(gc, "collect", lambda: walks.append(1))
-    collect_now()
+    collect_garbage()
     assert walks == [1]
     gc.disable()
     try:
-        collect_now()
+        collect_garbage()
     finally:
         gc.enable()
     assert walks == [1]

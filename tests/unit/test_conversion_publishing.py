@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.basics.deferred_signals import signals_deferred
 from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveFailedError
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.interop import convert, publish
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
-from asyncckpt.uninterrupted import uninterrupted
 
 KINDS = ("asyncckpt", "dcp", "torch", "safetensors", "hf")
 FILES = ("torch", "safetensors")
@@ -312,11 +312,11 @@ def test_signals_are_put_off_and_handled_once_each_and_other_threads_are_as_they
     before = {n: signal.signal(n, lambda number, _: heard.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
     ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with uninterrupted():
+        with signals_deferred():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.raise_signal(number)
             assert not heard
-            thread = threading.Thread(target=lambda: uninterrupted().__enter__())
+            thread = threading.Thread(target=lambda: signals_deferred().__enter__())
             thread.start()
             thread.join(60)
         assert heard == [signal.SIGTERM, signal.SIGINT]
@@ -338,7 +338,7 @@ def test_each_signal_is_handled_although_the_handler_of_another_raises() -> None
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: count, signal.SIGHUP: count}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        with pytest.raises(KeyboardInterrupt) as caught, uninterrupted():
+        with pytest.raises(KeyboardInterrupt) as caught, signals_deferred():
             for number in handlers:
                 signal.raise_signal(number)
             raise ValueError("of the block")
@@ -371,7 +371,7 @@ def test_a_signal_while_the_handlers_are_given_back_leaves_none_of_ours(
         return found
 
     try:
-        with pytest.raises(KeyboardInterrupt), uninterrupted():
+        with pytest.raises(KeyboardInterrupt), signals_deferred():
             monkeypatch.setattr(signal, "signal", giving_back)
             signal.raise_signal(signal.SIGTERM)
         assert sorted(heard) == sorted([first, signal.SIGTERM])

@@ -13,8 +13,8 @@ import torch
 
 import asyncckpt
 from asyncckpt import RankInfo, SyncCheckpointer
+from asyncckpt.basics.failpoints import observed
 from asyncckpt.errors import CheckpointExistsError, SaveFailedError
-from asyncckpt.failpoints import observed
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.interop import publish
 from asyncckpt.maintenance.pins import pin

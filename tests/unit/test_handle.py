@@ -15,7 +15,7 @@ import pytest
 from asyncckpt.client.pending_saves import WriteFuture
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.format.names import SaveId
-from asyncckpt.handle import SaveHandle, SaveReport
+from asyncckpt.save_handle import SaveHandle, SaveReport
 
 REPORT = SaveReport(save_id="x", nbytes=3_000_000, seconds={"copy": 0.25, "total": 1.5}, details={"direct": True})
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.hooks import HookRunner
-from asyncckpt.parts import CommitHook
+from asyncckpt.commit_hooks import HookRunner
+from asyncckpt.components import CommitHook
 
 
 class Refusing(CommitHook):

@@ -11,10 +11,10 @@ import pytest
 
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.format.names import SaveId
-from asyncckpt.handle import SaveHandle, SaveReport
 from asyncckpt.integrations import _background_saver
 from asyncckpt.integrations._background_saver import MAX_TRIES, BackgroundSaver
 from asyncckpt.integrations._export_queue import WILL_RETRY, ExportJob
+from asyncckpt.save_handle import SaveHandle, SaveReport
 
 
 class Exporter:

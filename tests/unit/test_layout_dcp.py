@@ -22,6 +22,7 @@ from storage_samples import FailingFiles, RecordingFiles, flip_byte  # noqa: E40
 
 import asyncckpt  # noqa: E402
 from asyncckpt import CheckpointerConfig, RankInfo, SyncCheckpointer  # noqa: E402
+from asyncckpt.commit_hooks import HookRunner  # noqa: E402
 from asyncckpt.distributed.run_agreement import Coordination  # noqa: E402
 from asyncckpt.errors import (  # noqa: E402
     AsyncCkptError,
@@ -37,12 +38,11 @@ from asyncckpt.format import dcp as dcp_layout  # noqa: E402
 from asyncckpt.format import layout  # noqa: E402
 from asyncckpt.format.index import decode_index, encode_index  # noqa: E402
 from asyncckpt.format.manifest import decode_manifest  # noqa: E402
-from asyncckpt.hooks import HookRunner  # noqa: E402
 from asyncckpt.storage import catalog, commit  # noqa: E402
 from asyncckpt.storage.files import Files  # noqa: E402
 from asyncckpt.storage.local import LocalStore  # noqa: E402
 from asyncckpt.storage.verification import leftovers, verify_checkpoint  # noqa: E402
-from asyncckpt.sync_writer import SyncWriter  # noqa: E402
+from asyncckpt.sync.writer import SyncWriter  # noqa: E402
 
 FILES = Files()
 CODES = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ESTALE, errno.EINTR]

@@ -34,7 +34,6 @@ from asyncckpt.errors import (  # noqa: E402
     SlotTimeoutError,
 )
 from asyncckpt.format.names import SaveId  # noqa: E402
-from asyncckpt.handle import SaveHandle, SaveReport  # noqa: E402
 from asyncckpt.maintenance.policy import RetentionPolicy  # noqa: E402
 from asyncckpt.manager import retention_thread, save_policy, step_agreement  # noqa: E402
 from asyncckpt.manager.manager import (  # noqa: E402
@@ -64,6 +63,7 @@ from asyncckpt.manager.step_agreement import (  # noqa: E402
     Stopping,
     Watch,
 )
+from asyncckpt.save_handle import SaveHandle, SaveReport  # noqa: E402
 
 
 class Clock:

@@ -8,10 +8,10 @@ from typing import Any
 import msgpack
 import pytest
 
+from asyncckpt.basics.safe_msgpack import unpack_strict
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.format.index import decode_index
 from asyncckpt.format.structure import decode_structure
-from asyncckpt.msgpacked import unpack_whole
 from asyncckpt.planning.contributions import decode_contributions
 from asyncckpt.protocol.codec import unpack
 from asyncckpt.protocol.messages import REQUESTS
@@ -48,9 +48,9 @@ def test_arrays_that_announce_what_is_not_there_are_refused_before_room_is_made(
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x91" * 5000 + b"\x01", b"\x92\x01", b"\x01\x01", b"\x81\x01\x01"])
 def test_what_is_no_single_whole_value_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError):
-        unpack_whole(data)
+        unpack_strict(data)
 
 
 def test_values_come_back_with_tuples_for_lists() -> None:
-    assert unpack_whole(msgpack.packb({"a": [1, [b"x", "y"]]})) == {"a": (1, (b"x", "y"))}
-    assert unpack_whole(msgpack.packb({1: 2}), strict_map_key=False) == {1: 2}
+    assert unpack_strict(msgpack.packb({"a": [1, [b"x", "y"]]})) == {"a": (1, (b"x", "y"))}
+    assert unpack_strict(msgpack.packb({1: 2}), strict_map_key=False) == {1: 2}

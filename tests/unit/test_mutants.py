@@ -36,7 +36,7 @@ def test_the_table_names_each_and_none_survives() -> None:
 
 
 def test_a_patch_that_does_not_apply_is_an_error_that_says_what_is_missing(tmp_path: pathlib.Path) -> None:
-    head = "what: x\npromise: P1\ntests: a::b\n\n--- asyncckpt/paths.py\n@@\n"
+    head = "what: x\npromise: P1\ntests: a::b\n\n--- asyncckpt/basics/paths.py\n@@\n"
     for body in ("-no such line\n+another\n", "-\n+x\n"):
         (tmp_path / "a.patch").write_text(head + body)
         with pytest.raises(PatchError, match="expected once"):

@@ -9,9 +9,9 @@ from concurrent.futures import Future
 import pytest
 from worker_bench import Bench
 
-from asyncckpt.handle import SaveReport
 from asyncckpt.maintenance import event_log
 from asyncckpt.protocol.options import _OPTIONS
+from asyncckpt.save_handle import SaveReport
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "observability.md").read_text()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from asyncckpt.basics.paths import absolute_path
 from asyncckpt.errors import UnsupportedPathError
-from asyncckpt.paths import absolute_path
 
 
 def test_relative_paths_are_of_this_process_s_working_directory(

@@ -9,7 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from asyncckpt import CheckpointerConfig, ends
+from asyncckpt import CheckpointerConfig
+from asyncckpt.basics import process_lifecycle
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text()
@@ -41,7 +42,7 @@ def test_the_page_is_right(check: ModuleType) -> None:
 def test_the_bounds_that_the_page_names_are_the_defaults() -> None:
     assert CheckpointerConfig().worker_timeout_s == 10
     assert "10 s if it hangs" in SECTIONS["P6"]
-    assert ends.EXIT_WAIT_S < 5
+    assert process_lifecycle.EXIT_WAIT_S < 5
     assert "an interpreter's exit longer than 5 s" in SECTIONS["P13"]
 
 

@@ -14,7 +14,7 @@ from asyncckpt.async_checkpointer import hand_over  # noqa: E402
 from asyncckpt.client.pending_saves import StagedSnapshot, WriteFuture  # noqa: E402
 from asyncckpt.errors import AsyncCkptError, StagingError  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
-from asyncckpt.handle import SaveHandle  # noqa: E402
+from asyncckpt.save_handle import SaveHandle  # noqa: E402
 from asyncckpt.staging.deferred_copy import Copier, DeferredCopy  # noqa: E402
 
 SAVE_ID = SaveId(1, 2, "0123456789ab")

@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch")
 from overlapping import copy_all_behind  # noqa: E402
 from simulated_saves import Saver, bits, note_seals, two_devices, use_small_pieces  # noqa: E402
 
+from asyncckpt.basics.failpoints import observed  # noqa: E402
 from asyncckpt.errors import AsyncCkptError  # noqa: E402
-from asyncckpt.failpoints import observed  # noqa: E402
 from asyncckpt.memory.slot import SlotControl  # noqa: E402
 from tests.failing_process import ACTIONS, At, fail, kill  # noqa: E402
 from tests.failpoint_groups import DEVICES, cases  # noqa: E402

@@ -18,8 +18,8 @@ from overlapping import copy_all_behind  # noqa: E402
 from simulated_ranks import Ranks  # noqa: E402
 from simulated_saves import Saver, bits, note_seals, ranks_saver, two_devices  # noqa: E402
 
+from asyncckpt.basics.failpoints import observed  # noqa: E402
 from asyncckpt.errors import AsyncCkptError  # noqa: E402
-from asyncckpt.failpoints import observed  # noqa: E402
 from asyncckpt.format.checksums import block_digest  # noqa: E402
 from asyncckpt.planning.replica_checks import sample_digests  # noqa: E402
 from asyncckpt.protocol.samples import decode_samples  # noqa: E402

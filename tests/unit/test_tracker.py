@@ -11,8 +11,8 @@ import pytest
 
 from asyncckpt.errors import PendingSavesError, SaveFailedError, SaveSkippedError, WaitTimeoutError
 from asyncckpt.format.names import SaveId
-from asyncckpt.handle import SaveHandle, SaveReport
-from asyncckpt.tracker import SaveTracker
+from asyncckpt.save_handle import SaveHandle, SaveReport
+from asyncckpt.save_tracker import SaveTracker
 
 
 def handles(tracker: SaveTracker, count: int) -> list[SaveHandle]:

@@ -17,8 +17,8 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import CommitUnknownError, SaveFailedError, to_wire
-from asyncckpt.failpoints import reach
 from asyncckpt.memory.slot import PAGE_NBYTES, STATE_OPEN, STATE_STREAMED
 from asyncckpt.protocol.request import decode_request
 from asyncckpt.storage.rank_writer import DEFAULT_THREADS

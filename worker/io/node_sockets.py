@@ -14,8 +14,8 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import AsyncCkptError, EndpointError, WorkerUnavailableError
-from asyncckpt.failpoints import reach
 from asyncckpt.protocol.codec import decode, encode
 from asyncckpt.protocol.messages import Message
 from asyncckpt.protocol.node_tables import MAX_NODE_FRAME_NBYTES, NODE_MESSAGES

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
 
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import ProtocolError, SaveFailedError
-from asyncckpt.failpoints import reach
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
 from asyncckpt.memory.streaming import Counters, StreamLayout

@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from asyncckpt import __version__
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import AsyncCkptError, SaveFailedError
-from asyncckpt.failpoints import reach
 from asyncckpt.format.names import DCP, SaveId
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol.request import SaveRequest

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import AsyncCkptError, SaveFailedError, from_wire, to_wire
-from asyncckpt.failpoints import reach
 from asyncckpt.memory.headroom import check_memory
 from asyncckpt.memory.slot import SlotError
 from asyncckpt_worker.core.actions import Connection, Listener

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import zmq
 
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import AsyncCkptError, EndpointError, ProtocolError, to_wire
-from asyncckpt.failpoints import reach
 from asyncckpt.protocol.codec import MAX_FRAME_NBYTES, decode, encode, request_id
 from asyncckpt.protocol.messages import REQUESTS, Message, Refused, Saves
 from asyncckpt_worker.service.endpoint_lock import claim

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from asyncckpt.basics.quantities import human, parse_nbytes
 from asyncckpt.cli.output import EXIT_OK, EXIT_SIGNAL, add_keys, print_json, say, some_path
 from asyncckpt.cli.progress import progress
 from asyncckpt.errors import ConfigError
 from asyncckpt.interop.sources.detect import KINDS
-from asyncckpt.quantities import human, parse_nbytes
 
 EXAMPLES = (
     "asyncckpt convert runs/a/step-300 model.safetensors --to safetensors --keys model",

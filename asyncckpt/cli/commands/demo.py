@@ -21,10 +21,10 @@ from pathlib import Path
 
 import psutil
 
-from asyncckpt.checkpoints import latest_checkpoint
 from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_FAILED, EXIT_OK, some_path
 from asyncckpt.format.layout import PAGE_NBYTES
 from asyncckpt.protocol.identity import start_ticks
+from asyncckpt.storage.catalog import latest_checkpoint
 
 EXAMPLES = (
     "asyncckpt demo",

@@ -11,16 +11,16 @@ import os
 from collections.abc import Iterator
 
 from asyncckpt import __version__
+from asyncckpt.basics.paths import absolute_path
+from asyncckpt.basics.quantities import count, parse_nbytes
 from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, say, some_path
 from asyncckpt.cli.worker_requests import status_of
 from asyncckpt.doctor.directory import directory_checks
 from asyncckpt.doctor.findings import FAIL, WARN, Check, Finding, fail, findings_of, ok, warn
 from asyncckpt.doctor.machine import machine_checks
 from asyncckpt.errors import AsyncCkptError, WorkerUnavailableError
-from asyncckpt.paths import absolute_path
 from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt.protocol.identity import is_gone
-from asyncckpt.quantities import count, parse_nbytes
 from asyncckpt.recall.conversation import Conversation
 from asyncckpt.recall.snapshots import endpoint_of
 from asyncckpt.storage.files import Files

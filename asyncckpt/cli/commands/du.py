@@ -11,8 +11,8 @@ import stat
 from collections import Counter
 from typing import Any
 
+from asyncckpt.basics.quantities import human
 from asyncckpt.cli.output import EXIT_OK, add_root, existing_root, nothing_in, print_rows, say
-from asyncckpt.quantities import human
 from asyncckpt.storage.catalog import COMMITTED, Found, scan
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore

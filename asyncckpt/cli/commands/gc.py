@@ -13,13 +13,13 @@ import time
 from typing import Any
 
 from asyncckpt import __version__
+from asyncckpt.basics.paths import current_umask
+from asyncckpt.basics.quantities import human, human_s, parse_seconds
 from asyncckpt.cli.output import action_of, add_delete, add_root, existing_root, nothing_in, print_removals
 from asyncckpt.cli.worker_requests import add_endpoint, busy_paths
 from asyncckpt.doctor.directory import PROBES
 from asyncckpt.interop.publish import CONVERSIONS
 from asyncckpt.maintenance.gc import Collected, Garbage, Rules, collect, garbage_in, remove_temporary, temporaries_in
-from asyncckpt.paths import current_umask
-from asyncckpt.quantities import human, human_s, parse_seconds
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 

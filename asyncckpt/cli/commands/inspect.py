@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from asyncckpt.basics.quantities import human
 from asyncckpt.cli.output import EXIT_OK, print_json, print_table, say, some_path
 from asyncckpt.cli.progress import reading
 from asyncckpt.format.names import split_per_rank_name
@@ -15,7 +16,6 @@ from asyncckpt.format.objects import decode_value
 from asyncckpt.format.state_tree import fqn_of, leaves, per_rank_nodes
 from asyncckpt.interop.sources.detect import OURS, read_any
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
-from asyncckpt.quantities import human
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_objects
 from asyncckpt.storage.files import Files
 

@@ -11,10 +11,10 @@ import argparse
 import os
 from typing import Any
 
+from asyncckpt.basics.quantities import human
 from asyncckpt.cli.output import EXIT_OK, add_root, existing_root, noted, nothing_in, print_rows
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.interop.sources.detect import OURS, kind_at
-from asyncckpt.quantities import human
 from asyncckpt.storage.catalog import Found, scan
 from asyncckpt.storage.checkpoint_dir import is_pinned
 from asyncckpt.storage.files import Files

@@ -9,10 +9,10 @@ import argparse
 import os
 from typing import Any
 
+from asyncckpt.basics.paths import current_umask
 from asyncckpt.cli.output import EXIT_OK, existing_root, print_json, print_rows, say, some_path
 from asyncckpt.errors import AsyncCkptError, CheckpointNotFoundError, ConfigError
 from asyncckpt.maintenance.pins import pin, pinned_in, unpin
-from asyncckpt.paths import current_umask
 from asyncckpt.storage.catalog import read_manifest
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore

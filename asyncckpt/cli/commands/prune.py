@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncckpt import __version__
+from asyncckpt.basics.paths import current_umask
+from asyncckpt.basics.quantities import count, human
 from asyncckpt.cli.output import action_of, add_delete, existing_root, print_removals, some_path
 from asyncckpt.cli.worker_requests import add_endpoint, busy_paths
 from asyncckpt.errors import ConfigError
 from asyncckpt.maintenance.pins import pinned_in
 from asyncckpt.maintenance.policy import BEST_MODES, RetentionPolicy
 from asyncckpt.maintenance.retention import Pruned, Survey, prune, survey
-from asyncckpt.paths import current_umask
-from asyncckpt.quantities import count, human
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from asyncckpt import __version__
+from asyncckpt.basics.paths import absolute_path
 from asyncckpt.cli.output import EXIT_OK, existing_root, print_json, say, some_path
 from asyncckpt.errors import CheckpointNotFoundError, ConfigError
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.maintenance.event_log import EVENTS_NAME, ROTATED_NAME, read_events
-from asyncckpt.paths import absolute_path
 from asyncckpt.reporting.charts import can_draw
 from asyncckpt.reporting.history import History, SaveStory, history_of, recovery_points
 from asyncckpt.reporting.page import NO_PICTURES, page

@@ -19,11 +19,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from asyncckpt.basics.quantities import human, human_s, parse_seconds
 from asyncckpt.cli.output import EXIT_OK, can_redraw, columns, print_json, say, shown
 from asyncckpt.cli.worker_requests import add_endpoint, status_of
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol.save_phases import WRITING
-from asyncckpt.quantities import human, human_s, parse_seconds
 from asyncckpt.recall.snapshots import endpoint_of
 
 EXAMPLES = (

@@ -11,6 +11,7 @@ import os
 from functools import partial
 from typing import Any
 
+from asyncckpt.basics.quantities import count, human
 from asyncckpt.cli.output import (
     EXIT_CORRUPT,
     EXIT_FAILED,
@@ -26,7 +27,6 @@ from asyncckpt.errors import AsyncCkptError, CheckpointNotFoundError, ConfigErro
 from asyncckpt.interop.sources.detect import OURS
 from asyncckpt.interop.sources.unread_leaves import unread_leaves
 from asyncckpt.interop.sources.verify import verify_any
-from asyncckpt.quantities import count, human
 from asyncckpt.storage.catalog import UNREADABLE, UNSUPPORTED, candidates_in, is_broken
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files

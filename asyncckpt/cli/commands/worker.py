@@ -8,6 +8,7 @@ import sys
 import time
 from typing import Any
 
+from asyncckpt.basics.quantities import human, parse_seconds
 from asyncckpt.cli import add_json, describe
 from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, print_table, say
 from asyncckpt.cli.worker_requests import add_endpoint, status_of, tell_to_drain
@@ -17,7 +18,6 @@ from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt.protocol.identity import is_gone, start_ticks
 from asyncckpt.protocol.options import add_options, to_arguments
-from asyncckpt.quantities import human, parse_seconds
 from asyncckpt.recall.snapshots import endpoint_of
 
 EXAMPLES = (

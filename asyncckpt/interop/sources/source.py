@@ -9,9 +9,9 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
 
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import AsyncCkptError, CorruptCheckpointError, DuplicateNameError, UnsupportedFormatError
-from asyncckpt.failpoints import reach
 from asyncckpt.format.checksums import file_checksum
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord
 from asyncckpt.format.manifest import Manifest

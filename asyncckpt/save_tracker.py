@@ -8,7 +8,7 @@ import time
 from concurrent.futures import Future
 
 from asyncckpt.errors import CheckpointerClosedError, PendingSavesError, SaveSkippedError, WaitTimeoutError
-from asyncckpt.handle import SaveFuture, SaveHandle, SaveReport
+from asyncckpt.save_handle import SaveFuture, SaveHandle, SaveReport
 
 CALLBACK_S = 1.0
 """How long `_ended` may take to be called once a future is done. Chosen, far above what it takes."""

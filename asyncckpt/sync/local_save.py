@@ -12,8 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from asyncckpt import __version__
+from asyncckpt.basics.failpoints import reach
+from asyncckpt.basics.paths import current_umask
 from asyncckpt.client.slot import PrivateRoom
 from asyncckpt.client.worker_client import Lineage
+from asyncckpt.commit_hooks import HookRunner
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.errors import (
@@ -22,14 +25,11 @@ from asyncckpt.errors import (
     SaveFailedError,
     StagingError,
 )
-from asyncckpt.failpoints import reach
 from asyncckpt.format.layout import PAGE_NBYTES
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
-from asyncckpt.hooks import HookRunner
 from asyncckpt.memory.headroom import check_memory
 from asyncckpt.memory.mapping import Mapping as Memory
-from asyncckpt.paths import current_umask
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.staging.copy_engine import Engine
@@ -45,7 +45,7 @@ from asyncckpt.storage.rank_writer import DEFAULT_THREADS, RankJob, RankResult, 
 _log = logging.getLogger("asyncckpt.sync")
 
 
-class SyncSteps:
+class LocalSave:
     """Stages into private memory, kept for the next save. The order of the steps is the caller's business.
 
     Args:

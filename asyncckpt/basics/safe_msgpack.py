@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 
 
-def unpack_whole(data: bytes, *, strict_map_key: bool = True) -> Any:
+def unpack_strict(data: bytes, *, strict_map_key: bool = True) -> Any:
     """Return the one value that `data` holds; lists come as tuples.
 
     Args:

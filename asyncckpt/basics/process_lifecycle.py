@@ -76,7 +76,7 @@ class BackgroundThread(threading.Thread):
             _running.discard(self)
 
 
-class Ending(Protocol):
+class ExitHandler(Protocol):
     """What is remembered here."""
 
     def leave(self, timeout_s: float, *, at_exit: bool) -> None:
@@ -86,17 +86,17 @@ class Ending(Protocol):
         """Called in a forked child."""
 
 
-_living: weakref.WeakSet[Ending] = weakref.WeakSet()
+_living: weakref.WeakSet[ExitHandler] = weakref.WeakSet()
 _running: set[BackgroundThread] = set()
 _exiting = threading.Event()
 
 
-def remember(checkpointer: Ending) -> None:
+def register(checkpointer: ExitHandler) -> None:
     """Let `checkpointer` take part until `forget`, or until nobody holds it."""
     _living.add(checkpointer)
 
 
-def forget(checkpointer: Ending) -> None:
+def unregister(checkpointer: ExitHandler) -> None:
     """It was closed."""
     _living.discard(checkpointer)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from asyncckpt.collector import collector_paused
+from asyncckpt.basics.gc_control import gc_paused
 from asyncckpt.distributed.rendezvous import SAVE, Meeting, Save, all_or_none
 from asyncckpt.distributed.run_agreement import check_equal
 from asyncckpt.errors import (
@@ -31,13 +31,13 @@ from asyncckpt.state_dict.leaf_codecs import encode_leaves
 from asyncckpt.state_dict.stateful import Openings
 from asyncckpt.storage.coverage import Tally, seed_of, tally_of, uncovered
 from asyncckpt.storage.rank_writer import RankResult
-from asyncckpt.sync_steps import SyncSteps
+from asyncckpt.sync.local_save import LocalSave
 
 _log = logging.getLogger("asyncckpt.sync")
 
 
-def write_together(
-    steps: SyncSteps, state_dict: Mapping[str, Any], path: str, kw: Mapping[str, Any], extra: Mapping[str, Any]
+def save_collectively(
+    steps: LocalSave, state_dict: Mapping[str, Any], path: str, kw: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> tuple[SaveId, RankResult]:
     """Save on all ranks.
 
@@ -88,7 +88,7 @@ def _failed_on(rank: int, error: AsyncCkptError) -> SaveFailedError:
 
 
 def _publish(
-    steps: SyncSteps,
+    steps: LocalSave,
     meeting: Meeting,
     path: str,
     save_id: SaveId,
@@ -128,7 +128,7 @@ def _publish(
 
 
 def _agree(
-    steps: SyncSteps,
+    steps: LocalSave,
     meeting: Meeting,
     state_dict: Mapping[str, Any],
     openings: Openings,
@@ -147,7 +147,7 @@ def _agree(
             flattened.append(steps.plans.flatten(state_dict, openings))
             is_changed = True
         else:
-            with collector_paused():
+            with gc_paused():
                 plan, _ = steps.plans.take(state_dict, openings)
             is_changed = bool(plan.news)
         with steps.failures(given, path, step):
@@ -169,7 +169,7 @@ def _agree(
     return given.with_parts(epoch=everybody[0]["epoch"], sequence=sequence, run_id=ranks.run_id)
 
 
-def _meet(steps: SyncSteps, meeting: Meeting, flatten: Callable[[], Flattened]) -> None:
+def _meet(steps: LocalSave, meeting: Meeting, flatten: Callable[[], Flattened]) -> None:
     """Agree anew, from what all ranks hold."""
     ranks, timeout_s = steps.ranks, steps.config.plan_timeout_s
     flattened: list[Flattened] = []
@@ -191,7 +191,7 @@ def _meet(steps: SyncSteps, meeting: Meeting, flatten: Callable[[], Flattened]) 
 
 
 def _store(
-    steps: SyncSteps,
+    steps: LocalSave,
     meeting: Meeting,
     state_dict: Mapping[str, Any],
     openings: Openings,
@@ -206,7 +206,7 @@ def _store(
     rank = steps.ranks.rank.rank
 
     def store() -> dict[str, Any]:
-        with collector_paused():
+        with gc_paused():
             plan, flat = steps.plans.take(state_dict, openings)
         result = steps.store(plan, flat, encode_leaves(flat, steps.config.layout), save_id, path, step)
         mine.append(result)

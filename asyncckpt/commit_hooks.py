@@ -6,9 +6,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from asyncckpt.basics.failpoints import reach
+from asyncckpt.components import CommitHook
 from asyncckpt.errors import ConfigError
-from asyncckpt.failpoints import reach
-from asyncckpt.parts import CommitHook
 
 _log = logging.getLogger("asyncckpt")
 

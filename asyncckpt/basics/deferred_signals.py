@@ -20,7 +20,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
+def signals_deferred() -> Iterator[None]:
     """Keep signals whose handlers are Python's from interrupting the block; they are handled at its end.
 
     Every handler is given back, and every signal that came is handled, also where the handler of another one raises:
@@ -66,7 +66,7 @@ def uninterrupted() -> Iterator[None]:
 
 def mapped(pool: Executor, work: Callable[[_Item], _Found], items: Iterable[_Item]) -> Iterator[_Found]:
     """As `pool.map`, whose threads are started `uninterrupted`."""
-    with uninterrupted():
+    with signals_deferred():
         return pool.map(work, items)
 
 
@@ -76,7 +76,7 @@ def join_all(threads: Iterable[threading.Thread]) -> None:
     for thread in threads:
         while thread.is_alive():
             try:
-                with uninterrupted():
+                with signals_deferred():
                     thread.join()
             except BaseException as error:
                 interrupted = error

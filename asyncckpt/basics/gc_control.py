@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Switch the cyclic collector off for a while, if it is on.
 
     What builds some objects for each of 20,000 tensors makes it walk all that a training holds, several times: a third
@@ -24,7 +24,7 @@ def collector_paused() -> Iterator[None]:
         gc.enable()
 
 
-def collect_now() -> None:
+def collect_garbage() -> None:
     """Let the cyclic collector walk everything once, if it is on, behind what has made many objects that stay.
 
     Else it does so when somebody makes some objects next: 0.19 s beside 20,000 tensors, in the `state_dict()` of the

@@ -7,9 +7,11 @@ import re
 from typing import Any
 
 from asyncckpt.errors import UnsupportedPathError
-from asyncckpt.protocol.messages import MAX_PATH_BYTES
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+MAX_PATH_BYTES = 4000
+"""Of a path in UTF-8, so that names below it stay within PATH_MAX."""
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:

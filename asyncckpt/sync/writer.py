@@ -6,31 +6,31 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from asyncckpt.collector import collector_paused
+from asyncckpt.basics.gc_control import gc_paused
+from asyncckpt.commit_hooks import HookRunner
+from asyncckpt.components import CheckpointWriter
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.errors import CommitUnknownError
 from asyncckpt.format.names import SaveId
-from asyncckpt.handle import SaveReport
-from asyncckpt.hooks import HookRunner
-from asyncckpt.parts import CheckpointWriter
+from asyncckpt.save_handle import SaveReport
 from asyncckpt.state_dict.leaf_codecs import encode_leaves
 from asyncckpt.storage.coverage import uncovered
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_writer import RankResult
-from asyncckpt.sync_ranks import hole_error, write_together
-from asyncckpt.sync_steps import SyncSteps
+from asyncckpt.sync.collective_save import hole_error, save_collectively
+from asyncckpt.sync.local_save import LocalSave
 
 _OURS = frozenset({"step", "save_id", "metadata"})
 
 
 class SyncWriter(CheckpointWriter):
-    """See the module; arguments as `SyncSteps`."""
+    """See the module; arguments as `LocalSave`."""
 
     def __init__(
         self, config: CheckpointerConfig, ranks: Coordination, hooks: HookRunner, files: Files | None = None
     ) -> None:
-        self._steps = SyncSteps(config, ranks, hooks, files)
+        self._steps = LocalSave(config, ranks, hooks, files)
 
     def write(self, state_dict: Mapping[str, Any], path: str, **kw: Any) -> SaveReport:
         """Write and commit. Blocks until the checkpoint is durable, of all ranks.
@@ -52,7 +52,7 @@ class SyncWriter(CheckpointWriter):
         if self._steps.ranks.alone:
             save_id, result = self._write_alone(state_dict, path, kw, extra)
         else:
-            save_id, result = write_together(self._steps, state_dict, path, kw, extra)
+            save_id, result = save_collectively(self._steps, state_dict, path, kw, extra)
         self._steps.hooks.after(path, extra)
         if self._steps.ranks.rank.rank == 0:
             self._steps.clean_up(path, save_id)
@@ -64,7 +64,7 @@ class SyncWriter(CheckpointWriter):
     def _write_alone(
         self, state_dict: Mapping[str, Any], path: str, kw: Mapping[str, Any], extra: Mapping[str, Any]
     ) -> tuple[SaveId, RankResult]:
-        with collector_paused():
+        with gc_paused():
             plan, flat = self._steps.plans.take(state_dict)
         leaves = encode_leaves(flat, self._steps.config.layout)
         save_id: SaveId = kw["save_id"]

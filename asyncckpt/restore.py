@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncckpt.basics.paths import absolute_path
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.checkpoint_vote import Broken, Ranks, ranks_that_restore
 from asyncckpt.distributed.process_group import find_rank_info
@@ -23,7 +24,6 @@ from asyncckpt.errors import ConfigError, NoSoundCheckpointError
 from asyncckpt.loading.load import DefaultReader
 from asyncckpt.loading.read_source import RetryState, check_source
 from asyncckpt.maintenance.quarantine import put_aside
-from asyncckpt.paths import absolute_path
 from asyncckpt.recall.newest import candidates_of_both
 from asyncckpt.storage.catalog import Candidate, candidates_in
 from asyncckpt.storage.local import LocalStore
