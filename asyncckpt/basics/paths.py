@@ -11,7 +11,7 @@ from asyncckpt.errors import UnsupportedPathError
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 MAX_PATH_BYTES = 4000
-"""Of a path in UTF-8, so that names below it stay within PATH_MAX."""
+"""Of UTF-8. Linux takes 4096 with the terminating zero (PATH_MAX); the rest is for our file names."""
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:

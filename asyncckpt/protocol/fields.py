@@ -9,8 +9,6 @@ from typing import Any
 from asyncckpt.basics.paths import MAX_PATH_BYTES
 from asyncckpt.protocol.save_phases import PHASES
 
-"""Of UTF-8. Linux takes 4096 with the terminating zero (PATH_MAX); the rest is for our file names."""
-
 MAX_TEXT_CHARS = 200
 MAX_TABLE = 1024
 """Rows of one Saves or Heartbeat message; a trainer never has more than a few saves pending."""

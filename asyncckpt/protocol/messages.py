@@ -17,7 +17,6 @@ from asyncckpt.protocol.fields import Check
 PROTOCOL_VERSION = 11
 """Of messages, records between workers and the request in a slot; SPEC.md section 2 says when it is to be raised."""
 
-MAX_PATH_BYTES = check.MAX_PATH_BYTES
 MAX_TABLE = check.MAX_TABLE
 
 
