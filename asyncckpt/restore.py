@@ -172,8 +172,8 @@ def restore_first(
         raise TypeError("restore got an unexpected keyword argument 'map_location': it is default_map_location")
     rank = find_rank_info(rank_info)
     options["map_location"] = options.pop("default_map_location", None)
-    attempts = RetryState()
-    reader = DefaultReader(rank_info=rank, attempts=attempts, endpoint=endpoint)
+    retry_state = RetryState()
+    reader = DefaultReader(rank_info=rank, retry_state=retry_state, endpoint=endpoint)
     skipped: list[tuple[Candidate, Broken]] = []
     with ranks_that_restore(rank, meet) as ranks:
         if type(quarantine) is not bool:
@@ -185,32 +185,32 @@ def restore_first(
 
         tried = ranks.same_candidates(directory, look_at_both, timeout_s)
         for candidate in tried:
-            loaded, broken = _tried(candidate, reader, attempts, state_dict, options, ranks)
+            loaded, broken = _tried(candidate, reader, retry_state, state_dict, options, ranks)
             if broken is None:
                 moved = _quarantined(skipped, ranks, quarantine=quarantine)
-                return _restored(candidate.path, attempts, loaded, skipped, moved)
+                return _restored(candidate.path, retry_state, loaded, skipped, moved)
             _log.warning("%s is broken and passed over: %s", candidate.path, broken.error)
             skipped.append((candidate, broken))
     if not skipped:
         _say_none(directory, is_first=rank.rank == 0)
         return None
-    raise _none_left(directory, skipped, is_touched=bool(attempts.touched))
+    raise _none_left(directory, skipped, is_touched=bool(retry_state.touched))
 
 
 def _tried(
     candidate: Candidate,
     reader: DefaultReader,
-    attempts: RetryState,
+    retry_state: RetryState,
     state_dict: MutableMapping[Any, Any] | None,
     options: dict[str, Any],
     ranks: Ranks,
 ) -> tuple[Any, Broken | None]:
-    loaded, failure, attempts.manifest = None, None, None
+    loaded, failure, retry_state.manifest = None, None, None
     try:
         loaded, _ = reader.read(candidate.path, state_dict, **options)
     except Exception as error:
         failure = error
-    save_id = attempts.manifest.save_id if attempts.manifest is not None else None
+    save_id = retry_state.manifest.save_id if retry_state.manifest is not None else None
     return loaded, ranks.verdict(candidate.path, save_id, failure)
 
 
@@ -240,13 +240,13 @@ def _moved(candidate: Candidate) -> str | None:
 
 def _restored(
     path: str,
-    attempts: RetryState,
+    retry_state: RetryState,
     loaded: Any,
     skipped: Sequence[tuple[Candidate, Broken]],
     moved: Sequence[str | None],
 ) -> RestoredCheckpoint:
-    assert attempts.manifest is not None
-    manifest = attempts.manifest
+    assert retry_state.manifest is not None
+    manifest = retry_state.manifest
     found = [
         SkippedCheckpoint(path=one.path, step=one.step, error=broken.error, moved_to=to)
         for (one, broken), to in zip(skipped, moved, strict=True)

@@ -105,7 +105,7 @@ class FileLeaves:
             self._whole = (fqn, view)
         whole = self._whole[1]
         if whole is None:
-            read_tensor(self._contents, saved, region, self._files, threads=self._threads, verify=True, room=room)
+            read_tensor(self._contents, saved, region, self._files, threads=self._threads, verify=True, out=room)
             return
         part = whole[region]
         room[: part.numel() * part.itemsize].view(CARRIERS[part.itemsize]).view(part.shape).copy_(part)

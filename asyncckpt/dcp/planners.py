@@ -40,7 +40,7 @@ from asyncckpt.errors import (
     OverlappingShardsError,
     UnsupportedLeafError,
 )
-from asyncckpt.loading.target_tensors import find_overwriter, overlapping
+from asyncckpt.loading.target_tensors import find_aliased, find_overwriter
 from asyncckpt.sharding.dtensor import of_dtensor
 from asyncckpt.sharding.registry import describer
 from asyncckpt.state_dict.flatten import PLAIN_TENSORS
@@ -211,7 +211,7 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
         self._read: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         places = [(item, self._place_of(item)) for item in items]
         real = [(item, place) for item, place in places if type(place) in PLAIN_TENSORS and not why_no_memory(place)]
-        self._shared = {_named_key(real[n][0]) for n in overlapping([place for _, place in real])}
+        self._shared = {_named_key(real[n][0]) for n in find_aliased([place for _, place in real])}
 
     def _place_of(self, item: ReadItem) -> torch.Tensor:
         place: torch.Tensor = self.transform_tensor(item, self.lookup_tensor(item.dest_index)).detach()

@@ -80,7 +80,7 @@ def outline_of(
     names = None if keys is None else list(keys)
     selection, away_selection = Selection(names), Selection(names)
     root = _opened(saved.tree, (), selection.__contains__, {})
-    away = [fqn for fqn in saved.away if fqn in away_selection]
+    away = [fqn for fqn in saved.other_ranks_only if fqn in away_selection]
     missing = [key for key in selection.unused() if key in away_selection.unused()]
     if missing:
         raise MissingKeysError(

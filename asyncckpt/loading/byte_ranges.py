@@ -1,4 +1,4 @@
-"""Which part of a tensor is wanted, and which byte ranges of its chunks hold it. Pure.
+"""Which byte ranges of which files hold what is wanted of a saved tensor, and which tensors they go into.
 
 What is wanted of a row-major chunk is a set of runs of bytes. Runs whose distance is less than a unit of reading are
 read as one range, since no unit lies between them; so their number is bounded by the length of the chunk in units.
@@ -25,13 +25,15 @@ from asyncckpt.storage.read_plan import EXACT_BELOW_NBYTES, Sink, Wanted
 from asyncckpt.torch_tensors import torch_dtype
 
 MAX_RANGES = 65_536
-"""Of one chunk, where only the needed bytes are read; beyond it whole blocks are. Chosen, not measured."""
+"""The most ranges of one chunk, if only needed bytes are read; above it whole blocks are. Chosen, not measured."""
 
 
 class Region(NamedTuple):
-    """What slices select: in each dimension `counts` elements from `offsets` on, `steps` apart.
+    """What slices select of a tensor.
 
-    `shape`: of the result, which lacks the dimensions that an int selected from.
+    Attributes:
+        offsets, counts, steps: The first element, the number of elements and their distance, in each dimension.
+        shape: The shape of the result, which lacks the dimensions that an int has selected from.
     """
 
     offsets: tuple[int, ...]
@@ -43,9 +45,13 @@ class Region(NamedTuple):
 class Piece(NamedTuple):
     """A part of a region within one chunk, in elements.
 
-    `start` and `length`: the range of the chunk, gaps included. `strides`: of the wanted elements in that range.
-    `offsets`, `sizes`: their box in what the region selects. With `times` there are as many ranges, `every` elements
-    apart, and the strides are those of the ranges one behind the other, without what lies between.
+    Attributes:
+        start, length: The range of the chunk, gaps included.
+        offsets, sizes: The box of the wanted elements in what the region selects.
+        strides: The distances of the wanted elements in the range. Of several ranges: in the ranges put one behind the
+            other, without what is between them.
+        times: The number of ranges.
+        every: The distance from the start of one range to the next.
     """
 
     start: int
@@ -62,7 +68,7 @@ def region_of(slices: Any, shape: tuple[int, ...], fqn: str) -> Region:
 
     Args:
         slices: An int, a slice with a positive step, `...`, or a tuple or list of them; None selects everything.
-        shape: Of the tensor, in elements.
+        shape: The shape of the tensor, in elements.
         fqn: Its name, for messages.
 
     Raises:
@@ -114,8 +120,8 @@ def pieces_of(chunk: Chunk, region: Region, *, itemsize: int, unit: int, exact_b
     """Yield the pieces of `chunk` that make its part of a region.
 
     Args:
-        chunk: Of the tensor.
-        region: Of the same tensor.
+        chunk: A chunk of a tensor.
+        region: What is wanted of the same tensor.
         itemsize: Bytes of an element.
         unit: Runs whose distance in bytes is less go into one piece.
         exact_below: Runs that are shorter, in bytes, and equally far apart make one piece of several ranges.
@@ -137,8 +143,8 @@ def pieces_of(chunk: Chunk, region: Region, *, itemsize: int, unit: int, exact_b
         (o + lo * step - c) * stride
         for o, lo, step, c, stride in zip(region.offsets, low, region.steps, chunk.offsets, strides, strict=True)
     )
-    apart = tuple(stride * step for stride, step in zip(strides, region.steps, strict=True))
-    cutter = _Cutter(apart, unit / itemsize, exact_below // itemsize)
+    distances = tuple(stride * step for stride, step in zip(strides, region.steps, strict=True))
+    cutter = _Cutter(distances, unit / itemsize, exact_below // itemsize)
     yield from cutter.cut(first, tuple(low), tuple(h - lo for lo, h in zip(low, high, strict=True)))
 
 
@@ -148,10 +154,10 @@ def pieces_to_read(
     """Return the pieces of `chunk` that are read for a region.
 
     Args:
-        chunk, region, itemsize: As `pieces_of` has them.
-        block_nbytes: The chunk's unit of checksum.
-        verify: Whole blocks are read; else runs less than a unit apart go into one.
-        unit: See `verify`. A page, as no storage reads less, or more.
+        chunk, region, itemsize: The arguments of `pieces_of`.
+        block_nbytes: The bytes of the chunk that have one checksum.
+        verify: Whether whole blocks are read; else runs whose distance is less than `unit` go into one range.
+        unit: A number of bytes: a page, as no storage reads less, or more.
     """
     whole = whole_chunk_piece(chunk, region)
     if whole is not None:
@@ -167,9 +173,9 @@ def pieces_to_read(
 def chunks_near(
     chunks: Iterable[tuple[int, Chunk]], region: Region, shape: tuple[int, ...]
 ) -> Iterable[tuple[int, Chunk]]:
-    """Return those of a tensor's (rank, chunk) that lie beside a region in its narrowest dimension, by far the fewest.
+    """Return those of a tensor's (rank, chunk) that meet a region in its narrowest dimension: by far the fewest.
 
-    Quick, since each of a thousand tensors may have thousands of chunks.
+    This is quick, since each of a thousand tensors may have thousands of chunks.
     """
     if not shape or 0 in region.counts:
         return chunks
@@ -202,9 +208,9 @@ class _Cutter:
     """Cuts what is wanted of a chunk where it has wide gaps; lengths in elements.
 
     Args:
-        strides: Of the wanted elements in the chunk.
-        unit: From here on a gap is wide.
-        exact_below: Shorter runs go together.
+        strides: The distances of the wanted elements in the chunk.
+        unit: The length from which on a gap is wide.
+        exact_below: Runs that are shorter go together.
     """
 
     def __init__(self, strides: tuple[int, ...], unit: float, exact_below: int) -> None:
@@ -226,7 +232,7 @@ class _Cutter:
             yield from self.cut(start + at * every, (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :]), one)
 
     def _widest_gap(self, sizes: tuple[int, ...]) -> int:
-        """Elements between two neighbours of any dimension."""
+        """Return the most elements that lie between two neighbours of any dimension."""
         widest, inner = 0, 1
         for size, stride in zip(sizes[::-1], self._strides[::-1], strict=True):
             if size > 1:
@@ -236,7 +242,7 @@ class _Cutter:
 
 
 def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last of a box, both included."""
+    """Return the number of elements from the first to the last of a box, both included."""
     return 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
 
 
@@ -246,10 +252,13 @@ takes less time than a call of its own for every run. The same on two cores for 
 
 
 class Placement(NamedTuple):
-    """The box of `saved` at `offsets` goes into `target`, a plain tensor of the box's shape.
+    """A box of a saved tensor, and the plain tensor that it is read into.
 
-    `address`: where all the stored bytes go as they are, if the box is the whole and somebody has looked; None: perhaps
-    they do not.
+    Attributes:
+        saved: The saved tensor.
+        target: The tensor, which has the shape of the box.
+        offsets: Where the box begins in the saved tensor, in elements.
+        address: The address to which all stored bytes of the whole tensor go as they are; None: nobody has looked.
     """
 
     saved: SavedTensor
@@ -259,14 +268,14 @@ class Placement(NamedTuple):
 
     @property
     def region(self) -> Region:
-        """What of the saved tensor is read."""
+        """The part of the saved tensor that is read."""
         return whole_region(self.offsets, tuple(self.target.shape))
 
 
 def ranges_by_file(
     contents: Contents, placements: Iterable[Placement], verify: bool
 ) -> dict[tuple[int, int], list[Wanted]]:
-    """Return the ranges of each file, named by (rank, part), that all placements need; as `ranges_of` has them."""
+    """Return the ranges of each file, named by (rank, part), that all placements need."""
     found: defaultdict[tuple[int, int], list[Wanted]] = defaultdict(list)
     for placement in placements:
         (fqn, dtype_name, shape, chunks), target, _, address = placement
@@ -297,11 +306,11 @@ def wanted_ranges(
     """Yield the ranges of the files, each named by (rank, part), that hold a region of a tensor.
 
     Args:
-        contents, saved: The checkpoint, and the tensor.
+        contents, saved: The checkpoint, and the saved tensor.
         region: What is wanted of it.
-        target: Of the shape that the region counts.
-        dtype: Of the stored elements, or one that is as wide if the target's is the same.
-        verify: As `pieces_to_read` has it.
+        target: The tensor to fill; its shape is the `counts` of the region.
+        dtype: The dtype of the stored elements, or one of the same width if the target has that too.
+        verify: Whether whole blocks are read, so that their checksums can be compared.
     """
     if not target.numel():
         return

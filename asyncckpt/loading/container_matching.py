@@ -1,20 +1,20 @@
-"""Places of a target that are empty or None, lists of another length, and subtrees of which nothing was saved.
+"""Containers of a target that differ from what was saved: empty ones, lists of another length, and absent subtrees.
 
-An empty place takes everything that was saved below its name. A list that was saved with more members than the target's
-takes the additional ones, if they are objects. Any other list or tuple of another length is refused: none is cut or
-padded.
+A place of the target that is empty or None takes everything that was saved below its name. A list that was saved with
+more members than the target's takes the additional ones, if they are objects. Any other list or tuple of another length
+is refused: none is cut or padded.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, ShapeMismatchError
-from asyncckpt.format.state_tree import CONTAINERS, Node, Path, form_in, fqn_of, leaves
+from asyncckpt.format.state_tree import Key, Node, Path, form_in, fqn_of, leaves, members
 from asyncckpt.loading.key_selection import Selection, selected
-from asyncckpt.loading.saved_state import SavedTree, kind_of
+from asyncckpt.loading.saved_state import kind_of
 
 MAPPINGS = ("d", "o")
 SEQUENCES = ("l", "t")
@@ -27,18 +27,18 @@ def is_empty_object(value: Any) -> bool:
 
 
 def container_mismatch(
-    place: Node, value: Any, found: Node, fqn: str, path: str
+    node: Node, value: Any, found: Node, fqn: str, path: str
 ) -> LeafTypeMismatchError | ShapeMismatchError | None:
-    """Return why what was saved cannot stand in a place of the target; None if it can.
+    """Return why a leaf of the target cannot take a container that was saved; None if it can.
 
     Args:
-        place: The node of the place in the target: an empty mapping or an object.
+        node: The node of the leaf: an empty mapping or an object.
         value: The object.
         found: The node that was saved under its name.
         fqn: Its name in the target.
-        path: The checkpoint's, for messages.
+        path: The checkpoint's path, for messages.
     """
-    if place[0] in MAPPINGS:
+    if node[0] in MAPPINGS:
         return None if found[0] in MAPPINGS else leaf_mismatch(fqn, kind_of(found), "container", path)
     if value is None or found[0] == "O":
         return None
@@ -46,13 +46,13 @@ def container_mismatch(
         return leaf_mismatch(fqn, kind_of(found), "object", path)
     if value and len(value) != len(found[1]):
         return length_mismatch(fqn, len(found[1]), len(value), path)
-    members = zip(value, found[1], strict=False)
-    refusals = (container_mismatch(place, member, node, f"{fqn}.{n}", path) for n, (member, node) in enumerate(members))
+    pairs = enumerate(zip(value, found[1], strict=False))
+    refusals = (container_mismatch(node, member, inner, f"{fqn}.{n}", path) for n, (member, inner) in pairs)
     return next((refusal for refusal in refusals if refusal is not None), None)
 
 
 def selected_part(node: Node, selection: Selection, path: Path, fqn: str) -> Node | None:
-    """Return the selected part of `node`, for an empty place at `path`; None: nothing of it is selected.
+    """Return the selected part of the saved `node`, for an empty container at `path`; None: nothing of it is selected.
 
     Raises:
         ConfigError: The selection would shorten a list.
@@ -69,31 +69,11 @@ def selected_part(node: Node, selection: Selection, path: Path, fqn: str) -> Nod
 def _is_cut(node: Node, part: Node) -> bool:
     if node[0] in SEQUENCES:
         return len(node[1]) != len(part[1]) or any(map(_is_cut, node[1], part[1]))
-    members = dict(_members(node)) if node[0] in MAPPINGS else {}
-    return any(_is_cut(members[key], child) for key, child in (_members(part) if members else ()))
+    inner = dict(members(node))
+    return any(_is_cut(inner[key], child) for key, child in (members(part) if inner else ()))
 
 
-def lists_of_other_lengths(
-    tree: Node, saved: SavedTree, selection: Selection, rename: Callable[[str], str] | None
-) -> Iterator[tuple[Path, Node, Path, Node]]:
-    """Yield every selected list or tuple that was saved with another length: path and node in the target, and saved.
-
-    Args:
-        tree: The target's.
-        saved: The checkpoint.
-        selection: What is filled.
-        rename: From the target's names to the saved ones.
-    """
-    for path, node in _sequences(tree, ()):
-        fqn = fqn_of(path)
-        if not selection.everything and fqn not in selection:
-            continue
-        found = saved.node_at(_saved_name(fqn, node, rename))
-        if found is not None and found[1][0] in SEQUENCES and len(found[1][1]) != len(node[1]):
-            yield path, node, *found
-
-
-def appended_members(tree: Node, path: Path, node: Node, found: Node) -> tuple[Node, ...] | None:
+def appended_members(node: Node, found: Node, key: Key, parent: Node) -> tuple[Node, ...] | None:
     """Return the saved members that a shorter list of a target takes after its own; None: it cannot take them.
 
     A history grows while a training runs, so objects at the end of a list are taken. The length of a tuple, of a list
@@ -101,73 +81,38 @@ def appended_members(tree: Node, path: Path, node: Node, found: Node) -> tuple[N
     deque may be full.
 
     Args:
-        tree: The target's.
-        path, node: Of the list in it.
+        node: The node of the list in the target.
         found: The saved list.
+        key: The key of the list in its container.
+        parent: The node of that container.
     """
-    further: tuple[Node, ...] = found[1][len(node[1]) :]
-    if node[0] != "l" or not further or (path[-1] == "param_groups" and is_optimizer_state(_node_at(tree, path[:-1]))):
+    appended: tuple[Node, ...] = found[1][len(node[1]) :]
+    if node[0] != "l" or not appended or (key == "param_groups" and _is_optimizer_state(parent)):
         return None
     form = form_in(node)
     if form is not None and form[1] is not None and form[1] < len(found[1]):
         return None  # the deque would drop its first members
-    return further if all(leaf[0] == "O" for member in further for _, leaf in leaves(member)) else None
+    return appended if all(leaf[0] == "O" for member in appended for _, leaf in leaves(member)) else None
 
 
-def is_optimizer_state(node: Node) -> bool:
-    """Whether a node is what `state_dict()` of an optimizer gives."""
+def is_returned_state(node: Node) -> bool:
+    """Whether a node is what `state_dict()` of a module or an optimizer gives."""
+    return (node[0] == "o" and node[2] is not None) or _is_optimizer_state(node)
+
+
+def _is_optimizer_state(node: Node) -> bool:
     return node[0] in MAPPINGS and {"state", "param_groups"}.issubset(node[1][::2])
 
 
-def _node_at(node: Node, path: Path) -> Node:
-    for key in path:
-        node = _inside(node)
-        node = node[1][key] if node[0] in SEQUENCES else node[1][list(node[1][::2]).index(key) * 2 + 1]
-    return _inside(node)
-
-
-def _inside(node: Node) -> Node:
+def without_per_rank(node: Node) -> Node:
+    """Return the node inside `PerRank` marks, or the node itself."""
     while node[0] == "r":
         node = node[1]
     return node
 
 
-def _sequences(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
-    node = _inside(node)
-    if node[0] in SEQUENCES:
-        yield path, node
-    for key, child in _members(node):
-        if child[0] in CONTAINERS:
-            yield from _sequences(child, (*path, key))
-
-
-def _members(node: Node) -> Iterable[tuple[Any, Node]]:
-    if node[0] in MAPPINGS:
-        return zip(node[1][::2], node[1][1::2], strict=True)
-    return enumerate(node[1]) if node[0] in SEQUENCES else ()
-
-
-def _saved_name(fqn: str, node: Node, rename: Callable[[str], str] | None) -> str:
-    """Return the saved name of a list: `key_map` is asked for names of leaves only."""
-    if rename is None:
-        return fqn
-    below = fqn_of(next(_places(node, ())))
-    renamed = rename(f"{fqn}.{below}")
-    return renamed[: -len(below) - 1] if renamed.endswith("." + below) else fqn
-
-
-def _places(node: Node, path: Path) -> Iterator[Path]:
-    """Yield the paths of leaves and of empty containers."""
-    node = _inside(node)
-    if node[0] not in CONTAINERS or not node[1]:
-        yield path
-        return
-    for key, child in _members(node):
-        yield from _places(child, (*path, key))
-
-
 def absent_subtrees(
-    tree: Node, missing: Iterable[Path], found: Iterable[Path], is_module: Callable[[Path], bool]
+    states: Collection[Path], missing: Iterable[Path], found: Iterable[Path], is_module: Callable[[Path], bool]
 ) -> list[str]:
     """Return the FQNs of the parts of a target of which nothing was found; that of the whole target is empty.
 
@@ -176,16 +121,15 @@ def absent_subtrees(
     its leaves are missing.
 
     Args:
-        tree: The target's.
+        states: Paths of what `state_dict()` returned.
         missing: Paths of leaves that the checkpoint lacks.
         found: Paths of leaves that it has.
-        is_module: Whether a module stands at a path.
+        is_module: Whether a module is at a path.
     """
     kept = {at[:length] for at in found for length in range(len(at))}
     missing = list(missing)
     if () not in kept and len(missing) > 1:
         return [fqn_of(())]
-    states = set(_states(tree, ()))
     parts: dict[Path, None] = {}
     if () in states:
         return []
@@ -198,15 +142,6 @@ def absent_subtrees(
             if is_whole:
                 break
     return [fqn_of(at) for at in parts]
-
-
-def _states(node: Node, at: Path) -> Iterator[Path]:
-    node = _inside(node)
-    if (node[0] == "o" and node[2] is not None) or is_optimizer_state(node):
-        yield at
-    for key, child in _members(node):
-        if child[0] in CONTAINERS:
-            yield from _states(child, (*at, key))
 
 
 def leaf_mismatch(fqn: str, saved: str, wanted: str, path: str) -> LeafTypeMismatchError:

@@ -1,8 +1,14 @@
-"""Tensors for what is loaded, and one pass over all files that are needed.
+"""Reads saved tensors: into targets, into new tensors, or a part of one; in one pass over the files that are needed.
 
-Of another format where the chunks lie is resolved first, then they are read as ranges of files are. Elements that are
-not row-major in their file are gathered: the part of the file that holds them is read, and what is wanted of it
-delivered in the order that everybody expects.
+Targets are filled directly as the bytes are read, or from a copy of all of them. Directly, a load needs no memory
+beside its targets but the readers' buffers. By way of a copy (`low_memory=False`), which takes as much memory again as
+the targets that are there, all that is read has been verified before the first of these targets changes; and what goes
+to a GPU is copied from pinned memory, at the speed of its bus. Targets that share memory are filled last, one after the
+other.
+
+In a checkpoint of another format the chunks are located first; then they are read like ranges of our files. Elements
+that are not row-major in their file are gathered: the part of the file that holds them is read, and what is wanted of
+it is delivered in row-major order.
 """
 
 from __future__ import annotations
@@ -27,8 +33,8 @@ from asyncckpt.loading.target_tensors import (
     Tie,
     check_ties,
     fill_aliased,
+    find_aliased,
     notify_shard_types,
-    overlapping,
     placement_names,
     placements_of,
 )
@@ -46,9 +52,14 @@ Ranges = Mapping[tuple[int, int], Sequence[Wanted]]
 def read_foreign(
     contents: Contents, ranges: Ranges, files: Files, *, threads: int, buffer: memoryview | None = None
 ) -> None:
-    """Read ranges of parts and hand them on; the formats have no checksums that a part of a file could be held to.
+    """Read ranges of a checkpoint of another format; a part of its files has no checksum to be compared with.
 
-    `buffer` is as `storage.reader.read_shards` has it.
+    Args:
+        contents: The checkpoint.
+        ranges: The ranges of each part.
+        files: The storage seam.
+        threads: Reading threads.
+        buffer: The buffer that `storage.reader.read_shards` reads into; None: its own.
 
     Raises:
         CorruptCheckpointError: What is there is not what the structure says, or was changed meanwhile.
@@ -69,17 +80,17 @@ def read_foreign(
         if isinstance(place, Inline):
             _hand_on_from(wanted, _address_of(place.data))
         elif isinstance(place, Located):
-            plain.setdefault(place.part, []).extend(_placed(w, place.offset) for w in wanted)
-    _read(contents, plain, files, threads, buffer)
+            plain.setdefault(place.part, []).extend(_located(w, place.offset) for w in wanted)
+    _read_located(contents, plain, files, threads, buffer)
     for place, wanted in zip(places, ranges.values(), strict=True):
         if isinstance(place, Strided):
-            _gather(contents, place, wanted, files, threads)
+            _read_strided(contents, place, wanted, files, threads)
     shards = contents.ranks[0].index.shards
     # IMPORTANT: after the reads. Files are opened anew for each, by name, and a trainer may put the next save there.
     source.check_unchanged(files, [shards[place.part].name for place in places if not isinstance(place, Inline)])
 
 
-def _placed(wanted: Wanted, start: int) -> Wanted:
+def _located(wanted: Wanted, start: int) -> Wanted:
     """Return a range of a file, whose elements may begin anywhere: then it comes in rows, which cuts none."""
     offset, sink = wanted.offset + start, wanted.sink
     if isinstance(sink, BoxWriter) and not wanted.every:
@@ -87,7 +98,7 @@ def _placed(wanted: Wanted, start: int) -> Wanted:
     return wanted._replace(offset=offset)
 
 
-def _read(
+def _read_located(
     contents: Contents,
     wanted: Mapping[int, Sequence[Wanted]],
     files: Files,
@@ -107,7 +118,7 @@ def _read(
     read_shards(contents.source.directory, None, requests, files=files, threads=threads, verify=False, buffer=buffer)
 
 
-def _gather(contents: Contents, place: Strided, wanted: Sequence[Wanted], files: Files, threads: int) -> None:
+def _read_strided(contents: Contents, place: Strided, wanted: Sequence[Wanted], files: Files, threads: int) -> None:
     dtype = CARRIERS[place.itemsize]
     span = new_tensor((place.nbytes // place.itemsize,), dtype, torch.device("cpu"))
     read_span(contents, place, span.data_ptr(), wanted[0].fqn, files, threads=threads)
@@ -117,7 +128,7 @@ def _gather(contents: Contents, place: Strided, wanted: Sequence[Wanted], files:
 
 def read_span(contents: Contents, place: Strided, address: int, fqn: str, files: Files, *, threads: int) -> None:
     """Read the range of a file that holds the elements of a tensor that is not row-major, to `address`."""
-    _read(contents, {place.part: [Wanted(place.offset, place.nbytes, fqn, address)]}, files, threads)
+    _read_located(contents, {place.part: [Wanted(place.offset, place.nbytes, fqn, address)]}, files, threads)
 
 
 def _address_of(data: bytes) -> int:
@@ -129,10 +140,10 @@ def _hand_on_from(wanted: Sequence[Wanted], address: int) -> None:
     """Give each range its bytes of the row-major elements at `address`."""
     for offset, nbytes, _, sink, times, every, _ in wanted:
         for n in range(times if nbytes else 0):
-            _put(sink, n * nbytes, address + offset + n * every, nbytes)
+            _deliver(sink, n * nbytes, address + offset + n * every, nbytes)
 
 
-def _put(sink: int | Sink | None, position: int, address: int, nbytes: int) -> None:
+def _deliver(sink: int | Sink | None, position: int, address: int, nbytes: int) -> None:
     """Give a range the bytes at `address`, which belong at `position` of it."""
     if isinstance(sink, int):
         copy_bytes(sink + position, address, nbytes)
@@ -215,10 +226,10 @@ def read_ranges(
     verify: bool,
     buffer: memoryview | None = None,
 ) -> None:
-    """Read ranges of shards, each named by (rank, part); `buffer` as `storage.reader.read_shards` has it.
+    """Read ranges of shards, each named by (rank, part), in any order.
 
     Raises:
-        CorruptCheckpointError, OSError: As `storage.reader.read_shards`.
+        CorruptCheckpointError, OSError: The same as from `storage.reader.read_shards`.
     """
     by_file: dict[tuple[int, int], list[Wanted]] = {}
     for file, wanted in ranges:
@@ -235,10 +246,10 @@ def read_files(
     verify: bool,
     buffer: memoryview | None = None,
 ) -> None:
-    """Read ranges of shards; as `read_ranges`, with the ranges of each file together.
+    """Read ranges of shards; like `read_ranges`, with the ranges of each file together.
 
     Raises:
-        CorruptCheckpointError, OSError: As `storage.reader.read_shards`.
+        CorruptCheckpointError, OSError: The same as from `storage.reader.read_shards`.
     """
     if contents.source is not None:
         read_foreign(contents, by_file, files, threads=threads or DEFAULT_THREADS, buffer=buffer)
@@ -280,7 +291,7 @@ def strided_view(contents: Contents, saved: SavedTensor, files: Files, *, thread
 
 
 SLAB_NBYTES = 32 << 20
-"""What is compared, or sent, at a time. Chosen, not measured."""
+"""How much is compared or sent at a time. Chosen, not measured."""
 
 
 def read_tensor(
@@ -291,18 +302,18 @@ def read_tensor(
     *,
     threads: int,
     verify: bool,
-    room: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return what `slices` select of a tensor: a new, contiguous one on the CPU.
 
     Args:
         contents: The checkpoint.
         saved: The tensor.
-        slices: As `byte_ranges.region_of` takes them.
+        slices: What `byte_ranges.region_of` takes.
         files: The storage seam.
         threads: Reading threads.
         verify: Read whole blocks and compare their checksums; False reads the pages that are needed.
-        room: Bytes of host memory, enough and aligned, that the result lies in; None: new memory.
+        out: Bytes of host memory, enough and aligned, that the result is put into; None: new memory.
 
     Raises:
         ConfigError: Slices that make no sense.
@@ -314,10 +325,10 @@ def read_tensor(
     dtype = torch_dtype(saved.dtype)
     check_lengths(contents, files, saved)
     carrier = CARRIERS[dtype.itemsize]
-    if room is None:
+    if out is None:
         found = tensor_for(saved, contents.path, shape=region.counts, dtype=carrier)
     else:
-        found = room[: math.prod(region.counts) * carrier.itemsize].view(carrier).view(region.counts)
+        found = out[: math.prod(region.counts) * carrier.itemsize].view(carrier).view(region.counts)
     ranges = wanted_ranges(contents, saved, region, found, carrier, verify=verify)
     read_ranges(contents, ranges, files, threads=threads, verify=verify)
     return found.view(dtype).view(region.shape).detach()
@@ -347,9 +358,9 @@ class Filler:
     Args:
         contents: The checkpoint.
         files: The storage seam.
-        threads: Reading threads; None: as many as the device wants.
-        verify: As `storage.reader.read_shards` has it.
-        low_memory: See the module.
+        threads: Reading threads; None: the default of `storage.reader`.
+        verify: Whether whole blocks are read and their checksums compared.
+        low_memory: Whether targets are filled directly; False: by way of a copy.
         shared: The ranks that read once what several of them want; None: each reads for itself.
     """
 
@@ -371,7 +382,7 @@ class Filler:
 
         Raises:
             AliasMismatchError: One cannot.
-            CorruptCheckpointError, OSError: As `storage.reader.read_shards`.
+            CorruptCheckpointError, OSError: The same as from `storage.reader.read_shards`.
         """
         check_ties(ties, self._read_files, self._contents.path, how)
 
@@ -386,22 +397,22 @@ class Filler:
         """Fill targets, tell autograd which tensors changed, and registered types that all their shards are in.
 
         Args:
-            existing: What the user has.
-            new: What was made for this load, and nobody has seen yet.
-            plain: What the user has in plain tensors that are filled whole.
-            alone: This rank reads for itself, whatever the others do.
+            existing: Targets of the user.
+            new: Tensors that were made for this load, which nobody has seen yet.
+            plain: Plain tensors of the user that are filled whole.
+            alone: Whether this rank reads for itself, whatever the others do.
 
         Raises:
-            CorruptCheckpointError, OSError: As `storage.reader.read_shards`.
+            CorruptCheckpointError, OSError: The same as from `storage.reader.read_shards`.
             InsufficientMemoryError: There is no room for the copy.
             AliasMismatchError: Two targets share memory, and their values differ.
             StateLoadError: A registered type refused its shards.
-            SharedLoadError, PlanTimeoutError: As `SharedReads.read`.
+            SharedLoadError, PlanTimeoutError: The same as from `SharedReads.read`.
         """
         changed, fresh = [*plain, *placements_of(existing)], placements_of(new)
         watched = [target for _, target, _, _ in changed if not target.is_inference()]
         placed = changed + fresh
-        shared = overlapping([p.target for p in placed]) if changed else []
+        shared = find_aliased([p.target for p in placed]) if changed else []
         if shared:
             changed, fresh = _without(changed, shared, 0), _without(fresh, shared, len(changed))
         if self._low_memory:

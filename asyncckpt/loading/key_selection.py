@@ -1,4 +1,4 @@
-"""Which leaves a caller asked for: FQNs, and prefixes of them."""
+"""Which leaves are asked for (`keys`), how target names become saved names (`key_map`), and hints on missing ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncckpt.errors import ConfigError
 from asyncckpt.format.state_tree import Node, fqn_of
 
 OTHER_RANKS_ONLY: Node = ("-",)
-"""Stands in a sequence for a member that belongs to another rank than the reader: the others keep their places."""
+"""Takes the place of a member of a sequence that belongs to another rank than the reader: the others keep theirs."""
 
 
 def key_list(keys: str | Iterable[str] | None) -> list[str] | None:
@@ -29,7 +29,7 @@ def key_list(keys: str | Iterable[str] | None) -> list[str] | None:
 
 
 def prefixes(fqn: str) -> list[str]:
-    """Return what stands before each dot of `fqn`, shortest first."""
+    """Return the part of `fqn` before each of its dots, shortest first."""
     found, at = [], fqn.find(".")
     while at >= 0:
         found.append(fqn[:at])
@@ -129,7 +129,7 @@ def missing_hint(
     Args:
         missing: The keys, as the target has them.
         saved_fqns: What the checkpoint has.
-        key_map: As it was given.
+        key_map: The argument of the load.
         present: Keys of the target that were saved, as the target has them.
     """
     rename = renamer(key_map)

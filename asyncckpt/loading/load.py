@@ -1,4 +1,4 @@
-"""`asyncckpt.load`."""
+"""`asyncckpt.load`, and the reader that every load goes through. No worker is needed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from asyncckpt.errors import ConfigError, MissingKeysError, SharedLoadError
 from asyncckpt.format.state_tree import Node, Path, fqn_of
 from asyncckpt.loading.fetch import Filler, thread_count
 from asyncckpt.loading.key_selection import KeyMap, Selection, key_list, missing_hint, selected
-from asyncckpt.loading.matching import Matches, Replacement, match
+from asyncckpt.loading.matching import Matches, MatchReport, Replacement, match_target
 from asyncckpt.loading.module_targets import ModuleTarget
 from asyncckpt.loading.read_source import ReadSource, RetryState, check_source, read_from_source
 from asyncckpt.loading.saved_state import (
@@ -42,11 +42,11 @@ from asyncckpt.loading.target_tensors import (
     refuse_read_only,
     refuse_without_memory,
 )
-from asyncckpt.loading.targets import Targets, load_object_state
+from asyncckpt.loading.targets import load_object_state
 from asyncckpt.loading.tensor_writers import MapLocation
 from asyncckpt.state_dict.flatten import mappings
 from asyncckpt.state_dict.unflatten import has_lost_factory
-from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths
+from asyncckpt.storage.contents import SavedTensor, check_lengths
 from asyncckpt.storage.files import Files
 from asyncckpt.torch_tensors import check_memory_is_real, torch_dtype
 
@@ -70,14 +70,14 @@ def load(
 
     Everything but the data is checked before anything is changed: structure, shapes, types, that every element of
     every tensor is there exactly once, lengths of the files. An error in the data themselves, found while reading,
-    leaves some targets filled and others not. So may an error in loading code of a module: see below.
+    leaves some targets filled and others not. So may an error in a load hook of a module: see below.
 
-    Loading code of a module is a hook of `load_state_dict`, or an override of `_load_from_state_dict`, in the module
-    or a submodule. It is given the saved names, values and versions, as by a stock `load_state_dict`, including names
-    that the module does not have. Keys that are missing after it has run are missing keys of the load. A module whose
-    loading code may make an entry that was not saved is filled first, and nothing else changes until it is known
-    whether the entry is missing. Plain tensors for loading code from outside torch are read into memory of their own,
-    in addition to what `low_memory` allows; sharded ones are filled in place.
+    A load hook of a module is a hook of `load_state_dict`, or an override of `_load_from_state_dict`, in the module or
+    a submodule. It is given the saved names, values and versions, as by a stock `load_state_dict`, including names that
+    the module does not have. Keys that are missing after it has run are missing keys of the load. A module whose load
+    hooks may make an entry that was not saved is filled first, and nothing else changes until it is known whether the
+    entry is missing. Plain tensors for load hooks from outside torch are read into memory of their own, in addition to
+    what `low_memory` allows; sharded ones are filled in place.
 
     Of values that differ between the ranks that saved them, a rank gets its own number's at equal world size; else, or
     where its number has none, the lowest rank's, which is logged. `PerRank` values go to the same rank number only; a
@@ -146,7 +146,7 @@ def load(
             all of them, and says which wrapper's prefix explains it, and what `key_map` to pass. Or the checkpoint was
             overwritten meanwhile, by one that lacks what had been read.
         ShapeMismatchError: A tensor was saved with another shape; of sharded ones the global shapes are compared. Or a
-            list or tuple was saved with another length. Or loading code of a module made it of another shape.
+            list or tuple was saved with another length. Or a load hook of a module made it of another shape.
         LeafTypeMismatchError: A tensor meets an object, or a leaf a container that cannot take its place.
         PerRankUnavailableError: `PerRank` values were asked for, and their ranks are others than this one: at another
             world size, all of them. Leave them out by `keys`. At equal world size a new dict is silently without those
@@ -191,30 +191,51 @@ _logger = logging.getLogger("asyncckpt.loading")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Options:
-    """Of one load; the same names as `load`'s."""
+class LoadOptions:
+    """The options of a load, with their defaults; `load` says what they mean. `plan_load` takes a part of them."""
 
-    map_location: MapLocation
-    keys: Sequence[str] | None
-    strict: bool
-    verify: bool
-    threads: int | None
-    low_memory: bool
-    key_map: KeyMap | None
-    allow_pickle: bool
+    map_location: MapLocation = None
+    keys: str | Iterable[str] | None = None
+    strict: bool = True
+    verify: bool = True
+    source: str = "auto"
+    threads: int | None = None
+    low_memory: bool = True
+    redundant_reads: str = "each"
+    key_map: KeyMap | None = None
+    allow_pickle: bool = False
+
+    def checked(self) -> LoadOptions:
+        """Return the same options, with `keys` as a list.
+
+        Raises:
+            ConfigError: One makes no sense.
+        """
+        return replace(
+            self,
+            keys=key_list(self.keys),
+            source=check_source(self.source),
+            threads=None if self.threads is None else thread_count(self.threads),
+            low_memory=_flag("low_memory", self.low_memory),
+            allow_pickle=_flag("allow_pickle", self.allow_pickle),
+        )
+
+
+_OPTIONS = frozenset(one.name for one in fields(LoadOptions))
 
 
 class DefaultReader(CheckpointReader):
     """Reads checkpoints in asyncckpt's own format, and in those that `asyncckpt.interop.sources` knows.
 
-    Has no state but `attempts`; safe to use from several threads without it.
+    It has no state but `retry_state`; without that, several threads may use it.
 
     Args:
         files: The storage seam.
         rank_info: Which rank reads; None finds out at each read, as a checkpointer does.
         allow_pickle: The default of `read`'s argument.
-        endpoint: Of the worker that may hold snapshots in memory; None: this user's of this job.
-        attempts: What earlier reads have left in the one target that this reader is for: each read must fill all of
+        endpoint: The endpoint of the worker that may hold snapshots in memory; None: that of this user's worker of
+            this job.
+        retry_state: What earlier reads have left in the one target that this reader is for: each read must fill all of
             that, and adds its own. None: every read is for a target of its own.
     """
 
@@ -225,10 +246,10 @@ class DefaultReader(CheckpointReader):
         *,
         allow_pickle: bool = False,
         endpoint: str | None = None,
-        attempts: RetryState | None = None,
+        retry_state: RetryState | None = None,
     ) -> None:
         self._files, self._endpoint = files or Files(), endpoint
-        self._rank_info, self._allow_pickle, self._attempts = rank_info, allow_pickle, attempts
+        self._rank_info, self._allow_pickle, self._retry_state = rank_info, allow_pickle, retry_state
 
     def read(
         self,
@@ -236,50 +257,41 @@ class DefaultReader(CheckpointReader):
         state_dict: MutableMapping[Any, Any] | None = None,
         *,
         map_location: MapLocation = None,
-        keys: str | Iterable[str] | None = None,
-        strict: bool = True,
-        verify: bool = True,
-        source: str = "auto",
-        threads: int | None = None,
-        low_memory: bool = True,
-        redundant_reads: str = "each",
-        key_map: KeyMap | None = None,
-        allow_pickle: bool | None = None,
-        **kw: Any,
+        **options: Any,
     ) -> tuple[Any, list[str]]:
-        """Read the checkpoint at `path`; arguments and errors as `asyncckpt.load` has them.
+        """Read the checkpoint at `path`.
+
+        Args:
+            path: Its directory.
+            state_dict: The target; None: a new state dict is built.
+            map_location: Where tensors without a target go.
+            **options: The other options of `LoadOptions`. Arguments and errors are those of `asyncckpt.load`.
 
         Returns:
             The state dict that was filled, or a new one; and the missing keys, as the target names them.
         """
         reader = find_rank_info(self._rank_info)
-        attempts = self._attempts or RetryState()
-
-        def load(found: ReadSource) -> tuple[Any, list[str]]:
-            attempts.manifest = found.contents.manifest
-            checked = replace(options, verify=options.verify and found.has_checksums)
-            one = _Load(found.contents, checked, found.files, reader, attempts.touched, shared)
-            return one.new() if state_dict is None else one.into(state_dict)
-
-        with _shared(redundant_reads, reader) as shared, gc_paused():  # from here on the others are told
-            if kw:
-                raise ConfigError(f"load has no arguments called {sorted(kw)}", field=min(kw))
-            if key_map is not None and state_dict is None:
+        retry_state = self._retry_state or RetryState()
+        if options.get("allow_pickle") is None:
+            options["allow_pickle"] = self._allow_pickle
+        # From here on the other ranks of a broadcast are told of an error.
+        with _broadcast(options.get("redundant_reads", "each"), reader) as shared, gc_paused():
+            unknown = options.keys() - _OPTIONS
+            if unknown:
+                raise ConfigError(f"load has no arguments called {sorted(unknown)}", field=min(unknown))
+            wanted = LoadOptions(map_location=map_location, **options)
+            if wanted.key_map is not None and state_dict is None:
                 raise ConfigError("key_map renames the keys of a target: pass a state_dict too", field="key_map")
-            options = _Options(
-                map_location=map_location,
-                keys=key_list(keys),
-                strict=strict,
-                verify=verify,
-                threads=None if threads is None else thread_count(threads),
-                low_memory=_flag("low_memory", low_memory),
-                key_map=key_map,
-                allow_pickle=_flag("allow_pickle", self._allow_pickle if allow_pickle is None else allow_pickle),
-            )
-            directory, where = absolute_path(path), check_source(source)
+            wanted, directory = wanted.checked(), absolute_path(path)
             check_memory_is_real("load")
-            # Where it is shared, all ranks would have to begin again together; and one reads for all of them.
-            return read_from_source(directory, where, self._endpoint, self._files, load, once=shared is not None)
+
+            def use(found: ReadSource) -> tuple[Any, list[str]]:
+                retry_state.manifest = found.contents.manifest
+                one = _Load(found, wanted, reader, retry_state.touched, shared)
+                return one.into_new() if state_dict is None else one.into_target(state_dict)
+
+            # In a broadcast all ranks would have to start again together, and one of them reads for all.
+            return read_from_source(directory, wanted.source, self._endpoint, self._files, use, once=shared is not None)
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -288,7 +300,7 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
-def _shared(redundant_reads: str, reader: RankInfo) -> contextlib.AbstractContextManager[SharedReads | None]:
+def _broadcast(redundant_reads: str, reader: RankInfo) -> contextlib.AbstractContextManager[SharedReads | None]:
     if redundant_reads == "each":
         return contextlib.nullcontext()
     if redundant_reads == "broadcast":
@@ -302,97 +314,106 @@ def _shared(redundant_reads: str, reader: RankInfo) -> contextlib.AbstractContex
 
 
 class _Load:
-    """One load of one checkpoint. `touched`: FQNs of the target that hold values of another one by now; added to."""
+    """One load of one checkpoint.
+
+    Args:
+        source: The checkpoint.
+        options: What is wanted of it, checked.
+        reader: The rank that reads.
+        touched: FQNs of the target that hold values of another checkpoint by now; added to.
+        shared: The ranks that read once what several of them want; None: each reads for itself.
+    """
 
     def __init__(
         self,
-        contents: Contents,
-        options: _Options,
-        files: Files,
+        source: ReadSource,
+        options: LoadOptions,
         reader: RankInfo,
         touched: set[str],
         shared: SharedReads | None,
     ) -> None:
-        self._contents, self._options, self._files, self._reader = contents, options, files, reader
-        self._path, self._touched = contents.path, touched
-        self._saved = SavedTree(contents, reader)
-        self._objects = SavedObjects(contents, files, allow_pickle=options.allow_pickle)
-        self._saved.restore_parameter_numbers(lambda number: self._objects.value(*self._saved.object_at(number)))
+        self._contents, self._files, self._options, self._reader = source.contents, source.files, options, reader
+        self._path, self._touched = self._contents.path, touched
+        self._saved = SavedTree(self._contents, reader)
+        self._objects = SavedObjects(self._contents, self._files, allow_pickle=options.allow_pickle)
+        self._saved.restore_parameter_numbers(self._object_at)
         self._filler = Filler(
-            contents,
-            files,
+            self._contents,
+            self._files,
             threads=options.threads,
-            verify=options.verify,
+            verify=options.verify and source.has_checksums,
             low_memory=options.low_memory,
             shared=shared,
         )
-        check_lengths(contents, files)
+        check_lengths(self._contents, self._files)
 
-    def into(self, state_dict: MutableMapping[Any, Any]) -> tuple[Any, list[str]]:
+    def _object_at(self, number: int) -> Any:
+        return self._objects.value(*self._saved.object_at(number))
+
+    def into_target(self, state_dict: MutableMapping[Any, Any]) -> tuple[Any, list[str]]:
         """Fill `state_dict`. Everything is checked before a tensor changes; objects are replaced last."""
         options = self._options
         selection = Selection(options.keys)
-        matches = match(
+        matches = match_target(
             state_dict, self._saved, selection, options.key_map, self._path, allow_pickle=options.allow_pickle
         )
-        self._refuse_unavailable(matches.unavailable)
+        self._check(matches, selection)
+        undecided = self._fill_undecided(matches)
+        own = {new.path for module in matches.undecided for new in _below(matches.replaced, module)}
+        replaced = [new for new in matches.replaced if new.path not in own]
+        holders = [new for new in replaced if new.holder is not None]
+        modules = [module for module in matches.targets.modules if module not in matches.undecided]
+        values = self._new_values([new.node for new in [*replaced, *matches.extended_lists]], matches.reused_tensors)
+        self._filler.fill(matches.tensors, values.fillings, matches.placements)
+        early = [filling for module in matches.undecided for filling in module.tensors]
+        converted = converted_storages([*early, *matches.tensors]) if holders else {}
+        for new in replaced:
+            if new.holder is None:
+                matches.targets.replace_at(new.path, values.build(new.node))
+        for new in matches.extended_lists:
+            matches.targets.value_at(new.path).extend(values.build(new.node))
+        late = self._load_modules(modules)
+        self._touched |= {new.fqn for new in matches.replaced}
+        for new in holders:
+            load_object_state(new.holder, values.build(new.node), new.fqn, self._path, converted)
+        self._report_late(late, "the rest of the target is filled")
+        return state_dict, [*matches.report.missing, *undecided, *late]
+
+    def _check(self, matches: Matches, selection: Selection) -> None:
+        """Refuse what cannot be loaded, and log what a load changes in another way than one may expect."""
+        report = matches.report
+        self._refuse_unavailable(report.unavailable)
         refuse_without_memory(matches.without_memory, self._path)
         fillings = [*matches.tensors, *(filling for module in matches.undecided for filling in module.tensors)]
         names = placement_names(matches.placements, fillings)
         refuse_read_only([*matches.placements, *placements_of(fillings)], names, self._path)
-        self._refuse_shared(matches)
-        self._refuse_mix(matches)
-        self._report_missing(matches, selection, is_error=options.strict or selection.in_vain or bool(matches.lost))
-        self._report_places(matches)
-        self._report_converted(matches)
-        self._report_differences(matches.found.items())
-        self._report_factories((place.path, place.node) for place in [*matches.replaced, *matches.extended_lists])
+        self._refuse_unequal(matches)
+        self._refuse_mix(report)
+        present = [*report.filled, *(new.fqn for new in matches.replaced)]
+        is_error = self._options.strict or selection.in_vain or bool(report.absent_subtrees)
+        self._report_missing(report, selection, present, is_error=is_error)
+        self._report_containers(matches)
+        self._report_converted(report.converted)
+        self._report_differences(report.read_leaves.items())
+        self._report_factories((new.path, new.node) for new in [*matches.replaced, *matches.extended_lists])
         self._filler.check_ties(matches.ties)
-        undecided = self._fill_undecided(matches)
-        own = {place.path for module in matches.undecided for place in _below(matches.replaced, module)}
-        replaced = [place for place in matches.replaced if place.path not in own]
-        holders = [place for place in replaced if place.holder is not None]
-        modules = [module for module in matches.targets.modules if module not in matches.undecided]
-        fresh = self._new_values([place.node for place in [*replaced, *matches.extended_lists]], matches.standing)
-        self._filler.fill(matches.tensors, fresh.fillings, matches.placements)
-        early = [filling for module in matches.undecided for filling in module.tensors]
-        filled = converted_storages([*early, *matches.tensors]) if holders else {}
-        for place in replaced:
-            if place.holder is None:
-                matches.targets.replace_at(place.path, fresh.build(place.node))
-        for place in matches.extended_lists:
-            matches.targets.value_at(place.path).extend(fresh.build(place.node))
-        late = self._loaded(modules)
-        self._touched |= {place.fqn for place in matches.replaced}
-        for place in holders:
-            load_object_state(place.holder, fresh.build(place.node), place.fqn, self._path, filled)
-        self._report_late(late, "the rest of the target is filled")
-        return state_dict, [*matches.missing, *undecided, *late]
 
     def _fill_undecided(self, matches: Matches) -> list[str]:
-        """Fill the modules whose loading code decides what is missing, before anything else; return missing keys."""
+        """Fill the modules whose load hooks decide what is missing, before anything else; return missing keys."""
         missing: list[str] = []
         for module in matches.undecided:
-            places = _below(matches.replaced, module)
-            fresh = self._new_values([place.node for place in places], matches.standing)
-            self._filler.fill(module.tensors, fresh.fillings, alone=True)
-            for place in places:
-                matches.targets.replace_at(place.path, fresh.build(place.node))
-            missing += self._loaded([module])
+            replaced = _below(matches.replaced, module)
+            values = self._new_values([new.node for new in replaced], matches.reused_tensors)
+            self._filler.fill(module.tensors, values.fillings, alone=True)
+            for new in replaced:
+                matches.targets.replace_at(new.path, values.build(new.node))
+            missing += self._load_modules([module])
             self._report_late(missing, "values of this module have changed, and nothing after it in the target")
         return missing
 
-    def _loaded(self, modules: Iterable[ModuleTarget]) -> list[str]:
-        """Give modules their states, and return what they say is missing."""
-
-        def object_at(number: int) -> Any:
-            return self._objects.value(*self._saved.object_at(number))
-
-        missing: list[str] = []
-        for module in modules:
-            if module.was_found:
-                missing += module.load(self._path, object_at)
-        return missing
+    def _load_modules(self, modules: Iterable[ModuleTarget]) -> list[str]:
+        """Call `load_state_dict()` of modules, and return what they say is missing."""
+        return [name for module in modules if module.was_found for name in module.load(self._path, self._object_at)]
 
     def _report_late(self, missing: list[str], state: str) -> None:
         if not missing:
@@ -413,26 +434,26 @@ class _Load:
             keys=list(missing),
         )
 
-    def new(self) -> tuple[Any, list[str]]:
+    def into_new(self) -> tuple[Any, list[str]]:
         """Rebuild the nesting as it was saved, or the selected part of it."""
         selection = Selection(self._options.keys)
         tree = selected(self._saved.tree, selection) or ("d", ())
         missing = selection.unused()
         # At equal world size, what only other ranks have is left out, unless it was asked for by name.
-        wanted = Selection(missing if self._saved.own is not None else self._options.keys)
-        self._refuse_unavailable([fqn for fqn in self._saved.away if fqn in wanted])
-        missed = Matches(Targets({}), missing=missing)
-        self._report_missing(missed, selection, is_error=self._options.strict or selection.in_vain)
+        wanted = Selection(missing if self._saved.reader_rank is not None else self._options.keys)
+        self._refuse_unavailable([fqn for fqn in self._saved.other_ranks_only if fqn in wanted])
+        is_error = self._options.strict or selection.in_vain
+        self._report_missing(MatchReport(missing=missing), selection, (), is_error=is_error)
         tree = self._saved.without_other_ranks(tree)
-        fresh = self._new_values([tree], {})
+        values = self._new_values([tree], {})
         self._report_factories([((), tree)])
-        self._report_differences((fqn, node) for fqn, node in self._saved.leaves.items() if node in fresh.used)
-        self._filler.fill([], fresh.fillings)
-        return fresh.build(tree), missing
+        self._report_differences((fqn, node) for fqn, node in self._saved.leaves.items() if node in values.leaves)
+        self._filler.fill([], values.fillings)
+        return values.build(tree), missing
 
-    def _refuse_mix(self, matches: Matches) -> None:
+    def _refuse_mix(self, report: MatchReport) -> None:
         """What was read of a checkpoint that was given up must be read again, or the target is of two saves."""
-        mixed = sorted(self._touched.intersection(matches.missing))
+        mixed = sorted(self._touched.intersection(report.missing))
         if mixed:
             raise MissingKeysError(
                 f"{self._path} has no {mixed[0]!r}, which was filled from a checkpoint that was given up (it was "
@@ -441,14 +462,14 @@ class _Load:
                 path=self._path,
                 keys=mixed,
             )
-        self._touched.update(matches.filled_fqns)
+        self._touched.update(report.filled)
 
-    def _refuse_shared(self, matches: Matches) -> None:
+    def _refuse_unequal(self, matches: Matches) -> None:
         """Check that what was saved under two names of one container or object of the target is equal."""
         ties: list[Tie] = []
-        for first, one, fqn, other in matches.shared:
+        for first, one, fqn, other in matches.same_object:
             pairs: list[tuple[SavedTensor, SavedTensor]] = []
-            if not self._are_same(one, other, pairs):
+            if not self._are_equal(one, other, pairs):
                 raise alias_mismatch(first, fqn, self._path, ONE_OBJECT, "nothing was changed")
             for saved, again in pairs:
                 shape = saved.global_shape
@@ -456,7 +477,7 @@ class _Load:
                 ties.append(Tie(first, fqn, saved, again, [(like, (0,) * len(shape))]))
         self._filler.check_ties(ties, ONE_OBJECT)
 
-    def _are_same(self, one: Node, other: Node, pairs: list[tuple[SavedTensor, SavedTensor]]) -> bool:
+    def _are_equal(self, one: Node, other: Node, pairs: list[tuple[SavedTensor, SavedTensor]]) -> bool:
         """Whether two nodes have one value, if each of `pairs`, which are added to, has one."""
         if one == other:
             return True
@@ -471,11 +492,11 @@ class _Load:
             return bool(raws[0] == raws[1])
         members = zip(one[1], other[1], strict=False)
         return len(one[1]) == len(other[1]) and all(
-            self._are_same(a, b, pairs) if type(a) is tuple and type(b) is tuple else a == b for a, b in members
+            self._are_equal(a, b, pairs) if type(a) is tuple and type(b) is tuple else a == b for a, b in members
         )
 
-    def _new_values(self, nodes: list[Node], standing: Mapping[int, TargetTensor]) -> NewValues:
-        return NewValues(nodes, self._saved, self._objects, self._path, self._options.map_location, standing)
+    def _new_values(self, nodes: list[Node], reused: Mapping[int, TargetTensor]) -> NewValues:
+        return NewValues(nodes, self._saved, self._objects, self._path, self._options.map_location, reused)
 
     def _refuse_unavailable(self, fqns: list[str]) -> None:
         if fqns:
@@ -485,15 +506,16 @@ class _Load:
         if not self._saved.is_single_rank:
             report_rank_differences(self._contents, self._saved, self._objects, self._files, found)
 
-    def _report_missing(self, matches: Matches, selection: Selection, *, is_error: bool) -> None:
-        missing, path = matches.missing, self._path
+    def _report_missing(
+        self, report: MatchReport, selection: Selection, present: Sequence[str], *, is_error: bool
+    ) -> None:
+        missing, path = report.missing, self._path
         if not missing:
             return
-        present = [*matches.filled_fqns, *(place.fqn for place in matches.replaced)]
         hint = missing_hint(missing, self._saved.leaves, self._options.key_map, present)
         if is_error:
             names = "\n  ".join(missing)
-            lost, advice = "", "Rename them by key_map, or pass strict=False if they may stay as they are"
+            absent, advice = "", "Rename them by key_map, or pass strict=False if they may stay as they are"
             kind, members = self._saved.tree[:2]  # of a torch file all may be one leaf
             tops = _shown([str(key) for key in members[::2]] if kind in ("d", "o") else [])
             if selection.in_vain:
@@ -501,15 +523,15 @@ class _Load:
                     f"Correct keys: none of them selects anything, which is an error with strict=False too. The "
                     f"checkpoint has at its top level {tops}. It lacks"
                 )
-            elif matches.lost:
+            elif report.absent_subtrees:
                 advice = (
                     "Rename them by key_map, or leave them out of the target or by keys: a part of which nothing is "
                     "found is an error with strict=False too"
                 )
-                parts = _shown([fqn or "the whole target" for fqn in matches.lost])
-                lost = f", nothing at all of {parts} (at its top level it has {tops})"
+                parts = _shown([fqn or "the whole target" for fqn in report.absent_subtrees])
+                absent = f", nothing at all of {parts} (at its top level it has {tops})"
             raise MissingKeysError(
-                f"{path}: {len(missing)} keys are not in the checkpoint{lost}{hint}; nothing was changed. {advice}:\n"
+                f"{path}: {len(missing)} keys are not in the checkpoint{absent}{hint}; nothing was changed. {advice}:\n"
                 f"  {names}",
                 path=path,
                 keys=list(missing),
@@ -522,25 +544,24 @@ class _Load:
             hint,
         )
 
-    def _report_places(self, matches: Matches) -> None:
-        if matches.staying_empty:
-            _logger.warning(
-                "%s: nothing was saved for %s, which stays empty", self._path, _shown(matches.staying_empty)
-            )
-        if matches.ignored_vacant:
+    def _report_containers(self, matches: Matches) -> None:
+        empty, vacant = matches.report.staying_empty, matches.report.ignored_vacant
+        if empty:
+            _logger.warning("%s: nothing was saved for %s, which stays empty", self._path, _shown(empty))
+        if vacant:
             _logger.warning(
                 "%s: something was saved for %s, where the module has None or no members; it stays so",
                 self._path,
-                _shown(matches.ignored_vacant),
+                _shown(vacant),
             )
         if matches.extended_lists:
-            longer = [f"{place.fqn} (by {len(place.node[1])})" for place in matches.extended_lists]
+            longer = [f"{new.fqn} (by {len(new.node[1])})" for new in matches.extended_lists]
             _logger.warning(
                 "%s: lists of the target were extended by members that were saved: %s", self._path, _shown(longer)
             )
 
     def _report_factories(self, parts: Iterable[tuple[Path, Node]]) -> None:
-        """`parts`: what is made new, by its path."""
+        """Log what is made new, by its path in `parts`, and lacks the factory of its defaultdicts."""
         found = [at for path, node in parts for at, inner in mappings(node, path) if has_lost_factory(inner)]
         if found:
             _logger.warning(
@@ -551,16 +572,15 @@ class _Load:
                 fqn_of(found[0]),
             )
 
-    def _report_converted(self, matches: Matches) -> None:
-        if matches.converted:
-            names = matches.converted
+    def _report_converted(self, names: Sequence[str]) -> None:
+        if names:
             _logger.warning(
                 "%s: %d tensors are converted to the dtype of their target, %s first", self._path, len(names), names[0]
             )
 
 
-def _below(places: Iterable[Replacement], module: ModuleTarget) -> list[Replacement]:
-    return [place for place in places if place.path[: len(module.path)] == module.path]
+def _below(replaced: Iterable[Replacement], module: ModuleTarget) -> list[Replacement]:
+    return [new for new in replaced if new.path[: len(module.path)] == module.path]
 
 
 def _shown(names: Sequence[str]) -> str:

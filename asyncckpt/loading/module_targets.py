@@ -1,17 +1,17 @@
-"""Modules of the target: which of their tensors are filled in place, and what their own loading code is given.
+"""Modules of the target: which of their tensors are filled in place, and what their load hooks are given.
 
-A parameter or buffer that was saved under its own name, with its own shape, is filled in place. Loading code of a
-module is a hook of `load_state_dict`, or an own `_load_from_state_dict`. It is called by `load_state_dict` with the
+A parameter or buffer that was saved under its own name, with its own shape, is filled in place. A load hook of a module
+is a hook of `load_state_dict`, or an override of `_load_from_state_dict`. It is called by `load_state_dict` with the
 names and versions that were saved, as in a load of stock torch. The entries that it is given are:
 
-- New tensors for names that the module does not have, or has with another shape, if loading code sees these names.
-- New tensors for plain tensors that loading code from outside torch sees. Such code may keep the module's own value,
+- New tensors for names that the module does not have, or has with another shape, if a load hook sees these names.
+- New tensors for plain tensors that a load hook from outside torch sees. Such a hook may keep the module's own value,
   which must not have been overwritten then. Sharded tensors are filled in place, as stock `dcp.load` does.
 - The module's own tensors, already filled, for everything else. `load_state_dict` copies them onto themselves, which
   costs nothing.
 
-Loading code may also make entries that were not saved out of others. Whether these are missing is known only after it
-has run.
+Load hooks may also make entries that were not saved out of others. Whether these are missing is known only after the
+hooks have run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ _OTHER_SIZE = re.compile(
 
 
 class ReplacedEntry:
-    """Marks an entry of a module's state that is replaced, not filled in place; `value` is the module's current one."""
+    """Marks an entry of a module's state that is replaced, not filled in place.
+
+    Attributes:
+        value: The current value in the module.
+    """
 
     __slots__ = ("value",)
 
@@ -59,11 +63,11 @@ class ReplacedEntry:
 
 
 class _LoadHook(NamedTuple):
-    """Loading code of a submodule.
+    """A load hook of a submodule.
 
     Attributes:
         prefix: Prefix of the names that it sees, with a dot at its end; empty: it sees all.
-        is_foreign: It is not torch's own.
+        is_foreign: Whether it is not torch's own.
         names: The names that it may add, below the prefix; None: any.
     """
 
@@ -91,7 +95,7 @@ class ModuleTarget:
         path, fqn: Its path and name in the target.
         state: The entries to fill, under the bare model's names; None: its state is not a flat mapping of names.
         tensors: The tensors that are filled in place, in the order of matching.
-        undecided: Names that were not saved, and that the module's loading code may make of other entries.
+        undecided: Names that were not saved, and that the module's load hooks may make of other entries.
         saved_fqns: For each of its own names, the saved FQN under which it is looked for.
     """
 
@@ -106,30 +110,30 @@ class ModuleTarget:
         self.tensors: list[tuple[SavedTensor, TargetTensor]] = []
         self.undecided: list[str] = []
         self.saved_fqns: dict[str, str] = {}
-        self._shown: dict[str, str] = {}
+        self._recorded: dict[str, str] = {}
         self._looked_for: set[str] = set()
         self._metadata: list[tuple[str, str, int]] = []
-        self._order: dict[str, int] = {}
+        self._positions: dict[str, int] = {}
         if not isinstance(found, MutableMapping) or any(isinstance(v, (Mapping, list, tuple)) for v in _entries(found)):
             return
         self._own = {self._names.of(name): value for name, value in found.items()}
         self._real = {self._names.of(name): name for name in found}
-        self.state = {self._names.of(name): _place(name, value) for name, value in found.items()}
-        self._code = _load_hooks_in(self.bare, self._names)
+        self.state = {self._names.of(name): _entry(name, value) for name, value in found.items()}
+        self._hooks = _load_hooks_in(self.bare, self._names)
 
     def name_of(self, fqn: str) -> str:
         """Return the bare module's name of an entry whose FQN in the target is `fqn`."""
         return fqn[len(self.fqn) + 1 :]
 
     def needs_new_value(self, name: str, node: Node, found: Node, saved: SavedTree) -> bool:
-        """Whether a saved entry is read into a new value for the module's loading code, instead of filled in place.
+        """Whether a saved entry is read into a new value for the module's load hooks, instead of filled in place.
 
         Args:
             name: The entry's name.
             node, found: Its leaf in the target, and the one that was saved.
             saved: The checkpoint.
         """
-        reach = [code for code in self._code if name.startswith(code.prefix)]
+        reach = [hook for hook in self._hooks if name.startswith(hook.prefix)]
         if (node[0], found[0]) != ("T", "T"):
             return bool(reach)
         target, tensor = target_tensor(self._own[name], name), saved.tensors[found[1]]
@@ -138,9 +142,9 @@ class ModuleTarget:
             return bool(reach) or one_of_a_scalar
         if not target.holds_values_of(tensor):
             return bool(reach)
-        return target.is_whole and any(code.is_foreign for code in reach)
+        return target.is_whole and any(hook.is_foreign for hook in reach)
 
-    def like(self, name: str, saved: SavedTensor) -> TargetTensor | None:
+    def new_sharded_like(self, name: str, saved: SavedTensor) -> TargetTensor | None:
         """Return a new tensor that is sharded like the module's own, if that is sharded and has `saved`'s shape."""
         own = self._own.get(name)
         if not isinstance(own, torch.Tensor) or sharded(own) is None or tuple(own.shape) != saved.global_shape:
@@ -149,16 +153,16 @@ class ModuleTarget:
         with torch.no_grad():
             return target_tensor(torch.empty_like(own, dtype=dtype, requires_grad=False), "")
 
-    def show(self, name: str, saved_fqn: str) -> None:
-        """Remember an entry that was saved, which `load` gives to the module."""
+    def record_saved(self, name: str, saved_fqn: str) -> None:
+        """Record that an entry was saved: `load` gives it to the module."""
         assert self.state is not None
         self.state.setdefault(name, None)
-        self._shown[name] = saved_fqn
+        self._recorded[name] = saved_fqn
         self._looked_for.add(name)
 
     def defer_to_hooks(self, name: str) -> bool:
-        """Whether the module's loading code may make an entry that was not saved. Then the entry is undecided."""
-        if not any(code.may_make(name) for code in self._code):
+        """Return whether a load hook may make an entry that was not saved; if so, record the entry as undecided."""
+        if not any(hook.may_make(name) for hook in self._hooks):
             return False
         self.undecided.append(name)
         self._looked_for.add(name)
@@ -166,7 +170,7 @@ class ModuleTarget:
 
     def resolve_ties(self) -> None:
         """Count undecided names as found whose tensor was found under another name."""
-        found = {id(self._own.get(name)) for name in self._shown}
+        found = {id(self._own.get(name)) for name in self._recorded}
         for name in [name for name in self.undecided if id(self._own[name]) in found]:
             self.undecided.remove(name)
             self._looked_for.discard(name)
@@ -199,23 +203,18 @@ class ModuleTarget:
     @property
     def was_found(self) -> bool:
         """Whether anything of it was saved."""
-        return bool(self._shown)
+        return bool(self._recorded)
 
-    @property
-    def has_load_hooks(self) -> bool:
-        """Whether it has loading code of its own."""
-        return bool(self._code)
-
-    def further(self, saved: SavedTree, taken: Container[str]) -> Iterator[tuple[str, str, Node]]:
-        """Yield (name, saved FQN, node) of saved entries that the module lacks and its loading code sees.
+    def extra_saved_entries(self, saved: SavedTree, taken: Container[str]) -> Iterator[tuple[str, str, Node]]:
+        """Yield (name, saved FQN, node) of saved entries that the module lacks and its load hooks see.
 
         Args:
             saved: The checkpoint.
             taken: Saved FQNs that already belong to something in the target.
         """
-        if not self._code:
+        if not self._hooks:
             return
-        self._order = saved.order
+        self._positions = saved.positions
         pairs = self.saved_fqns.items()
         roots = {fqn[: len(fqn) - len(name)] for name, fqn in pairs if f".{fqn}".endswith(f".{name}")}
         if not self._own:
@@ -225,7 +224,7 @@ class ModuleTarget:
             for name, fqn, node in _entries_below(saved, root):
                 if fqn in taken or name in self._own:
                     continue
-                if any(name.startswith(code.prefix) and code.names is None for code in self._code):
+                if any(name.startswith(hook.prefix) and hook.names is None for hook in self._hooks):
                     yield name, fqn, node
 
     def load(self, path: str, object_at: Callable[[int], Any]) -> list[str]:
@@ -240,7 +239,7 @@ class ModuleTarget:
             state has and it did not take.
 
         Raises:
-            ShapeMismatchError: Its own code made an entry of another shape.
+            ShapeMismatchError: A load hook made an entry of another shape.
             AliasMismatchError: One of its tensors was given two values under two names.
             StateLoadError: `load_state_dict` raised.
         """
@@ -253,7 +252,7 @@ class ModuleTarget:
         last: dict[str, torch.Tensor] = {}
         try:
             inference = torch.inference_mode() if self._is_inference() else nullcontext()
-            with self._copied_where_shared(given, reports, last), inference:
+            with self._aliased_entries_copied(given, reports, last), inference:
                 found = self.bare.load_state_dict(given, **options)
         except Exception as error:
             other = _OTHER_SIZE.search(str(error))
@@ -273,8 +272,8 @@ class ModuleTarget:
             self._refuse_ties(last, path)
         missing, unexpected = reports[-1] if reports else (None, getattr(found, "unexpected_keys", ()))
         names = self.undecided if missing is None else [self._names.of(name) for name in missing]
-        lacking = [name for name in names if name in self._looked_for] if self._code else []
-        return [f"{self.fqn}.{name}" for name in (*lacking, *self._left_behind(given, unexpected))]
+        lacking = [name for name in names if name in self._looked_for] if self._hooks else []
+        return [f"{self.fqn}.{name}" for name in (*lacking, *self._entries_not_taken(given, unexpected))]
 
     def _tied(self) -> list[list[str]]:
         """Return the names of each tensor of the module that has several."""
@@ -300,36 +299,36 @@ class ModuleTarget:
                 left = "values of this module have changed"
                 raise alias_mismatch(f"{self.fqn}.{one}", f"{self.fqn}.{two}", path, ONE_TENSOR, left)
 
-    def _left_behind(self, given: Mapping[str, Any], unexpected: Iterable[str]) -> list[str]:
+    def _entries_not_taken(self, given: Mapping[str, Any], unexpected: Iterable[str]) -> list[str]:
         """Return the names of the module's own state that it was given, and whose values it has not taken.
 
         A module may give its state names that it does not know when it loads. What was filled where it is is in its
         place all the same; a copy that `state_dict()` made is not.
         """
-        names = [name for name in map(self._names.of, unexpected) if name in self._own and name in self._shown]
+        names = [name for name in map(self._names.of, unexpected) if name in self._own and name in self._recorded]
         if not names:
             return []
         try:
             now = {self._names.of(name): value for name, value in _live_state(self.bare).items()}
-        except Exception:  # of its own code; what it has taken cannot be seen
+        except Exception:  # raised by the module's code; what it has taken cannot be seen
             return names
         return [name for name in names if not _is_same(given[self._real[name]], now.get(name))]
 
     def _given(self, object_at: Callable[[int], Any]) -> Any:
         assert self.state is not None
-        names = list(self._shown)
-        if self._code:  # in the order in which they were saved
-            names.sort(key=lambda name: self._order.get(self._shown[name], -1))
+        names = list(self._recorded)
+        if self._hooks:  # in the order in which they were saved
+            names.sort(key=lambda name: self._positions.get(self._recorded[name], -1))
         given: OrderedDict[str, Any] = OrderedDict()
         for name in names:
             value = self.state[name]
             if isinstance(value, ReplacedEntry):
                 value = value.value
-            if self._code and value is self._own.get(name) and isinstance(value, torch.Tensor):
+            if self._hooks and value is self._own.get(name) and isinstance(value, torch.Tensor):
                 plain = plain_parameter(value)
-                value = value.detach() if plain is None else plain  # loading code may calculate with it
+                value = value.detach() if plain is None else plain  # a load hook may calculate with it
             given[self._real.get(name) or self._names.wrapped(name)] = value
-        if self._code:
+        if self._hooks:
             found: OrderedDict[str, Any] = OrderedDict()
             for cut, prefix, number in self._metadata:
                 versions = object_at(number)
@@ -347,17 +346,17 @@ class ModuleTarget:
         return bool(tensors) and all(t.is_inference() for t in tensors if not torch.nn.parameter.is_lazy(t))
 
     @contextmanager
-    def _copied_where_shared(
+    def _aliased_entries_copied(
         self, given: Mapping[str, Any], reports: list[tuple[list[str], list[str]]], last: dict[str, torch.Tensor]
     ) -> Iterator[None]:
-        """Within the block, copy what loading code makes of the module's own tensors, and collect names; in `last`, by
+        """Within the block, copy what load hooks make of the module's own tensors, and collect names; in `last`, by
         name, what hooks have left for tensors that have several.
 
-        IMPORTANT: a tensor that shares memory with an entry of the module, and that loading code has put under another
-        name or made a view of, is copied before the first entry is written to. Otherwise two names that loading code
+        IMPORTANT: a tensor that shares memory with an entry of the module, and that a load hook has put under another
+        name or made a view of, is copied before the first entry is written to. Otherwise two names that a load hook
         swaps would get one value.
         """
-        if not self._code:
+        if not self._hooks:
             yield
             return
         in_place = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
@@ -370,7 +369,7 @@ class ModuleTarget:
                     continue
                 own = self._own.get(self._names.of(name))
                 if isinstance(own, torch.Tensor) and _goes_into_shards(own, value):
-                    state[name] = _spread(own, value)
+                    state[name] = _sharded_copy(own, value)
                 elif live.intersection(storages_of(value)):
                     state[name] = value.detach().clone()
             for name in tied:
@@ -424,7 +423,7 @@ def _goes_into_shards(own: torch.Tensor, value: torch.Tensor) -> bool:
     return sharded(own) is not None and sharded(value) is None and own.shape == value.shape
 
 
-def _spread(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _sharded_copy(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return a tensor that is sharded like `own`, filled with this process's parts of a whole one."""
     with torch.no_grad():
         made = torch.empty_like(own, dtype=value.dtype, requires_grad=False)
@@ -448,7 +447,7 @@ def _entries(state: Mapping[str, Any]) -> Iterator[Any]:
     return (value for name, value in state.items() if not name.endswith(_EXTRA_STATE))
 
 
-def _place(name: str, value: Any) -> Any:
+def _entry(name: str, value: Any) -> Any:
     in_place = isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
     return value if in_place and not name.endswith(_EXTRA_STATE) else ReplacedEntry(value)
 
@@ -456,16 +455,16 @@ def _place(name: str, value: Any) -> Any:
 def _load_hooks_in(bare: torch.nn.Module, names: BareNames) -> list[_LoadHook]:
     found: list[_LoadHook] = []
     for name, module in bare.named_modules(remove_duplicate=False):
-        code = _load_hook_of(module, is_root=module is bare)
-        if code is not None:
+        hook = _load_hook_of(module, is_root=module is bare)
+        if hook is not None:
             prefix = f"{names.of(name)}." if name else ""
             # A post hook is given the missing names of the whole module.
-            found.append(_LoadHook("" if module._load_state_dict_post_hooks else prefix, *code))
+            found.append(_LoadHook("" if module._load_state_dict_post_hooks else prefix, *hook))
     return found
 
 
 def _load_hook_of(module: torch.nn.Module, *, is_root: bool = False) -> tuple[bool, frozenset[str] | None] | None:
-    """Return whether a module's loading code is not torch's own, and the names that it adds; None: it has none."""
+    """Return whether a module's load hook is not torch's own, and the names that it adds; None: it has none."""
     hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
     where = [_defining_module(hook) for hook in hooks]
     if is_root and _function(module, "load_state_dict") is not torch.nn.Module.load_state_dict:

@@ -83,13 +83,13 @@ class OpenCheckpoint:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """What is known of each tensor without reading it, by FQN, as this reader sees them."""
+        """Dtype, shape and size of each tensor by FQN, as this reader sees them; no tensor is read for it."""
         found = self._saved.leaves.items()
         return {fqn: _info(self._saved.tensors[node[1]]) for fqn, node in found if node[0] == "T"}
 
     @cached_property
     def stored_tensors(self) -> Mapping[str, TensorInfo]:
-        """The same of every tensor in the shards, by stored name: those of one rank are called `fqn@rank3`."""
+        """The same of every tensor in the shards, by stored name; those of one rank are called `fqn@rank3`."""
         return {saved.fqn: _info(saved) for saved in self._saved.tensors}
 
     def tensor(
@@ -145,8 +145,8 @@ class OpenCheckpoint:
         `unread`.
         """
         found = {fqn: node for fqn, node in self._saved.leaves.items() if node[0] != "T"}
-        away = frozenset(self._saved.away)
-        return _Objects(found, self._object, lambda fqn: self._unavailable(fqn) if fqn in away else None)
+        others = frozenset(self._saved.other_ranks_only)
+        return _Objects(found, self._object, lambda fqn: self._unavailable(fqn) if fqn in others else None)
 
     @cached_property
     def unread(self) -> Mapping[str, str]:
@@ -185,7 +185,7 @@ class OpenCheckpoint:
             return self._saved.tensors[node[1]]
         if fqn in self._contents.tensors:
             return self._contents.tensors[fqn]
-        if fqn in self._saved.away:
+        if fqn in self._saved.other_ranks_only:
             raise self._unavailable(fqn)
         raise MissingKeysError(f"{self.path}: there is no tensor {fqn!r}; see .keys()", path=self.path, keys=[str(fqn)])
 
@@ -296,7 +296,13 @@ def open_checkpoint(
 
 
 def mapped_tensor(contents: Contents, saved: SavedTensor, files: Files) -> torch.Tensor | None:
-    """Return a tensor over a mapping of the file that holds it; None where it lies in several places, or misaligned.
+    """Return a saved tensor as a private mapping of its file: nothing is read before it is looked at.
+
+    The mapping is copy on write: what is written to the tensor stays in this process. The file must not be cut short
+    while the tensor lives; a checkpoint of ours never is, only deleted, which a mapping survives.
+
+    Returns:
+        None if the tensor is not in one piece of one file, or not aligned there.
 
     Raises:
         CorruptCheckpointError: The file is not there in full.

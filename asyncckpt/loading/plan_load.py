@@ -13,11 +13,12 @@ from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.format.state_tree import fqn_of, leaves
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.loading.byte_ranges import Placement, SavedBox, box_of, needed_nbytes
-from asyncckpt.loading.key_selection import KeyMap, Selection, key_list
-from asyncckpt.loading.matching import Mismatch, Replacement, match
-from asyncckpt.loading.read_source import check_source, read_from_source
+from asyncckpt.loading.key_selection import KeyMap, Selection
+from asyncckpt.loading.load import LoadOptions
+from asyncckpt.loading.matching import Mismatch, Replacement, match_target
+from asyncckpt.loading.read_source import read_from_source
 from asyncckpt.loading.saved_state import SavedTree
-from asyncckpt.loading.target_tensors import overlapping, placement_names, placements_of
+from asyncckpt.loading.target_tensors import find_aliased, placement_names, placements_of
 from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files
 from asyncckpt.torch_tensors import why_no_memory
@@ -37,8 +38,8 @@ class LoadPlan:
 
     Attributes:
         missing: FQNs of the target, and keys, that are not in the checkpoint.
-        undecided: FQNs of modules that are not there either, and that the module's own loading code (hooks of
-            `load_state_dict`, say) may make of what was saved; whether they are missing is known when it has run.
+        undecided: FQNs of entries of modules that are not there either, and that a load hook of the module may make of
+            what was saved; whether they are missing is known after the hook has run.
         unexpected: Saved FQNs that the target does not have, of those that `keys` select.
         mismatched: Leaves that a load would refuse; of another format also those that are wanted and cannot be read.
         unavailable: FQNs of the target that belong to other ranks: `PerRankUnavailableError`.
@@ -74,9 +75,9 @@ def plan_load(
     """Say what `load(path, state_dict)` would do. Reads manifest and indexes, no data; changes nothing.
 
     Args:
-        path, state_dict, keys, key_map: As `load` has them.
+        path, state_dict, keys, key_map, source: The arguments of `load`. What is committed is planned by the indexes on
+            disk.
         rank_info: Which rank loads; None: this process's.
-        source: As `load` has it; what is committed is told by the indexes on disk.
 
     Raises:
         SnapshotUnavailableError: `source="memory"`, and no worker holds all of it.
@@ -91,43 +92,36 @@ def plan_load(
 
     Blocks: for reading the indexes.
     """
-    names = key_list(keys)
+    options = LoadOptions(keys=keys, key_map=key_map, source=source).checked()
     reader = find_rank_info(rank_info)
-    contents = read_from_source(
-        absolute_path(path), check_source(source), None, Files(), lambda f: f.contents, once=True
-    )
-    saved = SavedTree(contents, reader)
+    directory = absolute_path(path)
+    contents = read_from_source(directory, options.source, None, Files(), lambda found: found.contents, once=True)
+    saved, wanted = SavedTree(contents, reader), Selection(options.keys)
     refused: list[Mismatch] = []
-    matches = match(state_dict, saved, Selection(names), key_map, contents.path, refused.append)
-    wanted = Selection(names)
-    mismatched = tuple(dict.fromkeys(_leaf(error) for error in refused))
-    mismatched += _unread([*matches.replaced, *matches.extended_lists], saved, contents)
-    taken = {*matches.found, *(leaf.fqn for leaf in mismatched)}
-    new = [
-        node[1]
-        for place in [*matches.replaced, *matches.extended_lists]
-        for _, node in leaves(place.node)
-        if node[0] != "O"
-    ]
-    boxes = [_everything(saved.tensors[n]) for n in new if n not in matches.standing]
-    standing = [(saved.tensors[n], matches.standing[n]) for n in new if n in matches.standing]
-    own_ways = [filling for module in matches.undecided for filling in module.tensors]
-    fillings = [*matches.tensors, *own_ways, *standing]
+    matches = match_target(state_dict, saved, Selection(options.keys), key_map, contents.path, refused.append)
+    report, replaced = matches.report, [*matches.replaced, *matches.extended_lists]
+    mismatched = tuple(dict.fromkeys(_leaf(error) for error in refused)) + _unread(replaced, saved, contents)
+    taken = {*report.read_leaves, *(leaf.fqn for leaf in mismatched)}
+    new = [node[1] for one in replaced for _, node in leaves(one.node) if node[0] != "O"]
+    boxes = [_everything(saved.tensors[n]) for n in new if n not in matches.reused_tensors]
+    reused = [(saved.tensors[n], matches.reused_tensors[n]) for n in new if n in matches.reused_tensors]
+    undecided = [filling for module in matches.undecided for filling in module.tensors]
+    fillings = [*matches.tensors, *undecided, *reused]
     placed = [*matches.placements, *placements_of(fillings)]
     names = placement_names(matches.placements, fillings)
     real = [n for n, placement in enumerate(placed) if why_no_memory(placement.target) is None]
-    shared = [names[real[n]] for n in overlapping([placed[n].target for n in real])]
-    containers = [fqn for first, _, other, _ in matches.shared for fqn in (first, other)]
+    aliased = [names[real[n]] for n in find_aliased([placed[n].target for n in real])]
+    containers = [fqn for first, _, other, _ in matches.same_object for fqn in (first, other)]
     ties = [Placement(tie.other, *shard) for tie in matches.ties for shard in tie.shards]
     tied = [fqn for tie in matches.ties for fqn in (tie.fqn, tie.other_fqn)]
     boxes += [box_of(placement) for placement in (*placed, *ties)]
     return LoadPlan(
-        missing=tuple(matches.missing),
+        missing=tuple(report.missing),
         undecided=tuple(f"{module.fqn}.{name}" for module in matches.undecided for name in module.undecided),
         unexpected=tuple(fqn for fqn in saved.leaves if fqn not in taken and fqn in wanted),
         mismatched=mismatched,
-        unavailable=tuple(matches.unavailable),
-        shared=tuple(dict.fromkeys([*shared, *tied, *matches.decided_by_hooks, *containers])),
+        unavailable=tuple(report.unavailable),
+        shared=tuple(dict.fromkeys([*aliased, *tied, *report.decided_by_hooks, *containers])),
         nbytes=needed_nbytes(boxes),
     )
 
@@ -137,7 +131,7 @@ def _everything(saved: SavedTensor) -> SavedBox:
 
 
 def _unread(replaced: Iterable[Replacement], saved: SavedTree, contents: Contents) -> tuple[MismatchedLeaf, ...]:
-    """Return the leaves that were not read and are wanted."""
+    """Return the leaves of another format that are wanted and were not read."""
     if contents.source is None:
         return ()
     wanted = (leaf for place in replaced for leaf in leaves(place.node, place.path) if leaf[1][0] == "O")

@@ -1,8 +1,9 @@
-"""The leaves of a checkpoint as one reader sees them: under one numbering, whatever number of ranks wrote them.
+"""A checkpoint as one reader sees it: its tree under one numbering, its objects, and new values built from them.
 
-The ranks' trees are joined, the reader's own number first, then the others in order; at one path the first wins.
-Mappings are joined by key, sequences of one kind and length member by member. What a rank marked as its own (`"r"`) is
-seen by the same rank number of a world of the same size only; for everybody else it is `away`.
+The trees of all ranks that saved are joined, that of the reader's own rank number first, then the others in order; at
+one path the first wins. Mappings are joined by key, sequences of one kind and length member by member. What a rank has
+marked as its own (`PerRank`, node kind "r") is seen by the same rank number of a world of the same size only; for
+everybody else it belongs to other ranks only.
 """
 
 from __future__ import annotations
@@ -37,35 +38,35 @@ _INNER = ("d", "o", "l", "t")
 
 
 class SavedTree:
-    """See the module.
+    """The leaves of a checkpoint as one reader sees them, whatever number of ranks has written them.
 
     Args:
         contents: The checkpoint.
-        reader: Who reads it.
+        reader: The rank that reads.
 
     Attributes:
-        own: The rank whose values the reader gets first; None at another world size, when none is its own.
-        tree: The skeleton, without `"r"`; its leaves number `tensors`, and objects for `object_at`.
+        reader_rank: The rank whose values the reader gets first; None at another world size, when none is its own.
+        tree: The joined tree, without "r" nodes; its leaves number `tensors`, and objects for `object_at`.
         tensors: By tensor number.
         keeps_empty_containers: Whether an empty container that was saved is in the tree;
             other formats may lack a form for it.
-        is_single_rank: There is one rank, and it is the reader's own.
+        is_single_rank: Whether one rank has saved, and it is the reader's own.
     """
 
     def __init__(self, contents: Contents, reader: RankInfo) -> None:
         n_ranks = len(contents.ranks)
-        self.own = reader.rank if reader.world_size == n_ranks else None
-        self.is_single_rank = n_ranks == 1 and self.own == 0
+        self.reader_rank = reader.rank if reader.world_size == n_ranks else None
+        self.is_single_rank = n_ranks == 1 and self.reader_rank == 0
         self.keeps_empty_containers = contents.source is None
         self.tensors: list[SavedTensor] = list(contents.tensors.values())
         self._first_objects: list[int] = []
-        self._away: dict[str, None] = {}
+        self._per_rank_names: dict[str, None] = {}
         first_object = 0
         for part in contents.ranks:
             self._first_objects.append(first_object)
             first_object += part.structure.n_objects
         numbers = {tensor.fqn: n for n, tensor in enumerate(self.tensors)}
-        order = sorted(range(n_ranks), key=lambda rank: (rank != self.own, rank))
+        order = sorted(range(n_ranks), key=lambda rank: (rank != self.reader_rank, rank))
         joined: Node | None = None
         known: set[Node] = set()
         for rank in order:
@@ -76,21 +77,21 @@ class SavedTree:
             seen: Node | None = structure.tree
             if rank or _has_per_rank(structure.tree):  # else its numbers are right already
                 tensors = [numbers[entry.fqn] for entry in structure.tensors]
-                view = _View(tensors, self._first_objects[rank], own=rank == self.own)
+                view = _RankView(tensors, self._first_objects[rank], own=rank == self.reader_rank)
                 seen = view.of(structure.tree, ())
-                self._away.update(dict.fromkeys(view.away))
+                self._per_rank_names.update(dict.fromkeys(view.other_ranks_only))
             joined = seen if joined is None else joined if seen is None else _joined(joined, seen)
         self.tree: Node = joined or ("d", ())
 
     def restore_parameter_numbers(self, value_of: Callable[[int], Any]) -> None:
-        """Let the states of optimizers have numbers as keys again, where they were saved under texts of them.
+        """Give the states of optimizers numbers as keys again, where they were saved under texts of them.
 
         IMPORTANT: `dcp.save` makes these texts, and an optimizer would take its parameters' state for that of others.
 
         Args:
             value_of: The value of an object, by its number.
         """
-        self.tree = _numbered(self.tree, value_of)
+        self.tree = _with_parameter_numbers(self.tree, value_of)
 
     def object_at(self, number: int) -> tuple[int, int]:
         """Return (rank, the rank's own number) of an object."""
@@ -128,26 +129,29 @@ class SavedTree:
         return found
 
     @cached_property
-    def order(self) -> dict[str, int]:
-        """Where each leaf or container stands, among all, by FQN."""
+    def positions(self) -> dict[str, int]:
+        """The position of each leaf and container among all, by FQN."""
         return {fqn: n for n, fqn in enumerate(self._nodes)}
 
     @cached_property
-    def away(self) -> tuple[str, ...]:
+    def other_ranks_only(self) -> tuple[str, ...]:
         """FQNs of leaves that belong to other ranks than the reader."""
-        return tuple(fqn for fqn in self._away if fqn not in self.leaves) if self._away else ()
+        names = self._per_rank_names
+        return tuple(fqn for fqn in names if fqn not in self.leaves) if names else ()
 
     def is_other_ranks_only(self, fqn: str) -> bool:
         """Whether `fqn`, which is neither leaf nor container of the tree, belongs to other ranks: or all in it does."""
-        return bool(self.away) and (fqn in self._away_names or not self._away.keys().isdisjoint(prefixes(fqn)))
+        if not self.other_ranks_only:
+            return False
+        return fqn in self._other_ranks_prefixes or not self._per_rank_names.keys().isdisjoint(prefixes(fqn))
 
     @cached_property
-    def _away_names(self) -> set[str]:
-        return {name for fqn in self.away for name in (fqn, *prefixes(fqn))}
+    def _other_ranks_prefixes(self) -> set[str]:
+        return {name for fqn in self.other_ranks_only for name in (fqn, *prefixes(fqn))}
 
     def without_other_ranks(self, node: Node) -> Node:
         """Return `node`, a part of the tree, as a state dict is built from it."""
-        return _closed(node) if self._away else node
+        return _without_other_ranks(node) if self._per_rank_names else node
 
 
 def kind_of(node: Node) -> str:
@@ -164,14 +168,14 @@ def _all_nodes(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
             yield from _all_nodes(child, (*path, key))
 
 
-def _numbered(node: Node, value_of: Callable[[int], Any]) -> Node:
+def _with_parameter_numbers(node: Node, value_of: Callable[[int], Any]) -> Node:
     if node[0] not in _INNER:
         return node
     if node[0] not in ("d", "o"):
-        members = tuple(_numbered(member, value_of) for member in node[1])
+        members = tuple(_with_parameter_numbers(member, value_of) for member in node[1])
         return (node[0], members, *node[2:]) if any(a is not b for a, b in zip(members, node[1], strict=True)) else node
     entries = dict(zip(node[1][::2], node[1][1::2], strict=True))
-    found = {key: _numbered(child, value_of) for key, child in entries.items()}
+    found = {key: _with_parameter_numbers(child, value_of) for key, child in entries.items()}
     state = found.get("state", OTHER_RANKS_ONLY)
     if "param_groups" in found and state[0] in ("d", "o") and state[1]:
         keys = state[1][::2]
@@ -208,7 +212,7 @@ def _has_per_rank(node: Node) -> bool:
     return any(_has_per_rank(m) for m in members if m[0] in _INNER or m[0] == "r")
 
 
-class _View:
+class _RankView:
     """One rank's tree under the numbering of all ranks.
 
     Args:
@@ -217,12 +221,12 @@ class _View:
         own: Whether it is the reader's own rank.
 
     Attributes:
-        away: FQNs of leaves that belong to this rank, when that is not the reader's.
+        other_ranks_only: FQNs of leaves that belong to this rank, if that is not the reader's.
     """
 
     def __init__(self, tensors: list[int], first_object: int, *, own: bool) -> None:
         self._tensors, self._first_object, self._own = tensors, first_object, own
-        self.away: list[str] = []
+        self.other_ranks_only: list[str] = []
 
     def of(self, node: Node, path: Path) -> Node | None:
         """Return `node` renumbered; None when there is nothing in it but what belongs to another rank."""
@@ -234,7 +238,7 @@ class _View:
         if kind == "r":
             if self._own:
                 return self.of(node[1], path)
-            self.away += [fqn_of(leaf) for leaf, _ in leaves(node[1], path)]
+            self.other_ranks_only += [fqn_of(leaf) for leaf, _ in leaves(node[1], path)]
             return None
         if kind in ("l", "t"):
             members = [self.of(member, (*path, n)) for n, member in enumerate(node[1])]
@@ -266,22 +270,23 @@ def _joined(first: Node, other: Node) -> Node:
     return first
 
 
-def _closed(node: Node) -> Node:
+def _without_other_ranks(node: Node) -> Node:
     kind = node[0]
     if kind in ("d", "o"):
-        return (kind, tuple(_closed(m) if i % 2 else m for i, m in enumerate(node[1])), *node[2:])
+        return (kind, tuple(_without_other_ranks(m) if i % 2 else m for i, m in enumerate(node[1])), *node[2:])
     if kind in ("l", "t"):
-        return (kind, tuple(_closed(m) for m in node[1] if m is not OTHER_RANKS_ONLY), *node[2:])
+        return (kind, tuple(_without_other_ranks(m) for m in node[1] if m is not OTHER_RANKS_ONLY), *node[2:])
     return node
 
 
 class SavedObjects:
-    """See the module. Keeps what it read.
+    """The leaves of a checkpoint that are not tensors, read rank by rank when they are first wanted, and kept.
 
     Args:
         contents: The checkpoint.
         files: The storage seam.
-        allow_pickle: Whether leaves that were pickled are unpickled, which runs whatever they say; else refused.
+        allow_pickle: Whether leaves that were pickled are unpickled, which runs whatever they say; else they are
+            refused.
     """
 
     def __init__(self, contents: Contents, files: Files, *, allow_pickle: bool = False) -> None:
@@ -329,7 +334,7 @@ class SavedObjects:
             raise corrupt(self._contents.path, name, f"object {number} does not decode: {error}") from error
 
     def refuse_unread(self, numbers: Iterable[tuple[int, int]]) -> None:
-        """Raise what is to be raised for leaves that are wanted and of another format, and were not read.
+        """Refuse leaves of another format that are wanted and were not read.
 
         Args:
             numbers: (rank, the rank's own number) of objects that are wanted.
@@ -370,10 +375,10 @@ def per_rank_unavailable(
     shown = ", ".join(map(repr, fqns[:MAX_SHOWN])) + (
         f" and {len(fqns) - MAX_SHOWN} more" if len(fqns) > MAX_SHOWN else ""
     )
-    if saved.own is None:
+    if saved.reader_rank is None:
         why = f"were saved by each of {n_ranks} ranks for itself, this is rank {reader.rank} of {reader.world_size}"
     else:
-        why = f"belong to other ranks than {saved.own}"
+        why = f"belong to other ranks than {saved.reader_rank}"
     return PerRankUnavailableError(
         f"{path}: {shown} {why}; nothing was changed. Load the rest by naming it, as in keys=['model', 'optim'], "
         "or read any rank's with "
@@ -400,7 +405,7 @@ def report_rank_differences(
             numbers[fqn] = node[1]
             continue
         own = split_per_rank_name(saved.tensors[node[1]].fqn)
-        if own is not None and own[1] != saved.own:
+        if own is not None and own[1] != saved.reader_rank:
             differing.append(fqn)
     differing += _differing_objects(contents, saved, objects, files, numbers)
     if differing:
@@ -424,7 +429,7 @@ def _differing_objects(
     sources: set[int] = set()
     for fqn, number in numbers.items():
         rank, own_number = saved.object_at(number)
-        if rank != saved.own:
+        if rank != saved.reader_rank:
             chosen[fqn] = json.dumps(objects.raw(rank)[own_number])
             sources.add(rank)
     if not chosen:
@@ -453,13 +458,16 @@ def _differing_objects(
 
 
 class NewValues:
-    """See the module. What is one tensor in the checkpoint is one in all that `build` returns.
+    """New values for parts of the saved tree: allocated, then read, then put together.
+
+    What is one tensor in the checkpoint is one in all that `build` returns.
 
     Args:
-        nodes: What will be built.
-        saved, objects: Of the checkpoint at `path`.
+        nodes: The parts that will be built.
+        saved, objects: The checkpoint.
+        path: Its path, for messages.
         map_location: Where the tensors go; arrays and bytes stay in host memory.
-        standing: By number: what need not be made, since it stands where it belongs.
+        reused: By saved tensor number: existing tensors that are filled instead of new ones.
 
     Raises:
         CorruptCheckpointError, PickledLeafError, UnsupportedFormatError, UnsupportedLeafError, OSError: Something
@@ -467,7 +475,7 @@ class NewValues:
 
     Attributes:
         fillings: What is to be read into what, before anything is built.
-        used: The leaves of all nodes, and the `_metadata` of OrderedDicts.
+        leaves: The leaves of all nodes, and the `_metadata` of OrderedDicts.
     """
 
     def __init__(
@@ -477,22 +485,22 @@ class NewValues:
         objects: SavedObjects,
         path: str,
         map_location: MapLocation,
-        standing: Mapping[int, TargetTensor],
+        reused: Mapping[int, TargetTensor],
     ) -> None:
-        self.used: set[Node] = set()
+        self.leaves: set[Node] = set()
         for node in nodes:
-            self.used.update(leaf for _, leaf in leaves(node))
-            self.used.update(("O", number) for number in _metadata_numbers(node))
+            self.leaves.update(leaf for _, leaf in leaves(node))
+            self.leaves.update(("O", number) for number in _metadata_numbers(node))
         self._map_location = map_location
-        wanted = {n: saved.object_at(n) for n in sorted(n for kind, n in self.used if kind == "O")}
+        wanted = {n: saved.object_at(n) for n in sorted(n for kind, n in self.leaves if kind == "O")}
         objects.refuse_unread(wanted.values())
         self._objects = _ByNumber({n: objects.value(*at) for n, at in wanted.items()})
-        found = {n: standing[n] for kind, n in self.used if kind == "T" and n in standing}
+        found = {n: reused[n] for kind, n in self.leaves if kind == "T" and n in reused}
         self._tensors: dict[int, Any] = {n: target.value for n, target in found.items()}
-        self._moved = sorted({n for kind, n in self.used if kind == "T"} - set(self._tensors))
+        self._moved = sorted({n for kind, n in self.leaves if kind == "T"} - set(self._tensors))
         device, host = device_of(map_location), torch.device("cpu")
         self._tensors |= {n: tensor_for(saved.tensors[n], path, device=device) for n in self._moved}
-        for n in sorted({n for kind, n in self.used if kind in ("B", "N")} - set(self._tensors)):
+        for n in sorted({n for kind, n in self.leaves if kind in ("B", "N")} - set(self._tensors)):
             self._tensors[n] = tensor_for(saved.tensors[n], path, device=host)
         self.fillings: list[Filling] = [
             (saved.tensors[n], found[n] if n in found else target_tensor(t, "")) for n, t in self._tensors.items()
@@ -509,7 +517,7 @@ class NewValues:
 
 
 class _ByNumber(Sequence[Any]):
-    """Values by number, for those that are there."""
+    """Values by number, for the numbers that are there."""
 
     def __init__(self, values: dict[int, Any]) -> None:
         self._values = values

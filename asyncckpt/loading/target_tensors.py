@@ -1,4 +1,11 @@
-"""A tensor leaf of a target, whatever its type: its global shape, and the plain tensors in it that are filled."""
+"""Tensors of a target, whatever their type: which plain tensors in them are filled, and which of them share memory.
+
+A tie is one tensor with two names. It is filled from one saved tensor, or from two with equal values, which are
+compared before anything changes. Other views that share memory (transposed, reshaped, a slice of a fused tensor, the
+imaginary part of a complex one) are filled one after the other; then each is compared with what was saved under its
+name. Tensors that interleave without sharing an element, such as the columns of one matrix, are recognised by their
+strides.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +35,12 @@ from asyncckpt.torch_tensors import flat_bytes, plain_parameter, torch_dtype, wh
 
 
 class TargetTensor(NamedTuple):
-    """See the module.
+    """A tensor leaf of a target: its global shape, and the plain tensors in it that are filled.
 
     Attributes:
         value: The leaf.
         fqn: Its name in the target; "" where nobody has named it.
-        dtype, global_shape: Of the whole tensor.
+        dtype, global_shape: Dtype and shape of the whole tensor.
         shards: What this process holds of it; may be empty.
     """
 
@@ -95,7 +102,7 @@ def refuse_without_memory(tensors: Iterable[tuple[str, torch.Tensor]], path: str
 
     Args:
         tensors: FQN, and what is filled.
-        path: The checkpoint's, for messages.
+        path: The checkpoint's path, for messages.
 
     Raises:
         UnsupportedLeafError: One is a meta or fake tensor, or belongs to a torch.func transform; names the first.
@@ -119,7 +126,7 @@ def refuse_read_only(placements: Sequence[Placement], names: Sequence[str], path
     Args:
         placements: What is read into which plain tensor.
         names: Their FQNs.
-        path: The checkpoint's, for messages.
+        path: The checkpoint's path, for messages.
 
     Raises:
         UnsupportedLeafError: One is; names it.
@@ -206,7 +213,7 @@ def notify_shard_types(fillings: Iterable[Filling], path: str) -> None:
 
     Args:
         fillings: What was filled.
-        path: The checkpoint's, for messages.
+        path: The checkpoint's path, for messages.
 
     Raises:
         StateLoadError: A type's `from_shards` raised.
@@ -274,7 +281,7 @@ def memory_extent_of(tensor: torch.Tensor) -> MemoryExtent:
     return MemoryExtent(start, start + width + sum(step * (n - 1) for step, n in steps), width, steps)
 
 
-def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
+def find_aliased(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the positions of the tensors that may share memory with another one, ascending.
 
     Tensors that certainly share none are left out: those whose address ranges are disjoint, and slices of one tensor
@@ -294,12 +301,12 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
     else:
         return []
     return sorted(
-        _overlapping([(memory_extent_of(tensors[n]), n) for start, _, n in spans if start and tensors[n].numel()])
+        _aliased_numbers([(memory_extent_of(tensors[n]), n) for start, _, n in spans if start and tensors[n].numel()])
     )
 
 
-def _overlapping(extents: Iterable[tuple[MemoryExtent, int]]) -> set[int]:
-    """`extents` ascend."""
+def _aliased_numbers(extents: Iterable[tuple[MemoryExtent, int]]) -> set[int]:
+    """Return the numbers of those of the ascending `extents` that may share memory."""
     found: set[int] = set()
     reaching: list[tuple[MemoryExtent, int]] = []  # those that reach beyond where the current one begins
     n_pairs = 0
@@ -326,12 +333,12 @@ def are_disjoint(one: MemoryExtent, other: MemoryExtent) -> bool:
     for least in steps:
         period = math.gcd(*(step for step in steps if step >= least))
         at = (other.start - one.start) % period
-        if at >= one.itemsize and at >= _inner(one, least) and at + _inner(other, least) <= period:
+        if at >= one.itemsize and at >= _inner_nbytes(one, least) and at + _inner_nbytes(other, least) <= period:
             return True
     return False
 
 
-def _inner(extent: MemoryExtent, least: int) -> int:
+def _inner_nbytes(extent: MemoryExtent, least: int) -> int:
     """Return the bytes that an extent spans without the dimensions whose step is `least` or more."""
     return extent.itemsize + sum(step * (n - 1) for step, n in extent.steps if step < least)
 
@@ -363,10 +370,10 @@ def check_ties(ties: Sequence[Tie], read: Read, path: str, how: str = ONE_TENSOR
     """Check that what was saved under both names of each tie is equal, bit by bit, in the target's dtype.
 
     Args:
-        ties: Of each, the parts that this process holds are compared.
-        read: As `Read`.
-        path: The checkpoint's, for messages.
-        how: In what way they are one, for messages.
+        ties: What is compared, as far as this process holds it.
+        read: Reads boxes of saved tensors.
+        path: The checkpoint's path, for messages.
+        how: In which way the two names are one, for messages.
 
     Raises:
         AliasMismatchError: Two differ.
@@ -387,9 +394,9 @@ def fill_aliased(placements: Sequence[Placement], names: Sequence[str], read: Re
 
     Args:
         placements: What is filled.
-        names: Their FQNs, as the target has them.
-        read: As `Read`.
-        path: The checkpoint's, for messages.
+        names: The FQN of each, as the target has them.
+        read: Reads boxes of saved tensors.
+        path: The checkpoint's path, for messages.
 
     Raises:
         AliasMismatchError: A target does not, since another one with other values shares its memory.
@@ -412,7 +419,7 @@ def fill_aliased(placements: Sequence[Placement], names: Sequence[str], read: Re
 def find_overwriter(
     number: int, target: torch.Tensor, value: torch.Tensor, filled: Sequence[torch.Tensor]
 ) -> int | None:
-    """Return which of several tensors has overwritten another one of them.
+    """Return the number of the tensor that has overwritten another one of several.
 
     Args:
         number: Position in `filled` of the tensor that is checked.
@@ -428,7 +435,8 @@ def find_overwriter(
     if place is None:
         return None
     return max(
-        (n for n, one in enumerate(filled) if n != number and _holds(memory_extent_of(one), place)), default=number
+        (n for n, one in enumerate(filled) if n != number and _contains_byte(memory_extent_of(one), place)),
+        default=number,
     )
 
 
@@ -438,7 +446,7 @@ def _batches(parts: Iterable[Window]) -> Iterator[list[Window]]:
     left = WINDOW_NBYTES
     for number, part in parts:
         width = max(part.target.itemsize, torch_dtype(part.saved.dtype).itemsize)
-        for window in _windows(part._replace(target=part.target.detach()), WINDOW_NBYTES // width):
+        for window in _cut_to_windows(part._replace(target=part.target.detach()), WINDOW_NBYTES // width):
             nbytes = window.target.numel() * width
             if nbytes > left:
                 yield batch
@@ -449,7 +457,7 @@ def _batches(parts: Iterable[Window]) -> Iterator[list[Window]]:
         yield batch
 
 
-def _windows(part: Placement, limit: int) -> Iterator[Placement]:
+def _cut_to_windows(part: Placement, limit: int) -> Iterator[Placement]:
     """Cut a target into boxes of at most `limit` elements."""
     saved, target, offsets, _ = part
     if not target.numel():
@@ -462,7 +470,7 @@ def _windows(part: Placement, limit: int) -> Iterator[Placement]:
     step = max(1, limit * n // target.numel())
     for at in range(0, n, step):
         moved = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
-        yield from _windows(Placement(saved, target.narrow(dim, at, min(step, n - at)), moved), limit)
+        yield from _cut_to_windows(Placement(saved, target.narrow(dim, at, min(step, n - at)), moved), limit)
 
 
 def _values(batch: Sequence[Window], read: Read, device: torch.device | None = None) -> list[torch.Tensor]:
@@ -495,7 +503,7 @@ def _first_difference(target: torch.Tensor, value: torch.Tensor) -> int | None:
     return place
 
 
-def _holds(extent: MemoryExtent, address: int) -> bool:
+def _contains_byte(extent: MemoryExtent, address: int) -> bool:
     """Whether the byte at `address` belongs to an element of the extent."""
     if not extent.steps:
         return extent.start <= address < extent.end
@@ -505,7 +513,7 @@ def _holds(extent: MemoryExtent, address: int) -> bool:
     end = extent.end - step * (n - 1)  # of what lies at the first index
     first, last = max(0, -(-(address + 1 - end) // step)), min(n - 1, (address - extent.start) // step)
     return any(
-        _holds(MemoryExtent(extent.start + step * i, end + step * i, extent.itemsize, tuple(inner)), address)
+        _contains_byte(MemoryExtent(extent.start + step * i, end + step * i, extent.itemsize, tuple(inner)), address)
         for i in range(first, last + 1)
     )
 

@@ -1,9 +1,14 @@
-"""The objects with a `load_state_dict()` in a target: which part of their state is filled, and how they are given it.
+"""A target state dict: where its values are, how new ones take their place, and how objects are given their state.
 
-A module's tensors are filled in place, in the bare module, as far as `modules` says. Everything else in its state (what
-`get_extra_state` gave, parameters that are not yet initialised), and the whole state of any other object, is made new:
-a fresh optimizer has no state yet that could be filled. Of one that has, the tensors that fit are filled, to save
-memory. Then all of them get their state by `load_state_dict`.
+A module's tensors are filled in place, in the bare module, as far as `module_targets` says. Everything else in its
+state (what `get_extra_state` gave, parameters that are not yet initialised), and the whole state of any other object,
+is made new: a new optimizer has no state yet that could be filled. If it has one, the tensors that fit are filled, to
+save memory. Then all of them are given their state by `load_state_dict`.
+
+`torch.optim.Optimizer.load_state_dict` converts the state of a parameter to the parameter's dtype: a float32 moment of
+a bfloat16 parameter would be rounded, an integer would change its type. It also turns all mappings into dicts, and
+strings into lists. All of that is replaced by what was saved, if the conversion is the only thing that was done to it.
+What an object itself makes of its state stays; where a tensor has another dtype afterwards, that is logged.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ class Targets:
     def __init__(self, state_dict: Any) -> None:
         self._root = state_dict
         self._modules: dict[Path, ModuleTarget] = {}
-        self._kept: set[int] = set()
+        self._claimed_containers: set[int] = set()
 
     def open(self, value: Any, path: Path) -> Any:
         """Return what of an object with a `state_dict()` is filled: of a module its state, else the object itself.
@@ -54,14 +59,14 @@ class Targets:
         return module.state
 
     def value_at(self, path: Path) -> Any:
-        """Return what stands at a path, a `PerRank`'s value for a `PerRank`."""
+        """Return the value at a path; of a `PerRank`, the value in it."""
         value, rest = self._located(path)
         for key in rest:
             value = unwrap_per_rank(value)[python_key(key)]
         return unwrap_per_rank(value)
 
     def is_module(self, path: Path) -> bool:
-        """Whether a module stands at a path, whose state is what is filled."""
+        """Whether there is a module at a path, whose state is what is filled."""
         return path in self._modules
 
     def immutable_container_at(self, path: Path) -> str | None:
@@ -100,11 +105,11 @@ class Targets:
     def replace_at(self, path: Path, new: Any) -> None:
         """Put `new` at a path; an empty dict or list there takes its members instead."""
         root, rest = self._located(path)
-        _replace_at(root, rest, new, self._kept)
+        _replace_at(root, rest, new, self._claimed_containers)
 
     def leave_as_is(self, container: Any) -> None:
-        """Let an empty container stay so: in other places where it stands, too, another one takes its place."""
-        self._kept.add(id(container))
+        """Let an empty container stay empty: under its other names, too, another container takes its place."""
+        self._claimed_containers.add(id(container))
 
     def _located(self, path: Path) -> tuple[Any, Path]:
         if self._modules:
@@ -143,24 +148,26 @@ def unwrap_per_rank(value: Any) -> Any:
     return value
 
 
-def _replace_at(value: Any, path: Path, new: Any, kept: set[int]) -> Any:
+def _replace_at(value: Any, path: Path, new: Any, claimed: set[int]) -> Any:
     """Put `new` at `path` inside `value`: in place where the container allows it, rebuilding tuples.
 
     Args:
-        value, path, new: See above.
-        kept: Ids of containers that take no members; added to.
+        value: A container, or what is at the end of the path.
+        path: The path inside `value`.
+        new: The new value.
+        claimed: IDs of containers that take no members; added to.
 
     Returns:
-        `value`, or the tuple that stands for it now. A `PerRank` stays one, and gets another value.
+        `value`, or the tuple that replaces it. A `PerRank` stays one, and gets another value.
     """
     if isinstance(value, PerRank):
-        value.value = _replace_at(value.value, path, new, kept)
+        value.value = _replace_at(value.value, path, new, claimed)
         return value
     if not path:
-        return _taken(value, new, kept)
+        return _merged_into(value, new, claimed)
     key = python_key(path[0])
     old = value[key]
-    child = _replace_at(old, path[1:], new, kept)
+    child = _replace_at(old, path[1:], new, claimed)
     if child is old:
         return value
     if isinstance(value, tuple):
@@ -170,46 +177,47 @@ def _replace_at(value: Any, path: Path, new: Any, kept: set[int]) -> Any:
     return value
 
 
-def _taken(old: Any, new: Any, kept: set[int]) -> Any:
-    """Return what stands in the place of `old` from now on: itself, with the members of `new`, if it is empty.
+def _merged_into(old: Any, new: Any, claimed: set[int]) -> Any:
+    """Return what takes the place of `old`: itself, with the members of `new`, if it is empty.
 
-    Whoever holds an empty dict, list or deque of the target sees what was saved there. One that stands in several
-    places takes what was saved in the first of them; the others get a container of their own.
+    Everybody who holds an empty dict, list or deque of the target sees what was saved there. One that has several names
+    takes what was saved under the first of them; under the others there is a new container.
     """
-    if id(old) in kept:
+    if id(old) in claimed:
         return new
-    kept.add(id(old))
+    claimed.add(id(old))
     if isinstance(old, MutableMapping) and not old and isinstance(new, Mapping):
         for key, value in new.items():
             old[key] = value
         if isinstance(old, OrderedDict) and hasattr(new, "_metadata"):
             old._metadata = new._metadata  # type: ignore[attr-defined]
         return old
-    if type(new) in (list, deque) and _has_room(old, len(new)) and not old:
+    if type(new) in (list, deque) and _can_hold(old, len(new)) and not old:
         old.extend(new)
         return old
     return new
 
 
-def _has_room(value: Any, n: int) -> bool:
+def _can_hold(value: Any, n: int) -> bool:
     return type(value) is list or (type(value) is deque and (value.maxlen is None or value.maxlen >= n))
 
 
 _log = logging.getLogger("asyncckpt.loading")
 
-Filled = Mapping[int, bool]
-"""By storage address, for each tensor that the same load fills: whether its values were converted to its dtype."""
+ConvertedStorages = Mapping[int, bool]
+"""Whether the values of a tensor that the load fills were converted to its dtype, by the address of its storage."""
 
 
-def load_object_state(value: Any, state: Any, fqn: str, path: str, filled: Filled | None = None) -> None:
+def load_object_state(value: Any, state: Any, fqn: str, path: str, converted: ConvertedStorages | None = None) -> None:
     """Call `load_state_dict` of `value`.
 
     Args:
         value: A module, an optimizer, or anything else.
-        state: As it was saved.
+        state: The state that was saved.
         fqn: Its name, for messages.
-        path: The checkpoint's, for messages.
-        filled: The state of parameters that were converted stays converted: this run resumes in another precision.
+        path: The checkpoint's path, for messages.
+        converted: The storages of tensors that this load has converted. The state of such a parameter stays converted:
+            this run resumes in another precision.
 
     Raises:
         StateLoadError: `load_state_dict` raised.
@@ -225,13 +233,13 @@ def load_object_state(value: Any, state: Any, fqn: str, path: str, filled: Fille
     except Exception as error:
         raise state_load_error(error, value, fqn, path) from error
     if entries:
-        _put_back(value, entries, filled or {})
+        _undo_conversions(value, entries, converted or {})
     if dtypes:
         _report_dtypes(value, dtypes, fqn, path)
 
 
 def may_call_state_dict(value: Any) -> bool:
-    """Whether `state_dict()` of an object surely waits for no other rank: a load on one rank alone would never end."""
+    """Whether `state_dict()` of an object surely waits for no other rank; else a load on one rank might never end."""
     return not has_other_ranks() or getattr(type(value), "state_dict", None) is torch.optim.Optimizer.state_dict
 
 
@@ -244,13 +252,15 @@ def _entries(state: Any) -> list[dict[Any, Any]]:
         return []
 
 
-def _put_back(optimizer: torch.optim.Optimizer, entries: list[dict[Any, Any]], filled: Filled) -> None:
+def _undo_conversions(
+    optimizer: torch.optim.Optimizer, entries: list[dict[Any, Any]], converted: ConvertedStorages
+) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if len(parameters) != len(entries):
         return
     for parameter, saved in zip(parameters, entries, strict=True):
         state = optimizer.state.get(parameter)
-        if not isinstance(state, dict) or any(filled.get(address) for address in storages_of(parameter)):
+        if not isinstance(state, dict) or any(converted.get(address) for address in storages_of(parameter)):
             continue
         for key in saved.keys() & state.keys():
             if key != "step" or not isinstance(
@@ -326,10 +336,13 @@ def _report_dtypes(value: Any, saved: Mapping[Path, torch.dtype], fqn: str, path
 
 
 def reusable_state_tensors(holder: Any, saved: Iterable[tuple[Path, SavedTensor]]) -> dict[Path, TargetTensor]:
-    """Return what of an object's saved state is read into tensors that stand already.
+    """Return the existing tensors that tensors of an optimizer's saved state are read into.
+
+    The tensors of an optimizer that has a state are filled in place, which saves the memory of a second state. One
+    without a state gets a new one; what it keeps of a sharded parameter must be sharded likewise, so that is made here.
 
     Args:
-        holder: The object. Nothing stands of any but an optimizer.
+        holder: The object that takes the state. None but an optimizer has such tensors.
         saved: The tensors of its saved state, by their path in it.
 
     Returns:
@@ -341,29 +354,30 @@ def reusable_state_tensors(holder: Any, saved: Iterable[tuple[Path, SavedTensor]
     found = list(saved)
     try:
         state = holder.state_dict() if may_call_state_dict(holder) else {}
-        own = _own_tensors(
+        own = _unaliased_tensors(
             holder, [(path, _value_at(state, path)) for path, _ in _tensor_leaves(flatten(state, is_target=True).tree)]
         )
-    except Exception:  # nothing stands in the way of a new state
+    except Exception:  # raised by the optimizer's code; it gets a new state
         return {}
-    standing = {path: own[path] for path, tensor in found if path in own and own[path].takes(tensor)}
+    reused = {path: own[path] for path, tensor in found if path in own and own[path].takes(tensor)}
     parameters = [p for group in holder.param_groups for p in group["params"]]
     for path, tensor in found:
         index = path[1] if len(path) == 3 and path[0] == "state" and path not in own else None
         if type(index) is int and 0 <= index < len(parameters):
-            made = _like(parameters[index], tensor)
+            made = _sharded_like(parameters[index], tensor)
             if made is not None:
-                standing[path] = made
-    return standing
+                reused[path] = made
+    return reused
 
 
-def _own_tensors(holder: torch.optim.Optimizer, values: list[tuple[Path, Any]]) -> dict[Path, TargetTensor]:
-    places = [storages_of(value) for _, value in values]
+def _unaliased_tensors(holder: torch.optim.Optimizer, values: list[tuple[Path, Any]]) -> dict[Path, TargetTensor]:
+    """Return those of the values (by path in the state) that share memory with no parameter and no other value."""
+    storages = [storages_of(value) for _, value in values]
     shared = {at for group in holder.param_groups for p in group["params"] for at in storages_of(p)}
-    shared |= {at for at, n in Counter(at for memory in places for at in memory).items() if n > 1}
+    shared |= {at for at, n in Counter(at for memory in storages for at in memory).items() if n > 1}
     return {
         path: target_tensor(value, "")
-        for (path, value), memory in zip(values, places, strict=True)
+        for (path, value), memory in zip(values, storages, strict=True)
         if memory and not memory & shared
     }
 
@@ -378,7 +392,7 @@ def _value_at(state: Any, path: Path) -> Any:
     return state
 
 
-def _like(parameter: torch.Tensor, saved: SavedTensor) -> TargetTensor | None:
+def _sharded_like(parameter: torch.Tensor, saved: SavedTensor) -> TargetTensor | None:
     """Return a new tensor that lies as a sharded parameter does, if `saved` has its shape."""
     if sharded(parameter) is None or tuple(parameter.shape) != saved.global_shape:
         return None

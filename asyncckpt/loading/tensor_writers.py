@@ -1,4 +1,4 @@
-"""Where loaded bytes go: straight into a tensor's memory where that is possible, else element by element."""
+"""Where loaded bytes go: straight into a tensor's memory if that is possible, else box by box; and new tensors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _is_conj_or_neg(target: torch.Tensor) -> bool:
-    """A conjugated or negated view: its memory holds other values than it shows."""
+    """Whether it is a conjugated or negated view, whose memory holds other values than it shows."""
     return target.is_conj() or target.is_neg()
 
 
@@ -85,10 +85,10 @@ class BoxWriter:
     Args:
         target: The tensor.
         offsets, sizes: The box of it, in elements.
-        dtype: Of the stored elements.
-        nbytes: Length of the range.
-        strides: Of the box in the range, in elements, descending.
-        aligned: No piece begins or ends inside an element.
+        dtype: The dtype of the stored elements.
+        nbytes: The length of the range.
+        strides: The strides of the box in the range, in elements, descending.
+        aligned: Whether no piece begins or ends inside an element.
     """
 
     __slots__ = ("_box", "_gathered", "_lock", "_missing", "_nbytes", "_wide")
@@ -104,7 +104,7 @@ class BoxWriter:
         *,
         aligned: bool = True,
     ) -> None:
-        self._box = _Box(target, offsets, sizes, strides, dtype)
+        self._box = _StridedBox(target, offsets, sizes, strides, dtype)
         self._wide = _as_wide_elements(self._box)
         self._nbytes, self._missing = nbytes, nbytes
         self._gathered: torch.Tensor | None = None
@@ -124,7 +124,7 @@ class BoxWriter:
                 copy_bytes(moved.data_ptr(), address, nbytes)
                 address = moved.data_ptr()
             box = self._box if (position | address | nbytes) % _WIDE_NBYTES else self._wide
-            _take(box, position // box.dtype.itemsize, elements_at(address, nbytes, box.dtype))
+            _write_elements(box, position // box.dtype.itemsize, elements_at(address, nbytes, box.dtype))
             return
         with self._lock:
             if self._gathered is None:
@@ -136,10 +136,10 @@ class BoxWriter:
             complete = self._missing == 0
         if complete:
             self._gathered = None
-            _take(self._box, 0, elements_at(gathered.data_ptr(), self._nbytes, self._box.dtype))
+            _write_elements(self._box, 0, elements_at(gathered.data_ptr(), self._nbytes, self._box.dtype))
 
 
-class _Box(NamedTuple):
+class _StridedBox(NamedTuple):
     """The box of a target that a range holds, and how it lies in the range; in elements of `dtype`."""
 
     target: torch.Tensor
@@ -149,7 +149,7 @@ class _Box(NamedTuple):
     dtype: torch.dtype
 
 
-def _as_wide_elements(box: _Box) -> _Box:
+def _as_wide_elements(box: _StridedBox) -> _StridedBox:
     """Return the same bytes as elements of 16, where they are that in file and target; else the box itself.
 
     Copies of fewer elements need fewer calls into torch, each of which gives the interpreter's lock away: two readers
@@ -172,10 +172,10 @@ def _as_wide_elements(box: _Box) -> _Box:
     def divided(inner: tuple[int, ...]) -> tuple[int, ...]:
         return (*inner[:-1], inner[-1] // n)
 
-    return _Box(wide, divided(offsets), divided(sizes), (*(stride // n for stride in strides[:-1]), 1), _WIDE)
+    return _StridedBox(wide, divided(offsets), divided(sizes), (*(stride // n for stride in strides[:-1]), 1), _WIDE)
 
 
-def _take(box: _Box, first: int, elements: torch.Tensor) -> None:
+def _write_elements(box: _StridedBox, first: int, elements: torch.Tensor) -> None:
     """Take the elements of the range from number `first` on."""
     target, end, strides = box.target, first + elements.numel(), box.strides
     boxes = boxes_within(box.sizes, strides, box.offsets, first, end)
@@ -224,13 +224,13 @@ def boxes_within(
     """Cut out of a strided box what lies in one run of its range.
 
     Args:
-        sizes, strides: Of the box in the range; the strides descend, and no two elements share a place.
-        offsets: Of the box in its tensor.
+        sizes, strides: The box in the range; the strides descend, and no two elements share an address.
+        offsets: The offsets of the box in its tensor.
         low, high: The run, in elements of the range.
         start: Where the box's first element lies in the range.
 
     Yields:
-        (place of the first element in the range, offsets in the tensor, sizes) of at most three boxes per dimension.
+        (position of the first element in the range, offsets in the tensor, sizes) of at most three boxes per dimension.
     """
     span = 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
     if low <= start and start + span <= high:
@@ -271,7 +271,7 @@ def fill_box(
 MapLocation = (
     torch.device | str | Mapping[str, str] | Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | None
 )
-"""As `torch.load` takes it. Checkpoints keep no devices: every saved location is "cpu"."""
+"""Where new tensors are made, in the forms that `torch.load` takes. Every saved location is "cpu"."""
 
 
 def device_of(map_location: MapLocation) -> torch.device:

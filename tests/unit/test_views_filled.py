@@ -519,11 +519,11 @@ def test_random_strides_are_told_apart_only_where_they_share_nothing(rng: random
     for _ in range(3000):
         one, other = made(), made()
         shares = bool(places(one) & places(other))
-        said = target_tensors.overlapping([one, other])
+        said = target_tensors.find_aliased([one, other])
         assert said == [0, 1] or (said == [] and not shares), (one.shape, one.stride(), other.shape, other.stride())
         decided += said == []
         byte = memory.data_ptr() + rng.randrange(400)
-        assert target_tensors._holds(target_tensors.memory_extent_of(one), byte) == (byte in places(one))
+        assert target_tensors._contains_byte(target_tensors.memory_extent_of(one), byte) == (byte in places(one))
     assert decided > 1000
 
 
@@ -532,10 +532,10 @@ def test_many_columns_of_one_matrix_are_told_apart_and_far_too_many_are_all_look
 ) -> None:
     matrix = torch.zeros(8, 100)
     columns = [matrix[:, n] for n in range(100)]
-    assert target_tensors.overlapping(columns) == []
+    assert target_tensors.find_aliased(columns) == []
     monkeypatch.setattr(target_tensors, "MAX_PAIRS", 10)
-    assert target_tensors.overlapping(columns) == list(range(100))
-    assert target_tensors.overlapping([torch.zeros(3) for _ in range(100)]) == []
+    assert target_tensors.find_aliased(columns) == list(range(100))
+    assert target_tensors.find_aliased([torch.zeros(3) for _ in range(100)]) == []
 
 
 def test_an_error_while_shared_memory_is_filled_is_the_file_s(tmp_path: Path) -> None:
