@@ -409,26 +409,27 @@ class Filler:
             StateLoadError: A registered type refused its shards.
             SharedLoadError, PlanTimeoutError: The same as from `SharedReads.read`.
         """
-        changed, fresh = [*plain, *placements_of(existing)], placements_of(new)
+        changed, unseen = [*plain, *placements_of(existing)], placements_of(new)
         watched = [target for _, target, _, _ in changed if not target.is_inference()]
-        placed = changed + fresh
-        shared = find_aliased([p.target for p in placed]) if changed else []
-        if shared:
-            changed, fresh = _without(changed, shared, 0), _without(fresh, shared, len(changed))
+        placed = changed + unseen
+        aliased = find_aliased([p.target for p in placed]) if changed else []
+        if aliased:
+            changed, unseen = _without(changed, aliased, 0), _without(unseen, aliased, len(changed))
         if self._low_memory:
             # Before too: a snapshot that is copied out of a target learns of the change only if it comes first.
             bump_versions(watched)
-            self._read(changed + fresh, alone=alone)
+            self._read(changed + unseen, alone=alone)
         else:
-            copied = changed + [p for p in fresh if p.target.device.type != "cpu"]
+            copied = changed + [p for p in unseen if p.target.device.type != "cpu"]
             staged = _host_copies(copied)
-            self._read(staged + [p for p in fresh if p.target.device.type == "cpu"], alone=alone)
+            self._read(staged + [p for p in unseen if p.target.device.type == "cpu"], alone=alone)
             reach("load: copies verified")
             bump_versions(watched)
             _copy_over(staged, copied)
-        if shared:
+        if aliased:
             names = placement_names(plain, [*existing, *new])
-            fill_aliased([placed[n] for n in shared], [names[n] for n in shared], self._read_files, self._contents.path)
+            parts = [placed[n] for n in aliased]
+            fill_aliased(parts, [names[n] for n in aliased], self._read_files, self._contents.path)
         bump_versions(watched)
         reach("load: tensors filled")
         notify_shard_types([*existing, *new], self._contents.path)

@@ -21,7 +21,7 @@ import torch
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import AsyncCkptError, PerRankUnavailableError, PickledLeafError
 from asyncckpt.format.names import split_per_rank_name
-from asyncckpt.format.state_tree import Node, Path, fqn_of, leaves, named_leaves
+from asyncckpt.format.state_tree import CONTAINERS, Node, Path, fqn_of, leaves, members, named_leaves
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf, unread_error, unread_leaves
 from asyncckpt.loading.fetch import tensor_for
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, prefixes
@@ -47,7 +47,7 @@ class SavedTree:
     Attributes:
         reader_rank: The rank whose values the reader gets first; None at another world size, when none is its own.
         tree: The joined tree, without "r" nodes; its leaves number `tensors`, and objects for `object_at`.
-        tensors: By tensor number.
+        tensors: The saved tensors, by number.
         keeps_empty_containers: Whether an empty container that was saved is in the tree;
             other formats may lack a form for it.
         is_single_rank: Whether one rank has saved, and it is the reader's own.
@@ -162,18 +162,16 @@ def kind_of(node: Node) -> str:
 def _all_nodes(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
     if node is not OTHER_RANKS_ONLY:
         yield path, node
-    if node[0] in _INNER:
-        keyed = zip(node[1][::2], node[1][1::2], strict=True) if node[0] in ("d", "o") else enumerate(node[1])
-        for key, child in keyed:
-            yield from _all_nodes(child, (*path, key))
+    for key, child in members(node):
+        yield from _all_nodes(child, (*path, key))
 
 
 def _with_parameter_numbers(node: Node, value_of: Callable[[int], Any]) -> Node:
-    if node[0] not in _INNER:
-        return node
+    if node[0] not in _INNER or not any(child[0] in _INNER for _, child in members(node)):
+        return node  # no state of an optimizer, and none in it
     if node[0] not in ("d", "o"):
-        members = tuple(_with_parameter_numbers(member, value_of) for member in node[1])
-        return (node[0], members, *node[2:]) if any(a is not b for a, b in zip(members, node[1], strict=True)) else node
+        made = tuple(_with_parameter_numbers(member, value_of) for member in node[1])
+        return (node[0], made, *node[2:]) if any(a is not b for a, b in zip(made, node[1], strict=True)) else node
     entries = dict(zip(node[1][::2], node[1][1::2], strict=True))
     found = {key: _with_parameter_numbers(child, value_of) for key, child in entries.items()}
     state = found.get("state", OTHER_RANKS_ONLY)
@@ -203,13 +201,7 @@ def _parameter_numbers(groups: Node, value_of: Callable[[int], Any]) -> set[int]
 
 
 def _has_per_rank(node: Node) -> bool:
-    kind = node[0]
-    if kind == "r":
-        return True
-    if kind not in _INNER:
-        return False
-    members = node[1][1::2] if kind in ("d", "o") else node[1]
-    return any(_has_per_rank(m) for m in members if m[0] in _INNER or m[0] == "r")
+    return node[0] == "r" or any(_has_per_rank(child) for _, child in members(node) if child[0] in CONTAINERS)
 
 
 class _RankView:
@@ -309,10 +301,10 @@ class SavedObjects:
         """Return the value of `rank`'s object `number`, a new one each time.
 
         Raises:
-            CorruptCheckpointError: As `raw`; or it does not decode.
+            CorruptCheckpointError: The file is damaged or missing; or the object does not decode.
             PickledLeafError: It was pickled, and may not be unpickled, or cannot.
-            UnsupportedFormatError: As `raw`; or as `refuse_unread`.
-            OSError: As `raw`.
+            UnsupportedFormatError: Written by a newer version; or of another format, and not read.
+            OSError: The file cannot be read.
         """
         self.refuse_unread([(rank, number)])
         raw = self.raw(rank)[number]
@@ -530,10 +522,7 @@ class _ByNumber(Sequence[Any]):
 
 
 def _metadata_numbers(node: Node) -> list[int]:
-    """Object numbers of the `_metadata` of all OrderedDicts: they are no leaves."""
-    kind = node[0]
-    if kind not in ("d", "o", "l", "t"):
-        return []
-    children = node[1][1::2] if kind in ("d", "o") else node[1]
-    own = [node[2]] if kind == "o" and node[2] is not None else []
-    return own + [number for child in children for number in _metadata_numbers(child)]
+    """Return the object numbers of the `_metadata` of all OrderedDicts, which are no leaves."""
+    own = [node[2]] if node[0] == "o" and node[2] is not None else []
+    inner = (child for _, child in members(node) if child[0] in CONTAINERS)
+    return own + [number for child in inner for number in _metadata_numbers(child)]
