@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import os
 import shutil
 from collections import OrderedDict, namedtuple
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from asyncckpt.errors import (
     UnsupportedPathError,
 )
 from asyncckpt.format.checksums import BLOCK_NBYTES
-from asyncckpt.loading.load import DefaultReader, load
+from asyncckpt.loading.load import DefaultReader, LoadOptions, load
 
 
 def save(path: Path, state: dict[Any, Any]) -> str:
@@ -558,6 +560,14 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
             load(path, threads=threads)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="typo"):
         DefaultReader().read(path, typo=1)
+
+
+@pytest.mark.parametrize("function", [load, asyncckpt.plan_load, asyncckpt.open_checkpoint])
+def test_options_of_one_name_have_one_default(function: Any) -> None:
+    defaults = {"default_map_location" if f.name == "map_location" else f.name: f.default for f in fields(LoadOptions)}
+    taken = {name: p.default for name, p in inspect.signature(function).parameters.items() if name in defaults}
+    assert taken == {name: defaults[name] for name in taken}
+    assert function is not load or taken == defaults
 
 
 @pytest.mark.parametrize("location", ["cpu", torch.device("cpu"), {"cuda:0": "cpu"}, {"cpu": "cpu"}, None])
