@@ -391,7 +391,7 @@ class _Load:
         self._refuse_mix(report)
         present = [*report.filled, *(new.fqn for new in matches.replaced)]
         is_error = self._options.strict or selection.in_vain or bool(report.absent_subtrees)
-        self._report_missing(report, selection, present, is_error=is_error)
+        self._report_missing(report.missing, selection, present, report.absent_subtrees, is_error=is_error)
         self._report_containers(matches)
         self._report_converted(report.converted)
         self._report_differences(report.read_leaves.items())
@@ -443,7 +443,7 @@ class _Load:
         wanted = Selection(missing if self._saved.reader_rank is not None else self._options.keys)
         self._refuse_unavailable([fqn for fqn in self._saved.other_ranks_only if fqn in wanted])
         is_error = self._options.strict or selection.in_vain
-        self._report_missing(MatchReport(missing=missing), selection, (), is_error=is_error)
+        self._report_missing(missing, selection, is_error=is_error)
         tree = self._saved.without_other_ranks(tree)
         values = self._new_values([tree], {})
         self._report_factories([((), tree)])
@@ -507,9 +507,15 @@ class _Load:
             report_rank_differences(self._contents, self._saved, self._objects, self._files, found)
 
     def _report_missing(
-        self, report: MatchReport, selection: Selection, present: Sequence[str], *, is_error: bool
+        self,
+        missing: Sequence[str],
+        selection: Selection,
+        present: Sequence[str] = (),
+        absent_subtrees: Sequence[str] = (),
+        *,
+        is_error: bool,
     ) -> None:
-        missing, path = report.missing, self._path
+        path = self._path
         if not missing:
             return
         hint = missing_hint(missing, self._saved.leaves, self._options.key_map, present)
@@ -523,12 +529,12 @@ class _Load:
                     f"Correct keys: none of them selects anything, which is an error with strict=False too. The "
                     f"checkpoint has at its top level {tops}. It lacks"
                 )
-            elif report.absent_subtrees:
+            elif absent_subtrees:
                 advice = (
                     "Rename them by key_map, or leave them out of the target or by keys: a part of which nothing is "
                     "found is an error with strict=False too"
                 )
-                parts = _shown([fqn or "the whole target" for fqn in report.absent_subtrees])
+                parts = _shown([fqn or "the whole target" for fqn in absent_subtrees])
                 absent = f", nothing at all of {parts} (at its top level it has {tops})"
             raise MissingKeysError(
                 f"{path}: {len(missing)} keys are not in the checkpoint{absent}{hint}; nothing was changed. {advice}:\n"
