@@ -259,7 +259,7 @@ class MissingKeysError(AsyncCkptError, RuntimeError, code="missing_keys", fields
 class ShapeMismatchError(AsyncCkptError, ValueError, code="shape_mismatch", fields=("path", "fqn", "saved", "wanted")):
     """A tensor was saved with another shape than the target has, or a list with another length; nothing was changed.
 
-    Or a module's own loading code made an entry of another shape; then values of that module may have changed.
+    Or a load hook of a module made an entry of another shape; then values of that module may have changed.
     `saved`, `wanted`: shapes, or lists of one length each.
     """
 
@@ -288,7 +288,7 @@ class StateLoadError(AsyncCkptError, RuntimeError, code="state_load", fields=("p
     """`load_state_dict()` of an object in the target raised; the cause is chained.
 
     Tensors and plain objects of the target have been filled. Objects that come later in the target have not been given
-    their states. If a module's own loading code decides what is missing, nothing after that module has been filled.
+    their states. If load hooks of a module decide what is missing, nothing after that module has been filled.
     """
 
 

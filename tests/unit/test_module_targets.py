@@ -28,7 +28,7 @@ def save(path: Path, state: Any) -> str:
     return str(path)
 
 
-# ---- modules with loading code: each case is (what is saved, what it is loaded into) -------------------------------
+# ---- modules with load hooks: each case is (what is saved, what it is loaded into) -------------------------------
 
 
 def with_hook(module: nn.Module, hook: Callable[[dict[str, Any], str], None]) -> nn.Module:
@@ -683,7 +683,7 @@ def test_copies_first_or_not_it_is_the_same(tmp_path: Path, case: str, low_memor
 
 
 class Shows(nn.Module):
-    """Its state has other names than its loading code knows; `what` is done with each entry."""
+    """Its state has other names than its load hooks know; `what` is done with each entry."""
 
     def __init__(self, what: Callable[[dict[str, Any], str], None], has_code: bool) -> None:
         super().__init__()
