@@ -113,7 +113,7 @@ class AsyncCheckpointer(Checkpointer):
     def _reach_worker(self, member: Membership, *, at_once: bool, overlap: Overlap | None = None) -> None:
         """Make the parts that depend on the rank."""
         process, ranks = reach_worker(self.config, member, self._named, self._hooks, at_once=at_once)
-        stager = self._own_stager or SlotStager(process, ranks, self.config, package=__version__, overlap=overlap)
+        stager = self._own_stager or SlotStager(process, ranks, self.config, overlap=overlap)
         self._process, self._coordination, self._stager = process, ranks, stager
         self._await_saves_below = lambda root, deadline: await_saves_below(root, deadline, process)
 

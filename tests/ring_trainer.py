@@ -16,7 +16,7 @@ from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.memory.streaming import StreamLayout
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_writer import RankResult
-from asyncckpt.storage.segment_writer import write_streamed_files
+from asyncckpt.storage.segment_writer import SegmentWriter
 
 DEADLINE_S = 60.0
 DIRTY = 0xA5
@@ -94,12 +94,20 @@ class Trainer:
         self.slot.release()
         self.memory.close()
 
-    def write(
-        self, path: Path, files: Files | None = None, check: Callable[[], None] = lambda: None, **changes: Any
-    ) -> RankResult:
+    def writer(
+        self,
+        path: Path,
+        files: Files | None = None,
+        check: Callable[[], None] = lambda: None,
+        threads: int = 2,
+        **changes: Any,
+    ) -> SegmentWriter:
+        request = self._snapshot.request(str(path), **changes)
+        return SegmentWriter(request, self.slot, self, files or Files(), check=check, threads=threads)
+
+    def write(self, path: Path, *args: Any, **kw: Any) -> RankResult:
         with ThreadPoolExecutor(4) as pool:
-            job = self._snapshot.job(str(path), **changes)
-            return write_streamed_files(job, self.slot, self, files=files or Files(), pool=pool, check=check)
+            return self.writer(path, *args, **kw).write(pool)
 
 
 def contents(path: Path) -> dict[str, bytes]:

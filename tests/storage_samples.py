@@ -16,11 +16,12 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.memory.mapping import Mapping as Memory
+from asyncckpt.protocol.request import PartRange, SaveRequest
 from asyncckpt.storage.checkpoint_dir import prepare_directory
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
-from asyncckpt.storage.rank_writer import RankJob, RankResult, write_rank_files
+from asyncckpt.storage.rank_writer import RankResult, RankWriter
 
 SAVE_ID = SaveId(1, 0, "0123456789ab")
 OTHER_ID = SaveId(1, 1, "0123456789ab")
@@ -49,13 +50,13 @@ class Snapshot:
         layout = build_layout(specs, n_parts=n_parts)
         self.memory = Memory(-1, sum(p.padded_nbytes for p in layout.parts) + 8192)
         self.image = self.memory.view()
-        self.parts: list[tuple[int, int]] = []
+        self.parts: list[PartRange] = []
         offset = 4096
         for part in layout.parts:
             self.image[offset : offset + len(part.header)] = part.header
             marker = offset + SAVE_ID_OFFSET
             self.image[marker : marker + SAVE_ID_NBYTES] = save_id_bytes(save_id)
-            self.parts.append((offset, part.nbytes))
+            self.parts.append(PartRange(offset, part.nbytes))
             offset += part.padded_nbytes
         self.chunks = dict(zip(lengths, layout.chunks, strict=True))
         for fqn, chunk in self.chunks.items():
@@ -76,29 +77,33 @@ class Snapshot:
             )
         )
 
-    def job(self, path: str, **changes: Any) -> RankJob:
-        """Return the job that writes this snapshot to `path`."""
+    def request(self, path: str, **changes: Any) -> SaveRequest:
+        """Return the request that asks for this snapshot at `path`."""
         fields: dict[str, Any] = {
             "path": path,
             "save_id": self.save_id,
-            "rank": 0,
-            "world_size": 1,
             "parts": tuple(self.parts),
             "structure": self.structure,
             "objects": encode_objects(self.save_id, []),
             "n_tensors": len(self.values),
-            "threads": 2,
         }
-        return RankJob(**{**fields, **changes})
+        return request_of(**{**fields, **changes})
 
-    def write(
-        self, path: str, files: Files | None = None, check: Callable[[], None] = lambda: None, **changes: Any
-    ) -> RankResult:
-        """Write this snapshot's files to `path`, which exists."""
+    def writer(
+        self,
+        path: str,
+        files: Files | None = None,
+        check: Callable[[], None] = lambda: None,
+        threads: int = 2,
+        **changes: Any,
+    ) -> RankWriter:
+        """Return what writes this snapshot's files to `path`, which exists."""
+        return RankWriter(self.request(path, **changes), self.image, files or Files(), check=check, threads=threads)
+
+    def write(self, path: str, *args: Any, **kw: Any) -> RankResult:
+        """Write this snapshot's files; arguments as `writer`."""
         with ThreadPoolExecutor(4) as pool:
-            return write_rank_files(
-                self.job(path, **changes), self.image, files=files or Files(), pool=pool, check=check
-            )
+            return self.writer(path, *args, **kw).write(pool)
 
     def save(self, path: str, files: Files | None = None, *, step: int = 0, **changes: Any) -> Manifest:
         """Write and commit this snapshot at `path`."""
@@ -115,6 +120,32 @@ class Snapshot:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.memory.close()
+
+
+def request_of(**fields: Any) -> SaveRequest:
+    """Return a request of a save of one rank, without tensors; `fields` of it."""
+    known: dict[str, Any] = {
+        "save_id": SAVE_ID,
+        "step": 0,
+        "rank": 0,
+        "world_size": 1,
+        "parts": (),
+        "structure": b"",
+        "objects": b"",
+        "n_tensors": 0,
+        "metadata": "{}",
+        "fsync": True,
+        "overwrite": False,
+        "umask": 0o022,
+        "write_threads": 0,
+        "package": "0",
+        "commit_timeout_s": 60.0,
+        "hook_timeout_s": 0.0,
+        "plan": "",
+        "samples": b"",
+        "changed": False,
+    }
+    return SaveRequest(**{**known, **fields})
 
 
 def manifest_of(result: RankResult, *, step: int = 0, save_id: SaveId = SAVE_ID, fsync: bool = True) -> Manifest:

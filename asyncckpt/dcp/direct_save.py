@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -21,19 +21,21 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt.basics.deferred_signals import signals_deferred
 from asyncckpt.basics.paths import current_umask
-from asyncckpt.dcp.commit import Unfinished, commit_all
+from asyncckpt.config import CheckpointerConfig, RankInfo
+from asyncckpt.dcp.commit import commit_all
 from asyncckpt.dcp.tensor_stream import Resolve, StreamedImage, in_file_order, settle
 from asyncckpt.dcp.worker_session import Ticket
 from asyncckpt.dcp.write_plan import WriteOptions, lay_out, rank_result
 from asyncckpt.errors import CommitUnknownError
 from asyncckpt.format.names import SaveId
-from asyncckpt.format.objects import encode_objects
+from asyncckpt.format.structure import TensorEntry
 from asyncckpt.staging.device import CudaDevice
+from asyncckpt.staging.save_request import build_request
 from asyncckpt.storage import commit
 from asyncckpt.storage.checkpoint_dir import prepare_directory, remove_made
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
-from asyncckpt.storage.rank_writer import RankJob, RankWriter
+from asyncckpt.storage.rank_writer import RankWriter
 
 LOOK_EVERY_S = 0.05
 """Whether the thread that serves has failed. Chosen: that is rare, and ends the save."""
@@ -155,15 +157,29 @@ MIN_THREADS = 3
 digests, the disk has nothing to do."""
 
 
+class Unfinished(NamedTuple):
+    """The coordinator's files but for index and objects, and the tensors in them."""
+
+    writer: RankWriter
+    tensors: tuple[TensorEntry, ...]
+
+
 def write_part(
-    plan: SavePlan, planner: SavePlanner, ticket: Ticket, options: WriteOptions, files: Files, *, keep_open: bool
+    plan: SavePlan,
+    planner: SavePlanner,
+    ticket: Ticket,
+    options: WriteOptions,
+    config: CheckpointerConfig,
+    files: Files,
+    *,
+    keep_open: bool,
 ) -> tuple[list[WriteResult], Unfinished | None]:
     """Write what `plan` gives to this rank.
 
     Args:
         plan, planner: What to write.
         ticket: Of the save.
-        options: How.
+        options, config: How.
         files: The storage seam.
         keep_open: Leave index and objects to the caller: this is the coordinator.
 
@@ -188,21 +204,18 @@ def write_part(
     with StreamedImage(
         laid_out.layout, laid_out.specs, resolves, ticket.save_id, options.copy_ahead_nbytes, device
     ) as image:
-        job = RankJob(
+        request = build_request(
+            config,
+            RankInfo(ticket.rank, ticket.world_size),
+            ticket.save_id,
             path=options.path,
-            save_id=ticket.save_id,
-            rank=ticket.rank,
-            world_size=ticket.world_size,
+            step=None,
             parts=image.parts,
             structure=laid_out.structure,
-            objects=encode_objects(ticket.save_id, []),
             n_tensors=laid_out.n_tensors,
-            fsync=options.fsync,
-            overwrite=options.overwrite,
-            umask=options.umask,
-            threads=threads,
         )
-        writer = RankWriter(job, image, files, serving.check if serving is not None else lambda: None)
+        check = serving.check if serving is not None else lambda: None
+        writer = RankWriter(request, image, files, check=check, threads=threads)
         with ThreadPoolExecutor(threads - 1, "asyncckpt-write") as pool:
             if serving is not None:
                 serving.serve(partial(writer.write_shards, pool))
@@ -210,9 +223,8 @@ def write_part(
                 writer.write_shards(pool)
     results = laid_out.results_of(ticket.save_id, ticket.rank)
     if keep_open:
-        unfinished = Unfinished(writer=writer, job=job, tensors=laid_out.tensors)
-        return [*results, rank_result(ticket.rank, None)], unfinished
-    return [*results, rank_result(ticket.rank, writer.finish(job))], None
+        return [*results, rank_result(ticket.rank, None)], Unfinished(writer, laid_out.tensors)
+    return [*results, rank_result(ticket.rank, writer.finish(request))], None
 
 
 _log = logging.getLogger("asyncckpt.dcp")
@@ -223,12 +235,12 @@ class InProcess:
 
     Args:
         path: The checkpoint's directory.
-        fsync, overwrite: As `StorageWriter` has them.
+        config: `fsync` and `overwrite` as `StorageWriter` has them.
         files: The storage seam.
     """
 
-    def __init__(self, path: str, *, fsync: bool, overwrite: bool, files: Files) -> None:
-        self._path, self._fsync, self._overwrite, self._files = path, fsync, overwrite, files
+    def __init__(self, path: str, config: CheckpointerConfig, files: Files) -> None:
+        self._path, self._config, self._files = path, config, files
         self._unfinished: Unfinished | None = None
         self._abandoned: weakref.finalize[Any, InProcess] | None = None
 
@@ -261,7 +273,7 @@ class InProcess:
             self._prepare_directory(ticket.save_id)
         try:
             results, self._unfinished = write_part(
-                plan, planner, ticket, options, self._files, keep_open=is_coordinator
+                plan, planner, ticket, options, self._config, self._files, keep_open=is_coordinator
             )
         except BaseException:
             if ticket.world_size == 1:  # else others may still be writing
@@ -280,7 +292,7 @@ class InProcess:
         unfinished = self._unfinished
         assert unfinished is not None, "finish comes after this writer's write_data"
         try:
-            commit_all(unfinished, metadata, results, self._files)
+            commit_all(*unfinished, metadata, results, self._files)
         except CommitUnknownError:
             self._committed()
             raise
@@ -289,7 +301,7 @@ class InProcess:
             raise
         self._committed()
         try:
-            commit.remove_leftovers(self._path, keep=unfinished.job.save_id, store=LocalStore(self._files))
+            commit.remove_leftovers(self._path, keep=unfinished.writer.save_id, store=LocalStore(self._files))
         except OSError as error:
             _log.warning("leftovers stay in %s: %s", self._path, error)
 
@@ -304,8 +316,8 @@ class InProcess:
             self._path,
             save_id=save_id,
             store=LocalStore(self._files, umask=current_umask()),
-            fsync=self._fsync,
-            overwrite=self._overwrite,
+            fsync=self._config.fsync,
+            overwrite=self._config.overwrite,
         )
 
     def _committed(self) -> None:

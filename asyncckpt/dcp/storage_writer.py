@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from asyncckpt.basics.deferred_signals import signals_deferred
-from asyncckpt.basics.paths import absolute_path, current_umask, is_local_path
-from asyncckpt.config import check_keywords
+from asyncckpt.basics.paths import absolute_path, is_local_path
+from asyncckpt.config import CheckpointerConfig, check_keywords
 from asyncckpt.dcp.direct_save import InProcess
 from asyncckpt.dcp.worker_save import FIELDS, ByWorker
 from asyncckpt.dcp.worker_session import Offer, Ticket, forget_tickets, received_ticket
@@ -348,12 +348,9 @@ class StorageWriter(TorchStorageWriter, Stager):
     def _write(self, plan: SavePlan, planner: SavePlanner, ticket: Ticket) -> list[WriteResult]:
         options = WriteOptions(
             path=self.path,
-            fsync=self.sync_files,
             threads=self.thread_count,
             one_file=self.single_file_per_rank,
             copy_ahead_nbytes=self.per_thread_copy_ahead * self.thread_count,
-            overwrite=self.overwrite,
-            umask=current_umask(),
         )
         with self._failures(ticket.save_id, ticket.rank):
             if ticket.by_worker and self._by_worker is not None:
@@ -392,7 +389,8 @@ class StorageWriter(TorchStorageWriter, Stager):
 
     def _in_this_process(self) -> InProcess:
         if self._in_process is None:
-            self._in_process = InProcess(self.path, fsync=self.sync_files, overwrite=self.overwrite, files=self._files)
+            config = CheckpointerConfig(fsync=self.sync_files, overwrite=self.overwrite)
+            self._in_process = InProcess(self.path, config, self._files)
         return self._in_process
 
     def _abandon(self) -> None:

@@ -19,6 +19,7 @@ from asyncckpt.errors import StagingError
 from asyncckpt.format.layout import SAVE_ID_OFFSET, BoxSpec, Layout, round_up, save_id_bytes
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.mapping import Mapping, copy_bytes
+from asyncckpt.protocol.request import PartRange
 from asyncckpt.staging.device import CudaDevice, Device, Event
 from asyncckpt.storage.rank_writer import EXTENT_NBYTES
 
@@ -193,7 +194,7 @@ class StreamedImage:
         device: The seam to devices; tests replace it.
 
     Attributes:
-        parts: (offset in the image, exact length) of each file.
+        parts: Where each file lies in the image.
     """
 
     is_page_aligned = True
@@ -212,7 +213,7 @@ class StreamedImage:
         for part in layout.parts:
             starts.append(at)
             at += part.padded_nbytes
-        self.parts = tuple((start, part.nbytes) for start, part in zip(starts, layout.parts, strict=True))
+        self.parts = tuple(PartRange(start, part.nbytes) for start, part in zip(starts, layout.parts, strict=True))
         self._nbytes = at
         regions = [
             _Region(s, s + len(p.header), _named(p.header, save_id), -1)

@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from asyncckpt import __version__
 from asyncckpt.basics.deferred_signals import signals_deferred
 from asyncckpt.client.pending_saves import StagedSnapshot, WriteFuture
 from asyncckpt.client.slot import LentSlot
 from asyncckpt.client.slot_stream import SlotStream, pays
 from asyncckpt.client.worker_client import WorkerClient
-from asyncckpt.dcp.commit import Saved, ending_of
+from asyncckpt.config import RankInfo
+from asyncckpt.dcp.commit import finished_request
 from asyncckpt.dcp.tensor_stream import StreamedImage
 from asyncckpt.dcp.worker_session import Ticket
 from asyncckpt.dcp.write_plan import LaidOut, StoredLeaf, WriteOptions, lay_out, rank_result
@@ -32,12 +32,14 @@ from asyncckpt.errors import InsufficientMemoryError, SaveFailedError, SlotBusyE
 from asyncckpt.format.layout import round_up
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
+from asyncckpt.format.structure import TensorEntry
 from asyncckpt.memory.mapping import copy_bytes
 from asyncckpt.memory.slot import PAGE_NBYTES, slot_nbytes
 from asyncckpt.memory.streaming import StreamLayout
 from asyncckpt.protocol.request import MAX_METADATA_NBYTES, PartRange, SaveRequest, check_metadata, encode_request
 from asyncckpt.staging.device import CudaDevice
 from asyncckpt.staging.ring_copy import ring_within
+from asyncckpt.staging.save_request import build_request
 from asyncckpt.staging.slot_copy import REQUEST_SLACK_NBYTES
 from asyncckpt.storage.rank_writer import EXTENT_NBYTES
 
@@ -101,6 +103,8 @@ class Unsealed:
     """The coordinator's part, staged: its slot is sealed by `seal`, or given up by `WorkerClient.withdraw`.
 
     Attributes:
+        request: As it was begun.
+        tensors: In this rank's files.
         slot: Open, or streamed if `begun`.
         seal_room: Learns how long the request was.
         offset: Where the request of the seal belongs in it.
@@ -108,9 +112,9 @@ class Unsealed:
     """
 
     process: WorkerClient
-    saved: Saved
-    seal_room: SealRoom
     request: SaveRequest
+    tensors: Sequence[TensorEntry]
+    seal_room: SealRoom
     slot: LentSlot
     offset: int
     body_nbytes: int
@@ -128,23 +132,16 @@ class Unsealed:
             A future of the commit.
 
         Raises:
-            SaveFailedError: As `ending_of`; or code `request`: it is too long for its place beside what is streamed.
+            SaveFailedError: As `finished_request`; or code `request`: too long for its place beside what is streamed.
             UnsupportedLeafError: As there.
             InsufficientMemoryError: It is too long for its place, and there is no room for a larger slot.
             AsyncCkptError: There is no worker any more.
         """
-        ending = ending_of(self.saved, metadata, results)
+        asked, _ = finished_request(self.request, self.tensors, metadata, results)
         try:
-            check_metadata(ending.metadata)
+            check_metadata(asked.metadata)
         except ValueError as error:
             raise self._failed("metadata", f"what the planner keeps with it cannot be stored: {error}") from error
-        asked = replace(
-            self.request,
-            structure=ending.structure,
-            objects=ending.objects,
-            step=ending.step,
-            metadata=ending.metadata,
-        )
         request = encode_request(asked)
         self.seal_room.last_nbytes = len(request) + REQUEST_SLACK_NBYTES
         if self.offset + len(request) > self.slot.memory.nbytes - PAGE_NBYTES:
@@ -166,14 +163,14 @@ class Unsealed:
 
     def _move(self, request_nbytes: int) -> None:
         """Take a slot that is large enough, and give this one up. Nobody has heard of it yet."""
-        before, saved, save_id = self.slot, self.saved, self.saved.save_id
+        before, path, save_id = self.slot, self.request.path, SaveId.parse(self.request.save_id)
         nbytes = slot_nbytes(self.body_nbytes, request_nbytes)
         try:
-            slot = self.process.pool.acquire(nbytes, None, save_id, step=None, path=saved.path, may_wait=False)
+            slot = self.process.pool.acquire(nbytes, None, save_id, step=None, path=path, may_wait=False)
         except (InsufficientMemoryError, SlotBusyError) as error:
             # IMPORTANT: to wait would be to wait for the very slot that this save has.
             raise InsufficientMemoryError(
-                f"save {save_id} to {saved.path}: names and objects of all ranks take {request_nbytes} bytes, more "
+                f"save {save_id} to {path}: names and objects of all ranks take {request_nbytes} bytes, more "
                 f"than was left for them, and a slot of {nbytes} bytes has no room beside the one of "
                 f"{before.memory.nbytes} (arena_limit_bytes={self.process.config.arena_limit_bytes}); nothing was "
                 "published; the next save with this StorageWriter leaves it from its beginning, as far as "
@@ -191,13 +188,13 @@ class Unsealed:
         self.process.pool.free(save_id, before)
 
     def _failed(self, code: str, detail: str) -> SaveFailedError:
-        saved = self.saved
+        request = self.request
         return SaveFailedError(
-            f"save {saved.save_id} to {saved.path}: {detail}; nothing was published",
+            f"save {request.save_id} to {request.path}: {detail}; nothing was published",
             code=code,
-            path=saved.path,
+            path=request.path,
             detail=detail,
-            save_id=str(saved.save_id),
+            save_id=request.save_id,
         )
 
 
@@ -374,17 +371,11 @@ def stage_part(
     """
     save_id, slot = ticket.save_id, None
     try:
-        part = _Part(lay_out(plan, planner, one_file=options.one_file), ticket, options, process, seal_room)
-        device = CudaDevice()
+        laid_out, device = lay_out(plan, planner, one_file=options.one_file), CudaDevice()
         with StreamedImage(
-            part.laid_out.layout,
-            part.laid_out.specs,
-            part.laid_out.resolves,
-            save_id,
-            options.copy_ahead_nbytes,
-            device,
+            laid_out.layout, laid_out.specs, laid_out.resolves, save_id, options.copy_ahead_nbytes, device
         ) as image:
-            part.lie_in(image)
+            part = _Part(laid_out, image, ticket, options, process, seal_room)
             slot = part.acquire(image)
             unsealed = part.stage(image, slot)
     except BaseException as error:
@@ -392,48 +383,36 @@ def stage_part(
             slot.settle()
         process.withdraw(save_id, f"staging failed: {error!r}")
         raise
-    return [*part.laid_out.results_of(save_id, ticket.rank), rank_result(ticket.rank, None)], unsealed
+    return [*laid_out.results_of(save_id, ticket.rank), rank_result(ticket.rank, None)], unsealed
 
 
 class _Part:
     """One `stage_part`."""
 
     def __init__(
-        self, laid_out: LaidOut, ticket: Ticket, options: WriteOptions, process: WorkerClient, seal_room: SealRoom
+        self,
+        laid_out: LaidOut,
+        image: StreamedImage,
+        ticket: Ticket,
+        options: WriteOptions,
+        process: WorkerClient,
+        seal_room: SealRoom,
     ) -> None:
         self.laid_out = laid_out
         self._ticket, self._options, self._process = ticket, options, process
         self._began_at, self._seal_room = time.perf_counter(), seal_room
         self._is_open_end = ticket.rank == 0
         self._ring: StreamLayout | None = None
-        config = process.config
-        self.request = SaveRequest(
-            save_id=str(ticket.save_id),
-            step=None,
+        self.request = build_request(
+            process.config,
+            RankInfo(ticket.rank, ticket.world_size),
+            ticket.save_id,
             path=options.path,
-            rank=ticket.rank,
-            world_size=ticket.world_size,
-            parts=(),
+            step=None,
+            parts=tuple(PartRange(PAGE_NBYTES + offset, nbytes) for offset, nbytes in image.parts),
             structure=laid_out.structure,
-            objects=encode_objects(ticket.save_id, []),
             n_tensors=laid_out.n_tensors,
-            metadata="{}",
-            fsync=options.fsync,
-            overwrite=options.overwrite,
-            umask=options.umask,
-            write_threads=config.write_threads or 0,
-            package=__version__,
-            commit_timeout_s=config.commit_timeout_s,
-            hook_timeout_s=0.0,
-            plan="",
-            samples=b"",
-            changed=False,
         )
-
-    def lie_in(self, image: StreamedImage) -> None:
-        """Take the files' places over from the image."""
-        parts = tuple(PartRange(offset=PAGE_NBYTES + offset, nbytes=nbytes) for offset, nbytes in image.parts)
-        self.request = replace(self.request, parts=parts)
 
     def acquire(self, image: StreamedImage) -> LentSlot:
         """Return a slot for everything, or one for a ring, where there is no memory for that."""
@@ -528,18 +507,11 @@ class _Part:
 
         fill(image, slot.mapping.address, pieces, threads=self._options.threads, ready=ready, filled=filled)
         if self._is_open_end:
-            saved = Saved(
-                save_id,
-                path,
-                self._ticket.world_size,
-                self.laid_out.tensors,
-                tuple(nbytes for _, nbytes in image.parts),
-            )
             return Unsealed(
                 process=process,
-                saved=saved,
-                seal_room=self._seal_room,
                 request=self.request,
+                tensors=self.laid_out.tensors,
+                seal_room=self._seal_room,
                 slot=slot,
                 offset=round_up(body_end + len(request)) if streams else body_end,
                 body_nbytes=len(image),

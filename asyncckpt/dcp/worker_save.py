@@ -91,7 +91,13 @@ class ByWorker:
         Blocks: up to `worker_start_timeout_s`.
         """
         self._config = replace(
-            self._config, fsync=fsync, overwrite=overwrite, on_busy="wait", keep_in_memory="none", slots=2
+            self._config,
+            fsync=fsync,
+            overwrite=overwrite,
+            layout="safetensors",
+            on_busy="wait",
+            keep_in_memory="none",
+            slots=2,
         )
         try:
             # IMPORTANT: a guess, with which a save needs no second connection; the ticket says it for certain.
@@ -185,7 +191,7 @@ class ByWorker:
         unsealed, self._unsealed = self._unsealed, None
         assert unsealed is not None, "finish comes after this writer's write_data"
         # IMPORTANT: before the seal, at whose end a signal is raised that came while it was handed over.
-        self._handed_over = unsealed.saved.save_id, unsealed.saved.path
+        self._handed_over = SaveId.parse(unsealed.request.save_id), unsealed.request.path
         try:
             future = unsealed.seal(metadata, results)
         except BaseException as error:

@@ -434,12 +434,9 @@ class WriteOptions:
     """How to write; `one_file`: a single one per rank, else one per tensor. `threads`: that call the planner."""
 
     path: str
-    fsync: bool
     threads: int
     one_file: bool
     copy_ahead_nbytes: int
-    overwrite: bool
-    umask: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -28,8 +28,7 @@ PAGE_NBYTES = 4096
 LAYOUTS = ("safetensors", "dcp")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartRange:
+class PartRange(NamedTuple):
     """Where the image of one shard file lies in the slot, or in what passes through a ring: `offset` (whole pages) and
     the file's exact length."""
 
@@ -39,7 +38,7 @@ class PartRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveRequest:
-    """See the module.
+    """One rank's part of a save: see the module. Also what is written without a worker, or into no slot at all.
 
     Attributes:
         save_id: As text; file names are made from it.
@@ -93,7 +92,7 @@ class SaveRequest:
 def encode_request(request: SaveRequest) -> bytes:
     """Return the msgpack of `request`."""
     document: dict[str, Any] = {name: getattr(request, name) for name in SaveRequest.__dataclass_fields__}
-    document |= {"v": PROTOCOL_VERSION, "parts": [[p.offset, p.nbytes] for p in request.parts]}
+    document["v"] = PROTOCOL_VERSION
     return bytes(msgpack.packb(document))
 
 
@@ -113,7 +112,7 @@ def decode_request(data: bytes, body_end: int) -> SaveRequest:
             raise ValueError("version")
         if not isinstance(raw["parts"], tuple):
             raise ValueError("parts are no list")
-        parts = tuple(PartRange(offset=o, nbytes=n) for o, n in raw["parts"])
+        parts = tuple(PartRange(offset, nbytes) for offset, nbytes in raw["parts"])
         known = {name: raw[name] for name in SaveRequest.__dataclass_fields__}
         request = SaveRequest(**{**known, "parts": parts})
         _check(request)

@@ -51,7 +51,7 @@ def ring_within(limit_nbytes: int, parts: Sequence[PartRange], room_nbytes: int)
     n_cells = cells_nbytes // segment_nbytes
     if n_cells < MIN_RING_SEGMENTS:
         return None
-    return StreamLayout([(part.offset, part.nbytes) for part in parts], segment_nbytes, n_cells)
+    return StreamLayout(parts, segment_nbytes, n_cells)
 
 
 class _Piece(NamedTuple):

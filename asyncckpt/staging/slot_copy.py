@@ -34,8 +34,8 @@ from asyncckpt.staging.device_snapshot import Snapshot
 from asyncckpt.staging.memcopy import FULL, Pace
 from asyncckpt.staging.mutation_check import MOST, MOST_ON_DEVICES, Source, SourceWatch, Turns, sampled
 from asyncckpt.staging.overlap import Overlap
-from asyncckpt.staging.requests import StructureReport, seal_with
 from asyncckpt.staging.ring_copy import RingCopy, SegmentedImage, ring_within
+from asyncckpt.staging.save_request import StructureReport, seal_with
 from asyncckpt.state_dict.flatten import Flattened
 
 REQUEST_SLACK_NBYTES = 64 * 1024

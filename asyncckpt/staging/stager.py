@@ -12,7 +12,6 @@ import torch
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.gc_control import collect_garbage, gc_paused
-from asyncckpt.basics.paths import current_umask
 from asyncckpt.client.pending_saves import StagedSnapshot
 from asyncckpt.client.slot import LentSlot, what_is_saved
 from asyncckpt.client.slot_pool import ANSWER_S
@@ -28,16 +27,16 @@ from asyncckpt.errors import (
     StagingError,
 )
 from asyncckpt.format.names import SaveId
-from asyncckpt.format.objects import encode_objects
 from asyncckpt.planning.contributions import Contribution
 from asyncckpt.planning.planner import PlanCache, contribution_of
 from asyncckpt.planning.save_plan import SavePlan
+from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.sharding.shard_types import ShardedSlice
 from asyncckpt.staging.copy_engine import Engine
 from asyncckpt.staging.deferred_copy import DeferredCopy
 from asyncckpt.staging.mutation_check import Turns
 from asyncckpt.staging.overlap import Overlap
-from asyncckpt.staging.requests import NOTHING_TO_REPORT, Requests, StructureReporter
+from asyncckpt.staging.save_request import NOTHING_TO_REPORT, StructureReport, StructureReporter, build_request
 from asyncckpt.staging.slot_copy import MANY_BOXES, Rings, Whole, image_of, ring_image_of, warm
 from asyncckpt.state_dict.flatten import Flattened, flatten
 from asyncckpt.state_dict.leaf_codecs import decode_leaf, encode_leaves
@@ -55,7 +54,6 @@ class SlotStager(CheckpointStager):
         process: Lends slots and is told that a save begins.
         ranks: Who else saves.
         config: For layout and writing options.
-        package: asyncckpt's version.
         engine: Copies; default: one for CUDA devices.
         overlap: Of a stager that this one replaces: optimizers stay attached.
     """
@@ -66,12 +64,10 @@ class SlotStager(CheckpointStager):
         ranks: Coordination,
         config: CheckpointerConfig,
         *,
-        package: str,
         engine: Engine | None = None,
         overlap: Overlap | None = None,
     ) -> None:
         self._process, self._ranks, self._config = process, ranks, config
-        self._requests = Requests(ranks.rank, config, package)
         self.plans = PlanCache(
             files_per_rank=config.files_per_rank,
             rank=ranks.rank.rank,
@@ -111,12 +107,10 @@ class SlotStager(CheckpointStager):
         planned = time.perf_counter()
         self._process.connect()  # a session that is known to be lost is ended first, and its slots are given up
         save_id = save_id.with_parts(epoch=self._process.lineage.epoch_for(path, save_id.run_id))
-        umask = current_umask()
         report = self._reporter.report(plan, flat, save_id.sequence)
         if report.changed:
             report = report._replace(changed=self._ranks.is_changed([flat.fqns[number] for number in plan.news]))
-        objects, asks = encode_objects(save_id, leaves), self._process.hooks.asks
-        sized = self._rings.size(plan, self._requests.build(plan, objects, save_id, umask, report, kw, asks_hooks=asks))
+        sized = self._rings.size(plan, self._request(plan, leaves, save_id, report, kw))
         slot: LentSlot | None = None
         try:
             slot = self._process.pool.acquire(
@@ -126,9 +120,8 @@ class SlotStager(CheckpointStager):
             reach("trainer: slot taken")
             slot.generation += 1
             slot.is_ring = sized.ring is not None
-            self._process.begin(
-                save_id, slot, step=step, path=path, nbytes=plan.file_nbytes + len(sized.request), umask=umask
-            )
+            nbytes = plan.file_nbytes + len(sized.request)
+            self._process.begin(save_id, slot, step=step, path=path, nbytes=nbytes, umask=sized.asked.umask)
             reach("trainer: announced")
             slot.memory.control.open(slot.generation)
             begin = self._rings.begin if slot.is_ring else self._whole.begin
@@ -226,14 +219,8 @@ class SlotStager(CheckpointStager):
         with gc_paused():
             plan, flat = self.plans.take(state_dict, openings)
         save_id = SaveId(0, 0, ranks.run_id)
-        objects = encode_objects(save_id, encode_leaves(flat, self._config.layout))
-        kw = {"step": 0, "path": "/", "metadata": None}
-        sized = self._rings.size(
-            plan,
-            self._requests.build(
-                plan, objects, save_id, current_umask(), NOTHING_TO_REPORT, kw, asks_hooks=self._process.hooks.asks
-            ),
-        )
+        leaves, kw = encode_leaves(flat, self._config.layout), {"step": 0, "path": "/"}
+        sized = self._rings.size(plan, self._request(plan, leaves, save_id, NOTHING_TO_REPORT, kw))
         if sized.ring is not None:
             ready: Callable[[LentSlot], object] = partial(ring_image_of, plan=plan, ring=sized.ring)
         else:
@@ -241,6 +228,24 @@ class SlotStager(CheckpointStager):
         warm(self._process.pool, plan, sized.nbytes, ready, spare_nbytes=sized.spare_nbytes)
         if self.plans.made > made and len(plan.boxes) >= MANY_BOXES:
             collect_garbage()
+
+    def _request(
+        self, plan: SavePlan, leaves: Sequence[Any], save_id: SaveId, report: StructureReport, kw: Mapping[str, Any]
+    ) -> SaveRequest:
+        return build_request(
+            self._config,
+            self._ranks.rank,
+            save_id,
+            path=kw["path"],
+            step=kw["step"],
+            parts=plan.part_ranges(),
+            structure=plan.structure,
+            n_tensors=plan.n_tensors,
+            leaves=leaves,
+            metadata=kw.get("metadata"),
+            report=report,
+            asks_hooks=self._process.hooks.asks,
+        )
 
     def _make_ready(self, plan: SavePlan, devices: Sequence[int], slot: LentSlot) -> None:
         self._engine.pin(slot, devices)

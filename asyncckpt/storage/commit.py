@@ -33,6 +33,7 @@ from asyncckpt.format.names import (
     temporary_dcp_metadata_name,
     temporary_manifest_name,
 )
+from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.checkpoint_dir import (
     dcp_metadata_owner,
     exists,
@@ -55,56 +56,49 @@ _templates = MetadataTemplates()
 
 
 def build_manifest(
-    save_id: SaveId,
-    results: Sequence[RankResult],
-    *,
-    step: int,
-    world_size: int,
-    fsync: bool,
-    metadata: str,
-    package: str,
-    dcp_metadata: bytes | None = None,
+    requests: Sequence[SaveRequest], results: Sequence[RankResult], *, package: str, dcp_metadata: bytes | None
 ) -> Manifest:
     """Return the manifest of a checkpoint whose ranks are all written.
 
     Args:
-        save_id, step, world_size: Of the save.
+        requests: Those of the ranks that are known here, in order: the first is rank 0's, which says step and metadata.
         results: Of every rank, in order.
-        fsync: Whether everything was flushed.
-        metadata: The user's JSON as text.
         package: asyncckpt's version.
-        dcp_metadata: As `dcp_metadata_of` returns them.
+        dcp_metadata: In layout "dcp" the content of `.metadata`.
 
     Returns:
         The manifest; its timings are those of the slowest rank, in seconds.
     """
-    phases = results[0].seconds
+    first = requests[0]
+    assert first.step is not None, "a rank 0 that seals without one contradicts itself"
     return Manifest(
-        save_id=save_id,
-        step=step,
-        world_size=world_size,
+        save_id=SaveId.parse(first.save_id),
+        step=first.step,
+        world_size=first.world_size,
         created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-        fsync=fsync,
+        fsync=all(request.fsync for request in requests),
         writer=f"asyncckpt {package}",
         ranks=tuple(result.record for result in results),
-        metadata=json.loads(metadata),
-        timings={name: round(max(r.seconds.get(name, 0.0) for r in results), 6) for name in phases},
+        metadata=json.loads(first.metadata),
+        timings={name: round(max(r.seconds.get(name, 0.0) for r in results), 6) for name in results[0].seconds},
         dcp=None if dcp_metadata is None else DcpRecord(nbytes=len(dcp_metadata), checksum=file_checksum(dcp_metadata)),
     )
 
 
-def dcp_metadata_of(save_id: SaveId, parts: Sequence[tuple[bytes, bytes] | None]) -> bytes | None:
-    """Return the `.metadata` of a save in layout "dcp"; None in another one.
-
-    Args:
-        save_id: Of the save.
-        parts: `RankResult.dcp` of every rank, in order.
+def commit_save(requests: Sequence[SaveRequest], results: Sequence[RankResult], *, store: Store, package: str) -> None:
+    """Commit a save whose ranks are all written and durable; arguments as `build_manifest`, `store`: where it lies.
 
     Raises:
-        CorruptCheckpointError: A rank's structure does not decode.
+        CorruptCheckpointError: In layout "dcp", a rank's structure does not decode.
+        CheckpointExistsError, CommitUnknownError, OSError: As `publish`.
+
+    Blocks: as `publish`.
     """
-    known = [part for part in parts if part is not None]
-    return _templates.metadata_of(save_id, known) if len(known) == len(parts) else None
+    first, parts = requests[0], [result.dcp for result in results if result.dcp is not None]
+    is_dcp = len(parts) == len(results)
+    dcp_metadata = _templates.metadata_of(SaveId.parse(first.save_id), parts) if is_dcp else None
+    manifest = build_manifest(requests, results, package=package, dcp_metadata=dcp_metadata)
+    publish(first.path, manifest, store=store, overwrite=first.overwrite, dcp_metadata=dcp_metadata)
 
 
 def check_rank_files(path: str, manifest: Manifest, *, store: Store) -> None:

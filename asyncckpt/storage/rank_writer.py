@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.format.checksums import BLOCK_NBYTES, file_checksum
@@ -27,7 +27,6 @@ from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET,
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import (
     DCP,
-    SAFETENSORS,
     SaveId,
     index_name,
     items_name,
@@ -35,6 +34,7 @@ from asyncckpt.format.names import (
     replacing_name,
     shard_name,
 )
+from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.checkpoint_dir import overtaken, refuse_foreign_metadata
 from asyncckpt.storage.coverage import Tally
 from asyncckpt.storage.files import MODE_FILE, Files
@@ -52,44 +52,6 @@ DEFAULT_THREADS = 4
 """Four keep the disk busy while one of them digests: 5 to 10 % faster than two with 1.4 GB on two cores."""
 
 _logger = logging.getLogger("asyncckpt.storage")
-
-
-def _unheard(nbytes: int) -> None:
-    """Nobody asked for progress."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankJob:
-    """What to write.
-
-    Attributes:
-        path: The checkpoint's directory; it exists.
-        save_id, rank, world_size: Make the names.
-        parts: One (offset in the image, exact length) per shard file; offsets are whole pages.
-        structure, objects: Bytes to store as they are.
-        n_tensors: For the manifest's totals.
-        fsync: False leaves flushing to the kernel.
-        overwrite: Whether an older checkpoint may stand there.
-        umask: Of the files' mode 0666.
-        threads: Threads that write; 0 takes `rank_writer.DEFAULT_THREADS`.
-        layout: What the parts look like, one of `names.LAYOUTS`.
-        progress: Called with the bytes of each extent that was written, from several threads.
-    """
-
-    path: str
-    save_id: SaveId
-    rank: int
-    world_size: int
-    parts: tuple[tuple[int, int], ...]
-    structure: bytes
-    objects: bytes
-    n_tensors: int
-    fsync: bool = True
-    overwrite: bool = False
-    umask: int = 0o022
-    threads: int = 0
-    layout: str = SAFETENSORS
-    progress: Callable[[int], None] = field(default=_unheard, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,54 +74,52 @@ class RankResult:
     tally: Tally | None = None
 
 
-def small_paths(job: RankJob) -> list[str]:
-    """Return the paths of these files, the index first: it says that the others are whole."""
-    names = [index_name(job.save_id, job.rank), objects_name(job.save_id, job.rank)]
-    names += [items_name(job.save_id, job.rank)] if job.layout == DCP else []
-    return [os.path.join(job.path, name) for name in names]
-
-
 class SmallFiles:
     """Writes objects, index and items of one rank, or replaces those that stand.
 
     Args:
-        job: Where to.
+        request: Of the rank.
+        save_id: The request's.
         store: That has renames.
 
     Attributes:
+        paths: Of these files, the index first: it says that the others are whole.
         created: Paths to be removed if the save fails.
         stand: They are there already: see `stand_already`.
     """
 
-    def __init__(self, job: RankJob, store: Store) -> None:
-        self._job, self._store = job, store
+    def __init__(self, request: SaveRequest, save_id: SaveId, store: Store) -> None:
+        self._request, self._store = request, store
+        names = [index_name(save_id, request.rank), objects_name(save_id, request.rank)]
+        names += [items_name(save_id, request.rank)] if request.layout == DCP else []
+        self.paths = [os.path.join(request.path, name) for name in names]
         self.created: list[str] = []
         self.stand = False
 
     def stand_already(self) -> None:
         """From here on `write` replaces, and what stands stays if the save fails: unless nobody else can commit it."""
         self.stand = True
-        if self._job.world_size == 1:
-            self.created = small_paths(self._job)
+        if self._request.world_size == 1:
+            self.created = list(self.paths)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write one file, flushed if the job says so.
+        """Write one file, flushed if the request says so.
 
         Raises:
             OSError: A call failed; what stood before stands.
         """
-        path = os.path.join(self._job.path, name)
+        path = os.path.join(self._request.path, name)
         if self.stand:
             self._replace(path, data)
             return
-        self._store.put(path, data, durable=self._job.fsync)
+        self._store.put(path, data, durable=self._request.fsync)
         self.created.append(path)
 
     def _replace(self, path: str, data: bytes) -> None:
         temporary = replacing_name(path)
         with contextlib.suppress(FileNotFoundError):
             self._store.remove(temporary)  # of a worker that died here
-        self._store.put(temporary, data, durable=self._job.fsync)
+        self._store.put(temporary, data, durable=self._request.fsync)
         try:
             reach("small file: replacing")
             self._store.move(temporary, path, replace=True)
@@ -170,69 +130,55 @@ class SmallFiles:
             raise
 
 
-def write_rank_files(
-    job: RankJob, image: Image, *, files: Files, pool: Executor, check: Callable[[], None]
-) -> RankResult:
-    """Write all files of one rank and make them durable.
+class RankWriter:
+    """Writes all files of one rank and makes them durable, in one step (`write`) or in two.
 
-    The calling thread writes too, beside `threads - 1` of `pool`, so that a busy pool only slows it down.
+    When a step raises, what was created is removed.
 
     Args:
-        job: What to write.
+        request: What to write; the directory exists.
         image: The bytes (format "B") that the parts lie in: a whole slot, private memory, or what makes them.
             Page-aligned for O_DIRECT.
         files: The storage seam.
-        pool: Runs the other writing threads.
         check: Called before and after each extent, and before the end; raises when the image may not be used any more.
-
-    Returns:
-        The result; every file is complete, and durable when `job.fsync`.
-
-    Raises:
-        CheckpointExistsError: Another save has committed there meanwhile, which is not to be replaced; or a `.metadata`
-            that is not ours stands where one of ours is to go.
-        UnsupportedLeafError: A leaf has no form in the layout.
-        OSError: A file call failed, or a part does not carry the save id. What this call created is removed.
-        Exception: Whatever `check` raises; the same.
-
-    Blocks: for the writes. No thread uses `image` any more when this returns or raises.
-    """
-    writer = RankWriter(job, image, files, check)
-    writer.write_shards(pool)
-    return writer.finish(job)
-
-
-class RankWriter:
-    """`write_rank_files` in two steps, for whoever knows structure and objects only after the shards are written.
-
-    Arguments and errors as there; when a step raises, what was created is removed.
+        threads: How many write.
+        progress: Called with the bytes of each extent that was written, from several threads.
     """
 
-    def __init__(self, job: RankJob, image: Image, files: Files, check: Callable[[], None]) -> None:
-        self.job, self.image, self.files, self.check = job, image, files, check
-        self._store = LocalStore(files, umask=job.umask)
+    def __init__(
+        self,
+        request: SaveRequest,
+        image: Image,
+        files: Files,
+        *,
+        check: Callable[[], None] = lambda: None,
+        threads: int = DEFAULT_THREADS,
+        progress: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        self.request, self.image, self.files, self.check = request, image, files, check
+        self.save_id = SaveId.parse(request.save_id)
+        self._store = LocalStore(files, umask=request.umask)
         self._write_s = 0.0
-        self.mode = MODE_FILE & ~job.umask
         aligned = is_page_aligned(image)
         self.shards = [
             ShardWriter(
-                os.path.join(job.path, shard_name(job.save_id, job.rank, part, job.layout)),
+                os.path.join(request.path, shard_name(self.save_id, request.rank, part, request.layout)),
                 image,
                 offset,
                 nbytes,
                 aligned=aligned and offset % PAGE_NBYTES == 0,
-                mode=self.mode,
-                fsync=job.fsync,
+                mode=MODE_FILE & ~request.umask,
+                fsync=request.fsync,
                 files=files,
             )
-            for part, (offset, nbytes) in enumerate(job.parts)
+            for part, (offset, nbytes) in enumerate(request.parts)
         ]
         self.dcp: tuple[bytes, bytes] | None = None
         self._items = b""
-        self._small = SmallFiles(job, self._store)
+        self.small = SmallFiles(request, self.save_id, self._store)
         self._lock = threading.Lock()
         self._error: BaseException | None = None
-        self._threads = job.threads or DEFAULT_THREADS
+        self._threads, self._progress = threads, progress
         self._remaining: dict[int, int] = {}
         self._todo = self._plan()
 
@@ -247,19 +193,41 @@ class RankWriter:
             todo += [(number, start, min(start + step, shard.extent_nbytes_total)) for start in starts]
         return todo[::-1]
 
+    def write(self, pool: Executor) -> RankResult:
+        """Write everything.
+
+        Args:
+            pool: Runs the other writing threads. The calling thread writes too, beside `threads - 1` of them, so that a
+                busy pool only slows it down.
+
+        Returns:
+            The result; every file is complete, and durable when `request.fsync`.
+
+        Raises:
+            CheckpointExistsError: Another save has committed there meanwhile, which is not to be replaced; or a
+                `.metadata` that is not ours stands where one of ours is to go.
+            UnsupportedLeafError: A leaf has no form in the layout.
+            OSError: A file call failed, or a part does not carry the save id.
+            Exception: Whatever `check` raises.
+
+        Blocks: for the writes. No thread uses the image any more when this returns or raises.
+        """
+        self.write_shards(pool)
+        return self.finish(self.request)
+
     def write_shards(self, pool: Executor) -> None:
-        """Write the parts. Blocks for the writes; no thread uses the image any more when this returns or raises."""
+        """Write the parts, as `write`, for whoever knows structure and objects only afterwards."""
         started = time.perf_counter()
         with self._removed_on_failure():
-            if self.job.layout == DCP:
-                refuse_foreign_metadata(self.job.path, self.job.save_id, self._store)
+            if self.request.layout == DCP:
+                refuse_foreign_metadata(self.request.path, self.save_id, self._store)
             self._write_shards(pool)
         self._write_s = time.perf_counter() - started
 
-    def finish(self, job: RankJob) -> RankResult:
-        """Write objects and index of `job`, whose shards are written; the parts are those of the first job."""
+    def finish(self, request: SaveRequest) -> RankResult:
+        """Write objects and index of `request`, whose shards are written; its parts are those of the first request."""
         started = time.perf_counter()
-        self.job = job
+        self.request = request
         with self._removed_on_failure():
             record = self._write_small_files()
         seconds = {
@@ -280,7 +248,7 @@ class RankWriter:
     @contextlib.contextmanager
     def _removed_on_failure(self) -> Iterator[None]:
         try:
-            with overtaken(self.job.path, self.job.save_id, self._store, overwrite=self.job.overwrite):
+            with overtaken(self.request.path, self.save_id, self._store, overwrite=self.request.overwrite):
                 yield
         except BaseException:
             self.remove_created()
@@ -312,12 +280,12 @@ class RankWriter:
             shard.abandon()
 
     def _check_image(self, number: int) -> None:
-        offset, nbytes = self.job.parts[number]
+        offset, nbytes = self.request.parts[number]
         start = offset + SAVE_ID_OFFSET
         found = bytes(self.image[start : start + SAVE_ID_NBYTES])
-        if found != save_id_bytes(self.job.save_id) or offset + nbytes > len(self.image):
+        if found != save_id_bytes(self.save_id) or offset + nbytes > len(self.image):
             path = self.shards[number].path
-            raise OSError(errno.EINVAL, f"the image does not carry save id {self.job.save_id}", path)
+            raise OSError(errno.EINVAL, f"the image does not carry save id {self.save_id}", path)
 
     def _run(self) -> None:
         """One thread: take extents until none is left or one has failed. Errors are kept, not raised."""
@@ -330,7 +298,7 @@ class RankWriter:
                 self.check()
                 self.shards[number].write_extent(start, end)
                 self.check()
-                self.job.progress(end - start)
+                self._progress(end - start)
                 with self._lock:
                     self._remaining[number] -= 1
                     last = self._remaining[number] == 0
@@ -352,9 +320,9 @@ class RankWriter:
         What stands stays, if this fails: but where nobody else can commit it.
         """
         started = time.perf_counter()
-        self._small.stand_already()
+        self.small.stand_already()
         for shard in self.shards:
-            shard.created = self.job.world_size == 1
+            shard.created = self.request.world_size == 1
         with self._removed_on_failure():
             for shard in self.shards:
                 begun = time.perf_counter()
@@ -364,59 +332,61 @@ class RankWriter:
 
     def index(self) -> bytes:
         """Return the index, of shards whose digests are filled in."""
-        job = self.job
+        request, save_id = self.request, self.save_id
         items_record = None
-        if job.layout == DCP:
-            self._items, table = encode_items(job.structure, job.objects, job.save_id, job.rank)
-            name, checksum = items_name(job.save_id, job.rank), file_checksum(self._items)
+        if request.layout == DCP:
+            self._items, table = encode_items(request.structure, request.objects, save_id, request.rank)
+            name, checksum = items_name(save_id, request.rank), file_checksum(self._items)
             items_record = ObjectsRecord(name=name, nbytes=len(self._items), checksum=checksum)
-            self.dcp = (job.structure, table)
+            self.dcp = (request.structure, table)
         objects = ObjectsRecord(
-            name=objects_name(job.save_id, job.rank), nbytes=len(job.objects), checksum=file_checksum(job.objects)
+            name=objects_name(save_id, request.rank),
+            nbytes=len(request.objects),
+            checksum=file_checksum(request.objects),
         )
         shards = tuple(
             ShardRecord(name=os.path.basename(s.path), nbytes=s.nbytes, digests=bytes(s.digests)) for s in self.shards
         )
         return encode_index(
             RankIndex(
-                save_id=job.save_id,
-                rank=job.rank,
-                world_size=job.world_size,
+                save_id=save_id,
+                rank=request.rank,
+                world_size=request.world_size,
                 shards=shards,
                 objects=objects,
-                structure=job.structure,
-                layout=job.layout,
+                structure=request.structure,
+                layout=request.layout,
                 items=items_record,
             )
         )
 
     def _write_small_files(self) -> RankRecord:
         """Write objects and index, flush the directory, and return the rank's line in the manifest."""
-        job, index = self.job, self.index()
-        if job.layout == DCP:
-            self._small.write(items_name(job.save_id, job.rank), self._items)
+        request, save_id, index = self.request, self.save_id, self.index()
+        if request.layout == DCP:
+            self.small.write(items_name(save_id, request.rank), self._items)
             reach("rank: items written")
-        self._small.write(objects_name(job.save_id, job.rank), job.objects)
+        self.small.write(objects_name(save_id, request.rank), request.objects)
         reach("rank: objects written")
-        self._small.write(index_name(job.save_id, job.rank), index)
+        self.small.write(index_name(save_id, request.rank), index)
         reach("rank: index written")
         self.check()
-        if job.fsync:
-            self._store.sync(job.path)
+        if request.fsync:
+            self._store.sync(request.path)
         reach("rank: durable")
         return RankRecord(
-            rank=job.rank,
-            index_name=index_name(job.save_id, job.rank),
+            rank=request.rank,
+            index_name=index_name(save_id, request.rank),
             index_nbytes=len(index),
             index_checksum=file_checksum(index),
-            n_tensors=job.n_tensors,
-            n_files=len(self.shards) + 2 + (job.layout == DCP),
-            nbytes=sum(s.nbytes for s in self.shards) + len(job.objects) + len(self._items) + len(index),
+            n_tensors=request.n_tensors,
+            n_files=len(self.shards) + 2 + (request.layout == DCP),
+            nbytes=sum(s.nbytes for s in self.shards) + len(request.objects) + len(self._items) + len(index),
         )
 
     def remove_created(self) -> None:
         """Remove what this call created; a file that resists is left to a later clean-up."""
-        for path in [s.path for s in self.shards if s.created] + self._small.created:
+        for path in [s.path for s in self.shards if s.created] + self.small.created:
             try:
                 reach("failed: removing")
                 self.files.unlink(path)

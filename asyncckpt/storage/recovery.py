@@ -12,18 +12,18 @@ import contextlib
 import logging
 import os
 import stat
-from collections.abc import Callable
 from concurrent.futures import Executor
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.checksums import BLOCK_NBYTES, block_digest
 from asyncckpt.format.index import MAX_INDEX_NBYTES, decode_index
-from asyncckpt.format.names import SaveId, index_name, temporary_dcp_metadata_name, temporary_manifest_name
+from asyncckpt.format.names import SaveId, temporary_dcp_metadata_name, temporary_manifest_name
+from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.checkpoint_dir import is_finished, standing_at
 from asyncckpt.storage.files import Files, fsync_file, opened, read_small_file
-from asyncckpt.storage.rank_writer import EXTENT_NBYTES, RankJob, RankResult, RankWriter, small_paths
-from asyncckpt.storage.shard_writer import Image, ShardWriter
+from asyncckpt.storage.rank_writer import EXTENT_NBYTES, RankResult, RankWriter
+from asyncckpt.storage.shard_writer import ShardWriter
 from asyncckpt.storage.store import Store
 
 _logger = logging.getLogger("asyncckpt.storage")
@@ -48,29 +48,25 @@ def is_committed(path: str, save_id: SaveId, *, store: Store) -> bool:
     return True
 
 
-def resume_rank_files(
-    job: RankJob, image: Image, *, files: Files, pool: Executor, check: Callable[[], None]
-) -> tuple[RankResult, bool]:
-    """As `write_rank_files`, where another process may have written some of them, or all, and is dead.
+def resume_rank_files(writer: RankWriter, pool: Executor) -> tuple[RankResult, bool]:
+    """As `writer.write`, where another process may have written some of them, or all, and is dead.
 
     Returns:
         The result, and whether the shards that stood there were kept.
 
     Raises:
         OSError: Whether they stand cannot be found out, and they stay: another node's worker may be committing them.
-        Exception: As `write_rank_files`.
+        Exception: As `writer.write`.
 
     Blocks: for the writes.
     """
-    writer = RankWriter(job, image, files, check)
     if _finds_shards(writer):
         return _keep(writer), True
-    _remove(small_paths(job) + [s.path for s in writer.shards], files)
-    writer.write_shards(pool)
-    return writer.finish(job), False
+    _remove(writer.small.paths + [s.path for s in writer.shards], writer.files)
+    return writer.write(pool), False
 
 
-def keep_ring_files(job: RankJob, image: Image, *, files: Files, check: Callable[[], None]) -> RankResult | None:
+def keep_ring_files(writer: RankWriter) -> RankResult | None:
     """Keep one rank's files that a dead process has written from a ring, whose bytes are in memory no more.
 
     Whether the shards are whole says the index alone: it must be, but for their checksums, what the request leads to.
@@ -81,27 +77,26 @@ def keep_ring_files(job: RankJob, image: Image, *, files: Files, check: Callable
     Raises:
         OSError: Whether they are cannot be found out, and they stay: another node's worker may be committing them. Or
             they cannot be made durable.
-        Exception: Whatever `check` raises.
+        Exception: Whatever the writer's `check` raises.
 
     Blocks: for the flush.
     """
-    writer = RankWriter(job, image, files, check)
     return _keep(writer) if _finds_stated_shards(writer) else None
 
 
 def _keep(writer: RankWriter) -> RankResult:
-    job = writer.job
+    request = writer.request
     reach("resumed: whole")
-    _logger.info("files of rank %d stand already, and are kept", job.rank, extra={"save_id": str(job.save_id)})
-    writer.keep_shards(lambda shard: _flush(shard, job, writer.files))
-    return writer.finish(job)
+    _logger.info("files of rank %d stand already, and are kept", request.rank, extra={"save_id": request.save_id})
+    writer.keep_shards(lambda shard: _flush(shard, request, writer.files))
+    return writer.finish(request)
 
 
 def _finds_stated_shards(writer: RankWriter) -> bool:
     """As `_finds_shards`, but that the checksums are taken from the index."""
-    job, files = writer.job, writer.files
+    files = writer.files
     try:
-        found = read_small_file(files, os.path.join(job.path, index_name(job.save_id, job.rank)), MAX_INDEX_NBYTES)
+        found = read_small_file(files, writer.small.paths[0], MAX_INDEX_NBYTES)
         stated = [shard.digests for shard in decode_index(found).shards]
         for shard in writer.shards:
             status = files.lstat(shard.path)
@@ -122,16 +117,16 @@ def _finds_shards(writer: RankWriter) -> bool:
     Raises:
         OSError: That cannot be found out.
     """
-    job, files = writer.job, writer.files
+    files = writer.files
     try:
-        found = read_small_file(files, os.path.join(job.path, index_name(job.save_id, job.rank)), MAX_INDEX_NBYTES)
+        found = read_small_file(files, writer.small.paths[0], MAX_INDEX_NBYTES)
         for shard in writer.shards:
             status = files.lstat(shard.path)
             if not stat.S_ISREG(status.st_mode) or status.st_size != shard.nbytes:
                 return False
     except FileNotFoundError:
         return False
-    for shard, (offset, nbytes) in zip(writer.shards, job.parts, strict=True):
+    for shard, (offset, nbytes) in zip(writer.shards, writer.request.parts, strict=True):
         shard.digests[:] = _digests(writer, offset, nbytes)
     return writer.index() == found
 
@@ -148,8 +143,8 @@ def _digests(writer: RankWriter, offset: int, nbytes: int) -> bytes:
     return bytes(found)
 
 
-def _flush(shard: ShardWriter, job: RankJob, files: Files) -> None:
-    if job.fsync:
+def _flush(shard: ShardWriter, request: SaveRequest, files: Files) -> None:
+    if request.fsync:
         with opened(files, shard.path, os.O_RDONLY | os.O_NOFOLLOW) as fd:
             fsync_file(files, fd, shard.path)
     reach("resumed: shard kept")

@@ -17,8 +17,9 @@ from asyncckpt.basics.failpoints import reach
 from asyncckpt.format.layout import round_up
 from asyncckpt.memory.slot import PAGE_NBYTES
 from asyncckpt.memory.streaming import StreamLayout
+from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_writer import RankJob, RankResult, RankWriter
+from asyncckpt.storage.rank_writer import DEFAULT_THREADS, RankResult, RankWriter
 from asyncckpt.storage.shard_writer import ShardWriter
 
 LINGER_S = 0.05
@@ -73,76 +74,59 @@ class StreamedImage:
         return self._slot[at : at + piece.stop - piece.start]
 
 
-def as_begun(job: RankJob) -> RankJob:
-    """Return the job: nothing more was said when it was sealed."""
-    return job
+class SegmentWriter(RankWriter):
+    """As `RankWriter`, from the segments of `source` as they are filled.
 
-
-def write_streamed_files(
-    job: RankJob,
-    slot: memoryview,
-    source: Source,
-    *,
-    files: Files,
-    pool: Executor,
-    check: Callable[[], None],
-    final: Callable[[RankJob], RankJob] = as_begun,
-) -> RankResult:
-    """As `rank_writer.write_rank_files`, from the segments of `source` as they are filled.
-
-    Only segments that are there get a thread of `pool`; the calling thread waits for them, and writes too.
+    Only segments that are there get a thread of the pool; the calling thread waits for them, and writes too.
 
     Args:
-        job: What to write.
+        request: What to write.
         slot: The bytes of the slot; page-aligned.
         source: Says which segments are filled, and hears which are written.
-        files: The storage seam.
-        pool: Runs the other writing threads.
-        check: As there; looks at the slot.
-        final: Returns the job as it is sealed, once it is: of that are index and objects. Default: as it was begun.
-
-    Returns:
-        The result; every file is complete, and durable when `job.fsync`.
-
-    Raises:
-        Exception: As there, and whatever `source` and `final` raise.
-
-    Blocks: for the writes and for the segments.
+        files, check, threads, progress: As there.
     """
-    writer = SegmentWriter(job, StreamedImage(slot, source.layout), source, files, check)
-    writer.write_shards(pool)
-    return writer.finish_as(final)
 
-
-class SegmentWriter(RankWriter):
-    """Segments that are filled go to `_ready`; threads take them from there: helpers of the pool, and the calling one.
-
-    `_at_work`: threads that write. `_over`: nothing is to be written any more. `_freed`: so many are written, from the
-    first on.
-    """
+    # Segments that are filled go to `_ready`; threads take them from there: helpers of the pool, and the calling one.
+    # `_at_work`: threads that write. `_over`: nothing is to be written any more. `_freed`: so many are written, from
+    # the first on.
 
     def __init__(
-        self, job: RankJob, image: StreamedImage, source: Source, files: Files, check: Callable[[], None]
+        self,
+        request: SaveRequest,
+        slot: memoryview,
+        source: Source,
+        files: Files,
+        *,
+        check: Callable[[], None] = lambda: None,
+        threads: int = DEFAULT_THREADS,
+        progress: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self._source, self._segments = source, source.layout.segments
-        super().__init__(job, image, files, check)
+        image = StreamedImage(slot, source.layout)
+        super().__init__(request, image, files, check=check, threads=threads, progress=progress)
         self._changed = threading.Condition(self._lock)
         self._ready: deque[int] = deque()
         self._written = [False] * len(self._segments)
         self._filled = self._helpers = self._at_work = self._freed = 0
         self._over = False
 
-    def finish_as(self, final: Callable[[RankJob], RankJob]) -> RankResult:
-        """As `finish`, of what `final` makes of the job, whose shards are written.
+    def write(self, pool: Executor, final: Callable[[], SaveRequest] | None = None) -> RankResult:
+        """As there.
+
+        Args:
+            pool: As there.
+            final: Returns the request of the seal, once it is sealed: of that are index and objects. Default: the one
+                that was begun with.
 
         Raises:
-            Exception: Whatever `final` raises. What this rank created is removed.
+            Exception: As there, and whatever `source` and `final` raise.
 
-        Blocks: as `final` does.
+        Blocks: for the writes, for the segments and for `final`.
         """
+        self.write_shards(pool)
         with self._removed_on_failure():
-            job = final(self.job)
-        return self.finish(job)
+            request = final() if final is not None else self.request
+        return self.finish(request)
 
     def _plan(self) -> list[tuple[int, int, int]]:
         for segment in self._segments:
@@ -237,7 +221,7 @@ class SegmentWriter(RankWriter):
             self._check_image(segment.part)
         end = min(round_up(segment.end), shard.extent_nbytes_total)
         shard.write_extent(segment.start, end)
-        self.job.progress(end - segment.start)
+        self._progress(end - segment.start)
         self._let_go(shard)
         reach("segment: written")
         self.check()
@@ -254,6 +238,6 @@ class SegmentWriter(RankWriter):
 
     def _let_go(self, shard: ShardWriter) -> None:
         """A segment of `shard` has been given to the system, and its cell in a ring is about to be used again."""
-        if self._source.layout.n_cells and self.job.fsync and not shard.direct:
+        if self._source.layout.n_cells and self.request.fsync and not shard.direct:
             # IMPORTANT: else what the ring keeps out of memory piles up there as the kernel's dirty pages.
             shard.flush()

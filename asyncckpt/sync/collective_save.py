@@ -25,6 +25,7 @@ from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId
 from asyncckpt.planning.planner import contribution_of
 from asyncckpt.planning.replica_checks import sample_digests
+from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.protocol.samples import decode_samples, unequal
 from asyncckpt.state_dict.flatten import Flattened
 from asyncckpt.state_dict.leaf_codecs import encode_leaves
@@ -60,15 +61,16 @@ def save_collectively(
     meeting, openings = steps.ranks.meet_next(save.series, SAVE, save), Openings()
     try:
         save_id = _agree(steps, meeting, state_dict, openings, path, kw["step"], given)
-        mine: list[RankResult] = []
+        mine: list[tuple[SaveRequest, RankResult]] = []
         try:
-            results = _store(steps, meeting, state_dict, openings, save_id, path, kw["step"], extra, mine)
+            results = _store(steps, meeting, state_dict, openings, save_id, path, kw, extra, mine)
         except Exception:
             if rank == 0:  # nobody writes any more: every rank has said how its part ended
                 steps.remove(path, save_id)
             raise
-        _publish(steps, meeting, path, save_id, results, kw)
-        return save_id, mine[0]
+        request, result = mine[0]
+        _publish(steps, meeting, save_id, request, results)
+        return save_id, result
     finally:
         meeting.close()
 
@@ -88,22 +90,17 @@ def _failed_on(rank: int, error: AsyncCkptError) -> SaveFailedError:
 
 
 def _publish(
-    steps: LocalSave,
-    meeting: Meeting,
-    path: str,
-    save_id: SaveId,
-    results: list[RankResult],
-    kw: Mapping[str, Any],
+    steps: LocalSave, meeting: Meeting, save_id: SaveId, request: SaveRequest, results: list[RankResult]
 ) -> None:
     """Let rank 0 commit, and tell everybody how that ended."""
-    rank, published = steps.ranks.rank.rank, False
+    rank, path, published = request.rank, request.path, False
 
     def publish() -> None:
         nonlocal published
         if rank == 0:
             try:
-                with steps.failures(save_id, path, kw["step"]):
-                    steps.publish(path, save_id, results, kw)
+                with steps.failures(save_id, path, request.step):
+                    steps.publish(request, results)
             except CommitUnknownError:
                 raise
             except Exception:
@@ -197,9 +194,9 @@ def _store(
     openings: Openings,
     save_id: SaveId,
     path: str,
-    step: int,
+    kw: Mapping[str, Any],
     extra: Mapping[str, Any],
-    mine: list[RankResult],
+    mine: list[tuple[SaveRequest, RankResult]],
 ) -> list[RankResult]:
     """Write every rank's files, compare replicas, and ask the hooks; returns what all ranks wrote."""
 
@@ -208,9 +205,9 @@ def _store(
     def store() -> dict[str, Any]:
         with gc_paused():
             plan, flat = steps.plans.take(state_dict, openings)
-        result = steps.store(plan, flat, encode_leaves(flat, steps.config.layout), save_id, path, step)
-        mine.append(result)
-        steps.ask_hook(path, save_id, step, extra)
+        request, result = steps.store(plan, flat, encode_leaves(flat, steps.config.layout), save_id, path, kw)
+        mine.append((request, result))
+        steps.ask_hook(path, save_id, kw["step"], extra)
         samples = sample_digests(plan, flat, save_id.sequence).encode() if steps.config.replicated == "check" else b""
         result = replace(result, tally=tally_of(plan.structure, rank, seed_of(save_id)))
         return {"result": asdict(result), "structure": plan.structure, "samples": samples}

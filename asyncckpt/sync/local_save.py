@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,20 +26,20 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.layout import PAGE_NBYTES
 from asyncckpt.format.names import SaveId
-from asyncckpt.format.objects import encode_objects
 from asyncckpt.memory.headroom import check_memory
 from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.planning.save_plan import SavePlan
+from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.staging.copy_engine import Engine
 from asyncckpt.staging.cpu_copy import SlotImage
+from asyncckpt.staging.save_request import build_request
 from asyncckpt.state_dict.flatten import Flattened
 from asyncckpt.storage import catalog, commit
 from asyncckpt.storage.checkpoint_dir import prepare_directory, remove_made
-from asyncckpt.storage.commit import build_manifest, dcp_metadata_of
 from asyncckpt.storage.files import Files, save_failure
 from asyncckpt.storage.local import LocalStore
-from asyncckpt.storage.rank_writer import DEFAULT_THREADS, RankJob, RankResult, write_rank_files
+from asyncckpt.storage.rank_writer import DEFAULT_THREADS, RankResult, RankWriter
 
 _log = logging.getLogger("asyncckpt.sync")
 
@@ -81,7 +80,7 @@ class LocalSave:
         return LocalStore(self._files, umask=current_umask())
 
     @contextlib.contextmanager
-    def failures(self, save_id: SaveId, path: str, step: int) -> Iterator[None]:
+    def failures(self, save_id: SaveId, path: str, step: int | None) -> Iterator[None]:
         """Turn what the system refuses inside into errors of our own.
 
         Raises:
@@ -100,17 +99,19 @@ class LocalSave:
         return self._lineage.epoch_for(path, run)
 
     def store(
-        self, plan: SavePlan, flat: Flattened, leaves: list[Any], save_id: SaveId, path: str, step: int
-    ) -> RankResult:
-        """Stage and write this rank's files.
+        self, plan: SavePlan, flat: Flattened, leaves: list[Any], save_id: SaveId, path: str, kw: Mapping[str, Any]
+    ) -> tuple[SaveRequest, RankResult]:
+        """Stage and write this rank's files; `kw`: `step` and `metadata`.
+
+        Returns:
+            What was asked of the writer, and what it wrote.
 
         Raises:
             StagingError: torch could not copy a tensor.
             InsufficientMemoryError, SaveFailedError, CheckpointExistsError: As `write`.
         """
-        began = time.perf_counter()
+        began, step = time.perf_counter(), kw["step"]
         with self.failures(save_id, path, step):
-            umask = current_umask()
             self._made = prepare_directory(
                 path,
                 save_id=save_id,
@@ -133,8 +134,21 @@ class LocalSave:
                 ) from error
             copied = time.perf_counter() - began
             reach("sync: copied")
-            result = self._write(self._job(plan, path, save_id, encode_objects(save_id, leaves), umask))
-        return replace(result, seconds={"copy": copied, **result.seconds})
+            request = build_request(
+                self.config,
+                self.ranks.rank,
+                save_id,
+                path=path,
+                step=step,
+                parts=plan.part_ranges(),
+                structure=plan.structure,
+                n_tensors=plan.n_tensors,
+                leaves=leaves,
+                metadata=kw.get("metadata"),
+            )
+            threads = request.write_threads or DEFAULT_THREADS
+            result = RankWriter(request, room.mapping.view(), self._files, threads=threads).write(self._pool)
+        return request, replace(result, seconds={"copy": copied, **result.seconds})
 
     def ask_hook(self, path: str, save_id: SaveId, step: int, extra: Mapping[str, Any]) -> None:
         """Call `pre_commit`.
@@ -155,30 +169,14 @@ class LocalSave:
                 step=step,
             )
 
-    def publish(self, path: str, save_id: SaveId, results: Sequence[RankResult], kw: Mapping[str, Any]) -> None:
-        """Put the manifest of a checkpoint whose ranks are all written.
+    def publish(self, request: SaveRequest, results: Sequence[RankResult]) -> None:
+        """Put the manifest of a checkpoint whose ranks are all written; `request`: of rank 0.
 
         Raises:
             CheckpointExistsError, CommitUnknownError, OSError: As `storage.commit.publish`.
         """
-        dcp_metadata = dcp_metadata_of(save_id, [r.dcp for r in results])
-        manifest = build_manifest(
-            save_id,
-            results,
-            step=kw["step"],
-            world_size=self.ranks.rank.world_size,
-            fsync=self.config.fsync,
-            metadata=json.dumps(kw.get("metadata") or {}),
-            package=__version__,
-            dcp_metadata=dcp_metadata,
-        )
-        commit.publish(
-            path,
-            manifest,
-            store=self._local_store(),
-            overwrite=self.config.overwrite,
-            dcp_metadata=dcp_metadata,
-        )
+        store = LocalStore(self._files, umask=request.umask)
+        commit.commit_save([request], results, store=store, package=__version__)
         self._made = []
 
     def remove(self, path: str, save_id: SaveId) -> None:
@@ -219,29 +217,6 @@ class LocalSave:
         if self._image is None or self._image.plan is not plan:
             self._image = SlotImage(self._memory.mapping.address, plan)
         return self._memory, self._image
-
-    def _job(self, plan: SavePlan, path: str, save_id: SaveId, objects: bytes, umask: int) -> RankJob:
-        return RankJob(
-            path=path,
-            save_id=save_id,
-            rank=self.ranks.rank.rank,
-            world_size=self.ranks.rank.world_size,
-            parts=tuple((p.offset, p.nbytes) for p in plan.part_ranges()),
-            structure=plan.structure,
-            objects=objects,
-            n_tensors=plan.n_tensors,
-            fsync=self.config.fsync,
-            overwrite=self.config.overwrite,
-            umask=umask,
-            threads=self.config.write_threads or 0,
-            layout=self.config.layout,
-        )
-
-    def _write(self, job: RankJob) -> RankResult:
-        assert self._memory is not None
-        return write_rank_files(
-            job, self._memory.mapping.view(), files=self._files, pool=self._pool, check=lambda: None
-        )
 
     def _drop(self) -> None:
         self._image = None  # the views go before the mapping

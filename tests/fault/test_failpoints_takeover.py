@@ -70,16 +70,17 @@ def leave(way: str, snapshot: Snapshot, path: pathlib.Path) -> None:
 
 def go_on(way: str, snapshot: Snapshot, path: pathlib.Path) -> bool:
     """Take the save up, as the next worker does; says whether it is committed in the end."""
-    files, job = RecordingFiles(), snapshot.job(str(path))
+    files = RecordingFiles()
+    writer = snapshot.writer(str(path), files)
     if is_committed(str(path), SAVE_ID, store=LocalStore(files)):
         return True
     if way.startswith("ring"):  # of which nothing is in memory
-        result = keep_ring_files(job, snapshot.image, files=files, check=lambda: None)
+        result = keep_ring_files(writer)
         if result is None:
             return False
     else:
         with ThreadPoolExecutor(2) as pool:
-            result, _ = resume_rank_files(job, snapshot.image, files=files, pool=pool, check=lambda: None)
+            result, _ = resume_rank_files(writer, pool)
     publish(str(path), manifest_of(result), store=LocalStore(files))
     return True
 

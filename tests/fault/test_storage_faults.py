@@ -11,7 +11,6 @@ import os
 import random
 import resource
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from asyncckpt.storage.catalog import scan
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.rank_writer import RankResult
-from asyncckpt.storage.segment_writer import write_streamed_files
+from asyncckpt.storage.segment_writer import SegmentWriter
 from asyncckpt.storage.verification import verify_checkpoint
 
 pytestmark = pytest.mark.fault
@@ -54,6 +53,8 @@ class Early(Snapshot):
 
     n_cells = 0
 
+    slot: memoryview | None = None
+
     @property
     def layout(self) -> StreamLayout:
         return StreamLayout(self.parts, BLOCK_NBYTES, self.n_cells)
@@ -68,22 +69,23 @@ class Early(Snapshot):
     def freed(self, count: int) -> None:
         """They are needed no more."""
 
-    def write(
-        self, path: str, files: Files | None = None, check: Callable[[], None] = lambda: None, **changes: Any
-    ) -> RankResult:
+    def writer(
+        self,
+        path: str,
+        files: Files | None = None,
+        check: Callable[[], None] = lambda: None,
+        threads: int = 2,
+        **changes: Any,
+    ) -> SegmentWriter:
         self.n_filled = 0
-        with ThreadPoolExecutor(4) as pool:
-            return write_streamed_files(
-                self.job(path, **changes), self.image, self, files=files or Files(), pool=pool, check=check
-            )
+        request = self.request(path, **changes)
+        return SegmentWriter(request, self.slot or self.image, self, files or Files(), check=check, threads=threads)
 
 
 class Ringed(Early):
     """Goes through a ring whose cells hold all of its segments."""
 
-    def write(
-        self, path: str, files: Files | None = None, check: Callable[[], None] = lambda: None, **changes: Any
-    ) -> RankResult:
+    def write(self, path: str, *args: Any, **kw: Any) -> RankResult:
         self.n_filled, self.n_cells = 0, sum(-(-nbytes // BLOCK_NBYTES) for _, nbytes in self.parts)
         ring = self.layout
         memory = Memory(-1, ring.cells_nbytes + 2 * PAGE_NBYTES)
@@ -93,9 +95,8 @@ class Ringed(Early):
                 at, offset = ring.offset_of(number), self.parts[segment.part][0]
                 piece = self.image[offset + segment.start : offset + segment.end]
                 cells[at : at + len(piece)] = piece
-            with ThreadPoolExecutor(4) as pool:
-                job = self.job(path, **changes)
-                return write_streamed_files(job, cells, self, files=files or Files(), pool=pool, check=check)
+            self.slot = cells
+            return super().write(path, *args, **kw)
         finally:
             cells.release()
             memory.close()

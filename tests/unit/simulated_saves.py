@@ -124,7 +124,7 @@ class RingReader:
         self.request = decode_request(raw, slot.memory.nbytes - 4096)
         parts = self.request.parts
         cut = self.request.ring_segment_nbytes, self.request.ring_segments
-        self.ring = StreamLayout([(p.offset, p.nbytes) for p in parts], *cut)
+        self.ring = StreamLayout(parts, *cut)
         self.image = bytearray(parts[-1].offset + -(-parts[-1].nbytes // 4096) * 4096)
         self.error: Exception | None = None
         self.held, self.between = threading.Event(), threading.Event()
@@ -173,7 +173,7 @@ class Saver:
         ranks: Any = SimpleNamespace(rank=RankInfo(0, 1), alone=True, run_id="0123456789ab")
         worker: Any = self.process
         copies = copy_engine.Engine(self.config, device)
-        self.stager = SlotStager(worker, ranks, self.config, package="0", engine=copies)
+        self.stager = SlotStager(worker, ranks, self.config, engine=copies)
         self.sequence = itertools.count(1)
 
     def save(self, state: Mapping[str, Any]) -> SaveHandle:

@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "format": {"errors", "dtypes", "basics"},
     "memory": {"errors", "dtypes", "basics"},
     "protocol": {"errors", "dtypes", "basics"},
-    "storage": {"errors", "dtypes", "basics", "format", "memory"},
+    "storage": {"errors", "dtypes", "basics", "format", "memory", "protocol"},
     "maintenance": {"basics", "errors", "format", "storage"},
     "interop.sources": {"errors", "dtypes", "basics", "format", "storage"},
     "per_rank": set(),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from storage_samples import SAVE_ID, RecordingFiles, manifest_of
+from storage_samples import SAVE_ID, RecordingFiles, manifest_of, request_of
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import CorruptCheckpointError
@@ -23,6 +23,7 @@ from asyncckpt.loading.byte_ranges import chunks_near, region_of, whole_chunk_pi
 from asyncckpt.loading.load import DefaultReader, load
 from asyncckpt.loading.saved_state import SavedTree
 from asyncckpt.memory.mapping import Mapping as Memory
+from asyncckpt.protocol.request import PartRange
 from asyncckpt.sharding.shard_types import FlatShard, ShardedSlice
 from asyncckpt.storage.checkpoint_dir import prepare_directory
 from asyncckpt.storage.commit import publish
@@ -30,7 +31,7 @@ from asyncckpt.storage.contents import read_contents
 from asyncckpt.storage.coverage import Box
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
-from asyncckpt.storage.rank_writer import RankJob, RankResult, write_rank_files
+from asyncckpt.storage.rank_writer import RankResult, RankWriter
 
 FILES = Files()
 STORE = LocalStore()
@@ -99,12 +100,11 @@ def _write_rank(
         n_objects=len(objects),
         part_nbytes=tuple(p.nbytes for p in layout.parts),
     )
-    job = RankJob(
+    request = request_of(
         path=str(path),
-        save_id=SAVE_ID,
         rank=rank,
         world_size=world_size,
-        parts=tuple(zip(offsets, (p.nbytes for p in layout.parts), strict=True)),
+        parts=tuple(PartRange(offset, p.nbytes) for offset, p in zip(offsets, layout.parts, strict=True)),
         structure=encode_structure(structure),
         objects=encode_objects(SAVE_ID, [f"{o} of {rank}" for o in objects]),
         n_tensors=len(entries),
@@ -112,7 +112,7 @@ def _write_rank(
     )
     try:
         with ThreadPoolExecutor(1) as pool:
-            return write_rank_files(job, image, files=FILES, pool=pool, check=lambda: None)
+            return RankWriter(request, image, FILES).write(pool)
     finally:
         image.release()
         memory.close()

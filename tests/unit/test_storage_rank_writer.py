@@ -17,8 +17,9 @@ from storage_samples import OTHER_ID, SAVE_ID, RecordingFiles, Snapshot, failing
 from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.format.checksums import BLOCK_NBYTES, block_digest, file_checksum
 from asyncckpt.format.index import decode_index
+from asyncckpt.protocol.request import PartRange
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_writer import write_rank_files
+from asyncckpt.storage.rank_writer import RankWriter
 from asyncckpt.storage.shard_writer import ShardWriter
 
 MIB = 1 << 20
@@ -109,7 +110,7 @@ def test_a_busy_pool_only_slows_the_writing_down(tmp_path: Path) -> None:
     blocked = threading.Event()
     with Snapshot({"a": 8 * MIB}) as snapshot, ThreadPoolExecutor(1) as pool:
         pool.submit(blocked.wait, 20)
-        write_rank_files(snapshot.job(str(tmp_path)), snapshot.image, files=Files(), pool=pool, check=lambda: None)
+        snapshot.writer(str(tmp_path)).write(pool)
         blocked.set()
     assert len(names_in(tmp_path)) == 3
 
@@ -152,8 +153,8 @@ def test_memory_that_is_not_page_aligned_is_written_buffered(tmp_path: Path) -> 
     with Snapshot({"a": MIB}) as snapshot, ThreadPoolExecutor(1) as pool:
         offset, nbytes = snapshot.parts[0]
         image = memoryview(bytearray(b"x" + snapshot.image[offset : offset + nbytes]))[1:]
-        job = snapshot.job(str(tmp_path), parts=((0, nbytes),))
-        result = write_rank_files(job, image, files=files, pool=pool, check=lambda: None)
+        request = snapshot.request(str(tmp_path), parts=(PartRange(0, nbytes),))
+        result = RankWriter(request, image, files).write(pool)
         assert Path(shard_paths(str(tmp_path))[0]).read_bytes() == bytes(image)
     assert not result.direct
     assert "set_direct" not in files.names()
@@ -162,7 +163,7 @@ def test_memory_that_is_not_page_aligned_is_written_buffered(tmp_path: Path) -> 
 def test_read_only_memory_is_written_too(tmp_path: Path) -> None:
     with Snapshot({"a": MIB}) as snapshot, ThreadPoolExecutor(1) as pool:
         image = memoryview(bytes(snapshot.image))
-        write_rank_files(snapshot.job(str(tmp_path)), image, files=Files(), pool=pool, check=lambda: None)
+        RankWriter(snapshot.request(str(tmp_path)), image, Files()).write(pool)
     assert len(names_in(tmp_path)) == 3
 
 

@@ -17,7 +17,7 @@ from asyncckpt.storage.checkpoint_dir import prepare_directory
 from asyncckpt.storage.commit import check_rank_files
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
-from asyncckpt.storage.rank_writer import RankResult
+from asyncckpt.storage.rank_writer import RankResult, RankWriter
 from asyncckpt.storage.recovery import is_committed, keep_ring_files, resume_rank_files
 
 LENGTHS = {"a": 700_000, "b": 5}
@@ -26,8 +26,7 @@ INDEX, OBJECTS = index_name(SAVE_ID, 0), objects_name(SAVE_ID, 0)
 
 def resume(snapshot: Snapshot, path: Path, files: Files | None = None, **changes: Any) -> tuple[RankResult, bool]:
     with ThreadPoolExecutor(4) as pool:
-        job = snapshot.job(str(path), **changes)
-        return resume_rank_files(job, snapshot.image, files=files or Files(), pool=pool, check=lambda: None)
+        return resume_rank_files(snapshot.writer(str(path), files, **changes), pool)
 
 
 def inodes(path: Path) -> dict[str, int]:
@@ -290,9 +289,8 @@ class Nowhere:
 
 
 def keep(snapshot: Snapshot, path: Path, files: Files | None = None, **changes: Any) -> RankResult | None:
-    image = Nowhere(len(snapshot.image))
-    job = snapshot.job(str(path), **changes)
-    return keep_ring_files(job, image, files=files or Files(), check=lambda: None)
+    request, image = snapshot.request(str(path), **changes), Nowhere(len(snapshot.image))
+    return keep_ring_files(RankWriter(request, image, files or Files()))
 
 
 @pytest.mark.parametrize("fsync", [True, False])

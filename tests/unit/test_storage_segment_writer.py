@@ -18,7 +18,7 @@ from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.memory.streaming import StreamLayout
 from asyncckpt.storage import segment_writer
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.segment_writer import StreamedImage, write_streamed_files
+from asyncckpt.storage.segment_writer import StreamedImage
 
 
 @pytest.fixture
@@ -201,8 +201,7 @@ def test_a_pool_that_has_no_thread_to_spare_only_slows_it_down(tmp_path: Path, t
     with ThreadPoolExecutor(1) as pool:
         pool.submit(busy.wait)
         try:
-            job = trainer._snapshot.job(str(tmp_path), threads=4)
-            write_streamed_files(job, trainer.slot, trainer, files=Files(), pool=pool, check=lambda: None)
+            trainer.writer(tmp_path, threads=4).write(pool)
         finally:
             busy.set()
     assert trainer.counts[-1] == len(trainer.ring.segments)

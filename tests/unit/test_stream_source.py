@@ -29,7 +29,6 @@ from asyncckpt.memory.streaming import Counters
 from asyncckpt.protocol.request import PartRange, SaveRequest, encode_request
 from asyncckpt.storage.coverage import Tally
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.rank_writer import RankJob
 from asyncckpt_worker.core.actions import Write
 from asyncckpt_worker.io import stream_source
 from asyncckpt_worker.io.content_digest import rest_print
@@ -42,10 +41,10 @@ NBYTES = (5 * BLOCK_NBYTES - 77, 3 * BLOCK_NBYTES, 5000)
 
 
 class Trainer:
-    """A slot of three parts that is filled piece by piece."""
+    """A slot of three parts, of a save to `path`, that is filled piece by piece."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
+    def __init__(self, rng: random.Random, path: Path) -> None:
+        self.rng, self.path = rng, str(path)
         offsets = [PAGE_NBYTES]
         for nbytes in NBYTES:
             offsets.append(offsets[-1] + round_up(nbytes))
@@ -105,40 +104,28 @@ class Trainer:
 
     def request(self, **fields: Any) -> SaveRequest:
         """Return what the slot says; `fields` of it."""
-        return replace(REQUEST, **{"save_id": FIRST, "parts": self.parts, **fields})
+        return replace(REQUEST, **{"save_id": FIRST, "path": self.path, "parts": self.parts, **fields})
 
     def job(self, **fields: Any) -> Write:
         """Return the worker's job; `fields` of its request."""
         request = self.request(**fields)
         return Write(key=(FIRST, 0), slot=SLOT, generation=GENERATION, request=request, early=True)
 
-    def write(self, path: Path, prove: Prove = unproved, **fields: Any) -> Any:
+    def write(self, prove: Prove = unproved, **fields: Any) -> Any:
         """Do the worker's job."""
         job = self.job(**fields)
-        rank_job = RankJob(
-            path=str(path),
-            save_id=SAVE_ID,
-            rank=0,
-            world_size=1,
-            parts=tuple((p.offset, p.nbytes) for p in self.parts),
-            structure=b"",
-            objects=b"",
-            n_tensors=0,
-        )
         with ThreadPoolExecutor(3) as pool:
-            found, kept = stream_source.write_streamed(
-                job, rank_job, self.memory, self.slots, prove, files=Files(), pool=pool
-            )
+            found, kept = stream_source.write_streamed(job, self.memory, self.slots, prove, files=Files(), pool=pool)
         assert not kept
         return found
 
-    def writing(self, path: Path, prove: Prove = unproved) -> tuple[threading.Thread, list[Any]]:
+    def writing(self, prove: Prove = unproved) -> tuple[threading.Thread, list[Any]]:
         """Do it in a thread; its result or error comes into the list."""
         found: list[Any] = []
 
         def run() -> None:
             try:
-                found.append(self.write(path, prove))
+                found.append(self.write(prove))
             except Exception as error:
                 found.append(error)
 
@@ -152,11 +139,11 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
+def trainer(rng: random.Random, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
     monkeypatch.setattr(stream_source, "EXTENT_NBYTES", BLOCK_NBYTES)
     monkeypatch.setattr(stream_source, "PARTING_S", 0.01)
     monkeypatch.setattr(slot_stream, "STEP_NBYTES", 1)
-    made = Trainer(rng)
+    made = Trainer(rng, tmp_path)
     yield made
     made.close()
 
@@ -164,7 +151,7 @@ def trainer(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tra
 def test_files_and_checksums_are_those_of_the_bytes_that_the_slot_has_in_the_end(
     trainer: Trainer, tmp_path: Path
 ) -> None:
-    thread, found = trainer.writing(tmp_path)
+    thread, found = trainer.writing()
     trainer.fill()
     trainer.memory.control.finish()
     thread.join(60)
@@ -181,7 +168,7 @@ def test_files_and_checksums_are_those_of_the_bytes_that_the_slot_has_in_the_end
 def test_a_staging_that_is_given_up_leaves_no_file(
     trainer: Trainer, tmp_path: Path, rng: random.Random, how: str
 ) -> None:
-    thread, found = trainer.writing(tmp_path)
+    thread, found = trainer.writing()
     trainer.fill(rng.randrange(len(trainer.pieces)))
     control = trainer.memory.control
     if how == "cut off":
@@ -196,7 +183,7 @@ def test_a_staging_that_is_given_up_leaves_no_file(
 def test_a_seal_alone_says_nothing_of_what_is_filled(trainer: Trainer, tmp_path: Path) -> None:
     trainer.memory.control.finish()
     with pytest.raises(SaveFailedError, match=r"staged nothing for commit_timeout_s=0\.05"):
-        trainer.write(tmp_path, commit_timeout_s=0.05)
+        trainer.write(commit_timeout_s=0.05)
     assert os.listdir(tmp_path) == []
 
 
@@ -206,7 +193,7 @@ def test_what_was_filled_and_sealed_by_a_trainer_that_is_dead_is_written_to_its_
     trainer.fill()
     trainer.memory.control.finish()
     trainer.slots.cut_off(SLOT, GENERATION)
-    assert trainer.write(tmp_path).nbytes > sum(NBYTES)
+    assert trainer.write().nbytes > sum(NBYTES)
 
 
 OBJECTS = encode_objects(SAVE_ID, [1, "two", None])
@@ -220,7 +207,7 @@ def test_index_and_objects_are_those_of_the_request_of_the_seal(trainer: Trainer
         assert not (tmp_path / index_name(SAVE_ID, 0)).exists()
         return Tally(kinds=b"k", sums=b"s")
 
-    thread, found = trainer.writing(tmp_path, prove)
+    thread, found = trainer.writing(prove)
     trainer.fill()
     structure = encode_structure(Structure(tree=("d", ()), tensors=(), n_objects=3, part_nbytes=NBYTES))
     sealed = trainer.request(structure=structure, objects=OBJECTS, n_tensors=5, metadata='{"a": 1}', step=-9)
@@ -240,7 +227,7 @@ def test_index_and_objects_are_those_of_the_request_of_the_seal(trainer: Trainer
 
 @pytest.mark.parametrize("field", ["parts", "path", "fsync", "umask", "overwrite"])
 def test_a_seal_of_other_files_than_were_begun_is_no_end_of_these(trainer: Trainer, tmp_path: Path, field: str) -> None:
-    thread, found = trainer.writing(tmp_path)
+    thread, found = trainer.writing()
     trainer.fill()
     first = trainer.request()
     other = {"parts": first.parts[:-1], "path": "/elsewhere", "fsync": not first.fsync, "umask": first.umask ^ 0o7}
@@ -257,9 +244,9 @@ def test_what_is_filled_and_never_sealed_leaves_no_file(trainer: Trainer, tmp_pa
     trainer.fill()
     if how == "time":
         with pytest.raises(SaveFailedError, match=r"not sealed it for commit_timeout_s=0\.05"):
-            trainer.write(tmp_path, commit_timeout_s=0.05)
+            trainer.write(commit_timeout_s=0.05)
     else:
-        thread, found = trainer.writing(tmp_path)
+        thread, found = trainer.writing()
         deadline = time.monotonic() + 10
         while len(os.listdir(tmp_path)) < len(NBYTES) and time.monotonic() < deadline:
             time.sleep(0.001)

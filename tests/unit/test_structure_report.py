@@ -7,7 +7,7 @@ from simulated_ranks import Ranks
 
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.planning.planner import PlanCache
-from asyncckpt.staging.requests import NOTHING_TO_REPORT, StructureReporter
+from asyncckpt.staging.save_request import NOTHING_TO_REPORT, StructureReporter
 
 REPORTER = StructureReporter(CheckpointerConfig(), lambda tensor: False)
 STATE = {"w": torch.arange(6.0)}

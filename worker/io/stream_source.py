@@ -19,9 +19,9 @@ from asyncckpt.memory.streaming import Counters, StreamLayout
 from asyncckpt.protocol.request import SaveRequest, decode_request
 from asyncckpt.storage.coverage import Tally
 from asyncckpt.storage.files import Files, whose
-from asyncckpt.storage.rank_writer import EXTENT_NBYTES, RankJob, RankResult
+from asyncckpt.storage.rank_writer import DEFAULT_THREADS, EXTENT_NBYTES, RankResult, RankWriter
 from asyncckpt.storage.recovery import keep_ring_files
-from asyncckpt.storage.segment_writer import StreamedImage, write_streamed_files
+from asyncckpt.storage.segment_writer import SegmentWriter, StreamedImage
 from asyncckpt_worker.core.actions import Write
 from asyncckpt_worker.io.content_digest import rest_print
 from asyncckpt_worker.io.slot_store import SlotStore
@@ -53,13 +53,14 @@ def unproved(request: SaveRequest) -> Tally | None:
 
 def write_streamed(
     job: Write,
-    rank_job: RankJob,
     memory: SlotMemory,
     slots: SlotStore,
     prove: Prove = unproved,
     *,
     files: Files,
     pool: Executor,
+    threads: int = DEFAULT_THREADS,
+    progress: Callable[[int], None] = lambda nbytes: None,
 ) -> tuple[RankResult, bool]:
     """Write one rank's files as they are filled. Of a ring that a dead worker has begun: keep what that has finished.
 
@@ -82,22 +83,23 @@ def write_streamed(
         kept = False
         if job.resumed:
             # IMPORTANT: nothing is removed here: a leader on another node may be committing these files right now.
-            result, kept = _finished(source, rank_job, view, files), True
+            result, kept = _finished(source, view, files), True
         else:
-            result = write_streamed_files(
-                rank_job, view, source, files=files, pool=pool, check=source.check, final=source.final
+            writer = SegmentWriter(
+                job.request, view, source, files, check=source.check, threads=threads, progress=progress
             )
+            result = writer.write(pool, source.final)
         return replace(result, rest_print=rest_print(source.request), tally=source.tally), kept
     finally:
         view.release()
 
 
-def _finished(source: StreamSource, rank_job: RankJob, view: memoryview, files: Files) -> RankResult:
+def _finished(source: StreamSource, view: memoryview, files: Files) -> RankResult:
     """Return the result of a ring's files that a dead worker has finished."""
     found: RankResult | None = None
     if source.is_sealed():  # else there is no index yet
         image = StreamedImage(view, source.layout)
-        found = keep_ring_files(source.final(rank_job), image, files=files, check=source.check)
+        found = keep_ring_files(RankWriter(source.final(), image, files, check=source.check))
     if found is None:
         raise source.failed("stream_lost", STREAM_LOST)
     return found
@@ -114,8 +116,7 @@ class StreamSource:
 
     def __init__(self, job: Write, memory: SlotMemory, slots: SlotStore, prove: Prove = unproved) -> None:
         request = self.request = job.request
-        parts = [(part.offset, part.nbytes) for part in request.parts]
-        self.layout = StreamLayout(parts, request.ring_segment_nbytes or EXTENT_NBYTES, request.ring_segments)
+        self.layout = StreamLayout(request.parts, request.ring_segment_nbytes or EXTENT_NBYTES, request.ring_segments)
         self.tally: Tally | None = None
         self._prove, self._counters = prove, Counters(memory, job.generation)
         self._job, self._memory, self._slots = job, memory, slots
@@ -176,8 +177,8 @@ class StreamSource:
         """Whether the trainer has sealed it."""
         return self._memory.control.is_sealed(self._job.generation)
 
-    def final(self, job: RankJob) -> RankJob:
-        """Return the job as the trainer has sealed it, once it has: it may know more by then.
+    def final(self) -> SaveRequest:
+        """Return the request of the seal, once the trainer has sealed: it may know more by then.
 
         Raises:
             SaveFailedError: It is not sealed, or was sealed with other files.
@@ -207,7 +208,7 @@ class StreamSource:
         if generation != self._job.generation or replace(sealed, **may_differ) != asked:
             raise self.failed("not_sealed", "it was sealed with other files than it was begun with")
         self.request, self.tally = sealed, self._prove(sealed)
-        return replace(job, structure=sealed.structure, objects=sealed.objects, n_tensors=sealed.n_tensors)
+        return sealed
 
     def failed(self, code: str, detail: str) -> SaveFailedError:
         """Return the error of a slot that is not filled to its end, or of a ring that is lost."""

@@ -19,13 +19,12 @@ from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import AsyncCkptError, SaveFailedError
 from asyncckpt.format.names import DCP, SaveId
 from asyncckpt.memory.slot import SlotError
-from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.catalog import next_epoch_beside
 from asyncckpt.storage.checkpoint_dir import home_of, prepare_directory, remove_made
-from asyncckpt.storage.commit import build_manifest, dcp_metadata_of, publish, remove_files_of, remove_leftovers
+from asyncckpt.storage.commit import commit_save, remove_files_of, remove_leftovers
 from asyncckpt.storage.files import Files, save_failure, whose
 from asyncckpt.storage.local import LocalStore
-from asyncckpt.storage.rank_writer import DEFAULT_THREADS, RankJob, RankResult, write_rank_files
+from asyncckpt.storage.rank_writer import DEFAULT_THREADS, RankResult, RankWriter
 from asyncckpt.storage.recovery import is_committed, resume_rank_files
 from asyncckpt.storage.store import DirectoryIdentity
 from asyncckpt_worker.core.actions import Commit, Prepare, Write
@@ -127,10 +126,13 @@ class Writer:
                 self._written.pop(job.key, None)
 
         def filed(pieces: list[int]) -> tuple[RankResult, bool]:
-            rank_job = self._rank_job(request, pieces.append)
+            threads = min(MAX_WRITE_THREADS, max(request.write_threads or self.threads, MIN_THREADS))
+            files, progress = self._files, pieces.append
             with self._slots.use(job.slot) as memory:
                 if request.ring_segments or job.early:
-                    return write_streamed(job, rank_job, memory, self._slots, prove, files=self._files, pool=pool)
+                    return write_streamed(
+                        job, memory, self._slots, prove, files=files, pool=pool, threads=threads, progress=progress
+                    )
 
                 def check() -> None:
                     if not memory.control.is_sealed(job.generation):
@@ -138,11 +140,8 @@ class Writer:
 
                 view = memory.mapping.view()
                 try:
-                    if job.resumed:
-                        result, kept = resume_rank_files(rank_job, view, files=self._files, pool=pool, check=check)
-                    else:
-                        result = write_rank_files(rank_job, view, files=self._files, pool=pool, check=check)
-                        kept = False
+                    writer = RankWriter(request, view, files, check=check, threads=threads, progress=progress)
+                    result, kept = resume_rank_files(writer, pool) if job.resumed else (writer.write(pool), False)
                 finally:
                     view.release()
             return replace(result, rest_print=rest_print(request)), kept
@@ -152,24 +151,6 @@ class Writer:
     def written(self) -> dict[SaveKey, int]:
         """Return how many bytes of shards have been written so far, of what is being written now."""
         return {key: sum(list(pieces)) for key, pieces in list(self._written.items())}
-
-    def _rank_job(self, request: SaveRequest, progress: Callable[[int], None]) -> RankJob:
-        return RankJob(
-            path=request.path,
-            save_id=SaveId.parse(request.save_id),
-            rank=request.rank,
-            world_size=request.world_size,
-            parts=tuple((p.offset, p.nbytes) for p in request.parts),
-            structure=request.structure,
-            objects=request.objects,
-            n_tensors=request.n_tensors,
-            fsync=request.fsync,
-            overwrite=request.overwrite,
-            umask=request.umask,
-            layout=request.layout,
-            progress=progress,
-            threads=min(MAX_WRITE_THREADS, max(request.write_threads or self.threads, MIN_THREADS)),
-        )
 
     def structures(self, job: Commit) -> Sequence[bytes]:
         """Return the structure of every rank. Reading one of another node raises SaveFailedError, or
@@ -198,37 +179,19 @@ class Writer:
             CommitUnknownError: Nobody knows whether the manifest stands.
             SaveFailedError: Nothing was published.
         """
-        request, results = job.requests[0], job.results
-        assert request.step is not None, "a rank 0 that seals without one contradicts itself"
-        step = request.step
+        request, results = job.requests[0], list(job.results)
         begun = time.perf_counter()
 
         def run() -> None:
             reach("worker: committing")
-            save_id = SaveId.parse(request.save_id)
             if job.remote:
                 await_shared(request.path, [results[rank].record for rank in job.remote], self._files)
                 reach("commit: others seen")
-            remote = job.remote if request.layout == DCP else ()
-            theirs = {rank: dcp_part_at(request.path, results[rank].record, self._files) for rank in remote}
-            dcp_metadata = dcp_metadata_of(save_id, [theirs.get(r.record.rank) or r.dcp for r in results])
-            manifest = build_manifest(
-                save_id,
-                results,
-                step=step,
-                world_size=request.world_size,
-                fsync=all(r.fsync for r in job.requests),
-                metadata=request.metadata,
-                package=__version__,
-                dcp_metadata=dcp_metadata,
-            )
-            publish(
-                request.path,
-                manifest,
-                store=LocalStore(self._files, umask=request.umask),
-                overwrite=request.overwrite,
-                dcp_metadata=dcp_metadata,
-            )
+            for rank in job.remote if request.layout == DCP else ():
+                part = dcp_part_at(request.path, results[rank].record, self._files)
+                results[rank] = replace(results[rank], dcp=part)
+            store = LocalStore(self._files, umask=request.umask)
+            commit_save(job.requests, results, store=store, package=__version__)
 
         self._wrapped(run, request.save_id, request.rank, request.step, request.path)
         seconds = time.perf_counter() - begun

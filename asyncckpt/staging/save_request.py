@@ -1,20 +1,23 @@
-"""What a save asks of the worker, as it is written into the slot when that is sealed."""
+"""What a save asks of who writes it: the worker, which finds it in the sealed slot, or this process."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from asyncckpt import __version__
+from asyncckpt.basics.paths import current_umask
 from asyncckpt.client.slot import LentSlot
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.format.names import SaveId
+from asyncckpt.format.objects import encode_objects
 from asyncckpt.planning.replica_checks import NO_SAMPLES, Samples, sample_digests
 from asyncckpt.planning.save_plan import SavePlan
-from asyncckpt.protocol.request import SaveRequest, encode_request
+from asyncckpt.protocol.request import PartRange, SaveRequest, encode_request
 from asyncckpt.staging.device_copy import Transfer
 from asyncckpt.state_dict.flatten import Flattened
 
@@ -50,59 +53,58 @@ NOTHING_TO_REPORT = StructureReport("", NO_SAMPLES, changed=False)
 """What a rank without others reports."""
 
 
-class Requests:
-    """Builds them.
+def build_request(
+    config: CheckpointerConfig,
+    rank: RankInfo,
+    save_id: SaveId,
+    *,
+    path: str,
+    step: int | None,
+    parts: tuple[PartRange, ...],
+    structure: bytes,
+    n_tensors: int,
+    leaves: Sequence[Any] = (),
+    metadata: Mapping[str, Any] | None = None,
+    report: StructureReport = NOTHING_TO_REPORT,
+    asks_hooks: bool = False,
+) -> SaveRequest:
+    """Return the request of one rank's part of a save, with or without a worker.
 
     Args:
-        rank: Of this process.
         config: For writing options.
-        package: asyncckpt's version.
+        rank: Of this process in the save.
+        save_id, path, step, parts, structure, n_tensors: As `SaveRequest` has them.
+        leaves: What the objects file holds.
+        metadata: The user's.
+        report: About replicas and structure.
+        asks_hooks: The commit waits for `pre_commit`.
+
+    Raises:
+        ValueError: The metadata are no JSON.
     """
-
-    def __init__(self, rank: RankInfo, config: CheckpointerConfig, package: str) -> None:
-        self._rank, self._config, self._package = rank, config, package
-
-    def build(
-        self,
-        plan: SavePlan,
-        objects: bytes,
-        save_id: SaveId,
-        umask: int,
-        report: StructureReport,
-        kw: Mapping[str, Any],
-        *,
-        asks_hooks: bool,
-    ) -> SaveRequest:
-        """Return the request of one save.
-
-        Args:
-            plan, objects, save_id, umask, report: Of the save.
-            kw: `path`, `step` and `metadata`.
-            asks_hooks: The commit waits for `pre_commit`.
-        """
-        return SaveRequest(
-            save_id=str(save_id),
-            step=kw["step"],
-            path=kw["path"],
-            rank=self._rank.rank,
-            world_size=self._rank.world_size,
-            parts=plan.part_ranges(),
-            structure=plan.structure,
-            objects=objects,
-            n_tensors=plan.n_tensors,
-            metadata=json.dumps(kw.get("metadata") or {}, allow_nan=False),
-            fsync=self._config.fsync,
-            overwrite=self._config.overwrite,
-            umask=umask,
-            write_threads=self._config.write_threads or 0,
-            package=self._package,
-            commit_timeout_s=self._config.commit_timeout_s,
-            hook_timeout_s=self._config.hook_timeout_s if asks_hooks else 0.0,
-            plan=report.plan,
-            samples=report.samples.encode(),
-            changed=report.changed,
-            layout=self._config.layout,
-        )
+    return SaveRequest(
+        save_id=str(save_id),
+        step=step,
+        path=path,
+        rank=rank.rank,
+        world_size=rank.world_size,
+        parts=parts,
+        structure=structure,
+        objects=encode_objects(save_id, leaves),
+        n_tensors=n_tensors,
+        metadata=json.dumps(metadata or {}, allow_nan=False),
+        fsync=config.fsync,
+        overwrite=config.overwrite,
+        umask=current_umask(),
+        write_threads=config.write_threads or 0,
+        package=__version__,
+        commit_timeout_s=config.commit_timeout_s,
+        hook_timeout_s=config.hook_timeout_s if asks_hooks else 0.0,
+        plan=report.plan,
+        samples=report.samples.encode(),
+        changed=report.changed,
+        layout=config.layout,
+    )
 
 
 def seal_with(slot: LentSlot, offset: int, asked: SaveRequest, samples: Samples, transfer: Transfer) -> None:
