@@ -1,4 +1,4 @@
-"""torch's dtypes by name, where the elements of a tensor are in memory, and why some tensors have none."""
+"""Dtypes of torch by name; where the elements of a tensor are in memory, and why some tensors have no memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE
 _BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
 
 CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""By width: dtypes that torch can copy and slice, and whose copies keep every bit."""
+"""By itemsize: dtypes that torch can copy and slice, and whose copies keep every bit."""
 
 NO_ADDRESS_BELOW = 1 << 40
-"""What is below may be an offset: memory hardly ever lies there, and no storage is that long."""
+"""A smaller address may be an offset: memory is hardly ever there, and no storage is that long."""
 
 NO_MEMORY = "it has elements and no memory: its storage was freed or never allocated"
 SHRUNK = "its storage holds fewer bytes than its elements take: it was resized"
@@ -43,20 +43,20 @@ def dtype_name(dtype: torch.dtype) -> str | None:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Return where the elements lie; 0: nowhere. `data_ptr()` of a view of freed storage is how far inside it began."""
+    """Return the address of the elements; 0: none. `data_ptr()` of a view of freed storage is its offset in it."""
     address = tensor.data_ptr()
     return address if address >= NO_ADDRESS_BELOW or (address and tensor.untyped_storage().data_ptr()) else 0
 
 
-def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether its storage holds all of its elements: torch reads beyond one that was made smaller, and says nothing."""
+def fits_in_storage(tensor: torch.Tensor) -> bool:
+    """Whether the storage of a tensor holds all its elements. torch reads beyond a storage that was made smaller."""
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     end = tensor.storage_offset() + last + 1
     return not tensor.numel() or end * tensor.itemsize <= tensor.untyped_storage().nbytes()
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements, row-major, as flat uint8 on the tensor's device: a copy only if they do not lie there so.
+    """Return the elements in row-major order as flat uint8 on the tensor's device; a view if they are contiguous.
 
     A single element may have any stride and is contiguous all the same, which a view of another width refuses.
     """
@@ -65,30 +65,30 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether its elements are what a subclass makes of every call (`__torch_dispatch__`), not what lies in its memory.
+    """Whether a subclass defines the elements in `__torch_dispatch__`, so that they are not what its memory holds.
 
-    So DTensors are, fake tensors, and quantized ones of libraries; `data_ptr()` of such a tensor says nothing.
+    DTensors, fake tensors and quantized tensors of libraries are such; their `data_ptr()` means nothing.
     """
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def why_unreadable(tensor: torch.Tensor) -> str | None:
-    """Return why the elements of a tensor cannot be copied, or None. What is copied by address must have one."""
+    """Return why the elements of a tensor cannot be copied by address; None: they can."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type not in ("cpu", "cuda"):
         return f"a {'nested ' if tensor.is_nested else ''}tensor of layout {tensor.layout} on {tensor.device}"
     try:
         # A fake tensor says that it is on the CPU; its storage does not.
         if tensor.untyped_storage().device != tensor.device or (tensor.numel() and not address_of(tensor)):
             return NO_MEMORY
-        return None if is_whole(tensor) else SHRUNK
+        return None if fits_in_storage(tensor) else SHRUNK
     except RuntimeError as error:  # a subclass that stands for a tensor, as torch.compile has them
         return f"a {type(tensor).__name__}: {error}"
 
 
 def why_no_memory(tensor: torch.Tensor) -> str | None:
-    """Return why nothing can be copied into or out of a tensor that torch has made without memory; None: it has some.
+    """Return why a tensor that torch made without memory has none; None: it was made with memory.
 
-    Only such tensors are meant, not those whose storage was freed.
+    A tensor whose storage was freed was made with memory.
     """
     fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
     if fake is not None and isinstance(tensor, fake):
@@ -105,13 +105,13 @@ def why_no_memory(tensor: torch.Tensor) -> str | None:
 
 
 def check_memory_is_real(what: str) -> None:
-    """Check that torch makes ordinary tensors at the moment: other tensors have no address that may be written to.
+    """Check that torch makes ordinary tensors at the moment. Others have no address that may be written to.
 
     Args:
-        what: What was called, for the message.
+        what: Name of the operation that was called, for the message.
 
     Raises:
-        UnsupportedLeafError: It makes others, since FakeTensorMode or a torch.func transform is active.
+        UnsupportedLeafError: FakeTensorMode or a torch.func transform is active.
     """
     probe = torch.empty(1, dtype=torch.uint8, device="cpu")
     why = why_no_memory(probe)

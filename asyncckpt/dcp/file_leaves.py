@@ -15,7 +15,7 @@ from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.loading.fetch import SLAB_NBYTES, read_tensor, strided_view
 from asyncckpt.loading.saved_state import SavedObjects, SavedTree
 from asyncckpt.state_dict.flatten import mappings
-from asyncckpt.state_dict.unflatten import Rebuilding
+from asyncckpt.state_dict.unflatten import Unflattener
 from asyncckpt.storage.files import Files
 from asyncckpt.torch_tensors import CARRIERS, torch_dtype
 
@@ -80,7 +80,7 @@ class FileLeaves:
             )
             for n in {n for kind, n in below if kind != "O"}
         }
-        return Rebuilding(cast(Any, tensors), cast(Any, objects)).of(node)
+        return Unflattener(cast(Any, tensors), cast(Any, objects)).value_of(node)
 
     def read(self, fqn: str, region: tuple[slice, ...], room: torch.Tensor) -> None:
         """Read a box of a tensor, row-major, to the start of `room`.

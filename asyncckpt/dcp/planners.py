@@ -41,8 +41,8 @@ from asyncckpt.errors import (
     UnsupportedLeafError,
 )
 from asyncckpt.loading.target_tensors import find_aliased, find_overwriter
-from asyncckpt.sharding.dtensor import of_dtensor
-from asyncckpt.sharding.registry import describer
+from asyncckpt.sharding.dtensor import describe_dtensor
+from asyncckpt.sharding.registry import describer_of
 from asyncckpt.state_dict.flatten import PLAIN_TENSORS
 from asyncckpt.torch_tensors import why_no_memory
 
@@ -300,7 +300,7 @@ def _named_key(item: ReadItem) -> tuple[str, _Key]:
 
 def _is_meta(value: torch.Tensor) -> bool:
     """Whether torch makes memory for a tensor. Types with shards are not asked: of some, torch refuses to say it."""
-    return describer(type(value)) in (None, of_dtensor) and value.is_meta
+    return describer_of(type(value)) in (None, describe_dtensor) and value.is_meta
 
 
 def _fillable(leaves: dict[str, Any]) -> dict[str, Any]:

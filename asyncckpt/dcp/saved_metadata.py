@@ -39,7 +39,7 @@ from asyncckpt.loading.saved_state import SavedObjects, SavedTree
 from asyncckpt.state_dict.leaf_codecs import decode_leaf
 from asyncckpt.state_dict.numpy_values import array_of
 from asyncckpt.state_dict.pickling import unpickle
-from asyncckpt.state_dict.unflatten import form_of, mapping_of, sequence_of
+from asyncckpt.state_dict.unflatten import mapping_form, mapping_of, sequence_of
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt
 from asyncckpt.storage.files import Files
 from asyncckpt.torch_tensors import torch_dtype
@@ -314,7 +314,7 @@ class Described:
             return self._read(self._marks[id(value)][1])
         if isinstance(value, dict):
             pairs = ((key, self._whole(member)) for key, member in value.items())
-            return mapping_of(form_of(value), pairs)
+            return mapping_of(mapping_form(value), pairs)
         if isinstance(value, deque):
             return deque(map(self._whole, value), value.maxlen)
         if type(value) in (list, tuple):

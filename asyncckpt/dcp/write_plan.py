@@ -31,8 +31,8 @@ from asyncckpt.format.layout import BoxSpec, Layout, build_layout
 from asyncckpt.format.names import MAX_PARTS, SaveId, is_reserved, shard_name
 from asyncckpt.format.objects import UnknownTypeError, encode_value, pickled
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
-from asyncckpt.sharding.registry import committed, describer, is_of_torch, local_tensors
-from asyncckpt.sharding.shard_types import LocalShard, Sharded, named, refused, refused_by_name
+from asyncckpt.sharding.registry import describer_of, is_torch_shard_type, local_tensors, notify_filled
+from asyncckpt.sharding.shard_types import LocalShard, Sharded, unsupported_shard, with_fqn, with_leaf
 from asyncckpt.state_dict.flatten import PLAIN_TENSORS, SCALARS
 from asyncckpt.state_dict.leaf_codecs import encode_torch
 from asyncckpt.state_dict.numpy_values import encode_scalar
@@ -91,7 +91,7 @@ class ShardsOf:
 
     def commit(self) -> None:
         """Tell a registered type that all its parts are filled."""
-        committed(self.value, self._given)
+        notify_filled(self.value, self._given)
 
     def size(self) -> torch.Size:
         """Return the global shape."""
@@ -145,7 +145,7 @@ def flattened(state_dict: Mapping[str, Any], *, as_torch_2_3: bool = False) -> t
 
 
 def _is_looked_for(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or describer(type(value)) is not None
+    return isinstance(value, torch.Tensor) or describer_of(type(value)) is not None
 
 
 def described(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,19 +160,19 @@ def described(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 def _described(fqn: str, value: Any) -> Any:
     try:
-        if describer(type(value)) is not None:
+        if describer_of(type(value)) is not None:
             return _shards_of(value)
         for member in _members(value):
-            if describer(type(member)) is not None:
+            if describer_of(type(member)) is not None:
                 kind = type(value).__name__
                 text = f"it lies in a {kind}, which torch.distributed.checkpoint stores as one object, like every tuple"
                 text += "; put it into dicts and lists only, and leave flatten_state_dict on"
-                raise refused(type(member).__name__, text)
+                raise unsupported_shard(type(member).__name__, text)
     except OverlappingShardsError as error:
-        raise named(error, fqn) from None
+        raise with_fqn(error, fqn) from None
     except UnsupportedLeafError as error:
         text = f"state dict leaf {fqn!r}: {error}"
-        raise refused_by_name(error, fqn, text) from error.__cause__
+        raise with_leaf(error, fqn, text) from error.__cause__
     return value
 
 
@@ -180,20 +180,20 @@ def _shards_of(value: Any) -> ShardsOf:
     found, given = _found_in(value), None
     if isinstance(found, torch.Tensor):  # of a registered type, all of which is here
         given = [LocalShard(found, (0,) * found.dim())]
-        if describer(type(found)) is not None:
+        if describer_of(type(found)) is not None:
             found = _found_in(found)
     if isinstance(found, torch.Tensor):
-        if describer(type(found)) is not None:
+        if describer_of(type(found)) is not None:
             kind = type(found).__name__
             text = f"its to_shards gave a registered type, and that one's gave another, {kind}; one must give shards"
-            raise refused(type(value).__name__, text)
+            raise unsupported_shard(type(value).__name__, text)
         shards = tuple(given or ())
         found = Sharded(found.dtype, tuple(found.shape), shards, None, type(value).__name__)
     return ShardsOf(value, found, given)
 
 
 def _found_in(value: Any) -> Sharded | torch.Tensor:
-    describe = describer(type(value))
+    describe = describer_of(type(value))
     assert describe is not None
     return describe(value)
 
@@ -370,7 +370,7 @@ def tensor_leaves(state_dict: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     traverse_state_dict(state_dict, lambda path, value: found.append((".".join(map(str, path)), value)))
     for fqn, value in found:
-        if is_of_torch(type(value)) or describer(type(value)) is None:
+        if is_torch_shard_type(type(value)) or describer_of(type(value)) is None:
             yield fqn, value
 
 

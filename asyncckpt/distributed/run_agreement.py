@@ -32,7 +32,7 @@ from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.distributed.rendezvous import SAVE, Exchange, Meeting, Save, ranks_disagree
 from asyncckpt.errors import AsyncCkptError, PlanTimeoutError, RanksDisagreeError, SaveFailedError
 from asyncckpt.planning.contributions import Contribution, decode_contributions
-from asyncckpt.planning.replica_checks import settled_together
+from asyncckpt.planning.replica_checks import exchange_and_compare_digests
 from asyncckpt.planning.write_agreement import Agreement
 from asyncckpt.protocol.messages import PROTOCOL_VERSION
 from asyncckpt.state_dict.flatten import Flattened
@@ -381,7 +381,7 @@ class Coordination:
         contributions = decode_contributions(raw)
         checked = self._config.replicated == "check"
         agreement = self.agreement or Agreement.start(self.rank.world_size)
-        settled = settled_together(agreement, contributions, flat, self.rank.rank, gather, compare=checked)
+        settled = exchange_and_compare_digests(agreement, contributions, flat, self.rank.rank, gather, compare=checked)
         agreement = agreement.after(settled, differing)
         agreement.shards.check()
         _warn_of(differing)

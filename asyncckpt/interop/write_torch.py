@@ -27,7 +27,7 @@ from asyncckpt.interop.selection import Outline, containers
 from asyncckpt.interop.sources.unpickler import MAX_NBYTES
 from asyncckpt.loading.fetch import tensor_for
 from asyncckpt.state_dict.leaf_codecs import decode_torch
-from asyncckpt.state_dict.unflatten import Rebuilding
+from asyncckpt.state_dict.unflatten import Unflattener
 from asyncckpt.storage.files import Files
 from asyncckpt.torch_tensors import check_memory_is_real, torch_dtype
 
@@ -240,7 +240,7 @@ def _saved(outline: Outline, node: Node, files: Files) -> tuple[bytes | Payload,
         return ("T", numbers.setdefault(inner, len(numbers)))
 
     tree = plain(node)
-    value, sink = Rebuilding(_placeholders(outline, list(numbers)), objects).of(tree), SkippedSave()
+    value, sink = Unflattener(_placeholders(outline, list(numbers)), objects).value_of(tree), SkippedSave()
     with torch.serialization.skip_data(), torch_config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
         torch.save(value, cast(Any, sink))
     skipped = (number for number in numbers if outline.nbytes_of(number))

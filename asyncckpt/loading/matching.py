@@ -45,7 +45,7 @@ from asyncckpt.loading.target_tensors import (
 )
 from asyncckpt.loading.targets import Targets, is_loadable, reusable_state_tensors, unwrap_per_rank
 from asyncckpt.per_rank import PerRank
-from asyncckpt.state_dict.flatten import PLAIN_TENSORS, SCALARS, Flattened, flatten, is_flat
+from asyncckpt.state_dict.flatten import PLAIN_TENSORS, SCALARS, Flattened, flatten, is_plain_sequence
 from asyncckpt.state_dict.numpy_values import view_of
 from asyncckpt.state_dict.unflatten import has_lost_factory
 from asyncckpt.storage.contents import SavedTensor
@@ -228,7 +228,7 @@ class _WalkAlong:
             return type(value) in PLAIN_TENSORS
         if kind == "O" and len(node) == 2:
             self.objects.append((path, node))
-            return type(value) in SCALARS or (type(value) in (list, tuple) and is_flat(value))
+            return type(value) in SCALARS or (type(value) in (list, tuple) and is_plain_sequence(value))
         if type(value) is not _KINDS.get(kind) or len(node) > (3 if kind == "o" else 2):
             return False  # a form of its own among them: `_Matcher` asks no target for its type
         if id(value) in self._seen and value != ():
@@ -237,7 +237,7 @@ class _WalkAlong:
         keys: Any
         if kind in ("l", "t"):
             nodes, inner, keys = node[1], value, range(len(value))
-            if len(nodes) != len(inner) or is_flat(value):
+            if len(nodes) != len(inner) or is_plain_sequence(value):
                 return False
         else:
             nodes, inner, keys = node[1][1::2], value.values(), node[1][::2]

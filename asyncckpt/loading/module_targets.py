@@ -30,8 +30,8 @@ from asyncckpt.format.state_tree import Node, Path, fqn_of
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, prefixes
 from asyncckpt.loading.saved_state import SavedTree
 from asyncckpt.loading.target_tensors import ONE_TENSOR, TargetTensor, alias_mismatch, storages_of, target_tensor
-from asyncckpt.sharding.registry import sharded
-from asyncckpt.state_dict.stateful import BareNames, OpeningError, unwrapped
+from asyncckpt.sharding.registry import shards_of
+from asyncckpt.state_dict.stateful import BareNames, StateDictError, unwrapped
 from asyncckpt.storage.contents import SavedTensor
 from asyncckpt.torch_tensors import flat_bytes, plain_parameter
 
@@ -88,7 +88,7 @@ class ModuleTarget:
         path: Its path in the target.
 
     Raises:
-        OpeningError: Its `state_dict()` raised.
+        StateDictError: Its `state_dict()` raised.
 
     Attributes:
         bare: The module without wrappers.
@@ -105,7 +105,7 @@ class ModuleTarget:
         try:
             found = _live_state(self.bare)
         except Exception as error:
-            raise OpeningError(f"its state_dict() raised {type(error).__name__}: {error}") from error
+            raise StateDictError(f"its state_dict() raised {type(error).__name__}: {error}") from error
         self.state: dict[str, Any] | None = None
         self.tensors: list[tuple[SavedTensor, TargetTensor]] = []
         self.undecided: list[str] = []
@@ -147,7 +147,7 @@ class ModuleTarget:
     def new_sharded_like(self, name: str, saved: SavedTensor) -> TargetTensor | None:
         """Return a new tensor that is sharded like the module's own, if that is sharded and has `saved`'s shape."""
         own = self._own.get(name)
-        if not isinstance(own, torch.Tensor) or sharded(own) is None or tuple(own.shape) != saved.global_shape:
+        if not isinstance(own, torch.Tensor) or shards_of(own) is None or tuple(own.shape) != saved.global_shape:
             return None
         dtype = getattr(torch, saved.dtype, own.dtype)
         with torch.no_grad():
@@ -420,7 +420,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _goes_into_shards(own: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether `value` is a whole tensor, and `own` a sharded one of the same shape."""
-    return sharded(own) is not None and sharded(value) is None and own.shape == value.shape
+    return shards_of(own) is not None and shards_of(value) is None and own.shape == value.shape
 
 
 def _sharded_copy(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from asyncckpt.loading.tensor_writers import MapLocation, device_of, relocated
 from asyncckpt.state_dict.flatten import object_fqn
 from asyncckpt.state_dict.leaf_codecs import decode_leaf
 from asyncckpt.state_dict.pickling import unpickle
-from asyncckpt.state_dict.unflatten import Rebuilding
+from asyncckpt.state_dict.unflatten import Unflattener
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_objects
 from asyncckpt.storage.files import Files
 
@@ -497,15 +497,15 @@ class NewValues:
         self.fillings: list[Filling] = [
             (saved.tensors[n], found[n] if n in found else target_tensor(t, "")) for n, t in self._tensors.items()
         ]
-        self._rebuilding: Rebuilding | None = None
+        self._unflattener: Unflattener | None = None
 
     def build(self, node: Node) -> Any:
         """Return the value of one of the nodes, after `fillings` have been read."""
-        if self._rebuilding is None:
+        if self._unflattener is None:
             if callable(self._map_location):
                 self._tensors |= {n: relocated(self._tensors[n], self._map_location) for n in self._moved}
-            self._rebuilding = Rebuilding(_ByNumber(self._tensors), self._objects)
-        return self._rebuilding.of(node)
+            self._unflattener = Unflattener(_ByNumber(self._tensors), self._objects)
+        return self._unflattener.value_of(node)
 
 
 class _ByNumber(Sequence[Any]):

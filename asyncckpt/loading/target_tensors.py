@@ -27,8 +27,8 @@ from asyncckpt.errors import (
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.loading.byte_ranges import Placement
 from asyncckpt.loading.tensor_writers import fill_box, new_tensor
-from asyncckpt.sharding.registry import committed, sharded
-from asyncckpt.sharding.shard_types import LocalShard, Sharded, named, refused_by_name
+from asyncckpt.sharding.registry import notify_filled, shards_of
+from asyncckpt.sharding.shard_types import LocalShard, Sharded, with_fqn, with_leaf
 from asyncckpt.state_dict.flatten import PLAIN_TENSORS
 from asyncckpt.storage.contents import SavedTensor
 from asyncckpt.torch_tensors import flat_bytes, plain_parameter, torch_dtype, why_no_memory
@@ -79,11 +79,11 @@ def target_tensor(value: Any, fqn: str) -> TargetTensor:
         shape = tuple(value.shape)
         return TargetTensor(value, fqn, value.dtype, shape, (LocalShard(value, (0,) * len(shape)),))
     try:
-        found = sharded(value)
+        found = shards_of(value)
     except UnsupportedLeafError as error:
-        raise refused_by_name(error, fqn, f"target {fqn!r} cannot be filled: {error.message}") from error
+        raise with_leaf(error, fqn, f"target {fqn!r} cannot be filled: {error.message}") from error
     except OverlappingShardsError as error:
-        raise named(error, fqn) from None
+        raise with_fqn(error, fqn) from None
     if isinstance(found, Sharded):
         return TargetTensor(value, fqn, found.dtype, tuple(found.global_shape), tuple(found.shards))
     if found is None:
@@ -222,7 +222,7 @@ def notify_shard_types(fillings: Iterable[Filling], path: str) -> None:
         if target.is_whole:
             continue
         try:
-            committed(target.value, target.shards)
+            notify_filled(target.value, target.shards)
         except Exception as error:
             kind, detail = type(target.value).__name__, f"{type(error).__name__}: {error}"
             raise StateLoadError(

@@ -26,7 +26,7 @@ from asyncckpt.format.state_tree import Node, Path, fqn_of, leaves, python_key
 from asyncckpt.loading.module_targets import ModuleTarget, ReplacedEntry, state_load_error, takes_strict
 from asyncckpt.loading.target_tensors import TargetTensor, storages_of, target_tensor
 from asyncckpt.per_rank import PerRank
-from asyncckpt.sharding.registry import sharded
+from asyncckpt.sharding.registry import shards_of
 from asyncckpt.state_dict.flatten import flatten
 from asyncckpt.state_dict.stateful import unwrapped
 from asyncckpt.storage.contents import SavedTensor
@@ -48,7 +48,7 @@ class Targets:
         """Return what of an object with a `state_dict()` is filled: of a module its state, else the object itself.
 
         Raises:
-            OpeningError: A module's `state_dict()` raised.
+            StateDictError: A module's `state_dict()` raised.
         """
         if not isinstance(value, torch.nn.Module) or not is_loadable(value):
             return value
@@ -394,7 +394,7 @@ def _value_at(state: Any, path: Path) -> Any:
 
 def _sharded_like(parameter: torch.Tensor, saved: SavedTensor) -> TargetTensor | None:
     """Return a new tensor that lies as a sharded parameter does, if `saved` has its shape."""
-    if sharded(parameter) is None or tuple(parameter.shape) != saved.global_shape:
+    if shards_of(parameter) is None or tuple(parameter.shape) != saved.global_shape:
         return None
     dtype = getattr(torch, saved.dtype, None)
     if dtype is None:

@@ -1,4 +1,4 @@
-"""What a rank tells the others about its state when they meet. Pure."""
+"""What a rank tells the others about its state when they meet: contributions and their encoding. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -17,40 +17,43 @@ from asyncckpt.format.structure import MAX_DIMS, MAX_INT, MAX_TENSORS
 from asyncckpt.sharding.shard_claims import ShardClaim, decode_claims, encode_claims
 
 TensorKey = tuple[str, str, tuple[int, ...]]
-"""FQN by the first path, dtype name, shape in elements."""
+"""(FQN by the first path, dtype name, shape in elements) of a whole tensor."""
 
 _Memo = dict[bytes, Any]
 _JUNK = (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, msgpack.UnpackException)
 
 
-_WEAK = b"\xff\xff\xff\xff"
+_TRIVIAL = b"\xff\xff\xff\xff"
 
 
-def as_claim(digest: bytes, *, weak: bool) -> bytes:
-    """Return `digest` as 8 bytes that say, by their first four, whether the claim is a weak one."""
-    if weak:
-        return _WEAK + digest[len(_WEAK) :]
-    return b"\xfe" + digest[1:] if digest.startswith(_WEAK) else digest
+def tag_digest(digest: bytes, *, trivial: bool) -> bytes:
+    """Return an 8-byte digest tagged in its first four bytes with whether the tensor has a trivial value.
 
-
-def is_weak(digest: bytes) -> bool:
-    """Whether equality proves little: the tensor holds what it was initialised with, all zeros or all ones.
-
-    BatchNorm statistics at step 0, zero biases of hand-written tensor parallelism and LoRA's B are equal on all ranks
-    then, and are no replicas. They are looked at once more, in a later save.
+    See `is_trivial_value`.
     """
-    return digest.startswith(_WEAK)
+    if trivial:
+        return _TRIVIAL + digest[len(_TRIVIAL) :]
+    return b"\xfe" + digest[1:] if digest.startswith(_TRIVIAL) else digest
+
+
+def is_trivial_value(digest: bytes) -> bool:
+    """Whether a tagged digest is that of a tensor of zeros only, or of ones only, as tensors are initialised.
+
+    Equality proves little then: BatchNorm statistics at step 0, zero biases of hand-written tensor parallelism and
+    LoRA's B are equal on all ranks and yet are no replicas. Such tensors are compared once more, in a later save.
+    """
+    return digest.startswith(_TRIVIAL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contribution:
-    """One structure of one rank.
+    """What one rank tells the others of one structure.
 
     Attributes:
-        tensors: Every tensor that is not `PerRank`, in the order of the state dict; FQNs are unique.
+        tensors: Every whole tensor that is not `PerRank`, in the order of the state dict; FQNs are unique.
         own_nbytes: Bytes of the tensors that are `PerRank`.
-        digests: Aligned with `tensors`: 8 bytes of the whole tensor's elements, or b"" where it was not given.
-        shards: The tensors of which this rank holds parts.
+        digests: Aligned with `tensors`: the tagged 8-byte digest of the tensor's elements, or b"" without one.
+        shards: Claims of the tensors of which this rank holds parts.
     """
 
     tensors: tuple[TensorKey, ...]
@@ -59,21 +62,21 @@ class Contribution:
     shards: tuple[ShardClaim, ...] = ()
 
     def encode(self) -> bytes:
-        """Return it as msgpack: [tensors as msgpack, own_nbytes, digests as msgpack], and `encode_claims`, if any."""
+        """Return msgpack of [msgpack of tensors, own_nbytes, msgpack of digests]; with shards also `encode_claims`."""
         return _encode(self, {})
 
     @classmethod
     def decode(cls, data: bytes) -> Contribution:
-        """Read `encode`'s bytes.
+        """Return the contribution that `encode` gave these bytes for.
 
         Raises:
-            ProtocolError: Anything else.
+            ProtocolError: The bytes are not an encoded contribution.
         """
         return decode_contributions({0: data})[0]
 
 
 def encode_contributions(contributions: Mapping[int, Contribution]) -> bytes:
-    """Return the contributions of many ranks as msgpack, the same bytes on all ranks; equal ones are encoded once."""
+    """Return contributions by rank as msgpack, the same bytes on all ranks. Equal contributions are encoded once."""
     memo: dict[int, bytes] = {}
     first: dict[bytes, int] = {}
     found: dict[int, bytes | int] = {}
@@ -84,10 +87,10 @@ def encode_contributions(contributions: Mapping[int, Contribution]) -> bytes:
 
 
 def decode_contributions(raw: Mapping[int, bytes]) -> dict[int, Contribution]:
-    """Read the encoded contributions of many ranks, by rank; equal parts are read, and kept, once.
+    """Return contributions by rank from their encoded bytes by rank. Equal parts are decoded, and kept, once.
 
     Raises:
-        ProtocolError: One of them is none.
+        ProtocolError: The bytes of a rank are not an encoded contribution.
     """
     memos: tuple[_Memo, _Memo, _Memo] = {}, {}, {}
     found = {}
@@ -160,11 +163,11 @@ def _digests(raw: Any) -> tuple[bytes, ...]:
     return raw
 
 
-def candidates(contributions: Mapping[int, Contribution]) -> dict[int, tuple[int, ...]]:
-    """Say which tensors look like replicas, so that their digests must be compared.
+def replica_candidates(contributions: Mapping[int, Contribution]) -> dict[int, tuple[int, ...]]:
+    """Return which tensors look like replicas, so that their digests must be compared.
 
     Returns:
-        For each rank the positions in its `tensors`: those that several ranks hold, all with one dtype and shape.
+        For each rank positions in its `tensors`: of those that several ranks hold, all with one dtype and shape.
     """
     holders: dict[int, int] = {}  # by identity of `tensors`, which many ranks share after `decode_contributions`
     lists: dict[int, Sequence[TensorKey]] = {}
@@ -187,18 +190,18 @@ def candidates(contributions: Mapping[int, Contribution]) -> dict[int, tuple[int
 
 
 def with_digests(contributions: Mapping[int, Contribution], digests: Mapping[int, bytes]) -> dict[int, Contribution]:
-    """Return `contributions` with the digests of their candidates.
+    """Return `contributions` with the digests of their replica candidates.
 
     Args:
-        contributions: Of all ranks, without digests.
-        digests: By rank, 8 bytes for each of its `candidates`, in their order.
+        contributions: Contributions of all ranks by rank, without digests.
+        digests: By rank, 8 bytes for each of its `replica_candidates`, in their order.
 
     Raises:
-        ProtocolError: A rank gave another number of digests, or none at all.
+        ProtocolError: A rank gave another number of digests, or none.
     """
     memo: dict[tuple[int, bytes], tuple[bytes, ...]] = {}
     found = {}
-    for rank, positions in candidates(contributions).items():
+    for rank, positions in replica_candidates(contributions).items():
         contribution, raw = contributions[rank], digests.get(rank)
         if type(raw) is not bytes or len(raw) != DIGEST_NBYTES * len(positions):
             given = f"{len(raw)} bytes" if type(raw) is bytes else "nothing"

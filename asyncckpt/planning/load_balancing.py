@@ -1,10 +1,10 @@
 """Replicas spread over the ranks that hold them, so that every rank writes about as much. Pure and deterministic.
 
-All replicas of one set of holders are thought of as one range of bytes. It is cut so that the holders end level with
-each other on top of what each writes anyway: water poured into unequal glasses. A replica of more than `CUT_NBYTES`
-may be cut between rows, smaller ones never, so a cut is moved to the nearest place where it may be: by half a grain at
-most, a grain being a small replica, `CUT_NBYTES` of a large one, or one row where that is more. So no rank ends more
-than one grain above the level.
+All replicas of one set of holders are one range of bytes. It is cut so that all holders write the same total, together
+with what each writes anyway; a holder that writes more than that anyway gets nothing. A replica of more than
+`CUT_NBYTES` may be cut between rows, smaller ones never, so each cut is moved to the nearest place where one is
+allowed: by half a grain at most. A grain is a small replica, `CUT_NBYTES` of a large one, or one row where that is
+more. So no rank writes more than one grain above the common total.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ a smaller cut gains a millisecond of writing and costs a chunk in every reader."
 
 
 class Replica(NamedTuple):
-    """A tensor to spread: its bytes, and the rows between which it may be cut; 1: it may not."""
+    """A tensor to spread: its bytes, and the number of rows between which it may be cut; 1: it may not be cut."""
 
     nbytes: int
     n_rows: int
 
 
-class Piece(NamedTuple):
-    """What one rank writes of a replica."""
+class RowRange(NamedTuple):
+    """The rows that one rank writes of a replica."""
 
     rank: int
     first_row: int
@@ -34,10 +34,10 @@ class Piece(NamedTuple):
 
 
 def row_dimension(shape: Sequence[int]) -> int | None:
-    """Return the dimension whose rows are runs of bytes of a contiguous tensor: the first that is larger than 1.
+    """Return the first dimension that is larger than 1, whose rows are runs of bytes of a contiguous tensor.
 
     Returns:
-        Its number; None where there is nothing to cut: one element, or none.
+        None if there is nothing to cut: the tensor has one element, or none.
     """
     if 0 in shape:
         return None
@@ -45,7 +45,7 @@ def row_dimension(shape: Sequence[int]) -> int | None:
 
 
 def box_of_rows(shape: tuple[int, ...], first_row: int, n_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offsets and sizes of some rows of a tensor, in elements."""
+    """Return offsets and sizes of `n_rows` rows of a tensor of `shape` from `first_row` on, in elements."""
     dimension = row_dimension(shape)
     if dimension is None:
         return (0,) * len(shape), shape
@@ -54,22 +54,22 @@ def box_of_rows(shape: tuple[int, ...], first_row: int, n_rows: int) -> tuple[tu
 
 
 def replica_of(shape: tuple[int, ...], itemsize: int) -> Replica:
-    """Return a tensor of `shape` as a replica."""
+    """Return bytes and rows of a tensor of `shape`."""
     dimension = row_dimension(shape)
     return Replica(math.prod(shape) * itemsize, 1 if dimension is None else shape[dimension])
 
 
 def spread(
     sets: Mapping[tuple[int, ...], Sequence[Replica]], loads: Mapping[int, int]
-) -> dict[tuple[int, ...], list[tuple[Piece, ...]]]:
+) -> dict[tuple[int, ...], list[tuple[RowRange, ...]]]:
     """Divide replicas among their holders, those with the fewest holders first: they have the least choice.
 
     Args:
-        sets: Holders (ascending ranks) -> their replicas.
-        loads: Bytes that each rank writes anyway; 0 for ranks that are not in it.
+        sets: Replicas by their holders, as ascending ranks.
+        loads: By rank the bytes that it writes anyway; 0 for ranks that are not in it.
 
     Returns:
-        For each set, and each of its replicas in order, the pieces; together they cover it exactly once.
+        For each set, and each of its replicas in order, who writes which rows; all rows of it exactly once.
     """
     filled = dict(loads)
     found = {}
@@ -83,7 +83,7 @@ def spread(
 
 
 def _quotas(holders: Iterable[int], loads: Mapping[int, int], nbytes: int) -> list[tuple[int, int]]:
-    """Return (rank, where its share ends) of the ranks that get one, ascending; the last ends at `nbytes`."""
+    """Return (rank, byte at which its share ends) of the ranks that get a share, ascending; the last is `nbytes`."""
     by_load = sorted((loads.get(rank, 0), rank) for rank in holders)
     count, below = 0, 0  # the `count` least loaded ranks share: their own bytes are `below`
     for load, _ in by_load:
@@ -98,7 +98,7 @@ def _quotas(holders: Iterable[int], loads: Mapping[int, int], nbytes: int) -> li
     return ends
 
 
-def _cut(replicas: Sequence[Replica], ends: Sequence[tuple[int, int]]) -> list[tuple[Piece, ...]]:
+def _cut(replicas: Sequence[Replica], ends: Sequence[tuple[int, int]]) -> list[tuple[RowRange, ...]]:
     found = []
     owner, start = 0, 0
     for nbytes, n_rows in replicas:
@@ -111,11 +111,11 @@ def _cut(replicas: Sequence[Replica], ends: Sequence[tuple[int, int]]) -> list[t
             grains = (2 * (end - start) * n_rows + grain * nbytes) // (2 * grain * nbytes)
             stop = min(n_rows, max(row, grains * grain))
             if stop > row:
-                pieces.append(Piece(rank, row, stop - row))
+                pieces.append(RowRange(rank, row, stop - row))
             row = stop
             owner += 1
         if row < n_rows:
-            pieces.append(Piece(ends[owner][0], row, n_rows - row))
+            pieces.append(RowRange(ends[owner][0], row, n_rows - row))
         found.append(tuple(pieces))
         start += nbytes
     return found

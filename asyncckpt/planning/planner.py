@@ -19,86 +19,87 @@ from asyncckpt.format.state_tree import fqn_of, leaves
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.planning.contributions import Contribution, TensorKey
 from asyncckpt.planning.load_balancing import box_of_rows, row_dimension
-from asyncckpt.planning.sample_schedule import Turn
+from asyncckpt.planning.sample_schedule import SampleSchedule
 from asyncckpt.planning.save_plan import SavePlan, SharedTensor, Signature, TensorBox
-from asyncckpt.planning.shard_ownership import BoxDuty, ShardDuty, disagreement
-from asyncckpt.planning.write_agreement import Agreement, DutyKind
+from asyncckpt.planning.shard_ownership import BoxAssignment, ShardAssignment, ranks_disagree
+from asyncckpt.planning.write_agreement import Agreement, AssignmentKind
 from asyncckpt.sharding.mesh_layout import Box
 from asyncckpt.state_dict.flatten import Flattened, ShardLeaf, check_keys, flatten
 from asyncckpt.state_dict.leaf_codecs import check_dcp_items
-from asyncckpt.state_dict.stateful import Openings
-from asyncckpt.state_dict.structure_match import match
+from asyncckpt.state_dict.stateful import StateDictCache
+from asyncckpt.state_dict.structure_match import flatten_along
 from asyncckpt.torch_tensors import check_memory_is_real, dtype_name
 
 
-class Order(NamedTuple):
-    """What is written of one tensor.
+class TensorWrite(NamedTuple):
+    """What a rank writes of one tensor.
 
     Attributes:
-        key: The tensor.
-        stored: Under which name.
-        boxes: What, in the tensors that are here.
-        shared: What is compared with other ranks'.
-        is_news: The other ranks are to be told.
-        origins: Of a shard, aligned with `boxes`: where the part that a box is cut from begins in the whole tensor.
+        key: FQN, dtype and global shape of the tensor.
+        stored: Name under which it is written.
+        boxes: Boxes that are written, of the tensors that this rank holds.
+        shared: What is compared with other ranks.
+        is_unagreed: Whether the ranks have not agreed on this tensor yet.
+        origins: For a shard, aligned with `boxes`: where the part from which a box is cut begins in the global tensor.
+            Empty for a whole tensor.
     """
 
     key: TensorKey
     stored: str
     boxes: tuple[TensorBox, ...]
     shared: tuple[SharedTensor, ...] = ()
-    is_news: bool = False
+    is_unagreed: bool = False
     origins: tuple[tuple[int, ...], ...] = ()
 
 
-def shard_order(number: int, key: TensorKey, leaf: ShardLeaf, rank: int, agreement: Agreement | None) -> Order:
-    """Return what is written of a shard.
+def shard_write(number: int, key: TensorKey, leaf: ShardLeaf, rank: int, agreement: Agreement | None) -> TensorWrite:
+    """Return what `rank` writes of a tensor of which it holds shards.
 
     Raises:
-        RanksDisagreeError, OverlappingShardsError: The ranks contradict each other about this name.
+        RanksDisagreeError, OverlappingShardsError: The ranks contradict each other about this tensor.
     """
     fqn, dtype, _ = key
     if agreement is None or agreement.world_size == 1:
-        duties = tuple(BoxDuty(((0, -1),)) for _ in leaf.boxes)
-        duty = ShardDuty(duties, None, False)
+        assignments = tuple(BoxAssignment(((0, -1),)) for _ in leaf.boxes)
+        assignment = ShardAssignment(assignments, None, False)
     else:
         claim = leaf.claim(fqn, dtype)
-        if claim.of_rank(rank) != leaf.boxes:
+        if claim.boxes_of_rank(rank) != leaf.boxes:
             text = f"rank {rank} of the checkpointer holds another shard of {fqn!r} than rank {rank} of its mesh"
-            raise disagreement(text + "; number the ranks as torch.distributed does", [rank])
-        duty = agreement.shards.duty(rank, claim)
+            raise ranks_disagree(text + "; number the ranks as torch.distributed does", [rank])
+        assignment = agreement.shards.assignment(rank, claim)
     boxes, origins, shared = [], [], []
-    for box, source, told in zip(leaf.boxes, leaf.sources, duty.boxes, strict=True):
+    for box, source, assigned in zip(leaf.boxes, leaf.sources, assignment.boxes, strict=True):
         offsets, sizes = box
-        for first, n_rows in told.rows:
+        for first, n_rows in assigned.rows:
             cut = ((0,) * len(sizes), sizes) if n_rows < 0 else box_of_rows(sizes, first, n_rows)
             boxes.append(TensorBox(source, *cut))
             origins.append(offsets)
-        if told.shared and duty.turn is not None:
+        if assigned.shared and assignment.schedule is not None:
             name, n_elements = box_name(fqn, box), math.prod(sizes)
             itemsize = DTYPES[dtype].itemsize
-            shared.append(SharedTensor(name, source, told.split, duty.turn, n_elements, itemsize))
-    return Order(key, fqn, tuple(boxes), tuple(shared), duty.is_news, tuple(origins))
+            shared.append(SharedTensor(name, source, assigned.split, assignment.schedule, n_elements, itemsize))
+    return TensorWrite(key, fqn, tuple(boxes), tuple(shared), assignment.is_unagreed, tuple(origins))
 
 
 def box_name(fqn: str, box: Box) -> str:
-    """Return what a box of a tensor is called where ranks compare it: `FQN [first:end,...]`."""
+    """Return the name under which ranks compare a box of a tensor: `FQN [first:end,...]`."""
     offsets, sizes = box
     return f"{fqn} [{','.join(f'{o}:{o + s}' for o, s in zip(offsets, sizes, strict=True))}]"
 
 
-def cut_to_size(order: Order, max_nbytes: int) -> Order:
-    """Return `order` with boxes of at most `max_nbytes` where cuts between rows, and inside of them, can do that."""
-    itemsize = DTYPES[order.key[1]].itemsize
-    if all(math.prod(box.sizes) * itemsize <= max_nbytes for box in order.boxes):
-        return order
+def split_to_size(write: TensorWrite, max_nbytes: int) -> TensorWrite:
+    """Return `write` with its boxes cut between rows, and inside of rows, into boxes of at most `max_nbytes`."""
+    itemsize = DTYPES[write.key[1]].itemsize
+    if all(math.prod(box.sizes) * itemsize <= max_nbytes for box in write.boxes):
+        return write
     boxes: list[TensorBox] = []
     origins: list[tuple[int, ...]] = []
-    for n, box in enumerate(order.boxes):
+    for n, box in enumerate(write.boxes):
         pieces = list(_cuts(box, max(1, max_nbytes // itemsize)))
         boxes += pieces
-        origins += order.origins[n : n + 1] * len(pieces)
-    return order._replace(boxes=tuple(boxes), origins=tuple(origins))
+        origins += write.origins[n : n + 1] * len(pieces)
+    return write._replace(boxes=tuple(boxes), origins=tuple(origins))
 
 
 def _cuts(box: TensorBox, max_elements: int) -> Iterator[TensorBox]:
@@ -114,7 +115,7 @@ def _cuts(box: TensorBox, max_elements: int) -> Iterator[TensorBox]:
 
 
 def signature_of(flat: Flattened) -> Signature:
-    """Return the fingerprint of the structure of `flat`."""
+    """Return the signature of the structure of `flat`."""
     shards = tuple(flat.shards.get(n) for n in range(flat.n_numbers)) if flat.shards else ()
     kinds: dict[Any, Any] = {}  # one object for all tensors of a kind: there are few kinds, and many tensors
     found = ((t.dtype, t.shape) for t in flat.tensors)
@@ -122,10 +123,11 @@ def signature_of(flat: Flattened) -> Signature:
 
 
 def contribution_of(flat: Flattened) -> Contribution:
-    """Return what the other ranks are told about `flat`, without digests.
+    """Return what this rank tells the others about `flat`, without digests.
 
     Raises:
-        DuplicateNameError, UnsupportedLeafError: As `make_plan`.
+        DuplicateNameError: Two paths join to one FQN, or a name is reserved for tensors of one rank.
+        UnsupportedLeafError: The index cannot hold a key.
     """
     check_keys(flat.tree)
     _check_names(flat)
@@ -153,40 +155,40 @@ def make_plan(
     """Lay out what this rank writes of `flat`.
 
     Args:
-        flat: The state dict.
+        flat: The flattened state dict.
         signature: `signature_of(flat)`.
-        files_per_rank: Shard files to spread over.
-        rank: Of this process.
-        agreement: With the other ranks; None: there are none.
-        max_shard_nbytes: No shard file is larger; None: as large as it gets.
-        known: A plan of that structure under an earlier agreement; its very layout is kept where it is still the same.
-        layout: What the shard files look like, one of `format.names.LAYOUTS`.
+        files_per_rank: Number of shard files to spread the tensors over.
+        rank: Rank of this process.
+        agreement: Agreement of the ranks; None: a single process.
+        max_shard_nbytes: Bytes that no shard file exceeds; None: no limit.
+        known: A plan of that structure under an earlier agreement. Its very layout is kept if nothing moves.
+        layout: Format of the shard files, one of `format.names.LAYOUTS`.
 
     Raises:
         ConfigError: No number of files is enough for `max_shard_nbytes`.
         DuplicateNameError: Two paths join to one FQN, or a name is reserved for tensors of one rank.
-        UnsupportedLeafError: A key that the index cannot hold; or a leaf that the layout has no form for.
-        RanksDisagreeError, OverlappingShardsError: What the ranks have said of a shard.
+        UnsupportedLeafError: The index cannot hold a key; or the layout has no form for a leaf.
+        RanksDisagreeError, OverlappingShardsError: The ranks contradict each other about a shard.
     """
     check_keys(flat.tree)
     _check_names(flat)
     if layout == DCP:
         check_dcp_items(flat.tree)
     own = flat.per_rank
-    orders = [
-        shard_order(number, key, flat.shards[number], rank, agreement)
+    writes = [
+        shard_write(number, key, flat.shards[number], rank, agreement)
         if number in flat.shards
-        else _order(number, key, rank, None if number in own else agreement, is_own=number in own)
+        else _tensor_write(number, key, rank, None if number in own else agreement, is_own=number in own)
         for number, key in enumerate(_keys(flat))
     ]
     if max_shard_nbytes is not None:
-        orders = [cut_to_size(order, _room_for(order, max_shard_nbytes, layout)) for order in orders]
-    boxes, names = tuple(box for order in orders for box in order.boxes), tuple(order.stored for order in orders)
-    news = tuple(number for number, order in enumerate(orders) if order.is_news)
-    shared = _by_turn(shared for order in orders for shared in order.shared)
-    specs = tuple(_spec(order, n) for order in orders for n in range(len(order.boxes)))
+        writes = [split_to_size(write, _room_for(write, max_shard_nbytes, layout)) for write in writes]
+    boxes, names = tuple(box for write in writes for box in write.boxes), tuple(write.stored for write in writes)
+    unagreed = tuple(number for number, write in enumerate(writes) if write.is_unagreed)
+    shared = _by_schedule(shared for write in writes for shared in write.shared)
+    specs = tuple(_spec(write, n) for write in writes for n in range(len(write.boxes)))
     if known is not None and (known.boxes, known.specs, known.names) == (boxes, specs, names):
-        return replace(known, agreement=agreement, news=news, shared=shared)
+        return replace(known, agreement=agreement, unagreed=unagreed, shared=shared)
     build = build_dcp_layout if layout == DCP else build_layout
     placed = build(specs, n_parts=files_per_rank, max_nbytes=max_shard_nbytes)
     chunks = iter(placed.chunks)
@@ -194,12 +196,12 @@ def make_plan(
         tree=flat.tree,
         tensors=tuple(
             TensorEntry(
-                fqn=order.stored,
-                dtype=order.key[1],
-                global_shape=order.key[2],
-                chunks=tuple(next(chunks) for _ in order.boxes),
+                fqn=write.stored,
+                dtype=write.key[1],
+                global_shape=write.key[2],
+                chunks=tuple(next(chunks) for _ in write.boxes),
             )
-            for order in orders
+            for write in writes
         ),
         n_objects=len(flat.objects),
         part_nbytes=tuple(p.nbytes for p in placed.parts),
@@ -214,20 +216,20 @@ def make_plan(
         n_tensors=sum(not any(spec.offsets) for spec in specs),
         tensor_nbytes=sum(s.nbytes for s in specs),
         agreement=agreement,
-        news=news,
+        unagreed=unagreed,
         shared=shared,
     )
 
 
-def _room_for(order: Order, max_nbytes: int, layout: str) -> int:
-    return room_for_dcp(max_nbytes) if layout == DCP else room_for(order.stored, len(order.key[2]), max_nbytes)
+def _room_for(write: TensorWrite, max_nbytes: int, layout: str) -> int:
+    return room_for_dcp(max_nbytes) if layout == DCP else room_for(write.stored, len(write.key[2]), max_nbytes)
 
 
-def _by_turn(shared: Iterable[SharedTensor]) -> dict[Turn, tuple[SharedTensor, ...]]:
-    found: dict[Turn, list[SharedTensor]] = {}
+def _by_schedule(shared: Iterable[SharedTensor]) -> dict[SampleSchedule, tuple[SharedTensor, ...]]:
+    found: dict[SampleSchedule, list[SharedTensor]] = {}
     for tensor in shared:
-        found.setdefault(tensor.turn, []).append(tensor)
-    return {turn: tuple(tensors) for turn, tensors in found.items()}
+        found.setdefault(tensor.schedule, []).append(tensor)
+    return {schedule: tuple(tensors) for schedule, tensors in found.items()}
 
 
 @functools.cache
@@ -235,28 +237,28 @@ def _origin(n_dims: int) -> tuple[int, ...]:
     return (0,) * n_dims
 
 
-def _order(number: int, key: TensorKey, rank: int, agreement: Agreement | None, *, is_own: bool) -> Order:
+def _tensor_write(number: int, key: TensorKey, rank: int, agreement: Agreement | None, *, is_own: bool) -> TensorWrite:
     fqn, dtype, shape = key
     whole = (TensorBox(number, _origin(len(shape)), shape),)
     if agreement is None:
-        return Order(key, per_rank_name(fqn, rank) if is_own else fqn, whole)
-    duty = agreement.duty(rank, fqn, dtype, shape)
-    if duty.kind is DutyKind.SOLE:
-        return Order(key, fqn, whole)
-    if duty.kind is not DutyKind.SHARED:
-        return Order(key, per_rank_name(fqn, rank), whole, is_news=duty.kind is DutyKind.NEWS)
-    boxes = tuple(TensorBox(number, *box_of_rows(shape, first, n_rows)) for first, n_rows in duty.pieces)
-    turn = agreement.turn(fqn, dtype, shape)
-    shared = SharedTensor(fqn, number, duty.split, turn, math.prod(shape), DTYPES[dtype].itemsize)
-    return Order(key, fqn, boxes, (shared,))
+        return TensorWrite(key, per_rank_name(fqn, rank) if is_own else fqn, whole)
+    assignment = agreement.assignment(rank, fqn, dtype, shape)
+    if assignment.kind is AssignmentKind.SOLE:
+        return TensorWrite(key, fqn, whole)
+    if assignment.kind is not AssignmentKind.SHARED:
+        return TensorWrite(key, per_rank_name(fqn, rank), whole, is_unagreed=assignment.kind is AssignmentKind.UNAGREED)
+    boxes = tuple(TensorBox(number, *box_of_rows(shape, first, n_rows)) for first, n_rows in assignment.rows)
+    schedule = agreement.schedule(fqn, dtype, shape)
+    shared = SharedTensor(fqn, number, assignment.split, schedule, math.prod(shape), DTYPES[dtype].itemsize)
+    return TensorWrite(key, fqn, boxes, (shared,))
 
 
-def _spec(order: Order, n: int) -> BoxSpec:
-    _, dtype, shape = order.key
-    box, offsets = order.boxes[n], order.boxes[n].offsets
-    if order.origins:
-        offsets = tuple(map(add, offsets, order.origins[n]))
-    return BoxSpec(fqn=order.stored, dtype=dtype, global_shape=shape, offsets=offsets, sizes=box.sizes)
+def _spec(write: TensorWrite, n: int) -> BoxSpec:
+    _, dtype, shape = write.key
+    box, offsets = write.boxes[n], write.boxes[n].offsets
+    if write.origins:
+        offsets = tuple(map(add, offsets, write.origins[n]))
+    return BoxSpec(fqn=write.stored, dtype=dtype, global_shape=shape, offsets=offsets, sizes=box.sizes)
 
 
 def _keys(flat: Flattened) -> list[TensorKey]:
@@ -290,10 +292,10 @@ def _check_names(flat: Flattened) -> None:
 
 
 class PlanCache:
-    """The last few plans, by structure; the least recently used goes first. Not thread-safe: one trainer thread."""
+    """The last `MAX_PLANS` plans by structure, the least recently used replaced first. Not thread-safe."""
 
     MAX_PLANS = 8
-    """Chosen, not measured: full state, weights only, a second model, and room."""
+    """Chosen, not measured: full state, weights only, a second model, and a margin."""
 
     def __init__(
         self,
@@ -308,56 +310,56 @@ class PlanCache:
         self._files_per_rank, self._rank, self._agreement = files_per_rank, rank, agreement
         self._allow_pickle, self._max_shard_nbytes, self._layout = allow_pickle, max_shard_nbytes, layout
         self._plans: OrderedDict[int, SavePlan] = OrderedDict()
-        self.made = 0
+        self.n_plans_made = 0
 
     @property
     def agreement(self) -> Agreement | None:
-        """With the other ranks; after another one is set, each plan is looked through when it is next taken."""
+        """Agreement of the ranks. After another one is set, each plan is adapted when it is next asked for."""
         return self._agreement
 
     @agreement.setter
     def agreement(self, agreement: Agreement | None) -> None:
         self._agreement = agreement
 
-    def flatten(self, state_dict: Any, openings: Openings) -> Flattened:
-        """Take `state_dict` apart as `take` does, without a plan.
+    def flatten(self, state_dict: Any, state_dicts: StateDictCache) -> Flattened:
+        """Flatten `state_dict` as `plan_for` does, without making a plan.
 
         Args:
             state_dict: The state.
-            openings: Of this save: `state_dict()` of each object is called once, whatever else looks at the state.
+            state_dicts: Cache of this save, so that `state_dict()` of each object is called once in it.
 
         Raises:
-            UnsupportedLeafError: Something in it cannot be stored.
+            UnsupportedLeafError: A leaf cannot be stored.
         """
         check_memory_is_real("save")
-        flat = flatten(state_dict, openings, allow_pickle=self._allow_pickle)
+        flat = flatten(state_dict, state_dicts, allow_pickle=self._allow_pickle)
         if self._layout == DCP:  # before the other ranks are met
             check_dcp_items(flat.tree)
         return flat
 
-    def take(self, state_dict: Any, openings: Openings | None = None) -> tuple[SavePlan, Flattened]:
-        """Take `state_dict` apart and return the plan of its structure, making it when it is new.
+    def plan_for(self, state_dict: Any, state_dicts: StateDictCache | None = None) -> tuple[SavePlan, Flattened]:
+        """Flatten `state_dict` and return the plan of its structure, which is made when the structure is new.
 
         Args:
             state_dict: The state.
-            openings: As for `flatten`; None: nobody else looks at the state.
+            state_dicts: As for `flatten`; None: this is the only call of the save.
 
         Raises:
-            UnsupportedLeafError: Something in it cannot be stored.
-            DuplicateNameError: As `make_plan`.
+            UnsupportedLeafError: A leaf cannot be stored.
+            AsyncCkptError: As of `make_plan`.
         """
         check_memory_is_real("save")
-        openings = openings or Openings()
+        state_dicts = state_dicts or StateDictCache()
         for key in reversed(self._plans):
             plan = self._plans[key]
-            flat = match(*plan.signature, state_dict, openings, allow_pickle=self._allow_pickle)
+            flat = flatten_along(*plan.signature, state_dict, state_dicts, allow_pickle=self._allow_pickle)
             if flat is not None:
                 if plan.agreement is not self._agreement:
                     plan = self._make(flat, plan.signature, plan)
                     self._plans[key] = plan
                 self._plans.move_to_end(key)
                 return plan, flat
-        flat = flatten(state_dict, openings, allow_pickle=self._allow_pickle)
+        flat = flatten(state_dict, state_dicts, allow_pickle=self._allow_pickle)
         signature = signature_of(flat)
         key = hash(signature)
         found = self._plans.get(key)
@@ -381,5 +383,5 @@ class PlanCache:
             known=known,
             layout=self._layout,
         )
-        self.made += known is None or made.layout is not known.layout
+        self.n_plans_made += known is None or made.layout is not known.layout
         return made

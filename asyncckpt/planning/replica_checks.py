@@ -15,12 +15,12 @@ import xxhash
 
 from asyncckpt.errors import ProtocolError, ReplicaMismatchError
 from asyncckpt.format.checksums import DIGEST_NBYTES, block_digest
-from asyncckpt.planning.contributions import Contribution, as_claim, candidates, with_digests
+from asyncckpt.planning.contributions import Contribution, replica_candidates, tag_digest, with_digests
 from asyncckpt.planning.load_balancing import row_dimension
 from asyncckpt.planning.sample_schedule import Window, window_of
 from asyncckpt.planning.save_plan import SavePlan
-from asyncckpt.planning.shard_ownership import Lie, Scattered, ShardBook
-from asyncckpt.planning.write_agreement import Agreement, by_shards
+from asyncckpt.planning.shard_ownership import BoxSharding, MeshSharding, ShardOwnership
+from asyncckpt.planning.write_agreement import Agreement, group_by_shards
 from asyncckpt.protocol.samples import encode_samples
 from asyncckpt.sharding.mesh_layout import position_in
 from asyncckpt.sharding.shard_claims import ShardClaim
@@ -28,38 +28,42 @@ from asyncckpt.state_dict.flatten import Flattened
 from asyncckpt.torch_tensors import flat_bytes
 
 MAX_THREADS = 4
-"""Memory bandwidth is the limit, as with copies (staging/memcopy.py)."""
+"""Memory bandwidth is the limit, as it is for copies (`staging.memcopy`)."""
 
 THREADED_NBYTES = 16 << 20
-"""From here on several threads pay. Chosen, not measured: one thread digests it in a millisecond or two."""
+"""Several threads digest at least so many bytes. Chosen, not measured: one thread does it in a millisecond or two."""
 
 TEMPORARY_NBYTES = 64 << 20
-"""What lies elsewhere, or not in row-major order, is brought over in pieces of about this size."""
+"""A tensor on a device, or not in row-major order, is copied in parts of about this size and digested part by part."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bits move as integers: copy kernels of rarer dtypes are missing or partial in some torch versions."""
+"""By itemsize, the dtype as which bits are copied: some torch versions lack copy kernels of rarer dtypes."""
 
 
 class Samples(NamedTuple):
-    """Digests of windows of replicas at one save: names, one byte each that says whether it is split, 8 bytes each.
+    """Digests of windows of replicas at one save.
 
-    `apart`: positions, and bytes, of windows that were left to the caller; their digests are zeros until `completed`.
+    Attributes:
+        names: Name of each replica.
+        split: One byte for each: 1 if several ranks write rows of it, else 0.
+        digests: 8 bytes for each; zeros for windows on devices until `completed`.
+        device_windows: (position in `names`, bytes of the window on its device) of windows that the caller copies.
     """
 
     names: list[str]
     split: bytes
     digests: bytes
-    apart: Sequence[tuple[int, torch.Tensor]] = ()
+    device_windows: Sequence[tuple[int, torch.Tensor]] = ()
 
     def completed(self, windows: Sequence[bytes]) -> Samples:
-        """Return these samples with the digests of what was apart, in the same order."""
+        """Return these samples with the digests of the device windows, whose bytes are given in the same order."""
         digests = bytearray(self.digests)
-        for (n, _), raw in zip(self.apart, windows, strict=True):
+        for (n, _), raw in zip(self.device_windows, windows, strict=True):
             digests[DIGEST_NBYTES * n : DIGEST_NBYTES * (n + 1)] = block_digest(raw)
-        return self._replace(digests=bytes(digests), apart=())
+        return self._replace(digests=bytes(digests), device_windows=())
 
     def encode(self) -> bytes:
-        """Return the request's field (protocol/SPEC.md): b"" without any."""
+        """Return the samples as the field of a save request (protocol/SPEC.md); b"" without any."""
         each = range(0, len(self.digests), DIGEST_NBYTES)
         digests = (self.digests[i : i + DIGEST_NBYTES] for i in each)
         return encode_samples(zip(self.names, map(bool, self.split), digests, strict=True))
@@ -68,10 +72,10 @@ class Samples(NamedTuple):
 NO_SAMPLES = Samples([], b"", b"")
 
 
-def digests_for(flat: Flattened, positions: Sequence[int]) -> bytes:
-    """Return 8 bytes for each of the tensors at `positions` of `contribution_of(flat).tensors`.
+def replica_digests(flat: Flattened, positions: Sequence[int]) -> bytes:
+    """Return the tagged 8-byte digest of each tensor at `positions` of `contribution_of(flat).tensors`.
 
-    Blocks for reading those tensors; several threads share large ones.
+    Blocks while it reads those tensors; several threads share many bytes.
 
     Raises:
         RuntimeError: From torch, when a tensor cannot be read.
@@ -80,13 +84,13 @@ def digests_for(flat: Flattened, positions: Sequence[int]) -> bytes:
     return _digests([flat.tensors[common[position]] for position in positions])
 
 
-def shard_digests_for(flat: Flattened, compared: Sequence[tuple[int, int | None]]) -> bytes:
-    """Return 8 bytes for each of `ShardBook.compared`'s positions of `contribution_of(flat).shards`.
+def shard_digests(flat: Flattened, compared: Sequence[tuple[int, int | None]]) -> bytes:
+    """Return 8 bytes for each item of `ShardOwnership.compared_shards` for `contribution_of(flat).shards`.
 
-    Blocks for reading them.
+    Blocks while it reads those shards; several threads share many bytes.
 
     Raises:
-        RuntimeError: From torch, when one cannot be read.
+        RuntimeError: From torch, when a shard cannot be read.
     """
     leaves = list(flat.shards.values())
     sources = [leaves[at].sources if box is None else (leaves[at].sources[box],) for at, box in compared]
@@ -100,15 +104,18 @@ def shard_digests_for(flat: Flattened, compared: Sequence[tuple[int, int | None]
 
 
 def sample_digests(
-    plan: SavePlan, flat: Flattened, sequence: int, apart: Callable[[torch.Tensor], bool] = lambda tensor: False
+    plan: SavePlan,
+    flat: Flattened,
+    sequence: int,
+    is_on_device: Callable[[torch.Tensor], bool] = lambda tensor: False,
 ) -> Samples:
     """Digest the windows that every rank compares at save `sequence`.
 
     Args:
-        plan: Of this rank; without other ranks there is nothing to compare.
-        flat: The state, as `PlanCache.take` gave it with `plan`; not changed since.
-        sequence: Of the save id.
-        apart: Says of which tensors the windows are left to the caller: to bring them over waits for their device.
+        plan: Plan of this rank; without other ranks there is nothing to compare.
+        flat: The state, as `PlanCache.plan_for` gave it with `plan`; unchanged since.
+        sequence: Sequence number of the save ID.
+        is_on_device: Whether the windows of a tensor are left to the caller, since copying them waits for a device.
 
     Raises:
         RuntimeError: From torch, when a tensor cannot be read.
@@ -117,13 +124,13 @@ def sample_digests(
     split, digests = bytearray(), []
     elsewhere: list[tuple[int, torch.Tensor]] = []
     left: list[tuple[int, torch.Tensor]] = []
-    due = [shared for turn, shared in plan.shared.items() if sequence % turn.period == turn.position]
+    due = [shared for schedule, shared in plan.shared.items() if sequence % schedule.period == schedule.position]
     for shared in itertools.chain.from_iterable(due):
-        window = window_of(shared.turn, shared.n_elements, shared.itemsize, sequence)
+        window = window_of(shared.schedule, shared.n_elements, shared.itemsize, sequence)
         if window is None:
             continue
         tensor = flat.tensors[shared.number]
-        if apart(tensor):
+        if is_on_device(tensor):
             left.append((len(names), _elements(tensor, window)))
             digests.append(bytes(DIGEST_NBYTES))
         elif tensor.is_cpu and tensor.is_contiguous():
@@ -140,7 +147,7 @@ def sample_digests(
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of `tensor` as integers of the same width, where there are such."""
+    """Return a view of `tensor` as integers of the same width; as it is where there are none."""
     integer = _INTEGERS.get(tensor.element_size())
     return tensor.detach() if integer is None else tensor.detach().view(integer)
 
@@ -148,19 +155,19 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 _INITIALISED = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 _INITIALISED += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 _ONES = {dtype: int(bits_of(torch.ones((), dtype=dtype, device="cpu"))) for dtype in _INITIALISED}
-"""The bits of one, as an integer of the same width, in the dtypes that are initialised with ones."""
+"""By dtype that tensors of ones are made of, the bits of one as an integer of the same width."""
 
 
-def claim_digest(tensor: torch.Tensor) -> bytes:
-    """Return the digest by which a tensor is claimed to be a replica; see `contributions.is_weak`.
+def replica_digest(tensor: torch.Tensor) -> bytes:
+    """Return the tagged digest by which a tensor is claimed to be a replica (`contributions.tag_digest`).
 
     Raises:
-        RuntimeError: From torch, when it cannot be read.
+        RuntimeError: From torch, when the tensor cannot be read.
     """
-    return as_claim(tensor_digest(tensor), weak=_as_initialised(tensor))
+    return tag_digest(tensor_digest(tensor), trivial=_is_all_zeros_or_ones(tensor))
 
 
-def _as_initialised(tensor: torch.Tensor) -> bool:
+def _is_all_zeros_or_ones(tensor: torch.Tensor) -> bool:
     """Whether all elements are zero, or all are one."""
     with torch.no_grad():
         if not tensor.numel():
@@ -175,7 +182,7 @@ def _as_initialised(tensor: torch.Tensor) -> bool:
         return bool((few == first).all()) and bool((bits == first).all())
 
 
-def _digests(tensors: Sequence[torch.Tensor], digest: Callable[[torch.Tensor], bytes] = claim_digest) -> bytes:
+def _digests(tensors: Sequence[torch.Tensor], digest: Callable[[torch.Tensor], bytes] = replica_digest) -> bytes:
     nbytes = sum(t.numel() * t.element_size() for t in tensors)
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     if nbytes < THREADED_NBYTES or threads < 2 or len(tensors) < 2:
@@ -185,7 +192,7 @@ def _digests(tensors: Sequence[torch.Tensor], digest: Callable[[torch.Tensor], b
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:
-    """Return the 8-byte checksum of all elements in row-major order, wherever and however they lie.
+    """Return the 8-byte checksum of all elements in row-major order, wherever and however they sharding.
 
     Raises:
         RuntimeError: From torch, when they cannot be read.
@@ -221,7 +228,7 @@ def _elements(tensor: torch.Tensor, window: Window) -> torch.Tensor:
 
 
 def _fetched(elsewhere: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, bytes]]:
-    """Bring windows over, those of one device together: a transfer waits for the device."""
+    """Return (position, bytes) of windows. Those of one device are copied together: each transfer waits for it."""
     by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for n, window in elsewhere:
         by_device.setdefault(window.device, []).append((n, window))
@@ -235,7 +242,7 @@ def _fetched(elsewhere: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, b
     return found
 
 
-def settled_together(
+def exchange_and_compare_digests(
     agreement: Agreement,
     contributions: Mapping[int, Contribution],
     flat: Flattened,
@@ -244,100 +251,115 @@ def settled_together(
     *,
     compare: bool,
 ) -> Mapping[int, Contribution]:
-    """Return contributions with digests of what looks like replicas.
+    """Digest what several ranks hold, exchange the digests, and compare those of shards.
 
     Args:
-        agreement: As it is so far.
-        contributions: Of all ranks, equal on all ranks.
-        flat: This rank's state.
-        rank: This rank.
-        gather: Exchanges digests: this rank's for everybody's.
-        compare: False takes what is called the same for the same; `gather` is called all the same.
+        agreement: Agreement before this meeting.
+        contributions: Contributions of all ranks by rank; equal on all ranks.
+        flat: State of this rank.
+        rank: Rank of this process.
+        gather: Collective that takes this rank's digests and returns those of all ranks by rank.
+        compare: False takes tensors of one name for equal; `gather` is called with b"" then.
+
+    Returns:
+        `contributions` with the digests of what looks like replicas.
 
     Raises:
-        ReplicaMismatchError, RanksDisagreeError, OverlappingShardsError: About shards; on all ranks alike.
+        ReplicaMismatchError, RanksDisagreeError, OverlappingShardsError: About shards; the same error on all ranks.
         ProtocolError: A rank gave another number of digests.
         AsyncCkptError: From `gather`.
     """
-    book = agreement.shards.extended(by_shards(contributions), {})
-    book.check()
+    ownership = agreement.shards.extended(group_by_shards(contributions), {})
+    ownership.check()
     if not compare:
         gather(b"")
         return contributions
-    wanted = candidates(contributions)
-    mine = digests_for(flat, wanted[rank]) if wanted[rank] else b""
-    gathered = gather(mine + shard_digests_for(flat, book.compared(contributions[rank].shards, rank)))
+    wanted = replica_candidates(contributions)
+    mine = replica_digests(flat, wanted[rank]) if wanted[rank] else b""
+    gathered = gather(mine + shard_digests(flat, ownership.compared_shards(contributions[rank].shards, rank)))
     ends = {one: DIGEST_NBYTES * len(positions) for one, positions in wanted.items()}
-    compare_shards(book, contributions, {one: gathered[one][end:] for one, end in ends.items()})
+    compare_shards(ownership, contributions, {one: gathered[one][end:] for one, end in ends.items()})
     return with_digests(contributions, {one: gathered[one][:end] for one, end in ends.items()})
 
 
-_Slot = tuple[tuple[str, ...], tuple[int, ...] | int]
+_Compared = tuple[tuple[str, ...], tuple[int, ...] | int]
+"""What two runs of digests must have in common to be compared: (names, first holder on the grid, () for boxes)."""
 
 
-def compare_shards(book: ShardBook, contributions: Mapping[int, Contribution], digests: Mapping[int, bytes]) -> None:
-    """Check that ranks that hold the same shards hold equal ones.
+def compare_shards(
+    ownership: ShardOwnership, contributions: Mapping[int, Contribution], digests: Mapping[int, bytes]
+) -> None:
+    """Check that ranks that hold the same shards hold equal elements. Shards are declared copies: unequal ones are
+    an error, whatever they hold.
 
     Args:
-        book: With what `contributions` say.
-        contributions: By rank.
-        digests: By rank, 8 bytes for each of `book.compared`, in its order.
+        ownership: Ownership that knows the claims of `contributions`.
+        contributions: Contributions of all ranks by rank.
+        digests: By rank, 8 bytes for each item of `ownership.compared_shards`, in its order.
 
     Raises:
         ReplicaMismatchError: Two ranks differ; the same error on all ranks.
         ProtocolError: A rank gave another number of digests.
     """
-    first: dict[_Slot, tuple[int, bytes]] = {}
+    first: dict[_Compared, tuple[int, bytes]] = {}
     lists = {id(contribution.shards): contribution.shards for contribution in contributions.values()}
-    scattered = {number for number, claims in lists.items() if any(_is_taken_apart(book, claim) for claim in claims)}
+    mixed = {
+        number for number, claims in lists.items() if any(_has_mixed_shardings(ownership, claim) for claim in claims)
+    }
     runs: dict[tuple[int, int], list[_Run]] = {}
     for rank, contribution in contributions.items():
         number = id(contribution.shards)
-        key = number, rank if number in scattered else -1
+        key = number, rank if number in mixed else -1
         if key not in runs:
-            runs[key] = _runs(book, contribution.shards, rank)
-    runs = _alike(runs)
+            runs[key] = _runs(ownership, contribution.shards, rank)
+    runs = _split_unequal_runs(runs)
     for rank in sorted(contributions):
         number = id(contributions[rank].shards)
-        known = runs[number, rank if number in scattered else -1]
+        known = runs[number, rank if number in mixed else -1]
         raw, end = digests[rank], known[-1].end if known else 0
         if len(raw) != end:
             detail = f"rank {rank} gave {len(raw)} bytes for the digests of its shards, expected {end}"
             raise ProtocolError(detail, detail=detail)
-        for names, lie, begin, stop in known:
-            if isinstance(lie, Lie):
-                at = position_in(lie.grid, rank)
+        for names, sharding, begin, stop in known:
+            if isinstance(sharding, MeshSharding):
+                at = position_in(sharding.grid, rank)
                 if at is None:
                     continue
-                holders: tuple[int, ...] | int = lie.grid.replicas(at)[0]
+                holders: tuple[int, ...] | int = sharding.grid.replicas(at)[0]
             else:
                 holders = ()
             other, expected = first.setdefault((names, holders), (rank, raw[begin:stop]))
             if expected != raw[begin:stop]:
-                raise _unequal(names, expected, raw[begin:stop], other, rank)
+                raise _mismatch(names, expected, raw[begin:stop], other, rank)
 
 
 class _Run(NamedTuple):
-    """Digests that lie side by side, and belong to one grid or one box: names, how they lie, first byte, end."""
+    """Consecutive digests of one rank that belong to one grid, or one that belongs to a box.
+
+    Attributes:
+        names: FQNs, or FQN and box.
+        sharding: How these tensors are sharded.
+        begin, end: Range of bytes in the rank's digests.
+    """
 
     names: tuple[str, ...]
-    lie: Lie | Scattered
+    sharding: MeshSharding | BoxSharding
     begin: int
     end: int
 
 
-def _is_taken_apart(book: ShardBook, claim: ShardClaim) -> bool:
-    """Whether a tensor that is on a mesh here lies in boxes all the same: on other ranks it is on another, or none."""
-    return claim.grid is not None and isinstance(book.lie(claim.fqn), Scattered)
+def _has_mixed_shardings(ownership: ShardOwnership, claim: ShardClaim) -> bool:
+    """Whether a tensor is on a mesh here, and on an unequal mesh, or on none, on other ranks."""
+    return claim.grid is not None and isinstance(ownership.sharding_of(claim.fqn), BoxSharding)
 
 
-def _alike(runs: dict[tuple[int, int], list[_Run]]) -> dict[tuple[int, int], list[_Run]]:
-    """Take those apart that do not have the same names on all ranks.
+def _split_unequal_runs(runs: dict[tuple[int, int], list[_Run]]) -> dict[tuple[int, int], list[_Run]]:
+    """Split the runs that do not have the same names on all ranks into one run for each name.
 
     IMPORTANT: a run is compared with runs of the same names. Ranks that hold the same tensors in another order, or one
     between them that others do not have, would else not be compared at all.
     """
-    distinct = {run.names for known in runs.values() for run in known if isinstance(run.lie, Lie)}
+    distinct = {run.names for known in runs.values() for run in known if isinstance(run.sharding, MeshSharding)}
     counts = Counter(name for names in distinct for name in names)
     broken = {names for names in distinct if len(names) > 1 and any(counts[name] > 1 for name in names)}
     if not broken:
@@ -351,14 +373,14 @@ def _alike(runs: dict[tuple[int, int], list[_Run]]) -> dict[tuple[int, int], lis
 def _singles(run: _Run) -> Iterator[_Run]:
     for n, name in enumerate(run.names):
         begin = run.begin + n * DIGEST_NBYTES
-        yield _Run((name,), run.lie, begin, begin + DIGEST_NBYTES)
+        yield _Run((name,), run.sharding, begin, begin + DIGEST_NBYTES)
 
 
-def _runs(book: ShardBook, claims: Sequence[ShardClaim], rank: int) -> list[_Run]:
-    """Return what of a rank's digests belongs together."""
+def _runs(ownership: ShardOwnership, claims: Sequence[ShardClaim], rank: int) -> list[_Run]:
+    """Return the runs of a rank's digests."""
     found: list[_Run] = []
     names: list[str] = []  # of the run that is being gathered
-    last: Lie | None = None
+    last: MeshSharding | None = None
     begin = at = 0
 
     def end_run() -> None:
@@ -366,26 +388,26 @@ def _runs(book: ShardBook, claims: Sequence[ShardClaim], rank: int) -> list[_Run
             found.append(_Run(tuple(names), last, begin, at))
         names.clear()
 
-    for position, box in book.compared(claims, rank):
+    for position, box in ownership.compared_shards(claims, rank):
         fqn = claims[position].fqn
-        lie = book.lie(fqn)
-        assert lie is not None
-        if isinstance(lie, Scattered):
+        sharding = ownership.sharding_of(fqn)
+        assert sharding is not None
+        if isinstance(sharding, BoxSharding):
             assert box is not None
             end_run()
             last = None
-            found.append(_Run((fqn, str(claims[position].of_rank(rank)[box])), lie, at, at + DIGEST_NBYTES))
+            found.append(_Run((fqn, str(claims[position].boxes_of_rank(rank)[box])), sharding, at, at + DIGEST_NBYTES))
         else:
-            if last is None or lie.grid is not last.grid:
+            if last is None or sharding.grid is not last.grid:
                 end_run()
-                last, begin = lie, at
+                last, begin = sharding, at
             names.append(fqn)
         at += DIGEST_NBYTES
     end_run()
     return found
 
 
-def _unequal(names: Sequence[str], one: bytes, other: bytes, *ranks: int) -> ReplicaMismatchError:
+def _mismatch(names: Sequence[str], one: bytes, other: bytes, *ranks: int) -> ReplicaMismatchError:
     at = next(n for n in range(0, len(one), DIGEST_NBYTES) if one[n : n + 8] != other[n : n + 8]) // DIGEST_NBYTES
     fqn = names[min(at, len(names) - 1)] if len(one) > DIGEST_NBYTES else names[0]
     return ReplicaMismatchError(

@@ -1,4 +1,4 @@
-"""Which replicas, and which bytes of them, are compared at a save: a rotation that all ranks know. Pure."""
+"""Which replicas, and which bytes of them, the ranks compare at which save: a rotation, equal on all ranks. Pure."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from typing import NamedTuple
 from asyncckpt.planning.contributions import TensorKey
 
 WINDOW_NBYTES = 4096
-"""Compared of one tensor at one save; a multiple of every itemsize. Chosen, not measured."""
+"""Bytes that are compared of one tensor at one save; a multiple of every itemsize. Chosen, not measured."""
 
 SAMPLE_LIMIT = 2048
-"""Tensors compared at one save. Chosen: 2,000 windows take 6 to 9 ms of one core where no cache holds them, 500 of them
-1.2 ms, and of 20,000 replicas 2,000 at each save 8 ms."""
+"""Number of tensors that are compared at one save. Chosen: where no cache holds them, 2,000 windows take 6 to 9 ms of
+one core, 500 of them 1.2 ms, and 2,000 of 20,000 replicas at each save 8 ms."""
 
 
-class Turn(NamedTuple):
-    """When a replica is compared: at saves whose sequence leaves `position` over when divided by `period`."""
+class SampleSchedule(NamedTuple):
+    """When a replica is compared: at every save with `sequence % period == position`."""
 
     position: int
     period: int
 
 
 class Window(NamedTuple):
-    """`n` elements from `start` on, in row-major order."""
+    """`n` elements of a tensor from the one with index `start` on, in row-major order."""
 
     start: int
     n: int
 
 
-def turns_of(holders: Mapping[TensorKey, frozenset[int]], limit: int) -> dict[TensorKey, Turn]:
-    """Give every replica its turn.
+def assign_schedules(holders: Mapping[TensorKey, frozenset[int]], limit: int) -> dict[TensorKey, SampleSchedule]:
+    """Return the schedule of every replica.
 
-    All holders of a replica must compare it at the same saves, and no rank should compare many more than `limit`: a
-    replica's period is that of its holder which has most to compare.
+    All holders of a replica must compare it at the same saves, and no rank should compare many more than `limit`: the
+    period of a replica is that of the holder which has most replicas to compare.
 
     Args:
-        holders: Of each replica.
-        limit: A rank compares at most so many at a save, and one more for each set of holders that it is in.
+        holders: For each replica the ranks that hold it.
+        limit: Number of replicas that a rank compares at one save; it is one more for each set of holders that the
+            rank is in.
     """
     sets: dict[frozenset[int], list[TensorKey]] = {}
     for key in sorted(holders):
@@ -49,29 +50,29 @@ def turns_of(holders: Mapping[TensorKey, frozenset[int]], limit: int) -> dict[Te
     for ranks, keys in sets.items():
         for rank in ranks:
             n_held[rank] = n_held.get(rank, 0) + len(keys)
-    turns: dict[TensorKey, Turn] = {}
+    schedules: dict[TensorKey, SampleSchedule] = {}
     for ranks, keys in sets.items():
         period = -(-max(n_held[rank] for rank in ranks) // limit)
-        turns.update((key, Turn(n % period, period)) for n, key in enumerate(keys))
-    return turns
+        schedules.update((key, SampleSchedule(n % period, period)) for n, key in enumerate(keys))
+    return schedules
 
 
-def window_of(turn: Turn, n_elements: int, itemsize: int, sequence: int) -> Window | None:
-    """Return what is compared of a replica at save `sequence`; None when it has no turn, or no elements.
+def window_of(schedule: SampleSchedule, n_elements: int, itemsize: int, sequence: int) -> Window | None:
+    """Return the window of a replica that is compared at save `sequence`; None: none, or it has no elements.
 
-    Successive turns visit all its windows before the first comes again, far from one another.
+    All its windows are visited before the first comes again, and successive ones are far from one another.
     """
-    if not n_elements or sequence % turn.period != turn.position:
+    if not n_elements or sequence % schedule.period != schedule.position:
         return None
     per_window = WINDOW_NBYTES // itemsize
     if n_elements <= per_window:
         return Window(0, n_elements)
     n_windows = -(-n_elements // per_window)
-    start = (sequence // turn.period * stride_of(n_windows)) % n_windows * per_window
+    start = (sequence // schedule.period * stride_of(n_windows)) % n_windows * per_window
     return Window(start, min(per_window, n_elements - start))
 
 
 @functools.cache
 def stride_of(n_windows: int) -> int:
-    """Return a step that visits all windows: about the golden section of them, without a common divisor."""
+    """Return a step that visits all windows: about 0.618 of their number, and coprime to it."""
     return next(n for n in itertools.count(max(1, int(n_windows * 0.618))) if math.gcd(n, n_windows) == 1)

@@ -1,4 +1,9 @@
-"""What is computed once per structure of a state dict: layout, headers, encoded structure. Values only; no torch."""
+"""The plan of one rank's saves: what is computed once per structure of a state dict. Values only; no torch.
+
+From the agreement of the ranks to bytes: `write_agreement` and `shard_ownership` give a rank an *assignment* for each
+tensor (which rows it writes, under which name); `planner` makes a *tensor write* of it, whose *tensor boxes* are what
+staging copies, one for each chunk of the shard files.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +13,23 @@ from typing import Any, NamedTuple
 
 from asyncckpt.format.layout import PAGE_NBYTES, BoxSpec, Layout
 from asyncckpt.format.state_tree import Node
-from asyncckpt.planning.sample_schedule import Turn
+from asyncckpt.planning.sample_schedule import SampleSchedule
 from asyncckpt.planning.write_agreement import Agreement
 from asyncckpt.protocol.request import PartRange
 
 Signature = tuple[Node, tuple[Any, ...], tuple[Any, ...]]
-"""A structure's fingerprint: its tree, dtype and shape of every tensor, and by tensor number what is a shard of what
-(empty without shards). Two equal ones share a plan."""
+"""A structure's fingerprint: (tree, (dtype, shape) of every tensor, `ShardLeaf` or None by tensor number). The last is
+empty without shards. States with equal signatures share a plan."""
 
 
 class TensorBox(NamedTuple):
-    """What goes into one chunk: `sizes` elements from `offsets` on of the state's tensor at `number`, one run of a
-    contiguous one. Of a shard, offsets count in the part that is here."""
+    """What goes into one chunk: a box of one tensor; one run of bytes where the tensor is contiguous.
+
+    Attributes:
+        number: Index into `Flattened.tensors`.
+        offsets: Where the box begins in that tensor, in elements. Of a shard, in the part that this rank holds.
+        sizes: Shape of the box, in elements.
+    """
 
     number: int
     offsets: tuple[int, ...]
@@ -27,12 +37,21 @@ class TensorBox(NamedTuple):
 
 
 class SharedTensor(NamedTuple):
-    """A tensor that other ranks claim to hold too, and when they compare it; `split`: several of them write it."""
+    """A tensor, or a box of one, that other ranks claim to hold too.
+
+    Attributes:
+        fqn: Name under which ranks compare it.
+        number: Index into `Flattened.tensors`.
+        split: Whether several ranks write rows of it.
+        schedule: At which saves it is compared.
+        n_elements: Number of its elements.
+        itemsize: Bytes of one element.
+    """
 
     fqn: str
     number: int
     split: bool
-    turn: Turn
+    schedule: SampleSchedule
     n_elements: int
     itemsize: int
 
@@ -42,17 +61,18 @@ class SavePlan:
     """The plan of one rank for one structure.
 
     Attributes:
-        signature: What the plan was made for.
-        layout: Parts and chunks.
-        boxes: Aligned with the layout's chunks: what goes where.
-        specs: Aligned with `boxes`: what each is of the stored tensor.
-        names: Of every tensor, as it is stored.
-        structure: `format.structure.encode_structure`'s bytes.
-        n_tensors: Tensors whose first element this rank writes, for reports: over all ranks, every stored tensor once.
-        tensor_nbytes: What this rank writes.
-        agreement: With the other ranks; None where there are none.
-        news: Numbers of the tensors that are not agreed upon yet; the other ranks are to be told.
-        shared: By turn: what is compared with other ranks', some of it at each save.
+        signature: Signature of the structure that the plan was made for.
+        layout: Parts and chunks of the shard files.
+        boxes: Aligned with the layout's chunks: what is copied into each.
+        specs: Aligned with `boxes`: which box of which stored tensor each is.
+        names: By tensor number, the name under which the tensor is stored.
+        structure: Bytes of `format.structure.encode_structure`.
+        n_tensors: Number of tensors whose first element this rank writes: summed over all ranks, every stored tensor
+            counts once.
+        tensor_nbytes: Bytes of tensors that this rank writes.
+        agreement: Agreement of the ranks; None for a single process.
+        unagreed: Numbers of the tensors on which the ranks have not agreed yet, so that they must meet.
+        shared: By schedule, what this rank compares with other ranks.
     """
 
     signature: Signature
@@ -64,12 +84,12 @@ class SavePlan:
     n_tensors: int
     tensor_nbytes: int
     agreement: Agreement | None = None
-    news: tuple[int, ...] = ()
-    shared: Mapping[Turn, tuple[SharedTensor, ...]] = field(default_factory=dict)
+    unagreed: tuple[int, ...] = ()
+    shared: Mapping[SampleSchedule, tuple[SharedTensor, ...]] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
-        """The agreement's 16 hex digits, which all ranks of a save must share; "" where there is none."""
+        """Fingerprint of the agreement, which must be equal on all ranks of a save; "" without one."""
         return "" if self.agreement is None else self.agreement.fingerprint
 
     @property

@@ -1,11 +1,11 @@
-"""Who writes which shard: what the ranks have said of them, the same on all ranks. Pure; no torch.
+"""Who writes which shard: decided from what the ranks have reported, the same on all ranks. Pure; no torch.
 
-A tensor on a grid needs no agreement to be stored rightly, since the grid says who holds what, and a hash of its name
-which of them writes. What is agreed upon knows of boxes that were given one by one, too. Copies that the ranks have
+A tensor on a grid needs no agreement to be stored rightly: the grid says who holds what, and a hash of its name which
+of the holders writes it. An agreement also knows of boxes that were given one by one. Copies that the ranks have
 compared whole, which they do when they meet, are split and balanced; before, one holder writes all of a box, so that
 no box is mixed of bytes that were never compared.
 
-Boxes are never stored for one rank only. Ranks that contradict each other about a name can not save it.
+A shard is never stored for one rank only. A name about which the ranks contradict each other cannot be saved.
 """
 
 from __future__ import annotations
@@ -20,20 +20,30 @@ from typing import NamedTuple
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import AsyncCkptError, OverlappingShardsError, RanksDisagreeError
 from asyncckpt.planning.load_balancing import replica_of, spread
-from asyncckpt.planning.sample_schedule import SAMPLE_LIMIT, Turn
-from asyncckpt.sharding.mesh_layout import Box, Grid, holders_in, nbytes_by_position, overlapping, position_in
+from asyncckpt.planning.sample_schedule import SAMPLE_LIMIT, SampleSchedule
+from asyncckpt.sharding.mesh_layout import Box, Grid, find_overlap, holders_in, nbytes_by_position, position_in
 from asyncckpt.sharding.shard_claims import ShardClaim
 
+Rows = tuple[tuple[int, int], ...]
+"""(first row, number of rows) along the first dimension of a box that is larger than 1."""
+_Key = tuple[str, Box]
 
-class Given(NamedTuple):
-    """What these ranks have said, all the same."""
+
+class ReportedClaim(NamedTuple):
+    """A claim, and the ranks that have all reported it."""
 
     ranks: tuple[int, ...]
     claim: ShardClaim
 
 
-class Lie(NamedTuple):
-    """A tensor on a grid, all of whose ranks say so."""
+class MeshSharding(NamedTuple):
+    """A tensor on a grid, all of whose ranks have reported it.
+
+    Attributes:
+        grid: Which rank holds which part.
+        shape: Global shape, in elements.
+        itemsize: Bytes of one element.
+    """
 
     grid: Grid
     shape: tuple[int, ...]
@@ -45,8 +55,15 @@ class Lie(NamedTuple):
         return self.grid.n_replicas > 1
 
 
-class Scattered(NamedTuple):
-    """A tensor in boxes: which ranks hold each, ascending, and the first of those that call themselves first."""
+class BoxSharding(NamedTuple):
+    """A tensor whose boxes were given one by one.
+
+    Attributes:
+        holders: The ranks that hold each box, ascending.
+        firsts: For each box the lowest rank that claims to come first (`ShardClaim.is_first`), if any does.
+        shape: Global shape, in elements.
+        itemsize: Bytes of one element.
+    """
 
     holders: dict[Box, tuple[int, ...]]
     firsts: dict[Box, int]
@@ -63,123 +80,48 @@ class Scattered(NamedTuple):
         return all(rank in self.holders.get(box, ()) for box in boxes)
 
 
-def resolve(given: Sequence[Given], world_size: int) -> Lie | Scattered | AsyncCkptError | None:
-    """Return how a tensor lies.
+class BoxAssignment(NamedTuple):
+    """What a rank writes of one of its boxes.
 
-    Returns:
-        None when not all ranks of its mesh have said so; an error where ranks contradict others.
+    Attributes:
+        rows: The rows that it writes; empty: none.
+        shared: Whether other ranks hold the box too.
+        split: Whether several ranks write rows of it.
     """
-    first = given[0].claim
-    for _, claim in given[1:]:
-        if (claim.dtype, claim.shape) != (first.dtype, first.shape):
-            return _unlike(given)
-    itemsize = DTYPES[first.dtype].itemsize
-    grids = [claim.grid for _, claim in given if claim.grid is not None]
-    outside = [rank for grid in dict.fromkeys(grids) for rank in grid.ranks if rank >= world_size]
-    if outside:
-        text = f"{first.fqn!r} lies on a mesh with rank {outside[0]}, the checkpointer has {world_size} ranks"
-        return disagreement(text + "; ranks of the mesh must be the checkpointer's", outside)
-    if len(grids) == len(given):
-        distinct = list(dict.fromkeys(grids))
-        said = given[0].ranks if len(given) == 1 else tuple({r for ranks, _ in given for r in ranks})
-        members = set(said)
-        if not all(members.issuperset(grid.ranks) for grid in distinct):
-            return None
-        joined = distinct[0] if len(distinct) == 1 else _joined(tuple(distinct))
-        if joined is not None:
-            return Lie(joined, first.shape, itemsize)
-    return _scattered(given, itemsize)
-
-
-@functools.lru_cache(256)
-def _joined(grids: tuple[Grid, ...]) -> Grid | None:
-    """Return equal grids of different ranks as one, with one more mesh dimension that replicates; None if unlike.
-
-    The very same one for all tensors that lie alike: what is done for each grid is done once.
-    """
-    ordered = sorted(grids, key=lambda grid: grid.ranks)
-    ranks = tuple(itertools.chain.from_iterable(grid.ranks for grid in ordered))
-    alike = len({(grid.mesh, grid.placements) for grid in grids}) == 1
-    if not alike or len(set(ranks)) != len(ranks):
-        return None
-    return Grid((len(grids), *ordered[0].mesh), ranks, ((), *ordered[0].placements))
-
-
-def _scattered(given: Sequence[Given], itemsize: int) -> Scattered | OverlappingShardsError:
-    holders: dict[Box, list[int]] = {}
-    firsts: dict[Box, int] = {}
-    for ranks, claim in given:
-        for rank in ranks:
-            for box in claim.of_rank(rank):
-                holders.setdefault(box, []).append(rank)
-                if claim.is_first:
-                    firsts[box] = min(rank, firsts.get(box, rank))
-    twice = overlapping(list(holders))
-    if twice is None:
-        ordered = {box: tuple(sorted(set(holders[box]))) for box in holders}
-        return Scattered(ordered, firsts, given[0].claim.shape, itemsize)
-    one, other = (f"offsets {list(box[0])} sizes {list(box[1])} on rank {min(holders[box])}" for box in twice)
-    fqn = given[0].claim.fqn
-    return OverlappingShardsError(
-        f"tensor {fqn!r}: two ranks hold some of the same elements in boxes that differ: {one}; {other}; correct "
-        "offsets and global shape, or give the tensors different keys",
-        fqn=fqn,
-        boxes=[one, other],
-    )
-
-
-def _unlike(given: Sequence[Given]) -> RanksDisagreeError:
-    kinds = {(c.dtype, c.shape): ranks[0] for ranks, c in reversed(given)}
-    said = " but ".join(f"{dtype}{list(shape)} on rank {rank}" for (dtype, shape), rank in kinds.items())
-    return disagreement(
-        f"shards of {given[0].claim.fqn!r} are parts of {said}; give one global shape and dtype on all ranks. "
-        "Optimizer states with integer keys mean other parameters on other pipeline stages: save what "
-        "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns, which has their names",
-        list(kinds.values()),
-    )
-
-
-def disagreement(text: str, ranks: Sequence[int]) -> RanksDisagreeError:
-    """Return the error for ranks that contradict each other about one name."""
-    return RanksDisagreeError(text, detail=text, ranks=list(ranks[:8]))
-
-
-def writer_of(fqn: str, holders: Sequence[int]) -> int:
-    """Return which of the ranks that hold a box writes it whole: one replica has all boxes of a name, so to say."""
-    return holders[zlib.crc32(fqn.encode()) % len(holders)]
-
-
-Rows = tuple[tuple[int, int], ...]
-"""(first row, rows) along the first dimension of a box that is larger than 1."""
-_Key = tuple[str, Box]
-
-
-class BoxDuty(NamedTuple):
-    """What a rank writes of one of its boxes; `shared`: others hold it too, `split`: and several of them write it."""
 
     rows: Rows
     shared: bool = False
     split: bool = False
 
 
-class ShardDuty(NamedTuple):
-    """What a rank writes of a tensor: for each of its boxes; when it is compared; whether the others must be told."""
+class ShardAssignment(NamedTuple):
+    """What a rank writes of a tensor of which it holds shards.
 
-    boxes: tuple[BoxDuty, ...]
-    turn: Turn | None
-    is_news: bool
+    Attributes:
+        boxes: Aligned with the boxes that the rank holds.
+        schedule: When its shared boxes are compared; None: never.
+        is_unagreed: Whether the ranks have not agreed on it, so that they must meet.
+    """
+
+    boxes: tuple[BoxAssignment, ...]
+    schedule: SampleSchedule | None
+    is_unagreed: bool
 
 
-class ShardBook:
-    """Immutable. Part of an `Agreement`."""
+class ShardOwnership:
+    """Who writes which shard. Part of an `Agreement`; immutable.
+
+    Attributes:
+        conflicts: By FQN, the error of a name about which the ranks contradict each other.
+    """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._given: dict[str, tuple[Given, ...]] = {}
-        self._lies: dict[str, Lie | Scattered] = {}
+        self._reported: dict[str, tuple[ReportedClaim, ...]] = {}
+        self._shardings: dict[str, MeshSharding | BoxSharding] = {}
         self._base: dict[int, int] = {}
         self.conflicts: dict[str, AsyncCkptError] = {}
-        self._of_rank: dict[int, dict[_Key, BoxDuty]] = {}
+        self._assignments_of_rank: dict[int, dict[_Key, BoxAssignment]] = {}
 
     def extended(
         self,
@@ -187,42 +129,40 @@ class ShardBook:
         base: Mapping[int, int],
         *,
         whole: Collection[str] = (),
-    ) -> ShardBook:
-        """Return the book after the ranks have met.
+    ) -> ShardOwnership:
+        """Return the ownership after a meeting.
 
         Args:
-            groups: Ranks, and what each of them holds now: of a name, all that do.
-            base: Bytes that ranks write apart from shards.
-            whole: Names under which ranks hold whole tensors now.
+            groups: (ranks, claims that each of them makes); of a name, the claims of all ranks that hold it.
+            base: By rank, the bytes that it writes besides shards.
+            whole: FQNs under which ranks hold whole tensors now. One that is claimed as well becomes a conflict.
         """
-        after = ShardBook(self._world_size)
-        after._given, after._lies = dict(self._given), dict(self._lies)
+        after = ShardOwnership(self._world_size)
+        after._reported, after._shardings = dict(self._reported), dict(self._shardings)
         after.conflicts = dict(self.conflicts)
-        said: dict[str, list[Given]] = {}
+        reported: dict[str, list[ReportedClaim]] = {}
         for ranks, claims in groups:
             for claim in claims:
-                said.setdefault(claim.fqn, []).append(Given(ranks, claim))
-        for fqn in {*said, *whole}:
-            after._given.pop(fqn, None)
-            after._lies.pop(fqn, None)
+                reported.setdefault(claim.fqn, []).append(ReportedClaim(ranks, claim))
+        for fqn in {*reported, *whole}:
+            after._reported.pop(fqn, None)
+            after._shardings.pop(fqn, None)
             after.conflicts.pop(fqn, None)
-        for fqn, given in said.items():
-            after._given[fqn] = tuple(given)
-            found = resolve(after._given[fqn], self._world_size)
+        for fqn, reports in reported.items():
+            after._reported[fqn] = tuple(reports)
+            found = resolve_sharding(after._reported[fqn], self._world_size)
             if isinstance(found, AsyncCkptError):
                 after.conflicts[fqn] = found
             elif found is not None:
-                after._lies[fqn] = found
+                after._shardings[fqn] = found
+            if fqn in whole:
+                holders = [rank for ranks, _ in reports for rank in ranks]
+                text = f"ranks {holders[:4]} hold shards of {fqn!r}, others a plain tensor of that name"
+                text += "; describe it on all ranks, or give it another key"
+                after.conflicts[fqn] = ranks_disagree(text, holders)
         # What is shared as it was stays spread as it is, so that no layout changes.
-        after._base = self._base if after._given == self._given else {**self._base, **base}
+        after._base = self._base if after._reported == self._reported else {**self._base, **base}
         return after
-
-    def contradict(self, names: Iterable[str]) -> None:
-        """Note names under which some ranks hold whole tensors, others shards."""
-        for fqn in names:
-            ranks = [rank for given in self._given[fqn] for rank in given.ranks]
-            text = f"ranks {ranks[:4]} hold shards of {fqn!r}, others a plain tensor of that name"
-            self.conflicts[fqn] = disagreement(text + "; describe it on all ranks, or give it another key", ranks)
 
     def check(self) -> None:
         """Check that the ranks do not contradict each other.
@@ -235,10 +175,14 @@ class ShardBook:
 
     @property
     def names(self) -> KeysView[str]:
-        """What anything was said of."""
-        return self._given.keys()
+        """FQNs of which ranks have claimed shards."""
+        return self._reported.keys()
 
-    def duty(self, rank: int, claim: ShardClaim) -> ShardDuty:
+    def sharding_of(self, fqn: str) -> MeshSharding | BoxSharding | None:
+        """Return how a tensor is sharded; None: not known."""
+        return self._shardings.get(fqn)
+
+    def assignment(self, rank: int, claim: ShardClaim) -> ShardAssignment:
         """Return what `rank` writes of a tensor of which it holds shards.
 
         Raises:
@@ -246,153 +190,155 @@ class ShardBook:
         """
         if claim.fqn in self.conflicts:
             raise self.conflicts[claim.fqn]
-        said = self._said(rank, claim)
-        lie = self._lies.get(claim.fqn)
-        boxes = claim.of_rank(rank)
-        if not said or lie is None or (isinstance(lie, Scattered) and not lie.knows(rank, boxes)):
-            duties = tuple(self._unagreed(rank, claim, box) for box in boxes)
-            return ShardDuty(duties, Turn(0, 1) if any(duty.shared for duty in duties) else None, not said)
-        if isinstance(lie, Lie) and lie.grid.n_replicas == 1:
-            return ShardDuty(tuple(BoxDuty(_rows(box)) for box in boxes), None, False)
-        agreed = self._duties(rank)
-        return ShardDuty(tuple(agreed[claim.fqn, box] for box in boxes), self._turns.get(claim.fqn), False)
+        is_reported = self._has_reported(rank, claim)
+        sharding = self._shardings.get(claim.fqn)
+        boxes = claim.boxes_of_rank(rank)
+        is_known = not isinstance(sharding, BoxSharding) or sharding.knows(rank, boxes)
+        if not is_reported or sharding is None or not is_known:
+            found = tuple(self._default_assignment(rank, claim, box) for box in boxes)
+            schedule = SampleSchedule(0, 1) if any(box.shared for box in found) else None
+            return ShardAssignment(found, schedule, not is_reported)
+        if isinstance(sharding, MeshSharding) and sharding.grid.n_replicas == 1:
+            return ShardAssignment(tuple(BoxAssignment(_rows(box)) for box in boxes), None, False)
+        agreed = self._assignments(rank)
+        return ShardAssignment(tuple(agreed[claim.fqn, box] for box in boxes), self._schedules.get(claim.fqn), False)
 
-    def _unagreed(self, rank: int, claim: ShardClaim, box: Box) -> BoxDuty:
-        """What is written of a box that not all ranks have agreed upon: all that can be known without them.
+    def _default_assignment(self, rank: int, claim: ShardClaim, box: Box) -> BoxAssignment:
+        """Return what a rank writes of a box that is not agreed on: all that can be known without the other ranks.
 
-        Whoever holds a box of a mesh is known, but for its like of other ranks. Of these, and of other boxes, it
-        is supposed that the ranks hold it which hold the same one of another tensor of that shape: so it is with an
-        optimizer's state, which comes after the first save.
+        The holders of a box of a mesh are known, except for those on equal meshes of other ranks. Of these, and of
+        boxes that were given one by one, the same is assumed as for another tensor of that shape: the same ranks hold
+        its box. That is so for an optimizer's state, which comes after the first save.
         """
-        grid = claim.grid and self._wider.get((claim.grid, claim.shape), self._wider.get((claim.grid, None)))
+        wider = self._joined_grids
+        grid = claim.grid and wider.get((claim.grid, claim.shape), wider.get((claim.grid, None)))
         grid = grid or claim.grid
         if grid is None or position_in(grid, rank) is None:
-            writer = self._writers.get((claim.shape, box), rank)
-            return BoxDuty(_rows(box) if claim.is_first and writer in (rank, None) else ())
-        return _of_one(rank, claim.fqn, holders_in(grid, rank), box)
+            writer = self._first_holders.get((claim.shape, box), rank)
+            return BoxAssignment(_rows(box) if claim.is_first and writer in (rank, None) else ())
+        return _written_by_one(rank, claim.fqn, holders_in(grid, rank), box)
 
     @cached_property
-    def _writers(self) -> dict[tuple[tuple[int, ...], Box], int | None]:
-        """Who comes first of those that hold a box; None where that differs from tensor to tensor."""
+    def _first_holders(self) -> dict[tuple[tuple[int, ...], Box], int | None]:
+        """By (global shape, box), the rank that comes first; None where that differs from tensor to tensor."""
         found: dict[tuple[tuple[int, ...], Box], int | None] = {}
-        for lie in self._lies.values():
-            if isinstance(lie, Scattered):
-                for box, first in lie.firsts.items():
-                    found[lie.shape, box] = first if found.get((lie.shape, box), first) == first else None
+        for sharding in self._shardings.values():
+            if isinstance(sharding, BoxSharding):
+                for box, first in sharding.firsts.items():
+                    key = sharding.shape, box
+                    found[key] = first if found.get(key, first) == first else None
         return found
 
     @cached_property
-    def _wider(self) -> dict[tuple[Grid, tuple[int, ...] | None], Grid | None]:
-        """What a mesh of some ranks and its like of others were joined to, of tensors of a shape, and of any shape.
+    def _joined_grids(self) -> dict[tuple[Grid, tuple[int, ...] | None], Grid | None]:
+        """By (claimed grid, global shape), the grid into which equal grids of several ranks were joined.
 
-        None where that differs from tensor to tensor.
+        Shape None: for tensors of any shape. The value is None where it differs from tensor to tensor.
         """
         found: dict[tuple[Grid, tuple[int, ...] | None], Grid | None] = {}
         seen: set[tuple[int, int, tuple[int, ...]]] = set()  # hashing a grid takes as long as it has ranks
-        for fqn, lie in self._lies.items():
-            if not isinstance(lie, Lie):
+        for fqn, sharding in self._shardings.items():
+            if not isinstance(sharding, MeshSharding):
                 continue
-            for grid in (given.claim.grid for given in self._given[fqn]):
-                if grid is None or (id(grid), id(lie.grid), lie.shape) in seen:
+            for grid in (report.claim.grid for report in self._reported[fqn]):
+                if grid is None or (id(grid), id(sharding.grid), sharding.shape) in seen:
                     continue
-                seen.add((id(grid), id(lie.grid), lie.shape))
-                for key in ((grid, lie.shape), (grid, None)):
-                    found[key] = lie.grid if found.setdefault(key, lie.grid) == lie.grid else None
+                seen.add((id(grid), id(sharding.grid), sharding.shape))
+                for key in ((grid, sharding.shape), (grid, None)):
+                    found[key] = sharding.grid if found.setdefault(key, sharding.grid) == sharding.grid else None
         return found
 
-    def _said(self, rank: int, claim: ShardClaim) -> bool:
-        return any(given.claim == claim and rank in given.ranks for given in self._given.get(claim.fqn, ()))
+    def _has_reported(self, rank: int, claim: ShardClaim) -> bool:
+        return any(report.claim == claim and rank in report.ranks for report in self._reported.get(claim.fqn, ()))
 
     def loads(self) -> dict[int, int]:
-        """Return what each rank writes of shards, replicas taken as evenly spread."""
+        """Return by rank the bytes of shards that it writes, with replicas counted as evenly spread."""
         return dict(self._loads)
 
     @cached_property
     def _loads(self) -> dict[int, int]:
         totals: dict[int, int] = {}
-        add_grid_loads(totals, [lie for lie in self._lies.values() if isinstance(lie, Lie)])
-        for lie in self._lies.values():
-            if isinstance(lie, Scattered):
-                for (_, sizes), ranks in lie.holders.items():
-                    nbytes = replica_of(sizes, lie.itemsize).nbytes // len(ranks)
+        add_grid_loads(totals, [one for one in self._shardings.values() if isinstance(one, MeshSharding)])
+        for sharding in self._shardings.values():
+            if isinstance(sharding, BoxSharding):
+                for (_, sizes), ranks in sharding.holders.items():
+                    nbytes = replica_of(sizes, sharding.itemsize).nbytes // len(ranks)
                     for rank in ranks:
                         totals[rank] = totals.get(rank, 0) + nbytes
         return totals
 
-    def compared(self, claims: Sequence[ShardClaim], rank: int) -> list[tuple[int, int | None]]:
-        """Say what of a rank's shards is compared when ranks meet, in the order in which the digests are given.
+    def compared_shards(self, claims: Sequence[ShardClaim], rank: int) -> list[tuple[int, int | None]]:
+        """Return which of a rank's shards are compared at a meeting, in the order of their digests.
 
         Returns:
             (position in `claims`, number of the box; None: all its boxes as one).
         """
         found: list[tuple[int, int | None]] = []
         for position, claim in enumerate(claims):
-            lie = self._lies.get(claim.fqn)
-            if isinstance(lie, Lie) and lie.grid.n_replicas > 1:
+            sharding = self._shardings.get(claim.fqn)
+            if isinstance(sharding, MeshSharding) and sharding.grid.n_replicas > 1:
                 found.append((position, None))
         for position, claim in enumerate(claims):
-            lie = self._lies.get(claim.fqn)
-            if isinstance(lie, Scattered):
-                found += [(position, n) for n, box in enumerate(claim.of_rank(rank)) if len(lie.holders[box]) > 1]
+            sharding = self._shardings.get(claim.fqn)
+            if isinstance(sharding, BoxSharding):
+                boxes = claim.boxes_of_rank(rank)
+                found += [(position, n) for n, box in enumerate(boxes) if len(sharding.holders[box]) > 1]
         return found
 
-    def lie(self, fqn: str) -> Lie | Scattered | None:
-        """Return how a tensor is known to lie."""
-        return self._lies.get(fqn)
-
     @cached_property
-    def _turns(self) -> dict[str, Turn]:
-        shared = sorted(fqn for fqn, lie in self._lies.items() if lie.is_shared)
+    def _schedules(self) -> dict[str, SampleSchedule]:
+        shared = sorted(fqn for fqn, sharding in self._shardings.items() if sharding.is_shared)
         period = max(1, -(-len(shared) // SAMPLE_LIMIT))
-        return {fqn: Turn(n % period, period) for n, fqn in enumerate(shared)}
+        return {fqn: SampleSchedule(n % period, period) for n, fqn in enumerate(shared)}
 
-    def _duties(self, rank: int) -> dict[_Key, BoxDuty]:
-        """Return what `rank` writes of all boxes that it shares with others, or that are scattered."""
-        found = self._of_rank.get(rank)
+    def _assignments(self, rank: int) -> dict[_Key, BoxAssignment]:
+        """Return what `rank` writes of all boxes that it shares with others, or that were given one by one."""
+        found = self._assignments_of_rank.get(rank)
         if found is not None:
             return found
-        found = dict(self._scattered.get(rank, {}))
+        found = dict(self._box_assignments.get(rank, {}))
         groups: dict[tuple[int, ...], list[tuple[_Key, int]]] = {}
         sharers: dict[int, tuple[int, ...]] = {}
-        for fqn in sorted(self._lies):
-            lie = self._lies[fqn]
-            if not isinstance(lie, Lie) or lie.grid.n_replicas == 1:
+        for fqn in sorted(self._shardings):
+            sharding = self._shardings[fqn]
+            if not isinstance(sharding, MeshSharding) or sharding.grid.n_replicas == 1:
                 continue
-            at = position_in(lie.grid, rank)
+            at = position_in(sharding.grid, rank)
             if at is None:
                 continue
-            holders = sharers.get(id(lie.grid))
+            holders = sharers.get(id(sharding.grid))
             if holders is None:
-                holders = sharers[id(lie.grid)] = lie.grid.replicas(at)
-            boxes = lie.grid.boxes(lie.shape, lie.grid.coordinate(at))
-            groups.setdefault(holders, []).extend(((fqn, box), lie.itemsize) for box in boxes)
+                holders = sharers[id(sharding.grid)] = sharding.grid.replicas(at)
+            boxes = sharding.grid.boxes(sharding.shape, sharding.grid.coordinate(at))
+            groups.setdefault(holders, []).extend(((fqn, box), sharding.itemsize) for box in boxes)
         for holders, keys in groups.items():
             replicas = [replica_of(box[1], itemsize) for (_, box), itemsize in keys]
             loads = {r: self._base.get(r, 0) + self._loads.get(r, 0) for r in holders}
             for (key, _), cut in zip(keys, spread({holders: replicas}, loads)[holders], strict=True):
-                found[key] = _duty_of(rank, cut)
-        self._of_rank[rank] = found
+                found[key] = _assignment_of(rank, cut)
+        self._assignments_of_rank[rank] = found
         return found
 
     @cached_property
-    def _scattered(self) -> dict[int, dict[_Key, BoxDuty]]:
-        found: dict[int, dict[_Key, BoxDuty]] = {}
+    def _box_assignments(self) -> dict[int, dict[_Key, BoxAssignment]]:
+        """By rank, what it writes of boxes that were given one by one."""
+        found: dict[int, dict[_Key, BoxAssignment]] = {}
         sets: dict[tuple[int, ...], list[tuple[_Key, int]]] = {}
-        for fqn in sorted(self._lies):
-            lie = self._lies[fqn]
-            if not isinstance(lie, Scattered):
+        for fqn in sorted(self._shardings):
+            sharding = self._shardings[fqn]
+            if not isinstance(sharding, BoxSharding):
                 continue
-            for box, ranks in lie.holders.items():
+            for box, ranks in sharding.holders.items():
                 if len(ranks) == 1:
-                    found.setdefault(ranks[0], {})[fqn, box] = BoxDuty(_rows(box))
+                    found.setdefault(ranks[0], {})[fqn, box] = BoxAssignment(_rows(box))
                 else:
-                    sets.setdefault(ranks, []).append(((fqn, box), lie.itemsize))
+                    sets.setdefault(ranks, []).append(((fqn, box), sharding.itemsize))
         loads = {rank: self._base.get(rank, 0) + n for rank, n in self._loads.items()}
         replicas = {ranks: [replica_of(box[1], size) for (_, box), size in keys] for ranks, keys in sets.items()}
         for ranks, pieces in spread(replicas, loads).items():
             for (key, _), cut in zip(sets[ranks], pieces, strict=True):
                 for rank in ranks:
-                    found.setdefault(rank, {})[key] = _duty_of(rank, cut)
+                    found.setdefault(rank, {})[key] = _assignment_of(rank, cut)
         return found
 
 
@@ -400,24 +346,119 @@ def _rows(box: Box) -> Rows:
     return ((0, replica_of(box[1], 1).n_rows),)
 
 
-def _duty_of(rank: int, cut: Iterable[tuple[int, int, int]]) -> BoxDuty:
-    pieces = tuple(cut)
-    return BoxDuty(tuple((first, n) for owner, first, n in pieces if owner == rank), True, len(pieces) > 1)
+def _assignment_of(rank: int, cut: Iterable[tuple[int, int, int]]) -> BoxAssignment:
+    ranges = tuple(cut)
+    return BoxAssignment(tuple((first, n) for owner, first, n in ranges if owner == rank), True, len(ranges) > 1)
 
 
-def _of_one(rank: int, fqn: str, holders: tuple[int, ...], box: Box) -> BoxDuty:
+def _written_by_one(rank: int, fqn: str, holders: tuple[int, ...], box: Box) -> BoxAssignment:
     """Return what `rank` writes of a box that one of its holders writes whole."""
-    return BoxDuty(_rows(box) if rank == writer_of(fqn, holders) else (), len(holders) > 1)
+    return BoxAssignment(_rows(box) if rank == default_writer(fqn, holders) else (), len(holders) > 1)
 
 
-def add_grid_loads(totals: dict[int, int], lies: Sequence[Lie]) -> None:
-    """Add to `totals`, by rank, the bytes that it holds of each tensor, divided by how many ranks hold the same."""
+def default_writer(fqn: str, holders: Sequence[int]) -> int:
+    """Return which of the ranks that hold a box writes it whole; of a name it is the same replica for all boxes."""
+    return holders[zlib.crc32(fqn.encode()) % len(holders)]
+
+
+def resolve_sharding(
+    reports: Sequence[ReportedClaim], world_size: int
+) -> MeshSharding | BoxSharding | AsyncCkptError | None:
+    """Return how a tensor is sharded, by what ranks have reported of it.
+
+    Args:
+        reports: All claims of one FQN; at least one.
+        world_size: Number of ranks of the checkpointer.
+
+    Returns:
+        None when not all ranks of its mesh have reported it; an error where ranks contradict each other.
+    """
+    first = reports[0].claim
+    for _, claim in reports[1:]:
+        if (claim.dtype, claim.shape) != (first.dtype, first.shape):
+            return _unequal_tensors(reports)
+    itemsize = DTYPES[first.dtype].itemsize
+    grids = [claim.grid for _, claim in reports if claim.grid is not None]
+    outside = [rank for grid in dict.fromkeys(grids) for rank in grid.ranks if rank >= world_size]
+    if outside:
+        text = f"{first.fqn!r} lies on a mesh with rank {outside[0]}, the checkpointer has {world_size} ranks"
+        return ranks_disagree(text + "; ranks of the mesh must be the checkpointer's", outside)
+    if len(grids) == len(reports):
+        distinct = list(dict.fromkeys(grids))
+        reporters = reports[0].ranks if len(reports) == 1 else tuple({r for ranks, _ in reports for r in ranks})
+        members = set(reporters)
+        if not all(members.issuperset(grid.ranks) for grid in distinct):
+            return None
+        joined = distinct[0] if len(distinct) == 1 else _joined(tuple(distinct))
+        if joined is not None:
+            return MeshSharding(joined, first.shape, itemsize)
+    return _box_sharding(reports, itemsize)
+
+
+@functools.lru_cache(256)
+def _joined(grids: tuple[Grid, ...]) -> Grid | None:
+    """Return equal grids of different ranks as one, with one more mesh dimension that replicates; None: not equal.
+
+    All tensors on equal grids get the very same object: what is done for each grid is done once.
+    """
+    ordered = sorted(grids, key=lambda grid: grid.ranks)
+    ranks = tuple(itertools.chain.from_iterable(grid.ranks for grid in ordered))
+    are_equal = len({(grid.mesh, grid.placements) for grid in grids}) == 1
+    if not are_equal or len(set(ranks)) != len(ranks):
+        return None
+    return Grid((len(grids), *ordered[0].mesh), ranks, ((), *ordered[0].placements))
+
+
+def _box_sharding(reports: Sequence[ReportedClaim], itemsize: int) -> BoxSharding | OverlappingShardsError:
+    holders: dict[Box, list[int]] = {}
+    firsts: dict[Box, int] = {}
+    for ranks, claim in reports:
+        for rank in ranks:
+            for box in claim.boxes_of_rank(rank):
+                holders.setdefault(box, []).append(rank)
+                if claim.is_first:
+                    firsts[box] = min(rank, firsts.get(box, rank))
+    overlap = find_overlap(list(holders))
+    if overlap is None:
+        ordered = {box: tuple(sorted(set(holders[box]))) for box in holders}
+        return BoxSharding(ordered, firsts, reports[0].claim.shape, itemsize)
+    one, other = (f"offsets {list(box[0])} sizes {list(box[1])} on rank {min(holders[box])}" for box in overlap)
+    fqn = reports[0].claim.fqn
+    return OverlappingShardsError(
+        f"tensor {fqn!r}: two ranks hold some of the same elements in boxes that differ: {one}; {other}; correct "
+        "offsets and global shape, or give the tensors different keys",
+        fqn=fqn,
+        boxes=[one, other],
+    )
+
+
+def _unequal_tensors(reports: Sequence[ReportedClaim]) -> RanksDisagreeError:
+    kinds = {(c.dtype, c.shape): ranks[0] for ranks, c in reversed(reports)}
+    found = " but ".join(f"{dtype}{list(shape)} on rank {rank}" for (dtype, shape), rank in kinds.items())
+    return ranks_disagree(
+        f"shards of {reports[0].claim.fqn!r} are parts of {found}; give one global shape and dtype on all ranks. "
+        "Optimizer states with integer keys mean other parameters on other pipeline stages: save what "
+        "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns, which has their names",
+        list(kinds.values()),
+    )
+
+
+def ranks_disagree(text: str, ranks: Sequence[int]) -> RanksDisagreeError:
+    """Return the error for ranks that contradict each other about one name."""
+    return RanksDisagreeError(text, detail=text, ranks=list(ranks[:8]))
+
+
+def add_grid_loads(totals: dict[int, int], shardings: Sequence[MeshSharding]) -> None:
+    """Add to `totals`, by rank, the bytes that it holds of each tensor, divided by how many ranks hold the same.
+
+    Does not need the boxes of every rank.
+    """
     counts: dict[tuple[int, tuple[int, ...]], int] = {}
     grids: dict[int, Grid] = {}
-    for lie in lies:
-        grids[id(lie.grid)] = lie.grid
-        key = (id(lie.grid), lie.shape)
-        counts[key] = counts.get(key, 0) + lie.itemsize
+    for sharding in shardings:
+        grids[id(sharding.grid)] = sharding.grid
+        key = (id(sharding.grid), sharding.shape)
+        counts[key] = counts.get(key, 0) + sharding.itemsize
     for number, grid in grids.items():
         sums = [0] * len(grid.ranks)
         for (one, shape), nbytes in counts.items():

@@ -1,15 +1,15 @@
-"""Who writes which replica: what the ranks have agreed upon, the same on all of them. Pure; no torch.
+"""Who writes which replica: what the ranks have agreed on, the same on all of them. Pure; no torch.
 
 An agreement is made at a meeting, from what all ranks hold then. Each name that any of them holds is decided anew:
 
     one rank holds it                                      `SOLE`
-    several hold it, all alike                             `SHARED`: spread over them (`assignment`)
-    the same ranks share it already, all alike             stays spread as it is, so that no layout changes
-    several hold it, all alike, all zeros or all ones      not agreed upon at the first such meeting, then `SHARED`
-    several hold it, not alike                             `PER_RANK` on all of them; at two meetings running: for good
+    several hold it, all equal                             `SHARED`: spread over them (`load_balancing`)
+    the same ranks share it already, all equal             stays spread as it is, so that no layout changes
+    several hold it, all equal, all zeros or all ones      `UNAGREED` at the first such meeting, then `SHARED`
+    several hold it, not all equal                         `PER_RANK` on all of them; at two meetings running: for good
 
-*Alike*: equal dtype, shape and digest. `SOLE` and `PER_RANK` hold for any dtype and shape. Names that no rank holds at
-this meeting stay as they were agreed upon: ranks may save several structures in turn.
+*Equal* means equal dtype, shape and digest. `SOLE` and `PER_RANK` hold for any dtype and shape. Names that no rank
+holds at this meeting stay as they were agreed on: ranks may save several structures in turn.
 """
 
 from __future__ import annotations
@@ -22,51 +22,62 @@ from typing import NamedTuple
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ProtocolError
 from asyncckpt.format.checksums import block_digest
-from asyncckpt.planning.contributions import Contribution, TensorKey, encode_contributions, is_weak
+from asyncckpt.planning.contributions import Contribution, TensorKey, encode_contributions, is_trivial_value
 from asyncckpt.planning.load_balancing import replica_of, spread
-from asyncckpt.planning.sample_schedule import SAMPLE_LIMIT, Turn, turns_of
-from asyncckpt.planning.shard_ownership import ShardBook
+from asyncckpt.planning.sample_schedule import SAMPLE_LIMIT, SampleSchedule, assign_schedules
+from asyncckpt.planning.shard_ownership import ShardOwnership
 from asyncckpt.sharding.shard_claims import ShardClaim
 
 MAX_SHAPES = 8
-"""Shapes under which one name may be shared; then it changes with every save, and is stored per rank from there on."""
+"""Shapes under which one name may be shared. One that has had more changes with every save: it is stored per rank for
+good."""
 
 
-class DutyKind(Enum):
+class AssignmentKind(Enum):
     """What a rank does with a tensor that it holds."""
 
     SHARED = "shared"
-    """A replica, claimed and compared: the pieces of the duty are written under the plain name."""
+    """A replica that was claimed and compared. The rows of the assignment are written under the plain name."""
     SOLE = "sole"
-    """No other rank holds it: written whole under the plain name."""
+    """No other rank holds it. It is written whole under the plain name."""
     PER_RANK = "per_rank"
-    """Other ranks hold another one of that name: written whole under `FQN@rank{n}`."""
-    NEWS = "news"
-    """Not agreed upon: written as `PER_RANK`, and the ranks must meet again."""
+    """Other ranks hold another tensor of that name. It is written whole under `FQN@rank{n}`."""
+    UNAGREED = "unagreed"
+    """The ranks have not agreed on it. It is written as `PER_RANK`, and the ranks must meet again."""
 
 
-class Duty(NamedTuple):
-    """What one rank writes of one tensor; `pieces` as (first row, rows) and `split` only matter for `SHARED`.
+class WriteAssignment(NamedTuple):
+    """What one rank writes of one tensor.
 
-    Rows count along the first dimension that is larger than 1. `split`: several ranks write rows of it.
+    Attributes:
+        kind: Whether it is written, and under which name.
+        rows: For `SHARED`, (first row, number of rows) of what is written, along the first dimension that is larger
+            than 1.
+        split: For `SHARED`, whether several ranks write rows of the tensor.
     """
 
-    kind: DutyKind
-    pieces: tuple[tuple[int, int], ...] = ()
+    kind: AssignmentKind
+    rows: tuple[tuple[int, int], ...] = ()
     split: bool = False
 
 
-_SOLE, _PER_RANK, _NEWS = Duty(DutyKind.SOLE), Duty(DutyKind.PER_RANK), Duty(DutyKind.NEWS)
+_SOLE, _PER_RANK, _UNAGREED = (
+    WriteAssignment(AssignmentKind.SOLE),
+    WriteAssignment(AssignmentKind.PER_RANK),
+    WriteAssignment(AssignmentKind.UNAGREED),
+)
 
 
 class _Shared(NamedTuple):
+    """A replica: its holders, the assignments of those that write, and the assignment of all others."""
+
     holders: frozenset[int]
-    duties: dict[int, Duty]  # of those that write
-    others: Duty
+    assignments: dict[int, WriteAssignment]
+    others: WriteAssignment
 
 
 class _Held(NamedTuple):
-    """A tensor that these ranks hold, and the digest that they gave; None: unequal ones."""
+    """A tensor, the ranks that hold it, and the digest that all of them gave; None: their digests differ."""
 
     ranks: tuple[int, ...]
     key: TensorKey
@@ -74,11 +85,12 @@ class _Held(NamedTuple):
 
 
 class Agreement:
-    """Immutable. All ranks that were at the same meetings hold equal ones.
+    """Who writes which tensor. Immutable; all ranks that were at the same meetings hold equal agreements.
 
     Attributes:
-        world_size: Number of ranks. With one rank everything is `SOLE` and there is nothing to exchange.
-        fingerprint: 16 hex digits; equal where the agreements are.
+        world_size: Number of ranks. With one rank everything is `SOLE` and nothing is exchanged.
+        fingerprint: 16 hex digits. Two agreements are equal if their fingerprints are.
+        shards: The same for tensors of which ranks hold shards.
     """
 
     def __init__(self, world_size: int, fingerprint: str) -> None:
@@ -89,15 +101,15 @@ class Agreement:
         self._per_rank: dict[str, frozenset[int]] = {}
         self._differed: frozenset[str] = frozenset()
         self._for_good: frozenset[str] = frozenset()
-        self._was_weak: frozenset[str] = frozenset()
-        self.shards = ShardBook(world_size)
+        self._was_trivial: frozenset[str] = frozenset()
+        self.shards = ShardOwnership(world_size)
 
     @classmethod
     def start(cls, world_size: int) -> Agreement:
-        """Return the agreement of ranks that have not met: everything is `NEWS`."""
+        """Return the agreement of ranks that have not met yet: everything is `UNAGREED`."""
         return cls(world_size, block_digest(b"asyncckpt agreement 2, %d ranks" % world_size).hex())
 
-    def duty(self, rank: int, fqn: str, dtype: str, shape: tuple[int, ...]) -> Duty:
+    def assignment(self, rank: int, fqn: str, dtype: str, shape: tuple[int, ...]) -> WriteAssignment:
         """Return what `rank` writes of a tensor that it holds and that is not `PerRank`."""
         if self.world_size == 1:
             return _SOLE
@@ -105,31 +117,31 @@ class Agreement:
             return _PER_RANK
         shared = self._shared.get((fqn, dtype, shape))
         if shared is not None and rank in shared.holders:
-            return shared.duties.get(rank, shared.others)
+            return shared.assignments.get(rank, shared.others)
         if self._sole.get(fqn) == rank:
             return _SOLE
-        return _PER_RANK if rank in self._per_rank.get(fqn, ()) else _NEWS
+        return _PER_RANK if rank in self._per_rank.get(fqn, ()) else _UNAGREED
 
     def after(self, contributions: Mapping[int, Contribution], per_rank: Iterable[str] = ()) -> Agreement:
         """Return the agreement after a meeting.
 
         Args:
-            contributions: Of all ranks of the world, or of none: then only `per_rank` is new.
-            per_rank: FQNs that are stored for each rank for good.
+            contributions: Contributions of all ranks by rank; empty: only `per_rank` is new.
+            per_rank: FQNs of tensors that are stored per rank for good.
 
         Raises:
-            ProtocolError: Contributions of other ranks than those of the world.
+            ProtocolError: A rank has no contribution, or there are more than `world_size`.
         """
         if contributions and sorted(contributions) != list(range(self.world_size)):
             detail = f"contributions of ranks {sorted(contributions)[:5]} to the agreement of {self.world_size} ranks"
             raise ProtocolError(detail, detail=detail)
         names = sorted(per_rank)
-        said = "\0".join([self.fingerprint, *names]).encode(errors="surrogatepass")
-        found = Agreement(self.world_size, block_digest(said + encode_contributions(contributions)).hex())
+        hashed = "\0".join([self.fingerprint, *names]).encode(errors="surrogatepass")
+        found = Agreement(self.world_size, block_digest(hashed + encode_contributions(contributions)).hex())
         found._shared, found._shapes = dict(self._shared), dict(self._shapes)
         found._sole, found._per_rank = dict(self._sole), dict(self._per_rank)
         found._for_good, found._differed = self._for_good.union(names), self._differed
-        found._was_weak, found.shards = self._was_weak, self.shards
+        found._was_trivial, found.shards = self._was_trivial, self.shards
         if self.world_size > 1 and contributions:
             found._decide(contributions)
         return found
@@ -140,19 +152,19 @@ class Agreement:
         held, sets = self._held(contributions), _RankSets()
         for fqn in sorted(held):
             holders, first = sets.joined(held[fqn]), held[fqn][0]
-            alike = all(h.key == first.key and h.digest == first.digest is not None for h in held[fqn])
+            are_equal = all(h.key == first.key and h.digest == first.digest is not None for h in held[fqn])
             if len(holders) == 1:
                 self._forget(fqn)
                 self._sole[fqn] = holders[0]
-            elif not alike:
+            elif not are_equal:
                 self._forget(fqn)
                 self._per_rank[fqn] = sets.frozen(holders)
                 differ.add(fqn)
             elif first.key in self._shared and self._shared[first.key].holders == sets.frozen(holders):
                 continue
-            elif first.digest is not None and is_weak(first.digest) and fqn not in self._was_weak:
+            elif first.digest is not None and is_trivial_value(first.digest) and fqn not in self._was_trivial:
                 self._forget(fqn)
-                self._was_weak |= {fqn}
+                self._was_trivial |= {fqn}
             elif first.key not in self._shared and len(self._shapes.get(fqn, ())) >= MAX_SHAPES:
                 self._for_good |= {fqn}
             else:
@@ -164,9 +176,9 @@ class Agreement:
         self._share(sharers, contributions)
 
     def _held(self, contributions: Mapping[int, Contribution]) -> dict[str, list[_Held]]:
-        """Return what the ranks hold, by FQN, but for what is stored per rank for good."""
+        """Return what the ranks hold, by FQN, except for what is stored per rank for good."""
         found: dict[str, list[_Held]] = {}
-        for ranks, tensors in _by_tensors(contributions):
+        for ranks, tensors in _group_by_tensors(contributions):
             columns = zip(*(contributions[rank].digests for rank in ranks), strict=True)
             for key, digests in zip(tensors, columns, strict=True):
                 if key[0] not in self._for_good:
@@ -189,10 +201,8 @@ class Agreement:
                     for h, keys in sharers.items()}  # fmt: skip
         loads = self._loads(contributions, new)
         whole = {fqn for c in contributions.values() for fqn, _, _ in c.tensors}
-        self.shards = self.shards.extended(by_shards(contributions), loads, whole=whole)
-        # A name stands for whole tensors or for shards, never for both.
-        self.shards.contradict([fqn for fqn in self.shards.names if fqn in whole])
-        for fqn in self.shards.names:
+        self.shards = self.shards.extended(group_by_shards(contributions), loads, whole=whole)
+        for fqn in self.shards.names:  # a name stands for whole tensors or for shards, never for both
             if fqn not in whole:
                 self._forget(fqn)
         if self.shards.names:
@@ -202,15 +212,17 @@ class Agreement:
             members = frozenset(holders)
             for key, cut in zip(sharers[holders], pieces, strict=True):
                 split = len(cut) > 1
-                duties = {p.rank: Duty(DutyKind.SHARED, ((p.first_row, p.n_rows),), split) for p in cut}
+                assignments = {
+                    p.rank: WriteAssignment(AssignmentKind.SHARED, ((p.first_row, p.n_rows),), split) for p in cut
+                }
                 if key not in self._shared:
                     self._shapes[key[0]] = (*self._shapes.get(key[0], ()), key)
-                self._shared[key] = _Shared(members, duties, Duty(DutyKind.SHARED, (), split))
+                self._shared[key] = _Shared(members, assignments, WriteAssignment(AssignmentKind.SHARED, (), split))
 
     def _loads(self, contributions: Mapping[int, Contribution], new: Collection[TensorKey]) -> dict[int, int]:
-        """Return what each rank writes of the whole tensors that it holds now, without the `new` replicas."""
+        """Return by rank the bytes that it writes of the whole tensors it holds now, without the `new` replicas."""
         loads = {rank: c.own_nbytes for rank, c in contributions.items()}
-        for ranks, tensors in _by_tensors(contributions):
+        for ranks, tensors in _group_by_tensors(contributions):
             members, alone = frozenset(ranks), 0
             for key in tensors:
                 if key in new:
@@ -220,20 +232,20 @@ class Agreement:
                 if shared is None:
                     alone += nbytes
                     continue
-                for rank in shared.duties.keys() & members:
-                    loads[rank] += sum(nbytes * n // n_rows for _, n in shared.duties[rank].pieces)
+                for rank in shared.assignments.keys() & members:
+                    loads[rank] += sum(nbytes * n // n_rows for _, n in shared.assignments[rank].rows)
             for rank in ranks:
                 loads[rank] += alone
         return loads
 
-    def turn(self, fqn: str, dtype: str, shape: tuple[int, ...]) -> Turn:
+    def schedule(self, fqn: str, dtype: str, shape: tuple[int, ...]) -> SampleSchedule:
         """Return when the holders of a `SHARED` tensor compare it."""
-        return self._turns[fqn, dtype, shape]
+        return self._schedules[fqn, dtype, shape]
 
     @cached_property
-    def _turns(self) -> dict[TensorKey, Turn]:
+    def _schedules(self) -> dict[TensorKey, SampleSchedule]:
         shared = {key: s.holders for key, s in self._shared.items() if key[0] not in self._for_good}
-        return turns_of(shared, SAMPLE_LIMIT)
+        return assign_schedules(shared, SAMPLE_LIMIT)
 
 
 class _RankSets:
@@ -259,10 +271,10 @@ class _RankSets:
         return found
 
 
-def _by_tensors(
+def _group_by_tensors(
     contributions: Mapping[int, Contribution],
 ) -> Iterator[tuple[tuple[int, ...], tuple[TensorKey, ...]]]:
-    """Yield (ranks, tensors) for each group of ranks that hold the same; of most jobs there are few."""
+    """Yield (ranks, tensors) for each group of ranks that hold the same tensors. Most jobs have few such groups."""
     groups: dict[int, list[int]] = {}
     for rank in sorted(contributions):
         groups.setdefault(id(contributions[rank].tensors), []).append(rank)
@@ -270,8 +282,10 @@ def _by_tensors(
         yield tuple(ranks), contributions[ranks[0]].tensors
 
 
-def by_shards(contributions: Mapping[int, Contribution]) -> Iterator[tuple[tuple[int, ...], tuple[ShardClaim, ...]]]:
-    """As `_by_tensors`, of shards."""
+def group_by_shards(
+    contributions: Mapping[int, Contribution],
+) -> Iterator[tuple[tuple[int, ...], tuple[ShardClaim, ...]]]:
+    """Yield (ranks, claims) for each group of ranks that hold the same shards."""
     groups: dict[int, list[int]] = {}
     for rank in sorted(contributions):
         groups.setdefault(id(contributions[rank].shards), []).append(rank)

@@ -1,4 +1,4 @@
-"""DTensor: what its mesh and placements say, without a call that could meet other ranks."""
+"""DTensor: its shards, read from mesh and placements. No call here starts a collective."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from asyncckpt.sharding.mesh_layout import Grid
-from asyncckpt.sharding.shard_types import LocalShard, Sharded, refused
+from asyncckpt.sharding.shard_types import LocalShard, Sharded, unsupported_shard
 
 MAX_GRIDS = 4096
-"""Remembered by identity of mesh and placements: a state has a handful, which come again at every save."""
+"""Entries of the cache by identity of mesh and placements. A state has a few, the same ones at every save."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-class Lie:
-    """How tensors of one mesh and one tuple of placements lie: their grid, and where this process stands in it."""
+class MeshPosition:
+    """The grid of one mesh and one tuple of placements, and the coordinate of this process on it; None: it has none."""
 
     __slots__ = ("coordinate", "grid", "mesh", "placements")
 
@@ -33,14 +33,14 @@ class Lie:
 
 
 _grids: dict[Grid, Grid] = {}
-_lies: dict[tuple[int, int], Lie] = {}
+_lies: dict[tuple[int, int], MeshPosition] = {}
 
 
-def lie_of(spec: Any) -> Lie:
-    """Return how a tensor with this DTensorSpec lies.
+def mesh_position_of(spec: Any) -> MeshPosition:
+    """Return grid and coordinate of a tensor with this DTensorSpec.
 
     Raises:
-        UnsupportedLeafError: Its placements hold something else than shards and replicas.
+        UnsupportedLeafError: A placement is neither a shard nor a replica.
     """
     mesh, placements = spec.mesh, spec.placements
     key = id(mesh), id(placements)
@@ -49,23 +49,25 @@ def lie_of(spec: Any) -> Lie:
         if len(_lies) >= MAX_GRIDS:
             _lies.clear()
             _grids.clear()
-        found = _lies[key] = Lie(mesh, placements)
+        found = _lies[key] = MeshPosition(mesh, placements)
     return found
 
 
-def of_dtensor(value: Any) -> Sharded:
+def describe_dtensor(value: Any) -> Sharded:
     """Return what this process holds of a DTensor.
 
     Raises:
         UnsupportedLeafError: A placement is partial, or the local tensor is not what the placements say.
     """
-    lie = lie_of(value._spec)
+    lie = mesh_position_of(value._spec)
     shape = tuple(value.shape)
     local = local_tensor(value)
     if lie.coordinate is None:
         return Sharded(value.dtype, shape, (), lie.grid, "DTensor")
     if any(placement and placement[0] >= len(shape) for placement in lie.grid.placements):
-        raise refused("DTensor", f"its placements {value._spec.placements} do not fit its shape {list(shape)}")
+        raise unsupported_shard(
+            "DTensor", f"its placements {value._spec.placements} do not fit its shape {list(shape)}"
+        )
     boxes = lie.grid.boxes(shape, lie.coordinate)
     if len(boxes) == 1 and tuple(local.shape) == boxes[0][1]:
         return Sharded(local.dtype, shape, (LocalShard(local, boxes[0][0]),), lie.grid, "DTensor")
@@ -77,7 +79,7 @@ def local_tensor(value: Any) -> torch.Tensor:
     """Return the plain tensor inside a DTensor, waiting for a collective that still fills it.
 
     Raises:
-        UnsupportedLeafError: It is none.
+        UnsupportedLeafError: It is not a plain tensor.
     """
     local = value._local_tensor
     if type(local) is torch.Tensor or type(local) is torch.nn.Parameter:
@@ -85,12 +87,12 @@ def local_tensor(value: Any) -> torch.Tensor:
     if hasattr(local, "wait"):
         local = local.wait()
     if type(local) not in _PLAIN:
-        raise refused("DTensor", f"its local tensor is a {type(local).__name__}")
+        raise unsupported_shard("DTensor", f"its local tensor is a {type(local).__name__}")
     return local  # type: ignore[no-any-return]
 
 
 def _cut(local: torch.Tensor, boxes: Any, shape: tuple[int, ...], value: Any) -> tuple[LocalShard, ...]:
-    """Cut the local tensor into its boxes, which lie in it one after the other in each dimension."""
+    """Cut the local tensor into its boxes, which follow one another in it in each dimension."""
     starts: list[dict[int, int]] = []
     for d in range(len(shape)):
         sizes = {offsets[d]: sizes[d] for offsets, sizes in boxes}
@@ -115,7 +117,7 @@ def _cut(local: torch.Tensor, boxes: Any, shape: tuple[int, ...], value: Any) ->
 
 
 def _unlike(value: Any, local: torch.Tensor) -> Exception:
-    return refused(
+    return unsupported_shard(
         "DTensor",
         f"its local tensor has shape {list(local.shape)}, which is not this rank's share of {list(value.shape)} by "
         f"the placements {value._spec.placements} on a mesh of {tuple(value._spec.mesh.mesh.shape)}",
@@ -131,13 +133,13 @@ def _placement(placement: Any) -> tuple[int, ...]:
     if kind == "_StridedShard":
         return (int(placement.dim), int(placement.split_factor))
     text = f"its placement {placement!r} is neither a shard nor a replica; redistribute() it first"
-    raise refused("DTensor", text)
+    raise unsupported_shard("DTensor", text)
 
 
-def local_part(value: Any, grid: Grid | None, global_shape: tuple[int, ...]) -> torch.Tensor | None:
-    """Return the local tensor of a DTensor that obviously lies as `grid` says; None: look closer.
+def local_tensor_on_grid(value: Any, grid: Grid | None, global_shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Return the local tensor of a DTensor that is plainly on `grid` and of `global_shape`; None: look closer.
 
-    It runs for every tensor of every save, so it calls nothing of torch's in Python.
+    It runs for every tensor of every save, so it calls no Python code of torch.
     """
     spec = getattr(value, "_spec", None)
     if spec is None or grid is None:
@@ -149,6 +151,6 @@ def local_part(value: Any, grid: Grid | None, global_shape: tuple[int, ...]) -> 
     return local if type(local) is torch.Tensor and value.shape == global_shape else None
 
 
-def plain(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return `tensors` with the local tensor in the place of each DTensor."""
+def without_dtensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return `tensors` with each DTensor replaced by its local tensor."""
     return [t if type(t) in _PLAIN else getattr(t, "_local_tensor", t) for t in tensors]

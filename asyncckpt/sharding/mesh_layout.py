@@ -13,18 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 Run = tuple[int, int]
-"""(first index, how many)"""
+"""(first index, number of indices)"""
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""(offsets, sizes) in elements."""
+"""(offsets, sizes) of a box, in elements."""
 
 
 class Grid(NamedTuple):
-    """How a tensor lies on a mesh: the same value on all of its ranks.
+    """How a tensor is sharded and replicated over a mesh. All ranks of the mesh have an equal one.
 
     Attributes:
         mesh: Shape of the mesh.
         ranks: Global ranks in row-major order of the mesh.
-        placements: One for each dimension of the mesh; see the module.
+        placements: For each dimension of the mesh: `()` replicates, `(d,)` and `(d, factor)` shard dimension d.
     """
 
     mesh: tuple[int, ...]
@@ -33,12 +33,12 @@ class Grid(NamedTuple):
 
     @property
     def n_replicas(self) -> int:
-        """How many ranks hold each element."""
+        """Number of ranks that hold each element."""
         sizes = zip(self.mesh, self.placements, strict=True)
         return math.prod(size for size, placement in sizes if not placement)
 
     def coordinate(self, position: int) -> tuple[int, ...]:
-        """Return where the rank at `position` of `ranks` stands."""
+        """Return the coordinate on the mesh of the rank at index `position` of `ranks`."""
         found = []
         for size in reversed(self.mesh):
             position, at = divmod(position, size)
@@ -46,11 +46,11 @@ class Grid(NamedTuple):
         return tuple(reversed(found))
 
     def boxes(self, shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[Box, ...]:
-        """Return what the rank at `coordinate` holds of a tensor of `shape`, row-major; none when that is nothing."""
+        """Return the boxes that the rank at `coordinate` holds of a tensor of `shape`, in row-major order."""
         return _boxes(self.mesh, self.placements, shape, coordinate)
 
     def replicas(self, position: int) -> tuple[int, ...]:
-        """Return the ranks that hold the same as the one at `position`, ascending; it is among them."""
+        """Return the ranks that hold the same elements as the one at `position`, itself included, ascending."""
         base, step, free = position, 1, []
         for size, placement in zip(reversed(self.mesh), reversed(self.placements), strict=True):
             if not placement:
@@ -65,7 +65,7 @@ def _boxes(
     mesh: tuple[int, ...], placements: tuple[tuple[int, ...], ...], shape: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> tuple[Box, ...]:
     by_dimension = [
-        runs_of(
+        index_runs(
             length,
             [
                 (size, at, placement[1] if len(placement) > 1 else 1)
@@ -78,12 +78,12 @@ def _boxes(
     return tuple((tuple(r[0] for r in runs), tuple(r[1] for r in runs)) for runs in itertools.product(*by_dimension))
 
 
-def runs_of(length: int, shards: Sequence[tuple[int, int, int]]) -> tuple[Run, ...]:
-    """Return the indices of one dimension that are left after sharding it.
+def index_runs(length: int, shards: Sequence[tuple[int, int, int]]) -> tuple[Run, ...]:
+    """Return the indices of one dimension that a rank holds after it was sharded.
 
     Args:
-        length: Of the dimension.
-        shards: (number of shards, which one, split factor; 1 for a plain shard), in the order of the mesh.
+        length: Length of the dimension.
+        shards: (number of shards, number of this shard, split factor; 1 for a plain shard), in the order of the mesh.
     """
     runs: list[Run] = [(0, length)]
     for n_shards, at, factor in shards:
@@ -98,14 +98,14 @@ def runs_of(length: int, shards: Sequence[tuple[int, int, int]]) -> tuple[Run, .
 
 
 def _chunks(length: int, n_chunks: int) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each of `torch.chunk`'s pieces that has elements: as many each, but the last one."""
+    """Yield start and end of each chunk with elements, of equal length except for the last, as `torch.chunk` does."""
     size = -(-length // n_chunks)
     for start in range(0, length, size or 1):
         yield start, min(start + size, length)
 
 
 def _taken(runs: Sequence[Run], start: int, n: int) -> Iterator[Run]:
-    """Yield `n` indices from the `start`-th on of those in `runs`."""
+    """Yield `n` of the indices in `runs`, from the `start`-th on, as runs."""
     for first, length in runs:
         if start < length and n > 0:
             here = min(length - start, n)
@@ -125,8 +125,11 @@ def _joined(runs: Iterator[Run]) -> list[Run]:
     return found
 
 
-def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Return two of `boxes` that share an element: a sweep along the dimension that tells most of them apart."""
+def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Return two of `boxes` that share an element; None: all are disjoint.
+
+    It sweeps along the dimension in which the boxes have the most different offsets.
+    """
     filled = [box for box in boxes if math.prod(box[1])]
     if len(filled) < 2:
         return None
@@ -148,7 +151,7 @@ _positions: dict[int, tuple[tuple[int, ...], Mapping[int, int]]] = {}
 
 
 def position_in(grid: Grid, rank: int) -> int | None:
-    """Return where `rank` stands in `grid.ranks`; None when it does not."""
+    """Return the index of `rank` in `grid.ranks`; None: it is not there."""
     known = _positions.get(id(grid.ranks))
     if known is None or known[0] is not grid.ranks:
         if len(_positions) > 256:
@@ -161,9 +164,9 @@ _holders: dict[tuple[int, int], tuple[Grid, tuple[int, ...]]] = {}
 
 
 def holders_in(grid: Grid, rank: int) -> tuple[int, ...]:
-    """Return the ranks of `grid` that hold what `rank` holds, ascending; none when it does not stand in it.
+    """Return the ranks of `grid` that hold what `rank` holds, ascending; empty when `rank` is not in it.
 
-    Worked out once for all tensors that lie on this very grid.
+    It is computed once for all tensors on this very grid.
     """
     known = _holders.get((id(grid), rank))
     if known is None or known[0] is not grid:
@@ -175,9 +178,10 @@ def holders_in(grid: Grid, rank: int) -> tuple[int, ...]:
 
 
 def nbytes_by_position(grid: Grid, shape: tuple[int, ...], itemsize: int) -> list[int]:
-    """Return the bytes that each position of the grid holds of a tensor.
+    """Return for each index of `grid.ranks` the bytes that this rank holds of a tensor.
 
-    The length of a dimension depends on those mesh dimensions only that shard it: few values, multiplied out.
+    The length that is held of a dimension depends only on the mesh dimensions that shard it, so few values are
+    computed and multiplied.
     """
     sharded = sorted({placement[0] for placement in grid.placements if placement})
     fixed = itemsize * math.prod(length for d, length in enumerate(shape) if d not in sharded)
@@ -193,7 +197,7 @@ def nbytes_by_position(grid: Grid, shape: tuple[int, ...], itemsize: int) -> lis
 
 @functools.lru_cache(64)
 def _numbers(mesh: tuple[int, ...], mesh_dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Return for each position of a mesh which combination of coordinates in those dimensions it has, row-major."""
+    """Return for each position of a mesh the row-major number of its coordinates in `mesh_dims`."""
     found = []
     for at in itertools.product(*map(range, mesh)):
         number = 0
@@ -204,7 +208,7 @@ def _numbers(mesh: tuple[int, ...], mesh_dims: tuple[int, ...]) -> tuple[int, ..
 
 
 def _lengths(grid: Grid, length: int, mesh_dims: Sequence[int]) -> list[int]:
-    """Return how long a dimension is at each combination of coordinates in those mesh dimensions, row-major."""
+    """Return the length that is held of a dimension, by the row-major number of coordinates in `mesh_dims`."""
     if len(mesh_dims) == 1 and len(grid.placements[mesh_dims[0]]) == 1:
         n = grid.mesh[mesh_dims[0]]
         chunk = -(-length // n) or 1
@@ -217,15 +221,16 @@ def _lengths(grid: Grid, length: int, mesh_dims: Sequence[int]) -> list[int]:
             number, at = divmod(number, grid.mesh[m])
             placement = grid.placements[m]
             shards.append((grid.mesh[m], at, placement[1] if len(placement) > 1 else 1))
-        found.append(sum(n for _, n in runs_of(length, shards[::-1])))
+        found.append(sum(n for _, n in index_runs(length, shards[::-1])))
     return found
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, numel: int) -> list[tuple[Box, int]]:
-    """Return the boxes that elements [start, start + numel) of a tensor of `shape` make, in order.
+    """Return elements [start, start + numel) of a row-major tensor of `shape` as boxes, in order.
 
     Returns:
-        (box, where its elements begin in the range): each is one run of the range; at most 2 * dimensions - 1.
+        (box, index in the range at which its elements begin). Each is one run of the range; there are at most
+        2 * dimensions - 1.
     """
     if not numel:
         return []

@@ -1,4 +1,4 @@
-"""Is a value a tensor of which this process holds parts? And which."""
+"""Which types are tensors of which a process holds parts, and how each is described as `Sharded`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from asyncckpt.sharding.shard_types import (
     LocalShard,
     Sharded,
     ShardedSlice,
-    of_flat,
-    of_parts,
-    of_slice,
-    refused,
+    describe_flat,
+    describe_parts,
+    describe_slice,
+    unsupported_shard,
 )
 
 Describe = Callable[[Any], "Sharded | torch.Tensor"]
@@ -28,23 +28,23 @@ FromShards = Callable[[Any, list[tuple[torch.Tensor, tuple[int, ...]]]], None]
 _registered: dict[type, tuple[ToShards, FromShards]] = {}
 
 
-def sharded(value: Any) -> Sharded | torch.Tensor | None:
+def shards_of(value: Any) -> Sharded | torch.Tensor | None:
     """Return what this process holds of `value`.
 
     Returns:
-        None when its type is none that has shards (a plain tensor, for instance); a plain tensor when its type is one
-        of these, and all of it is here.
+        None if its type has no shards, like a plain tensor; a plain tensor if its type has, and this process holds all
+        of it.
 
     Raises:
-        UnsupportedLeafError: Its shards cannot be stored; `leaf` is left to the caller.
-        OverlappingShardsError: They overlap; so is `fqn`.
+        UnsupportedLeafError: Its shards cannot be stored; the caller sets `leaf`.
+        OverlappingShardsError: Its shards overlap; the caller sets `fqn`.
     """
-    describe = describer(type(value))
+    describe = describer_of(type(value))
     return None if describe is None else describe(value)
 
 
-def describer(kind: type) -> Describe | None:
-    """Return what describes values of type `kind`; None for types without shards."""
+def describer_of(kind: type) -> Describe | None:
+    """Return the function that describes values of type `kind`; None for types without shards."""
     if kind is ShardedSlice:
         return _of_slice
     if kind is FlatShard:
@@ -57,7 +57,7 @@ def describer(kind: type) -> Describe | None:
 
 
 def _describer_of_torch(kind: type) -> Describe | None:
-    # Whoever has one of these has imported its module; all others need not pay for that.
+    # A process that has a value of such a type has imported its module; no other process should have to.
     for module, name, describe in _OF_TORCH:
         found = getattr(sys.modules.get(module), name, None)
         if found is not None and issubclass(kind, found):
@@ -65,15 +65,15 @@ def _describer_of_torch(kind: type) -> Describe | None:
     return None
 
 
-def is_of_torch(kind: type) -> bool:
-    """Whether stock planners know the shards of values of this type: DTensor and ShardedTensor."""
+def is_torch_shard_type(kind: type) -> bool:
+    """Whether a type is DTensor or ShardedTensor, whose shards the stock planners of torch know."""
     return _describer_of_torch(kind) is not None
 
 
 def local_tensors(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in this process that a DTensor or a ShardedTensor is made of; other tensors as they are.
+    """Return the local tensors of a DTensor or ShardedTensor; any other tensor as it is.
 
-    Blocks: for a collective that still fills one.
+    Blocks while a collective still fills one of them.
     """
     describe = _describer_of_torch(type(value))
     if describe is _of_sharded_tensor:
@@ -84,42 +84,44 @@ def local_tensors(value: Any) -> list[torch.Tensor]:
 
 def _of_slice(value: ShardedSlice) -> Sharded:
     _check_plain(value)
-    return of_slice(value)
+    return describe_slice(value)
 
 
 def _of_flat(value: FlatShard) -> Sharded:
     _check_plain(value)
-    return of_flat(value)
+    return describe_flat(value)
 
 
 def _check_plain(value: ShardedSlice | FlatShard) -> None:
     kind = type(value.tensor)
-    if kind is not torch.Tensor and describer(kind) is not None:
+    if kind is not torch.Tensor and describer_of(kind) is not None:
         text = f"its tensor is a {kind.__name__}, which says itself what this process holds: save that as it is, or "
-        raise refused(type(value).__name__, text + "describe the plain tensor in it (to_local() of a DTensor)")
+        raise unsupported_shard(
+            type(value).__name__, text + "describe the plain tensor in it (to_local() of a DTensor)"
+        )
 
 
 def register_shard_type(kind: type, to_shards: ToShards, from_shards: FromShards) -> None:
-    """Teach save and load a framework's sharded tensor. Subclasses are meant too; registering again replaces.
+    """Teach save and load a framework's sharded tensor, and its subclasses. A type is registered anew by a second call.
 
     Args:
         kind: The type.
-        to_shards: Called with a value; returns (global shape, parts), a part being (tensor, offsets), or (tensor,
-            offsets, sizes) where the tensor is padded at the end of its dimensions: views of the value's memory, or
-            copies of it. Or a plain tensor when the value is whole in this process. Called at each save and load.
-        from_shards: Called once by a load with the value and the filled parts, as (tensor, offsets), when all of them
-            are in: those that `to_shards` gave, without padding.
+        to_shards: Called with a value at each save and load; returns (global shape in elements, parts), or a plain
+            tensor when the value is whole in this process. A part is (tensor, offsets), or (tensor, offsets, sizes) if
+            the tensor is padded at the end of its dimensions. Its tensor is a view of the value's memory, or a copy.
+        from_shards: Called once by a load when all parts are filled, with the value and its parts as (tensor, offsets):
+            the tensors that `to_shards` returned, without padding.
 
     Raises:
-        TypeError: `kind` is no type.
+        TypeError: `kind` is not a type.
     """
     if not isinstance(kind, type):
         raise TypeError(f"register_shard_type() takes a type, got {kind!r}")
     _registered[kind] = (to_shards, from_shards)
 
 
-def committed(value: Any, shards: Sequence[LocalShard]) -> None:
-    """Tell a registered type that all its shards are filled; does nothing for others, whose shards are views."""
+def notify_filled(value: Any, shards: Sequence[LocalShard]) -> None:
+    """Call `from_shards` of a registered type, once all its shards are filled; for other types do nothing."""
     for one in type(value).__mro__:
         if one in _registered:
             _registered[one][1](value, [(shard.tensor, shard.offsets) for shard in shards])
@@ -133,11 +135,13 @@ def _of_registered(kind: type, value: Any) -> Sharded | torch.Tensor:
     name = type(value).__name__
     try:
         global_shape, parts = found
-        return of_parts(name, tuple(int(n) for n in global_shape), [tuple(part) for part in parts])
+        return describe_parts(name, tuple(int(n) for n in global_shape), [tuple(part) for part in parts])
     except AsyncCkptError:
         raise
     except (TypeError, ValueError, IndexError) as error:
-        raise refused(name, f"to_shards() returned something else than (global shape, parts): {error}") from error
+        raise unsupported_shard(
+            name, f"to_shards() returned something else than (global shape, parts): {error}"
+        ) from error
 
 
 def _of_sharded_tensor(value: Any) -> Sharded:
@@ -149,11 +153,11 @@ def _of_sharded_tensor(value: Any) -> Sharded:
     shape = tuple(metadata.size)
     if not parts:
         return Sharded(metadata.tensor_properties.dtype, shape, (), None, "ShardedTensor")
-    return of_parts("ShardedTensor", shape, parts)
+    return describe_parts("ShardedTensor", shape, parts)
 
 
 _OF_TORCH: tuple[tuple[str, str, Describe], ...] = (
-    ("torch.distributed.tensor", "DTensor", dtensor.of_dtensor),
-    ("torch.distributed._tensor", "DTensor", dtensor.of_dtensor),
+    ("torch.distributed.tensor", "DTensor", dtensor.describe_dtensor),
+    ("torch.distributed._tensor", "DTensor", dtensor.describe_dtensor),
     ("torch.distributed._shard.sharded_tensor", "ShardedTensor", _of_sharded_tensor),
 )

@@ -1,4 +1,7 @@
-"""What a rank says of the shards that it holds: by the grid they lie on, equal on all of its ranks, or box by box."""
+"""What a rank tells the others of the shards that it holds: by their grid, equal on all its ranks, or box by box.
+
+Pure; no torch.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,12 @@ class ShardClaim(NamedTuple):
     """A tensor of which a rank holds parts.
 
     Attributes:
-        fqn, dtype, shape: As of a `TensorKey`; the shape is the global one.
-        grid: Says which parts; then `boxes` is empty.
-        boxes: The parts one by one, where there is no grid.
-        is_first: False: another rank is said to hold the same boxes, and to come before this one.
+        fqn: FQN by the first path.
+        dtype: Name of the dtype.
+        shape: Global shape, in elements.
+        grid: The grid that says which parts each rank holds; None: `boxes` does.
+        boxes: The parts one by one; empty if there is a grid.
+        is_first: False: another rank claims to hold the same boxes, and to come before this one.
     """
 
     fqn: str
@@ -35,8 +40,8 @@ class ShardClaim(NamedTuple):
     boxes: tuple[Box, ...]
     is_first: bool = True
 
-    def of_rank(self, rank: int) -> tuple[Box, ...]:
-        """Return what `rank` holds."""
+    def boxes_of_rank(self, rank: int) -> tuple[Box, ...]:
+        """Return the boxes that `rank` holds."""
         if self.grid is None:
             return self.boxes
         at = position_in(self.grid, rank)
@@ -44,9 +49,9 @@ class ShardClaim(NamedTuple):
 
 
 def encode_claims(claims: Sequence[ShardClaim]) -> bytes:
-    """Return claims as msgpack: [grids, claims].
+    """Return claims as msgpack of [grids, claims].
 
-    A claim is [FQN, dtype, shape, number of its grid or list of boxes, whether this rank comes first].
+    A claim is [FQN, dtype, shape, number of its grid or list of boxes, `is_first`].
     """
     grids: dict[Grid, int] = {}
     numbers: dict[int, int] = {}  # hashing a grid takes as long as it has ranks
@@ -63,7 +68,7 @@ def encode_claims(claims: Sequence[ShardClaim]) -> bytes:
 
 
 def _packed(grid: Grid) -> Any:
-    """Return ranks as [[first], [step of each mesh dimension]] where they are evenly spaced, which is nearly always."""
+    """Return the ranks of a grid; if evenly spaced, as nearly always, as [[first], [step of each mesh dimension]]."""
     steps, step = [], len(grid.ranks)
     for size in grid.mesh:
         step //= size
@@ -77,10 +82,10 @@ def _spaced(first: int, mesh: Sequence[int], steps: Sequence[int]) -> tuple[int,
 
 
 def decode_claims(data: bytes) -> tuple[ShardClaim, ...]:
-    """Read `encode_claims`' bytes.
+    """Return the claims that `encode_claims` gave these bytes for.
 
     Raises:
-        ValueError, TypeError, IndexError: Anything else.
+        ValueError, TypeError, IndexError: The bytes are not encoded claims.
     """
     raw_grids, rows = unpack_strict(data)
     grids = [_grid(*raw) for raw in raw_grids]

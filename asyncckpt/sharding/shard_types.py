@@ -1,4 +1,4 @@
-"""What this process holds of a global tensor: the types that say so, and what they are taken for."""
+"""The types that describe what this process holds of a global tensor, and what they mean: `Sharded`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 from asyncckpt.errors import ConfigError, OverlappingShardsError, ShardOutOfRangeError, UnsupportedLeafError
 from asyncckpt.format.structure import MAX_DIMS, MAX_INT
-from asyncckpt.sharding.mesh_layout import Box, Grid, boxes_of_range, overlapping
-from asyncckpt.torch_tensors import NO_MEMORY, SHRUNK, address_of, dtype_name, is_whole
+from asyncckpt.sharding.mesh_layout import Box, Grid, boxes_of_range, find_overlap
+from asyncckpt.torch_tensors import NO_MEMORY, SHRUNK, address_of, dtype_name, fits_in_storage
 
 
 class LocalShard(NamedTuple):
     """A box of a global tensor that this process holds.
 
     Attributes:
-        tensor: Plain, its shape the box's sizes; a view of the user's memory.
-        offsets: Of the box, in elements of the global tensor.
+        tensor: A plain tensor whose shape is the sizes of the box; a view of the user's memory.
+        offsets: Where the box begins in the global tensor, in elements.
     """
 
     tensor: torch.Tensor
@@ -30,13 +30,13 @@ class Sharded(NamedTuple):
     """A tensor of which this process holds parts.
 
     Attributes:
-        dtype: Of all parts.
-        global_shape: In elements.
-        shards: May be empty; they never overlap.
-        grid: How it lies on a mesh; None where boxes are given one by one.
-        type_name: Of what it was described by, for messages.
-        anchor: Empty, where there are no shards and yet a local tensor: two values with the same one are one tensor.
-        is_first: False: another process is said to hold the same, and to come before this one.
+        dtype: Dtype of all parts.
+        global_shape: Shape of the whole tensor, in elements.
+        shards: The parts, which never overlap; may be empty.
+        grid: How the tensor is sharded over a mesh; None: boxes are given one by one.
+        type_name: Name of the type that described it, for messages.
+        anchor: The empty local tensor where there are no shards. Two values with the same one are one tensor.
+        is_first: False: another process claims to hold the same parts, and to come before this one.
     """
 
     dtype: torch.dtype
@@ -52,19 +52,20 @@ class ShardedSlice:
     """A box of a global tensor, for tensor parallelism and pipeline stages without DTensor.
 
     Args:
-        tensor: What this process holds; its shape is the box's sizes.
-        global_shape: Of the whole tensor, in elements.
-        offsets: Where the box begins in it, in elements.
-        replica_id: Of equal boxes on several ranks, which one this is. A box that comes after the first save is
-            written by those with 0 until the ranks have met again, a few saves later, so give others to
-            copies. Without, it is taken to lie as an equal box of an equal shape does that is known, as an optimizer's
-            state does; else the saves until then fail (`coverage`). From then on equal boxes are written once,
-            whatever it is.
+        tensor: What this process holds; its shape is the sizes of the box.
+        global_shape: Shape of the whole tensor, in elements.
+        offsets: Where the box begins in the whole tensor, in elements.
+        replica_id: Number of this copy among equal boxes on several ranks. It matters for a box that is new after the
+            first save: until the ranks have met again, a few saves later, the copies with 0 are written, so give other
+            numbers to the other copies. If all copies have 0, the writer is the same as of an equal box of another
+            tensor of this shape, as it is for an optimizer's state; if there is no such box, the saves until the
+            meeting fail (`coverage`). From the meeting on equal boxes are written once, whatever their numbers.
 
-    A box that reaches beyond the shape is refused by whoever saves or loads it, by its name: `ShardOutOfRangeError`.
+    Saving or loading a box that reaches beyond the shape raises `ShardOutOfRangeError` with its FQN.
 
     Raises:
-        UnsupportedLeafError: No box of any tensor: other numbers of dimensions, a negative offset, no tensor.
+        UnsupportedLeafError: It is no box of a tensor: the numbers of dimensions differ, an offset is negative, or
+            `tensor` is not a tensor.
     """
 
     __slots__ = ("global_shape", "offsets", "replica_id", "tensor")
@@ -75,9 +76,9 @@ class ShardedSlice:
         self.tensor, self.replica_id = tensor, replica_id
         self.global_shape, self.offsets = tuple(global_shape), tuple(offsets)
         if not isinstance(tensor, torch.Tensor):
-            raise refused("ShardedSlice", f"its tensor is a {type(tensor).__name__}")
+            raise unsupported_shard("ShardedSlice", f"its tensor is a {type(tensor).__name__}")
         if type(replica_id) is not int or replica_id < 0:
-            raise refused("ShardedSlice", f"its replica_id is {replica_id!r}, expected an integer from 0 on")
+            raise unsupported_shard("ShardedSlice", f"its replica_id is {replica_id!r}, expected an integer from 0 on")
         check_form("ShardedSlice", self.global_shape, self.offsets, tuple(tensor.shape))
 
     def __repr__(self) -> str:
@@ -88,14 +89,14 @@ class FlatShard:
     """A range of the elements of a tensor in row-major order: ZeRO, Megatron's distributed optimizer.
 
     Args:
-        tensor: One-dimensional; what this process holds. May be empty.
-        global_shape: Of the whole tensor, in elements.
-        start: Which element of the whole the range begins at.
+        tensor: What this process holds: a tensor of one dimension, which may be empty.
+        global_shape: Shape of the whole tensor, in elements.
+        start: Index of the first element of the range in the whole tensor.
 
-    A range that reaches beyond the shape is refused by whoever saves or loads it, by its name: `ShardOutOfRangeError`.
+    Saving or loading a range that reaches beyond the shape raises `ShardOutOfRangeError` with its FQN.
 
     Raises:
-        UnsupportedLeafError: No range of any tensor: a negative start, or the tensor has not one dimension.
+        UnsupportedLeafError: It is no range of a tensor: `start` is negative, or `tensor` has not one dimension.
     """
 
     __slots__ = ("global_shape", "start", "tensor")
@@ -103,31 +104,31 @@ class FlatShard:
     def __init__(self, tensor: torch.Tensor, global_shape: Sequence[int], start: int) -> None:
         self.tensor, self.global_shape, self.start = tensor, tuple(global_shape), start
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 1:
-            raise refused("FlatShard", "expected a tensor of one dimension")
+            raise unsupported_shard("FlatShard", "expected a tensor of one dimension")
         check_shape("FlatShard", self.global_shape)
         if type(start) is not int or start < 0:
-            raise refused("FlatShard", f"its elements begin at {start!r}, expected an integer from 0 on")
+            raise unsupported_shard("FlatShard", f"its elements begin at {start!r}, expected an integer from 0 on")
 
     def __repr__(self) -> str:
         return f"FlatShard([{self.start}, {self.start + self.tensor.numel()}) of {list(self.global_shape)})"
 
 
-def of_slice(value: ShardedSlice) -> Sharded:
+def describe_slice(value: ShardedSlice) -> Sharded:
     """Return what a `ShardedSlice` describes.
 
     Raises:
-        ShardOutOfRangeError: Its box does not lie in its shape.
+        ShardOutOfRangeError: Its box is not inside its global shape.
     """
     check_box("ShardedSlice", value.global_shape, value.offsets, tuple(value.tensor.shape))
     shard = LocalShard(value.tensor, value.offsets)
     return Sharded(value.tensor.dtype, value.global_shape, (shard,), None, "ShardedSlice", value.replica_id == 0)
 
 
-def of_flat(value: FlatShard) -> Sharded:
+def describe_flat(value: FlatShard) -> Sharded:
     """Return what a `FlatShard` describes: boxes that are views of its tensor.
 
     Raises:
-        ShardOutOfRangeError: Its range does not lie in its shape.
+        ShardOutOfRangeError: Its range is not inside its global shape.
     """
     stop, n_elements = value.start + value.tensor.numel(), math.prod(value.global_shape)
     if stop > n_elements:
@@ -141,7 +142,7 @@ def of_flat(value: FlatShard) -> Sharded:
     return Sharded(value.tensor.dtype, value.global_shape, shards, None, "FlatShard")
 
 
-def of_parts(type_name: str, global_shape: Sequence[int], parts: Iterable[Sequence[Any]]) -> Sharded:
+def describe_parts(type_name: str, global_shape: Sequence[int], parts: Iterable[Sequence[Any]]) -> Sharded:
     """Return what is described by (tensor, offsets), or (tensor, offsets, sizes) where the tensor is padded.
 
     Raises:
@@ -154,26 +155,28 @@ def of_parts(type_name: str, global_shape: Sequence[int], parts: Iterable[Sequen
     for part in parts:
         tensor, offsets = part[0], tuple(part[1])
         if not isinstance(tensor, torch.Tensor):
-            raise refused(type_name, f"a part of type {type(tensor).__name__}")
+            raise unsupported_shard(type_name, f"a part of type {type(tensor).__name__}")
         if len(part) > 2:
             tensor = _without_padding(type_name, tensor, tuple(part[2]))
         check_box(type_name, shape, offsets, tuple(tensor.shape))
         shards.append(LocalShard(tensor, offsets))
     if not shards:
-        raise refused(type_name, "it has no part in this process, so its dtype is not known; return an empty one")
+        raise unsupported_shard(
+            type_name, "it has no part in this process, so its dtype is not known; return an empty one"
+        )
     if len({shard.tensor.dtype for shard in shards}) > 1:
-        raise refused(type_name, "its parts have several dtypes")
-    check_apart(shards)
+        raise unsupported_shard(type_name, "its parts have several dtypes")
+    check_disjoint(shards)
     return Sharded(shards[0].tensor.dtype, shape, tuple(shards), None, type_name)
 
 
-def check_apart(shards: Sequence[LocalShard], fqn: str = "") -> None:
+def check_disjoint(shards: Sequence[LocalShard], fqn: str = "") -> None:
     """Check that no element is in two of `shards`.
 
     Raises:
-        OverlappingShardsError: One is.
+        OverlappingShardsError: Two of them share elements.
     """
-    twice = overlapping([(shard.offsets, tuple(shard.tensor.shape)) for shard in shards])
+    twice = find_overlap([(shard.offsets, tuple(shard.tensor.shape)) for shard in shards])
     if twice is not None:
         raise overlap_error(fqn, twice)
 
@@ -189,14 +192,16 @@ def overlap_error(fqn: str, boxes: Sequence[Any], where: str = "in this process"
     )
 
 
-def named(error: OverlappingShardsError, fqn: str) -> OverlappingShardsError:
-    """Return an error of `check_apart` that was raised where the FQN was not known, with it."""
+def with_fqn(error: OverlappingShardsError, fqn: str) -> OverlappingShardsError:
+    """Return an error of `check_disjoint` with its FQN, which was not known where it was raised."""
     return OverlappingShardsError(str(error).replace("tensor ''", f"tensor {fqn!r}", 1), fqn=fqn, boxes=error.boxes)
 
 
 def _without_padding(type_name: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
     if len(sizes) != tensor.dim() or any(n > size for n, size in zip(sizes, tensor.shape, strict=True)):
-        raise refused(type_name, f"a part of shape {list(tensor.shape)} is to hold a box of sizes {list(sizes)}")
+        raise unsupported_shard(
+            type_name, f"a part of shape {list(tensor.shape)} is to hold a box of sizes {list(sizes)}"
+        )
     for dimension, size in enumerate(sizes):
         if size != tensor.shape[dimension]:
             tensor = tensor.narrow(dimension, 0, size)
@@ -204,35 +209,35 @@ def _without_padding(type_name: str, tensor: torch.Tensor, sizes: tuple[int, ...
 
 
 def check_shape(type_name: str, global_shape: tuple[int, ...]) -> None:
-    """Check that `global_shape` is one.
+    """Check that `global_shape` is the shape of a tensor that can be stored.
 
     Raises:
         UnsupportedLeafError: It is not.
     """
     lengths = all(type(n) is int and n >= 0 for n in global_shape) and len(global_shape) <= MAX_DIMS
     if not lengths or math.prod(n or 1 for n in global_shape) > MAX_INT:
-        raise refused(type_name, f"its global shape is {global_shape!r}")
+        raise unsupported_shard(type_name, f"its global shape is {global_shape!r}")
 
 
 def check_form(type_name: str, global_shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-    """Check that offsets and sizes may be a box of a tensor of such a shape, wherever it ends.
+    """Check that offsets and sizes can be a box of a tensor of `global_shape`, except for where it ends.
 
     Raises:
-        UnsupportedLeafError: They may not.
+        UnsupportedLeafError: They cannot.
     """
     check_shape(type_name, global_shape)
     is_one = len(offsets) == len(sizes) == len(global_shape) and all(type(o) is int and o >= 0 for o in offsets)
     if not is_one:
         text = f"the box with offsets {list(offsets)} and sizes {list(sizes)} does not lie in {list(global_shape)}"
-        raise refused(type_name, text)
+        raise unsupported_shard(type_name, text)
 
 
 def check_box(type_name: str, global_shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-    """Check that a box lies in a shape.
+    """Check that a box is inside a shape.
 
     Raises:
-        ShardOutOfRangeError: It does not.
-        UnsupportedLeafError: As `check_form`.
+        ShardOutOfRangeError: It is not.
+        UnsupportedLeafError: As of `check_form`.
     """
     check_form(type_name, global_shape, offsets, sizes)
     if any(o + s > n for o, s, n in zip(offsets, sizes, global_shape, strict=True)):
@@ -247,13 +252,13 @@ def _out_of_range(type_name: str, why: str, boxes: list[str]) -> ShardOutOfRange
     return ShardOutOfRangeError(text, leaf="", type_name=type_name, boxes=boxes)
 
 
-def refused(type_name: str, why: str) -> UnsupportedLeafError:
-    """Return the error for a shard that cannot be; whoever knows its name adds it."""
+def unsupported_shard(type_name: str, why: str) -> UnsupportedLeafError:
+    """Return the error for a shard that cannot be stored; the caller adds the FQN with `with_leaf`."""
     return UnsupportedLeafError(f"a {type_name} cannot be stored: {why}", leaf="", type_name=type_name)
 
 
-def refused_by_name(error: UnsupportedLeafError, fqn: str, text: str) -> UnsupportedLeafError:
-    """Return an error that was raised where the FQN was not known, with it, and with `text` for its message."""
+def with_leaf(error: UnsupportedLeafError, fqn: str, text: str) -> UnsupportedLeafError:
+    """Return an error with its FQN, which was not known where it was raised, and with `text` as its message."""
     facts = {**error.facts(), "leaf": fqn, "fqn": fqn}
     return type(error)(text, **{name: fact for name, fact in facts.items() if name in error.fields})
 
@@ -268,13 +273,14 @@ def describe_tp(
     tensor, are left too.
 
     Args:
-        state_dict: FQN -> local tensor.
-        global_shapes: FQN -> shape of the whole tensor, in elements.
-        tp_rank, tp_size: Which part of how many this process holds.
+        state_dict: Local tensors by FQN.
+        global_shapes: Shapes of the whole tensors by FQN, in elements.
+        tp_rank: Rank of this process in the tensor parallel group.
+        tp_size: Number of ranks in that group.
 
     Raises:
-        UnsupportedLeafError: No dimension fits, or several do; `leaf` is the FQN.
-        ConfigError: `global_shapes` names no tensor of `state_dict`; or the rank makes no sense.
+        UnsupportedLeafError: The shapes differ in no single dimension that is split evenly; `leaf` is the FQN.
+        ConfigError: `global_shapes` names no tensor of `state_dict`; or `tp_rank` is not below `tp_size`.
     """
     if type(tp_size) is not int or type(tp_rank) is not int or not 0 <= tp_rank < tp_size:
         raise ConfigError(
@@ -316,31 +322,33 @@ def _slice(fqn: str, tensor: torch.Tensor, wanted: tuple[int, ...], tp_rank: int
 
 
 def boxes_of(found: Sharded) -> tuple[Box, ...]:
-    """Return the boxes of what a process holds."""
+    """Return the boxes of the parts that this process holds."""
     return tuple((shard.offsets, tuple(shard.tensor.shape)) for shard in found.shards)
 
 
 def sources_of(found: Sharded, *, is_target: bool = False) -> list[torch.Tensor]:
-    """Return the tensors to be copied, aligned with the boxes; an empty one where there are no boxes.
+    """Return the tensors of the parts, aligned with `boxes_of`; one empty tensor if there are no parts.
 
-    `is_target`: they are filled, and those on the meta device are taken too.
+    Args:
+        found: What this process holds.
+        is_target: Whether the tensors are to be filled; parts on the meta device are accepted then.
 
     Raises:
-        UnsupportedLeafError: One of them cannot be stored.
+        UnsupportedLeafError: A part cannot be stored.
     """
     if dtype_name(found.dtype) is None:
-        raise refused(found.type_name, f"dtype {found.dtype}")
+        raise unsupported_shard(found.type_name, f"dtype {found.dtype}")
     sources = []
     for tensor, _ in found.shards:
         if is_target and tensor.is_meta and tensor.layout is torch.strided:
             sources.append(tensor)
             continue
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
-            raise refused(found.type_name, f"a part of layout {tensor.layout} on {tensor.device}")
+            raise unsupported_shard(found.type_name, f"a part of layout {tensor.layout} on {tensor.device}")
         if tensor.numel() and not address_of(tensor):
-            raise refused(found.type_name, NO_MEMORY)
-        if not is_whole(tensor):
-            raise refused(found.type_name, SHRUNK)
+            raise unsupported_shard(found.type_name, NO_MEMORY)
+        if not fits_in_storage(tensor):
+            raise unsupported_shard(found.type_name, SHRUNK)
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
         sources.append(tensor)
@@ -348,21 +356,22 @@ def sources_of(found: Sharded, *, is_target: bool = False) -> list[torch.Tensor]
 
 
 def identity_of(found: Sharded, value: object) -> object:
-    """Return what is equal for two values that are one tensor: the same elements of the same boxes.
+    """Return a key that is equal for two values that are one tensor: the same elements of the same boxes.
 
     IMPORTANT: also where this rank holds none of the elements. Were two names one tensor on some ranks and two on
     others, the second would be written by a few of them only.
     """
-    places = tuple((place_of(t), t.shape, t.stride(), offsets) for t, offsets in found.shards)
+    places = tuple((memory_identity(t), t.shape, t.stride(), offsets) for t, offsets in found.shards)
     if not places and found.anchor is None:
         return id(value)
-    return (found.dtype, found.global_shape, found.grid, places or place_of(found.anchor))
+    return (found.dtype, found.global_shape, found.grid, places or memory_identity(found.anchor))
 
 
-def place_of(tensor: torch.Tensor | None) -> object:
-    """Return where a tensor lies, its address, or of an empty one its storage and where in it; and what it makes of it.
+def memory_identity(tensor: torch.Tensor | None) -> object:
+    """Return a key that is equal for tensors that begin at the same address and read the elements alike.
 
-    A conjugated or negated view lies where the tensor does, and has other values.
+    An empty tensor has no address: its storage and the offset in it are taken. A conjugated or negated view begins at
+    the address of the tensor and has other values.
     """
     if tensor is None:
         return None

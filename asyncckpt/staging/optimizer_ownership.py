@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.sharding.dtensor import plain
+from asyncckpt.sharding.dtensor import without_dtensors
 
 MAX_NESTING = 8
 """How deep the tensors in an optimizer's state are looked for. LBFGS has lists of them; chosen, far above any known."""
@@ -99,7 +99,7 @@ class Owners:
             for group in optimizer.param_groups:
                 own += group["params"]
             own += _tensors_in(optimizer.state.values())
-        own = plain(own)
+        own = without_dtensors(own)
         places = storages(own)
         owned: dict[int, list[torch.Tensor]] = {}
         for tensor, place in zip(own, places, strict=True):
@@ -199,7 +199,7 @@ def _lies(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> bool:
 def storages(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the address of each one's storage, of DTensors their local one's; 0 for those without: sparse ones,
     parameters of lazy modules."""
-    tensors = plain(tensors)
+    tensors = without_dtensors(tensors)
     try:
         return [tensor.untyped_storage().data_ptr() for tensor in tensors]
     except _NO_STORAGE:

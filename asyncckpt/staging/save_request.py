@@ -46,7 +46,7 @@ class StructureReporter:
         if plan.agreement is None:
             return NOTHING_TO_REPORT
         samples = sample_digests(plan, flat, sequence, self._is_apart) if self._checked else NO_SAMPLES
-        return StructureReport(plan.fingerprint, samples, bool(plan.news))
+        return StructureReport(plan.fingerprint, samples, bool(plan.unagreed))
 
 
 NOTHING_TO_REPORT = StructureReport("", NO_SAMPLES, changed=False)

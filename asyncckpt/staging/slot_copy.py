@@ -171,10 +171,10 @@ class Rings:
 
     def _request(self, sized: Sized, report: StructureReport) -> bytes:
         """Return the request, with the samples of what lies on devices: it is as long as it was with zeros."""
-        if not report.samples.apart:
+        if not report.samples.device_windows:
             return sized.request
         fetched = []
-        for _, window in report.samples.apart:
+        for _, window in report.samples.device_windows:
             (place,) = self._engine.places([window])
             assert place is not None
             host = torch.empty(window.numel(), dtype=torch.uint8, device="cpu")
@@ -272,7 +272,7 @@ class Whole:
                 watch.digest([Source(*pair) for pair in image.pairs(flat.tensors, boxes)])
             else:
                 looked_at = self._sample(watch, image, flat.tensors, boxes)
-        windows = [window for _, window in report.samples.apart]
+        windows = [window for _, window in report.samples.device_windows]
         left, transfer = self._engine.copy(
             slot,
             image,

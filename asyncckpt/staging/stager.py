@@ -41,7 +41,7 @@ from asyncckpt.staging.slot_copy import MANY_BOXES, Rings, Whole, image_of, ring
 from asyncckpt.state_dict.flatten import Flattened, flatten
 from asyncckpt.state_dict.leaf_codecs import decode_leaf, encode_leaves
 from asyncckpt.state_dict.pickling import unpickle
-from asyncckpt.state_dict.stateful import Openings
+from asyncckpt.state_dict.stateful import StateDictCache
 from asyncckpt.state_dict.unflatten import unflatten
 
 _OURS = frozenset({"path", "step", "save_id", "metadata"})
@@ -109,7 +109,7 @@ class SlotStager(CheckpointStager):
         save_id = save_id.with_parts(epoch=self._process.lineage.epoch_for(path, save_id.run_id))
         report = self._reporter.report(plan, flat, save_id.sequence)
         if report.changed:
-            report = report._replace(changed=self._ranks.is_changed([flat.fqns[number] for number in plan.news]))
+            report = report._replace(changed=self._ranks.is_changed([flat.fqns[number] for number in plan.unagreed]))
         sized = self._rings.size(plan, self._request(plan, leaves, save_id, report, kw))
         slot: LentSlot | None = None
         try:
@@ -198,7 +198,7 @@ class SlotStager(CheckpointStager):
 
         Blocks: for the worker, for pages, for a slot as `on_busy` says, and for the other ranks.
         """
-        ranks, openings = self._ranks, Openings()
+        ranks, openings = self._ranks, StateDictCache()
         if ranks.alone:
             if refused is not None:
                 raise refused
@@ -215,9 +215,9 @@ class SlotStager(CheckpointStager):
 
             ranks.prepare(contributed)
             self.plans.agreement = ranks.agreement
-        made = self.plans.made
+        made = self.plans.n_plans_made
         with gc_paused():
-            plan, flat = self.plans.take(state_dict, openings)
+            plan, flat = self.plans.plan_for(state_dict, openings)
         save_id = SaveId(0, 0, ranks.run_id)
         leaves, kw = encode_leaves(flat, self._config.layout), {"step": 0, "path": "/"}
         sized = self._rings.size(plan, self._request(plan, leaves, save_id, NOTHING_TO_REPORT, kw))
@@ -226,7 +226,7 @@ class SlotStager(CheckpointStager):
         else:
             ready = partial(self._make_ready, plan, self._engine.devices_of(flat.tensors))
         warm(self._process.pool, plan, sized.nbytes, ready, spare_nbytes=sized.spare_nbytes)
-        if self.plans.made > made and len(plan.boxes) >= MANY_BOXES:
+        if self.plans.n_plans_made > made and len(plan.boxes) >= MANY_BOXES:
             collect_garbage()
 
     def _request(
@@ -254,7 +254,7 @@ class SlotStager(CheckpointStager):
     def _planned(self, state_dict: Mapping[str, Any], kw: Mapping[str, Any]) -> tuple[SavePlan, Flattened, SaveId]:
         """Return the plan, what it is about, and the save's id without its epoch."""
         save_id: SaveId = kw["save_id"]
-        ranks, own, openings = self._ranks, save_id.sequence, Openings()
+        ranks, own, openings = self._ranks, save_id.sequence, StateDictCache()
         if not ranks.alone:
             save_id = save_id.with_parts(sequence=ranks.aligned(own))
             self._await_outcome(save_id, kw["step"], kw["path"])
@@ -269,7 +269,7 @@ class SlotStager(CheckpointStager):
                 self.plans.agreement = ranks.agreement
             save_id = save_id.with_parts(sequence=ranks.aligned(own), run_id=ranks.run_id)
         with gc_paused():
-            plan, flat = self.plans.take(state_dict, openings)
+            plan, flat = self.plans.plan_for(state_dict, openings)
         return plan, flat, save_id
 
     def _await_outcome(self, save_id: SaveId, step: int, path: str) -> None:

@@ -28,33 +28,41 @@ from asyncckpt.format.state_tree import (
 )
 from asyncckpt.per_rank import PerRank
 from asyncckpt.sharding.mesh_layout import Box, Grid
-from asyncckpt.sharding.registry import Describe, describer
+from asyncckpt.sharding.registry import Describe, describer_of
 from asyncckpt.sharding.shard_claims import ShardClaim
-from asyncckpt.sharding.shard_types import Sharded, boxes_of, identity_of, named, refused, refused_by_name, sources_of
+from asyncckpt.sharding.shard_types import (
+    Sharded,
+    boxes_of,
+    identity_of,
+    sources_of,
+    unsupported_shard,
+    with_fqn,
+    with_leaf,
+)
 from asyncckpt.state_dict.numpy_values import is_array, is_scalar, tensor_of
-from asyncckpt.state_dict.stateful import OpeningError, Openings, is_stateful
-from asyncckpt.state_dict.unflatten import deque_form, form_of
+from asyncckpt.state_dict.stateful import StateDictCache, StateDictError, is_stateful
+from asyncckpt.state_dict.unflatten import deque_form, mapping_form
 from asyncckpt.torch_tensors import (
     NO_ADDRESS_BELOW,
     NO_MEMORY,
     SHRUNK,
     address_of,
     dtype_name,
-    is_whole,
+    fits_in_storage,
     plain_parameter,
     why_no_memory,
 )
 
 
 class ShardLeaf(NamedTuple):
-    """A tensor of which this process holds parts.
+    """A tensor of which this process holds parts, in a flattened state dict.
 
     Attributes:
-        global_shape: In elements.
-        grid: As of `Sharded`.
-        boxes: The parts.
-        sources: Aligned with `boxes`: where in `Flattened.tensors` each lies.
-        is_first: As of `Sharded`.
+        global_shape: Shape of the whole tensor, in elements.
+        grid: As in `Sharded`.
+        boxes: The boxes that this process holds.
+        sources: Aligned with `boxes`: index of each part into `Flattened.tensors`.
+        is_first: As in `Sharded`.
     """
 
     global_shape: tuple[int, ...]
@@ -64,13 +72,13 @@ class ShardLeaf(NamedTuple):
     is_first: bool
 
     def claim(self, fqn: str, dtype: str) -> ShardClaim:
-        """Return what the other ranks are told."""
+        """Return what this rank tells the others of it."""
         boxes = () if self.grid is not None else self.boxes
         return ShardClaim(fqn, dtype, self.global_shape, self.grid, boxes, self.is_first)
 
 
 def typed_key(key: Any) -> Key | None:
-    """Return the key of a tree for one of a state, numpy's scalars as Python's; None: it has no form."""
+    """Return the key of a tree for a key of a state, numpy scalars as Python's; None: it cannot be stored."""
     return key_of(_without_numpy(key, 0))
 
 
@@ -83,10 +91,10 @@ def _without_numpy(key: Any, depth: int) -> Any:
 
 
 def check_keys(tree: Node) -> None:
-    """Refuse keys that the index cannot hold; part of making a plan.
+    """Check that the index can hold all keys of a tree. Part of making a plan.
 
     Raises:
-        UnsupportedLeafError: Naming the path.
+        UnsupportedLeafError: It cannot; the error names the path.
     """
     for path, node in mappings(tree):
         for key in node[1][::2]:
@@ -101,7 +109,7 @@ def check_keys(tree: Node) -> None:
 
 
 def mappings(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
-    """Yield (typed path, node) of `node` and everything below it that is a mapping."""
+    """Yield (typed path, node) of every mapping in `node`, which may be one itself."""
     if node[0] in ("d", "o"):
         yield path, node
         for key, child in zip(node[1][::2], node[1][1::2], strict=True):
@@ -114,16 +122,16 @@ def mappings(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
 
 
 class Flattened:
-    """A state dict taken apart.
+    """A flattened state dict. Nothing in it is a copy.
 
     Attributes:
-        tree: The skeleton (`format.state_tree`).
-        tensors: By tensor number; a tensor reachable by several paths is there once. Not copies. Of a shard the first
-            part; the others follow behind the last number.
-        objects: By object number: the leaves that are not tensors. Not copies.
+        tree: The skeleton (`format.state_tree`), whose leaves are tensor numbers and object numbers.
+        tensors: Tensors by number; one that is reachable by several paths is there once. Of a shard, the first part is
+            at its number; further parts follow after the last number.
+        objects: The other leaves by object number.
         allow_pickle: Whether objects of any type may be stored.
-        shards: By tensor number: those of which this process holds parts.
-        n_numbers: How many tensor numbers there are.
+        shards: By tensor number, the tensors of which this process holds parts.
+        n_numbers: Number of tensor numbers.
     """
 
     __slots__ = ("allow_pickle", "n_numbers", "objects", "shards", "tensors", "tree")
@@ -153,7 +161,7 @@ class Flattened:
 
     @property
     def per_rank(self) -> frozenset[int]:
-        """Numbers of the tensors that belong to this rank: any of their paths lies in a `PerRank`."""
+        """Numbers of the tensors that belong to this rank alone: one of their paths is in a `PerRank`."""
         return frozenset(leaf[1] for _, node in per_rank_nodes(self.tree) for _, leaf in leaves(node) if leaf[0] != "O")
 
     @property
@@ -163,14 +171,14 @@ class Flattened:
         return [n for n in range(self.n_numbers) if n not in own and n not in self.shards]
 
     def name_of(self, source: int) -> str:
-        """Return the FQN of what lies at `source` of `tensors`."""
+        """Return the FQN of the tensor at index `source` of `tensors`."""
         if source >= self.n_numbers:
             source = next(n for n, leaf in self.shards.items() if source in leaf.sources)
         return self.fqns[source]
 
 
 def object_fqn(tree: Node, number: int) -> str:
-    """Return the name of an object by its number: a leaf, or the `_metadata` of an OrderedDict."""
+    """Return the FQN of an object by its number: a leaf, or the `_metadata` of an OrderedDict."""
     for path, node in leaves(tree):
         if node == ("O", number):
             return fqn_of(path)
@@ -178,30 +186,30 @@ def object_fqn(tree: Node, number: int) -> str:
 
 
 HOIST_NBYTES = 64 * 1024
-"""Bytes values of this size and above are stored in the shard files, not in JSON. Chosen, not measured."""
+"""Values of type bytes of at least this size are stored in the shard files, not in JSON. Chosen, not measured."""
 
 PLAIN_TENSORS = frozenset(
     {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer if hasattr(torch.nn, "Buffer") else torch.Tensor}
 )
 SCALARS = frozenset({int, float, bool, str, type(None), complex})
-Open = Callable[[Any, Path], Any]
-"""What stands for an object with a `state_dict()` at a path: its state, or itself, which makes it an object leaf."""
+StateOf = Callable[[Any, Path], Any]
+"""Takes (object with a `state_dict()`, its path); returns its state, or the object itself, which makes it a leaf."""
 
 
 def flatten(
-    state_dict: Any, open_: Open | None = None, *, allow_pickle: bool = False, is_target: bool = False
+    state_dict: Any, state_of: StateOf | None = None, *, allow_pickle: bool = False, is_target: bool = False
 ) -> Flattened:
-    """Take `state_dict` apart.
+    """Return the tree, tensors and objects of `state_dict`.
 
     Args:
         state_dict: Nested dicts, lists and tuples of leaves.
-        open_: Asked for every object with a `state_dict()`; None: takes their states.
-        allow_pickle: Makes an object leaf of a tensor that cannot be stored as one; else it is refused.
-        is_target: It is not stored, but filled: tensors without memory (meta, fake) are taken for tensors. Whoever
-            fills them looks for that.
+        state_of: Called for every object with a `state_dict()`; None: its `state_dict()` is called.
+        allow_pickle: Whether a tensor that cannot be stored as one becomes an object leaf; else it is refused.
+        is_target: Whether the state is to be filled, not stored. Tensors without memory (meta, fake) are accepted then,
+            and the caller must handle them.
 
     Raises:
-        UnsupportedLeafError: Not a mapping, or something inside cannot be stored, or filled; `leaf` is the path to it.
+        UnsupportedLeafError: It is no mapping, or a leaf cannot be stored, or filled; `leaf` is its FQN.
     """
     if not isinstance(state_dict, Mapping):
         raise UnsupportedLeafError(
@@ -209,31 +217,31 @@ def flatten(
             leaf="",
             type_name=type(state_dict).__name__,
         )
-    walk = _Walk(open_ or Openings(), allow_pickle, is_target)
+    walk = _Walk(state_of or StateDictCache(), allow_pickle, is_target)
     tree = walk.mapping(state_dict)
-    tensors, shards = walk.placed()
+    tensors, shards = walk.tensors_and_shards()
     n_numbers = len(walk.tensors)
     return Flattened(tree, tensors, walk.objects, allow_pickle=allow_pickle, shards=shards, n_numbers=n_numbers)
 
 
 class _Walk:
-    """One pass over a state dict; `keys` is the path to where it stands."""
+    """One pass over a state dict; `keys` is the path of the current value."""
 
     __slots__ = (
         "_allow_pickle",
         "_is_target",
         "_lazy",
-        "_open",
         "_per_rank",
         "_seen",
         "_shards",
+        "_state_of",
         "keys",
         "objects",
         "tensors",
     )
 
-    def __init__(self, open_: Open, allow_pickle: bool, is_target: bool) -> None:
-        self._open, self._allow_pickle, self._is_target = open_, allow_pickle, is_target
+    def __init__(self, state_of: StateOf, allow_pickle: bool, is_target: bool) -> None:
+        self._state_of, self._allow_pickle, self._is_target = state_of, allow_pickle, is_target
         self._per_rank = False
         self.tensors: list[torch.Tensor] = []
         self.objects: list[Any] = []
@@ -255,7 +263,7 @@ class _Walk:
             out.append(self.tensor(child) if type(child) in PLAIN_TENSORS else self.other(child))
             keys.pop()
         if not isinstance(value, OrderedDict):
-            form = None if type(value) is dict else form_of(value)
+            form = None if type(value) is dict else mapping_form(value)
             return ("d", tuple(out)) if form is None else ("d", tuple(out), form)
         metadata = getattr(value, "_metadata", None)
         return ("o", tuple(out), None if metadata is None else self._object(plain_metadata(metadata)))
@@ -266,25 +274,29 @@ class _Walk:
             return ("O", self._object(value))
         if kind is dict or kind is OrderedDict:
             return self.mapping(value)
-        describe = describer(kind)
+        describe = describer_of(kind)
         if describe is not None:
             return self._shard(value, describe)
         if is_stateful(value):
-            return self._opened(value)
+            return self._stateful(value)
         if isinstance(value, Mapping):
             return self.mapping(value)
         if isinstance(value, PerRank):
-            return self._of_rank(value)
+            return self._per_rank_value(value)
         if isinstance(value, torch.Tensor):
             return self._subclass(value)
         if kind is list or (isinstance(value, tuple) and kind is not torch.Size):
-            if is_flat(value):
+            if is_plain_sequence(value):
                 return ("O", self._object(value))
             return self._sequence("l" if kind is list else "t", value)
         if isinstance(value, deque):
-            return ("O", self._object(value)) if is_flat(value) else (*self._sequence("l", value), deque_form(value))
+            return (
+                ("O", self._object(value))
+                if is_plain_sequence(value)
+                else (*self._sequence("l", value), deque_form(value))
+            )
         if kind is bytes and len(value) >= HOIST_NBYTES:
-            self.tensors.append(hoisted(value))
+            self.tensors.append(as_uint8_tensor(value))
             return ("B", len(self.tensors) - 1)
         if is_array(value) and (elements := tensor_of(value)) is not None:
             return ("N", self.tensor(elements)[1])
@@ -309,10 +321,10 @@ class _Walk:
             self.tensors.append(value)
         return ("T", number)
 
-    def _opened(self, value: Any) -> Node:
+    def _stateful(self, value: Any) -> Node:
         try:
-            state = self._open(value, tuple(self.keys))
-        except OpeningError as error:
+            state = self._state_of(value, tuple(self.keys))
+        except StateDictError as error:
             raise self._refused(value, str(error)) from error.__cause__
         if state is value:
             return ("O", self._object(value))
@@ -326,28 +338,28 @@ class _Walk:
             if isinstance(found, torch.Tensor):
                 return self.tensor(found) if type(found) in PLAIN_TENSORS else self.other(found)
             if self._per_rank:
-                raise refused(found.type_name, "it lies in a PerRank, whose values belong to one rank whole")
+                raise unsupported_shard(found.type_name, "it lies in a PerRank, whose values belong to one rank whole")
             sources = sources_of(found, is_target=self._is_target)
         except OverlappingShardsError as error:
-            raise named(error, fqn_of(tuple(self.keys))) from None
+            raise with_fqn(error, fqn_of(tuple(self.keys))) from None
         except UnsupportedLeafError as error:
             leaf = fqn_of(tuple(self.keys))
             text = f"state dict leaf {leaf!r}: {error}"
-            raise refused_by_name(error, leaf, text) from error.__cause__
+            raise with_leaf(error, leaf, text) from error.__cause__
         number = self._seen.setdefault(identity_of(found, value), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(sources[0])
             self._shards[number] = (found, sources)
         return ("T", number)
 
-    def placed(self) -> tuple[list[torch.Tensor], dict[int, ShardLeaf]]:
-        """Return all tensors, the further parts of shards behind the others, and where each part lies."""
+    def tensors_and_shards(self) -> tuple[list[torch.Tensor], dict[int, ShardLeaf]]:
+        """Return all tensors, with the further parts of shards at the end, and the shards by tensor number."""
         tensors, shards = list(self.tensors), {}
         for number, (found, sources) in self._shards.items():
-            where = (number, *range(len(tensors), len(tensors) + len(sources) - 1))
+            sources_at = (number, *range(len(tensors), len(tensors) + len(sources) - 1))
             tensors += sources[1:]
             boxes = boxes_of(found)
-            shards[number] = ShardLeaf(found.global_shape, found.grid, boxes, where[: len(boxes)], found.is_first)
+            shards[number] = ShardLeaf(found.global_shape, found.grid, boxes, sources_at[: len(boxes)], found.is_first)
         return tensors, shards
 
     def _odd_tensor(self, value: torch.Tensor, why: str) -> Node:
@@ -355,7 +367,7 @@ class _Walk:
             return ("O", self._object(value))
         raise self._refused(value, why)
 
-    def _of_rank(self, mark: PerRank) -> Node:
+    def _per_rank_value(self, mark: PerRank) -> Node:
         value: Any = mark
         for _ in range(MAX_DEPTH):
             if not isinstance(value, PerRank):
@@ -403,7 +415,7 @@ class _Walk:
             raise self._refused(value, NO_MEMORY)
         number = self._seen.setdefault(key, len(self.tensors))
         if number == len(self.tensors):
-            if not is_whole(value):
+            if not fits_in_storage(value):
                 raise self._refused(value, SHRUNK)
             if value.is_conj() or value.is_neg():
                 # IMPORTANT: kept until the walk ends. The original may be a temporary of `to_shards` or of a mapping,
@@ -440,22 +452,23 @@ class _Walk:
         )
 
 
-def hoisted(value: bytes) -> torch.Tensor:
-    """Return `value` as a uint8 tensor: a copy."""
+def as_uint8_tensor(value: bytes) -> torch.Tensor:
+    """Return a copy of `value` as a flat uint8 tensor."""
     return torch.frombuffer(bytearray(value), dtype=torch.uint8)
 
 
-def is_flat(value: Sequence[Any], depth: int = 0) -> bool:
-    """Whether a list, tuple or deque holds scalars only, or flat ones of them: then it is one object leaf."""
+def is_plain_sequence(value: Sequence[Any], depth: int = 0) -> bool:
+    """Whether a list, tuple or deque holds only scalars, and plain lists and tuples of them: then it is one leaf."""
     if depth > MAX_DEPTH // 2:
         return False
     return set(map(type, value)) <= SCALARS or all(
-        type(v) in SCALARS or (type(v) in (list, tuple) and is_flat(v, depth + 1)) or is_scalar(v) for v in value
+        type(v) in SCALARS or (type(v) in (list, tuple) and is_plain_sequence(v, depth + 1)) or is_scalar(v)
+        for v in value
     )
 
 
 def plain_metadata(metadata: Any) -> Any:
-    """`nn.Module.state_dict()._metadata` is an OrderedDict of dicts; a plain copy keeps what matters."""
+    """Return the `_metadata` of `nn.Module.state_dict()`, an OrderedDict of dicts, as plain dicts."""
     return (
         {k: dict(v) if isinstance(v, Mapping) else v for k, v in metadata.items()}
         if isinstance(metadata, Mapping)

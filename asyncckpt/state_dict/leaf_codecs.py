@@ -18,18 +18,18 @@ from asyncckpt.state_dict.numpy_values import decode_scalar, encode_scalar, is_a
 from asyncckpt.state_dict.pickling import encode_pickle
 
 Unpickle = Callable[[str, bytes], Any]
-"""Makes a value of (name of its type, bytes), or refuses."""
+"""Takes (name of a type, bytes of a pickle); returns the value, or raises."""
 
 
 def encode_leaves(flat: Flattened, layout: str = SAFETENSORS) -> list[Any]:
     """Return the JSON forms of all object leaves, in order.
 
     Args:
-        flat: The state dict.
-        layout: What it is written as, one of `format.names.LAYOUTS`.
+        flat: The flattened state dict.
+        layout: Format of the shard files, one of `format.names.LAYOUTS`.
 
     Raises:
-        UnsupportedLeafError: A leaf of a type that cannot be stored; `leaf` is the path to it.
+        UnsupportedLeafError: A leaf has a type that cannot be stored; `leaf` is its FQN.
     """
     extend = _extend_or_pickle if flat.allow_pickle else _extend
     out = []
@@ -72,14 +72,14 @@ def _refusal(flat: Flattened, number: int, value: Any, error: objects.UnknownTyp
 
 
 def decode_leaf(raw: Any, unpickle: Unpickle) -> Any:
-    """Return the Python value of one object leaf's JSON form, of torch's and numpy's types too.
+    """Return the Python value of the JSON form of an object leaf; types of torch and numpy included.
 
     Args:
         raw: The JSON form.
-        unpickle: Asked for a leaf that was pickled.
+        unpickle: Called for a leaf that was pickled.
 
     Raises:
-        ValueError: Malformed.
+        ValueError: The form is malformed.
     """
 
     def make(tag: str, payload: Any) -> Any:
@@ -91,7 +91,7 @@ def decode_leaf(raw: Any, unpickle: Unpickle) -> Any:
 
 
 def encode_torch(value: Any) -> tuple[str, Any] | None:
-    """Return (tag, payload) of a value of torch's own types; None for anything else."""
+    """Return (tag, payload) of a torch dtype, device or size; None for anything else."""
     if isinstance(value, torch.dtype):
         return "torch.dtype", str(value).removeprefix("torch.")
     if isinstance(value, torch.device):
@@ -102,10 +102,10 @@ def encode_torch(value: Any) -> tuple[str, Any] | None:
 
 
 def decode_torch(tag: str, payload: Any) -> Any:
-    """Return the value of one of torch's tags.
+    """Return the dtype, device or size of a tag and payload.
 
     Raises:
-        ValueError: Malformed.
+        ValueError: The payload is malformed.
     """
     if tag == "torch.Size":
         return torch.Size(payload)
@@ -118,10 +118,10 @@ def decode_torch(tag: str, payload: Any) -> Any:
 
 
 def check_dcp_items(tree: Node) -> None:
-    """Prove that every leaf of a tree can be an item of `torch.distributed.checkpoint`, but for the objects' types.
+    """Check that every leaf of a tree can be an item of `torch.distributed.checkpoint`, types of objects aside.
 
     Raises:
-        UnsupportedLeafError: Naming the first that cannot.
+        UnsupportedLeafError: A leaf cannot; the error names the first.
     """
     for item in items_of(tree):
         why = refusal_of(item.node)
@@ -130,14 +130,14 @@ def check_dcp_items(tree: Node) -> None:
 
 
 def check_dcp_objects(tree: Node, objects: Sequence[Any]) -> None:
-    """Prove that the objects of a tree have a form that `torch.load(weights_only=True)` reads.
+    """Check that the objects of a tree have a form that `torch.load(weights_only=True)` reads.
 
     Args:
-        tree: Of the state dict.
-        objects: JSON forms by number.
+        tree: Tree of the state dict.
+        objects: JSON forms by object number.
 
     Raises:
-        UnsupportedLeafError: Naming the first that has none.
+        UnsupportedLeafError: An object has none; the error names the first.
     """
     for item in items_of(tree):
         if item.node[0] != "T" and not _is_plain(item.node, objects):
@@ -148,7 +148,7 @@ def check_dcp_objects(tree: Node, objects: Sequence[Any]) -> None:
 
 
 def _is_plain(node: Node, objects: Sequence[Any]) -> bool:
-    """Whether it is one of the values that most of these leaves are."""
+    """Whether it is None, a bool, an int, a float or a str, as most of these leaves are."""
     return node[0] == "O" and type(objects[node[1]]) in (type(None), bool, int, float, str)
 
 

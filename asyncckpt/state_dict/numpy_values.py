@@ -54,7 +54,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def view_of(array: Any) -> torch.Tensor | None:
-    """Return a tensor that shares an array's elements; None when torch can show none such."""
+    """Return a tensor that shares the elements of an array; None when torch cannot make one."""
     dtype = _DTYPES.get(array.dtype.str)
     if dtype is None or not array.size or not array.flags.writeable:
         return None
@@ -112,7 +112,7 @@ def decode_scalar(payload: Any) -> Any:
     """Return a numpy scalar; without numpy the nearest Python value.
 
     Raises:
-        ValueError: Malformed.
+        ValueError: The payload is malformed.
     """
     dtype, data = checked_numpy_scalar(payload)
     nearest = numpy_scalar_value(dtype, data)  # also a check: numpy would take what is no character

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 PROTOCOL = 4
-"""Of Python 3.4 and later."""
+"""Pickle protocol; Python 3.4 and later read it."""
 
 _ZIP = b"PK\x03\x04"
-"""What `torch.save` writes begins so; a pickle of protocol 2 or later with 0x80. It is taken for what has tensors."""
+"""First bytes of what `torch.save` writes, which is used for values with tensors. A pickle begins with 0x80."""
 
 
 def encode_pickle(value: Any) -> tuple[str, Any]:
     """Return (tag, payload) of a value of any type.
 
     Raises:
-        Exception: Whatever the value's own code raises, and `pickle.PicklingError`.
+        Exception: Any error of the value's own code, and `pickle.PicklingError`.
     """
     file = io.BytesIO()
     try:
@@ -42,11 +42,11 @@ def encode_pickle(value: Any) -> tuple[str, Any]:
 
 
 class _HoldsElementsError(Exception):
-    """A storage of torch's was met."""
+    """The value holds a storage of torch."""
 
 
 class _Pickler(pickle.Pickler):
-    """Stops at the first storage of torch's."""
+    """Raises `_HoldsElementsError` at the first storage of torch."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=PROTOCOL)
@@ -59,12 +59,12 @@ class _Pickler(pickle.Pickler):
 
 
 def unpickle(data: bytes) -> Any:
-    """Return the value of a pickle, or of what `torch.save` wrote. DANGER: see the module.
+    """Return the value of a pickle, or of what `torch.save` wrote. DANGER: this runs code that the bytes name.
 
     Tensors come to the device on which they were, or to the CPU where this machine lacks it.
 
     Raises:
-        Exception: Anything: the bytes decide.
+        Exception: Any error; the bytes decide which.
     """
     if data.startswith(_ZIP):
         return torch.load(io.BytesIO(data), map_location=_WhereItWas(), weights_only=False)
@@ -72,7 +72,7 @@ def unpickle(data: bytes) -> Any:
 
 
 class _WhereItWas(dict[Any, Any]):
-    """From each location to itself, or to the CPU where this machine has no such device.
+    """Maps each location to itself, or to the CPU if this machine has no such device.
 
     IMPORTANT: a dict, since torch rebuilds a tensor subclass that stands for others with no function for its place.
     """

@@ -1,4 +1,4 @@
-"""Modules, optimizers and all else that has a `state_dict()`: what is stored in their place.
+"""Modules, optimizers and other objects with a `state_dict()`: the state that is stored for them. Calls user code.
 
 Wrappers that only add a prefix to the names (DistributedDataParallel, DataParallel, what `torch.compile` returns) are
 taken off, at the top and inside, so that the names are the bare model's.
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 
-class OpeningError(Exception):
-    """Internal to flattening: `state_dict()` of a value raised; the cause is chained."""
+class StateDictError(Exception):
+    """`state_dict()` of an object raised, or returned what cannot be stored. Raised and caught inside of flattening."""
 
 
 def is_stateful(value: Any) -> bool:
@@ -28,7 +28,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def _wrapper_attribute(module: torch.nn.Module) -> str | None:
-    """Return under which name a wrapper holds the module that it wraps; None for any other module."""
+    """Return the attribute of a wrapper that holds the wrapped module; None for any other module."""
     if isinstance(module, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
         return "module"
     compiled = sys.modules.get("torch._dynamo.eval_frame")  # nothing is compiled before it is loaded
@@ -43,7 +43,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 class BareNames:
-    """From the names of a bare module's state to those without the wrappers of its submodules, and back."""
+    """Maps names in a module's state to names without the wrappers of its submodules, and back."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._inner: list[str] = []
@@ -53,14 +53,14 @@ class BareNames:
                 self._inner.append(f"{name}.{attribute}")
 
     def of(self, name: str) -> str:
-        """Return a name, of an entry or a submodule, without what wrappers add to it."""
+        """Return the name of an entry or a submodule without what wrappers add to it."""
         for inner in reversed(self._inner):  # the innermost first, so that the outer ones still fit
             if name == inner or name.startswith(inner + "."):
                 name = inner.rpartition(".")[0] + name[len(inner) :]
         return name
 
     def wrapped(self, name: str) -> str:
-        """Return a bare name as the module has it: the way back from `of`, for names that it need not have."""
+        """Return a bare name as the module has it, the inverse of `of`. The module need not have such an entry."""
         for inner in self._inner:  # the outermost first
             outer, _, attribute = inner.rpartition(".")
             if name == outer or name.startswith(outer + "."):
@@ -68,7 +68,7 @@ class BareNames:
         return name
 
     def strip(self, state: Any) -> Any:
-        """Return a module's state under bare names; the same object where no submodule is wrapped."""
+        """Return the state of a module under bare names; the same object if no submodule is wrapped."""
         if not self._inner or not isinstance(state, Mapping):
             return state
         bare = OrderedDict((self.of(name) if isinstance(name, str) else name, value) for name, value in state.items())
@@ -78,11 +78,11 @@ class BareNames:
         return bare
 
 
-def state_of(value: Any) -> Any:
+def state_dict_of(value: Any) -> Any:
     """Return what is stored for an object with a `state_dict()`.
 
     Raises:
-        OpeningError: It raised, or returned an object with a `state_dict()` of its own.
+        StateDictError: Its `state_dict()` raised, or returned an object with a `state_dict()` of its own.
     """
     try:
         if isinstance(value, torch.nn.Module):
@@ -91,14 +91,14 @@ def state_of(value: Any) -> Any:
         else:
             state = value.state_dict()
     except Exception as error:
-        raise OpeningError(f"its state_dict() raised {type(error).__name__}: {error}") from error
+        raise StateDictError(f"its state_dict() raised {type(error).__name__}: {error}") from error
     if type(state) is not dict and type(state) is not OrderedDict and is_stateful(state):
-        raise OpeningError(f"its state_dict() returned a {type(state).__name__}, which has one itself")
+        raise StateDictError(f"its state_dict() returned a {type(state).__name__}, which has one itself")
     return state
 
 
-class Openings:
-    """The states of objects, each taken once however often the state dict is walked. Lives as long as one save."""
+class StateDictCache:
+    """Calls `state_dict()` of each object once, however often the state dict is walked. Made for one save."""
 
     __slots__ = ("_taken",)
 
@@ -109,9 +109,9 @@ class Openings:
         """Return the state of `value`.
 
         Raises:
-            OpeningError: As `state_of`.
+            StateDictError: As of `state_dict_of`.
         """
         found = self._taken.get(id(value))
         if found is None:
-            found = self._taken[id(value)] = (value, state_of(value))
+            found = self._taken[id(value)] = (value, state_dict_of(value))
         return found[1]

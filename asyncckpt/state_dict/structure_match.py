@@ -1,7 +1,7 @@
-"""Does a state dict have the structure that a plan was made for? Checked in step with the plan's tree.
+"""Flattening along the tree of a plan, if the state dict has that structure: the fast path of a save.
 
 It allocates next to nothing, where `flatten` builds a tree: on the save path one pass of the garbage collector would
-cost ten times the check. Whatever is not plainly equal is left to `flatten`.
+cost ten times the check. A state dict that is not plainly equal is left to `flatten`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.format.state_tree import Node, form_in
 from asyncckpt.per_rank import PerRank
-from asyncckpt.sharding.dtensor import local_part
-from asyncckpt.sharding.registry import Describe, describer
+from asyncckpt.sharding.dtensor import local_tensor_on_grid
+from asyncckpt.sharding.registry import Describe, describer_of
 from asyncckpt.sharding.shard_types import Sharded, boxes_of, sources_of
 from asyncckpt.state_dict.flatten import (
     HOIST_NBYTES,
@@ -24,44 +24,44 @@ from asyncckpt.state_dict.flatten import (
     SCALARS,
     Flattened,
     ShardLeaf,
-    hoisted,
-    is_flat,
+    as_uint8_tensor,
+    is_plain_sequence,
     plain_metadata,
     typed_key,
 )
 from asyncckpt.state_dict.numpy_values import is_array, tensor_of
-from asyncckpt.state_dict.stateful import OpeningError, Openings, is_stateful
-from asyncckpt.state_dict.unflatten import deque_form, form_of
+from asyncckpt.state_dict.stateful import StateDictCache, StateDictError, is_stateful
+from asyncckpt.state_dict.unflatten import deque_form, mapping_form
 from asyncckpt.torch_tensors import NO_ADDRESS_BELOW, address_of, plain_parameter
 
 
 class _Mismatch(Exception):
-    """Not the plan's structure, or not obviously so."""
+    """The structure differs from the plan's, or is not plainly equal."""
 
 
-def match(
+def flatten_along(
     tree: Node,
     shapes: tuple[Any, ...],
     shards: tuple[Any, ...],
     state_dict: Any,
-    openings: Openings | None = None,
+    state_dicts: StateDictCache | None = None,
     *,
     allow_pickle: bool = False,
 ) -> Flattened | None:
-    """Take `state_dict` apart along `tree`.
+    """Flatten `state_dict` along `tree`.
 
     Args:
-        tree: Of the plan.
-        shapes: (dtype, shape) of all tensors.
-        shards: By tensor number, `ShardLeaf` or None; empty when there are none.
-        state_dict: To compare.
-        openings: Of this save; None for one walk alone.
-        allow_pickle: For `Flattened`.
+        tree: Tree of the plan's signature.
+        shapes: (dtype, shape) of every tensor, of the signature.
+        shards: `ShardLeaf` or None by tensor number, of the signature; empty without shards.
+        state_dict: State to flatten.
+        state_dicts: Cache of this save; None: this is its only walk.
+        allow_pickle: Value for `Flattened.allow_pickle`.
 
     Returns:
-        What `flatten` would return, with the very same tree; None when the structure differs or `flatten` must decide.
+        What `flatten` would return, with this very tree; None when the structure differs or `flatten` must decide.
     """
-    walk = _Walk(shapes, shards, openings or Openings())
+    walk = _Walk(shapes, shards, state_dicts or StateDictCache())
     try:
         walk.mapping(tree, state_dict)
     except (_Mismatch, RuntimeError):  # what has no address raises a RuntimeError
@@ -74,10 +74,10 @@ def match(
 
 
 class _Walk:
-    __slots__ = ("_openings", "_seen", "_shapes", "_shards", "objects", "parts", "tensors")
+    __slots__ = ("_seen", "_shapes", "_shards", "_state_dicts", "objects", "parts", "tensors")
 
-    def __init__(self, shapes: tuple[Any, ...], shards: tuple[Any, ...], openings: Openings) -> None:
-        self._shapes, self._shards, self._openings = shapes, shards, openings
+    def __init__(self, shapes: tuple[Any, ...], shards: tuple[Any, ...], state_dicts: StateDictCache) -> None:
+        self._shapes, self._shards, self._state_dicts = shapes, shards, state_dicts
         self._seen: dict[Any, int] = {}
         self.tensors: list[torch.Tensor] = []
         self.parts: list[torch.Tensor] = []
@@ -87,7 +87,7 @@ class _Walk:
         if type(value) is not dict and type(value) is not OrderedDict:
             value = self._mapping_of(value)
         items, ordered = node[1], node[0] == "o"
-        if not ordered and form_in(node) != (None if type(value) is dict else form_of(value)):
+        if not ordered and form_in(node) != (None if type(value) is dict else mapping_form(value)):
             raise _Mismatch
         if isinstance(value, OrderedDict) is not ordered or 2 * len(value) != len(items):
             raise _Mismatch
@@ -111,8 +111,8 @@ class _Walk:
     def _mapping_of(self, value: Any) -> Any:
         if is_stateful(value):
             try:
-                value = self._openings(value)
-            except OpeningError:
+                value = self._state_dicts(value)
+            except StateDictError:
                 raise _Mismatch from None
         if not isinstance(value, Mapping):
             raise _Mismatch
@@ -151,7 +151,7 @@ class _Walk:
 
     def _whole(self, value: Any) -> torch.Tensor:
         """Return the plain tensor that a value of a shard type, or a parameter of a subclass, is here."""
-        describe = describer(type(value))
+        describe = describer_of(type(value))
         found = plain_parameter(value) if describe is None else self._described(describe, value)
         if type(found) not in PLAIN_TENSORS:
             raise _Mismatch
@@ -164,7 +164,7 @@ class _Walk:
             raise _Mismatch from None
 
     def _shard(self, number: int, leaf: ShardLeaf, value: Any) -> None:
-        local = local_part(value, leaf.grid, leaf.global_shape) if len(leaf.boxes) == 1 else None
+        local = local_tensor_on_grid(value, leaf.grid, leaf.global_shape) if len(leaf.boxes) == 1 else None
         if local is not None:  # the usual DTensor
             dtype, shape = self._shapes[number]
             if local.dtype is not dtype or local.shape != shape or local.is_neg() or local.is_conj():
@@ -173,7 +173,7 @@ class _Walk:
                 raise _Mismatch
             self._same_or_new(number, leaf, [local], (local.data_ptr(), local.stride()) if local.numel() else None)
             return
-        describe = describer(type(value))
+        describe = describer_of(type(value))
         found = None if describe is None else self._described(describe, value)
         if not isinstance(found, Sharded):
             raise _Mismatch
@@ -212,7 +212,7 @@ class _Walk:
         elif kind == "B":
             if type(value) is not bytes or (len(value),) != tuple(self._shapes[node[1]][1]):
                 raise _Mismatch
-            self.tensors.append(hoisted(value))
+            self.tensors.append(as_uint8_tensor(value))
         elif kind == "N":
             elements = tensor_of(value) if is_array(value) else None
             if elements is None:
@@ -230,10 +230,14 @@ class _Walk:
         if kind not in SCALARS:
             if isinstance(value, (Mapping, torch.Tensor, PerRank)) or (kind is bytes and len(value) >= HOIST_NBYTES):
                 raise _Mismatch
-            if describer(kind) is not None or is_stateful(value) or (is_array(value) and tensor_of(value) is not None):
+            if (
+                describer_of(kind) is not None
+                or is_stateful(value)
+                or (is_array(value) and tensor_of(value) is not None)
+            ):
                 raise _Mismatch
             is_sequence = isinstance(value, (tuple, deque)) or kind is list
-            if is_sequence and kind is not torch.Size and not is_flat(value):
+            if is_sequence and kind is not torch.Size and not is_plain_sequence(value):
                 raise _Mismatch
         self.objects.append(value)
 
@@ -244,7 +248,7 @@ class _Walk:
             fits = isinstance(value, deque) and deque_form(value) == node[2]
         else:
             fits = type(value) is list
-        if not fits or len(value) != len(node[1]) or is_flat(value):
+        if not fits or len(value) != len(node[1]) or is_plain_sequence(value):
             raise _Mismatch
         for inner, child in zip(node[1], value, strict=True):
             self.other(inner, child)

@@ -1,4 +1,4 @@
-"""From tree, tensors and objects back to a nested state dict; the forms of containers other than dict, list and tuple.
+"""Tree, tensors and objects -> a nested state dict; the forms of containers other than dict, list and tuple.
 
 A container comes back as the type that it extends: a subclass of `Counter` as a `Counter`. The factory of a
 `defaultdict` is stored by name, and only if it is one of a few known types: nothing is imported for a name that is read
@@ -26,8 +26,8 @@ _FACTORIES: dict[str, Callable[[], Any]] = {name: _TYPES[name] for name in FACTO
 _NAMES = {factory: name for name, factory in _FACTORIES.items()}
 
 
-def form_of(value: Mapping[Any, Any]) -> Form | None:
-    """Return the form of a mapping that is no OrderedDict; None: it is stored as a dict."""
+def mapping_form(value: Mapping[Any, Any]) -> Form | None:
+    """Return the form of a mapping that is not an OrderedDict; None: it is stored as a dict."""
     if isinstance(value, Counter):
         return ("Counter",)
     if not isinstance(value, defaultdict):
@@ -70,21 +70,21 @@ def unflatten(tree: Node, tensors: Sequence[torch.Tensor], objects_: Sequence[An
 
     Args:
         tree: The skeleton.
-        tensors: By tensor number.
+        tensors: Tensors by number.
         objects_: Python values by object number.
-        marks: Whether what belongs to its rank comes in a `PerRank`; else its bare value.
+        marks: Whether a value that belongs to its rank is returned in a `PerRank`; else as it is.
     """
-    return Rebuilding(tensors, objects_, marks=marks).of(tree)
+    return Unflattener(tensors, objects_, marks=marks).value_of(tree)
 
 
-class Rebuilding:
-    """Rebuilds one tree, or several that share tensors; arguments as `unflatten`'s."""
+class Unflattener:
+    """Rebuilds one tree, or several that share tensors. The arguments are those of `unflatten`."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], objects_: Sequence[Any], *, marks: bool = False) -> None:
         self._tensors, self._objects, self._marks = tensors, objects_, marks
         self._arrays: dict[int, Any] = {}
 
-    def of(self, node: Node) -> Any:
+    def value_of(self, node: Node) -> Any:
         """Return the value of a node."""
         kind = node[0]
         if kind == "T":
@@ -94,10 +94,10 @@ class Rebuilding:
         if kind in ("d", "o"):
             return self._mapping(node)
         if kind == "r":
-            value = self.of(node[1])
+            value = self.value_of(node[1])
             return PerRank(value) if self._marks else value
         if kind in ("l", "t"):
-            members = [self.of(child) for child in node[1]]
+            members = [self.value_of(child) for child in node[1]]
             return sequence_of(form_in(node), members) if kind == "l" else tuple(members)
         if kind == "N":
             return self._array(node[1])
@@ -106,7 +106,7 @@ class Rebuilding:
 
     def _mapping(self, node: Node) -> Any:
         items = node[1]
-        pairs = ((python_key(items[i]), self.of(items[i + 1])) for i in range(0, len(items), 2))
+        pairs = ((python_key(items[i]), self.value_of(items[i + 1])) for i in range(0, len(items), 2))
         if node[0] == "d":
             return mapping_of(form_in(node), pairs)
         ordered = OrderedDict(pairs)

@@ -29,7 +29,7 @@ from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.protocol.samples import decode_samples, unequal
 from asyncckpt.state_dict.flatten import Flattened
 from asyncckpt.state_dict.leaf_codecs import encode_leaves
-from asyncckpt.state_dict.stateful import Openings
+from asyncckpt.state_dict.stateful import StateDictCache
 from asyncckpt.storage.coverage import Tally, seed_of, tally_of, uncovered
 from asyncckpt.storage.rank_writer import RankResult
 from asyncckpt.sync.local_save import LocalSave
@@ -58,7 +58,7 @@ def save_collectively(
     rank = steps.ranks.rank.rank
     given = given.with_parts(sequence=steps.ranks.aligned(given.sequence))
     save = Save(path, given.sequence)
-    meeting, openings = steps.ranks.meet_next(save.series, SAVE, save), Openings()
+    meeting, openings = steps.ranks.meet_next(save.series, SAVE, save), StateDictCache()
     try:
         save_id = _agree(steps, meeting, state_dict, openings, path, kw["step"], given)
         mine: list[tuple[SaveRequest, RankResult]] = []
@@ -128,7 +128,7 @@ def _agree(
     steps: LocalSave,
     meeting: Meeting,
     state_dict: Mapping[str, Any],
-    openings: Openings,
+    openings: StateDictCache,
     path: str,
     step: int,
     given: SaveId,
@@ -145,8 +145,8 @@ def _agree(
             is_changed = True
         else:
             with gc_paused():
-                plan, _ = steps.plans.take(state_dict, openings)
-            is_changed = bool(plan.news)
+                plan, _ = steps.plans.plan_for(state_dict, openings)
+            is_changed = bool(plan.unagreed)
         with steps.failures(given, path, step):
             epoch = steps.epoch_for(path, ranks.run_id) if ranks.rank.rank == 0 else 0
         fingerprint = "" if agreement is None else agreement.fingerprint
@@ -191,7 +191,7 @@ def _store(
     steps: LocalSave,
     meeting: Meeting,
     state_dict: Mapping[str, Any],
-    openings: Openings,
+    openings: StateDictCache,
     save_id: SaveId,
     path: str,
     kw: Mapping[str, Any],
@@ -204,7 +204,7 @@ def _store(
 
     def store() -> dict[str, Any]:
         with gc_paused():
-            plan, flat = steps.plans.take(state_dict, openings)
+            plan, flat = steps.plans.plan_for(state_dict, openings)
         request, result = steps.store(plan, flat, encode_leaves(flat, steps.config.layout), save_id, path, kw)
         mine.append((request, result))
         steps.ask_hook(path, save_id, kw["step"], extra)

@@ -65,7 +65,7 @@ class SyncWriter(CheckpointWriter):
         self, state_dict: Mapping[str, Any], path: str, kw: Mapping[str, Any], extra: Mapping[str, Any]
     ) -> tuple[SaveId, RankResult]:
         with gc_paused():
-            plan, flat = self._steps.plans.take(state_dict)
+            plan, flat = self._steps.plans.plan_for(state_dict)
         leaves = encode_leaves(flat, self._steps.config.layout)
         save_id: SaveId = kw["save_id"]
         holes = uncovered([plan.structure]) if flat.shards else []

@@ -30,11 +30,11 @@ from asyncckpt.format.checksums import DIGEST_NBYTES, file_checksum
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord, encode_index
 from asyncckpt.format.manifest import Manifest, RankRecord
 from asyncckpt.format.names import SaveId, index_name, objects_name, shard_name
-from asyncckpt.planning.contributions import candidates, decode_contributions, with_digests
+from asyncckpt.planning.contributions import decode_contributions, replica_candidates, with_digests
 from asyncckpt.planning.planner import PlanCache, contribution_of, make_plan, signature_of
 from asyncckpt.planning.replica_checks import compare_shards
 from asyncckpt.planning.save_plan import SavePlan
-from asyncckpt.planning.write_agreement import Agreement, by_shards
+from asyncckpt.planning.write_agreement import Agreement, group_by_shards
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.sharding.mesh_layout import Grid
 from asyncckpt.state_dict.flatten import Flattened, ShardLeaf
@@ -97,10 +97,10 @@ def plan_once(raw: Mapping[int, bytes], digests: Mapping[int, bytes], flat: Flat
     """Do what a rank does from the exchange on."""
     found = decode_contributions(raw)
     start = Agreement.start(len(raw))
-    book = start.shards.extended(by_shards(found), {})
-    book.check()
-    ends = {one: DIGEST_NBYTES * len(wanted) for one, wanted in candidates(found).items()}
-    compare_shards(book, found, {one: digests[one][end:] for one, end in ends.items()})
+    ownership = start.shards.extended(group_by_shards(found), {})
+    ownership.check()
+    ends = {one: DIGEST_NBYTES * len(wanted) for one, wanted in replica_candidates(found).items()}
+    compare_shards(ownership, found, {one: digests[one][end:] for one, end in ends.items()})
     agreement = start.after(with_digests(found, {one: digests[one][:end] for one, end in ends.items()}))
     return make_plan(flat, signature_of(flat), files_per_rank=1, rank=rank, agreement=agreement)
 
@@ -115,7 +115,7 @@ def planning(layout: str, n_ranks: int, n_tensors: int, repeats: int) -> Row:
     nbytes = DIGEST_NBYTES * n_tensors if n_copies > 1 else 0
     digests = {rank: random.Random(rank % (n_ranks // n_copies)).randbytes(nbytes) for rank in range(n_ranks)}
     seconds, plan = seconds_of(lambda: plan_once(raw, digests, flat, n_ranks - 1), repeats)
-    assert not plan.news
+    assert not plan.unagreed
     return {"plan_s": statistics.median(seconds), "plan_s_worst": max(seconds)}
 
 
@@ -129,8 +129,8 @@ def cached(n_tensors: int, n_ranks: int) -> Row:
     found: Row = {}
     for name, tensors in (("dtensor", sharded), ("plain", plain)):
         state = {f"w{n}": tensor.detach() for n, tensor in enumerate(tensors)}
-        plans.take(state)
-        seconds, _ = seconds_of(lambda state=state: plans.take(state), 20)  # type: ignore[misc]
+        plans.plan_for(state)
+        seconds, _ = seconds_of(lambda state=state: plans.plan_for(state), 20)  # type: ignore[misc]
         found[f"{name}_us_per_tensor"] = statistics.median(seconds) / n_tensors * 1e6
     dist.destroy_process_group()
     return found

@@ -83,7 +83,7 @@ def test_the_plan_of_objects_is_made_once(checkpointer: AsyncCheckpointer, tmp_p
     trained(state, 1)
     for n in range(4):
         written(checkpointer.save({**state, "step": n}, tmp_path / str(n)))
-    assert checkpointer._stager.plans.made == 1  # type: ignore[attr-defined]
+    assert checkpointer._stager.plans.n_plans_made == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.skipif(np is None, reason="numpy is not installed")

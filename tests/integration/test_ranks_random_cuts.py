@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, FlatShard, ShardedSlice, SyncCheckpointer, register_shard_type
-from asyncckpt.sharding.registry import sharded
+from asyncckpt.sharding.registry import shards_of
 from asyncckpt.sharding.shard_types import Sharded
 
 DEADLINE_S = 120.0
@@ -132,7 +132,7 @@ def on_mesh(whole: torch.Tensor, mesh: Any, kinds: Sequence[tuple[int, ...]]) ->
 
 
 def holds(value: Any, wanted: torch.Tensor) -> bool:
-    found = sharded(value)
+    found = shards_of(value)
     if not isinstance(found, Sharded):
         return bool(torch.equal(value, wanted)) and value.dtype == wanted.dtype
     boxes = ((mine, part(wanted, offsets, mine.shape)) for mine, offsets in found.shards)

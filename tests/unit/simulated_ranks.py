@@ -13,11 +13,11 @@ from asyncckpt.format.layout import PAGE_NBYTES
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.structure import decode_structure
 from asyncckpt.memory.mapping import Mapping as Memory
-from asyncckpt.planning.contributions import candidates, decode_contributions, with_digests
+from asyncckpt.planning.contributions import decode_contributions, replica_candidates, with_digests
 from asyncckpt.planning.planner import PlanCache, contribution_of
-from asyncckpt.planning.replica_checks import Samples, compare_shards, digests_for, sample_digests, shard_digests_for
+from asyncckpt.planning.replica_checks import Samples, compare_shards, replica_digests, sample_digests, shard_digests
 from asyncckpt.planning.save_plan import SavePlan
-from asyncckpt.planning.write_agreement import Agreement, by_shards
+from asyncckpt.planning.write_agreement import Agreement, group_by_shards
 from asyncckpt.staging.cpu_copy import SlotImage
 from asyncckpt.state_dict.flatten import flatten
 from asyncckpt.storage.contents import SavedTensor, join
@@ -47,13 +47,13 @@ class Ranks:
         """Let all ranks meet with what they hold, in two rounds."""
         flats = [flatten(state) for state in states]
         given = decode_contributions({rank: contribution_of(flat).encode() for rank, flat in enumerate(flats)})
-        book = self.agreement.shards.extended(by_shards(given), {})
-        book.check()
+        ownership = self.agreement.shards.extended(group_by_shards(given), {})
+        ownership.check()
         if compare:
-            wanted = candidates(given)
-            shards = {r: shard_digests_for(flats[r], book.compared(given[r].shards, r)) for r in given}
-            compare_shards(book, given, shards)
-            given = with_digests(given, {rank: digests_for(flats[rank], wanted[rank]) for rank in wanted})
+            wanted = replica_candidates(given)
+            shards = {r: shard_digests(flats[r], ownership.compared_shards(given[r].shards, r)) for r in given}
+            compare_shards(ownership, given, shards)
+            given = with_digests(given, {rank: replica_digests(flats[rank], wanted[rank]) for rank in wanted})
         self.agree(self.agreement.after(given))
         self.agreement.shards.check()
 
@@ -70,11 +70,13 @@ class Ranks:
 
     def changed(self, states: Sequence[State]) -> list[bool]:
         """Return whether each rank holds something that is not agreed upon."""
-        return [bool(plans.take(state)[0].news) for plans, state in zip(self.plans, states, strict=True)]
+        return [bool(plans.plan_for(state)[0].unagreed) for plans, state in zip(self.plans, states, strict=True)]
 
     def samples(self, states: Sequence[State], sequence: int) -> list[Samples]:
         """What every rank gives for comparison."""
-        return [sample_digests(*plans.take(state), sequence) for plans, state in zip(self.plans, states, strict=True)]
+        return [
+            sample_digests(*plans.plan_for(state), sequence) for plans, state in zip(self.plans, states, strict=True)
+        ]
 
     def save(self, states: Sequence[State]) -> dict[str, torch.Tensor]:
         """Stage on every rank, prove coverage as a reader does, and return the stored tensors by stored name."""
@@ -82,7 +84,7 @@ class Ranks:
         self.made = []
         try:
             for plans, state in zip(self.plans, states, strict=True):
-                plan, flat = plans.take(state)
+                plan, flat = plans.plan_for(state)
                 memory = Memory(-1, PAGE_NBYTES + plan.body_nbytes)
                 memories.append(memory)
                 memory.view()[:] = b"\xa5" * memory.nbytes

@@ -207,7 +207,7 @@ class Saver:
 
     def know(self, state: Mapping[str, Any]) -> None:
         """Remember the plan of `state`, for `content`."""
-        self.plan, flat = self.stager.plans.take(state)
+        self.plan, flat = self.stager.plans.plan_for(state)
         self.fqns = flat.fqns
 
     def close(self) -> None:

@@ -10,9 +10,9 @@ import pytest
 from asyncckpt.errors import ProtocolError
 from asyncckpt.planning.contributions import (
     Contribution,
-    candidates,
     decode_contributions,
     encode_contributions,
+    replica_candidates,
     with_digests,
 )
 
@@ -106,7 +106,7 @@ def test_cut_or_flipped_bytes_end_in_a_value_or_a_typed_error() -> None:
 
 def test_candidates_are_held_by_several_alike() -> None:
     other_shape = ("b", "int64", (1,))
-    found = candidates({0: of(A, B, C), 1: of(C, A, other_shape), 2: of(("lonely", "bool", ()), A)})
+    found = replica_candidates({0: of(A, B, C), 1: of(C, A, other_shape), 2: of(("lonely", "bool", ()), A)})
     assert found == {0: (0, 2), 1: (0, 1), 2: (1,)}
 
 

@@ -18,7 +18,7 @@ from asyncckpt.distributed.rendezvous import Exchange, Meeting, Save, refused
 from asyncckpt.distributed.run_agreement import MAX_IN_A_ROW, Coordination
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.planning.planner import contribution_of
-from asyncckpt.planning.write_agreement import DutyKind
+from asyncckpt.planning.write_agreement import AssignmentKind
 from asyncckpt.protocol.fields import MAX_OUTCOMES
 from asyncckpt.state_dict.flatten import flatten
 
@@ -121,12 +121,12 @@ class Ranks:
         flat = flatten(state)
         self.together(lambda one: one.prepare(lambda: (flat, contribution_of(flat))))
 
-    def agree_on(self, name: str, kind: DutyKind = DutyKind.SHARED) -> None:
+    def agree_on(self, name: str, kind: AssignmentKind = AssignmentKind.SHARED) -> None:
         """All have the same agreement, which says so of a tensor of `MORE`."""
         assert len({one.agreement.fingerprint for one in self.each if one.agreement}) == 1
         for one in self.each:
             assert one.agreement is not None
-            assert one.agreement.duty(one.rank.rank, name, "float32", tuple(MORE[name].shape)).kind is kind
+            assert one.agreement.assignment(one.rank.rank, name, "float32", tuple(MORE[name].shape)).kind is kind
 
 
 @pytest.mark.parametrize("slots", [(1, 1), (2, 2), (3, 2), (16, 16)])
@@ -329,7 +329,7 @@ def test_ranks_of_which_one_has_another_agreement_begin_anew() -> None:
     ranks.each[1].agreement = None
     ranks.ends(0, meet=True)
     assert ranks.save(1) == [True, True]
-    ranks.agree_on("m", DutyKind.NEWS)
+    ranks.agree_on("m", AssignmentKind.UNAGREED)
 
 
 def test_ranks_of_one_mind_keep_what_is_not_in_the_save_they_meet_in() -> None:
@@ -374,7 +374,7 @@ def test_a_tensor_that_was_found_to_differ_is_stored_per_rank_whichever_rank_has
     ranks.each[1].differs("w")
     ranks.ends(0, meet=True)
     assert ranks.save(1) == [True, True]
-    ranks.agree_on("w", DutyKind.PER_RANK)
+    ranks.agree_on("w", AssignmentKind.PER_RANK)
 
 
 def test_what_the_ranks_prepare_is_agreed_upon_and_the_saves_before_decide_nothing_more() -> None:

@@ -15,7 +15,7 @@ from asyncckpt import FlatShard, ShardedSlice
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import AliasMismatchError, UnsupportedLeafError
 from asyncckpt.planning.planner import PlanCache
-from asyncckpt.sharding.registry import sharded
+from asyncckpt.sharding.registry import shards_of
 from asyncckpt.sharding.shard_types import Sharded
 from asyncckpt.state_dict.flatten import flatten
 
@@ -46,12 +46,12 @@ def test_a_dtensor_is_its_local_tensor_and_where_it_lies(mesh: Any) -> None:
     from torch.distributed.tensor import Replicate, Shard
 
     local = torch.arange(6.0).view(2, 3)
-    found = sharded(dtensor(local, mesh, Replicate(), Shard(0), shape=(5, 3)))
+    found = shards_of(dtensor(local, mesh, Replicate(), Shard(0), shape=(5, 3)))
     assert isinstance(found, Sharded)
     (shard,) = found.shards
     assert shard.offsets == (3, 0) and shard.tensor.data_ptr() == local.data_ptr()
     assert found.grid is not None and found.grid == ((2, 2), (0, 1, 2, 3), ((), (0,)))
-    other = sharded(dtensor(torch.ones(2), mesh, Replicate(), Shard(0), shape=(5,)))
+    other = shards_of(dtensor(torch.ones(2), mesh, Replicate(), Shard(0), shape=(5,)))
     assert isinstance(other, Sharded) and other.grid is found.grid
 
 
@@ -108,7 +108,7 @@ def test_a_rank_outside_of_the_mesh_holds_nothing(mesh: Any) -> None:
     from torch.distributed.tensor import Shard
 
     other = DeviceMesh("cpu", [0, 1])
-    found = sharded(dtensor(torch.ones(0), other, Shard(0), shape=(4, 3)))
+    found = shards_of(dtensor(torch.ones(0), other, Shard(0), shape=(4, 3)))
     assert isinstance(found, Sharded) and found.shards == () and found.global_shape == (4, 3)
 
 
@@ -121,9 +121,9 @@ def test_tied_dtensors_are_one_also_where_this_rank_holds_none_of_it(mesh: Any, 
     tied = dtensor(local, mesh, Shard(0), Shard(0), shape=(rows, 3))
     plans = PlanCache(files_per_rank=1)
     for _ in range(2):  # a state dict has new tensor objects each time
-        plan, flat = plans.take({"a": tied.detach(), "b": tied.detach(), "c": torch.ones(2)})
+        plan, flat = plans.plan_for({"a": tied.detach(), "b": tied.detach(), "c": torch.ones(2)})
         assert flat.fqns == ["a", "c"] and len(flat.tensors) == 2
-    assert plans.made == 1 and len(plan.boxes) == (2 if rows == 8 else 1)
+    assert plans.n_plans_made == 1 and len(plan.boxes) == (2 if rows == 8 else 1)
 
 
 def test_the_plan_is_found_again_for_equal_placements_only(mesh: Any) -> None:
@@ -131,13 +131,13 @@ def test_the_plan_is_found_again_for_equal_placements_only(mesh: Any) -> None:
 
     plans = PlanCache(files_per_rank=1)
     state = {"w": dtensor(torch.ones(2, 3), mesh, Replicate(), Shard(0), shape=(4, 3))}
-    plans.take(state)
-    assert plans.take({"w": state["w"].detach()})[1].tensors[0].data_ptr() == state["w"]._local_tensor.data_ptr()
-    assert plans.made == 1
-    plans.take({"w": dtensor(torch.ones(2, 3), mesh, Shard(0), Replicate(), shape=(4, 3))})
-    assert plans.made == 2
-    plans.take({"w": torch.ones(2, 3)})
-    assert plans.made == 3
+    plans.plan_for(state)
+    assert plans.plan_for({"w": state["w"].detach()})[1].tensors[0].data_ptr() == state["w"]._local_tensor.data_ptr()
+    assert plans.n_plans_made == 1
+    plans.plan_for({"w": dtensor(torch.ones(2, 3), mesh, Shard(0), Replicate(), shape=(4, 3))})
+    assert plans.n_plans_made == 2
+    plans.plan_for({"w": torch.ones(2, 3)})
+    assert plans.n_plans_made == 3
 
 
 def test_what_an_optimizer_owns_of_a_dtensor_is_its_local_tensor(mesh: Any) -> None:

@@ -16,7 +16,7 @@ from asyncckpt.planning.save_plan import SavePlan
 
 @pytest.fixture(scope="module")
 def plan() -> SavePlan:
-    return PlanCache(files_per_rank=1).take({"a": torch.ones(1)})[0]
+    return PlanCache(files_per_rank=1).plan_for({"a": torch.ones(1)})[0]
 
 
 def keeping(lender: Lender, **fields: object) -> SlotPool:

@@ -20,7 +20,7 @@ from asyncckpt.planning.planner import PlanCache, signature_of
 from asyncckpt.state_dict import numpy_values
 from asyncckpt.state_dict.flatten import flatten
 from asyncckpt.state_dict.leaf_codecs import encode_leaves
-from asyncckpt.state_dict.structure_match import match
+from asyncckpt.state_dict.structure_match import flatten_along
 
 np = pytest.importorskip("numpy")
 
@@ -81,7 +81,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", sorted(REFUSED))
 def test_what_torch_has_no_dtype_for_is_refused_by_name(what: str) -> None:
-    _, flat = PlanCache(files_per_rank=1).take({"a": {"x": REFUSED[what]}})
+    _, flat = PlanCache(files_per_rank=1).plan_for({"a": {"x": REFUSED[what]}})
     with pytest.raises(UnsupportedLeafError, match=r"'a\.x'.*allow_pickle"):
         encode_leaves(flat)
 
@@ -89,13 +89,13 @@ def test_what_torch_has_no_dtype_for_is_refused_by_name(what: str) -> None:
 def test_arrays_are_snapshots_and_take_the_quick_way(tmp_path: Path) -> None:
     state = {"x": np.arange(5.0), "t": np.ones((2, 3)).T, "frozen": states.every_array()["frozen"], "s": np.float32(1)}
     cache = PlanCache(files_per_rank=1)
-    plan, flat = cache.take(state)
+    plan, flat = cache.plan_for(state)
     assert flat.tensors[0].data_ptr() == state["x"].ctypes.data, "it was copied on the way"
-    assert match(*plan.signature, state) is not None
+    assert flatten_along(*plan.signature, state) is not None
     for other in (np.arange(6.0), np.arange(5), torch.arange(5.0), [1.0], np.array(["a"]), None, np.float64(1)):
-        assert match(*plan.signature, {**state, "x": other}) is None
+        assert flatten_along(*plan.signature, {**state, "x": other}) is None
     for other in (np.arange(2), np.longdouble(1)):
-        found = match(*plan.signature, {**state, "s": other})
+        found = flatten_along(*plan.signature, {**state, "s": other})
         assert found is None or found.objects == [other]
     path = save(tmp_path / "a", state)
     state["x"] += 1
@@ -105,9 +105,9 @@ def test_arrays_are_snapshots_and_take_the_quick_way(tmp_path: Path) -> None:
 def test_a_broken_alias_is_noticed() -> None:
     array = np.arange(3)
     one, two = {"a": array, "b": array}, {"a": array, "b": array.copy()}
-    assert match(*signature_of(flatten(one)), one) is not None
-    assert match(*signature_of(flatten(one)), two) is None
-    assert match(*signature_of(flatten(two)), one) is None
+    assert flatten_along(*signature_of(flatten(one)), one) is not None
+    assert flatten_along(*signature_of(flatten(one)), two) is None
+    assert flatten_along(*signature_of(flatten(two)), one) is None
 
 
 # ---- into a target --------------------------------------------------------------------------------------------------

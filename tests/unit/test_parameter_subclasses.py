@@ -163,8 +163,8 @@ def test_tied_parameters_of_a_subclass_are_one_tensor(tmp_path: Path) -> None:
 def test_the_plan_of_a_save_is_kept_for_the_next() -> None:
     cache = PlanCache(files_per_rank=1)
     for n in range(3):
-        cache.take({"m": Model(Watching, float(n)), "w": TPParam(torch.ones(2)), "x": torch.ones(1)})
-    assert cache.made == 1
+        cache.plan_for({"m": Model(Watching, float(n)), "w": TPParam(torch.ones(2)), "x": torch.ones(1)})
+    assert cache.n_plans_made == 1
 
 
 def test_an_optimizer_of_such_parameters_goes_on(tmp_path: Path) -> None:

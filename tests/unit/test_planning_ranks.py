@@ -24,7 +24,7 @@ from asyncckpt.planning.save_plan import SavePlan, SharedTensor  # noqa: E402
 from asyncckpt.protocol.samples import MAX_SAMPLES, decode_samples, unequal  # noqa: E402
 from asyncckpt.staging.stager import HostStager  # noqa: E402
 from asyncckpt.state_dict.flatten import HOIST_NBYTES, flatten  # noqa: E402
-from asyncckpt.state_dict.structure_match import match  # noqa: E402
+from asyncckpt.state_dict.structure_match import flatten_along  # noqa: E402
 from asyncckpt.state_dict.unflatten import unflatten  # noqa: E402
 
 
@@ -251,11 +251,11 @@ def test_all_that_is_compared_at_one_save_travels() -> None:
 def test_a_new_agreement_drops_the_plans() -> None:
     ranks = Ranks(2)
     state = {"w": torch.ones(2)}
-    before = ranks.plans[0].take(state)[0]
-    assert ranks.plans[0].take(state)[0] is before
+    before = ranks.plans[0].plan_for(state)[0]
+    assert ranks.plans[0].plan_for(state)[0] is before
     ranks.exchange([state, state])
-    after = ranks.plans[0].take(state)[0]
-    assert before.fingerprint != after.fingerprint and before.news and not after.news
+    after = ranks.plans[0].plan_for(state)[0]
+    assert before.fingerprint != after.fingerprint and before.unagreed and not after.unagreed
 
 
 # ---- PerRank --------------------------------------------------------------------------------------------------------
@@ -272,8 +272,8 @@ def test_what_is_marked_is_stored_for_each_rank_even_when_equal() -> None:
 
 
 def test_one_rank_marks_too() -> None:
-    plan, _ = PlanCache(files_per_rank=1).take({"a": PerRank(torch.ones(2)), "b": torch.ones(2)})
-    assert b"a@rank0" in plan.structure and b"b@rank0" not in plan.structure and not plan.news
+    plan, _ = PlanCache(files_per_rank=1).plan_for({"a": PerRank(torch.ones(2)), "b": torch.ones(2)})
+    assert b"a@rank0" in plan.structure and b"b@rank0" not in plan.structure and not plan.unagreed
 
 
 def test_marked_tensors_are_no_ones_business_but_their_size_counts() -> None:
@@ -323,15 +323,15 @@ MARKED: dict[str, Any] = {
 def test_marked_values_match_come_back_and_are_checked(name: str) -> None:
     state = {"x": 1, "marked": PerRank(MARKED[name]), "list": [PerRank(MARKED[name])]}
     flat = flatten(state)
-    again = match(*signature_of(flat), state)
+    again = flatten_along(*signature_of(flat), state)
     assert again is not None and again.tree == flat.tree and len(again.objects) == len(flat.objects)
     assert trees.checked(flat.tree, len(flat.tensors), len(flat.objects)) == flat.tree
     bare = {"x": 1, "marked": MARKED[name], "list": [MARKED[name]]}
     states.assert_same(unflatten(flat.tree, flat.tensors, flat.objects), bare)
     kept = unflatten(flat.tree, flat.tensors, flat.objects, marks=True)
     assert isinstance(kept["marked"], PerRank) and isinstance(kept["list"][0], PerRank)
-    assert match(*signature_of(flat), bare) is None
-    assert match(*signature_of(flatten(bare)), state) is None
+    assert flatten_along(*signature_of(flat), bare) is None
+    assert flatten_along(*signature_of(flatten(bare)), state) is None
     make_plan(flat, signature_of(flat), files_per_rank=1)
 
 
@@ -397,18 +397,18 @@ def test_a_plan_keeps_its_layout_when_the_agreement_grows_by_something_else() ->
     ranks = Ranks(2)
     ranks.exchange([first, first])
     plans = ranks.plans[0]
-    plan, _ = plans.take(first)
-    made = plans.made
+    plan, _ = plans.plan_for(first)
+    made = plans.n_plans_made
     ranks.exchange([second, second])
-    again, _ = plans.take(first)
+    again, _ = plans.plan_for(first)
     assert again is not plan and again.layout is plan.layout
     assert again.agreement is plans.agreement and again.fingerprint != plan.fingerprint
-    assert plans.made == made + 1, "of the second structure"
+    assert plans.n_plans_made == made + 1, "of the second structure"
     expected = fresh(plans, plan, first)
-    assert (again.news, dict(again.shared), again.boxes, again.specs, again.names, again.structure) == (
-        expected.news, dict(expected.shared), expected.boxes, expected.specs, expected.names, expected.structure
+    assert (again.unagreed, dict(again.shared), again.boxes, again.specs, again.names, again.structure) == (
+        expected.unagreed, dict(expected.shared), expected.boxes, expected.specs, expected.names, expected.structure
     )  # fmt: skip
-    assert plans.take(first)[0] is again
+    assert plans.plan_for(first)[0] is again
     assert_stored(ranks.save([first, first]), {"a": first["a"], "own@rank0": torch.ones(2), "own@rank1": torch.ones(2)})
 
 
@@ -418,9 +418,9 @@ def test_a_plan_is_laid_out_anew_when_the_agreement_says_something_else_of_it() 
     ranks = Ranks(2)
     ranks.exchange([state, state])
     plans = ranks.plans[0]
-    plan, _ = plans.take(state)
+    plan, _ = plans.plan_for(state)
     ranks.agree(ranks.agreement.after({}, ("a",)))
-    again, _ = plans.take(state)
+    again, _ = plans.plan_for(state)
     assert again.layout is not plan.layout
     assert (plan.names, again.names) == (("a", "b"), ("a@rank0", "b"))
     assert again.structure == fresh(plans, plan, state).structure

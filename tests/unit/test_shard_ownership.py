@@ -14,7 +14,7 @@ from simulated_ranks import Ranks
 from asyncckpt import PerRank, ShardedSlice
 from asyncckpt.errors import OverlappingShardsError, RanksDisagreeError, ReplicaMismatchError, UnsupportedLeafError
 from asyncckpt.planning.planner import PlanCache
-from asyncckpt.planning.shard_ownership import Lie, ShardBook
+from asyncckpt.planning.shard_ownership import MeshSharding, ShardOwnership
 from asyncckpt.sharding.shard_claims import ShardClaim
 from asyncckpt.state_dict.flatten import flatten
 from asyncckpt.storage.coverage import uncovered
@@ -60,7 +60,7 @@ def test_tensors_on_a_mesh_are_stored_once_and_evenly(mesh: str, agreed: bool) -
     assert sum(loads) == total
     if agreed:
         assert max(loads) - min(loads) <= 2 << 20
-    assert [bool(plan.news) for plan in ranks.made] == [not agreed] * 4
+    assert [bool(plan.unagreed) for plan in ranks.made] == [not agreed] * 4
 
 
 @pytest.mark.usefixtures("grids")
@@ -166,7 +166,7 @@ def test_slices_are_stored_once_each_and_equal_ones_are_split() -> None:
     assert states.bits_of(found["l"]) == states.bits_of(large)
     assert states.bits_of(found["s"]) == states.bits_of(small)
     assert max(loads_of(ranks)) < large.nbytes / 2 * 0.8
-    assert not any(plan.news for plan in ranks.made)
+    assert not any(plan.unagreed for plan in ranks.made)
 
 
 def test_slices_that_are_new_are_written_by_the_first_replica() -> None:
@@ -179,7 +179,7 @@ def test_slices_that_are_new_are_written_by_the_first_replica() -> None:
 
 def test_new_slices_that_all_call_themselves_first_are_found_to_be_stored_twice() -> None:
     held = [{"l": tp(whole(8, 2), rank % 2, 2)} for rank in range(4)]
-    plans = [PlanCache(files_per_rank=1, rank=r, agreement=Ranks(4).agreement).take(held[r])[0] for r in range(4)]
+    plans = [PlanCache(files_per_rank=1, rank=r, agreement=Ranks(4).agreement).plan_for(held[r])[0] for r in range(4)]
     ((fqn, why),) = uncovered([plan.structure for plan in plans])
     assert fqn == "l" and "twice" in why
 
@@ -193,7 +193,7 @@ def test_an_optimizer_s_slices_that_come_after_the_first_save_lie_as_its_weights
     more = [{**held[rank], "moment": tp(moment, rank % 2, 2, ids[rank // 2])} for rank in range(4)]
     found = ranks.save(more)
     assert states.bits_of(found["moment"]) == states.bits_of(moment)
-    assert all(plan.news for plan in ranks.made)
+    assert all(plan.unagreed for plan in ranks.made)
     ranks.meet(more)
     assert states.bits_of(ranks.save(more)["moment"]) == states.bits_of(moment)
     assert max(loads_of(ranks)) < moment.nbytes * 0.8  # one replica writes each half, the other of the weight more
@@ -217,7 +217,7 @@ def test_an_optimizer_s_shards_on_meshes_of_some_ranks_lie_as_its_weights_do() -
     found = ranks.save(more)
     assert states.bits_of(found["moment"]) == states.bits_of(moment)
     assert states.bits_of(found["x"]) == states.bits_of(other)
-    assert all(plan.news for plan in ranks.made)
+    assert all(plan.unagreed for plan in ranks.made)
     ranks.meet(more)
     assert states.bits_of(ranks.save(more)["moment"]) == states.bits_of(moment)
 
@@ -242,7 +242,7 @@ def test_what_comes_later_on_the_mesh_of_one_stage_is_that_stage_s_alone() -> No
 
 
 def test_a_hole_is_found() -> None:
-    plan, _ = PlanCache(files_per_rank=1).take({"w": ShardedSlice(whole(3, 4), (4, 4), (0, 0))})
+    plan, _ = PlanCache(files_per_rank=1).plan_for({"w": ShardedSlice(whole(3, 4), (4, 4), (0, 0))})
     ((fqn, why),) = uncovered([plan.structure])
     assert fqn == "w" and why.startswith("12 of 16 elements are stored: [3:4,0:4] is missing")
 
@@ -381,21 +381,21 @@ def test_a_tensor_that_comes_later_is_stored_at_once_and_agreed_upon_then() -> N
     ranks.exchange([{"one": OnGrid(one, grid, rank)} for rank in range(4)])
     held = [{"one": OnGrid(one, grid, rank), "two": OnGrid(two, grid, rank)} for rank in range(4)]
     assert states.bits_of(ranks.save(held)["two"]) == states.bits_of(two)
-    assert all(plan.news for plan in ranks.made)
+    assert all(plan.unagreed for plan in ranks.made)
     ranks.meet(held)
     assert states.bits_of(ranks.save(held)["two"]) == states.bits_of(two)
-    assert not any(plan.news for plan in ranks.made)
+    assert not any(plan.unagreed for plan in ranks.made)
 
 
 @pytest.mark.usefixtures("grids")
 def test_a_plan_is_found_again_for_shards_of_the_same_boxes_only() -> None:
     grid = grid_of((2,), 0)
     plans = PlanCache(files_per_rank=1)
-    first, _ = plans.take({"w": OnGrid(whole(6, 2), grid, 0), "s": tp(whole(4, 2), 0, 2)})
-    again, flat = plans.take({"w": OnGrid(whole(6, 2, seed=1), grid, 0), "s": tp(whole(4, 2), 0, 2)})
+    first, _ = plans.plan_for({"w": OnGrid(whole(6, 2), grid, 0), "s": tp(whole(4, 2), 0, 2)})
+    again, flat = plans.plan_for({"w": OnGrid(whole(6, 2, seed=1), grid, 0), "s": tp(whole(4, 2), 0, 2)})
     assert again is first and flat.shards
-    assert plans.take({"w": OnGrid(whole(6, 2), grid, 0), "s": tp(whole(4, 2), 1, 2)})[0] is not first
-    assert plans.take({"w": whole(3, 2), "s": tp(whole(4, 2), 0, 2)})[0] is not first
+    assert plans.plan_for({"w": OnGrid(whole(6, 2), grid, 0), "s": tp(whole(4, 2), 1, 2)})[0] is not first
+    assert plans.plan_for({"w": whole(3, 2), "s": tp(whole(4, 2), 0, 2)})[0] is not first
 
 
 @pytest.mark.usefixtures("grids")
@@ -415,7 +415,7 @@ def test_a_shard_inside_per_rank_is_refused() -> None:
 def test_loads_of_grids_are_what_their_boxes_say() -> None:
     from math import prod
 
-    from asyncckpt.planning.shard_ownership import Lie, add_grid_loads
+    from asyncckpt.planning.shard_ownership import MeshSharding, add_grid_loads
 
     seed = random.randrange(1 << 32)
     print("seed", seed)
@@ -425,7 +425,7 @@ def test_loads_of_grids_are_what_their_boxes_say() -> None:
         shape = tuple(rng.choice([0, 1, 3, 8, 13]) for _ in range(rng.randint(1, 3)))
         grid = random_grid(rng, world_size, len(shape))
         totals: dict[int, int] = {}
-        add_grid_loads(totals, [Lie(grid, shape, 4)])
+        add_grid_loads(totals, [MeshSharding(grid, shape, 4)])
         for at, rank in enumerate(grid.ranks):
             held = sum(prod(sizes) * 4 for _, sizes in grid.boxes(shape, grid.coordinate(at)))
             assert totals.get(rank, 0) == held // grid.n_replicas
@@ -435,7 +435,7 @@ def test_loads_of_grids_are_what_their_boxes_say() -> None:
 def test_a_rank_whose_number_is_not_that_of_its_mesh_is_told_so() -> None:
     held = {"w": OnGrid(whole(4, 4), grid_of((2,), 0), 0)}
     with pytest.raises(RanksDisagreeError, match="another shard of 'w'"):
-        PlanCache(files_per_rank=1, rank=1, agreement=Ranks(2).agreement).take(held)
+        PlanCache(files_per_rank=1, rank=1, agreement=Ranks(2).agreement).plan_for(held)
 
 
 @pytest.mark.usefixtures("grids")
@@ -450,11 +450,11 @@ def test_a_mesh_of_which_a_rank_says_nothing_leaves_a_hole_and_is_no_news_for_ev
     held: list[Any] = [{"w": OnGrid(whole(4, 4), grid_of((2,), 0), 0)}, {"other": whole(2, 2)}]
     ranks = Ranks(2)
     ranks.exchange(held)
-    made = [plans.take(state)[0] for plans, state in zip(ranks.plans, held, strict=True)]
+    made = [plans.plan_for(state)[0] for plans, state in zip(ranks.plans, held, strict=True)]
     assert uncovered([plan.structure for plan in made]) == [
         ("w", "8 of 16 elements are stored: [2:4,0:4] is missing (rank 0 holds [0:2,0:4] beside it)")
     ]
-    assert not made[0].news
+    assert not made[0].unagreed
 
 
 def test_a_stager_in_host_memory_gives_slices() -> None:
@@ -496,7 +496,7 @@ def test_nonsense_in_a_claim_is_refused(seed: int) -> None:
         else:
             for claim in found:
                 for rank in range(10):
-                    claim.of_rank(rank)
+                    claim.boxes_of_rank(rank)
 
 
 def boxes_by_hand(n_ranks: int, n_tensors: int) -> list[tuple[tuple[int, ...], tuple[ShardClaim, ...]]]:
@@ -515,8 +515,8 @@ def boxes_by_hand(n_ranks: int, n_tensors: int) -> list[tuple[tuple[int, ...], t
 
 def test_boxes_by_hand_are_noted_in_steps_linear_in_ranks() -> None:
     few, many = boxes_by_hand(32, 4), boxes_by_hand(512, 4)
-    short = bytecodes(lambda: ShardBook(32).extended(few, {}))
-    assert bytecodes(lambda: ShardBook(512).extended(many, {})) < 32 * short  # 16 times as much, squared 256
+    short = bytecodes(lambda: ShardOwnership(32).extended(few, {}))
+    assert bytecodes(lambda: ShardOwnership(512).extended(many, {})) < 32 * short  # 16 times as much, squared 256
 
 
 @pytest.mark.usefixtures("grids")
@@ -527,6 +527,6 @@ def test_meshes_that_are_joined_are_the_same_one_for_all_tensors() -> None:
     ]
     ranks = Ranks(4)
     ranks.exchange(held)  # type: ignore[arg-type]
-    one, other = (ranks.agreement.shards.lie(f"w{n}") for n in (0, 1))
-    assert isinstance(one, Lie) and isinstance(other, Lie)
+    one, other = (ranks.agreement.shards.sharding_of(f"w{n}") for n in (0, 1))
+    assert isinstance(one, MeshSharding) and isinstance(other, MeshSharding)
     assert one.grid is other.grid and one.grid.ranks == (0, 1, 2, 3)

@@ -17,8 +17,8 @@ from asyncckpt import FlatShard, ShardedSlice, describe_tp, register_shard_type
 from asyncckpt.dcp.write_plan import described
 from asyncckpt.errors import ConfigError, OverlappingShardsError, ShardOutOfRangeError, UnsupportedLeafError
 from asyncckpt.sharding import registry
-from asyncckpt.sharding.mesh_layout import Grid, overlapping
-from asyncckpt.sharding.registry import committed, sharded
+from asyncckpt.sharding.mesh_layout import Grid, find_overlap
+from asyncckpt.sharding.registry import notify_filled, shards_of
 from asyncckpt.sharding.shard_types import Sharded
 from asyncckpt.state_dict.flatten import flatten
 
@@ -96,7 +96,7 @@ def test_flat_ranges_are_few_boxes_that_are_views() -> None:
         start = rng.randint(0, n_elements)
         stop = rng.randint(start, n_elements)
         local = whole[start:stop].clone()
-        found = sharded(FlatShard(local, global_shape=shape, start=start))
+        found = shards_of(FlatShard(local, global_shape=shape, start=start))
         assert isinstance(found, Sharded) and len(found.shards) <= max(1, 2 * len(shape) - 1)
         target = torch.full(shape, -1)
         for tensor, offsets in found.shards:
@@ -229,17 +229,17 @@ def test_padded_shards_of_a_registered_type_are_stored_without_their_padding(tmp
 @pytest.mark.usefixtures("xla")
 def test_a_registered_type_is_told_once_when_all_its_parts_are_in() -> None:
     value = XLAShardedTensor(torch.arange(35.0).view(7, 5), 4, 2)
-    found = sharded(value)
+    found = shards_of(value)
     assert isinstance(found, Sharded) and len(found.shards) == 4
     for tensor, _ in found.shards:
         tensor.add_(100)
     assert value.n_loaded == 0
-    committed(value, found.shards)
+    notify_filled(value, found.shards)
     assert value.n_loaded == 1
     last = value.local_shards[-1]
     assert last.data.tolist() == [[130.0, 131.0, 132.0, 133.0, 134.0], [0.0] * 5], "padding was written"
-    committed(torch.ones(2), ())
-    committed(ShardedSlice(torch.ones(2), (4,), (0,)), ())
+    notify_filled(torch.ones(2), ())
+    notify_filled(ShardedSlice(torch.ones(2), (4,), (0,)), ())
 
 
 @pytest.mark.parametrize(
@@ -274,6 +274,6 @@ def test_a_type_that_is_none_cannot_be_registered() -> None:
 
 def test_overlapping_boxes_are_found_whatever_their_order() -> None:
     boxes = [((0, 0), (2, 2)), ((2, 0), (1, 2)), ((0, 2), (3, 1)), ((1, 1), (0, 0))]
-    assert overlapping(boxes) is None
-    assert overlapping([*boxes, ((2, 1), (1, 1))]) == (boxes[1], ((2, 1), (1, 1)))
-    assert overlapping([((), ()), ((), ())]) is not None
+    assert find_overlap(boxes) is None
+    assert find_overlap([*boxes, ((2, 1), (1, 1))]) == (boxes[1], ((2, 1), (1, 1)))
+    assert find_overlap([((), ()), ((), ())]) is not None

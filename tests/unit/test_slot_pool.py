@@ -81,7 +81,7 @@ def make() -> Iterator[Make]:
 
 @pytest.fixture(scope="module")
 def plan() -> SavePlan:
-    return PlanCache(files_per_rank=1).take({"a": torch.ones(1)})[0]
+    return PlanCache(files_per_rank=1).plan_for({"a": torch.ones(1)})[0]
 
 
 def name(n: int) -> SaveId:

@@ -37,7 +37,7 @@ class Staged:
 
     def stage(self, state: dict[str, Any]) -> list[bytes]:
         """Return the bytes of every tensor as they lie in the image."""
-        self.plan, self.flat = self.plans.take(state)
+        self.plan, self.flat = self.plans.plan_for(state)
         if self.memory is None:
             self.memory = Mapping(-1, PAGE_NBYTES + self.plan.body_nbytes)
             self.memory.view()[:] = bytes([DIRTY]) * self.memory.nbytes
@@ -283,7 +283,7 @@ def test_an_error_leaves_no_move_for_the_next_copy(monkeypatch: pytest.MonkeyPat
 
     plans = PlanCache(files_per_rank=1)
     state = {"large": torch.arange(40_000.0), "strided": torch.arange(60_000.0).view(300, 200).t()}
-    plan, flat = plans.take(state)
+    plan, flat = plans.plan_for(state)
     memory = Memory(-1, 4096 + plan.body_nbytes)
     try:
         image = cpu_copy.SlotImage(memory.address, plan)

@@ -51,16 +51,16 @@ def replicas(device: SimulatedDevice) -> dict[str, Any]:
     }
 
 
-def test_what_is_apart_is_completed_to_the_same_digests(device: SimulatedDevice) -> None:
+def test_windows_on_devices_are_completed_to_the_same_digests(device: SimulatedDevice) -> None:
     state = replicas(device)
     ranks = Ranks(2)
     ranks.exchange([state, state])
-    plan, flat = ranks.plans[0].take(state)
+    plan, flat = ranks.plans[0].plan_for(state)
     for sequence in range(4):
         whole = sample_digests(plan, flat, sequence)
         parts = sample_digests(plan, flat, sequence, lambda tensor: device.device_of(tensor) is not None)
-        assert len(parts.apart) == 3 and len(parts.encode()) == len(whole.encode())
-        assert parts.completed([bits(window) for _, window in parts.apart]).encode() == whole.encode()
+        assert len(parts.device_windows) == 3 and len(parts.encode()) == len(whole.encode())
+        assert parts.completed([bits(window) for _, window in parts.device_windows]).encode() == whole.encode()
 
 
 @pytest.mark.parametrize("mode", ["blocking", "overlap"])

@@ -202,7 +202,7 @@ REFUSED = {
 
 def store(state: Any) -> None:
     """Do all that a save does before it copies."""
-    _, flat = PlanCache(files_per_rank=1).take(state)
+    _, flat = PlanCache(files_per_rank=1).plan_for(state)
     encode_leaves(flat)
 
 
@@ -304,7 +304,7 @@ def test_what_is_not_too_deep_can_be_read_back_and_the_rest_is_refused(leaf: Any
     for levels in range(40, 90):
         state = _deep(levels, leaf)
         try:
-            plan, flat = PlanCache(files_per_rank=1).take(state)
+            plan, flat = PlanCache(files_per_rank=1).plan_for(state)
             raw = json.loads(json.dumps(encode_leaves(flat)))
         except UnsupportedLeafError:
             refused += 1

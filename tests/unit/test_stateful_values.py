@@ -26,7 +26,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.planning.planner import PlanCache, signature_of
 from asyncckpt.state_dict.flatten import flatten
-from asyncckpt.state_dict.structure_match import match
+from asyncckpt.state_dict.structure_match import flatten_along
 
 
 def save(path: Path, state: Any) -> str:
@@ -164,7 +164,7 @@ def test_a_state_dict_that_raises_is_named() -> None:
     with pytest.raises(UnsupportedLeafError, match=r"'a.b'.*state_dict\(\) raised OSError: no disk") as caught:
         flatten({"a": {"b": Broken()}})
     assert isinstance(caught.value.__cause__, OSError)
-    assert match(*signature_of(flatten({"b": {"x": 1}})), {"b": Broken()}) is None
+    assert flatten_along(*signature_of(flatten({"b": {"x": 1}})), {"b": Broken()}) is None
 
 
 def test_a_state_dict_that_returns_itself_is_refused() -> None:
@@ -192,24 +192,24 @@ def test_a_state_is_taken_once_per_save_and_matches_the_plan() -> None:
 
     cache = PlanCache(files_per_rank=1)
     for n in range(5):
-        cache.take({"other": n, "t": torch.ones(n)})
+        cache.plan_for({"other": n, "t": torch.ones(n)})
     costly = Costly(1)
-    first, _ = cache.take({"x": costly, "m": a_model()})
+    first, _ = cache.plan_for({"x": costly, "m": a_model()})
     assert costly.taken == 1
     costly.value = 2
-    second, flat = cache.take({"x": costly, "m": a_model()})
+    second, flat = cache.plan_for({"x": costly, "m": a_model()})
     assert second is first and costly.taken == 2
-    assert cache.made == 6
+    assert cache.n_plans_made == 6
     assert 2 in flat.objects and flat.tree is first.signature[0]
 
 
 @pytest.mark.parametrize("other", [5, torch.ones(2), [1], {"value": 1}, object(), None])
 def test_something_else_in_the_place_of_an_object_does_not_match(other: Any) -> None:
     signature = signature_of(flatten({"x": Counter()}))
-    assert match(*signature, {"x": Counter()}) is not None
-    assert match(*signature, {"x": other}) is None
+    assert flatten_along(*signature, {"x": Counter()}) is not None
+    assert flatten_along(*signature, {"x": other}) is None
     if not isinstance(other, (torch.Tensor, dict)):
-        assert match(*signature_of(flatten({"x": other})), {"x": Counter()}) is None
+        assert flatten_along(*signature_of(flatten({"x": other})), {"x": Counter()}) is None
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.planning.planner import PlanCache, signature_of
 from asyncckpt.state_dict.flatten import HOIST_NBYTES, Flattened, flatten
-from asyncckpt.state_dict.structure_match import match
+from asyncckpt.state_dict.structure_match import flatten_along
 
 
 def assert_equal_parts(found: Flattened, expected: Flattened) -> None:
@@ -29,7 +29,7 @@ def assert_equal_parts(found: Flattened, expected: Flattened) -> None:
 
 def check(state: Any, changed: Any) -> bool:
     """Whether `changed` matches the plan of `state`; proves that a match is what `flatten` says."""
-    found = match(*signature_of(flatten(state)), changed)
+    found = flatten_along(*signature_of(flatten(state)), changed)
     try:
         expected = flatten(changed)
     except UnsupportedLeafError:
@@ -158,27 +158,27 @@ def test_a_conjugated_alias_is_no_alias() -> None:
 
 def test_plans_are_made_once_per_structure() -> None:
     cache = PlanCache(files_per_rank=1)
-    first, _ = cache.take(a_state())
-    second, flat = cache.take(a_state())
+    first, _ = cache.plan_for(a_state())
+    second, flat = cache.plan_for(a_state())
     assert first is second
     assert flat.tree is first.signature[0]
-    other, _ = cache.take({"w": torch.ones(1)})
+    other, _ = cache.plan_for({"w": torch.ones(1)})
     assert other is not first
-    assert cache.take(a_state())[0] is first
-    assert cache.made == 2
+    assert cache.plan_for(a_state())[0] is first
+    assert cache.n_plans_made == 2
 
 
 def test_the_plan_used_last_survives_many_others() -> None:
     cache = PlanCache(files_per_rank=1)
-    first, _ = cache.take(a_state())
+    first, _ = cache.plan_for(a_state())
     for n in range(3 * PlanCache.MAX_PLANS):
-        cache.take({"t": torch.ones(n)})
-        assert cache.take(a_state())[0] is first
+        cache.plan_for({"t": torch.ones(n)})
+        assert cache.plan_for(a_state())[0] is first
     assert len(cache._plans) <= PlanCache.MAX_PLANS
 
 
 def test_a_plan_is_found_again_when_the_quick_way_cannot_decide() -> None:
     state = {"a": torch.ones(2, dtype=torch.complex64).conj()}
     cache = PlanCache(files_per_rank=1)
-    assert cache.take(state)[0] is cache.take(state)[0]
-    assert cache.made == 1
+    assert cache.plan_for(state)[0] is cache.plan_for(state)[0]
+    assert cache.n_plans_made == 1

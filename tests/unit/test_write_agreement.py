@@ -5,14 +5,19 @@ from __future__ import annotations
 import pytest
 
 from asyncckpt.errors import ProtocolError
-from asyncckpt.planning.contributions import Contribution, TensorKey, as_claim
-from asyncckpt.planning.write_agreement import MAX_SHAPES, Agreement, Duty, DutyKind
+from asyncckpt.planning.contributions import Contribution, TensorKey, tag_digest
+from asyncckpt.planning.write_agreement import MAX_SHAPES, Agreement, AssignmentKind, WriteAssignment
 
-SHARED, SOLE, PER_RANK, NEWS = DutyKind.SHARED, DutyKind.SOLE, DutyKind.PER_RANK, DutyKind.NEWS
+SHARED, SOLE, PER_RANK, UNAGREED = (
+    AssignmentKind.SHARED,
+    AssignmentKind.SOLE,
+    AssignmentKind.PER_RANK,
+    AssignmentKind.UNAGREED,
+)
 W: TensorKey = ("w", "float32", (4, 3))
 BIG: TensorKey = ("big", "float32", (1024, 1024))
 ONE, TWO = b"11111111", b"22222222"
-WEAK = as_claim(ONE, weak=True)
+TRIVIAL = tag_digest(ONE, trivial=True)
 
 
 def of(*held: tuple[TensorKey, bytes], own_nbytes: int = 0) -> Contribution:
@@ -28,16 +33,16 @@ def agreed(*contributions: Contribution) -> Agreement:
     return met(Agreement.start(len(contributions)), *contributions)
 
 
-def kinds(agreement: Agreement, key: TensorKey) -> list[DutyKind]:
-    return [agreement.duty(rank, *key).kind for rank in range(agreement.world_size)]
+def kinds(agreement: Agreement, key: TensorKey) -> list[AssignmentKind]:
+    return [agreement.assignment(rank, *key).kind for rank in range(agreement.world_size)]
 
 
-def duties(agreement: Agreement, key: TensorKey) -> list[Duty]:
-    return [agreement.duty(rank, *key) for rank in range(agreement.world_size)]
+def assignments(agreement: Agreement, key: TensorKey) -> list[WriteAssignment]:
+    return [agreement.assignment(rank, *key) for rank in range(agreement.world_size)]
 
 
 def test_before_any_meeting_everything_is_news() -> None:
-    assert kinds(Agreement.start(2), W) == [NEWS, NEWS]
+    assert kinds(Agreement.start(2), W) == [UNAGREED, UNAGREED]
 
 
 def test_one_rank_has_nobody_to_agree_with() -> None:
@@ -46,25 +51,25 @@ def test_one_rank_has_nobody_to_agree_with() -> None:
 
 
 def test_equal_replicas_are_written_once() -> None:
-    found = duties(agreed(of((W, ONE)), of((W, ONE))), W)
+    found = assignments(agreed(of((W, ONE)), of((W, ONE))), W)
     assert [d.kind for d in found] == [SHARED, SHARED]
-    assert sorted(d.pieces for d in found) == [(), ((0, 4),)]
+    assert sorted(d.rows for d in found) == [(), ((0, 4),)]
     assert not any(d.split for d in found)
 
 
 def test_a_large_replica_is_split_and_all_holders_know() -> None:
-    found = duties(agreed(of((BIG, ONE)), of((BIG, ONE)), of((BIG, ONE))), BIG)
+    found = assignments(agreed(of((BIG, ONE)), of((BIG, ONE)), of((BIG, ONE))), BIG)
     assert all(d.split and d.kind is SHARED for d in found)
-    rows = sorted(piece for d in found for piece in d.pieces)
+    rows = sorted(piece for d in found for piece in d.rows)
     assert sum(n for _, n in rows) == 1024 and len(rows) == 3
 
 
 def test_a_rank_whose_other_tensors_are_many_gets_less_of_a_replica() -> None:
     own = ("own", "uint8", (100 << 20,))
-    found = duties(agreed(of((BIG, ONE), (own, b"")), of((BIG, ONE))), BIG)
-    assert [d.pieces for d in found] == [(), ((0, 1024),)]
-    found = duties(agreed(of((BIG, ONE)), of((BIG, ONE), own_nbytes=100 << 20)), BIG)
-    assert [d.pieces for d in found] == [((0, 1024),), ()]
+    found = assignments(agreed(of((BIG, ONE), (own, b"")), of((BIG, ONE))), BIG)
+    assert [d.rows for d in found] == [(), ((0, 1024),)]
+    found = assignments(agreed(of((BIG, ONE)), of((BIG, ONE), own_nbytes=100 << 20)), BIG)
+    assert [d.rows for d in found] == [((0, 1024),), ()]
 
 
 def test_unequal_replicas_are_stored_per_rank() -> None:
@@ -75,14 +80,14 @@ def test_unequal_replicas_are_stored_per_rank() -> None:
 @pytest.mark.parametrize("other", [("w", "float32", (2, 6)), ("w", "float64", (4, 3))])
 def test_one_name_with_two_shapes_or_dtypes_is_stored_per_rank(other: TensorKey) -> None:
     agreement = agreed(of((W, b"")), of((other, b"")))
-    assert agreement.duty(0, *W).kind is PER_RANK
-    assert agreement.duty(1, *other).kind is PER_RANK
+    assert agreement.assignment(0, *W).kind is PER_RANK
+    assert agreement.assignment(1, *other).kind is PER_RANK
 
 
 def test_what_one_rank_holds_is_its_own_in_every_shape() -> None:
     agreement = agreed(of((W, b"")), of())
-    assert kinds(agreement, W) == [SOLE, NEWS]
-    assert agreement.duty(0, "w", "float64", (9,)).kind is SOLE
+    assert kinds(agreement, W) == [SOLE, UNAGREED]
+    assert agreement.assignment(0, "w", "float64", (9,)).kind is SOLE
 
 
 def test_without_digests_equal_shapes_count_as_equal_and_half_given_ones_do_not() -> None:
@@ -91,26 +96,26 @@ def test_without_digests_equal_shapes_count_as_equal_and_half_given_ones_do_not(
 
 
 def test_tensors_as_they_were_initialised_are_replicas_at_the_second_meeting() -> None:
-    first = agreed(of((W, WEAK)), of((W, WEAK)))
-    assert kinds(first, W) == [NEWS, NEWS]
-    assert kinds(met(first, of((W, WEAK)), of((W, WEAK))), W) == [SHARED, SHARED]
+    first = agreed(of((W, TRIVIAL)), of((W, TRIVIAL)))
+    assert kinds(first, W) == [UNAGREED, UNAGREED]
+    assert kinds(met(first, of((W, TRIVIAL)), of((W, TRIVIAL))), W) == [SHARED, SHARED]
     assert kinds(met(first, of((W, ONE)), of((W, TWO))), W) == [PER_RANK, PER_RANK]
 
 
 def test_another_shape_of_a_replica_is_news_and_shared_as_well_after_the_next_meeting() -> None:
     longer: TensorKey = ("w", "float32", (5, 3))
     before = agreed(of((W, ONE)), of((W, ONE)))
-    assert kinds(before, longer) == [NEWS, NEWS]
+    assert kinds(before, longer) == [UNAGREED, UNAGREED]
     after = met(before, of((longer, TWO)), of((longer, TWO)))
     assert kinds(after, longer) == kinds(after, W) == [SHARED, SHARED]
-    assert duties(after, W) == duties(before, W)
+    assert assignments(after, W) == assignments(before, W)
 
 
 def test_a_name_that_comes_in_ever_more_shapes_ends_per_rank() -> None:
     agreement = Agreement.start(2)
     for n in range(MAX_SHAPES + 1):
         key: TensorKey = ("w", "float32", (n + 1,))
-        assert kinds(agreement, key) == [NEWS, NEWS]
+        assert kinds(agreement, key) == [UNAGREED, UNAGREED]
         agreement = met(agreement, of((key, ONE)), of((key, ONE)))
         assert kinds(agreement, key) == ([SHARED, SHARED] if n < MAX_SHAPES else [PER_RANK, PER_RANK])
     assert kinds(agreement, ("w", "float32", (99,))) == [PER_RANK, PER_RANK]
@@ -118,28 +123,28 @@ def test_a_name_that_comes_in_ever_more_shapes_ends_per_rank() -> None:
 
 def test_a_new_holder_is_news_to_itself_and_shares_after_the_next_meeting() -> None:
     before = agreed(of((W, ONE)), of((W, ONE)), of())
-    assert kinds(before, W) == [SHARED, SHARED, NEWS]
+    assert kinds(before, W) == [SHARED, SHARED, UNAGREED]
     assert kinds(met(before, of((W, ONE)), of((W, ONE)), of((W, ONE))), W) == [SHARED] * 3
 
 
 def test_a_holder_that_is_gone_holds_nothing_after_the_next_meeting() -> None:
     before = agreed(of((W, ONE)), of((W, ONE)), of((W, ONE)))
-    assert kinds(met(before, of((W, ONE)), of((W, ONE)), of()), W) == [SHARED, SHARED, NEWS]
-    assert kinds(met(before, of(), of((W, TWO)), of()), W) == [NEWS, SOLE, NEWS]
+    assert kinds(met(before, of((W, ONE)), of((W, ONE)), of()), W) == [SHARED, SHARED, UNAGREED]
+    assert kinds(met(before, of(), of((W, TWO)), of()), W) == [UNAGREED, SOLE, UNAGREED]
 
 
 def test_what_no_rank_holds_at_a_meeting_stays_as_it_was() -> None:
     before = agreed(of((W, ONE)), of((W, ONE)))
     after = met(before, of((BIG, ONE)), of((BIG, ONE)))
-    assert duties(after, W) == duties(before, W) and kinds(after, BIG) == [SHARED, SHARED]
+    assert assignments(after, W) == assignments(before, W) and kinds(after, BIG) == [SHARED, SHARED]
 
 
 def test_a_replica_that_the_same_ranks_still_hold_alike_keeps_its_writers() -> None:
     own = ("own", "uint8", (100 << 20,))
     before = agreed(of((BIG, ONE), (W, ONE)), of((BIG, ONE), (W, ONE)))
-    weak = as_claim(TWO, weak=True)
-    after = met(before, of((BIG, TWO), (W, weak), (own, b"")), of((BIG, TWO), (W, weak)))
-    assert duties(after, BIG) == duties(before, BIG) and duties(after, W) == duties(before, W)
+    trivial = tag_digest(TWO, trivial=True)
+    after = met(before, of((BIG, TWO), (W, trivial), (own, b"")), of((BIG, TWO), (W, trivial)))
+    assert assignments(after, BIG) == assignments(before, BIG) and assignments(after, W) == assignments(before, W)
 
 
 def test_what_is_new_goes_to_ranks_that_write_less_of_the_replicas_before() -> None:
@@ -148,8 +153,8 @@ def test_what_is_new_goes_to_ranks_that_write_less_of_the_replicas_before() -> N
     own = ("own", "uint8", (100 << 20,))
     before = agreed(of((BIG, ONE)), of((BIG, ONE), (own, b"")))
     after = met(before, of((BIG, ONE), (small, ONE)), of((BIG, ONE), (small, ONE)))
-    assert [d.pieces for d in duties(after, BIG)] == [((0, 1024),), ()]
-    assert [d.pieces for d in duties(after, small)] == [(), ((0, 512),)]
+    assert [d.rows for d in assignments(after, BIG)] == [((0, 1024),), ()]
+    assert [d.rows for d in assignments(after, small)] == [(), ((0, 512),)]
 
 
 def test_what_differed_is_a_replica_when_it_is_equal_at_the_next_meeting() -> None:
@@ -175,9 +180,9 @@ def test_names_that_proved_unequal_are_per_rank_for_good() -> None:
 
 def test_a_meeting_leaves_the_agreement_before_as_it_was() -> None:
     before = agreed(of((W, ONE)), of((W, ONE)))
-    fingerprint, found = before.fingerprint, duties(before, W)
+    fingerprint, found = before.fingerprint, assignments(before, W)
     met(before, of((W, TWO)), of(), per_rank=("w",))
-    assert (before.fingerprint, duties(before, W)) == (fingerprint, found)
+    assert (before.fingerprint, assignments(before, W)) == (fingerprint, found)
 
 
 def test_fingerprints_tell_histories_apart() -> None:
