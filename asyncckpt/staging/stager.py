@@ -198,7 +198,7 @@ class SlotStager(CheckpointStager):
 
         Blocks: for the worker, for pages, for a slot as `on_busy` says, and for the other ranks.
         """
-        ranks, openings = self._ranks, StateDictCache()
+        ranks, state_dicts = self._ranks, StateDictCache()
         if ranks.alone:
             if refused is not None:
                 raise refused
@@ -209,7 +209,7 @@ class SlotStager(CheckpointStager):
                 if refused is not None:
                     raise refused
                 self._process.connect()
-                flat = self.plans.flatten(state_dict, openings)
+                flat = self.plans.flatten(state_dict, state_dicts)
                 encode_leaves(flat, self._config.layout)
                 return flat, contribution_of(flat)
 
@@ -217,7 +217,7 @@ class SlotStager(CheckpointStager):
             self.plans.agreement = ranks.agreement
         made = self.plans.n_plans_made
         with gc_paused():
-            plan, flat = self.plans.plan_for(state_dict, openings)
+            plan, flat = self.plans.plan_for(state_dict, state_dicts)
         save_id = SaveId(0, 0, ranks.run_id)
         leaves, kw = encode_leaves(flat, self._config.layout), {"step": 0, "path": "/"}
         sized = self._rings.size(plan, self._request(plan, leaves, save_id, NOTHING_TO_REPORT, kw))
@@ -254,12 +254,12 @@ class SlotStager(CheckpointStager):
     def _planned(self, state_dict: Mapping[str, Any], kw: Mapping[str, Any]) -> tuple[SavePlan, Flattened, SaveId]:
         """Return the plan, what it is about, and the save's id without its epoch."""
         save_id: SaveId = kw["save_id"]
-        ranks, own, openings = self._ranks, save_id.sequence, StateDictCache()
+        ranks, own, state_dicts = self._ranks, save_id.sequence, StateDictCache()
         if not ranks.alone:
             save_id = save_id.with_parts(sequence=ranks.aligned(own))
             self._await_outcome(save_id, kw["step"], kw["path"])
             if ranks.must_meet:
-                flat = self.plans.flatten(state_dict, openings)
+                flat = self.plans.flatten(state_dict, state_dicts)
                 ranks.agree(flat, contribution_of(flat), sequence=save_id.sequence, path=kw["path"], step=kw["step"])
                 with contextlib.suppress(AsyncCkptError):  # as above; now, since it makes this rank known to the worker
                     self._process.lineage.epoch_for(kw["path"], ranks.run_id)
@@ -269,7 +269,7 @@ class SlotStager(CheckpointStager):
                 self.plans.agreement = ranks.agreement
             save_id = save_id.with_parts(sequence=ranks.aligned(own), run_id=ranks.run_id)
         with gc_paused():
-            plan, flat = self.plans.plan_for(state_dict, openings)
+            plan, flat = self.plans.plan_for(state_dict, state_dicts)
         return plan, flat, save_id
 
     def _await_outcome(self, save_id: SaveId, step: int, path: str) -> None:

@@ -58,12 +58,12 @@ def save_collectively(
     rank = steps.ranks.rank.rank
     given = given.with_parts(sequence=steps.ranks.aligned(given.sequence))
     save = Save(path, given.sequence)
-    meeting, openings = steps.ranks.meet_next(save.series, SAVE, save), StateDictCache()
+    meeting, state_dicts = steps.ranks.meet_next(save.series, SAVE, save), StateDictCache()
     try:
-        save_id = _agree(steps, meeting, state_dict, openings, path, kw["step"], given)
+        save_id = _agree(steps, meeting, state_dict, state_dicts, path, kw["step"], given)
         mine: list[tuple[SaveRequest, RankResult]] = []
         try:
-            results = _store(steps, meeting, state_dict, openings, save_id, path, kw, extra, mine)
+            results = _store(steps, meeting, state_dict, state_dicts, save_id, path, kw, extra, mine)
         except Exception:
             if rank == 0:  # nobody writes any more: every rank has said how its part ended
                 steps.remove(path, save_id)
@@ -128,7 +128,7 @@ def _agree(
     steps: LocalSave,
     meeting: Meeting,
     state_dict: Mapping[str, Any],
-    openings: StateDictCache,
+    state_dicts: StateDictCache,
     path: str,
     step: int,
     given: SaveId,
@@ -141,11 +141,11 @@ def _agree(
         mine, agreement = ranks.introduction(path, step), ranks.agreement
         # IMPORTANT: all ranks look at their states here, whatever they know: a `state_dict()` may be a collective.
         if agreement is None:
-            flattened.append(steps.plans.flatten(state_dict, openings))
+            flattened.append(steps.plans.flatten(state_dict, state_dicts))
             is_changed = True
         else:
             with gc_paused():
-                plan, _ = steps.plans.plan_for(state_dict, openings)
+                plan, _ = steps.plans.plan_for(state_dict, state_dicts)
             is_changed = bool(plan.unagreed)
         with steps.failures(given, path, step):
             epoch = steps.epoch_for(path, ranks.run_id) if ranks.rank.rank == 0 else 0
@@ -160,7 +160,7 @@ def _agree(
     if len(agreed) > 1:
         ranks.agreement = None
     if len(agreed) > 1 or any(found["changed"] for found in everybody):
-        _meet(steps, meeting, lambda: flattened[0] if flattened else steps.plans.flatten(state_dict, openings))
+        _meet(steps, meeting, lambda: flattened[0] if flattened else steps.plans.flatten(state_dict, state_dicts))
     if steps.plans.agreement is not ranks.agreement:
         steps.plans.agreement = ranks.agreement
     return given.with_parts(epoch=everybody[0]["epoch"], sequence=sequence, run_id=ranks.run_id)
@@ -191,7 +191,7 @@ def _store(
     steps: LocalSave,
     meeting: Meeting,
     state_dict: Mapping[str, Any],
-    openings: StateDictCache,
+    state_dicts: StateDictCache,
     save_id: SaveId,
     path: str,
     kw: Mapping[str, Any],
@@ -204,7 +204,7 @@ def _store(
 
     def store() -> dict[str, Any]:
         with gc_paused():
-            plan, flat = steps.plans.plan_for(state_dict, openings)
+            plan, flat = steps.plans.plan_for(state_dict, state_dicts)
         request, result = steps.store(plan, flat, encode_leaves(flat, steps.config.layout), save_id, path, kw)
         mine.append((request, result))
         steps.ask_hook(path, save_id, kw["step"], extra)
