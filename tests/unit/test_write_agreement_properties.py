@@ -49,15 +49,15 @@ def test_whatever_ranks_bring_they_never_write_the_same_twice(meetings: Any) -> 
         for key in KEYS:
             found = assignments(agreement, key)
             holders = [rank for rank, assignment in enumerate(found) if assignment.kind is SHARED]
-            rows = sorted(piece for assignment in found for piece in assignment.rows)
+            written = sorted(one for assignment in found for one in assignment.rows)
             if holders:
                 assert len(holders) > 1 and not any(assignment.kind is SOLE for assignment in found)
                 rows = 0
-                for first, n_rows in rows:
+                for first, n_rows in written:
                     assert first == rows
                     rows += n_rows
                 assert rows == max(key[2][0], 1)
-                assert {assignment.split for assignment in found if assignment.kind is SHARED} == {len(rows) > 1}
+                assert {assignment.split for assignment in found if assignment.kind is SHARED} == {len(written) > 1}
             assert sum(assignment.kind is SOLE for assignment in found) <= 1
             if key[0] not in held and key[0] not in names:
                 assert found == assignments(before, key), "nobody has brought it"
