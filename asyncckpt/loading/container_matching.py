@@ -1,8 +1,8 @@
 """Containers of a target that differ from what was saved: empty ones, lists of another length, and absent subtrees.
 
-A place of the target that is empty or None takes everything that was saved below its name. A list that was saved with
-more members than the target's takes the additional ones, if they are objects. Any other list or tuple of another length
-is refused: none is cut or padded.
+A leaf of the target that is an empty container or None takes everything that was saved below its name. A list that was
+saved with more members than the target's takes the additional ones, if they are objects. Any other list or tuple of
+another length is refused: none is cut or padded.
 """
 
 from __future__ import annotations

@@ -72,22 +72,24 @@ def read_foreign(
     parts = [part for _, part in ranges]
     if len(parts) > 1 and threads > 1:
         with ThreadPoolExecutor(threads, "asyncckpt-find") as pool:
-            places = list(pool.map(source.place, parts, itertools.repeat(files)))
+            locations = list(pool.map(source.place, parts, itertools.repeat(files)))
     else:
-        places = [source.place(part, files) for part in parts]
+        locations = [source.place(part, files) for part in parts]
     plain: dict[int, list[Wanted]] = {}
-    for place, wanted in zip(places, ranges.values(), strict=True):
-        if isinstance(place, Inline):
-            _hand_on_from(wanted, _address_of(place.data))
-        elif isinstance(place, Located):
-            plain.setdefault(place.part, []).extend(_located(w, place.offset) for w in wanted)
+    for location, wanted in zip(locations, ranges.values(), strict=True):
+        if isinstance(location, Inline):
+            _deliver_rows(wanted, _address_of(location.data))
+        elif isinstance(location, Located):
+            plain.setdefault(location.part, []).extend(_located(w, location.offset) for w in wanted)
     _read_located(contents, plain, files, threads, buffer)
-    for place, wanted in zip(places, ranges.values(), strict=True):
-        if isinstance(place, Strided):
-            _read_strided(contents, place, wanted, files, threads)
+    for location, wanted in zip(locations, ranges.values(), strict=True):
+        if isinstance(location, Strided):
+            _read_strided(contents, location, wanted, files, threads)
     shards = contents.ranks[0].index.shards
     # IMPORTANT: after the reads. Files are opened anew for each, by name, and a trainer may put the next save there.
-    source.check_unchanged(files, [shards[place.part].name for place in places if not isinstance(place, Inline)])
+    source.check_unchanged(
+        files, [shards[location.part].name for location in locations if not isinstance(location, Inline)]
+    )
 
 
 def _located(wanted: Wanted, start: int) -> Wanted:
@@ -118,25 +120,25 @@ def _read_located(
     read_shards(contents.source.directory, None, requests, files=files, threads=threads, verify=False, buffer=buffer)
 
 
-def _read_strided(contents: Contents, place: Strided, wanted: Sequence[Wanted], files: Files, threads: int) -> None:
-    dtype = CARRIERS[place.itemsize]
-    span = new_tensor((place.nbytes // place.itemsize,), dtype, torch.device("cpu"))
-    read_span(contents, place, span.data_ptr(), wanted[0].fqn, files, threads=threads)
-    rows = span.as_strided(place.sizes, place.strides).contiguous()
-    _hand_on_from(wanted, rows.data_ptr())
+def _read_strided(contents: Contents, location: Strided, wanted: Sequence[Wanted], files: Files, threads: int) -> None:
+    dtype = CARRIERS[location.itemsize]
+    span = new_tensor((location.nbytes // location.itemsize,), dtype, torch.device("cpu"))
+    read_span(contents, location, span.data_ptr(), wanted[0].fqn, files, threads=threads)
+    rows = span.as_strided(location.sizes, location.strides).contiguous()
+    _deliver_rows(wanted, rows.data_ptr())
 
 
-def read_span(contents: Contents, place: Strided, address: int, fqn: str, files: Files, *, threads: int) -> None:
+def read_span(contents: Contents, location: Strided, address: int, fqn: str, files: Files, *, threads: int) -> None:
     """Read the range of a file that holds the elements of a tensor that is not row-major, to `address`."""
-    _read_located(contents, {place.part: [Wanted(place.offset, place.nbytes, fqn, address)]}, files, threads)
+    _read_located(contents, {location.part: [Wanted(location.offset, location.nbytes, fqn, address)]}, files, threads)
 
 
 def _address_of(data: bytes) -> int:
-    """Return where bytes lie that stay alive: a copy, for every window of a long array, would take as long as all."""
+    """Return the address of bytes that stay alive: a copy, for each window of a long array, would take too long."""
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
-def _hand_on_from(wanted: Sequence[Wanted], address: int) -> None:
+def _deliver_rows(wanted: Sequence[Wanted], address: int) -> None:
     """Give each range its bytes of the row-major elements at `address`."""
     for offset, nbytes, _, sink, times, every, _ in wanted:
         for n in range(times if nbytes else 0):
@@ -282,12 +284,14 @@ def strided_view(contents: Contents, saved: SavedTensor, files: Files, *, thread
     """
     if contents.source is None or len(saved.chunks) != 1:
         return None
-    place = contents.source.place(saved.chunks[0][1].part, files)
-    if not isinstance(place, Strided):
+    location = contents.source.place(saved.chunks[0][1].part, files)
+    if not isinstance(location, Strided):
         return None
-    flat = tensor_for(saved, contents.path, shape=(place.nbytes // place.itemsize,), dtype=CARRIERS[place.itemsize])
-    read_span(contents, place, flat.data_ptr(), saved.fqn, files, threads=threads)
-    return flat.as_strided(place.sizes, place.strides)
+    flat = tensor_for(
+        saved, contents.path, shape=(location.nbytes // location.itemsize,), dtype=CARRIERS[location.itemsize]
+    )
+    read_span(contents, location, flat.data_ptr(), saved.fqn, files, threads=threads)
+    return flat.as_strided(location.sizes, location.strides)
 
 
 SLAB_NBYTES = 32 << 20
@@ -469,9 +473,9 @@ def _host_copies(placements: Sequence[Placement]) -> list[Placement]:
         at += -(-target.numel() * torch_dtype(saved.dtype).itemsize // _ALIGN_NBYTES) * _ALIGN_NBYTES
     try:
         if any(placement.target.device.type == "cuda" for placement in placements):
-            room = torch.empty(at, dtype=torch.uint8, device="cpu", pin_memory=True)
+            memory = torch.empty(at, dtype=torch.uint8, device="cpu", pin_memory=True)
         else:
-            room = new_tensor((at,), torch.uint8, torch.device("cpu"))
+            memory = new_tensor((at,), torch.uint8, torch.device("cpu"))
     except RuntimeError as error:
         raise InsufficientMemoryError(
             f"low_memory=False copies {at} bytes first, and there is no room for them; use low_memory=True: {error}",
@@ -480,7 +484,7 @@ def _host_copies(placements: Sequence[Placement]) -> list[Placement]:
     staged = []
     for start, (saved, target, offsets, _) in zip(starts, placements, strict=True):
         dtype = torch_dtype(saved.dtype)
-        flat = room[start : start + target.numel() * dtype.itemsize].view(dtype)
+        flat = memory[start : start + target.numel() * dtype.itemsize].view(dtype)
         staged.append(Placement(saved, flat.view(target.shape), offsets))
     return staged
 

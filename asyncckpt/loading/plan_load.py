@@ -43,7 +43,7 @@ class LoadPlan:
         unexpected: Saved FQNs that the target does not have, of those that `keys` select.
         mismatched: Leaves that a load would refuse; of another format also those that are wanted and cannot be read.
         unavailable: FQNs of the target that belong to other ranks: `PerRankUnavailableError`.
-        shared: FQNs of target tensors that share memory and were saved as tensors of their own, and of what lies in
+        shared: FQNs of target tensors that share memory and were saved as tensors of their own, and of what is in
             one container or is one object: where the saved values differ, which only a load finds out, that is
             `AliasMismatchError`.
         nbytes: Bytes of the tensors, or of the parts that this process holds, that would be read; each counts once.
@@ -134,7 +134,7 @@ def _unread(replaced: Iterable[Replacement], saved: SavedTree, contents: Content
     """Return the leaves of another format that are wanted and were not read."""
     if contents.source is None:
         return ()
-    wanted = (leaf for place in replaced for leaf in leaves(place.node, place.path) if leaf[1][0] == "O")
+    wanted = (leaf for new in replaced for leaf in leaves(new.node, new.path) if leaf[1][0] == "O")
     found = ((fqn_of(path), contents.source.objects[saved.object_at(node[1])[1]]) for path, node in wanted)
     return tuple(MismatchedLeaf(fqn, raw.described(), "object") for fqn, raw in found if isinstance(raw, UnreadLeaf))
 

@@ -136,10 +136,10 @@ def read_from_source(
     if source == "memory":
         return _read_uncommitted(path, source, endpoint, files, use, None)
     if source == "auto" and not once and is_served(endpoint_of(endpoint)):
-        standing = standing_at(path, LocalStore(files))
-        if standing is not None:
+        committed_save = standing_at(path, LocalStore(files))
+        if committed_save is not None:
             with contextlib.suppress(NotInMemory):
-                return _read_committed(path, str(standing.save_id), endpoint, files, use)
+                return _read_committed(path, str(committed_save.save_id), endpoint, files, use)
     try:
         if once:
             return use(ReadSource(read_any(path, files), files))
@@ -161,11 +161,13 @@ def read_consistent(path: str, files: Files, use: Callable[[Contents], T]) -> T:
             return use(read_any(path, files))
         except CorruptCheckpointError as error:
             owner = owner_of(error.file or "")
-            standing = standing_at(path, LocalStore(files)) if owner is not None else None
+            committed_save = standing_at(path, LocalStore(files)) if owner is not None else None
             # If the file belongs to the save that is committed now, it really is missing or damaged.
-            if owner is None or standing is None or standing.save_id == owner or attempt == MAX_ATTEMPTS:
+            if owner is None or committed_save is None or committed_save.save_id == owner or attempt == MAX_ATTEMPTS:
                 raise
-            _logger.info("%s was overwritten by save %s while it was read: reading that one", path, standing.save_id)
+            _logger.info(
+                "%s was overwritten by save %s while it was read: reading that one", path, committed_save.save_id
+            )
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -310,10 +312,10 @@ def _staged_source(
         newest = next((s for s in found if s.complete), found[0])
         if not newest.complete:
             raise NotInMemory(f"it lacks ranks {newest.missing[:20]} of save {newest.save_id}", newest)
-        standing = standing_at(path, LocalStore(files))
-        is_same = standing is not None and standing.save_id == newest.save_id
-        if source == "auto" and standing is not None and not is_same:
-            raise NotInMemory(f"save {standing.save_id} was committed meanwhile")
+        committed_save = standing_at(path, LocalStore(files))
+        is_same = committed_save is not None and committed_save.save_id == newest.save_id
+        if source == "auto" and committed_save is not None and not is_same:
+            raise NotInMemory(f"save {committed_save.save_id} was committed meanwhile")
         try:
             mapped = stack.enter_context(MappedSnapshot(newest, worker.worker.pid))
         except SnapshotUnavailableError as error:

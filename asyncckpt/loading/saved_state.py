@@ -427,7 +427,7 @@ def _differing_objects(
     if not chosen:
         return []
     differing: dict[str, None] = {}
-    places: dict[Node, dict[str, int]] = {}
+    wanted_in: dict[Node, dict[str, int]] = {}
     # The files of one save that have one checksum are equal, and equal trees give them one meaning.
     known = {(contents.ranks[r].index.objects.checksum, contents.ranks[r].structure.tree) for r in sources}
     if len(sources) > 1:
@@ -438,12 +438,12 @@ def _differing_objects(
         if kind in known:
             continue
         known.add(kind)
-        if tree not in places:
+        if tree not in wanted_in:
             named = ((fqn_of(path), node) for path, node in leaves(tree))
-            places[tree] = {fqn: node[1] for fqn, node in named if node[0] == "O" and fqn in chosen}
-        if places[tree]:
+            wanted_in[tree] = {fqn: node[1] for fqn, node in named if node[0] == "O" and fqn in chosen}
+        if wanted_in[tree]:
             raw = SavedObjects(contents, files).raw(rank)
-            for fqn, own_number in places[tree].items():
+            for fqn, own_number in wanted_in[tree].items():
                 if json.dumps(raw[own_number]) != chosen[fqn]:
                     differing[fqn] = None
     return [fqn for fqn in chosen if fqn in differing]
