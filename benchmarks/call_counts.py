@@ -10,7 +10,6 @@ import runpy
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,26 +78,15 @@ def counting_worker(directory: Path, switch: Path, operations: int) -> Iterator[
 
     Yields:
         Its endpoint, and a list that has the counts of each operation when it has ended.
-
-    Raises:
-        RuntimeError: It does not start.
     """
     directory.mkdir(mode=0o700)
-    target, socket = directory / "found.json", directory / "w.sock"
+    target, endpoint = directory / "found.json", f"ipc://{directory}/w.sock"
     found: list[dict[str, Any]] = []
     command = [sys.executable, "-m", "benchmarks.call_counts", str(switch), str(operations), str(target)]
-    with (directory / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, "--endpoint", f"ipc://{socket}"], stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
+    process = subprocess.Popen([*command, "--endpoint", endpoint], stdin=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + START_S
-        while not socket.exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the worker has not started: {(directory / 'log').read_text()[-500:]}")
-            time.sleep(0.01)
-        yield f"ipc://{socket}", found
-        machine.stop_worker("--endpoint", f"ipc://{socket}")
+        yield endpoint, found
+        machine.stop_worker("--endpoint", endpoint)
         process.wait(START_S)
         found += json.loads(target.read_text())
     finally:

@@ -17,19 +17,13 @@ Row = dict[str, Any]
 
 def flat(value: Any, path: str = "") -> dict[str, list[float]]:
     """Return every number of a nested value by its path; numbers of lists are joined under one path."""
-    if isinstance(value, bool) or value is None or isinstance(value, str):
-        return {}
-    if isinstance(value, (int, float)):
-        return {path: [float(value)]}
-    pairs: Iterable[tuple[str, Any]]
-    if isinstance(value, Mapping):
-        pairs = ((f"{path}/{key}" if path else str(key), member) for key, member in value.items())
-    else:
-        pairs = ((path, member) for member in value)
     found: dict[str, list[float]] = {}
-    for name, member in pairs:
-        for key, numbers in flat(member, name).items():
-            found.setdefault(key, []).extend(numbers)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        found[path] = [float(value)]
+    elif isinstance(value, (Mapping, list)):
+        for key, member in value.items() if isinstance(value, Mapping) else ((None, member) for member in value):
+            for name, numbers in flat(member, "/".join(filter(None, (path, key)))).items():
+                found.setdefault(name, []).extend(numbers)
     return found
 
 

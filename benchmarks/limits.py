@@ -11,9 +11,10 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -53,27 +54,22 @@ def parallel(threads: int, work: Callable[[int, int], Any], nbytes: int, block: 
     return time.perf_counter() - began
 
 
-@contextmanager
-def direct(path: Path, flags: int) -> Iterator[int]:
-    """Provide a file descriptor for O_DIRECT; with O_CREAT, of a file that is not there."""
-    fd = os.open(path, flags | os.O_DIRECT | (os.O_EXCL if flags & os.O_CREAT else 0))
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+def direct(path: Path, mode: str) -> FileIO:
+    """Open a file with O_DIRECT: "rb", or "xb" if it is not there."""
+    return FileIO(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_DIRECT, 0o600))
 
 
 def write_s(path: Path, source: mmap.mmap, block: int, threads: int) -> float:
     """Return the seconds to write memory to a file that is not there, by O_DIRECT, and fdatasync it."""
     began, view = time.perf_counter(), memoryview(source)
-    with direct(path, os.O_CREAT | os.O_WRONLY) as fd:
+    with direct(path, "xb") as file:
 
         def put(_: int, offset: int) -> None:
             piece = view[offset : offset + block]
-            assert os.pwrite(fd, piece, offset) == len(piece)
+            assert os.pwrite(file.fileno(), piece, offset) == len(piece)
 
         parallel(threads, put, len(view), block)
-        os.fdatasync(fd)
+        os.fdatasync(file)
     return time.perf_counter() - began
 
 
@@ -84,13 +80,13 @@ def read_s(path: Path, buffer: mmap.mmap, block: int, threads: int, into: Path |
     """
     began, view, nbytes = time.perf_counter(), memoryview(buffer), path.stat().st_size // 4096 * 4096
     with ExitStack() as opened:
-        fd = opened.enter_context(direct(path, os.O_RDONLY))
-        copy = opened.enter_context(direct(into, os.O_CREAT | os.O_WRONLY)) if into else None
+        file = opened.enter_context(direct(path, "rb"))
+        copy = opened.enter_context(direct(into, "xb")) if into else None
 
         def move(number: int, offset: int) -> None:
             piece = view[number * block : number * block + min(block, nbytes - offset)]
-            assert os.preadv(fd, [piece], offset) == len(piece)
-            assert copy is None or os.pwrite(copy, piece, offset) == len(piece)
+            assert os.preadv(file.fileno(), [piece], offset) == len(piece)
+            assert copy is None or os.pwrite(copy.fileno(), piece, offset) == len(piece)
 
         parallel(threads, move, nbytes, block)
         if copy is not None:

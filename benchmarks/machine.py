@@ -26,7 +26,8 @@ DISCARDED_S, DISCARD_WAIT_S = 0.3, 5.0
 
 def describe(directory: Path) -> dict[str, Any]:
     """Return date, machine and versions; `directory` is where checkpoints are written."""
-    names = ("torch", "pyzmq", "msgpack", "xxhash", "psutil", "safetensors", "torch_checkpointing")
+    names = {"torch", "pyzmq", "msgpack", "xxhash", "psutil", "safetensors", "torch_checkpointing"}
+    installed = importlib.metadata.distributions()
     mounts = sorted(psutil.disk_partitions(all=True), key=lambda p: len(p.mountpoint))
     inside = [p.fstype for p in mounts if directory.is_relative_to(p.mountpoint)]
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -39,15 +40,8 @@ def describe(directory: Path) -> dict[str, Any]:
         "kernel": platform.release().split("-")[0],
         "file_system": inside[-1] if inside else "unknown",
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in names},
+        "versions": {name: one.version for one in installed if (name := one.name.replace("-", "_")) in names},
     }
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def commit(checkout: Path) -> str:
@@ -157,11 +151,8 @@ def drop_cache(path: Path) -> None:
 
 def fill_cache(path: Path) -> None:
     """Read the files of a checkpoint into the page cache."""
-    buffer = bytearray(1 << 20)
     for file in files_of(path):
-        with file.open("rb", buffering=0) as opened:
-            while opened.readinto(buffer):
-                pass
+        shutil.copyfile(file, os.devnull)
 
 
 # ---- the worker of this job ------------------------------------------------------------------------------------------

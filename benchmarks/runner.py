@@ -179,6 +179,7 @@ class Run:
 
     Attributes:
         result: What is in the file.
+        rows: The rounds of each checkout.
         checkouts, options: As given.
     """
 
@@ -188,27 +189,22 @@ class Run:
         self.checkouts = list(checkouts)
         self.options, self._name, self._place, self._path = options, name, place, path
         skipped = ("rounds", "dir", "out", "quick", "against", "quiet_wait_s")
+        self.rows: dict[Path, list[Row]] = {checkout: [] for checkout in checkouts}
+        of = {path.name: {"commit": machine.commit(path), "rounds": rows} for path, rows in self.rows.items()}
+        if len(of) != len(checkouts):
+            sys.exit("--against: the checkouts need directories of different names")
+        here = of.pop(checkouts[0].name)
         self.result: Row = {
             "benchmark": name,
             **{key: value for key, value in vars(options).items() if key not in skipped},
             "rounds_asked": options.rounds,
             "machine": machine.describe(place),
-            "code": {"commit": machine.commit(checkouts[0])},
+            "code": {"commit": here["commit"]},
             "took_s": 0.0,
             "ended": "interrupted",
-            "rounds": [],
+            "rounds": here["rounds"],
+            **({"against": of} if of else {}),
         }
-        others = {path.name: {"commit": machine.commit(path), "rounds": []} for path in checkouts[1:]}
-        if len(others) != len(checkouts) - 1 or checkouts[0].name in others:
-            sys.exit("--against: the checkouts need directories of different names")
-        if others:
-            self.result["against"] = others
-
-    def rows(self, checkout: Path) -> list[Row]:
-        """Return the rounds of a checkout."""
-        of = self.result if checkout == self.checkouts[0] else self.result["against"][checkout.name]
-        rounds: list[Row] = of["rounds"]
-        return rounds
 
     def make(self, one: Callable[[int, Path], Row]) -> None:
         """Make rounds until there are as many as asked for, or one more could not end within the budget.
@@ -220,7 +216,7 @@ class Run:
         """
         began, longest_s, asked = time.monotonic(), 0.0, self.result["rounds_asked"]
         ended = "done"
-        while (number := min(len(self.rows(checkout)) for checkout in self.checkouts)) < asked:
+        while (number := min(len(self.rows[checkout]) for checkout in self.checkouts)) < asked:
             elapsed_s = time.monotonic() - began
             if longest_s and elapsed_s + longest_s > self.options.budget_s:
                 ended = "budget"
@@ -235,7 +231,7 @@ class Run:
                 ended = str(error)
                 break
             for checkout, row in made.items():
-                self.rows(checkout).append({**row, "ended": machine.now()})
+                self.rows[checkout].append({**row, "ended": machine.now()})
             longest_s = max(longest_s, took_s := time.monotonic() - began - elapsed_s)
             self.result["took_s"] += took_s
             print(f"round {number + 1} of {asked}: {took_s:.0f} s", file=sys.stderr)
@@ -249,7 +245,7 @@ class Run:
         """Make one round in a process that imports `asyncckpt` from a checkout, within the budget of all rounds."""
         directory = Path(tempfile.mkdtemp(dir=self._place))
         links = self._place / f"links-{self.checkouts.index(checkout)}"
-        given = (self._name, vars(self.options), directory, number, self.rows(checkout))
+        given = (self._name, vars(self.options), directory, number, self.rows[checkout])
         how: dict[str, Any] = {"environment": {"PYTHONPATH": str(links)}, "cwd": links, "own_worker": True}
         try:
             row, facts = processes.call(round_in_process, *given, deadline_s=self.options.budget_s, echo=True, **how)

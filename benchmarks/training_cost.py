@@ -6,6 +6,7 @@ The first save of a process is "cold" (it takes fresh pages from the kernel), th
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import shutil
 import statistics
@@ -25,7 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks import machine, processes, workloads
-from benchmarks.contenders import CONTENDERS, OURS, Contender, Saved
+from benchmarks.contenders import CONTENDERS, OURS, Contender
 from benchmarks.figures import Row
 from benchmarks.runner import Context
 from benchmarks.workloads import GPT, Loop
@@ -106,9 +107,10 @@ def measure(name: str, state: str, arrangement: str, saves: int, directory: str)
         by_rank = [one for one, _ in every]
         found |= {"added_fds": [fds for _, fds in every], "worker_fds": [worker.num_fds() for worker in workers()]}
     else:
-        found["memory_over_state"] = max(_peak(contender, path) - before for _ in range(MEMORY_SAVES)) / nbytes
+        found["memory_over_state"] = max(_peak(loop, contender, path) - before for _ in range(MEMORY_SAVES)) / nbytes
         machine.until_discarded(path.parent)
-        found["loads"] = {way: _load(loop, load, path) for way, load in contender.loads().items()}
+        ways = {"disk": contender.load, "memory": contender.recall}
+        found["loads"] = {way: _load(loop, load, path) for way, load in ways.items() if load}
     _meet()
     contender.close()
     slow = slowest(by_rank)
@@ -135,7 +137,7 @@ def save_in_turn(
     for name in names:
         print(f"saving: {name}", flush=True)
         _meet()
-        found[name].append(save(contenders[name], path))
+        found[name].append(save(loop, contenders[name], path))
         _meet()
         quiet.append(quiet_step_s(loop, quiet_steps))
         if _world_size() == 1 or dist.get_rank() == 0:
@@ -159,7 +161,7 @@ def quiet_step_s(loop: Loop, count: int) -> float:
     return (time.perf_counter() - began) / count
 
 
-def save(contender: Contender, path: Path) -> Row:
+def save(loop: Loop, contender: Contender, path: Path) -> Row:
     """Save, and train until everything is on the disk; on a GPU, save behind a step that it has not finished.
 
     Returns:
@@ -167,7 +169,6 @@ def save(contender: Contender, path: Path) -> Row:
         `wait_s` in hooks and before `optimizer.step()`, `stall_s` their sum. Making the state dict is torch's work: it
         is part of what a save costs, not of the stall.
     """
-    loop = contender.loop
     loop.settle()
     asked = time.perf_counter()
     steps_s = [loop.step()] if loop.device.type == "cuda" else []
@@ -177,20 +178,20 @@ def save(contender: Contender, path: Path) -> Row:
     saved = contender.save(path, state)
     save_s = time.perf_counter() - began
     del state
-    flushed = _on_disk(contender, saved, path, began)
+    durable_s: Future[float] = Future()
+    saved.written.add_done_callback(lambda _: durable_s.set_result(time.perf_counter() - began))
     loop.before_step = partial(concurrent.futures.wait, [saved.staged], SAVE_S)
     try:
-        while not _all_done(flushed.done()):
+        while not _all_done(durable_s.done()):
             steps_s.append(loop.step())
             if time.perf_counter() - began > SAVE_S:
                 raise TimeoutError(f"a save took longer than {SAVE_S:.0f} s")
     finally:
         loop.before_step = workloads.nothing
     loop.settle()
-    until_s = time.perf_counter() - asked
-    row = {"save_s": save_s, "wait_s": loop.waited_s, "stall_s": save_s + loop.waited_s, "durable_s": flushed.result()}
-    phases = dict(getattr(saved.written.result(), "seconds", {}))
-    return row | {"until_s": until_s, "steps_s": steps_s, "phases_s": phases}
+    until_s, phases = time.perf_counter() - asked, dict(getattr(saved.written.result(), "seconds", {}))
+    row = {"save_s": save_s, "wait_s": loop.waited_s, "stall_s": save_s + loop.waited_s}
+    return row | {"durable_s": durable_s.result(), "until_s": until_s, "steps_s": steps_s, "phases_s": phases}
 
 
 def shown(place: str) -> list[str]:
@@ -199,33 +200,10 @@ def shown(place: str) -> list[str]:
     return [f"{place}/*/{heat}/{figure}" for figure in kinds for heat in ("warm", "cold")]
 
 
-def _on_disk(contender: Contender, saved: Saved, path: Path, began: float) -> Future[float]:
-    """Return a future of the seconds until the checkpoint is flushed: by the contender or, if it does not, by us."""
-    found: Future[float] = Future()
-
-    def end() -> None:
-        try:
-            saved.written.result(SAVE_S)
-            for place in [] if contender.fsyncs else [path, *path.rglob("*")]:
-                fd = os.open(place, os.O_RDONLY)
-                os.fsync(fd)
-                os.close(fd)
-        except BaseException as error:
-            found.set_exception(error)
-        else:
-            found.set_result(time.perf_counter() - began)
-
-    if saved.written.done():  # the save made the training wait until it was written; so does the fsync
-        end()
-    else:
-        threading.Thread(target=end, daemon=True).start()
-    return found
-
-
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _peak(contender: Contender, path: Path) -> int:
+def _peak(loop: Loop, contender: Contender, path: Path) -> int:
     """Save, and return the peak of memory in use meanwhile."""
     shutil.rmtree(path, ignore_errors=True)
     seen, stop = [0], threading.Event()
@@ -237,7 +215,7 @@ def _peak(contender: Contender, path: Path) -> int:
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        _on_disk(contender, contender.save(path, contender.loop.state()), path, 0.0).result(SAVE_S)
+        contender.save(path, loop.state()).written.result(SAVE_S)
     finally:
         stop.set()
         watcher.join()
@@ -246,27 +224,20 @@ def _peak(contender: Contender, path: Path) -> int:
 
 def pss() -> int:
     """Return the memory of this process, its children and our worker; shared pages count once."""
-    me = psutil.Process()
-    total = 0
-    for pid in {process.pid for process in (me, *me.children(recursive=True), *workers())}:
-        try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        except OSError:  # the process has ended
-            continue
-        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    me, total = psutil.Process(), 0
+    for process in {me, *me.children(recursive=True), *workers()}:
+        with contextlib.suppress(psutil.Error):  # the process has ended
+            total += process.memory_full_info().pss
     return total
 
 
 def workers() -> list[psutil.Process]:
     """Return the worker processes of this job."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if any("asyncckpt_worker" in part for part in process.info["cmdline"] or []):
-            try:
-                if process.environ().get("ASYNCCKPT_JOB") == os.environ.get("ASYNCCKPT_JOB"):
-                    found.append(process)
-            except psutil.Error:
-                continue
+    found, job = [], os.environ.get("ASYNCCKPT_JOB")
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "asyncckpt_worker" in " ".join(process.cmdline()) and process.environ().get("ASYNCCKPT_JOB") == job:
+                found.append(process)
     return found
 
 
@@ -315,10 +286,10 @@ def _rank_loop(arrangement: str, state: str) -> Loop:
     torch.manual_seed(1)
     model = GPT() if state == "gpt" else GPT(width=16, layers=2, heads=1)
     if arrangement == "ddp":
-        return Loop(lambda: nn.parallel.DistributedDataParallel(model), workloads.adamw, RANK_SHAPE)
-    for module in (*model.blocks, model):
+        return Loop(lambda: nn.parallel.DistributedDataParallel(model), workloads.ADAMW, RANK_SHAPE)
+    for module in (*model.blocks.layers, model):
         fully_shard(module)
-    return Loop(lambda: model, workloads.adamw, RANK_SHAPE)
+    return Loop(lambda: model, workloads.ADAMW, RANK_SHAPE)
 
 
 def slowest(saves: Sequence[Sequence[Row]]) -> list[Row]:

@@ -15,11 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 VOCABULARY, CONTEXT = 50304, 1024
 SMALL_NBYTES = 16 * 1024
 NBYTES = {"gpt": 1_493_716_496, "small": 327_685_056, "large": 4_295_610_896, "tiny": 9_899_840}
 """State -> bytes of its tensors."""
+
+
+ADAMW, SGD = partial(torch.optim.AdamW, lr=1e-4), partial(torch.optim.SGD, lr=1e-4)
+"""Optimizers; the state of this SGD is empty."""
 
 
 class GPT(nn.Module):
@@ -28,17 +33,15 @@ class GPT(nn.Module):
     def __init__(self, width: int = 768, layers: int = 12, heads: int = 12) -> None:
         super().__init__()
         how: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        block = nn.TransformerEncoderLayer(width, heads, 4 * width, **how)
         self.token, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, heads, 4 * width, **how) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
+        self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the loss of predicting each next token."""
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
-        for block in self.blocks:
-            x = block(x, src_mask=mask, is_causal=True)
-        logits = self.norm(x) @ self.token.weight.t()
+        logits = self.blocks(x, mask, is_causal=True) @ self.token.weight.t()
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -147,27 +150,17 @@ def nothing() -> None:
     """The `before_step` of a training that need not wait."""
 
 
-def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
-    """Return AdamW with usual settings."""
-    return torch.optim.AdamW(parameters, lr=1e-4, **options)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """Return SGD without momentum: its state is empty."""
-    return torch.optim.SGD(parameters, lr=1e-4)
-
-
 def loop(name: str, device: str = "cpu") -> Loop:
     """Return the training loop of a state; `device` is for "gpt" and "tiny"."""
     torch.manual_seed(1)
     if name in ("small", "many"):
         count, nbytes = (20_000, SMALL_NBYTES) if name == "small" else (100_000, 1024)
-        return Loop(lambda: ManyTensors(count, nbytes), sgd, (8, 1))
+        return Loop(lambda: ManyTensors(count, nbytes), SGD, (8, 1))
     if name == "tiny":
-        return Loop(lambda: GPT(width=16, layers=1, heads=1), adamw, (1, 4), device)
+        return Loop(lambda: GPT(width=16, layers=1, heads=1), ADAMW, (1, 4), device)
     if name == "large":
-        return Loop(lambda: GPT(width=1408, layers=12, heads=11), adamw, (1, 32))
-    return Loop(GPT, adamw, (2, 64)) if device == "cpu" else Loop(GPT, partial(adamw, fused=True), (8, 512), device)
+        return Loop(lambda: GPT(width=1408, layers=12, heads=11), ADAMW, (1, 32))
+    return Loop(GPT, ADAMW, (2, 64)) if device == "cpu" else Loop(GPT, partial(ADAMW, fused=True), (8, 512), device)
 
 
 def state(name: str) -> dict[str, Any]:
@@ -180,10 +173,7 @@ def state(name: str) -> dict[str, Any]:
 
 def tensors(value: Any) -> list[torch.Tensor]:
     """Return every tensor of a nested state."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for member in members for tensor in tensors(member)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def nbytes_of(value: Any) -> int:

@@ -16,7 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
 import asyncckpt
+from asyncckpt.dcp import StorageWriter
 from benchmarks import workloads
 from benchmarks.call_counts import Counts, counting_worker
 from benchmarks.figures import Row
@@ -52,10 +55,6 @@ def run(context: Context) -> Row:
 
 
 def _operations(directory: Path, endpoint: str) -> dict[str, Callable[[Path], Any]]:
-    from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-
-    from asyncckpt.dcp import StorageWriter
-
     state = workloads.loop("tiny").state()
     checkpointer = asyncckpt.AsyncCheckpointer(endpoint=endpoint)
     saved, source = directory / "run" / "step-1", directory / "source.pt"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import warnings
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -50,8 +51,7 @@ def _pair(context: Context, source: Path, to: str, buffer: mmap.mmap) -> Row:
     largest = max(machine.files_of(source), key=lambda file: file.stat().st_size)
     scale = sum(file.stat().st_size for file in machine.files_of(source)) / largest.stat().st_size
     copy, target = context.directory / "copy", context.directory / "target"
-    found: Row = {"copies_s": [], "reads_s": [], "once_s": [], "once_cpu_s": []}
-    found |= {"read_back_s": [], "read_back_cpu_s": []}
+    found: Row = defaultdict(list)
     for block, threads in context.in_turn(TRIES):
         machine.drop_cache(source)
         found["copies_s"].append(scale * read_s(largest, buffer, block, threads, into=copy))

@@ -6,9 +6,7 @@ and `written` is the save's. On a machine that is not quiet, CPU time varies les
 
 from __future__ import annotations
 
-import resource
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -68,24 +66,17 @@ def _saves(context: Context, loop: workloads.Loop, staging: str, clock: CopyCloc
         checkpointer.prepare(loop.state())
         worker = psutil.Process(machine.worker_status()["pid"])
         for number in range(context.options.saves + 1):
-            state, path, written = loop.state(), context.directory / f"{staging}-{number}", threading.Event()
+            state, path = loop.state(), context.directory / f"{staging}-{number}"
             clock.seconds.clear()
-            before, thread_s, worker_s = _process_s(), time.thread_time(), sum(worker.cpu_times()[:2])
+            before, thread_s, worker_s = time.process_time(), time.thread_time(), sum(worker.cpu_times()[:2])
             handle = checkpointer.save(state, path)
             row = {"save_s": time.thread_time() - thread_s}
-            handle.written.add_done_callback(lambda _, written=written: written.set())
-            assert written.wait(SAVE_S), f"{path} is not written after {SAVE_S:.0f} s"
-            handle.written.result()
-            row |= {"trainer_s": _process_s() - before, "copy_s": sum(clock.seconds)}
+            handle.written.result(SAVE_S)
+            row |= {"trainer_s": time.process_time() - before, "copy_s": sum(clock.seconds)}
             row |= {"beyond_s": row["trainer_s"] - row["copy_s"], "worker_s": sum(worker.cpu_times()[:2]) - worker_s}
             found.append(row)
             shutil.rmtree(path)
     return found[1:]
-
-
-def _process_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 QUESTION = Question(

@@ -18,14 +18,14 @@ import torch
 
 import asyncckpt
 from benchmarks import machine, workloads
-from benchmarks.contenders import DcpAsync, Ours
+from benchmarks.contenders import dcp_async, ours
 from benchmarks.figures import Row
 from benchmarks.questions.overlap import Kinds, alternate, shown
 from benchmarks.runner import Context, Question
 from benchmarks.workloads import Loop
 
-KINDS: Kinds = {kind: partial(Ours, prepared=True, staging=kind) for kind in ("overlap", "device", "blocking")} | {
-    "dcp_async": DcpAsync
+KINDS: Kinds = {kind: partial(ours, prepared=True, staging=kind) for kind in ("overlap", "device", "blocking")} | {
+    "dcp_async": dcp_async
 }
 SAVE_S = 600.0
 PINNED_TRIES = 3

@@ -92,14 +92,7 @@ def shard_of(path: Path) -> Path:
 
 QUESTION = Question(
     run,
-    [
-        "*/s",
-        "*/cpu_s",
-        "cold fresh/s / read limit fresh/s",
-        "cold/s / read limit/s",
-        "warm/s / safetensors warm/s",
-        "cold/s / safetensors cold/s",
-    ],
+    ["*/s", "*/cpu_s", "cold/s / safetensors cold/s"],
     states=("gpt", "small", "large", "tiny"),
     smallest="--state tiny",
     suite=("gpt", "small", "large"),

@@ -12,14 +12,14 @@ from contextlib import ExitStack
 from functools import partial
 
 from benchmarks import workloads
-from benchmarks.contenders import Contender, Ours
+from benchmarks.contenders import Contender, ours
 from benchmarks.figures import Row
 from benchmarks.runner import Context, Question
 from benchmarks.training_cost import save_in_turn
 from benchmarks.workloads import Loop
 
 Kinds = Mapping[str, Callable[[Loop], Contender]]
-KINDS: Kinds = {kind: partial(Ours, prepared=True, staging=kind) for kind in ("overlap", "blocking")}
+KINDS: Kinds = {kind: partial(ours, prepared=True, staging=kind) for kind in ("overlap", "blocking")}
 
 
 def run(context: Context) -> Row:

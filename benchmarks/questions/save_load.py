@@ -71,19 +71,7 @@ def _worker_starts(directory: Path) -> dict[str, list[float]]:
 
 QUESTION = Question(
     run,
-    [
-        "limits/*",
-        "saves/copy_s",
-        "saves/stall_s",
-        "saves/stall_s / saves/copy_s",
-        "first_save/stall_s",
-        "saves/written_s",
-        "saves/written_s / limits/write_s",
-        "first_save/written_s",
-        "windowed/stall_s",
-        "windowed/written_s / saves/written_s",
-        "worker/*",
-    ],
+    ["limits/*", "saves/*", "first_save/*", "windowed/*", "windowed/written_s / saves/written_s", "worker/*"],
     states=("gpt", "small", "large", "tiny"),
     options={"saves": {"": 6, "large": 3}},
     smallest="--state tiny --saves 2",

@@ -139,7 +139,7 @@ def test_a_round_is_missing_in_both_if_one_checkout_fails(tmp_path: pathlib.Path
 
     run = a_run(tmp_path / "r.json", tmp_path / "old")
     run.make(one)
-    assert [len(run.rows(checkout)) for checkout in run.checkouts] == [1, 1]
+    assert [len(run.rows[checkout]) for checkout in run.checkouts] == [1, 1]
 
 
 def test_a_process_of_a_round_imports_the_package_of_its_checkout_and_the_benchmarks_of_this_one(
