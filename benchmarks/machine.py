@@ -141,6 +141,11 @@ def files_of(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
+def largest_file(path: Path) -> Path:
+    """Return the largest file of a checkpoint; of several ones a shard."""
+    return max(files_of(path), key=lambda file: file.stat().st_size)
+
+
 def drop_cache(path: Path) -> None:
     """Flush the files of a checkpoint, and evict them from the page cache."""
     for file in files_of(path):

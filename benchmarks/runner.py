@@ -17,7 +17,6 @@ import importlib
 import json
 import os
 import secrets
-import shutil
 import sys
 import tempfile
 import time
@@ -60,22 +59,20 @@ class Question:
     Attributes:
         run: Makes one round: measures everything once, and returns the figures.
         shown: The figures that are printed (see `benchmarks.figures`).
-        states: What can be saved (`--state`), the default first; each has a result file of its own.
-        options: Option -> default: a number, a text or a list of texts; or a dict of these by state, "" for the others.
+        options: Option -> default: a number, a list of texts, or a dict of these by state, "" for the others. Of a
+            tuple it is one, the first by default. Each `state`, which says what is saved, has a result file of its own.
         smallest: Options with which the question takes seconds and shows that it runs.
         suite: The states in which `python -m benchmarks` runs it; empty if it must be asked for.
-        rounds, budget_s: Defaults: how many rounds, and the time for all of them.
+        rounds: How many are made unless it is said.
         label: Names the result file besides the question; the state, if it is None.
     """
 
     run: Callable[[Context], Row]
     shown: Sequence[str]
-    states: Sequence[str] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     smallest: str = ""
     suite: Sequence[str] = ("",)
     rounds: int = 5
-    budget_s: float = 1800.0
     label: Callable[[], str] | None = None
 
 
@@ -99,15 +96,15 @@ def options_of(name: str, asked: Question, arguments: Sequence[str]) -> argparse
     """Return the options of a question."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(f"benchmarks {name}", description=asks(name), formatter_class=formatter)
-    if asked.states:
-        parser.add_argument("--state", choices=asked.states, default=asked.states[0], help="what is saved")
     for option, default in asked.options.items():
         of = default[""] if isinstance(default, dict) else default
         how: dict[str, Any] = {"nargs": "+"} if isinstance(of, list) else {"type": type(of)}
-        parser.add_argument(f"--{option.replace('_', '-')}", default=default, help=f"default: {of}", **how)
+        if isinstance(of, tuple):
+            how, default = {"choices": of}, of[0]
+        parser.add_argument(f"--{option.replace('_', '-')}", default=default, help=f"default: {default}", **how)
     group = parser.add_argument_group("options of every question")
     group.add_argument("--rounds", type=int, default=asked.rounds, help="how many")
-    group.add_argument("--budget-s", type=float, default=asked.budget_s, help="no round begins that cannot end within")
+    group.add_argument("--budget-s", type=float, default=2700.0, help="no round begins that cannot end within")
     group.add_argument("--quiet-wait-s", type=float, default=60.0, help="how long a round waits for an idle machine")
     group.add_argument("--dir", type=Path, help="where checkpoints are written (default: the temporary directory)")
     group.add_argument("--out", type=Path, help="the result file (default: in benchmarks/results)")
@@ -134,10 +131,9 @@ def main(name: str, arguments: Sequence[str]) -> int:
         run.make(run.round)
     if not run.result["rounds"]:
         return 1
-    last = {"last": json.loads(path.read_text())} if options.quick and path.exists() else {}
-    print(
-        "\n".join(report({**last, **run.result.get("against", {}), CHECKOUT.name: run.result}, asked.shown, path.stem))
-    )
+    beside = {"last": json.loads(path.read_text())} if options.quick and path.exists() else {}
+    beside |= run.result.get("against", {})
+    print("\n".join(report({**beside, CHECKOUT.name: run.result}, asked.shown, path.stem)))
     return 0
 
 
@@ -152,19 +148,16 @@ def round_in_process(
 @contextlib.contextmanager
 def workplace(parent: Path | None, checkouts: Sequence[Path]) -> Iterator[Path]:
     """Provide a directory for all rounds; in it are links to this package and to those of each checkout."""
-    place = Path(tempfile.mkdtemp(prefix="asyncckpt-bench-", dir=parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix="asyncckpt-bench-", dir=parent, ignore_cleanup_errors=True) as place:
         for number, checkout in enumerate(checkouts):
-            links = place / f"links-{number}"
+            links = Path(place, f"links-{number}")
             links.mkdir()
             (links / "benchmarks").symlink_to(CHECKOUT / "benchmarks")
             (links / "asyncckpt").symlink_to(checkout / "asyncckpt")
             (links / "asyncckpt_worker").symlink_to(checkout / "worker")
             if not (links / "asyncckpt" / "__init__.py").exists():
                 sys.exit(f"{checkout} is no checkout of asyncckpt: it has no asyncckpt/__init__.py")
-        yield place
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+        yield Path(place)
 
 
 class Run:
@@ -243,15 +236,12 @@ class Run:
 
     def round(self, number: int, checkout: Path) -> Row:
         """Make one round in a process that imports `asyncckpt` from a checkout, within the budget of all rounds."""
-        directory = Path(tempfile.mkdtemp(dir=self._place))
         links = self._place / f"links-{self.checkouts.index(checkout)}"
-        given = (self._name, vars(self.options), directory, number, self.rows[checkout])
         how: dict[str, Any] = {"environment": {"PYTHONPATH": str(links)}, "cwd": links, "own_worker": True}
-        try:
+        with tempfile.TemporaryDirectory(dir=self._place, ignore_cleanup_errors=True) as directory:
+            given = (self._name, vars(self.options), directory, number, self.rows[checkout])
             row, facts = processes.call(round_in_process, *given, deadline_s=self.options.budget_s, echo=True, **how)
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
-            machine.until_discarded(self._place)
+        machine.until_discarded(self._place)
         self.result.update(facts)
         return dict(row)
 

@@ -41,9 +41,11 @@ QUESTION = Question(
         "contenders/*/memory_over_state",
         *(f"contenders/*/loads/{load}_s" for load in ("disk/cold", "disk/warm", "memory/warm")),
     ],
-    states=("gpt", "small", "large", "tiny"),
-    options={"only": {"": ["all"], "large": ["best"]}, "saves": {"": 6, "large": 3, "tiny": 2}},
+    options={
+        "state": ("gpt", "small", "large", "tiny"),
+        "only": {"": ["all"], "large": ["best"]},
+        "saves": {"": 6, "large": 3, "tiny": 2},
+    },
     smallest="--state tiny",
     suite=(),
-    budget_s=2700.0,
 )

@@ -19,7 +19,7 @@ import torch
 import asyncckpt
 from benchmarks import machine
 from benchmarks.figures import Row
-from benchmarks.limits import BUFFER_NBYTES, CHOICES, memory, read_s
+from benchmarks.limits import BUFFER_NBYTES, CHOICES, memory, move_s
 from benchmarks.questions.load import save
 from benchmarks.runner import Context, Question
 
@@ -48,16 +48,16 @@ def run(context: Context) -> Row:
 
 
 def _pair(context: Context, source: Path, to: str, buffer: mmap.mmap) -> Row:
-    largest = max(machine.files_of(source), key=lambda file: file.stat().st_size)
+    largest = machine.largest_file(source)
     scale = sum(file.stat().st_size for file in machine.files_of(source)) / largest.stat().st_size
     copy, target = context.directory / "copy", context.directory / "target"
     found: Row = defaultdict(list)
-    for block, threads in context.in_turn(TRIES):
+    for choice in context.in_turn(TRIES):
         machine.drop_cache(source)
-        found["copies_s"].append(scale * read_s(largest, buffer, block, threads, into=copy))
+        found["copies_s"].append(scale * move_s(buffer, *choice, source=largest, target=copy))
         machine.remove(copy)
         machine.drop_cache(source)
-        found["reads_s"].append(scale * read_s(largest, buffer, block, threads))
+        found["reads_s"].append(scale * move_s(buffer, *choice, source=largest))
         for name, read_back in (("once", False), ("read_back", True)):
             work = partial(asyncckpt.convert, source, target, to=to, read_back=read_back)  # imported before the clock
             machine.drop_cache(source)

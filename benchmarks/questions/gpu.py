@@ -79,9 +79,8 @@ def _copy_alone(context: Context, loop: Loop, checkpointer: asyncckpt.AsyncCheck
 QUESTION = Question(
     run,
     [*shown(KINDS), "alone/copy_s / alone/pinned_s"],
-    options={"device": "cuda", "saves": 6, "quiet_steps": 10},
+    options={"device": ("cuda", "cpu"), "saves": 6, "quiet_steps": 10},
     smallest="--device cpu --saves 1 --quiet-steps 1",
     suite=(),
-    budget_s=1500.0,
     label=lambda: "-".join(torch.cuda.get_device_name().lower().split()) if torch.cuda.is_available() else "none",
 )

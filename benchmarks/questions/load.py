@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import asyncckpt
 from benchmarks import machine, training_cost, workloads
 from benchmarks.figures import Row
-from benchmarks.limits import BUFFER_NBYTES, CHOICES, memory, read_s
+from benchmarks.limits import BUFFER_NBYTES, CHOICES, memory, move_s
 from benchmarks.machine import timed
 from benchmarks.runner import Context, Question
 
@@ -56,7 +56,7 @@ def run(context: Context) -> Row:
         return timed(partial(work, path))
 
     def read(choice: tuple[int, int], path: Path) -> float:
-        return read_s(shard_of(path), buffer, *choice)
+        return move_s(buffer, *choice, source=machine.largest_file(path))
 
     reads = [partial(read, choice) for choice in CHOICES]
     ways: dict[str, Callable[[], Row]] = {
@@ -85,17 +85,11 @@ def save(state: Any, path: Path) -> None:
         checkpointer.save(state, path)
 
 
-def shard_of(path: Path) -> Path:
-    """Return the largest shard file of a checkpoint."""
-    return max(path.glob("*.safetensors"), key=lambda file: file.stat().st_size)
-
-
 QUESTION = Question(
     run,
     ["*/s", "*/cpu_s", "cold/s / safetensors cold/s"],
-    states=("gpt", "small", "large", "tiny"),
+    options={"state": ("gpt", "small", "large", "tiny")},
     smallest="--state tiny",
     suite=("gpt", "small", "large"),
     rounds=7,
-    budget_s=900.0,
 )

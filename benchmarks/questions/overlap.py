@@ -54,9 +54,7 @@ def shown(kinds: Iterable[str]) -> list[str]:
 QUESTION = Question(
     run,
     shown(KINDS),
-    states=("gpt", "small", "large", "tiny"),
-    options={"saves": {"": 6, "large": 3}},
+    options={"state": ("gpt", "small", "large", "tiny"), "saves": {"": 6, "large": 3}},
     smallest="--state tiny --saves 1",
     suite=("gpt", "large"),
-    budget_s=1200.0,
 )

@@ -30,8 +30,7 @@ def run(context: Context) -> Row:
 QUESTION = Question(
     run,
     ["limits/*", *(figure for arrangement in ARRANGEMENTS for figure in training_cost.shown(arrangement))],
-    states=("gpt", "tiny"),
-    options={"only": ["asyncckpt", "dcp.save", "dcp.async_save, thread"], "saves": 6},
+    options={"state": ("gpt", "tiny"), "only": ["asyncckpt", "dcp.save", "dcp.async_save, thread"], "saves": 6},
     smallest="--state tiny --saves 2",
     suite=("gpt",),
 )

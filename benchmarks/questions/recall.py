@@ -56,7 +56,7 @@ def save_and_die(state: str, path: str) -> float:
 QUESTION = Question(
     run,
     ["loads/*", "loads/memory_s / loads/copy_before_memory_s", "stall_s/*", "stall_s/warm / stall_s/fresh"],
-    states=("gpt", "tiny"),
+    options={"state": ("gpt", "tiny")},
     smallest="--state tiny",
     suite=("gpt",),
 )

@@ -72,9 +72,7 @@ def _worker_starts(directory: Path) -> dict[str, list[float]]:
 QUESTION = Question(
     run,
     ["limits/*", "saves/*", "first_save/*", "windowed/*", "windowed/written_s / saves/written_s", "worker/*"],
-    states=("gpt", "small", "large", "tiny"),
-    options={"saves": {"": 6, "large": 3}},
+    options={"state": ("gpt", "small", "large", "tiny"), "saves": {"": 6, "large": 3}},
     smallest="--state tiny --saves 2",
     suite=("gpt", "small", "large"),
-    budget_s=900.0,
 )

@@ -177,13 +177,16 @@ def test_a_function_that_fails_or_takes_too_long_says_why(monkeypatch: pytest.Mo
 
 def test_options_of_a_question_depend_on_the_state(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[argparse.Namespace] = []
-    asked = Question(lambda context: {}, [], states=("gpt", "large"), options={"saves": {"": 6, "large": 3}})
+    asked = Question(lambda context: {}, [], {"state": ("gpt", "large"), "saves": {"": 6, "large": 3}, "only": ["all"]})
     monkeypatch.setattr(runner, "question", lambda name: asked)
     monkeypatch.setattr(Run, "round", lambda run, *_: seen.append(run.options) or {})
-    for arguments in ([], ["--state", "large"], ["--state", "large", "--saves", "7"]):
+    for arguments in ([], ["--state", "large"], ["--state", "large", "--saves", "7", "--only", "a", "b"]):
         given = [*arguments, "--rounds", "1", "--out", str(tmp_path / "r.json"), "--dir", str(tmp_path)]
         assert runner.main("overlap", given) == 0
     assert [(one.state, one.saves) for one in seen] == [("gpt", 6), ("large", 3), ("large", 7)]
+    assert [one.only for one in seen] == [["all"], ["all"], ["a", "b"]]
+    with pytest.raises(SystemExit, match="2"):
+        runner.main("overlap", ["--state", "other"])
 
 
 # ---- figures and targets
@@ -236,17 +239,15 @@ def test_a_limit_is_the_best_of_its_choices_and_leaves_nothing(
     monkeypatch.setattr(machine, "until_discarded", lambda directory: None)
     read: list[tuple[int, int]] = []
 
-    def write_s(path: pathlib.Path, source: mmap.mmap, *choice: int) -> float:
-        path.write_bytes(source[:1])
-        return 0.5 if choice == limits.CHOICES[-1] else 1.0
-
-    def read_s(path: pathlib.Path, buffer: mmap.mmap, block: int, threads: int) -> float:
-        assert path.exists() and block * threads <= len(buffer)
+    def move_s(memory: mmap.mmap, block: int, threads: int, **files: pathlib.Path) -> float:
+        if "target" in files:
+            files["target"].write_bytes(memory[:1])
+            return 0.5 if (block, threads) == limits.CHOICES[-1] else 1.0
+        assert files["source"].exists() and block * threads <= len(memory)
         read.append((block, threads))
         return 0.7 if (block, threads) == limits.CHOICES[0] else 1.0
 
-    monkeypatch.setattr(limits, "write_s", write_s)
-    monkeypatch.setattr(limits, "read_s", read_s)
+    monkeypatch.setattr(limits, "move_s", move_s)
     found = limits.measure(str(tmp_path), 4096)
     assert (found["write_s"], found["read_fresh_s"], found["read_again_s"]) == (0.5, 0.7, 0.7) and found["copy_s"] > 0
     assert sorted(read[::2]) == sorted(read[1::2]) == sorted(limits.CHOICES), "each reads new files, and others again"
@@ -257,8 +258,13 @@ def test_a_limit_is_the_best_of_its_choices_and_leaves_nothing(
 def test_limits_write_read_and_copy_every_byte(tmp_path: pathlib.Path) -> None:
     source, buffer, path = limits.memory(3 * limits.MIB), limits.memory(2 * limits.MIB), tmp_path / "file"
     source[:] = random.Random(1).randbytes(len(source))
-    assert limits.write_s(path, source, limits.MIB, 2) > 0 and path.read_bytes() == source[:]
-    assert limits.read_s(path, buffer, limits.MIB, 2, into=tmp_path / "copy") > 0
+    assert limits.move_s(source, limits.MIB, 2, target=path) > 0 and path.read_bytes() == source[:]
+    assert limits.move_s(buffer, limits.MIB, 2, source=path, target=tmp_path / "copy") > 0
     assert (tmp_path / "copy").read_bytes() == source[:]
+    assert limits.move_s(buffer, limits.MIB, 2, source=path) > 0
+    last = {buffer[: limits.MIB], buffer[limits.MIB :]}  # the first thread has read the first and the third block
+    assert last == {source[2 * limits.MIB :], source[limits.MIB : 2 * limits.MIB]}
+    with pytest.raises(FileExistsError):
+        limits.move_s(source, limits.MIB, 2, target=path)
     target = limits.memory(len(source), shared=True)
     assert limits.copy_s(target, source) > 0 and target[:] == source[:]
