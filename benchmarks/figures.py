@@ -29,24 +29,16 @@ def flat(value: Any, path: str = "") -> dict[str, list[float]]:
 
 def matches(result: Row, figure: str) -> dict[str, list[float]]:
     """Return the values of a figure over all rounds; if it has a `*`, by what that stands for, else under ""."""
+    over, _, under = figure.partition(" / ")
+    pattern = re.compile(re.escape(over).replace(r"\*", "(?P<match>[^/]*)"))
     found: dict[str, list[float]] = {}
-    for row in result["rounds"]:
-        numbers = flat(row)
-        over, _, under = figure.partition(" / ")
-        for match in _stands_for(over, numbers):
-            values = numbers.get(over.replace("*", match), [])
-            if under:
-                values = _ratios(values, numbers.get(under.replace("*", match), []))
-            if values:
-                found.setdefault(match, []).extend(values)
-    return found
-
-
-def _stands_for(figure: str, names: Iterable[str]) -> list[str]:
-    if "*" not in figure:
-        return [""]
-    pattern = re.compile(re.escape(figure).replace(r"\*", "([^/]*)"))
-    return list(dict.fromkeys(found[1] for found in map(pattern.fullmatch, names) if found))
+    for numbers in map(flat, result["rounds"]):
+        for path, values in numbers.items():
+            if hit := pattern.fullmatch(path):
+                match = hit.groupdict().get("match", "")
+                divisors = numbers.get(under.replace("*", match), [])
+                found.setdefault(match, []).extend(_ratios(values, divisors) if under else values)
+    return {match: values for match, values in found.items() if values}
 
 
 def _ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:

@@ -27,7 +27,6 @@ limits (`best` in older result files), one of these was the best 37 times, and a
 
 COPY_THREADS = (1, 2, 4)
 BUFFER_NBYTES = max(block * threads for block, threads in CHOICES)
-DEADLINE_S = 300.0
 
 
 def memory(nbytes: int, *, shared: bool = False) -> mmap.mmap:
@@ -120,4 +119,4 @@ def measure_apart(directory: Path, nbytes: int) -> dict[str, float]:
     Raises:
         processes.ProcessError: They cannot be measured.
     """
-    return dict(processes.call(measure, str(directory), nbytes, deadline_s=DEADLINE_S))
+    return dict(processes.call(measure, str(directory), nbytes))

@@ -111,14 +111,10 @@ def until_discarded(directory: Path) -> None:
         device = os.fstat(fd).st_dev
     finally:
         os.close(fd)
-    began = since = time.monotonic()
-    last = _discards(device)
-    while last and time.monotonic() - began < DISCARD_WAIT_S:
-        time.sleep(DISCARDED_S / 10)
-        found = _discards(device)
-        if found != last:
-            last, since = found, time.monotonic()
-        elif time.monotonic() - since > DISCARDED_S:
+    deadline = time.monotonic() + DISCARD_WAIT_S
+    while (before := _discards(device)) and time.monotonic() < deadline:
+        time.sleep(DISCARDED_S)
+        if _discards(device) == before:
             break
 
 

@@ -32,7 +32,7 @@ class ProcessError(Exception):
 def call(
     function: Callable[..., Any],
     *arguments: Any,
-    deadline_s: float,
+    deadline_s: float = 300.0,
     ranks: int = 0,
     own_worker: bool = False,
     echo: bool = False,

@@ -29,13 +29,7 @@ from benchmarks import machine, processes, workloads
 from benchmarks.contenders import CONTENDERS, OURS, Contender
 from benchmarks.figures import Row
 from benchmarks.runner import Context
-from benchmarks.workloads import GPT, Loop
-
-SAVE_S = 120.0
-"""A save that takes longer is an error of the contender."""
-
-CONTENDER_S = 180.0
-"""Deadline of a contender in a round."""
+from benchmarks.workloads import GPT, SAVE_S, Loop
 
 SAMPLE_S = 0.05
 MEMORY_SAVES = 2
@@ -68,7 +62,7 @@ def contend(context: Context, place: str, names: Iterable[str], ranks: int = 0) 
         directory.mkdir(exist_ok=True)
         given = (name, context.options.state, place if ranks else "", context.options.saves, directory)
         try:
-            found[name] = processes.call(measure, *given, deadline_s=CONTENDER_S, ranks=ranks, own_worker=True)
+            found[name] = processes.call(measure, *given, ranks=ranks, own_worker=True)
         except processes.ProcessError as error:
             if name in OURS:
                 raise

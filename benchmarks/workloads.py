@@ -60,6 +60,9 @@ class ManyTensors(nn.Module):
         return torch.stack([w.sum() for w in self.weights[::100]]).sum()
 
 
+SAVE_S = 120.0
+"""A save that takes longer has failed."""
+
 AHEAD = 2
 """How many steps may be launched on a GPU and not have ended: a training that reads its loss is no further ahead."""
 

@@ -25,8 +25,8 @@ from benchmarks.call_counts import Counts, counting_worker
 from benchmarks.figures import Row
 from benchmarks.questions.convert import write_source
 from benchmarks.runner import Context, Question
+from benchmarks.workloads import SAVE_S
 
-SAVE_S = 120.0
 WARM, N_OPERATIONS = 3, 5
 """Operations of a kind before the one that is counted, and kinds."""
 

@@ -19,9 +19,9 @@ from asyncckpt.staging import cpu_copy, memcopy
 from benchmarks import machine, workloads
 from benchmarks.figures import Row
 from benchmarks.runner import Context, Question
+from benchmarks.workloads import SAVE_S
 
 STAGINGS = ("overlap", "blocking")
-SAVE_S = 300.0
 
 
 class CopyClock:

@@ -25,8 +25,6 @@ from benchmarks.runner import Context, Question
 CASES = ((4, 0, 2, 1), (2, 0, 4, 1), (4, 1, 2, 0))
 """(ranks that saved, the dimension that they sharded, ranks that load, the dimension that they want sharded)."""
 
-DEADLINE_S = 300.0
-
 
 def run(context: Context) -> Row:
     """Save and load every case."""
@@ -37,8 +35,8 @@ def run(context: Context) -> Row:
     path = context.directory / "checkpoint"
     for saved_by, saved_dim, loaded_by, loaded_dim in context.in_turn(CASES):
         given = (str(path), n_tensors, size)
-        processes.call(save, *given, saved_dim, deadline_s=DEADLINE_S, ranks=saved_by)
-        found = processes.call(load, *given, loaded_dim, context.number, deadline_s=DEADLINE_S, ranks=loaded_by)
+        processes.call(save, *given, saved_dim, ranks=saved_by)
+        found = processes.call(load, *given, loaded_dim, context.number, ranks=loaded_by)
         row[f"{saved_by} x Shard({saved_dim}) to {loaded_by} x Shard({loaded_dim})"] = found
         machine.remove(path)
     return row

@@ -20,14 +20,13 @@ import asyncckpt
 from benchmarks import machine, workloads
 from benchmarks.contenders import dcp_async, ours
 from benchmarks.figures import Row
-from benchmarks.questions.overlap import Kinds, alternate, shown
+from benchmarks.questions.overlap import Kinds, alternate
 from benchmarks.runner import Context, Question
-from benchmarks.workloads import Loop
+from benchmarks.workloads import SAVE_S, Loop
 
 KINDS: Kinds = {kind: partial(ours, prepared=True, staging=kind) for kind in ("overlap", "device", "blocking")} | {
     "dcp_async": dcp_async
 }
-SAVE_S = 600.0
 PINNED_TRIES = 3
 
 
@@ -78,7 +77,7 @@ def _copy_alone(context: Context, loop: Loop, checkpointer: asyncckpt.AsyncCheck
 
 QUESTION = Question(
     run,
-    [*shown(KINDS), "alone/copy_s / alone/pinned_s"],
+    ["quiet_step_s", *(f"{kind}/*" for kind in KINDS), "first_save/*/stall_s", "alone/copy_s / alone/pinned_s"],
     options={"device": ("cuda", "cpu"), "saves": 6, "quiet_steps": 10},
     smallest="--device cpu --saves 1 --quiet-steps 1",
     suite=(),

@@ -7,7 +7,7 @@ each kind comes after `prepare()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 
@@ -42,18 +42,9 @@ def alternate(context: Context, loop: Loop, kinds: Kinds, quiet_steps: int = 1) 
     return row | {kind: rows[1:] for kind, rows in saves.items()}
 
 
-def shown(kinds: Iterable[str]) -> list[str]:
-    """Return what is printed of some kinds."""
-    found = ["quiet_step_s"]
-    for kind in kinds:
-        found += [f"{kind}/{figure}" for figure in ("stall_s", "save_s", "lost_s", "step_ratio", "durable_s")]
-        found += [f"first_save/{kind}/{figure}" for figure in ("stall_s", "lost_s")]
-    return found
-
-
 QUESTION = Question(
     run,
-    shown(KINDS),
+    ["quiet_step_s", "overlap/*", "blocking/*", "first_save/*/stall_s", "first_save/*/lost_s"],
     options={"state": ("gpt", "small", "large", "tiny"), "saves": {"": 6, "large": 3}},
     smallest="--state tiny --saves 1",
     suite=("gpt", "large"),

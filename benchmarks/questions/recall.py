@@ -15,8 +15,7 @@ from benchmarks import machine, processes, workloads
 from benchmarks.figures import Row
 from benchmarks.limits import copy_s, memory
 from benchmarks.runner import Context, Question
-
-SAVE_S = 300.0
+from benchmarks.workloads import SAVE_S
 
 
 def run(context: Context) -> Row:
@@ -28,7 +27,7 @@ def run(context: Context) -> Row:
     row: Row = {"loads": [], "stall_s": {}}
     for which in ("fresh", "warm"):
         path = context.directory / which
-        row["stall_s"][which] = processes.call(save_and_die, state, str(path), deadline_s=SAVE_S)
+        row["stall_s"][which] = processes.call(save_and_die, state, str(path))
         deadline = time.monotonic() + SAVE_S
         while not asyncckpt.held_snapshots(path) and time.monotonic() < deadline:
             time.sleep(0.01)  # until the worker has seen its death

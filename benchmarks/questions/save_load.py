@@ -17,8 +17,8 @@ from benchmarks import machine, workloads
 from benchmarks.figures import Row
 from benchmarks.limits import copy_s, measure_apart, memory
 from benchmarks.runner import Context, Question
+from benchmarks.workloads import SAVE_S
 
-SAVE_S = 300.0
 STARTS = 3
 """How often a worker is started in a round."""
 
