@@ -260,9 +260,12 @@ def torch_checkpointing(loop: Loop) -> Contender:
 
     def save(path: Path, state: State) -> Saved:
         written = manager.save(str(path), state)
+        assert written is not None
         return Saved(manager._staging_future or DONE, flushed(written, path))
 
-    return Contender(save, lambda path: loop.take(manager.load(str(path), into=loop.state())), close=manager.close)
+    return Contender(
+        save, lambda path: loop.take(dict(manager.load(str(path), into=loop.state()))), close=manager.close
+    )
 
 
 CONTENDERS: dict[str, Callable[[Loop], Contender]] = {
