@@ -114,7 +114,7 @@ def measure(name: str, state: str, arrangement: str, saves: int, directory: str)
 def save_in_turn(
     loop: Loop, contenders: Mapping[str, Contender], names: Iterable[str], path: Path, quiet_steps: int = 1
 ) -> tuple[list[float], dict[str, list[Row]]]:
-    """Save beside a loop, and make steps without a save before, between and afterwards.
+    """Save beside a loop, and make steps without a save before, between and afterwards: once the disk is quiet again.
 
     Args:
         loop: What trains.
@@ -130,12 +130,12 @@ def save_in_turn(
     quiet, found = [quiet_step_s(loop, quiet_steps)], {name: list[Row]() for name in contenders}
     for name in names:
         print(f"saving: {name}", flush=True)
-        _meet()
         found[name].append(save(loop, contenders[name], path))
         _meet()
-        quiet.append(quiet_step_s(loop, quiet_steps))
         if _world_size() == 1 or dist.get_rank() == 0:
             machine.remove(path)
+        _meet()
+        quiet.append(quiet_step_s(loop, quiet_steps))
     for row in (row for rows in found.values() for row in rows):
         expected_s = len(row["steps_s"]) * statistics.median(quiet)
         row["lost_s"] = row["until_s"] - expected_s
@@ -145,7 +145,7 @@ def save_in_turn(
 
 
 def quiet_step_s(loop: Loop, count: int) -> float:
-    """Make steps that begin and end with an idle GPU; return the seconds of one."""
+    """Make steps that begin and end with an idle GPU, and end on all ranks; return the seconds of one."""
     loop.settle()
     began = time.perf_counter()
     for _ in range(count):
