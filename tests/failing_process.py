@@ -85,7 +85,7 @@ def streamed(way: str, put: Callable[[object, str, Any], None] = setattr) -> dic
         return {"arena_limit_bytes": 1_500_000}
     put(slot_stream, "STREAMED_FROM_NBYTES", 1)
     put(cpu_copy, "DEFERRED_FROM_NBYTES", 0)
-    put(overlap, "cores_to_spare", lambda: True)
+    put(overlap, "has_idle_core", lambda: True)
     return {"staging": "overlap"}
 
 

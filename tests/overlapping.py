@@ -12,8 +12,8 @@ import torch
 from real_worker import DEADLINE_S, wait_until
 
 from asyncckpt.staging import cpu_copy, overlap
-from asyncckpt.staging.cpu_copy import Share, SlotImage
-from asyncckpt.staging.deferred_copy import Copier
+from asyncckpt.staging.cpu_copy import CopyWork, SlotImage
+from asyncckpt.staging.deferred_copy import BackgroundCopier
 
 COPIER = "asyncckpt-overlap"
 
@@ -21,7 +21,7 @@ COPIER = "asyncckpt-overlap"
 def copy_all_behind(put: Callable[[object, str, Any], None] = setattr) -> None:
     """Let copies run behind the training whatever they cost: also of small tensors, and on cores that are all busy."""
     put(cpu_copy, "DEFERRED_FROM_NBYTES", 0)
-    put(overlap, "cores_to_spare", lambda: True)
+    put(overlap, "has_idle_core", lambda: True)
 
 
 class Gate:
@@ -34,20 +34,20 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.waited, self._open = threading.Event(), threading.Event(), threading.Event()
-        copy, wait = SlotImage.copy, Copier.wait
+        copy, wait = SlotImage.copy, BackgroundCopier.wait
 
-        def held(image: SlotImage, tensors: Sequence[torch.Tensor], share: Share, *pace: Any) -> None:
+        def held(image: SlotImage, tensors: Sequence[torch.Tensor], work: CopyWork, *options: Any) -> None:
             if threading.current_thread().name == COPIER:
                 self.reached.set()
                 assert self._open.wait(DEADLINE_S)
-            copy(image, tensors, share, *pace)
+            copy(image, tensors, work, *options)
 
-        def noted(copier: Copier, timeout_s: float, **options: Any) -> Any:
+        def noted(copier: BackgroundCopier, timeout_s: float, **options: Any) -> Any:
             self.waited.set()
             return wait(copier, timeout_s, **options)
 
         monkeypatch.setattr(SlotImage, "copy", held)
-        monkeypatch.setattr(Copier, "wait", noted)
+        monkeypatch.setattr(BackgroundCopier, "wait", noted)
 
     def open(self) -> None:
         """Let them go."""

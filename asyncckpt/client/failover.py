@@ -16,7 +16,7 @@ from asyncckpt.basics.process_lifecycle import BackgroundThread
 from asyncckpt.client.connection import Connection
 from asyncckpt.client.pending_saves import PendingSaves, Unended
 from asyncckpt.client.session import Session
-from asyncckpt.client.slot import LentSlot
+from asyncckpt.client.slot import Slot
 from asyncckpt.client.slot_lender import LATEST_S, is_granted_in_time
 from asyncckpt.client.slot_pool import SlotPool
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, WorkerUnavailableError
@@ -49,7 +49,7 @@ class Takeover:
         *,
         endpoint: str,
         timeout_s: float,
-        announce: Callable[[Session, Unended, LentSlot], None],
+        announce: Callable[[Session, Unended, Slot], None],
         on_given_up: Callable[[list[str], AsyncCkptError], None],
     ) -> None:
         self._pool, self._pending, self._lock = pool, pending, lock
@@ -71,7 +71,7 @@ class Takeover:
             if slot.session != session.name:
                 self._hand_over(session, slot)
 
-    def _hand_over(self, session: Session, slot: LentSlot) -> None:
+    def _hand_over(self, session: Session, slot: Slot) -> None:
         if slot.handovers >= MAX_HANDOVERS:
             return self._give_up(
                 slot,
@@ -127,7 +127,7 @@ class Takeover:
                 slot.handovers -= 1  # taken over alive: what nobody does anything with kills no worker from here on
         return None
 
-    def _give_up(self, slot: LentSlot, error: AsyncCkptError) -> None:
+    def _give_up(self, slot: Slot, error: AsyncCkptError) -> None:
         with self._lock:
             found = self._pending.unended(slot.user)
             self._pool.orphan(slot)

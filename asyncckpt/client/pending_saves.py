@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from asyncckpt.client.save_outcomes import Send
-from asyncckpt.client.slot import LentSlot
+from asyncckpt.client.slot import Slot
 from asyncckpt.errors import AsyncCkptError, CommitTimeoutError, WorkerUnavailableError, from_wire
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol import messages, save_phases
@@ -74,7 +74,7 @@ class StagedSnapshot:
         save_id: SaveId,
         step: int,
         path: str,
-        slot: LentSlot,
+        slot: Slot,
         nbytes: int,
         seconds: dict[str, float],
         began: float,

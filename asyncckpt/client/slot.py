@@ -1,5 +1,6 @@
-"""Memory that a state is copied into: a slot of this process, or private memory. Copies, pin, views, mapping end in
-this order.
+"""Memory that a state is copied into: a slot of this process, or private memory of a save without a worker.
+
+It ends in this order: copies, pin, views, mapping.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ class Views(Protocol):
 
     @property
     def plan(self) -> SavePlan:
-        """What they were made for."""
+        """The plan that they were made for."""
+
+    def lay_out(self) -> None:
+        """Write again what all saves have in common, after other views were used for the memory."""
 
     def settle(self) -> None:
         """Wait until no thread copies into them."""
 
 
 class Pinned(Protocol):
-    """What pins the memory."""
+    """The pinning of the memory."""
 
     @property
     def held(self) -> bool:
@@ -40,32 +44,36 @@ class Pinned(Protocol):
 
 
 class InFlight(Protocol):
-    """Copies that run without a thread of this process."""
+    """Copies by devices, which run without a thread of this process."""
 
     def ended(self) -> bool:
-        """Whether none runs any more; raises RuntimeError when that cannot be told. Does not wait."""
+        """Whether none runs any more. Does not wait.
+
+        Raises:
+            RuntimeError: A device does not answer.
+        """
 
     def settle(self) -> bool:
         """Wait, for a limited time, until none runs any more; says whether that is so."""
 
 
 @dataclass(eq=False, kw_only=True)
-class Room(ABC):
-    """See the module. One owner.
+class StagingBuffer(ABC):
+    """Memory that a state is copied into. It has one owner.
 
     Attributes:
-        views: Into the memory, for the plan that it was last used for.
-        kept: As `views`, for other plans, the latest last.
-        pin: Of the memory, once a tensor of a device was copied into it.
-        in_flight: Copies of devices into it that may still run.
-        lost: It cannot be told whether they do.
+        views: Views for the plan that the memory was last used for.
+        cached_views: Views for other plans, the latest last.
+        pin: Its pinning, once a tensor of a device was copied into it.
+        in_flight: Copies by devices that may still run.
+        device_state_unknown: A device does not answer whether they do.
     """
 
     views: Views | None = None
-    kept: list[Views] = field(default_factory=list)
+    cached_views: list[Views] = field(default_factory=list)
     pin: Pinned | None = None
     in_flight: InFlight | None = None
-    lost: bool = False
+    device_state_unknown: bool = False
 
     @property
     @abstractmethod
@@ -82,9 +90,9 @@ class Room(ABC):
             if self.in_flight is not None and self.in_flight.ended():
                 self.in_flight = None
         except RuntimeError as error:
-            if not self.lost:
+            if not self.device_state_unknown:
                 _log.error("memory is lost, since nothing tells whether a device still copies into it: %s", error)
-            self.lost = True
+            self.device_state_unknown = True
         return self.in_flight is None
 
     def settle(self) -> None:
@@ -104,13 +112,13 @@ class Room(ABC):
             _log.error("%d bytes stay mapped, since a device may still copy into them", self.mapping.nbytes)
             return
         self.pin = self.views = None  # the views go before the mapping
-        self.kept.clear()
+        self.cached_views.clear()
         self._unmap()
 
 
 @dataclass(eq=False, kw_only=True)
-class PrivateRoom(Room):
-    """Memory of this process alone."""
+class PrivateStagingBuffer(StagingBuffer):
+    """Memory of this process alone, for a save without a worker."""
 
     memory: Mapping
 
@@ -124,15 +132,15 @@ class PrivateRoom(Room):
 
 
 @dataclass(eq=False, kw_only=True)
-class LentSlot(Room):
+class Slot(StagingBuffer):
     """A slot of this process; closed by the pool only.
 
     Attributes:
-        number: The worker's name for it.
+        number: The worker's number for it.
         memory: Its mapping.
-        session: The session that it was lent to, or handed to.
-        generation: Of the snapshot that it holds or receives.
-        user: The save that uses it, or None.
+        session: Name of the session that it was lent to, or handed to.
+        generation: Generation of the snapshot that it holds or receives.
+        user: ID of the save that uses it, or None.
         used: Grows with every use of a slot of this pool.
         staging: The training thread is copying into it; nobody else unmaps it.
         orphaned: Its worker is gone, and no other one takes it over; it is closed instead of reused.
@@ -157,9 +165,9 @@ class LentSlot(Room):
         """Return the save id of the snapshot of `generation` if that was committed, else ""."""
         return str(self.committed[0]) if self.committed is not None and self.committed[1] == generation else ""
 
-    def knows(self, plan: SavePlan) -> bool:
+    def has_views_for(self, plan: SavePlan) -> bool:
         """Whether there are views for `plan`, or for one of the same layout."""
-        return any(views is not None and views.plan.layout is plan.layout for views in (self.views, *self.kept))
+        return any(views is not None and views.plan.layout is plan.layout for views in (self.views, *self.cached_views))
 
     @property
     def mapping(self) -> Mapping:
@@ -175,6 +183,6 @@ class LentSlot(Room):
         self.memory.close()
 
 
-def what_is_saved(save_id: SaveId, step: int | None) -> str:
+def describe_save(save_id: SaveId, step: int | None) -> str:
     """Return how errors name a save; `step` is None where only rank 0 will know it."""
     return f"save {save_id}" if step is None else f"step {step}"

@@ -9,7 +9,7 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from asyncckpt.client.session import DIED, Session
-from asyncckpt.client.slot import LentSlot
+from asyncckpt.client.slot import Slot
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import SlotError
@@ -106,7 +106,7 @@ class SlotLender:
         self._endpoint, self._timeout_s, self._attempts = endpoint, timeout_s, attempts
         self._late: Future[messages.Message] | None = None
 
-    def allocate(self, nbytes: int, within_s: float | None = None) -> LentSlot | None:
+    def allocate(self, nbytes: int, within_s: float | None = None) -> Slot | None:
         """Return a slot of `nbytes`, or little more. Blocks until the worker has made it, or found one that it kept.
 
         Args:
@@ -122,7 +122,7 @@ class SlotLender:
             self._connect, lambda session: self._allocate(session, nbytes, within_s), self._attempts
         )
 
-    def _allocate(self, session: Session, nbytes: int, within_s: float | None) -> LentSlot | None:
+    def _allocate(self, session: Session, nbytes: int, within_s: float | None) -> Slot | None:
         timeout_s = self._timeout_s if within_s is None else min(within_s, self._timeout_s)
         future = self._asked(session, nbytes, time.monotonic() + timeout_s)
         if future is None and within_s is not None:
@@ -152,7 +152,7 @@ class SlotLender:
             ) from error
         # One that was lent before, and is warm, goes on from the generation that it holds.
         generation = memory.control.generation
-        return LentSlot(number=reply.slot, memory=memory, session=session.name, generation=generation)
+        return Slot(number=reply.slot, memory=memory, session=session.name, generation=generation)
 
     def _asked(self, session: Session, nbytes: int, deadline: float) -> Future[messages.Message] | None:
         """Ask, and return the answer; None: it has not come in time."""
@@ -170,7 +170,7 @@ class SlotLender:
         """Give slot `number` back. Does not wait."""
         self._send(lambda n: messages.Release(id=n, slot=number))
 
-    def give_back(self, slot: LentSlot) -> None:
+    def give_back(self, slot: Slot) -> None:
         """As `release`; a slot of a session that is over is nobody's, and its number another one's by now."""
         session = self._current()
         if session is not None and session.name == slot.session:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from asyncckpt.client.slot import LentSlot, what_is_saved
+from asyncckpt.client.slot import Slot, describe_save
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import (
     CheckpointerClosedError,
@@ -23,58 +23,6 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import PAGE_NBYTES
 from asyncckpt.planning.save_plan import SavePlan
 
-
-class Keeping:
-    """One owner: the pool, under its lock.
-
-    Args:
-        wanted: `keep_in_memory="latest"`. Else nothing is ever kept.
-
-    Attributes:
-        slot: The slot, or None.
-    """
-
-    def __init__(self, *, wanted: bool) -> None:
-        self.wanted = wanted
-        self.slot: LentSlot | None = None
-        self._sequence = -1
-
-    def committed(self, slot: LentSlot, save_id: SaveId) -> None:
-        """The snapshot in `slot` is committed: it is kept, unless a later one is."""
-        slot.committed = (save_id, slot.generation)
-        if self.wanted and save_id.sequence > self._sequence:
-            self.slot, self._sequence = slot, save_id.sequence
-
-    def forget(self, slot: LentSlot) -> None:
-        """The slot is closed."""
-        if slot is self.slot:
-            self.slot = None
-
-    def is_idle(self, slot: LentSlot) -> bool:
-        """Whether no save uses the slot, and none will need what it holds."""
-        return slot.free and slot is not self.slot
-
-
-def too_large(what: str, nbytes: int, several: int, limit: int) -> InsufficientMemoryError:
-    """Return the error of a save, `what`, of which `several` slots of `nbytes` are more than there may be."""
-    slots = "two slots, since keep_in_memory='latest', each" if several > 1 else "a slot"
-    return InsufficientMemoryError(
-        f"{what}: the snapshot needs {slots} of {nbytes} bytes, arena_limit_bytes is {limit}, which is too little for "
-        "segments of it too; raise the limit",
-        nbytes=several * nbytes,
-        limit=limit,
-    )
-
-
-def no_room_beside_kept(what: str, limit: int | None, kept_nbytes: int) -> InsufficientMemoryError:
-    """Return the error of a save, `what`, that would need a slot beside the one that is kept."""
-    text = (
-        f"{what}: the snapshot does not fit into arena_limit_bytes={limit} beside the one of {kept_nbytes} bytes "
-        "that keep_in_memory='latest' keeps; raise the limit"
-    )
-    return InsufficientMemoryError(text, limit=limit)
-
-
 WAIT_STEP_S = 1.0
 """How often a waiting `acquire` looks up, whatever the condition variable does."""
 
@@ -85,30 +33,83 @@ SPARE_SAVES = 8
 """After so many saves in turn that found all other slots free, one of these is given back. Chosen, not measured."""
 
 
+class RetainedSlot:
+    """The slot that is not overwritten: it holds the newest committed snapshot, for `keep_in_memory="latest"`.
+
+    The pool owns it, under its lock.
+
+    Args:
+        wanted: Whether the user wants a snapshot kept.
+
+    Attributes:
+        slot: The slot, or None.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        self.wanted = wanted
+        self.slot: Slot | None = None
+        self._sequence = -1
+
+    def committed(self, slot: Slot, save_id: SaveId) -> None:
+        """The snapshot in `slot` is committed: it is kept, unless a later one is."""
+        slot.committed = (save_id, slot.generation)
+        if self.wanted and save_id.sequence > self._sequence:
+            self.slot, self._sequence = slot, save_id.sequence
+
+    def forget(self, slot: Slot) -> None:
+        """The slot is closed."""
+        if slot is self.slot:
+            self.slot = None
+
+    def is_idle(self, slot: Slot) -> bool:
+        """Whether no save uses the slot, and none will need what it holds."""
+        return slot.free and slot is not self.slot
+
+
+def _too_large(what: str, nbytes: int, several: int, limit: int) -> InsufficientMemoryError:
+    """Return the error of a save, `what`, that needs `several` slots of `nbytes`, more than `limit`."""
+    slots = "two slots, since keep_in_memory='latest', each" if several > 1 else "a slot"
+    return InsufficientMemoryError(
+        f"{what}: the snapshot needs {slots} of {nbytes} bytes, arena_limit_bytes is {limit}, which is too little for "
+        "segments of it too; raise the limit",
+        nbytes=several * nbytes,
+        limit=limit,
+    )
+
+
+def _no_room_beside_retained(what: str, limit: int | None, kept_nbytes: int) -> InsufficientMemoryError:
+    """Return the error of a save, `what`, that would need a slot beside the one that is kept."""
+    text = (
+        f"{what}: the snapshot does not fit into arena_limit_bytes={limit} beside the one of {kept_nbytes} bytes "
+        "that keep_in_memory='latest' keeps; raise the limit"
+    )
+    return InsufficientMemoryError(text, limit=limit)
+
+
 class SlotPool:
-    """See the module.
+    """The slots of one checkpointer.
 
     Args:
         config: For `slots`, `arena_limit_bytes`, `keep_in_memory`, `on_busy` and `slot_timeout_s`.
-        allocate: Asks the worker for a slot of so many bytes; returns None where it has not answered within so many
-            seconds, if that is not None. Blocks; raises typed errors.
+        allocate: Asks the worker for a slot. Takes bytes, and seconds or None; returns None if the worker has not
+            answered in that time. Blocks; raises typed errors.
         release: Tells the worker that has lent a slot that it is given back.
-        why: Says why no slot becomes free.
+        why: Returns why no slot becomes free, for messages.
     """
 
     def __init__(
         self,
         config: CheckpointerConfig,
-        allocate: Callable[[int, float | None], LentSlot | None],
-        release: Callable[[LentSlot], None],
+        allocate: Callable[[int, float | None], Slot | None],
+        release: Callable[[Slot], None],
         why: Callable[[], str] = str,
     ) -> None:
         self._config, self._allocate, self._release, self._why = config, allocate, release, why
-        self._slots: list[LentSlot] = []
-        self._keeping = Keeping(wanted=config.keep_in_memory == "latest")
+        self._slots: list[Slot] = []
+        self._retained = RetainedSlot(wanted=config.keep_in_memory == "latest")
         self._changed = threading.Condition()
         self._closed = False
-        self._apart = self._uses = 0
+        self._saves_without_overlap = self._uses = 0
 
     def acquire(
         self,
@@ -120,7 +121,7 @@ class SlotPool:
         path: str,
         spare_nbytes: int = 0,
         may_wait: bool = True,
-    ) -> LentSlot:
+    ) -> Slot:
         """Return a slot of at least `nbytes`, marked as used by `save_id`.
 
         Blocks while every slot is in use and the policy is "wait", up to `slot_timeout_s`, and for an allocation, no
@@ -139,10 +140,10 @@ class SlotPool:
             WorkerUnavailableError: The worker cannot be reached.
             CheckpointerClosedError: The pool was closed.
         """
-        what, deadline = what_is_saved(save_id, step), time.monotonic() + self._config.slot_timeout_s
-        limit, several = self._config.arena_limit_bytes, 2 if self._keeping.wanted else 1
+        what, deadline = describe_save(save_id, step), time.monotonic() + self._config.slot_timeout_s
+        limit, several = self._config.arena_limit_bytes, 2 if self._retained.wanted else 1
         if limit is not None and several * nbytes > limit:
-            raise too_large(what, nbytes, several, limit)
+            raise _too_large(what, nbytes, several, limit)
         # With the spare room only where a slot is made: a slot that has used it up is still large enough.
         wanted = nbytes + spare_nbytes
         if limit is not None:
@@ -153,7 +154,7 @@ class SlotPool:
                 # IMPORTANT: asked once. A device's copies end without the lock: a slot may be free a moment later.
                 free = [s for s in self._slots if s.free]
                 in_use = len(free) < len(self._slots)
-                idle = [s for s in free if s is not self._keeping.slot]
+                idle = [s for s in free if s is not self._retained.slot]
                 slot = self._fitting(idle, nbytes, plan)
                 if slot is not None:
                     slot = self._without_spare(slot)
@@ -162,7 +163,7 @@ class SlotPool:
                 may_allocate = self._make_room(wanted, idle, in_use=in_use)
                 if not may_allocate:
                     if not in_use:
-                        raise no_room_beside_kept(what, limit, self.nbytes)
+                        raise _no_room_beside_retained(what, limit, self.nbytes)
                     self._wait(deadline if may_wait else None, save_id, step, path)
                     continue
             slot = self._try_allocate(wanted, deadline)
@@ -177,25 +178,25 @@ class SlotPool:
                 if any(not s.free for s in self._slots):  # the machine has no room for one more: wait for one
                     self._wait(deadline if may_wait else None, save_id, step, path)
 
-    def _use(self, slot: LentSlot, save_id: SaveId) -> None:
+    def _use(self, slot: Slot, save_id: SaveId) -> None:
         self._uses += 1
         slot.user, slot.staging, slot.used = save_id, True, self._uses
 
-    def _without_spare(self, slot: LentSlot) -> LentSlot:
+    def _without_spare(self, slot: Slot) -> Slot:
         """Give a slot back once saves have not overlapped for a while: the smallest, since the largest serves all.
 
         Returns:
             `slot`, which is free and large enough, or another such one in its place.
         """
-        others = [s for s in self._slots if s is not slot and s is not self._keeping.slot]
+        others = [s for s in self._slots if s is not slot and s is not self._retained.slot]
         spare = [s for s in others if s.free]
         if len(spare) < len(others) or not spare:
-            self._apart = 0
+            self._saves_without_overlap = 0
             return slot
-        self._apart += 1
-        if self._apart < SPARE_SAVES:
+        self._saves_without_overlap += 1
+        if self._saves_without_overlap < SPARE_SAVES:
             return slot
-        self._apart = 0
+        self._saves_without_overlap = 0
         largest = max(slot, *spare, key=lambda s: s.memory.nbytes)  # `slot` itself where they are alike
         smallest = min(*spare, slot, key=lambda s: s.memory.nbytes)
         self._drop(smallest, tell=True)
@@ -205,9 +206,9 @@ class SlotPool:
         if self._closed:
             raise CheckpointerClosedError("the checkpointer was closed while a save waited for a slot")
 
-    def _fitting(self, idle: Sequence[LentSlot], nbytes: int, plan: SavePlan | None) -> LentSlot | None:
+    def _fitting(self, idle: Sequence[Slot], nbytes: int, plan: SavePlan | None) -> Slot | None:
         fitting = [s for s in idle if s.memory.nbytes >= nbytes]
-        return min(fitting, key=lambda s: (plan is None or not s.knows(plan), s.memory.nbytes), default=None)
+        return min(fitting, key=lambda s: (plan is None or not s.has_views_for(plan), s.memory.nbytes), default=None)
 
     def fits(self, nbytes: int) -> bool:
         """Whether all slots are in use, and one of them has room for `nbytes`."""
@@ -220,7 +221,7 @@ class SlotPool:
         with self._changed:
             return any(not s.free for s in self._slots)
 
-    def _make_room(self, nbytes: int, idle: Sequence[LentSlot], *, in_use: bool) -> bool:
+    def _make_room(self, nbytes: int, idle: Sequence[Slot], *, in_use: bool) -> bool:
         """Give back idle slots, which are all too small, and say whether one of `nbytes` may be allocated."""
         limit = self._config.arena_limit_bytes
         busy = [s for s in self._slots if s not in idle]
@@ -237,13 +238,13 @@ class SlotPool:
             self._drop(free.pop(0), tell=True)
         return True
 
-    def _try_allocate(self, nbytes: int, deadline: float) -> LentSlot | None:
+    def _try_allocate(self, nbytes: int, deadline: float) -> Slot | None:
         while True:
             try:
-                return self._allocate(nbytes, self._patience(deadline))
+                return self._allocate(nbytes, self._allocation_timeout_s(deadline))
             except InsufficientMemoryError:
                 with self._changed:
-                    free = [s for s in self._slots if self._keeping.is_idle(s)]
+                    free = [s for s in self._slots if self._retained.is_idle(s)]
                     if all(s.free for s in self._slots):
                         raise
                     for slot in free:
@@ -251,14 +252,14 @@ class SlotPool:
                 if not free:
                     return None
 
-    def _patience(self, deadline: float) -> float | None:
+    def _allocation_timeout_s(self, deadline: float) -> float | None:
         if all(s.free for s in list(self._slots)):
             return None
         left = max(0.0, deadline - time.monotonic())
         return left if self._config.on_busy == "wait" else min(left, ANSWER_S)
 
     def _wait(self, deadline: float | None, save_id: SaveId, step: int | None, path: str) -> None:
-        timeout_s, what = self._config.slot_timeout_s, what_is_saved(save_id, step)
+        timeout_s, what = self._config.slot_timeout_s, describe_save(save_id, step)
         facts = {"save_id": str(save_id), "step": step, "path": path}
         users = ", ".join(str(s.user or "copies of a save that has ended") for s in self._slots)
         busy = f"{what} was not saved: every slot is in use (by {users})"
@@ -272,17 +273,17 @@ class SlotPool:
             raise SlotTimeoutError(text, timeout_s=timeout_s, **facts)
         self._changed.wait(min(left, WAIT_STEP_S))
 
-    def staged(self, slot: LentSlot) -> None:
+    def staged(self, slot: Slot) -> None:
         """The training thread is done with the slot: from here only the end of its save, or of its worker, matters."""
         with self._changed:
             slot.staging = False
 
-    def free(self, save_id: SaveId, only: LentSlot | None = None) -> None:
+    def free(self, save_id: SaveId, only: Slot | None = None) -> None:
         """The save has ended, or needs `only` no more: its slot may be used again. Unknown ids are ignored."""
         with self._changed:
             for slot in [s for s in self._slots if s.user == save_id and only in (None, s)]:
                 slot.user, slot.staging, slot.handovers = None, False, 0
-                if slot.orphaned or (not slot.free and slot.lost):
+                if slot.orphaned or (not slot.free and slot.device_state_unknown):
                     self._drop(slot, tell=not slot.orphaned)
             self._changed.notify_all()
 
@@ -292,7 +293,7 @@ class SlotPool:
             for slot in self._slots:
                 slot.handovers = 0
                 if slot.user == save_id and not slot.is_ring:
-                    self._keeping.committed(slot, save_id)
+                    self._retained.committed(slot, save_id)
 
     def give_up(self, save_id: SaveId) -> None:
         """Staging has failed: what the save's slot holds is void, and the slot may be used again."""
@@ -307,7 +308,7 @@ class SlotPool:
         for slot in self.held():
             self.orphan(slot)
 
-    def orphan(self, slot: LentSlot) -> None:
+    def orphan(self, slot: Slot) -> None:
         """Close a slot that no worker has; one that the training thread is copying into when that has ended."""
         with self._changed:
             slot.orphaned = True
@@ -315,20 +316,20 @@ class SlotPool:
                 self._drop(slot, tell=False)
             self._changed.notify_all()
 
-    def held(self) -> list[LentSlot]:
+    def held(self) -> list[Slot]:
         """Return the slots that are not given up."""
         with self._changed:
             return [slot for slot in self._slots if not slot.orphaned]
 
-    def adopted(self, slot: LentSlot, number: int, session: str) -> bool:
+    def adopted(self, slot: Slot, number: int, session: str) -> bool:
         """Another worker has taken a slot over, as `number`; says whether it is still held here."""
         with self._changed:
             slot.number, slot.session = number, session
             return slot in self._slots and not slot.orphaned
 
-    def _drop(self, slot: LentSlot, *, tell: bool) -> None:
+    def _drop(self, slot: Slot, *, tell: bool) -> None:
         self._slots.remove(slot)
-        self._keeping.forget(slot)
+        self._retained.forget(slot)
         slot.close()
         if tell:
             self._release(slot)

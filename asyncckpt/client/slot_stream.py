@@ -8,38 +8,39 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from asyncckpt.basics.failpoints import reach
-from asyncckpt.client.slot import LentSlot, what_is_saved
+from asyncckpt.client.slot import Slot, describe_save
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import SlotTimeoutError, StagingError
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.streaming import Counters, StreamLayout
 
 STREAMED_FROM_NBYTES = 128 << 20
-"""Less than that is copied in about the time that the worker needs to begin."""
+"""Fewer bytes are copied in about the time that the worker needs to begin."""
 
 STEP_NBYTES = 16 << 20
-"""So often the worker is told how far a slot is filled: as `storage.rank_writer.EXTENT_NBYTES`, one write."""
+"""The worker is told how far a slot is filled each time after so many bytes: one write, as
+`storage.rank_writer.EXTENT_NBYTES`."""
 
 FIRST_POLL_S, LAST_POLL_S = 0.0002, 0.005
-"""Between two looks at the worker's counter: a segment takes a disk some milliseconds. Chosen, not measured."""
+"""Pause between two looks at the worker's counter: a segment takes a disk some milliseconds. Chosen, not measured."""
 
 MARGIN_S = 5.0
-"""Beyond its own deadline, who waits for such a copy waits for its end. Chosen."""
+"""Who waits for such a copy waits so much longer than the copy itself waits for the worker. Chosen."""
 
 
-def pays(nbytes: int) -> bool:
-    """Whether so much, left to copy into a slot with room for everything, is worth writing while it is copied."""
+def worth_streaming(nbytes: int) -> bool:
+    """Whether the worker should begin to write a slot while the last `nbytes` are copied into it."""
     return nbytes >= STREAMED_FROM_NBYTES
 
 
-class Process(Protocol):
-    """The trainer's end of the wire, as far as this needs it."""
+class StreamingClient(Protocol):
+    """The part of `WorkerClient` that a stream needs."""
 
     @property
     def config(self) -> CheckpointerConfig:
-        """For `slot_timeout_s` and `worker_start_timeout_s`."""
+        """Its `slot_timeout_s` and `worker_start_timeout_s` are used."""
 
-    def stream(self, save_id: SaveId, slot: LentSlot) -> Callable[[], bool]:
+    def stream(self, save_id: SaveId, slot: Slot) -> Callable[[], bool]:
         """As `WorkerClient.stream`."""
 
 
@@ -48,11 +49,11 @@ class SlotStream:
 
     Args:
         process: The worker; it is told of the slot now.
-        slot: Open, and of this save.
+        slot: The slot of the save, which is open.
         request: The request, encoded.
-        offset: Where that lies.
-        ring: The segments of a ring; None: the slot has room for everything.
-        save_id, step, path: Of the save; `step` is None where only rank 0 knows it.
+        offset: Offset of the request in the slot.
+        ring: Layout of the ring; None: the slot has room for the whole state.
+        save_id, step, path: ID, step and directory of the save; `step` is None if only rank 0 knows it.
 
     Attributes:
         waited_s: How long it has waited for the worker.
@@ -63,8 +64,8 @@ class SlotStream:
 
     def __init__(
         self,
-        process: Process,
-        slot: LentSlot,
+        process: StreamingClient,
+        slot: Slot,
         request: bytes,
         offset: int,
         ring: StreamLayout | None = None,
@@ -108,14 +109,14 @@ class SlotStream:
         self._control.finish()
 
     def drop(self) -> None:
-        """Let who waits for a cell wait no longer: what was copied is worth nothing."""
+        """Make `await_cell` in another thread raise: what was copied is worth nothing."""
         self._dropped = True
 
-    def patience(self) -> float:
+    def extended_deadline(self) -> float:
         """Return until when the copy ends by itself if nothing becomes free (`time.monotonic()`)."""
-        return self._progressed_at + self._patience_s() + MARGIN_S
+        return self._progressed_at + self._stall_timeout_s() + MARGIN_S
 
-    def _patience_s(self) -> float:
+    def _stall_timeout_s(self) -> float:
         return self._timeout_s + (self._handover_s if self._is_between else 0.0)
 
     def await_cell(self, number: int) -> None:
@@ -130,7 +131,7 @@ class SlotStream:
         began, before, pause_s = time.monotonic(), -1, FIRST_POLL_S
         while True:
             if self._dropped:
-                raise StagingError(f"{what_is_saved(self._save_id, self._step)}: the copy was given up")
+                raise StagingError(f"{describe_save(self._save_id, self._step)}: the copy was given up")
             # True: the worker is dead, another one is being found, which ends the save.
             was_between, self._is_between = self._is_between, self._check()
             freed, now = self.ring.count_in(self._counters.freed), time.monotonic()
@@ -139,9 +140,9 @@ class SlotStream:
             if freed > number - self.ring.n_cells:
                 self.waited_s += now - began
                 return
-            if now - self._progressed_at > self._patience_s():
+            if now - self._progressed_at > self._stall_timeout_s():
                 why = "no other worker was found" if self._is_between else "storage hangs, or the worker is too busy"
-                what = what_is_saved(self._save_id, self._step)
+                what = describe_save(self._save_id, self._step)
                 raise SlotTimeoutError(
                     f"{what}: the state is larger than its memory, and nothing of it was written for "
                     f"slot_timeout_s={self._timeout_s:g}; {why}",
@@ -160,7 +161,8 @@ class Watermark:
     Args:
         start: Address of the first byte.
         end: Address behind the last one.
-        tell: Called with how many bytes, from `start` on, nothing writes to any more. Under a lock, in any thread.
+        tell: Called with the number of bytes from `start` on that nothing writes to any more. Under a lock, in any
+            thread.
     """
 
     def __init__(self, start: int, end: int, tell: Callable[[int], None]) -> None:
@@ -174,15 +176,15 @@ class Watermark:
         """Pieces that begin at `addresses` are still to be copied, each once, and everything else is there."""
         with self._lock:
             self._left = sorted(addresses, reverse=True)
-            self._look()
+            self._advance()
 
     def done(self, address: int) -> None:
         """The piece that begins there is copied: nothing will write to it again."""
         with self._lock:
             self._done.add(address)
-            self._look()
+            self._advance()
 
-    def _look(self) -> None:
+    def _advance(self) -> None:
         while self._left and self._left[-1] in self._done:
             self._done.remove(self._left.pop())
         filled = (self._left[-1] if self._left else self._end) - self._start

@@ -24,7 +24,7 @@ from asyncckpt.client.failover import MAX_HANDOVERS, Takeover
 from asyncckpt.client.pending_saves import PendingSaves, StagedSnapshot, Unended, Withdrawals, WriteFuture
 from asyncckpt.client.save_outcomes import Run
 from asyncckpt.client.session import CLOSED, DIED, Session, greeting
-from asyncckpt.client.slot import LentSlot
+from asyncckpt.client.slot import Slot
 from asyncckpt.client.slot_lender import SlotLender, while_workers_die
 from asyncckpt.client.slot_pool import SlotPool
 from asyncckpt.client.worker_board import BoardExchange
@@ -306,7 +306,7 @@ class WorkerClient(CheckpointProcess):
         while len(self._losses) > MAX_LOSSES:
             self._losses.popitem(last=False)
 
-    def _speaker(self, slot: LentSlot) -> Session | None:
+    def _speaker(self, slot: Slot) -> Session | None:
         """Return the session that has the slot; None between two workers: then whoever takes it over is told.
 
         Raises:
@@ -332,7 +332,7 @@ class WorkerClient(CheckpointProcess):
 
     # ---- what the training thread tells of each save: none of it waits ----------------------------------------------
 
-    def begin(self, save_id: SaveId, slot: LentSlot, *, step: int | None, path: str, nbytes: int, umask: int) -> None:
+    def begin(self, save_id: SaveId, slot: Slot, *, step: int | None, path: str, nbytes: int, umask: int) -> None:
         """Announce a save whose staging begins now; without `step` rank 0 will say it. Does not wait.
 
         Raises:
@@ -361,7 +361,7 @@ class WorkerClient(CheckpointProcess):
             if session is not None:
                 self._say_begin(session, save_id, announcement, slot)
 
-    def _say_begin(self, session: Session, save_id: SaveId | str, announcement: Any, slot: LentSlot) -> None:
+    def _say_begin(self, session: Session, save_id: SaveId | str, announcement: Any, slot: Slot) -> None:
         number = slot.number
         session.request(lambda n: announcement(n, number), SUBMIT_TIMEOUT_S, partial(self._answered, str(save_id)))
 
@@ -370,7 +370,7 @@ class WorkerClient(CheckpointProcess):
         build = partial(_submit, save, slot.number, slot.generation)
         session.request(build, SUBMIT_TIMEOUT_S, partial(self._answered, save))
 
-    def _say_again(self, session: Session, save: Unended, slot: LentSlot) -> None:
+    def _say_again(self, session: Session, save: Unended, slot: Slot) -> None:
         """Tell the worker that has taken a slot over of the save in it. Called under the lock."""
         if save.snapshot is not None:
             self._say_sealed(session, save.snapshot)
@@ -390,7 +390,7 @@ class WorkerClient(CheckpointProcess):
         """Whether the save was begun, and no worker has said that it has ended."""
         return str(save_id) in self._pending.names()
 
-    def stream(self, save_id: SaveId, slot: LentSlot) -> Callable[[], bool]:
+    def stream(self, save_id: SaveId, slot: Slot) -> Callable[[], bool]:
         """Ring the doorbell for a slot that is being filled. Does not wait.
 
         Of a slot with room for everything, whether anybody hears it makes no difference but to time: what is sealed is
@@ -431,7 +431,7 @@ class WorkerClient(CheckpointProcess):
 
         return check
 
-    def _say_streamed(self, session: Session, save_id: SaveId | str, slot: LentSlot) -> None:
+    def _say_streamed(self, session: Session, save_id: SaveId | str, slot: Slot) -> None:
         build = partial(_submit, str(save_id), slot.number, slot.generation)
         session.request(build, SUBMIT_TIMEOUT_S, partial(self._answered, str(save_id)) if slot.is_ring else None)
 

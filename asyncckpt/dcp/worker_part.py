@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt.basics.deferred_signals import signals_deferred
 from asyncckpt.client.pending_saves import StagedSnapshot, WriteFuture
-from asyncckpt.client.slot import LentSlot
-from asyncckpt.client.slot_stream import SlotStream, pays
+from asyncckpt.client.slot import Slot
+from asyncckpt.client.slot_stream import SlotStream, worth_streaming
 from asyncckpt.client.worker_client import WorkerClient
 from asyncckpt.config import RankInfo
 from asyncckpt.dcp.commit import finished_request
@@ -115,7 +115,7 @@ class Unsealed:
     request: SaveRequest
     tensors: Sequence[TensorEntry]
     seal_room: SealRoom
-    slot: LentSlot
+    slot: Slot
     offset: int
     body_nbytes: int
     begun: bool
@@ -198,7 +198,7 @@ class Unsealed:
         )
 
 
-def begin(process: WorkerClient, slot: LentSlot, request: SaveRequest, request_nbytes: int) -> None:
+def begin(process: WorkerClient, slot: Slot, request: SaveRequest, request_nbytes: int) -> None:
     """Announce a save whose request will be about so long; its step is not known yet."""
     process.begin(
         SaveId.parse(request.save_id),
@@ -210,7 +210,7 @@ def begin(process: WorkerClient, slot: LentSlot, request: SaveRequest, request_n
     )
 
 
-def hand_over(process: WorkerClient, slot: LentSlot, request: SaveRequest, began_at: float) -> WriteFuture:
+def hand_over(process: WorkerClient, slot: Slot, request: SaveRequest, began_at: float) -> WriteFuture:
     """Ring the doorbell for a slot that is sealed. Does not wait.
 
     Args:
@@ -414,7 +414,7 @@ class _Part:
             n_tensors=laid_out.n_tensors,
         )
 
-    def acquire(self, image: StreamedImage) -> LentSlot:
+    def acquire(self, image: StreamedImage) -> Slot:
         """Return a slot for everything, or one for a ring, where there is no memory for that."""
         limit = self._process.config.arena_limit_bytes
         needed, likely = self._rooms(len(encode_request(self.request)))
@@ -423,7 +423,7 @@ class _Part:
         slot = self._acquire(image, needed, limit)
         return slot or self._slot(slot_nbytes(len(image), needed))  # which says why not
 
-    def _acquire(self, image: StreamedImage, room: int, limit: int | None) -> LentSlot | None:
+    def _acquire(self, image: StreamedImage, room: int, limit: int | None) -> Slot | None:
         """Return a slot with so much room for the request, or None where there is no memory for it."""
         nbytes = slot_nbytes(len(image), room)
         if limit is None or nbytes <= limit:
@@ -447,7 +447,7 @@ class _Part:
         )
         return self._slot(ring.end + room + PAGE_NBYTES)
 
-    def _slot(self, nbytes: int, spare_nbytes: int = 0) -> LentSlot:
+    def _slot(self, nbytes: int, spare_nbytes: int = 0) -> Slot:
         ticket, path, pool = self._ticket, self._options.path, self._process.pool
         return pool.acquire(nbytes, None, ticket.save_id, step=None, path=path, spare_nbytes=spare_nbytes)
 
@@ -473,7 +473,7 @@ class _Part:
         needed = seal_room.nbytes(own_names_nbytes, objects_nbytes)
         return 2 * room + needed, 2 * room + seal_room.likely_nbytes(own_names_nbytes, objects_nbytes, world_size)
 
-    def stage(self, image: StreamedImage, slot: LentSlot) -> Unsealed | None:
+    def stage(self, image: StreamedImage, slot: Slot) -> Unsealed | None:
         """Fill the slot; seal it and hand it over, but that of the coordinator."""
         process, save_id, path = self._process, self._ticket.save_id, self._options.path
         ring, control = self._ring, slot.memory.control
@@ -483,7 +483,7 @@ class _Part:
         body_end = PAGE_NBYTES + len(image) if ring is None else ring.end
         # A coordinator of several ranks begins at the end: nobody knows yet how long its request will be.
         is_known = not self._is_open_end or self._ticket.world_size == 1
-        streams = ring is not None or (pays(len(image)) and is_known)
+        streams = ring is not None or (worth_streaming(len(image)) and is_known)
         begun = streams or not self._is_open_end
         if begun:
             begin(process, slot, self.request, len(request))

@@ -1,4 +1,4 @@
-"""Divides a save between the two copy engines: what lies on devices, and all else."""
+"""Divides the copy of a state between the host and devices, by where its tensors lie."""
 
 from __future__ import annotations
 
@@ -9,74 +9,82 @@ from typing import NamedTuple
 
 import torch
 
-from asyncckpt.client.slot import Room
+from asyncckpt.client.slot import StagingBuffer
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.format.names import SaveId
-from asyncckpt.staging.cpu_copy import Share, SlotImage
+from asyncckpt.staging.cpu_copy import CopyWork, SlotImage
 from asyncckpt.staging.device import CudaDevice, Device
-from asyncckpt.staging.device_copy import DeviceBoxes, OnDevice, Transfer
-from asyncckpt.staging.device_snapshot import Need, Snapshot, SnapshotRoom
+from asyncckpt.staging.device_copy import DeviceBoxes, DeviceWork, Transfer
+from asyncckpt.staging.device_snapshot import DeviceSnapshot, DeviceSnapshotAllocator, Need
 from asyncckpt.staging.pinned_memory import Pin
 
 FEW_NBYTES = 1 << 20
-"""Of the host, beside tensors of devices: step counters, say. They are copied at once, in 0.1 ms, so that no step has
-to wait for a thread. Chosen, not measured."""
+"""Beside tensors of devices, so many bytes of the host, step counters for instance, are copied at once, in 0.1 ms, so
+that no step has to wait for a thread. Chosen, not measured."""
 
 _log = logging.getLogger("asyncckpt")
 
 
-class _Known(NamedTuple):
-    """Which boxes are whose: the host's, to be copied at once and later, and the devices'; and for what that holds."""
+class _DeviceSplit(NamedTuple):
+    """Which boxes of an image lie where.
 
-    places: list[int | None]
-    now: Share
-    rest: Share
-    host: tuple[Share, Share]
-    boxes: dict[int, OnDevice]
-    held: list[int]
+    Attributes:
+        device_indices: Device of each tensor, by number; None: host memory.
+        work: The immediate and the deferred work that is divided.
+        host: The host's part of both.
+        boxes: The devices' parts.
+        undetached: Numbers of the tensors on devices in the immediate work.
+    """
+
+    device_indices: list[int | None]
+    work: tuple[CopyWork, CopyWork]
+    host: tuple[CopyWork, CopyWork]
+    boxes: dict[int, DeviceWork]
+    undetached: list[int]
 
 
-class Engine:
-    """See the module. One per checkpointer.
+class CopyEngine:
+    """Copies from the host and from devices. One per checkpointer.
 
     Args:
         config: For `use_pinned_memory` and `use_non_blocking_copy`.
-        device: The seam; default CUDA.
+        device: The interface to the devices; default: CUDA.
     """
 
     def __init__(self, config: CheckpointerConfig, device: Device | None = None) -> None:
         self._config, self._device = config, device or CudaDevice()
         # IMPORTANT: gone with the image. They are views of memory that is unmapped after it.
-        self._known: weakref.WeakKeyDictionary[SlotImage, _Known] = weakref.WeakKeyDictionary()
+        self._splits: weakref.WeakKeyDictionary[SlotImage, _DeviceSplit] = weakref.WeakKeyDictionary()
         self._warned = False
-        self._room = SnapshotRoom(self._device)
+        self._allocator = DeviceSnapshotAllocator(self._device)
 
-    def is_apart(self, tensor: torch.Tensor) -> bool:
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies on a device."""
         return self._device.active() and self._device.device_of(tensor) is not None
 
     def devices_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Return the devices that any of `tensors` lies on."""
-        return sorted({n for n in self._places(tensors) if n is not None})
+        return sorted({n for n in self._device_indices(tensors) if n is not None})
 
-    def _places(self, tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    def _device_indices(self, tensors: Sequence[torch.Tensor]) -> list[int | None]:
+        """As `device_indices`, but empty where no device is in use."""
         if not self._device.active():
             return []
         return [self._device.device_of(tensor) for tensor in tensors]
 
-    def deferrable(self, image: SlotImage, tensors: Sequence[torch.Tensor]) -> Sequence[int]:
-        """Return the numbers of the tensors that it may pay to copy later: large ones, and those on devices."""
-        places = self._places(tensors)
-        if all(place is None for place in places):
+    def worth_deferring(self, image: SlotImage, tensors: Sequence[torch.Tensor]) -> Sequence[int]:
+        """Return the numbers of the tensors that are worth deferring: large ones, and those on devices."""
+        device_indices = self._device_indices(tensors)
+        if all(device is None for device in device_indices):
             return image.deferrable
-        return sorted({*image.deferrable, *(n for n, place in enumerate(places) if place is not None)})
+        return sorted({*image.deferrable, *(n for n, device in enumerate(device_indices) if device is not None)})
 
-    def places(self, tensors: Sequence[torch.Tensor]) -> list[int | None]:
-        """Return which device each of `tensors` lies on; None: in the host's memory."""
-        return self._places(tensors) or [None] * len(tensors)
+    def device_indices(self, tensors: Sequence[torch.Tensor]) -> list[int | None]:
+        """Return the index of the device that each of `tensors` lies on; None: host memory."""
+        return self._device_indices(tensors) or [None] * len(tensors)
 
-    def copy_here(self, index: int, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Copy from a device to the host, behind what its current stream holds. Blocks until that is done.
+    def copy_to_host(self, index: int, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copy from device `index` to the host, behind what its current stream holds. Blocks until that is done.
 
         Raises:
             RuntimeError: From the device.
@@ -84,13 +92,13 @@ class Engine:
         with self._device.on(index):
             self._device.copy(targets, sources, non_blocking=False)
 
-    def pin(self, room: Room, devices: Sequence[int]) -> bool:
-        """Pin the room's memory, once, if `devices` copy into it and `use_pinned_memory` says so; says whether it is.
+    def pin(self, buffer: StagingBuffer, devices: Sequence[int]) -> bool:
+        """Pin the buffer, once, if `devices` copy into it and `use_pinned_memory` is set; returns whether it is pinned.
 
         Blocks: the first time, about 0.1 to 0.5 s per GB.
         """
-        if room.pin is None and devices and self._config.use_pinned_memory:
-            room.pin = made = Pin(self._device, devices[0], room.mapping.address, room.mapping.nbytes)
+        if buffer.pin is None and devices and self._config.use_pinned_memory:
+            buffer.pin = made = Pin(self._device, devices[0], buffer.mapping.address, buffer.mapping.nbytes)
             made.open()
             if made.failure is not None and not self._warned:
                 self._warned = True
@@ -99,116 +107,123 @@ class Engine:
                     "which is slower; see what else pins memory here, and the memory limit of the container",
                     made.failure,
                 )
-        return room.pin is not None and room.pin.held
+        return buffer.pin is not None and buffer.pin.held
 
-    def snapshot(self, image: SlotImage, tensors: Sequence[torch.Tensor]) -> Snapshot | None:
-        """Return room on the devices for copies of all tensors that lie there.
+    def snapshot(self, image: SlotImage, tensors: Sequence[torch.Tensor]) -> DeviceSnapshot | None:
+        """Return memory on the devices for copies of all tensors that lie there.
 
-        None where none does, or one has no room, which is logged once.
+        None if no tensor lies there, or if a device has not enough memory, which is logged once.
         """
-        places = self._places(tensors)
-        apart = frozenset(n for n, place in enumerate(places) if place is not None)
-        if not apart:
+        device_indices = self._device_indices(tensors)
+        on_devices = frozenset(n for n, device in enumerate(device_indices) if device is not None)
+        if not on_devices:
             return None
         needs: dict[int, Need] = {}
         numbers = [box.number for box in image.plan.boxes]
-        boxes = [n for n, number in enumerate(numbers) if number in apart]
+        boxes = [n for n, number in enumerate(numbers) if number in on_devices]
         for n, source in zip(boxes, image.sources(tensors, boxes), strict=True):
-            place = places[numbers[n]]
-            assert place is not None
+            device = device_indices[numbers[n]]
+            assert device is not None
             if source.numel():
-                need = needs.setdefault(place, {})
+                need = needs.setdefault(device, {})
                 need[source.dtype] = need.get(source.dtype, 0) + source.numel()
-        buffers = self._room.take(needs)
-        return None if buffers is None else Snapshot(apart, buffers)
+        buffers = self._allocator.allocate(needs)
+        return None if buffers is None else DeviceSnapshot(on_devices, buffers)
 
     def copy(
         self,
-        room: Room,
+        buffer: StagingBuffer,
         image: SlotImage,
         tensors: Sequence[torch.Tensor],
         save_id: SaveId,
-        shares: tuple[Share, Share],
-        windows: Sequence[torch.Tensor] = (),
-        snapshot: Snapshot | None = None,
+        work: tuple[CopyWork, CopyWork],
+        replica_windows: Sequence[torch.Tensor] = (),
+        snapshot: DeviceSnapshot | None = None,
         *,
-        watched: Sequence[torch.Tensor] = (),
+        torn_check_windows: Sequence[torch.Tensor] = (),
         overlapped: bool,
-    ) -> tuple[Share, Transfer | None]:
-        """Copy what must be before `save()` returns, and begin with the rest as far as no thread is needed for it.
+    ) -> tuple[CopyWork, Transfer | None]:
+        """Copy the immediate work, and begin with the deferred work as far as no thread is needed for it.
 
         Args:
-            room: Where to.
-            image: In it.
-            tensors: The state's, by number; detached where they are in the rest.
-            save_id: Of the save.
-            shares: What must be copied, and the rest, as `SlotImage.split` gives them.
-            windows: Bytes of tensors on devices, for which `is_apart` holds: the result's `fetch` returns them.
-            snapshot: Of `snapshot`; then all tensors on devices are in the rest.
-            watched: Bytes of tensors on devices: the result's `fetch_watched` returns them, before and after the
-                copies.
-            overlapped: False waits for all copies.
+            buffer: The memory that is copied into.
+            image: The image in it.
+            tensors: All tensors of the state, by number; those of the deferred work are detached.
+            save_id: ID of the save.
+            work: The immediate and the deferred work, as `SlotImage.split` returns them.
+            replica_windows: uint8 views of tensors on devices: `Transfer.fetch_replica_windows` returns their bytes.
+            snapshot: Result of `snapshot`; then all tensors on devices are in the deferred work.
+            torn_check_windows: uint8 views of tensors on devices: `Transfer.fetch_torn_check_windows` returns their
+                bytes before and after the copies.
+            overlapped: Whether copies of devices may still run when this returns.
 
         Returns:
-            What is left of the host's boxes, and the copies of devices, if there are any.
+            What is left of the host's work, and the copies of devices, if there are any.
 
         Raises:
             StagingError: Devices take too long.
-            RuntimeError: From torch, or from a device. Copies may still run into `room`.
+            RuntimeError: From torch, or from a device. Copies may still run into `buffer`.
         """
-        now, rest = shares
-        places = self._places(tensors)
-        if all(place is None for place in places):
-            image.fill(tensors, save_id, now)
-            return rest, None
-        known = self._known.get(image)
-        if known is None or known.now is not now or known.rest is not rest or known.places != places:
-            known = self._known[image] = self._know(image, room.mapping.address, places, now, rest)
-        pinned = self.pin(room, sorted(known.boxes)) and self._config.use_non_blocking_copy
-        kept = list(tensors)
+        device_indices = self._device_indices(tensors)
+        if all(device is None for device in device_indices):
+            image.fill(tensors, save_id, work[0])
+            return work[1], None
+        split = self._splits.get(image)
+        if (
+            split is None
+            or split.work[0] is not work[0]
+            or split.work[1] is not work[1]
+            or split.device_indices != device_indices
+        ):
+            split = self._splits[image] = self._split_by_device(image, buffer.mapping.address, device_indices, work)
+        pinned = self.pin(buffer, sorted(split.boxes)) and self._config.use_non_blocking_copy
+        sources = list(tensors)
         if overlapped:
-            # IMPORTANT: until the copies have ended, or the allocator gives their memory to others; `rest` is detached.
+            # IMPORTANT: held until the copies have ended, or the allocator gives their memory to others; what is
+            # deferred is detached already.
             with torch.no_grad():
-                for n in known.held:
-                    kept[n] = kept[n].detach()
+                for n in split.undetached:
+                    sources[n] = sources[n].detach()
         transfer = Transfer(
             self._device,
             image,
-            known.boxes,
-            kept,
-            self._placed(windows),
+            split.boxes,
+            sources,
+            self._with_devices(replica_windows),
             snapshot,
-            watched=self._placed(watched),
+            torn_check_windows=self._with_devices(torn_check_windows),
             pinned=pinned,
         )
-        room.in_flight = transfer  # IMPORTANT: first, so that nobody gets the room before its copies have ended
+        buffer.in_flight = transfer  # IMPORTANT: first, so that nobody gets the buffer before its copies have ended
         transfer.start()
-        image.fill(tensors, save_id, known.host[0])
+        image.fill(tensors, save_id, split.host[0])
         if not overlapped:
             transfer.finish(lambda: False)
-        return known.host[1], transfer
+        return split.host[1], transfer
 
-    def _placed(self, windows: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-        return [(place, w) for w in windows if (place := self._device.device_of(w)) is not None]
+    def _with_devices(self, windows: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
+        return [(device, w) for w in windows if (device := self._device.device_of(w)) is not None]
 
-    def _know(self, image: SlotImage, address: int, places: list[int | None], now: Share, rest: Share) -> _Known:
-        self._known.pop(image, None)  # its buffers, before others are made
+    def _split_by_device(
+        self, image: SlotImage, address: int, device_indices: list[int | None], work: tuple[CopyWork, CopyWork]
+    ) -> _DeviceSplit:
+        self._splits.pop(image, None)  # its buffers, before others are made
         numbers = [box.number for box in image.plan.boxes]
-        host: list[Share] = []
+        host: list[CopyWork] = []
         by_device: dict[int, tuple[list[int], list[int]]] = {}
-        for which, share in enumerate((now, rest)):
-            host.append(Share([b for b in share.large if places[numbers[b[0]]] is None], []))
-            host[-1].small.extend(n for n in share.small if places[numbers[n]] is None)
-            for n in (*(b[0] for b in share.large), *share.small):
-                place = places[numbers[n]]
-                if place is not None:
-                    by_device.setdefault(place, ([], []))[which].append(n)
-        few = sum(image.plan.layout.chunks[n].nbytes for n in (*(b[0] for b in host[1].large), *host[1].small))
-        if by_device and few <= FEW_NBYTES:
-            host = [Share(host[0].large + host[1].large, host[0].small + host[1].small), Share([], [])]
+        for which, some in enumerate(work):
+            large = [one for one in some.large if device_indices[numbers[one.box]] is None]
+            host.append(CopyWork(large, [n for n in some.small if device_indices[numbers[n]] is None]))
+            for n in some.boxes:
+                device = device_indices[numbers[n]]
+                if device is not None:
+                    by_device.setdefault(device, ([], []))[which].append(n)
+        few_nbytes = sum(image.plan.layout.chunks[n].nbytes for n in host[1].boxes)
+        if by_device and few_nbytes <= FEW_NBYTES:
+            host = [CopyWork(host[0].large + host[1].large, host[0].small + host[1].small), CopyWork([], [])]
         boxes = {
-            index: OnDevice(*(DeviceBoxes(self._device, index, image, address, part) for part in parts))
+            index: DeviceWork(*(DeviceBoxes(self._device, index, image, address, part) for part in parts))
             for index, parts in sorted(by_device.items())
         }
-        held = sorted({numbers[n] for parts in by_device.values() for n in parts[0]})
-        return _Known(places, now, rest, (host[0], host[1]), boxes, held)
+        undetached = sorted({numbers[n] for parts in by_device.values() for n in parts[0]})
+        return _DeviceSplit(device_indices, work, (host[0], host[1]), boxes, undetached)

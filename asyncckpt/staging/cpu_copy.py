@@ -1,6 +1,6 @@
-"""The copy of tensors, or of boxes of them, into a slot: into places that are worked out once per slot and plan.
+"""Copies tensors of the host, or boxes of them, into a slot. Where they go is worked out once per slot and plan.
 
-Large contiguous tensors are moved by plain threads, everything else by one batched torch call. torch's own parallel
+Large contiguous tensors are copied by plain threads, everything else by one batched torch call. torch's own parallel
 copy meets at an OpenMP barrier after every tensor: on cores that a data loader or a writer shares with it, it took
 500 ms for 67 MB where the threads, which wait for nobody, take 10 (docs/adr/0007).
 """
@@ -21,7 +21,7 @@ from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET,
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import STAGED_OFFSET
 from asyncckpt.planning.save_plan import SavePlan, TensorBox
-from asyncckpt.staging.memcopy import FULL, MARK_NBYTES, Moves, Pace, Progress, move_all
+from asyncckpt.staging.memcopy import MARK_NBYTES, MAX_THREADS, PIECE_NBYTES, CopyQueue, Progress, copy_all
 
 _AS_INTEGERS = {
     name: integer
@@ -33,6 +33,20 @@ _AS_INTEGERS = {
 }
 _COPIED_AS = {getattr(torch, name): integer for name, integer in _AS_INTEGERS.items() if hasattr(torch, name)}
 """Dtypes whose copy kernel is missing or partial in some torch versions move as integers of the same width."""
+
+
+LARGE_NBYTES = 64 * 1024
+"""From here on a tensor is copied by a thread; below, torch does not use several threads either (its grain size)."""
+
+THREAD_NBYTES = 8 << 20
+"""Another thread pays from here on. Chosen, not measured: starting one costs 0.1 ms, the time to copy 1 MB."""
+
+DEFERRED_FROM_NBYTES = LARGE_NBYTES
+"""Smaller tensors of the host are copied before `save()` returns, in every mode: to defer one costs the training
+thread 4.6 microseconds and the copier 1.6 (20,000 of 16 KiB, an EPYC), as long as it takes to copy 64 KiB."""
+
+HELPED_FROM = 2000
+"""So many tensors that torch copies are shared with a second thread: 4 ms. Chosen, not measured."""
 
 
 def nbytes_before(box: TensorBox, dtype: torch.dtype, shape: Sequence[int]) -> int:
@@ -82,45 +96,56 @@ def runs(tensor: torch.Tensor, start: int, end: int) -> Iterator[torch.Tensor]:
         yield from runs(tensor[last], 0, end - last * row)
 
 
-LARGE_NBYTES = 64 * 1024
-"""From here on a tensor is moved by a thread; below, torch does not use several threads either (its grain size)."""
+class LargeBox(NamedTuple):
+    """A box that threads copy, if its tensor is contiguous and in host memory.
 
-THREAD_NBYTES = 8 << 20
-"""Another thread pays from here on. Chosen, not measured: starting one costs 0.1 ms, the time to copy 1 MB."""
+    Attributes:
+        box: Number of the box in the plan.
+        target: Address in the slot.
+        nbytes: Length of the box.
+        source_offset: Bytes of a contiguous tensor before the box.
+    """
 
-DEFERRED_FROM_NBYTES = LARGE_NBYTES
-"""Smaller tensors of the host are copied before `save()` returns, in every mode: to defer one costs the training
-thread 4.6 microseconds and the copier 1.6 (20,000 of 16 KiB, an EPYC), as long as it takes to copy 64 KiB."""
-
-HELPED_FROM = 2000
-"""So many tensors that torch copies are shared with a second thread: 4 ms. Chosen, not measured."""
+    box: int
+    target: int
+    nbytes: int
+    source_offset: int
 
 
-class Share(NamedTuple):
-    """Some of the boxes of an image: large ones as (box, target, nbytes, bytes of the tensor before it), others."""
+class CopyWork(NamedTuple):
+    """Some boxes of an image, to be copied: `large` by threads, `small`, as numbers of boxes, by torch."""
 
-    large: list[tuple[int, int, int, int]]
+    large: list[LargeBox]
     small: list[int]
+
+    @property
+    def boxes(self) -> list[int]:
+        """The numbers of all boxes, large ones first."""
+        return [*(one.box for one in self.large), *self.small]
+
+    def __bool__(self) -> bool:
+        return bool(self.large or self.small)
 
 
 class SlotImage:
-    """The images of a plan's shard files in memory at `address`: headers written, and a view for every box.
+    """The image of a plan's shard files in a slot, byte for byte: headers are written, and there is a view of each box.
 
     The memory must outlive it; it belongs to whoever mapped it.
 
     Args:
-        address: Where the slot starts in this process.
-        plan: What to lay out.
+        address: Address of the slot's first byte in this process.
+        plan: The plan whose files are laid out.
 
     Attributes:
-        deferrable: Numbers of the tensors that are large enough to be copied later.
+        deferrable: Numbers of the tensors that are large enough to be copied behind the training.
+        body_end: Offset in the slot behind the files' last byte, where the request goes.
     """
 
     def __init__(self, address: int, plan: SavePlan) -> None:
         self.plan = plan
-        self._moves = Moves()
+        self._queue = CopyQueue()
         self.progress = Progress(address + STAGED_OFFSET)
-        self._movers: list[threading.Thread] = []
+        self._threads: list[threading.Thread] = []
         self._half: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # that a second thread is to copy
         self._headers: list[int] = []
         ranges = plan.part_ranges()
@@ -137,12 +162,12 @@ class SlotImage:
         self._numbers = [b.number for b in plan.boxes]
         self._partial = {n: b for n, b in enumerate(plan.boxes) if b.sizes != shapes[b.number][1]}
         large = [
-            (n, address + ranges[c.part].offset + c.offset_bytes, c.nbytes, nbytes_before(b, *shapes[b.number]))
+            LargeBox(n, address + ranges[c.part].offset + c.offset_bytes, c.nbytes, nbytes_before(b, *shapes[b.number]))
             for n, (c, b) in enumerate(zip(chunks, plan.boxes, strict=True))
             if c.nbytes >= LARGE_NBYTES
         ]
-        self._all = Share(large, [n for n, c in enumerate(chunks) if c.nbytes < LARGE_NBYTES])
-        self._split: tuple[frozenset[int], Share, Share] = (frozenset(), self._all, Share([], []))
+        self._all = CopyWork(large, [n for n, c in enumerate(chunks) if c.nbytes < LARGE_NBYTES])
+        self._split: tuple[frozenset[int], CopyWork, CopyWork] = (frozenset(), self._all, CopyWork([], []))
         sizes: dict[int, int] = {}
         for c, b in zip(chunks, plan.boxes, strict=True):
             sizes[b.number] = sizes.get(b.number, 0) + c.nbytes
@@ -162,26 +187,26 @@ class SlotImage:
             # The bytes behind the file's end go to disk for a moment before the file is cut: never old contents.
             ctypes.memset(start + part.nbytes, 0, part.padded_nbytes - part.nbytes)
 
-    def split(self, later: frozenset[int]) -> tuple[Share, Share]:
-        """Return the boxes of all other tensors, and those of the tensors with the numbers `later`."""
-        if self._split[0] != later:  # at once if it is the same object as at the save before
+    def split(self, deferred: frozenset[int]) -> tuple[CopyWork, CopyWork]:
+        """Return the work for all other tensors, and that for the tensors with the numbers `deferred`."""
+        if self._split[0] != deferred:  # at once if it is the same object as at the save before
             numbers = self._numbers
-            now, rest = Share([], []), Share([], [])
+            immediate_work, deferred_work = CopyWork([], []), CopyWork([], [])
             for box in self._all.large:
-                (rest if numbers[box[0]] in later else now).large.append(box)
+                (deferred_work if numbers[box.box] in deferred else immediate_work).large.append(box)
             for n in self._all.small:
-                (rest if numbers[n] in later else now).small.append(n)
-            self._split = (later, now, rest)
+                (deferred_work if numbers[n] in deferred else immediate_work).small.append(n)
+            self._split = (deferred, immediate_work, deferred_work)
         return self._split[1:]
 
     def numbers(self, boxes: Sequence[int]) -> list[int]:
-        """Return whose boxes these are: the tensors' numbers."""
+        """Return the numbers of the tensors that boxes are of."""
         return [self._numbers[n] for n in boxes]
 
     def pairs(
         self, tensors: Sequence[torch.Tensor], boxes: Sequence[int]
     ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Return (tensor number, what is copied of it, its place) for boxes."""
+        """Return (number of the tensor, the box of it, its view of the slot) for boxes."""
         with torch.no_grad():
             found = [(n, self._numbers[n], tensors[self._numbers[n]]) for n in boxes]
             return [
@@ -190,11 +215,11 @@ class SlotImage:
             ]
 
     def targets(self, boxes: Sequence[int]) -> list[torch.Tensor]:
-        """Return the places of boxes."""
+        """Return the slot's views for boxes."""
         return [self._targets[n] for n in boxes]
 
     def sources(self, tensors: Sequence[torch.Tensor], boxes: Sequence[int]) -> list[torch.Tensor]:
-        """Return what is copied into boxes, each of the dtype and shape of its place."""
+        """Return what is copied into boxes, each of the dtype and shape of its view of the slot."""
         found = [tensors[self._numbers[n]] for n in boxes]
         with torch.no_grad():
             if self._partial:
@@ -203,13 +228,13 @@ class SlotImage:
                 ]
             return [copyable(t) for t in found] if self._has_special else found
 
-    def fill(self, tensors: Sequence[torch.Tensor], save_id: SaveId, share: Share | None = None) -> None:
+    def fill(self, tensors: Sequence[torch.Tensor], save_id: SaveId, work: CopyWork | None = None) -> None:
         """Copy `tensors`, by number, and put `save_id` into the headers. Blocks until the copies are done.
 
         Args:
-            tensors: The state's.
-            save_id: Of the save.
-            share: Only these boxes; the others are left to `copy`.
+            tensors: All tensors of the state.
+            save_id: ID of the save.
+            work: The boxes to copy; the others are left to `copy`. None: all boxes.
 
         Raises:
             RuntimeError: From torch, when a tensor cannot be copied.
@@ -217,76 +242,69 @@ class SlotImage:
         mark = save_id_bytes(save_id)
         for address in self._headers:
             ctypes.memmove(address, mark, SAVE_ID_NBYTES)
-        self.copy(tensors, self._all if share is None else share)
+        self.copy(tensors, self._all if work is None else work)
 
     def copy(
-        self, tensors: Sequence[torch.Tensor], share: Share, pace: Pace = FULL, mark: Watermark | None = None
+        self, tensors: Sequence[torch.Tensor], work: CopyWork, careful: bool = False, mark: Watermark | None = None
     ) -> None:
-        """Copy the boxes of `share` out of `tensors`, by number. Blocks until that is done.
+        """Copy the boxes of `work` out of `tensors`, by number. Blocks until that is done.
 
         Args:
-            tensors: The state's.
-            share: What to copy.
-            pace: How.
-            mark: Hears what has been copied; then pieces are begun in the order of the files.
+            tensors: All tensors of the state.
+            work: The boxes to copy.
+            careful: If the memory of a tensor goes away meanwhile, that is an OSError and no SIGSEGV.
+            mark: Gets the address of each piece that is copied; then pieces are begun in the order of the files.
 
         Raises:
-            RuntimeError: From torch, when a tensor cannot be copied.
-            OSError: With a pace that is careful: the memory of a tensor has gone.
+            RuntimeError: torch cannot copy a tensor.
+            OSError: A careful copy found that the memory of a tensor has gone.
         """
-        self._moves.fault, self._moves.moved = None, None
-        others = list(share.small)
+        self._queue.fault, self._queue.on_copied = None, None
+        others = list(work.small)
         try:
             self.progress.begin()
             unmarked = 0
-            for n, target, nbytes, skipped in share.large:
+            for n, target, nbytes, source_offset in work.large:
                 tensor = tensors[self._numbers[n]]
                 if tensor.device.type == "cpu" and tensor.is_contiguous():
-                    source = tensor.data_ptr() + skipped
-                    for at in range(0, nbytes, pace.piece_nbytes):
-                        size = min(pace.piece_nbytes, nbytes - at)
-                        self._moves.append((target + at, source + at, size))
+                    source = tensor.data_ptr() + source_offset
+                    for at in range(0, nbytes, PIECE_NBYTES):
+                        size = min(PIECE_NBYTES, nbytes - at)
+                        self._queue.append((target + at, source + at, size))
                         unmarked += size
                         if mark is None and unmarked >= MARK_NBYTES:
-                            unmarked = self.progress.mark(self._moves, unmarked)
+                            unmarked = self.progress.mark(self._queue, unmarked)
                 else:
                     others.append(n)
             late = [target.data_ptr() for target in self.targets(others) if target.numel()] if mark is not None else []
             if mark is not None:
-                in_order = sorted(self._moves)
-                self._moves.clear()
-                self._moves.extend(in_order)
+                in_order = sorted(self._queue)
+                self._queue.clear()
+                self._queue.extend(in_order)
                 mark.expect([*(target for target, _, _ in in_order), *late])
-                self._moves.moved = mark.done
-            self._start_movers(pace)
-            self._copy_by_torch(tensors, others, shared=pace is FULL and mark is None)
+                self._queue.on_copied = mark.done
+            self._start_threads(careful)
+            self._copy_by_torch(tensors, others, helped=not careful and mark is None)
             for address in late:
                 assert mark is not None
                 mark.done(address)
-            if pace.nice:
-                for mover in self._movers:
-                    mover.join()
-            move_all(self._moves, FULL._replace(careful=pace.careful))
+            copy_all(self._queue, careful)
         except BaseException:
             self._half.clear()  # IMPORTANT: a thread that an interrupt hides from `settle` must find nothing to do
             raise
         finally:
             self.settle()
-            self._moves.moved = None
-        if self._moves.fault is not None:
-            raise self._moves.fault
+            self._queue.on_copied = None
+        if self._queue.fault is not None:
+            raise self._queue.fault
         self.progress.end(unmarked)
 
-    def drop_moves(self) -> None:
-        """Let a `copy` that another thread runs end early; what it has copied is worth nothing."""
-        self._moves.clear()
-
-    def patience(self) -> float:
-        """No copy into memory is waited for longer than whoever needs its end says."""
-        return 0.0
+    def cancel(self) -> None:
+        """Make a `copy` that another thread runs end early; what it has copied is worth nothing."""
+        self._queue.clear()
 
     def settle(self) -> None:
-        """Wait until nothing moves into the image any more; whatever was not begun is dropped.
+        """Wait until no thread copies into the image any more; pieces that were not begun are dropped.
 
         Blocks for one piece at most. An interrupt is raised only when every thread has ended.
 
@@ -296,46 +314,46 @@ class SlotImage:
         interrupt: BaseException | None = None
         while True:
             try:
-                # IMPORTANT: also without movers. A move that an error left behind would run in the next copy, out of
+                # IMPORTANT: also without threads. A piece that an error left behind would run in the next copy, out of
                 # memory that may be gone.
-                self._moves.clear()
-                if not self._movers:
+                self._queue.clear()
+                if not self._threads:
                     break
-                if self._movers[-1].ident is not None:  # None: it was never started, or finds nothing to do
-                    self._movers[-1].join()
-                self._movers.pop()
+                if self._threads[-1].ident is not None:  # None: it was never started, or finds nothing to do
+                    self._threads[-1].join()
+                self._threads.pop()
             except BaseException as error:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
 
-    def _start_movers(self, pace: Pace) -> None:
-        """Start threads that help with the moves; fewer, or none, when no more can be started."""
-        nbytes = sum(m[2] for m in self._moves)
-        wanted = min(pace.threads, len(os.sched_getaffinity(0)), nbytes // THREAD_NBYTES)
-        for _ in range(wanted if pace.nice else wanted - 1):
-            mover = BackgroundThread(move_all, "asyncckpt-copy", (self._moves, pace))
-            self._movers.append(mover)
+    def _start_threads(self, careful: bool) -> None:
+        """Start threads that help with the pieces; fewer, or none, when no more can be started."""
+        nbytes = sum(piece[2] for piece in self._queue)
+        wanted = min(MAX_THREADS, len(os.sched_getaffinity(0)), nbytes // THREAD_NBYTES)
+        for _ in range(wanted - 1):
+            thread = BackgroundThread(copy_all, "asyncckpt-copy", (self._queue, careful))
+            self._threads.append(thread)
             try:
-                mover.start()
+                thread.start()
             except RuntimeError:  # can't start new thread: the others do its share
-                self._movers.remove(mover)
+                self._threads.remove(thread)
                 return
 
-    def _copy_by_torch(self, tensors: Sequence[torch.Tensor], boxes: list[int], *, shared: bool) -> None:
+    def _copy_by_torch(self, tensors: Sequence[torch.Tensor], boxes: list[int], *, helped: bool) -> None:
         if not boxes:
             return
         targets, sources = self.targets(boxes), self.sources(tensors, boxes)
         half = 0
-        if shared and len(boxes) >= HELPED_FROM and len(os.sched_getaffinity(0)) > 1:
+        if helped and len(boxes) >= HELPED_FROM and len(os.sched_getaffinity(0)) > 1:
             half = len(boxes) // 2
             self._half.append((targets[:half], sources[:half]))
-            mover = BackgroundThread(self._copy_half, "asyncckpt-copy")
-            self._movers.append(mover)
+            thread = BackgroundThread(self._copy_half, "asyncckpt-copy")
+            self._threads.append(thread)
             try:
-                mover.start()
+                thread.start()
             except RuntimeError:  # can't start new thread
-                self._movers.remove(mover)
+                self._threads.remove(thread)
                 self._half.clear()
                 half = 0
         _copy_batch(targets[half:], sources[half:])
@@ -346,7 +364,7 @@ class SlotImage:
             while self._half:
                 _copy_batch(*self._half.pop())
         except Exception as error:
-            self._moves.fault = error
+            self._queue.fault = error
 
 
 def _copy_batch(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The seam to accelerators: every call that staging makes to a device's runtime goes through a `Device`.
+"""The interface to accelerators: every call to a device's runtime goes through a `Device`.
 
 `CudaDevice` is the real one. Tests put a simulated one in its place, whose streams run late and out of step, so that a
 wait that is missing shows as wrong bytes (tests/simulated_device.py).
@@ -22,6 +22,10 @@ Event = Any
 SUCCESS = 0
 UNLOADING = 4
 """cudaErrorCudartUnloading: the process ends, and the runtime has taken everything back by itself."""
+
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every device, not only the current one (CUDA runtime API, memory management)."""
 
 
 class DeviceMemory(NamedTuple):
@@ -104,10 +108,6 @@ class Device(Protocol):
             non_blocking: Do not wait for copies to the host; only for pinned targets, which must be left alone until
                 an event behind the copies is done. False: returns when they have ended.
         """
-
-
-_PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for every device, not only the current one (CUDA runtime API, memory management)."""
 
 
 class CudaDevice:

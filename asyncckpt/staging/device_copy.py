@@ -1,4 +1,4 @@
-"""How the tensors of a device get into a slot: few and large transfers, worked out once per slot and plan.
+"""Copies tensors of devices into a slot: by few and large transfers, which are worked out once per slot and plan.
 
 A transfer to the host costs some microseconds to enqueue, however little it moves: 20,000 of them 100 ms. So small
 tensors that lie side by side in the slot are first gathered on the device, which a few kernels do for hundreds at once,
@@ -20,20 +20,39 @@ from asyncckpt.errors import StagingError
 from asyncckpt.staging import pinned_memory
 from asyncckpt.staging.cpu_copy import SlotImage, copyable
 from asyncckpt.staging.device import Device, Event
-from asyncckpt.staging.device_snapshot import Snapshot, copy_into
+from asyncckpt.staging.device_snapshot import DeviceSnapshot, copy_into
 
 SMALL_NBYTES = 64 * 1024
 """Below it a tensor is gathered. Chosen: at 25 GB/s it moves in 2.6 us, less than its own transfer takes to enqueue."""
 
 BUFFER_NBYTES = 16 << 20
-"""Of the device's memory, for gathering: large enough that transfers dwarf their enqueueing. Chosen, not measured."""
+"""Bytes of a device's memory for gathering: large enough that transfers dwarf their enqueueing. Chosen, not
+measured."""
 
 ALIGNMENT = 16
 """A stretch lies in the buffer as it lies in the slot, modulo this: views of any dtype need theirs."""
 
 
+TRANSFER_TIMEOUT_S = 600.0
+"""Time for what devices had to do before the copies, and for the copies. Chosen: no queue of kernels is so long, unless
+one of them waits for a rank that is gone."""
+
+DRAIN_TIMEOUT_S = 30.0
+"""Time for copies of a save that has failed, until nothing writes to its slot. Chosen: far above a full slot's."""
+
+FIRST_POLL_S, LAST_POLL_S = 50e-6, 2e-3
+"""Pause between two looks at an event: torch's own wait for it has no deadline."""
+
+
 class Stretch(NamedTuple):
-    """Boxes side by side in the slot: from `start` to `end`, of `lap`, from `at` on in the buffer."""
+    """Small boxes that lie side by side in the slot, and are gathered on the device to go over together.
+
+    Attributes:
+        boxes: Their numbers.
+        start, end: Offsets in the slot.
+        lap: How often the buffer was filled before.
+        at: Offset in the buffer.
+    """
 
     boxes: list[int]
     start: int
@@ -50,12 +69,13 @@ class _Lap(NamedTuple):
     sources: list[torch.Tensor]
 
 
-def stretches_of(places: Iterable[tuple[int, int, int]], buffer_nbytes: int) -> list[Stretch]:
-    """Return what is gathered of the boxes (number, start, nbytes), and where; others go over by themselves.
+def stretches_of(slot_spans: Iterable[tuple[int, int, int]], buffer_nbytes: int) -> list[Stretch]:
+    """Return which boxes are gathered, and where in the buffer; others go over by themselves.
 
     Args:
-        places: Of the boxes of one device in the slot, in any order.
-        buffer_nbytes: Of the buffer. It is filled anew, in laps, when the next stretch does not fit behind the others.
+        slot_spans: (number, offset in the slot, nbytes) of the boxes of one device, in any order.
+        buffer_nbytes: Size of the buffer. It is filled anew, in laps, when the next stretch does not fit behind the
+            others.
     """
     found: list[Stretch] = []
     boxes: list[int] = []
@@ -71,7 +91,7 @@ def stretches_of(places: Iterable[tuple[int, int, int]], buffer_nbytes: int) -> 
             at = start + last - first
         boxes.clear()
 
-    for number, start, nbytes in sorted(places, key=lambda place: place[1]):
+    for number, start, nbytes in sorted(slot_spans, key=lambda span: span[1]):
         if not 0 < nbytes < SMALL_NBYTES:
             continue
         if boxes and (start != last or start + nbytes - first + ALIGNMENT > buffer_nbytes):
@@ -96,39 +116,40 @@ class DeviceBoxes:
     Views of the slot's memory: the image's owner drops it before that is unmapped.
 
     Args:
-        device: The seam.
-        index: Of the device.
-        image: Whose boxes they are. It is not kept: it may be what keeps these.
-        address: Of the slot.
-        numbers: Of the boxes.
+        device: The interface to the devices.
+        index: Index of the device.
+        image: The image that the boxes belong to. No reference to it is held: it may hold one to this object.
+        address: Address of the slot.
+        numbers: Numbers of the boxes.
     """
 
     def __init__(self, device: Device, index: int, image: SlotImage, address: int, numbers: Sequence[int]) -> None:
         self._device, self._index, self._plan, self._address = device, index, image.plan, address
         plan = image.plan
         chunks, ranges = plan.layout.chunks, plan.part_ranges()
-        places = [(n, ranges[chunks[n].part].offset + chunks[n].offset_bytes, chunks[n].nbytes) for n in numbers]
-        self._places = {n: (start, nbytes) for n, start, nbytes in places if nbytes}
+        slot_spans = [(n, ranges[chunks[n].part].offset + chunks[n].offset_bytes, chunks[n].nbytes) for n in numbers]
+        self._slot_spans = {n: (start, nbytes) for n, start, nbytes in slot_spans if nbytes}
         self._laps: list[_Lap] = []
-        stretches = stretches_of(places, BUFFER_NBYTES)
+        stretches = stretches_of(slot_spans, BUFFER_NBYTES)
         try:
-            self._lay(stretches)
+            self._plan_gathering(stretches)
         except RuntimeError:  # no memory on the device: each goes over by itself
             stretches = []
         gathered = [n for stretch in stretches for n in stretch.boxes]
-        self._order = [*gathered, *sorted(self._places.keys() - set(gathered))]
+        self._order = [*gathered, *sorted(self._slot_spans.keys() - set(gathered))]
         self._n_gathered = len(gathered)
         self._targets = image.targets(self._order[self._n_gathered :])
         self._cuts = {
             position: cuts
             for position, n in enumerate(self._order)
-            if position >= self._n_gathered and len(cuts := cuts_of(*self._places[n], pinned_memory.PIECE_NBYTES)) > 1
+            if position >= self._n_gathered
+            and len(cuts := cuts_of(*self._slot_spans[n], pinned_memory.PIECE_NBYTES)) > 1
         }
 
     def __bool__(self) -> bool:
-        return bool(self._places)
+        return bool(self._slot_spans)
 
-    def _lay(self, stretches: list[Stretch]) -> None:
+    def _plan_gathering(self, stretches: list[Stretch]) -> None:
         if not stretches:
             return
         # In the side stream's memory: laps follow one another in that stream only.
@@ -140,9 +161,9 @@ class DeviceBoxes:
         for stretch in stretches:
             lap = laps.setdefault(stretch.lap, _Lap([], [], []))
             for n in stretch.boxes:
-                at = stretch.at + self._places[n][0] - stretch.start
+                at = stretch.at + self._slot_spans[n][0] - stretch.start
                 dtype = plan.signature[1][plan.boxes[n].number][0]
-                whole = buffer[at : at + self._places[n][1]].view(dtype).view(plan.layout.chunks[n].sizes)
+                whole = buffer[at : at + self._slot_spans[n][1]].view(dtype).view(plan.layout.chunks[n].sizes)
                 key = (stretch.lap, dtype)
                 if key not in fills:
                     lap.fills.append(fills.setdefault(key, ([], [])))
@@ -158,14 +179,14 @@ class DeviceBoxes:
         memory = (ctypes.c_char * nbytes).from_address(self._address + start)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def keep(
+    def copy_on_device(
         self, image: SlotImage, tensors: Sequence[torch.Tensor], buffers: Mapping[torch.dtype, torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Put copies of the sources into the current stream, for `copy`.
+        """Enqueue copies of the sources on the device itself in the current stream; returns them, for `copy`.
 
         Args:
-            image: The one that they were made for.
-            tensors: The state's, by number.
+            image: The image that the boxes belong to.
+            tensors: All tensors of the state, by number.
             buffers: For each dtype, as many elements as the boxes have together.
 
         Raises:
@@ -177,22 +198,22 @@ class DeviceBoxes:
         self,
         image: SlotImage,
         tensors: Sequence[torch.Tensor],
-        kept: Sequence[torch.Tensor] | None = None,
+        device_copies: Sequence[torch.Tensor] | None = None,
         *,
         non_blocking: bool,
     ) -> None:
-        """Put the copies into the side stream, which is current.
+        """Enqueue the copies into the slot in the side stream, which is current.
 
         Args:
-            image: The one that they were made for.
-            tensors: The state's, by number. With `non_blocking` they must live until the copies have ended.
-            kept: What `keep` has returned, to be copied in the place of `tensors`.
+            image: The image that the boxes belong to.
+            tensors: All tensors of the state, by number. With `non_blocking` they must live until the copies end.
+            device_copies: Result of `copy_on_device`, which is copied in the place of `tensors`.
             non_blocking: As for `Device.copy`.
 
         Raises:
             RuntimeError: From the device. Copies before it may run.
         """
-        sources = image.sources(tensors, self._order) if kept is None else kept
+        sources = image.sources(tensors, self._order) if device_copies is None else device_copies
         for lap in self._laps:
             for views, positions in lap.fills:
                 self._gather(views, [sources[position] for position in positions])
@@ -233,35 +254,31 @@ class DeviceBoxes:
         return made
 
 
-TRANSFER_TIMEOUT_S = 600.0
-"""For what devices had to do before the copies, and the copies. Chosen: no queue of kernels is so long, unless one of
-them waits for a rank that is gone."""
-
-DRAIN_TIMEOUT_S = 30.0
-"""For copies of a save that has failed, until nothing writes to its slot any more. Chosen: far above a full slot's."""
-
-FIRST_POLL_S, LAST_POLL_S = 50e-6, 2e-3
-"""Between two looks at an event: torch's own wait for it has no deadline."""
-
-
-class OnDevice(NamedTuple):
+class DeviceWork(NamedTuple):
     """The boxes of one device: those copied before `save()` returns, and the others."""
 
-    now: DeviceBoxes
-    rest: DeviceBoxes
+    immediate: DeviceBoxes
+    deferred: DeviceBoxes
 
 
 class Transfer:
-    """See the module. For one save; keeps its tensors alive until their copies have ended.
+    """The copies of one save's tensors from devices into a slot: enqueued, waited for, or ordered before later work.
+
+        training thread   |  [snapshot]; record on producing stream; side stream waits for it; [copies; record: done]
+        a hook before     |  the stream that the step goes to waits for `done`; the CPU does not
+        copier's thread   |  until `done` has come to pass; then the sources are checked and the slot is sealed
+
+    With a snapshot, which the producing stream makes on the device, nothing that comes next need wait for anything.
+    The tensors are kept alive until their copies have ended.
 
     Args:
-        device: The seam.
-        image: The slot's.
-        boxes: By device.
-        tensors: The state's, by number; detached, so that nothing frees what they hold.
-        windows: Bytes that `fetch` returns, as they are at `start`: (device, uint8).
-        watched: Bytes that `fetch_watched` returns, as they are before the copies, and after them.
-        snapshot: Room on the devices for copies of the sources: then `boxes` has everything in `rest`.
+        device: The interface to the devices.
+        image: The image in the slot.
+        boxes: What is copied, by device.
+        tensors: All tensors of the state, by number; detached, so that nothing frees what they hold.
+        replica_windows: (device, uint8 tensor): their bytes at `start` are compared with those of other ranks.
+        snapshot: Memory on the devices for copies of the sources: then `boxes` has everything in `deferred`.
+        torn_check_windows: (device, uint8 tensor): their bytes are read before the copies, and after them.
         pinned: The slot is pinned, and copies need not be waited for one by one.
     """
 
@@ -269,31 +286,31 @@ class Transfer:
         self,
         device: Device,
         image: SlotImage,
-        boxes: Mapping[int, OnDevice],
+        boxes: Mapping[int, DeviceWork],
         tensors: Sequence[torch.Tensor],
-        windows: Sequence[tuple[int, torch.Tensor]] = (),
-        snapshot: Snapshot | None = None,
+        replica_windows: Sequence[tuple[int, torch.Tensor]] = (),
+        snapshot: DeviceSnapshot | None = None,
         *,
-        watched: Sequence[tuple[int, torch.Tensor]] = (),
+        torn_check_windows: Sequence[tuple[int, torch.Tensor]] = (),
         pinned: bool,
     ) -> None:
         self._device, self._image, self._boxes, self._tensors, self._pinned = device, image, boxes, tensors, pinned
-        self._windows, self._watched = windows, watched
-        self._gathered, self._before, self._after = (dict[int, torch.Tensor]() for _ in range(3))
-        self._snapshot, self._kept = snapshot, dict[int, list[torch.Tensor]]()
-        self._sizes, self._watched_sizes = (
-            [(index, window.numel()) for index, window in some] for some in (windows, watched)
+        self._replica_windows, self._torn_check_windows = replica_windows, torn_check_windows
+        self._replica_bytes, self._before, self._after = (dict[int, torch.Tensor]() for _ in range(3))
+        self._snapshot, self._device_copies = snapshot, dict[int, list[torch.Tensor]]()
+        self._replica_sizes, self._torn_check_sizes = (
+            [(index, window.numel()) for index, window in some] for some in (replica_windows, torn_check_windows)
         )
         self._touched: dict[int, Event | None] = {}
         self._owner_pid = os.getpid()
 
     @property
-    def orders(self) -> bool:
-        """Whether `order` is enough for changing the sources: everything is in a stream when `start` returns."""
+    def can_order_in_stream(self) -> bool:
+        """Whether the sources may be changed after `make_current_stream_wait`: all copies are in streams already."""
         return self._pinned or self._snapshot is not None
 
     def start(self) -> None:
-        """Enqueue what can be, behind what the calling thread's current streams hold now.
+        """Enqueue what can be enqueued, behind what the calling thread's current streams hold now.
 
         What must be copied before `save()` returns comes first. Without a pinned slot it is waited for; with one the
         current stream waits for it, so that whatever it does next comes after.
@@ -301,68 +318,72 @@ class Transfer:
         Raises:
             RuntimeError: From a device. Copies may run: `settle`.
         """
-        for index in sorted({*self._boxes, *(index for index, _ in self._windows)}):
+        for index in sorted({*self._boxes, *(index for index, _ in self._replica_windows)}):
             with self._device.on(index):
                 current, side = self._device.current_stream(index), self._device.side_stream(index)
                 boxes = self._boxes.get(index)
-                if self._snapshot is not None and boxes is not None and boxes.rest:
+                if self._snapshot is not None and boxes is not None and boxes.deferred:
                     buffers = self._snapshot.buffers[index]
-                    self._kept[index] = boxes.rest.keep(self._image, self._tensors, buffers)
+                    self._device_copies[index] = boxes.deferred.copy_on_device(self._image, self._tensors, buffers)
                     reach("device: snapshot made")
                 # IMPORTANT: the values at `save()` may still be in the making, in a stream of their own.
                 self._device.wait(side, self._device.record(current))
             with self._device.on_stream(side):
                 self._touched[index] = None
                 reach("device: copying")
-                if boxes is not None and boxes.now:
-                    boxes.now.copy(self._image, self._tensors, non_blocking=self._pinned)
-                gathered = self._gather(index, self._windows, self._gathered)
-                gathered = self._gather(index, self._watched, self._before) or gathered
+                if boxes is not None and boxes.immediate:
+                    boxes.immediate.copy(self._image, self._tensors, non_blocking=self._pinned)
+                gathered = self._gather(index, self._replica_windows, self._replica_bytes)
+                gathered = self._gather(index, self._torn_check_windows, self._before) or gathered
                 # IMPORTANT: behind the windows too. They may be of tensors that no hook guards, and the replicas of a
                 # step later differ from what the other ranks compare.
-                if gathered or (self._pinned and boxes is not None and boxes.now):
+                if gathered or (self._pinned and boxes is not None and boxes.immediate):
                     self._device.wait(current, self._device.record(side))
-                if self._pinned and boxes is not None and boxes.rest:
-                    boxes.rest.copy(self._image, self._tensors, self._kept.get(index), non_blocking=True)
-                    self._gather(index, self._watched, self._after)
+                if self._pinned and boxes is not None and boxes.deferred:
+                    boxes.deferred.copy(self._image, self._tensors, self._device_copies.get(index), non_blocking=True)
+                    self._gather(index, self._torn_check_windows, self._after)
                 self._touched[index] = self._device.record(side)
                 reach("device: copies begun")
 
     def _gather(self, index: int, some: Sequence[tuple[int, torch.Tensor]], into: dict[int, torch.Tensor]) -> bool:
-        """Put the windows of a device side by side, there: they may be changed as soon as that has run.
+        """Copy the windows of a device into one buffer there: they may be changed as soon as that has run.
 
         Args:
-            index: Of the device.
+            index: Index of the device.
             some: Windows, of any device.
-            into: Gets them.
+            into: Gets the buffer, by device.
 
         Returns:
             Whether there are any.
         """
-        windows = [window for place, window in some if place == index]
+        windows = [window for device, window in some if device == index]
         if windows:
             sizes = [window.numel() for window in windows]
             into[index] = buffer = self._device.allocate(sum(sizes), index)
             self._device.copy(list(torch.split(buffer, sizes)), windows, non_blocking=True)
         return bool(windows)
 
-    def fetch(self) -> list[bytes]:
-        """Return the windows. Blocks for a transfer of a few MB, and for what came into its stream before.
+    def fetch_replica_windows(self) -> list[bytes]:
+        """Return the bytes of the replica windows.
+
+        Blocks: for a transfer of a few MB, and for what came into its stream before.
 
         Raises:
             RuntimeError: From a device.
         """
-        found = self._fetched(self._gathered, self._sizes)
+        found = self._fetched(self._replica_bytes, self._replica_sizes)
         reach("device: samples fetched")
         return found
 
-    def fetch_watched(self) -> list[tuple[bytes, bytes]]:
-        """Return the watched windows before and after the copies, which have ended. Blocks as `fetch`.
+    def fetch_torn_check_windows(self) -> list[tuple[bytes, bytes]]:
+        """Return the bytes of the torn-check windows before and after the copies, which have ended.
+
+        Blocks as `fetch_replica_windows`.
 
         Raises:
             RuntimeError: From a device.
         """
-        before, after = (self._fetched(some, self._watched_sizes) for some in (self._before, self._after))
+        before, after = (self._fetched(some, self._torn_check_sizes) for some in (self._before, self._after))
         return list(zip(before, after, strict=True))
 
     def _fetched(self, gathered: Mapping[int, torch.Tensor], sizes: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -377,7 +398,7 @@ class Transfer:
             at[index] += nbytes
         return found
 
-    def order(self) -> None:
+    def make_current_stream_wait(self) -> None:
         """Let the calling thread's current streams wait for the copies. The CPU does not wait.
 
         Raises:
@@ -391,8 +412,8 @@ class Transfer:
                 if not self._device.capturing():
                     self._device.wait(self._device.current_stream(index), event)
 
-    def finish(self, given_up: Callable[[], bool]) -> None:
-        """Copy what `start` has left, and wait until all copies have ended, or `given_up()`.
+    def finish(self, is_cancelled: Callable[[], bool]) -> None:
+        """Copy what `start` has left, and wait until all copies have ended, or `is_cancelled()`.
 
         Raises:
             StagingError: They have not within `TRANSFER_TIMEOUT_S`.
@@ -400,22 +421,24 @@ class Transfer:
         """
         if not self._pinned:
             for index, boxes in self._boxes.items():
-                if boxes.rest and not given_up():
+                if boxes.deferred and not is_cancelled():
                     side = self._device.side_stream(index)
                     with self._device.on_stream(side):
                         self._touched[index] = None
-                        boxes.rest.copy(self._image, self._tensors, self._kept.get(index), non_blocking=False)
-                        self._gather(index, self._watched, self._after)
+                        boxes.deferred.copy(
+                            self._image, self._tensors, self._device_copies.get(index), non_blocking=False
+                        )
+                        self._gather(index, self._torn_check_windows, self._after)
                         self._touched[index] = self._device.record(side)
         deadline, pause_s = time.monotonic() + TRANSFER_TIMEOUT_S, FIRST_POLL_S
-        while not self.ended() and not given_up():
+        while not self.ended() and not is_cancelled():
             if time.monotonic() >= deadline:
                 raise StagingError(
                     f"the devices {sorted(self._boxes)} had not copied the state {TRANSFER_TIMEOUT_S:g} s after save()"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_POLL_S)
-        if not given_up():
+        if not is_cancelled():
             reach("device: copied")
             self._let_go()
 
@@ -425,7 +448,7 @@ class Transfer:
         Blocks: at most `DRAIN_TIMEOUT_S`. An interrupt is raised when that is known.
 
         Returns:
-            False when it cannot be told: then the slot is lost, and must stay mapped and pinned for good.
+            False when that is not known: then the slot must stay mapped and pinned for good.
         """
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         interrupt: BaseException | None = None
@@ -450,15 +473,15 @@ class Transfer:
 
     def _let_go(self) -> None:
         """Drop the sources. IMPORTANT: only when the copies have ended."""
-        self._tensors = self._windows = self._watched = ()
+        self._tensors = self._replica_windows = self._torn_check_windows = ()
         self._snapshot = None if self._snapshot is None else self._snapshot._replace(buffers={})
-        self._kept.clear()
+        self._device_copies.clear()
 
     def ended(self) -> bool:
         """Whether no copy that was enqueued runs any more. Does not wait.
 
         Raises:
-            RuntimeError: A device does not tell.
+            RuntimeError: A device does not answer.
         """
         if os.getpid() != self._owner_pid:  # a forked child has neither the copies nor the memory
             return True

@@ -16,7 +16,7 @@ import torch
 from asyncckpt.staging.device import Device
 
 RESERVE_NBYTES = 512 << 20
-"""Left free on a device: what fragments, and what other libraries take. Chosen, not measured."""
+"""Bytes that are left free on a device: what fragments, and what other libraries take. Chosen, not measured."""
 
 Need = dict[torch.dtype, int]
 """Elements of each dtype."""
@@ -24,21 +24,23 @@ Need = dict[torch.dtype, int]
 _log = logging.getLogger("asyncckpt")
 
 
-class Snapshot(NamedTuple):
-    """Room on devices for one save's copies.
+class DeviceSnapshot(NamedTuple):
+    """Memory on devices for the copies of one save.
 
-    `numbers`: of the state's tensors that lie on devices. `buffers`: by device, one for each dtype.
+    Attributes:
+        numbers: Numbers of the state's tensors that lie on devices.
+        buffers: By device, one for each dtype.
     """
 
     numbers: frozenset[int]
     buffers: dict[int, dict[torch.dtype, torch.Tensor]]
 
 
-class SnapshotRoom:
-    """Finds room for copies on devices, without taking it from the training.
+class DeviceSnapshotAllocator:
+    """Allocates memory for copies on devices, without taking it from the training.
 
     Args:
-        device: The seam.
+        device: The interface to the devices.
     """
 
     def __init__(self, device: Device) -> None:
@@ -47,8 +49,8 @@ class SnapshotRoom:
         self._largest: dict[int, int] = {}
         self._warned = False
 
-    def take(self, needs: Mapping[int, Need]) -> dict[int, dict[torch.dtype, torch.Tensor]] | None:
-        """Return memory for so much on each device, for use in its current stream; None where one has no room.
+    def allocate(self, needs: Mapping[int, Need]) -> dict[int, dict[torch.dtype, torch.Tensor]] | None:
+        """Return memory on each device, for use in its current stream; None if a device has not enough.
 
         What a step of the training needs at its peak counts as taken, though it is free while `save()` runs.
         """
@@ -93,10 +95,10 @@ class SnapshotRoom:
 def copy_into(
     device: Device, sources: Sequence[torch.Tensor], buffers: Mapping[torch.dtype, torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Put copies of `sources` into the current stream of their device.
+    """Enqueue copies of `sources` in the current stream of their device.
 
     Args:
-        device: The seam.
+        device: The interface to the devices.
         sources: All on one device.
         buffers: For each dtype, as many elements as its sources have together.
 
@@ -114,7 +116,7 @@ def copy_into(
         made.update(zip(positions, views, strict=True))
     odd = [n for n, source in enumerate(sources) if not source.is_contiguous()]
     even = [n for n, source in enumerate(sources) if source.is_contiguous()]
-    for some in (even, odd):  # apart: one that is not contiguous would make every one a kernel of its own
+    for some in (even, odd):  # separately: one that is not contiguous would make every one a kernel of its own
         some = [n for n in some if sources[n].numel()]
         if some:
             device.copy([made[n] for n in some], [sources[n] for n in some], non_blocking=True)

@@ -1,11 +1,14 @@
-"""Finds out whether tensors changed while they were copied behind the training.
+"""Finds out whether tensors changed while they were copied behind the training: a torn snapshot.
 
 A version counter changes with every in-place operation that torch knows of, but not with writes through `.data`, raw
-pointers, fused optimizers outside their `step()` and CUDA graphs. Such writes are found in the bytes that are compared:
-`overlap_check="sample"` compares one window of each tensor, another one at each save (`Windows`); `"hash"`
-compares digests of every byte.
-What was there at `save()` is compared with the slot after the copy, and with the tensor itself, since a write that
-comes after the copy of this window may have come before the copy of another.
+pointers, fused optimizers outside their `step()` and CUDA graphs. Such writes are found by comparing bytes:
+`overlap_check="sample"` compares one window of each tensor, another one at each save; `"hash"` compares digests of all
+bytes. The bytes at `save()` are compared with the slot after the copy, and with the tensor itself: a write that comes
+after the copy of this window may have come before the copy of another.
+
+A window is up to 2 pieces that lie evenly over the tensor, together 1 KiB at most, so that looking at one costs the
+same for every tensor, however large. Every window touches a contiguous half of a row-major tensor, give or take a
+piece. A piece is contiguous in memory and read as it lies: transposed and channels_last tensors are not gathered.
 
 An operation that still runs when the copy ends is not seen by the counters either: torch increments them at its end, up
 to some milliseconds later. A fence, as in the hooks of `step()`, keeps it from beginning; the comparison finds it if it
@@ -29,7 +32,7 @@ from asyncckpt.planning.planner import PlanCache
 from asyncckpt.planning.replica_checks import bits_of, tensor_digest
 from asyncckpt.planning.sample_schedule import stride_of
 from asyncckpt.staging.memcopy import careful_gather
-from asyncckpt.staging.optimizer_ownership import storages
+from asyncckpt.staging.optimizer_ownership import storage_ptrs
 from asyncckpt.state_dict.flatten import Flattened
 
 WINDOW_NBYTES = 1024
@@ -48,9 +51,20 @@ SMALL_SAVES = 256
 another one, whose pieces may be shorter, in `Windows.count`."""
 
 
-Place = tuple[int, int, int]
-"""Where a window lies: how many pieces it has, the first element of the first one in the tensor's memory, and in the
-tensor's row-major copy."""
+WindowPosition = tuple[int, int, int]
+"""How many pieces a window has, the first element of the first one in the tensor's memory, and the one in the tensor's
+row-major copy."""
+
+
+MAX_SAMPLED_TENSORS = 1024
+"""How many tensors in host memory are sampled at one save; of more tensors, each save takes an equal share in turn."""
+
+MAX_SAMPLED_DEVICE_TENSORS = 256
+"""The same for tensors on devices: a view and a part of a copy cost the training thread some 10 us each."""
+
+_UNCOUNTED = "a write that bumps no version counter"
+
+_MOVED = "share_memory_() or a resize of its storage"
 
 
 class _Dimension(NamedTuple):
@@ -75,24 +89,25 @@ class _Lengths(dict[int, type[ctypes.Array[ctypes.Array[ctypes.c_char]]]]):
 
 
 class Windows:
-    """The windows of tensors of one layout: `count` successive turns reach every element.
+    """The windows of tensors of one layout: `count` successive rounds reach every element.
 
     The pieces of a window lie along one dimension, the elements of a piece along the dimension that is contiguous in
     memory, which may be the same. Where none is, as in `tensor[:, ::2]`, pieces are single elements.
 
     Args:
-        shape: Of a tensor.
-        strides: Of its dimensions, in elements; 0 where it is expanded.
-        itemsize: In bytes.
-        fraction: A window is at most this part of the tensor, or one element.
-        n_pieces: At most so many pieces.
+        shape: Shape of a tensor.
+        strides: Strides of its dimensions, in elements; 0 for an expanded one.
+        itemsize: Bytes of an element.
+        fraction: A window is at most 1/`fraction` of the tensor, or one element.
+        n_pieces: The most pieces of a window.
 
     Attributes:
         layout: The arguments.
-        count: How many windows there are; 0 where there are no elements.
-        run: The elements of a piece.
-        step: From the begin of a piece to that of the next, in elements of the tensor's memory: a multiple of `run`.
-        copied_step, copied_stride: In its row-major copy, from piece to piece, and from element to element of a piece.
+        count: Number of windows; 0 if the tensor has no elements.
+        run: Elements of a piece.
+        step: Elements of the tensor's memory from the begin of a piece to that of the next: a multiple of `run`.
+        copied_step, copied_stride: Elements of its row-major copy from piece to piece, and from element to element of a
+            piece.
     """
 
     def __init__(
@@ -141,7 +156,7 @@ class Windows:
         self._lattice = self._n_steps, step, last, along.size, along.stride, along.copied_stride, fast.copied_stride
         self.count = self._count * math.prod(d.size for d in self._others)
         self._stride = stride_of(self.count)
-        self._apart = self.step // self.run
+        self._piece_stride = self.step // self.run
         self._lengths = _Lengths(self.run * itemsize)
 
     def _aligned(self, run: int, pieces: int) -> int:
@@ -152,9 +167,9 @@ class Windows:
     def _counted(self, run: int, pieces: int) -> int:
         return min(self._aligned(run, pieces), self._along.size) * -(-self._fast.size // run)
 
-    def at(self, turn: int) -> Place:
-        """Return the window of a turn; successive ones lie far from one another."""
-        rest, number = divmod(turn * self._stride % self.count, self._count)
+    def at(self, round_number: int) -> WindowPosition:
+        """Return the window of a round; successive ones lie far from one another."""
+        rest, number = divmod(round_number * self._stride % self.count, self._count)
         run = self.run
         if self._along is self._fast:
             fast = self._fast
@@ -181,30 +196,30 @@ class Windows:
             copied_at += at * copied_stride
         return n_pieces, start, copied_at
 
-    def read(self, address: int, place: Place) -> bytes:
+    def read(self, address: int, position: WindowPosition) -> bytes:
         """Return a window of the tensor at `address` in the host's memory.
 
         All pieces in one call: piece by piece, the waits for memory that no cache holds would add up.
         """
-        n_pieces, start, _ = place
-        lengths = self._lengths[(n_pieces - 1) * self._apart + 1].from_address(address + start * self._itemsize)
-        return memoryview(lengths)[:: self._apart].tobytes()
+        n_pieces, start, _ = position
+        lengths = self._lengths[(n_pieces - 1) * self._piece_stride + 1].from_address(address + start * self._itemsize)
+        return memoryview(lengths)[:: self._piece_stride].tobytes()
 
-    def read_carefully(self, address: int, place: Place) -> bytes:
+    def read_carefully(self, address: int, position: WindowPosition) -> bytes:
         """As `read`; memory that has gone is an error and no crash.
 
         Raises:
             OSError: It has gone.
         """
-        n_pieces, nbytes, apart = place[0], self.run * self._itemsize, self.step * self._itemsize
-        first = address + place[1] * self._itemsize
+        n_pieces, nbytes, apart = position[0], self.run * self._itemsize, self.step * self._itemsize
+        first = address + position[1] * self._itemsize
         copied = (ctypes.c_char * (n_pieces * nbytes))()
         careful_gather(ctypes.addressof(copied), range(first, first + n_pieces * apart, apart), nbytes)
         return copied.raw
 
-    def read_copied(self, copied: torch.Tensor, place: Place) -> bytes:
+    def read_copied(self, copied: torch.Tensor, position: WindowPosition) -> bytes:
         """Return the same elements of a row-major copy of the tensor."""
-        n_pieces, at = place[0], place[2]
+        n_pieces, at = position[0], position[2]
         step = self.copied_step if n_pieces > 1 else self.run
         if step % self.run == 0 and (self.run == 1 or self.copied_stride == 1):
             apart = step // self.run
@@ -221,60 +236,58 @@ windows_of = functools.lru_cache(maxsize=4096)(Windows)
 """The same windows for tensors of the same layout: to work them out takes some microseconds."""
 
 
-def choose(n_tensors: int, turn: int, most: int) -> tuple[range, int, int]:
-    """Return which tensors are looked at at a save: positions, the turn of their windows, and a window's `fraction`.
+def sampled_positions(n_tensors: int, round_number: int, max_tensors: int) -> tuple[range, int, int]:
+    """Return which tensors are sampled at a save: positions, the round of their windows, and a window's `fraction`.
 
-    Tensor `n` is looked at in turn `turn + n` of its windows, so that not all lie at the same place. A window of one
-    that waits for its turn is larger, so that all together 1/`FRACTION` of the bytes are looked at, if it is not more
-    than `WINDOW_NBYTES`.
+    Tensor `n` is in round `round_number + n` of its windows, so that these do not all lie at the same offset. If a
+    tensor is not sampled at every save, its window is larger, up to `WINDOW_NBYTES`, so that 1/`FRACTION` of all bytes
+    is looked at.
 
     Args:
-        n_tensors: How many tensors there are.
-        turn: The number of the save; successive turns reach every byte.
-        most: The most tensors that are looked at at one save.
+        n_tensors: Number of tensors.
+        round_number: Number of the save; successive rounds reach every byte.
+        max_tensors: The most tensors that are sampled at one save.
     """
-    period = max(1, -(-n_tensors // most))
-    return range(turn % period, n_tensors, period), turn // period, -(-FRACTION // period)
+    period = max(1, -(-n_tensors // max_tensors))
+    return range(round_number % period, n_tensors, period), round_number // period, -(-FRACTION // period)
 
 
-MOST = 1024
-"""How many tensors in host memory are sampled at one save; of more tensors, each save takes an equal share in turn."""
+class SamplingRound(NamedTuple):
+    """One save's round of sampling.
 
-MOST_ON_DEVICES = 256
-"""`MOST` for tensors on devices: a view and a part of a copy cost the training thread some 10 us each."""
-
-_UNCOUNTED = "a write that bumps no version counter"
-_MOVED = "share_memory_() or a resize of its storage"
-
-
-class Turn(NamedTuple):
-    """The number of a save of one structure; and, by number of what is copied, the windows of the layout that it had at
-    the last look: to find them again among those of all layouts takes longer."""
+    Attributes:
+        number: Number of the save among those of its structure.
+        windows_by_copy: For each copy, by number, the windows of the layout that it had in the round before: to find
+            them again among those of all layouts takes longer.
+    """
 
     number: int
-    known: dict[int, Windows]
+    windows_by_copy: dict[int, Windows]
 
 
-class Turns:
+class SamplingRounds:
     """Counts the saves of each structure, so that each reaches all its windows, also if several alternate."""
 
     def __init__(self) -> None:
-        self._turns: OrderedDict[int, tuple[object, Turn]] = OrderedDict()
+        self._rounds: OrderedDict[int, tuple[object, SamplingRound]] = OrderedDict()
         self._latest = -1
 
-    def next(self, plan: object) -> Turn:
-        """Return the turn of a save with `plan`. A structure that is new may begin at any turn."""
-        _, (number, known) = self._turns.pop(id(plan), (plan, Turn(self._latest, {})))
-        turn = Turn(number + 1, known)
-        self._turns[id(plan)] = plan, turn  # it is kept, so that no other one gets its id
-        if len(self._turns) > PlanCache.MAX_PLANS:
-            self._turns.popitem(last=False)
-        self._latest = max(self._latest, turn.number)
-        return turn
+    def next(self, plan: object) -> SamplingRound:
+        """Return the round of a save with `plan`. A structure that is new may begin with any round."""
+        _, (number, windows_by_copy) = self._rounds.pop(id(plan), (plan, SamplingRound(self._latest, {})))
+        new = SamplingRound(number + 1, windows_by_copy)
+        self._rounds[id(plan)] = plan, new  # it is kept, so that no other one gets its id
+        if len(self._rounds) > PlanCache.MAX_PLANS:
+            self._rounds.popitem(last=False)
+        self._latest = max(self._latest, new.number)
+        return new
 
 
 class Source(NamedTuple):
-    """One copy: the tensor's number in the state, what is copied, and its place; None: freed before the check."""
+    """One copy: number of the tensor in the state, what is copied, and its copy in the slot.
+
+    `target` is None where the slot does not hold the copy any more when it is checked.
+    """
 
     number: int
     tensor: torch.Tensor
@@ -283,49 +296,49 @@ class Source(NamedTuple):
 
 _UNKNOWN = Windows((0,), (1,), 1, 1, 1)
 
-Chosen = tuple[Source, Windows, Place]
-"""What is looked at of a copy."""
+Sample = tuple[Source, Windows, WindowPosition]
+"""A copy, and the window of it that is looked at."""
 
 
-def sampled(
+def choose_samples(
     copies: Sequence[int],
-    turn: Turn,
-    most: int,
+    sampling_round: SamplingRound,
+    max_tensors: int,
     sources_of: Callable[[Sequence[int]], Iterable[Source]],
     n_pieces: int = PIECES,
-) -> list[Chosen]:
-    """Choose what is looked at at a save, as `windows.choose` says.
+) -> list[Sample]:
+    """Choose which windows of which copies are looked at at a save, as `sampled_positions` says.
 
     Args:
-        copies: Their numbers, which are the same in every save of the structure.
-        turn: Of the save.
-        most: At most so many copies.
-        sources_of: Returns what these numbers stand for.
-        n_pieces: A window has at most so many pieces.
+        copies: Numbers of the copies, which are the same in every save of the structure.
+        sampling_round: Round of the save.
+        max_tensors: The most copies.
+        sources_of: Returns the copies of these numbers.
+        n_pieces: The most pieces of a window.
     """
-    positions, number, fraction = choose(len(copies), turn.number, most)
-    chosen, found = [copies[at] for at in positions], list[Chosen]()
+    positions, number, fraction = sampled_positions(len(copies), sampling_round.number, max_tensors)
+    chosen, found = [copies[at] for at in positions], list[Sample]()
     number += positions.start
     for n, source in zip(chosen, sources_of(chosen), strict=True):
         tensor = source.tensor
         layout = tensor.shape, tensor.stride(), tensor.element_size(), fraction, n_pieces
-        windows = turn.known.get(n, _UNKNOWN)
+        windows = sampling_round.windows_by_copy.get(n, _UNKNOWN)
         if windows.layout != layout:  # windows of another layout would lie outside of the tensor's memory
-            turn.known[n] = windows = windows_of(*layout)
+            sampling_round.windows_by_copy[n] = windows = windows_of(*layout)
         if windows.count:
             found.append((source, windows, windows.at(number)))
         number += positions.step
     return found
 
 
-class SourceWatch:
-    """Watches the sources of one save from when it is made.
+class MutationCheck:
+    """Watches the sources of one save, from when this object is made.
 
     Args:
         flat: The state.
-        numbers: The tensors of it that are copied later.
+        numbers: Numbers of its tensors that are copied behind the training.
         owners: Tensors of optimizers in the same storages: a state dict may hold `.data`, with a counter of its own.
-        save_id, step, path: Of the save.
+        save_id, step, path: ID, step and directory of the save.
     """
 
     def __init__(
@@ -343,21 +356,21 @@ class SourceWatch:
         self._save_id, self._step, self._path = save_id, step, path
         self._versions, self._addresses = _versions(self._watched), self._found_addresses()
         self._digested: list[tuple[Source, bytes]] = []
-        self._sampled: list[tuple[Source, Windows, Place, bytes]] = []
-        self._on_devices: list[Chosen] = []
+        self._sampled: list[tuple[Source, Windows, WindowPosition, bytes]] = []
+        self._on_devices: list[Sample] = []
 
     def digest(self, sources: Sequence[Source]) -> None:
         """Digest all bytes of `sources` now; `check` compares with these digests."""
         self._digested = [(source, tensor_digest(source.tensor)) for source in sources]
 
-    def sample(self, chosen: Sequence[Chosen]) -> None:
+    def sample(self, chosen: Sequence[Sample]) -> None:
         """Read windows of what lies in host memory, now; `check` compares with them."""
-        self._sampled = [(s, w, place, w.read(s.tensor.data_ptr(), place)) for s, w, place in chosen]
+        self._sampled = [(s, w, position, w.read(s.tensor.data_ptr(), position)) for s, w, position in chosen]
 
-    def sample_on_devices(self, chosen: Sequence[Chosen]) -> list[torch.Tensor]:
-        """Return windows of one piece of what lies row-major on devices, as bytes, for `Transfer` to read.
+    def sample_devices(self, chosen: Sequence[Sample]) -> list[torch.Tensor]:
+        """Return windows of one piece of tensors that lie row-major on devices, as bytes, for `Transfer` to read.
 
-        `check_on_devices` compares what it has read.
+        `check_device_samples` compares the bytes that it has read.
         """
         self._on_devices = list(chosen)
         with torch.no_grad():
@@ -378,14 +391,14 @@ class SourceWatch:
         Raises:
             SnapshotTornError: Something has.
         """
-        self.check_cheaply()
+        self.check_counters()
         for source, digest in self._digested:
             after_copy = digest if source.target is None else tensor_digest(source.target)
             self._compare(source, digest, after_copy, tensor_digest(source.tensor))
-        for source, windows, place, before in self._sampled:
-            after_copy = before if source.target is None else windows.read_copied(source.target, place)
+        for source, windows, position, before in self._sampled:
+            after_copy = before if source.target is None else windows.read_copied(source.target, position)
             try:
-                after = windows.read_carefully(source.tensor.data_ptr(), place)
+                after = windows.read_carefully(source.tensor.data_ptr(), position)
             except OSError as error:
                 raise self._torn(source.number, _MOVED) from error
             self._compare(source, before, after_copy, after)
@@ -396,23 +409,23 @@ class SourceWatch:
         if after != before:
             raise self._torn(source.number, f"{_UNCOUNTED}, after its copy,")
 
-    def check_on_devices(self, read: Sequence[tuple[bytes, bytes]]) -> None:
-        """Compare what lies in the slot with what was in the windows of `sample_on_devices`, once all is copied.
+    def check_device_samples(self, read: Sequence[tuple[bytes, bytes]]) -> None:
+        """Compare what lies in the slot with what was in the windows of `sample_devices`, once all is copied.
 
         Args:
-            read: The windows as they were at `save()`, and after the copies.
+            read: Bytes of the windows at `save()`, and after the copies.
 
         Raises:
             SnapshotTornError: Something has changed.
         """
-        for (source, windows, place), (before, after) in zip(self._on_devices, read, strict=True):
+        for (source, windows, position), (before, after) in zip(self._on_devices, read, strict=True):
             assert source.target is not None
             width = source.target.element_size()
-            copied = ctypes.string_at(source.target.data_ptr() + place[2] * width, windows.run * width)
+            copied = ctypes.string_at(source.target.data_ptr() + position[2] * width, windows.run * width)
             self._compare(source, before, copied, after)
 
-    def check_cheaply(self) -> None:
-        """Prove that nothing has changed as far as counters and addresses tell. Reads no tensor.
+    def check_counters(self) -> None:
+        """Prove that nothing has changed as far as version counters and addresses say. Reads no tensor.
 
         Raises:
             SnapshotTornError: Something has.
@@ -425,16 +438,16 @@ class SourceWatch:
             changed = next(n for n, one in enumerate(versions) if one != self._versions[n])
             raise self._torn(self._number(changed), "an operation in place")
 
-    def places(self) -> set[int]:
+    def source_storage_ptrs(self) -> set[int]:
         """Return the addresses of the storages that are watched."""
-        return set(storages(self._watched))
+        return set(storage_ptrs(self._watched))
 
     def _number(self, watched: int) -> int | None:
         """Return the number of the state's tensor that a watched one is, or shares its storage with."""
         if watched < len(self._numbers):
             return self._numbers[watched]
-        place = self._watched[watched].untyped_storage().data_ptr()
-        return next((n for n in self._numbers if self._flat.tensors[n].untyped_storage().data_ptr() == place), None)
+        ptr = self._watched[watched].untyped_storage().data_ptr()
+        return next((n for n in self._numbers if self._flat.tensors[n].untyped_storage().data_ptr() == ptr), None)
 
     def _torn(self, number: int | None, how: str) -> SnapshotTornError:
         fqn = None if number is None else self._flat.name_of(number)

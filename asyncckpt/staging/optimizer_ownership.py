@@ -1,4 +1,4 @@
-"""Which tensors of a state belong to attached optimizers, so that they change in `step()` only.
+"""Which tensors of a state belong to attached optimizers: these change in `step()` only.
 
 An optimizer owns the storages of its parameters and of the tensors in its `state`; nothing else of its param_groups.
 Storages are compared by address, anew at every save: state appears with the first step, groups are added, and a
@@ -49,8 +49,8 @@ def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
-class Owners:
-    """The attached optimizers; keeps none of them alive."""
+class AttachedOptimizers:
+    """The attached optimizers, by weak references."""
 
     def __init__(self) -> None:
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -58,7 +58,7 @@ class Owners:
         self._warned = False
 
     def add(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Add one; False when it was there already."""
+        """Add one; returns False if it was there already."""
         if any(optimizer is known for known in self._living()):
             return False
         self._optimizers = [*map(weakref.ref, self._living()), weakref.ref(optimizer)]
@@ -77,11 +77,11 @@ class Owners:
     def owned(
         self, tensors: Sequence[torch.Tensor], among: Sequence[int] | None = None
     ) -> tuple[frozenset[int], list[torch.Tensor]]:
-        """Find what the optimizers own of `tensors`, as far as it lies on the CPU or on CUDA devices.
+        """Find which of `tensors` the optimizers own, of those on the CPU or on CUDA devices.
 
         Args:
-            tensors: The state's.
-            among: Positions in it; None: all of them.
+            tensors: All tensors of the state.
+            among: Positions that are looked at; None: all of them.
 
         Returns:
             The positions in `tensors`, the very same object as at the last call if they are equal; and the optimizers'
@@ -100,26 +100,26 @@ class Owners:
                 own += group["params"]
             own += _tensors_in(optimizer.state.values())
         own = without_dtensors(own)
-        places = storages(own)
+        ptrs = storage_ptrs(own)
         owned: dict[int, list[torch.Tensor]] = {}
-        for tensor, place in zip(own, places, strict=True):
-            if place:
-                owned.setdefault(place, []).append(tensor)
-        found, ranges = storages([tensors[n] for n in among]), dict[int, list[tuple[int, int]]]()
+        for tensor, ptr in zip(own, ptrs, strict=True):
+            if ptr:
+                owned.setdefault(ptr, []).append(tensor)
+        found, ranges = storage_ptrs([tensors[n] for n in among]), dict[int, list[tuple[int, int]]]()
         numbers = []
         used: set[int] = set()
-        for n, place in zip(among, found, strict=True):
-            if place not in owned or not _has_engine(tensors[n]):
+        for n, ptr in zip(among, found, strict=True):
+            if ptr not in owned or not _has_engine(tensors[n]):
                 continue
             # The span of every tensor would be most of what a save of many small ones costs.
-            if not (len(owned[place]) <= FEW and any(_is_same(tensors[n], one) for one in owned[place])):
-                if place not in ranges:
-                    ranges[place] = _ranges(owned[place])
-                if not _lies(tensors[n], ranges[place]):
+            if not (len(owned[ptr]) <= FEW and any(_is_same(tensors[n], one) for one in owned[ptr])):
+                if ptr not in ranges:
+                    ranges[ptr] = _ranges(owned[ptr])
+                if not _is_within(tensors[n], ranges[ptr]):
                     continue
             numbers.append(n)
-            used.add(place)
-        return self._same(numbers), [t for t, place in zip(own, places, strict=True) if place in used]
+            used.add(ptr)
+        return self._same(numbers), [t for t, ptr in zip(own, ptrs, strict=True) if ptr in used]
 
     def _warn(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._warned:
@@ -162,7 +162,7 @@ def _tensors_in(values: Any, depth: int = 0) -> list[torch.Tensor]:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return first and last byte, and one, that `tensor` reaches in its storage."""
+    """Return the range of bytes [first, end) that `tensor` reaches in its storage."""
     first, width = int(tensor.storage_offset()), tensor.itemsize
     if not tensor.numel():
         return first * width, first * width
@@ -181,7 +181,7 @@ def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _ranges(own: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return what of one storage is owned, as ranges of bytes: other tensors may lie in the same one."""
+    """Return the ranges of bytes of one storage that are owned: other tensors may lie in the same storage."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted(map(_span, own)):
         if merged and start <= merged[-1][1]:
@@ -191,12 +191,12 @@ def _ranges(own: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     return merged
 
 
-def _lies(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> bool:
+def _is_within(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> bool:
     start, end = _span(tensor)
     return any(first <= start and end <= last for first, last in ranges)
 
 
-def storages(tensors: Sequence[torch.Tensor]) -> list[int]:
+def storage_ptrs(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the address of each one's storage, of DTensors their local one's; 0 for those without: sparse ones,
     parameters of lazy modules."""
     tensors = without_dtensors(tensors)

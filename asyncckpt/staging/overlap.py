@@ -1,4 +1,8 @@
-"""Copies behind the training: which tensors wait for the copier, who waits for it, and how all that ends."""
+"""Copies behind the training: which tensors are deferred, what waits for their copies, and how all that ends.
+
+A hook in front of every attached optimizer's `step()` and `load_state_dict()`, and of every attached module's
+`load_state_dict()`, makes the training wait for copies before it changes what is being copied.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,23 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import CheckpointerClosedError, ConfigError, ReentrantCallError, StagingError
-from asyncckpt.staging.deferred_copy import Copier
-from asyncckpt.staging.optimizer_ownership import Owners, has_hooks, storages
+from asyncckpt.staging.deferred_copy import BackgroundCopier
+from asyncckpt.staging.optimizer_ownership import AttachedOptimizers, has_hooks, storage_ptrs
 
 FENCE_TIMEOUT_S = 60.0
-"""A copy that has not ended by then is given up: its save fails, and the training goes on. Chosen: no copy into memory
+"""A copy that has not ended by then is cancelled: its save fails, and the training goes on. Chosen: no copy into memory
 takes so long unless the machine is in trouble."""
 
 
+LOCAL_RANKS = "LOCAL_WORLD_SIZE"
+"""Set by torchrun: how many processes train on this node."""
+
+CLOSE_S = 5.0
+"""How long `close` waits for a copy that it has cancelled: it ends with its piece. Chosen, far above that."""
+
+
 class _ModuleHook:
-    """Waits before a module's `load_state_dict()`. It is part of the module: a pickle of that holds one that does not.
+    """Waits before a module's `load_state_dict()`. It is part of the module: a pickle of that holds one without a wait.
 
     A module that is copied (`copy.deepcopy`, for an average of the weights) waits as its original does.
     """
@@ -42,16 +53,18 @@ class _ModuleHook:
 
 
 class Fence:
-    """See the module. Nothing of it works in a forked child, whose parent does the copying.
+    """The hooks that wait. A hook that fires twice, as for a subclass that calls `super().step()`, waits once.
+
+    Nothing of it works in a forked child, whose parent does the copying.
 
     Args:
-        copier: Whose copies are waited for.
+        copier: Runs the copies that are waited for.
 
     Attributes:
         waited_s: How long callers have waited, all together.
     """
 
-    def __init__(self, copier: Copier) -> None:
+    def __init__(self, copier: BackgroundCopier) -> None:
         self.waited_s = 0.0
         self._copier = copier
         self._owner_pid = os.getpid()
@@ -63,11 +76,12 @@ class Fence:
         """Wait until tensors may be changed: no copy runs, or it comes first in the current streams of this thread.
 
         Args:
-            timeout_s: See below.
-            ordered: False waits for the copies of devices too, for changes that come from elsewhere.
+            timeout_s: Copies that have not ended by then are cancelled, and their saves fail.
+            ordered: Whether streams may order the copies of devices; False waits for these too, for changes that come
+                from elsewhere.
 
-        Blocks: for what is copied from the host, at most `timeout_s`; copies that have not ended then are given up,
-        and their saves fail. One that goes through a ring is waited for as long as something of it is written.
+        Blocks: for what is copied from the host, at most `timeout_s`. A copy through a ring is waited for as long as
+        the worker goes on writing.
 
         Raises:
             ReentrantCallError: In the copier's own thread, by a callback of `staged`.
@@ -80,14 +94,12 @@ class Fence:
                 "a callback of `staged` steps, loads or waits for the copies, in the thread that makes them"
             )
         began = time.perf_counter()
-        for late in self._copier.wait(timeout_s, ordered=ordered, patient=True):
-            late.give_up(
-                StagingError(f"the copy behind the training had not ended {timeout_s:g} s after it was needed")
-            )
+        for late in self._copier.wait(timeout_s, ordered=ordered, extended=True):
+            late.cancel(StagingError(f"the copy behind the training had not ended {timeout_s:g} s after it was needed"))
         self.waited_s += time.perf_counter() - began
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let its `step()` and `load_state_dict()` wait, and every `step()` over what is being copied."""
+        """Make its `step()` and `load_state_dict()` wait, and every `step()` that changes what is being copied."""
         if not self._watched:
             self._handles.append(register_optimizer_step_pre_hook(self._hook(self._wait_for_sharer)))
         self._watched.append(weakref.ref(optimizer))
@@ -95,7 +107,7 @@ class Fence:
         self._handles.append(optimizer.register_load_state_dict_pre_hook(self._hook()))
 
     def watch_module(self, module: torch.nn.Module) -> None:
-        """Let its `load_state_dict()`, and that of every module in it, wait. Those that do already are left alone."""
+        """Make its `load_state_dict()`, and that of every module in it, wait. Those that do already are left alone."""
         for one in module.modules():
             if one not in self._modules:
                 self._modules.add(one)
@@ -109,8 +121,8 @@ class Fence:
             return
         if any(known() is optimizer for known in self._watched):
             return  # its own hook waits
-        copied = self._copier.places()
-        if any(place in copied for group in optimizer.param_groups for place in storages(group["params"])):
+        copied = self._copier.source_storage_ptrs()
+        if any(ptr in copied for group in optimizer.param_groups for ptr in storage_ptrs(group["params"])):
             self.wait()
 
     def _hook(self, wait: Callable[..., None] | None = None) -> Callable[..., None]:
@@ -135,13 +147,10 @@ class Fence:
             handle.remove()
 
 
-LOCAL_RANKS = "LOCAL_WORLD_SIZE"
-"""Set by torchrun: how many processes train on this node."""
-
-
-def cores_to_spare() -> bool:
+def has_idle_core() -> bool:
     """Whether copies behind the training find a core that it does not use.
 
+    On cores that are all busy a copy behind the training costs it more time than one in front of it (docs/adr/0029).
     Where devices compute, the host's cores wait for them. Else torch's threads, of all ranks of the node, are counted
     against the cores that this process may use.
 
@@ -168,23 +177,24 @@ def local_ranks(environ: Mapping[str, str]) -> int:
         ) from error
 
 
-CLOSE_S = 5.0
-"""How long `close` waits for a copy that it has given up: it ends with its piece. Chosen, far above what that takes."""
-
 _NOTHING: frozenset[int] = frozenset()
 
 
 class Overlap:
-    """See the module. One per checkpointer.
+    """The copies behind the training of one checkpointer.
 
     Args:
         config: For `staging`.
+
+    Attributes:
+        copier: Runs the copies.
+        fence: Waits for them.
     """
 
     def __init__(self, config: CheckpointerConfig) -> None:
         self._mode = config.staging
-        self._owners = Owners()
-        self.copier = Copier()
+        self._owners = AttachedOptimizers()
+        self.copier = BackgroundCopier()
         self.fence = Fence(self.copier)
         self._attached = False
         self._join_s: float | None = None
@@ -224,22 +234,22 @@ class Overlap:
         self._owners.clear()
         self._attached = False
 
-    def later(
+    def choose_deferred(
         self, tensors: Sequence[torch.Tensor], among: Sequence[int], *, needs_core: bool = True
     ) -> tuple[frozenset[int], list[torch.Tensor]]:
-        """Return the positions of those tensors that need not be copied before `save()` returns.
+        """Return which tensors need not be copied before `save()` returns.
 
         Args:
-            tensors: The state's.
-            among: Positions of those for which it pays.
-            needs_core: The copy is work of a processor; else it waits for storage most of its time.
+            tensors: All tensors of the state.
+            among: Positions of those that are worth deferring.
+            needs_core: Whether the copy is work of a processor; else it waits for storage most of its time.
 
         Returns:
-            The positions; and optimizers' tensors that lie in the same storages.
+            Their positions; and the optimizers' tensors that lie in the same storages.
         """
         if self._mode == "blocking":
             return _NOTHING, []
-        if self._mode != "overlap" and self._attached and needs_core and not cores_to_spare():
+        if self._mode != "overlap" and self._attached and needs_core and not has_idle_core():
             among = [n for n in among if not tensors[n].is_cpu]
         if self._owners:
             return self._owners.owned(tensors, among)
@@ -248,20 +258,20 @@ class Overlap:
         return self._owners.everything(tensors, among) if promised else (_NOTHING, [])
 
     def leave(self, timeout_s: float, *, join_s: float | None = None) -> None:
-        """Wait for running copies at most `timeout_s`, give up the rest, and take the hooks away.
+        """Wait for running copies at most `timeout_s`, cancel the rest, and take the hooks away.
 
         Args:
-            timeout_s: For copies.
+            timeout_s: Time limit for all copies together.
             join_s: How long `close()` may wait for the thread after that; default: `CLOSE_S`.
         """
         self._join_s = join_s
         if not self.copier.in_thread():
             self.copier.wait(timeout_s)
-        self.copier.give_up(CheckpointerClosedError("the checkpointer was closed while the state was being copied"))
+        self.copier.cancel_all(CheckpointerClosedError("the checkpointer was closed while the state was being copied"))
         self.fence.remove()
         self._owners.clear()
 
     def close(self) -> None:
-        """Give up what runs, and wait for the copier's thread. Blocks at most `CLOSE_S`. Twice is fine."""
+        """Cancel what runs, and wait for the copier's thread. Blocks at most `CLOSE_S`. Twice is fine."""
         self.leave(0.0, join_s=self._join_s)
         self.copier.join(CLOSE_S if self._join_s is None else self._join_s)

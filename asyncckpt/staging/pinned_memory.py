@@ -10,7 +10,7 @@ from asyncckpt.basics.process_lifecycle import BackgroundThread
 from asyncckpt.staging.device import SUCCESS, UNLOADING, Device
 
 PIECE_NBYTES = 256 << 20
-"""Pinned by one call: the driver holds its lock meanwhile, and some refuse hundreds of GiB at once. Chosen, not
+"""Bytes that one call pins: the driver holds its lock meanwhile, and some refuse hundreds of GiB at once. Chosen, not
 measured. A multiple of every page size. No copy may cross from one piece into the next (CUDA driver API: a host range
 must be registered as a whole, or not at all), so `device_copy` cuts there."""
 
@@ -21,10 +21,13 @@ class Pin:
     """The pinning of `nbytes` from `address` on, all of it or nothing; nothing before `open()`.
 
     Args:
-        device: Whose runtime pins.
-        index: A device that is in use: the calls are made with it current.
-        address: Of a page.
-        nbytes: Whole pages.
+        device: The interface to the devices.
+        index: Index of a device that is in use: the calls are made with it current.
+        address: Address of the first page.
+        nbytes: Length, in whole pages.
+
+    Attributes:
+        failure: Why the driver has refused; None: it has not.
     """
 
     def __init__(self, device: Device, index: int, address: int, nbytes: int) -> None:
@@ -47,7 +50,7 @@ class Pin:
 
         Blocks: about 0.1 to 0.5 s per GB.
         """
-        _apart(self._register)
+        _run_in_thread(self._register)
 
     def _register(self) -> None:
         try:
@@ -89,11 +92,11 @@ class Pin:
             False when some of it is still pinned, since the driver refused: then it must stay mapped.
         """
         if os.getpid() == self._owner_pid and self._pieces:
-            _apart(self._unregister)
+            _run_in_thread(self._unregister)
         return not self._pieces or os.getpid() != self._owner_pid
 
 
-def _apart(work: Callable[[], None]) -> None:
+def _run_in_thread(work: Callable[[], None]) -> None:
     """Run `work` in a thread of its own, and wait for it: an error code stays with the thread that got it.
 
     Blocks for the driver, 0.1 s and more per GB. An interrupt is raised when the thread has ended.

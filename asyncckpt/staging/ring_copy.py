@@ -1,4 +1,9 @@
-"""States that are larger than their memory: the ring that they go through, what lies in each segment, and the copy."""
+"""Copies a state through a ring: a slot that is smaller than the state.
+
+The files are cut into segments. A cell is the memory of one segment: the slot has a few, which are used in turn. A
+segment is copied into its cell when the worker has written the segment that was there before (memory/SPEC.md, section
+5), so that the save takes as long as writing.
+"""
 
 from __future__ import annotations
 
@@ -15,37 +20,34 @@ from asyncckpt.memory.slot import PAGE_NBYTES
 from asyncckpt.memory.streaming import StreamLayout
 from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.protocol.request import MIN_RING_SEGMENTS, RING_UNIT_NBYTES, PartRange
-from asyncckpt.staging.copy_engine import Engine
-from asyncckpt.staging.cpu_copy import Share, copyable, cut_out, nbytes_before, runs
-from asyncckpt.staging.memcopy import FULL, Pace, careful_move
+from asyncckpt.staging.copy_engine import CopyEngine
+from asyncckpt.staging.cpu_copy import copyable, cut_out, nbytes_before, runs
+from asyncckpt.staging.memcopy import careful_copy
 
 SEGMENT_NBYTES = 16 << 20
-"""As `storage.rank_writer.EXTENT_NBYTES`: one write."""
+"""Length of a segment. As `storage.rank_writer.EXTENT_NBYTES`: one write."""
 
 MANY_SEGMENTS = 8
-"""Of less memory than so many segments of that length, shorter ones are made: some are being written, some filled.
-Chosen, not measured."""
+"""In memory for fewer segments of that length, shorter ones are made: some are being written, some filled. Chosen, not
+measured."""
 
 
 Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Targets and sources, each of the dtype and shape of the other."""
 
-ALL = Share([], [])
-"""Not looked at: segments follow one another in the files' order."""
 
-
-def ring_within(limit_nbytes: int, parts: Sequence[PartRange], room_nbytes: int) -> StreamLayout | None:
+def ring_within(limit_nbytes: int, parts: Sequence[PartRange], request_room_nbytes: int) -> StreamLayout | None:
     """Return the longest ring for a slot of at most `limit_nbytes`.
 
     Args:
-        limit_nbytes: See above.
-        parts: The files that pass through it.
-        room_nbytes: Of the slot, for the request, in whole pages.
+        limit_nbytes: The most bytes of the slot.
+        parts: The files that pass through the ring.
+        request_room_nbytes: Bytes of the slot for the request, in whole pages.
 
     Returns:
-        None where that is too little for one.
+        None if the limit is too small for a ring.
     """
-    cells_nbytes = limit_nbytes - 2 * PAGE_NBYTES - room_nbytes
+    cells_nbytes = limit_nbytes - 2 * PAGE_NBYTES - request_room_nbytes
     unit = RING_UNIT_NBYTES
     segment_nbytes = max(unit, min(SEGMENT_NBYTES, cells_nbytes // MANY_SEGMENTS // unit * unit))
     n_cells = cells_nbytes // segment_nbytes
@@ -55,7 +57,7 @@ def ring_within(limit_nbytes: int, parts: Sequence[PartRange], room_nbytes: int)
 
 
 class _Piece(NamedTuple):
-    """Bytes `start` to `end` of a box, at `at` of the segment."""
+    """Bytes `start` to `end` of a box, and their offset `at` in the segment."""
 
     box: int
     start: int
@@ -64,19 +66,21 @@ class _Piece(NamedTuple):
 
 
 class _Contents(NamedTuple):
-    """What lies in a segment: bytes that are the same in every save, as (offset, bytes), and pieces of boxes."""
+    """Contents of a segment: bytes that are the same in every save, as (offset, bytes), and pieces of boxes."""
 
     fixed: list[tuple[int, bytes]]
     pieces: list[_Piece]
 
 
-class SegmentedImage:
-    """See the module. The memory must outlive it; it belongs to whoever mapped it.
+class RingImage:
+    """The image of a plan's shard files, by segments, and the copy of one segment into its cell.
+
+    The memory must outlive it; it belongs to whoever mapped it.
 
     Args:
-        address: Where the slot starts in this process.
-        plan: What to lay out.
-        ring: Of the plan's parts.
+        address: Address of the slot's first byte in this process.
+        plan: The plan whose files are laid out.
+        ring: Layout of the ring.
     """
 
     def __init__(self, address: int, plan: SavePlan, ring: StreamLayout) -> None:
@@ -86,14 +90,17 @@ class SegmentedImage:
         shapes = plan.signature[1]
         self._partial = {n: box for n, box in enumerate(plan.boxes) if box.sizes != shapes[box.number][1]}
         self._contents = [_Contents([], []) for _ in ring.segments]
-        self._lay_out()
+        self._assign_contents()
+
+    def lay_out(self) -> None:
+        """Nothing to do when the slot has held another image meanwhile: `fill` writes every byte of a segment."""
 
     def settle(self) -> None:
-        """Nothing moves but in the calling thread."""
+        """Nothing to wait for: only the calling thread copies."""
 
-    # ---- where everything lies --------------------------------------------------------------------------------------
+    # ---- contents of each segment ------------------------------------------------------------------------------------
 
-    def _lay_out(self) -> None:
+    def _assign_contents(self) -> None:
         chunks = self.plan.layout.chunks
         fixed: list[list[tuple[int, bytes]]] = [[(0, p.header), *p.inserts] for p in self.plan.layout.parts]
         for n, chunk in enumerate(chunks):
@@ -140,25 +147,25 @@ class SegmentedImage:
         self,
         number: int,
         tensors: Sequence[torch.Tensor],
-        places: Sequence[int | None],
+        devices: Sequence[int | None],
         save_id: SaveId,
-        pace: Pace = FULL,
+        careful: bool = False,
     ) -> dict[int, Pairs]:
         """Copy what lies in the host's memory into a segment's cell, which must be free.
 
         Args:
-            number: Of the segment.
-            tensors: The state's, by number.
-            places: Which device each lies on, or None.
-            save_id: Of the save.
-            pace: Whether moves are careful.
+            number: Number of the segment.
+            tensors: All tensors of the state, by number.
+            devices: Index of the device that each tensor lies on; None: host memory.
+            save_id: ID of the save.
+            careful: If the memory of a tensor goes away meanwhile, that is an OSError and no SIGSEGV.
 
         Returns:
-            What is left, by device.
+            What is left to copy, by device.
 
         Raises:
             RuntimeError: From torch, when a tensor cannot be copied.
-            OSError: With a pace that is careful: the memory of a tensor has gone.
+            OSError: A careful copy found that the memory of a tensor has gone.
         """
         cell = self._address + self.ring.offset_of(number)
         segment = self.ring.segments[number]
@@ -169,21 +176,21 @@ class SegmentedImage:
         nbytes = segment.end - segment.start
         # The bytes behind the file's end go to disk for a moment before the file is cut: never old contents.
         ctypes.memset(cell + nbytes, 0, round_up(nbytes) - nbytes)
-        move: Callable[[int, int, int], object] = careful_move if pace.careful else ctypes.memmove
+        copy: Callable[[int, int, int], object] = careful_copy if careful else ctypes.memmove
         found: dict[int | None, Pairs] = {}
         with torch.no_grad():  # IMPORTANT: it is per thread; see cpu_copy.py
             for piece in self._contents[number].pieces:
                 n, box = self._numbers[piece.box], self._partial.get(piece.box)
-                tensor, place = tensors[n], places[n]
-                if place is None and tensor.device.type == "cpu" and tensor.is_contiguous():
+                tensor, device = tensors[n], devices[n]
+                if device is None and tensor.device.type == "cpu" and tensor.is_contiguous():
                     before = 0 if box is None else nbytes_before(box, tensor.dtype, tensor.shape)
-                    move(cell + piece.at, tensor.data_ptr() + before + piece.start, piece.end - piece.start)
+                    copy(cell + piece.at, tensor.data_ptr() + before + piece.start, piece.end - piece.start)
                 else:
-                    pairs = found.setdefault(place, ([], []))
+                    pairs = found.setdefault(device, ([], []))
                     self._pair(cell, piece, tensor if box is None else cut_out(tensor, box), pairs)
             if None in found:
                 torch._foreach_copy_(*found[None])
-        return {place: pairs for place, pairs in found.items() if place is not None}
+        return {device: pairs for device, pairs in found.items() if device is not None}
 
     def _pair(self, cell: int, piece: _Piece, source: torch.Tensor, pairs: Pairs) -> None:
         """Add the copies of a piece of a tensor that torch has to copy."""
@@ -200,58 +207,58 @@ class SegmentedImage:
 
 
 class RingCopy:
-    """The copy of a state through a ring: each segment when its cell is free, announced to the worker that writes it.
-
-    For one save; does what `SlotImage.copy` does for one that fits.
+    """The `CopyJob` of a ring: each segment is copied when its cell is free, and announced to the worker. For one save.
 
     Args:
-        image: Of the slot.
-        stream: Of the slot.
-        places: Which device each tensor lies on, or None.
+        image: The image in the slot.
+        stream: Stream of the slot.
+        tensors: All tensors of the state, by number.
+        devices: Index of the device that each tensor lies on; None: host memory.
         engine: Copies from devices.
-        save_id: Of the save.
+        save_id: ID of the save.
     """
 
     def __init__(
         self,
-        image: SegmentedImage,
+        image: RingImage,
         stream: SlotStream,
-        places: Sequence[int | None],
-        engine: Engine,
+        tensors: Sequence[torch.Tensor],
+        devices: Sequence[int | None],
+        engine: CopyEngine,
         save_id: SaveId,
     ) -> None:
-        self._image, self._stream = image, stream
-        self._places, self._engine, self._save_id = places, engine, save_id
+        self._image, self._stream, self._tensors = image, stream, tensors
+        self._devices, self._engine, self._save_id = devices, engine, save_id
 
-    def copy(self, tensors: Sequence[torch.Tensor], share: Share = ALL, pace: Pace = FULL) -> None:
-        """Copy everything.
+    @property
+    def has_work(self) -> bool:
+        """See `CopyJob`: all segments."""
+        return True
 
-        Args:
-            tensors: The state's, by number.
-            share: See `ALL`.
-            pace: As for `SlotImage.copy`; the calling thread moves.
+    def run(self, careful: bool = False) -> None:
+        """Copy all segments, in the calling thread.
 
         Raises:
             AsyncCkptError: As `SlotStream.await_cell`.
             RuntimeError: From torch, or a device.
-            OSError: As for `SlotImage.copy`.
+            OSError: A careful copy found that the memory of a tensor has gone.
 
-        Blocks: for all but the last segments to be written.
+        Blocks: until all but the last segments are written.
         """
         layout, done_nbytes = self._image.ring, 0
         for number, segment in enumerate(layout.segments):
             self._stream.await_cell(number)
-            left = self._image.fill(number, tensors, self._places, self._save_id, pace)
-            for index, (targets, sources) in left.items():
-                self._engine.copy_here(index, targets, sources)
+            on_devices = self._image.fill(number, self._tensors, self._devices, self._save_id, careful)
+            for index, (targets, sources) in on_devices.items():
+                self._engine.copy_to_host(index, targets, sources)
             self._stream.has_filled(layout.end_of(number + 1))
             done_nbytes += segment.end - segment.start
             self._stream.note_staged(done_nbytes)
 
-    def drop_moves(self) -> None:
-        """Let a `copy` that another thread runs end early; what it has copied is worth nothing."""
+    def cancel(self) -> None:
+        """See `CopyJob`."""
         self._stream.drop()
 
-    def patience(self) -> float:
-        """As `SlotStream.patience`."""
-        return self._stream.patience()
+    def extended_deadline(self) -> float:
+        """As `SlotStream.extended_deadline`."""
+        return self._stream.extended_deadline()

@@ -11,7 +11,7 @@ import torch
 
 from asyncckpt import __version__
 from asyncckpt.basics.paths import current_umask
-from asyncckpt.client.slot import LentSlot
+from asyncckpt.client.slot import Slot
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
@@ -107,11 +107,11 @@ def build_request(
     )
 
 
-def seal_with(slot: LentSlot, offset: int, asked: SaveRequest, samples: Samples, transfer: Transfer) -> None:
+def seal_with(slot: Slot, offset: int, asked: SaveRequest, samples: Samples, transfer: Transfer) -> None:
     """Seal a slot whose request waits for what is compared on devices; it is as long as it was with zeros.
 
     Raises:
         RuntimeError: From a device.
     """
-    request = encode_request(replace(asked, samples=samples.completed(transfer.fetch()).encode()))
+    request = encode_request(replace(asked, samples=samples.completed(transfer.fetch_replica_windows()).encode()))
     slot.memory.control.seal(request, offset)

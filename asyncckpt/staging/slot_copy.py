@@ -1,23 +1,24 @@
-"""How the copy of a state begins into a slot that has room for all of it."""
+"""Starts the copy of a state into a slot: one that has room for all of it, or a ring that is smaller than the state.
+
+`required_slot` says which of them a save gets. `FullSlotCopier` and `RingCopier` copy what must be copied before
+`save()` returns; the job of the result copies the rest, behind the training.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
 from asyncckpt.basics.gc_control import gc_paused
-from asyncckpt.client.slot import LentSlot
-from asyncckpt.client.slot_pool import SlotPool
-from asyncckpt.client.slot_stream import Process, SlotStream, Watermark, pays
+from asyncckpt.client.slot import Slot
+from asyncckpt.client.slot_stream import SlotStream, StreamingClient, Watermark, worth_streaming
 from asyncckpt.config import CheckpointerConfig
-from asyncckpt.errors import InsufficientMemoryError
 from asyncckpt.format.layout import round_up
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.heap import give_back
@@ -26,31 +27,49 @@ from asyncckpt.memory.streaming import StreamLayout
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.protocol.request import SaveRequest, encode_request
-from asyncckpt.staging.copy_engine import Engine
-from asyncckpt.staging.cpu_copy import Share, SlotImage, copyable
-from asyncckpt.staging.deferred_copy import Copies
+from asyncckpt.staging.copy_engine import CopyEngine
+from asyncckpt.staging.cpu_copy import CopyWork, SlotImage, copyable
+from asyncckpt.staging.deferred_copy import CopyJob
 from asyncckpt.staging.device_copy import Transfer
-from asyncckpt.staging.device_snapshot import Snapshot
-from asyncckpt.staging.memcopy import FULL, Pace
-from asyncckpt.staging.mutation_check import MOST, MOST_ON_DEVICES, Source, SourceWatch, Turns, sampled
+from asyncckpt.staging.device_snapshot import DeviceSnapshot
+from asyncckpt.staging.mutation_check import (
+    MAX_SAMPLED_DEVICE_TENSORS,
+    MAX_SAMPLED_TENSORS,
+    MutationCheck,
+    SamplingRounds,
+    Source,
+    choose_samples,
+)
 from asyncckpt.staging.overlap import Overlap
-from asyncckpt.staging.ring_copy import RingCopy, SegmentedImage, ring_within
+from asyncckpt.staging.ring_copy import RingCopy, RingImage, ring_within
 from asyncckpt.staging.save_request import StructureReport, seal_with
 from asyncckpt.state_dict.flatten import Flattened
 
 REQUEST_SLACK_NBYTES = 64 * 1024
 """Room for objects that grow between saves, so that a longer log line needs no new slot. Chosen, not measured."""
 
+CLONED_NBYTES = 64 << 20
+"""The most bytes that no optimizer owns and that are cloned for a copy behind the training; beyond it `save()` waits
+for everything. Chosen: statistics and counters."""
+
+MANY_BOXES = 2000
+"""From here on a plan takes some megabytes for a moment. Chosen, not measured."""
+
+Image = TypeVar("Image", SlotImage, RingImage)
+
 _log = logging.getLogger("asyncckpt")
 
 
-CLONED_NBYTES = 64 << 20
-"""Of what no optimizer owns, so much is cloned at most for a copy behind the training; beyond it `save()` waits for
-everything. Chosen: statistics and counters."""
+class SlotRequirement(NamedTuple):
+    """The memory that a save needs, and what it asks of the worker.
 
-
-class Sized(NamedTuple):
-    """What a save asks, and the memory that it takes: `nbytes` of a slot, to which `spare_nbytes` may be added."""
+    Attributes:
+        asked: The request.
+        request: The request, encoded.
+        nbytes: Size of the slot.
+        spare_nbytes: Bytes that a new slot is made larger by.
+        ring: Layout of the ring; None: the slot has room for the whole state.
+    """
 
     asked: SaveRequest
     request: bytes
@@ -59,58 +78,52 @@ class Sized(NamedTuple):
     ring: StreamLayout | None
 
 
-class Begun(NamedTuple):
-    """A copy that has begun, or is done: what `DeferredCopy` takes; without `later` nothing is left."""
+def required_slot(config: CheckpointerConfig, plan: SavePlan, asked: SaveRequest) -> SlotRequirement:
+    """Return what a save needs: a slot for the whole state, or a ring if that is more than `arena_limit_bytes`.
 
-    copies: Copies
-    later: frozenset[int]
-    left: Share
-    tensors: Sequence[torch.Tensor]
-    watch: SourceWatch
+    The pool refuses a limit that is too small even for a ring.
+    """
+    request = encode_request(asked)
+    whole = SlotRequirement(asked, request, slot_nbytes(plan.body_nbytes, len(request)), REQUEST_SLACK_NBYTES, None)
+    limit, n_slots = config.arena_limit_bytes, 2 if config.keep_in_memory == "latest" else 1
+    if limit is None or n_slots * whole.nbytes <= limit:
+        return whole
+    request_room_nbytes = round_up(len(request) + REQUEST_SLACK_NBYTES, REQUEST_SLACK_NBYTES)
+    ring = ring_within(limit // n_slots, asked.parts, request_room_nbytes)
+    if ring is None:
+        return whole
+    asked = replace(asked, ring_segments=ring.n_cells, ring_segment_nbytes=ring.segment_nbytes)
+    return SlotRequirement(asked, encode_request(asked), ring.end + request_room_nbytes + PAGE_NBYTES, 0, ring)
+
+
+class StartedCopy(NamedTuple):
+    """A copy that has started, or is done.
+
+    Attributes:
+        job: What the host has still to copy.
+        is_deferred: Whether anything is left: then the slot is sealed when `job` and `transfer` have ended.
+        check: Proves that the tensors that are left have not changed.
+        seal: Seals the slot.
+        transfer: The copies of devices; None: there are none.
+    """
+
+    job: CopyJob
+    is_deferred: bool
+    check: MutationCheck
     seal: Callable[[], None]
     transfer: Transfer | None = None
 
 
-class Rings:
-    """See the module. One per checkpointer.
+class SlotCopier(Protocol):
+    """A way to copy states into slots."""
 
-    Args:
-        process: Is told that a ring is being filled.
-        config: For `arena_limit_bytes`, `keep_in_memory`, `slot_timeout_s` and `overlap_check`.
-        engine: Copies from devices.
-        overlap: Says what may be copied behind the training.
-        turns: Of the windows that are looked at.
-    """
+    def prepare(self, slot: Slot, required: SlotRequirement, plan: SavePlan, flat: Flattened) -> None:
+        """Do what the first copy would do once: make views for `plan`, and pin the slot if devices copy into it."""
 
-    def __init__(
-        self, process: Process, config: CheckpointerConfig, engine: Engine, overlap: Overlap, turns: Turns
-    ) -> None:
-        self._process, self._config, self._engine, self._overlap = process, config, engine, overlap
-        self._turns = turns
-        self._said = False
-
-    def size(self, plan: SavePlan, asked: SaveRequest) -> Sized:
-        """Return what a save takes: a slot for everything, or a ring where that is more than the limit.
-
-        A limit that is too small even for a ring is the pool's to refuse.
-        """
-        request = encode_request(asked)
-        whole = Sized(asked, request, slot_nbytes(plan.body_nbytes, len(request)), REQUEST_SLACK_NBYTES, None)
-        limit, several = self._config.arena_limit_bytes, 2 if self._config.keep_in_memory == "latest" else 1
-        if limit is None or several * whole.nbytes <= limit:
-            return whole
-        room = round_up(len(request) + REQUEST_SLACK_NBYTES, REQUEST_SLACK_NBYTES)
-        ring = ring_within(limit // several, asked.parts, room)
-        if ring is None:
-            return whole
-        asked = replace(asked, ring_segments=ring.n_cells, ring_segment_nbytes=ring.segment_nbytes)
-        nbytes = ring.end + room + PAGE_NBYTES
-        return Sized(asked, encode_request(asked), nbytes, 0, ring)
-
-    def begin(
+    def start(
         self,
-        slot: LentSlot,
-        sized: Sized,
+        slot: Slot,
+        required: SlotRequirement,
         plan: SavePlan,
         flat: Flattened,
         report: StructureReport,
@@ -118,73 +131,249 @@ class Rings:
         save_id: SaveId,
         step: int,
         path: str,
-    ) -> Begun:
-        """Copy a state through a slot that is open, or begin to where that may be done behind the training.
+    ) -> StartedCopy:
+        """Copy into an open slot what must be copied before `save()` returns.
+
+        Args:
+            slot: The slot.
+            required: Result of `required_slot`.
+            plan: Plan of the save.
+            flat: The state. Its tensors that are copied behind the training are detached in place.
+            report: What the request says about replicas.
+            save_id, step, path: ID, step and directory of the save.
 
         Raises:
-            AsyncCkptError, RuntimeError, OSError: As `SlotStream` and `RingCopy.copy`.
-
-        Blocks: without `later` in the result, for all but the last segments to be written.
+            AsyncCkptError, RuntimeError, OSError: As the copier says.
         """
-        assert sized.ring is not None
-        self._say(step, plan, sized.ring)
-        places = self._engine.places(flat.tensors)
-        later, owners, tensors = self._later(flat.tensors, places, plan)
-        watch = SourceWatch(flat, later, owners, save_id=save_id, step=step, path=path)
-        if later and self._config.overlap_check != "off":
+
+
+class FullSlotCopier:
+    """Copies into a slot that has room for the whole state. One per checkpointer.
+
+    Args:
+        client: The worker, which may begin to write before everything is copied.
+        config: For `staging` and `overlap_check`.
+        engine: Copies from the host and from devices.
+        overlap: Says what may be copied behind the training.
+        rounds: Rounds of sampling, which all copiers of a checkpointer share.
+    """
+
+    def __init__(
+        self,
+        client: StreamingClient,
+        config: CheckpointerConfig,
+        engine: CopyEngine,
+        overlap: Overlap,
+        rounds: SamplingRounds,
+    ) -> None:
+        self._client, self._config, self._engine, self._overlap = client, config, engine, overlap
+        self._rounds = rounds
+
+    def prepare(self, slot: Slot, required: SlotRequirement, plan: SavePlan, flat: Flattened) -> None:
+        """See `SlotCopier`. Blocks for the driver, about 0.1 to 0.5 s per GB, if devices copy into the slot."""
+        self._engine.pin(slot, self._engine.devices_of(flat.tensors))
+        image_of(slot, plan)
+
+    def start(
+        self,
+        slot: Slot,
+        required: SlotRequirement,
+        plan: SavePlan,
+        flat: Flattened,
+        report: StructureReport,
+        *,
+        save_id: SaveId,
+        step: int,
+        path: str,
+    ) -> StartedCopy:
+        """See `SlotCopier`.
+
+        Raises:
+            StagingError, RuntimeError: As `CopyEngine.copy`.
+
+        Blocks: for the copy of what is not deferred.
+        """
+        image = image_of(slot, plan)
+        deferred, owners, snapshot = self._choose_deferred(image, flat.tensors)
+        checked = deferred if snapshot is None else deferred - snapshot.numbers
+        with torch.no_grad():  # IMPORTANT: `parameter.data = other` must not free what is still to be copied
+            for n in deferred:
+                flat.tensors[n] = flat.tensors[n].detach()
+        work = image.split(deferred)
+        check = MutationCheck(flat, checked, owners, save_id=save_id, step=step, path=path)
+        torn_check_windows: list[torch.Tensor] = []
+        if checked and self._config.overlap_check != "off":
+            boxes = work[1].boxes
+            if checked is not deferred:
+                boxes = [n for n, number in zip(boxes, image.numbers(boxes), strict=True) if number in checked]
+            if self._config.overlap_check == "hash":
+                check.digest([Source(*pair) for pair in image.pairs(flat.tensors, boxes)])
+            else:
+                torn_check_windows = self._sample(check, image, flat.tensors, boxes)
+        replica_windows = [window for _, window in report.samples.device_windows]
+        host_work, transfer = self._engine.copy(
+            slot,
+            image,
+            flat.tensors,
+            save_id,
+            work,
+            replica_windows,
+            snapshot,
+            torn_check_windows=torn_check_windows,
+            overlapped=bool(deferred),
+        )
+        seal: Callable[[], None] = partial(slot.memory.control.seal, required.request, image.body_end)
+        if replica_windows and transfer is not None:
+            seal = partial(seal_with, slot, image.body_end, required.asked, report.samples, transfer)
+        mark: Watermark | None = None
+        # What devices copy is counted by nobody, and the request may lack what they are still asked for.
+        if deferred and transfer is None and worth_streaming(sum(box.nbytes for box in host_work.large)):
+            stream = SlotStream(
+                self._client, slot, required.request, image.body_end, save_id=save_id, step=step, path=path
+            )
+            mark, seal = _watermark(image, slot, stream), stream.finish
+        job = HostCopy(image, flat.tensors, host_work, mark)
+        return StartedCopy(job, bool(deferred), check, seal, transfer)
+
+    def _sample(
+        self, check: MutationCheck, image: SlotImage, tensors: Sequence[torch.Tensor], boxes: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Read windows of what is copied from the host's memory; returns those of what is copied from devices.
+
+        What lies on a device, and not row-major, is left out: to read a window of it takes kernels by itself.
+        """
+        sampling_round, devices = self._rounds.next(image.plan), self._engine.device_indices(tensors)
+        on_host, on_devices = boxes, list[int]()
+        if any(device is not None for device in devices):
+            located = [(n, devices[number]) for n, number in zip(boxes, image.numbers(boxes), strict=True)]
+            on_host = [n for n, device in located if device is None]
+            on_devices = [n for n, device in located if device is not None]
+
+        def sources_of(some: Sequence[int]) -> list[Source]:
+            return list(map(Source._make, image.pairs(tensors, some)))
+
+        check.sample(choose_samples(on_host, sampling_round, MAX_SAMPLED_TENSORS, sources_of))
+        chosen = choose_samples(on_devices, sampling_round, MAX_SAMPLED_DEVICE_TENSORS, sources_of, n_pieces=1)
+        return check.sample_devices([one for one in chosen if one[0].tensor.is_contiguous()])
+
+    def _choose_deferred(
+        self, image: SlotImage, tensors: Sequence[torch.Tensor]
+    ) -> tuple[frozenset[int], list[torch.Tensor], DeviceSnapshot | None]:
+        """Return what is deferred and who else owns it, as `Overlap.choose_deferred`; and the device snapshot."""
+        deferred, owners = self._overlap.choose_deferred(tensors, self._engine.worth_deferring(image, tensors))
+        snapshot = self._engine.snapshot(image, tensors) if self._config.staging == "device" else None
+        if snapshot is None:
+            return deferred, owners, None
+        return deferred | snapshot.numbers, [o for o in owners if not self._engine.is_on_device(o)], snapshot
+
+
+class RingCopier:
+    """Copies through a ring: a slot that is smaller than the state. One per checkpointer.
+
+    Args:
+        client: The worker, which writes the ring while it is being filled.
+        config: For `arena_limit_bytes`, `keep_in_memory` and `overlap_check`.
+        engine: Copies from devices.
+        overlap: Says what may be copied behind the training.
+        rounds: Rounds of sampling, which all copiers of a checkpointer share.
+    """
+
+    def __init__(
+        self,
+        client: StreamingClient,
+        config: CheckpointerConfig,
+        engine: CopyEngine,
+        overlap: Overlap,
+        rounds: SamplingRounds,
+    ) -> None:
+        self._client, self._config, self._engine, self._overlap = client, config, engine, overlap
+        self._rounds = rounds
+        self._has_warned = False
+
+    def prepare(self, slot: Slot, required: SlotRequirement, plan: SavePlan, flat: Flattened) -> None:
+        """See `SlotCopier`."""
+        assert required.ring is not None
+        ring_image_of(slot, plan, required.ring)
+
+    def start(
+        self,
+        slot: Slot,
+        required: SlotRequirement,
+        plan: SavePlan,
+        flat: Flattened,
+        report: StructureReport,
+        *,
+        save_id: SaveId,
+        step: int,
+        path: str,
+    ) -> StartedCopy:
+        """See `SlotCopier`. Everything is copied now, or everything behind the training.
+
+        Raises:
+            AsyncCkptError, RuntimeError, OSError: As `SlotStream` and `RingCopy.run`.
+
+        Blocks: unless the result is deferred, until all but the last segments are written.
+        """
+        assert required.ring is not None
+        self._log_ring(step, plan, required.ring)
+        devices = self._engine.device_indices(flat.tensors)
+        deferred, owners, tensors = self._choose_deferred(flat.tensors, devices, plan)
+        check = MutationCheck(flat, deferred, owners, save_id=save_id, step=step, path=path)
+        if deferred and self._config.overlap_check != "off":
             # The slot's bytes are gone by the time that they could be compared: the sources alone are.
             def sources_of(some: Sequence[int]) -> list[Source]:
                 return [Source(n, flat.tensors[n], None) for n in some]
 
             if self._config.overlap_check == "hash":
-                watch.digest(sources_of(sorted(later)))
+                check.digest(sources_of(sorted(deferred)))
             else:
-                watch.sample(sampled(sorted(later), self._turns.next(plan), MOST, sources_of))
-        image = ring_image_of(slot, plan, sized.ring)
-        request = self._request(sized, report)
+                sampling_round = self._rounds.next(plan)
+                check.sample(choose_samples(sorted(deferred), sampling_round, MAX_SAMPLED_TENSORS, sources_of))
+        image = ring_image_of(slot, plan, required.ring)
+        request = self._completed_request(required, report)
         stream = SlotStream(
-            self._process, slot, request, image.ring.end, image.ring, save_id=save_id, step=step, path=path
+            self._client, slot, request, image.ring.end, image.ring, save_id=save_id, step=step, path=path
         )
-        copies = RingCopy(image, stream, places, self._engine, save_id)
-        if not later:
-            copies.copy(tensors)
-        return Begun(copies, later, Share([], [0] if later else []), tensors, watch, stream.finish)
+        job = RingCopy(image, stream, tensors, devices, self._engine, save_id)
+        if not deferred:
+            job.run()
+        return StartedCopy(job, bool(deferred), check, stream.finish)
 
-    def _later(
-        self, tensors: list[torch.Tensor], places: Sequence[int | None], plan: SavePlan
+    def _choose_deferred(
+        self, tensors: list[torch.Tensor], devices: Sequence[int | None], plan: SavePlan
     ) -> tuple[frozenset[int], list[torch.Tensor], list[torch.Tensor]]:
-        """Return what is copied behind the training, as `Overlap.later`, and out of what: sources, or clones."""
-        later, owners = self._overlap.later(tensors, range(len(tensors)), needs_core=False)
-        now = sorted({box.number for box in plan.boxes} - later)
-        cloned = sum(tensors[n].numel() * tensors[n].element_size() for n in now)
-        if not later or cloned > CLONED_NBYTES or any(place is not None for place in places):
+        """Return what is deferred, as `Overlap.choose_deferred`, and what all is copied from: sources, or clones."""
+        deferred, owners = self._overlap.choose_deferred(tensors, range(len(tensors)), needs_core=False)
+        others = sorted({box.number for box in plan.boxes} - deferred)
+        cloned_nbytes = sum(tensors[n].numel() * tensors[n].element_size() for n in others)
+        if not deferred or cloned_nbytes > CLONED_NBYTES or any(device is not None for device in devices):
             return frozenset(), [], tensors
         with torch.no_grad():  # IMPORTANT: `parameter.data = other` must not free what is still to be copied
-            for n in later:
+            for n in deferred:
                 tensors[n] = tensors[n].detach()
             copied = list(tensors)
-            for n in now:
+            for n in others:
                 source = tensors[n].detach()
                 clone = copyable(source).clone(memory_format=torch.contiguous_format)
                 copied[n] = clone.view(source.dtype)
-        return later, owners, copied
+        return deferred, owners, copied
 
-    def _request(self, sized: Sized, report: StructureReport) -> bytes:
+    def _completed_request(self, required: SlotRequirement, report: StructureReport) -> bytes:
         """Return the request, with the samples of what lies on devices: it is as long as it was with zeros."""
         if not report.samples.device_windows:
-            return sized.request
+            return required.request
         fetched = []
         for _, window in report.samples.device_windows:
-            (place,) = self._engine.places([window])
-            assert place is not None
+            (device,) = self._engine.device_indices([window])
+            assert device is not None
             host = torch.empty(window.numel(), dtype=torch.uint8, device="cpu")
-            self._engine.copy_here(place, [host], [window])
+            self._engine.copy_to_host(device, [host], [window])
             fetched.append(ctypes.string_at(host.data_ptr(), host.numel()))
-        return encode_request(replace(sized.asked, samples=report.samples.completed(fetched).encode()))
+        return encode_request(replace(required.asked, samples=report.samples.completed(fetched).encode()))
 
-    def _say(self, step: int, plan: SavePlan, ring: StreamLayout) -> None:
-        level, self._said = logging.INFO if self._said else logging.WARNING, True
-        kept = ", and is not kept in memory" if self._config.keep_in_memory == "latest" else ""
+    def _log_ring(self, step: int, plan: SavePlan, ring: StreamLayout) -> None:
+        level, self._has_warned = logging.INFO if self._has_warned else logging.WARNING, True
+        not_kept = ", and is not kept in memory" if self._config.keep_in_memory == "latest" else ""
         _log.log(
             level,
             "step %d: %d bytes do not fit into arena_limit_bytes=%d: they go through %d bytes of memory in segments. "
@@ -193,241 +382,92 @@ class Rings:
             plan.file_nbytes,
             self._config.arena_limit_bytes,
             ring.cells_nbytes,
-            kept,
+            not_kept,
         )
 
 
-def ring_image_of(slot: LentSlot, plan: SavePlan, ring: StreamLayout) -> SegmentedImage:
-    """Return the slot's image of `plan` by segments: as `warmth.image_of`."""
-    for found in (slot.views, *slot.kept):
-        if isinstance(found, SegmentedImage) and found.plan.layout is plan.layout and found.ring.is_like(ring):
-            break
-    else:
-        found = SegmentedImage(slot.memory.mapping.address, plan, ring)
-    if found is not slot.views:
-        if found in slot.kept:
-            slot.kept.remove(found)
-        if slot.views is not None:
-            slot.kept.append(slot.views)
-            del slot.kept[: -PlanCache.MAX_PLANS]
-        slot.views = found
-    return found
-
-
-class Whole:
-    """See the module. One per checkpointer.
+class HostCopy:
+    """A `CopyJob` for a slot that has room for the whole state. For one save.
 
     Args:
-        process: The worker, which may begin to write before everything is copied.
-        config: For `staging` and `overlap_check`.
-        engine: Copies.
-        overlap: Says what may be copied behind the training.
-        turns: Of the windows that are looked at.
+        image: The image in the slot.
+        tensors: All tensors of the state, by number.
+        work: The boxes that are left to copy.
+        mark: Tells the worker how far the slot is filled; None: it writes when the slot is sealed.
     """
 
     def __init__(
-        self,
-        process: Process,
-        config: CheckpointerConfig,
-        engine: Engine,
-        overlap: Overlap,
-        turns: Turns,
+        self, image: SlotImage, tensors: Sequence[torch.Tensor], work: CopyWork, mark: Watermark | None
     ) -> None:
-        self._process, self._config, self._engine, self._overlap = process, config, engine, overlap
-        self._turns = turns
+        self._image, self._tensors, self._work, self._mark = image, tensors, work, mark
 
-    def begin(
-        self,
-        slot: LentSlot,
-        sized: Sized,
-        plan: SavePlan,
-        flat: Flattened,
-        report: StructureReport,
-        *,
-        save_id: SaveId,
-        step: int,
-        path: str,
-    ) -> Begun:
-        """Copy what must be before `save()` returns, into a slot that is open.
+    @property
+    def has_work(self) -> bool:
+        """See `CopyJob`."""
+        return bool(self._work)
 
-        Raises:
-            StagingError, RuntimeError: As `Engine.copy`.
+    def run(self, careful: bool = False) -> None:
+        """See `CopyJob`."""
+        self._image.copy(self._tensors, self._work, careful, self._mark)
 
-        Blocks: for the copy.
-        """
-        image = image_of(slot, plan)
-        later, owners, snapshot = self._later(image, flat.tensors)
-        watched = later if snapshot is None else later - snapshot.numbers
-        with torch.no_grad():  # IMPORTANT: `parameter.data = other` must not free what is still to be copied
-            for n in later:
-                flat.tensors[n] = flat.tensors[n].detach()
-        now, rest = image.split(later)
-        watch = SourceWatch(flat, watched, owners, save_id=save_id, step=step, path=path)
-        looked_at: list[torch.Tensor] = []
-        if watched and self._config.overlap_check != "off":
-            boxes = [*(box[0] for box in rest.large), *rest.small]
-            if watched is not later:
-                boxes = [n for n, number in zip(boxes, image.numbers(boxes), strict=True) if number in watched]
-            if self._config.overlap_check == "hash":
-                watch.digest([Source(*pair) for pair in image.pairs(flat.tensors, boxes)])
-            else:
-                looked_at = self._sample(watch, image, flat.tensors, boxes)
-        windows = [window for _, window in report.samples.device_windows]
-        left, transfer = self._engine.copy(
-            slot,
-            image,
-            flat.tensors,
-            save_id,
-            (now, rest),
-            windows,
-            snapshot,
-            watched=looked_at,
-            overlapped=bool(later),
-        )
-        seal: Callable[[], None] = partial(slot.memory.control.seal, sized.request, image.body_end)
-        if windows and transfer is not None:
-            seal = partial(seal_with, slot, image.body_end, sized.asked, report.samples, transfer)
-        copies: Copies = image
-        # What devices copy is counted by nobody, and the request may lack what they are still asked for.
-        if later and transfer is None and pays(sum(box[2] for box in left.large)):
-            stream = SlotStream(
-                self._process, slot, sized.request, image.body_end, save_id=save_id, step=step, path=path
-            )
-            copies, seal = StreamedCopy(image, slot, stream), stream.finish
-        return Begun(copies, later, left, flat.tensors, watch, seal, transfer)
+    def cancel(self) -> None:
+        """See `CopyJob`."""
+        self._image.cancel()
 
-    def _sample(
-        self, watch: SourceWatch, image: SlotImage, tensors: Sequence[torch.Tensor], boxes: Sequence[int]
-    ) -> list[torch.Tensor]:
-        """Digest windows of what is copied from the host's memory; returns those of what is copied from devices.
-
-        What lies on a device, and not row-major, is left out: to read a window of it takes kernels by itself.
-        """
-        turn, places = self._turns.next(image.plan), self._engine.places(tensors)
-        here, there = boxes, list[int]()
-        if any(place is not None for place in places):
-            placed = [(n, places[number]) for n, number in zip(boxes, image.numbers(boxes), strict=True)]
-            here = [n for n, place in placed if place is None]
-            there = [n for n, place in placed if place is not None]
-
-        def sources_of(some: Sequence[int]) -> list[Source]:
-            return list(map(Source._make, image.pairs(tensors, some)))
-
-        watch.sample(sampled(here, turn, MOST, sources_of))
-        chosen = sampled(there, turn, MOST_ON_DEVICES, sources_of, n_pieces=1)
-        return watch.sample_on_devices([one for one in chosen if one[0].tensor.is_contiguous()])
-
-    def _later(
-        self, image: SlotImage, tensors: Sequence[torch.Tensor]
-    ) -> tuple[frozenset[int], list[torch.Tensor], Snapshot | None]:
-        """Return what is copied later and who else owns it, as `Overlap.later`; and room for copies on the devices."""
-        later, owners = self._overlap.later(tensors, self._engine.deferrable(image, tensors))
-        snapshot = self._engine.snapshot(image, tensors) if self._config.staging == "device" else None
-        if snapshot is None:
-            return later, owners, None
-        return later | snapshot.numbers, [o for o in owners if not self._engine.is_apart(o)], snapshot
+    def extended_deadline(self) -> float:
+        """Return 0.0: a copy into memory is waited for no longer than its caller says."""
+        return 0.0
 
 
-class StreamedCopy:
-    """Does what the image does, and tells the worker how far it is. For one save.
+def _watermark(image: SlotImage, slot: Slot, stream: SlotStream) -> Watermark:
+    """Return the watermark of a slot that is written while it is being filled."""
 
-    Args:
-        image: Of the slot.
-        slot: Its memory.
-        stream: Of the slot.
-    """
+    def tell(nbytes: int) -> None:
+        stream.has_filled(nbytes)
+        image.progress.come_to(nbytes)
 
-    def __init__(self, image: SlotImage, slot: LentSlot, stream: SlotStream) -> None:
-        self._image = image
-
-        def tell(nbytes: int) -> None:
-            stream.has_filled(nbytes)
-            image.progress.come_to(nbytes)
-
-        address = slot.memory.mapping.address
-        self._mark = Watermark(address + PAGE_NBYTES, address + image.body_end, tell)
-
-    def copy(self, tensors: Sequence[torch.Tensor], share: Share, pace: Pace = FULL) -> None:
-        """As `SlotImage.copy`: the rest of what the slot is to hold."""
-        self._image.copy(tensors, share, pace, self._mark)
-
-    def drop_moves(self) -> None:
-        """As `SlotImage.drop_moves`."""
-        self._image.drop_moves()
-
-    def patience(self) -> float:
-        """As `SlotImage.patience`."""
-        return self._image.patience()
+    address = slot.memory.mapping.address
+    return Watermark(address + PAGE_NBYTES, address + image.body_end, tell)
 
 
-MANY_BOXES = 2000
-"""From here on a plan takes some megabytes for a moment. Chosen, not measured."""
-
-_numbers = itertools.count()
-
-
-def image_of(slot: LentSlot, plan: SavePlan) -> SlotImage:
+def image_of(slot: Slot, plan: SavePlan) -> SlotImage:
     """Return the slot's image of `plan`: the one it has, or had when it was last used for that plan, or a new one.
 
     Plans of one structure under several agreements share their layout, and with it the image.
     """
-    current = slot.views
-    if isinstance(current, SlotImage) and current.plan.layout is plan.layout:
-        return current
-    found = next((views for views in slot.kept if views.plan.layout is plan.layout), None)
-    if isinstance(found, SlotImage):
-        slot.kept.remove(found)
-        found.lay_out()
-    else:
+
+    def make() -> SlotImage:
         with gc_paused():
-            found = SlotImage(slot.memory.mapping.address, plan)
+            made = SlotImage(slot.memory.mapping.address, plan)
         if len(plan.boxes) >= MANY_BOXES:
             give_back()  # what a plan and its views take for a moment, and their C library keeps
+        return made
+
+    return _use_image(slot, SlotImage, lambda image: image.plan.layout is plan.layout, make)
+
+
+def ring_image_of(slot: Slot, plan: SavePlan, ring: StreamLayout) -> RingImage:
+    """Return the slot's image of `plan` by segments, as `image_of`."""
+
+    def fits(image: RingImage) -> bool:
+        return image.plan.layout is plan.layout and image.ring.is_like(ring)
+
+    return _use_image(slot, RingImage, fits, lambda: RingImage(slot.memory.mapping.address, plan, ring))
+
+
+def _use_image(slot: Slot, kind: type[Image], fits: Callable[[Image], bool], make: Callable[[], Image]) -> Image:
+    """Return the image for the next save: the current one, one that the slot had before, or a new one."""
+    current = slot.views
+    if isinstance(current, kind) and fits(current):
+        return current
+    image = next((views for views in slot.cached_views if isinstance(views, kind) and fits(views)), None)
+    if image is None:
+        image = make()
+    else:
+        slot.cached_views.remove(image)
+        image.lay_out()
     if current is not None:
-        slot.kept.append(current)
-        del slot.kept[: -PlanCache.MAX_PLANS]
-    slot.views = found
-    return found
-
-
-def warm(
-    pool: SlotPool, plan: SavePlan, nbytes: int, ready: Callable[[LentSlot], object], *, spare_nbytes: int
-) -> None:
-    """See to it that the pool has a slot of `nbytes`, with its pages mapped and views for `plan`.
-
-    Args:
-        pool: Of the checkpointer.
-        plan: To be saved.
-        nbytes: What a save of it needs.
-        ready: Called with the slot, whose pages are there: pins it where that is needed, and makes the views.
-        spare_nbytes: As for `SlotPool.acquire`.
-
-    Raises:
-        InsufficientMemoryError: There is no room for it, or there are no pages for it.
-        AsyncCkptError: As `SlotPool.acquire`.
-
-    Blocks: for an allocation and its pages; while every slot is in use and too small, as `on_busy` says.
-    """
-    if pool.fits(nbytes):
-        return  # in use now, so its pages are there
-    user = SaveId(0, next(_numbers), "prepare")
-    slot = pool.acquire(nbytes, plan, user, step=0, path="(prepare)", spare_nbytes=spare_nbytes)
-    try:
-        if slot.views is None:
-            _fault_in(slot)
-        ready(slot)
-    finally:
-        pool.free(user)
-
-
-def _fault_in(slot: LentSlot) -> None:
-    """Map every page of a new slot, which the worker may still be faulting in."""
-    mapping = slot.memory.mapping
-    try:
-        complete = mapping.populate(0, mapping.nbytes)
-    except OSError as error:
-        raise InsufficientMemoryError(
-            f"there are no {mapping.nbytes} bytes of memory for the next save: {error}", nbytes=mapping.nbytes
-        ) from error
-    if not complete:  # a kernel before 5.14: touch them
-        ctypes.memset(mapping.address + PAGE_NBYTES, 0, mapping.nbytes - 2 * PAGE_NBYTES)
+        slot.cached_views.append(current)
+        del slot.cached_views[: -PlanCache.MAX_PLANS]
+    slot.views = image
+    return image

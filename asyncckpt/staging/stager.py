@@ -1,8 +1,14 @@
-"""The stagers: into slots of the worker, and into host memory for a `checkpoint_process` of the user's own."""
+"""The two stagers.
+
+`SlotStager` is the default one: it flattens the state, finds the plan, takes a slot, copies and seals. `HostStager`
+clones into host memory, for a `checkpoint_process` of the user's own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,37 +19,47 @@ import torch
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.gc_control import collect_garbage, gc_paused
 from asyncckpt.client.pending_saves import StagedSnapshot
-from asyncckpt.client.slot import LentSlot, what_is_saved
-from asyncckpt.client.slot_pool import ANSWER_S
+from asyncckpt.client.slot import Slot, describe_save
+from asyncckpt.client.slot_pool import ANSWER_S, SlotPool
 from asyncckpt.client.worker_client import WorkerClient
 from asyncckpt.components import CheckpointStager
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.errors import (
     AsyncCkptError,
+    InsufficientMemoryError,
     SaveSkippedError,
     SlotBusyError,
     SlotTimeoutError,
     StagingError,
 )
 from asyncckpt.format.names import SaveId
+from asyncckpt.memory.slot import PAGE_NBYTES
 from asyncckpt.planning.contributions import Contribution
 from asyncckpt.planning.planner import PlanCache, contribution_of
 from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.sharding.shard_types import ShardedSlice
-from asyncckpt.staging.copy_engine import Engine
+from asyncckpt.staging.copy_engine import CopyEngine
 from asyncckpt.staging.deferred_copy import DeferredCopy
-from asyncckpt.staging.mutation_check import Turns
+from asyncckpt.staging.mutation_check import SamplingRounds
 from asyncckpt.staging.overlap import Overlap
 from asyncckpt.staging.save_request import NOTHING_TO_REPORT, StructureReport, StructureReporter, build_request
-from asyncckpt.staging.slot_copy import MANY_BOXES, Rings, Whole, image_of, ring_image_of, warm
+from asyncckpt.staging.slot_copy import (
+    MANY_BOXES,
+    FullSlotCopier,
+    RingCopier,
+    SlotCopier,
+    SlotRequirement,
+    required_slot,
+)
 from asyncckpt.state_dict.flatten import Flattened, flatten
 from asyncckpt.state_dict.leaf_codecs import decode_leaf, encode_leaves
 from asyncckpt.state_dict.pickling import unpickle
 from asyncckpt.state_dict.stateful import StateDictCache
 from asyncckpt.state_dict.unflatten import unflatten
 
+_prepare_numbers = itertools.count()
 _OURS = frozenset({"path", "step", "save_id", "metadata"})
 
 
@@ -51,11 +67,15 @@ class SlotStager(CheckpointStager):
     """Copies into slots of the worker.
 
     Args:
-        process: Lends slots and is told that a save begins.
-        ranks: Who else saves.
+        process: The worker, which lends slots and is told that a save begins.
+        ranks: The ranks that save together.
         config: For layout and writing options.
-        engine: Copies; default: one for CUDA devices.
-        overlap: Of a stager that this one replaces: optimizers stay attached.
+        engine: Copies the tensors; default: one for CUDA devices.
+        overlap: The overlap of a stager that this one replaces: optimizers stay attached.
+
+    Attributes:
+        plans: Plans by structure.
+        overlap: The copies behind the training.
     """
 
     def __init__(
@@ -64,7 +84,7 @@ class SlotStager(CheckpointStager):
         ranks: Coordination,
         config: CheckpointerConfig,
         *,
-        engine: Engine | None = None,
+        engine: CopyEngine | None = None,
         overlap: Overlap | None = None,
     ) -> None:
         self._process, self._ranks, self._config = process, ranks, config
@@ -76,16 +96,17 @@ class SlotStager(CheckpointStager):
             layout=config.layout,
         )
         self.overlap = overlap or Overlap(config)
-        self._engine = engine or Engine(config)
-        turns = Turns()
-        self._whole = Whole(process, config, self._engine, self.overlap, turns)
-        self._rings = Rings(process, config, self._engine, self.overlap, turns)
-        self._reporter = StructureReporter(config, self._engine.is_apart)
+        self._engine = engine or CopyEngine(config)
+        rounds = SamplingRounds()
+        self._full_copier = FullSlotCopier(process, config, self._engine, self.overlap, rounds)
+        self._ring_copier = RingCopier(process, config, self._engine, self.overlap, rounds)
+        self._reporter = StructureReporter(config, self._engine.is_on_device)
 
     def stage(self, state_dict: Mapping[str, Any], **kw: Any) -> StagedSnapshot:
         """Take the snapshot into a slot and seal it. Blocks for a free slot (by policy) and for the copy.
 
-        What may be copied behind the training (`Overlap.later`) is left to the result's `rest`, and so is the seal.
+        What may be copied behind the training (`Overlap.choose_deferred`) is left to the result's `rest`, and so is the
+        seal.
 
         Args:
             state_dict: The state.
@@ -110,29 +131,29 @@ class SlotStager(CheckpointStager):
         report = self._reporter.report(plan, flat, save_id.sequence)
         if report.changed:
             report = report._replace(changed=self._ranks.is_changed([flat.fqns[number] for number in plan.unagreed]))
-        sized = self._rings.size(plan, self._request(plan, leaves, save_id, report, kw))
-        slot: LentSlot | None = None
+        required = required_slot(self._config, plan, self._request(plan, leaves, save_id, report, kw))
+        slot: Slot | None = None
         try:
             slot = self._process.pool.acquire(
-                sized.nbytes, plan, save_id, step=step, path=path, spare_nbytes=sized.spare_nbytes
+                required.nbytes, plan, save_id, step=step, path=path, spare_nbytes=required.spare_nbytes
             )
             acquired = time.perf_counter()
             reach("trainer: slot taken")
             slot.generation += 1
-            slot.is_ring = sized.ring is not None
-            nbytes = plan.file_nbytes + len(sized.request)
-            self._process.begin(save_id, slot, step=step, path=path, nbytes=nbytes, umask=sized.asked.umask)
+            slot.is_ring = required.ring is not None
+            nbytes = plan.file_nbytes + len(required.request)
+            self._process.begin(save_id, slot, step=step, path=path, nbytes=nbytes, umask=required.asked.umask)
             reach("trainer: announced")
             slot.memory.control.open(slot.generation)
-            begin = self._rings.begin if slot.is_ring else self._whole.begin
-            begun = begin(slot, sized, plan, flat, report, save_id=save_id, step=step, path=path)
+            copier = self._copier_for(required)
+            started = copier.start(slot, required, plan, flat, report, save_id=save_id, step=step, path=path)
             copied = time.perf_counter()
-            if not begun.later:
-                begun.seal()
+            if not started.is_deferred:
+                started.seal()
         except BaseException as error:
             if slot is not None:
                 slot.settle()
-            known = self._withdraw(save_id, error, step, path)
+            known = self._roll_back(save_id, error, step, path)
             if known is error or not isinstance(error, Exception):
                 raise
             raise known from error
@@ -143,15 +164,13 @@ class SlotStager(CheckpointStager):
             "seal": time.perf_counter() - copied,
         }
         deferred = DeferredCopy(
-            begun.copies,
-            begun.left,
-            begun.tensors,
-            begun.watch,
-            begun.transfer,
-            seal=begun.seal,
-            withdraw=lambda error: self._withdraw(save_id, error, step, path),
-            entrust=partial(self._process.settled.append, save_id.sequence),
-            disown=partial(self._disown, save_id.sequence),
+            started.job,
+            started.check,
+            started.transfer,
+            seal=started.seal,
+            roll_back_save=lambda error: self._roll_back(save_id, error, step, path),
+            transfer_cleanup=partial(self._process.settled.append, save_id.sequence),
+            reclaim_cleanup=partial(self._reclaim_cleanup, save_id.sequence),
             seconds=seconds,
         )
         return StagedSnapshot(
@@ -163,12 +182,15 @@ class SlotStager(CheckpointStager):
             seconds=seconds,
             began=began,
             extra={name: value for name, value in kw.items() if name not in _OURS},
-            rest=partial(self.overlap.copier.take, deferred) if begun.later else None,
-            details={} if sized.ring is None else {"ring_nbytes": sized.ring.cells_nbytes},
+            rest=partial(self.overlap.copier.submit, deferred) if started.is_deferred else None,
+            details={} if required.ring is None else {"ring_nbytes": required.ring.cells_nbytes},
         )
 
-    def _withdraw(self, save_id: SaveId, error: BaseException, step: int, path: str) -> AsyncCkptError:
-        """Take a save back whose copy has failed and moves no more; returns the error for its futures."""
+    def _copier_for(self, required: SlotRequirement) -> SlotCopier:
+        return self._full_copier if required.ring is None else self._ring_copier
+
+    def _roll_back(self, save_id: SaveId, error: BaseException, step: int, path: str) -> AsyncCkptError:
+        """Withdraw a save whose copy has failed and has ended; returns the error for its futures."""
         reach("trainer: withdrawing")
         skipped = isinstance(error, SaveSkippedError)
         self._process.withdraw(save_id, str(error) if skipped else f"staging failed: {error!r}", skipped=skipped)
@@ -179,8 +201,8 @@ class SlotStager(CheckpointStager):
         found.__cause__ = error
         return found
 
-    def _disown(self, sequence: int) -> None:
-        """The copier does not see to the end of this save after all: `save()` takes it back."""
+    def _reclaim_cleanup(self, sequence: int) -> None:
+        """The copier does not roll this save back after all: `save()` does."""
         with contextlib.suppress(ValueError):  # it had not begun to
             self._process.settled.remove(sequence)
 
@@ -220,12 +242,9 @@ class SlotStager(CheckpointStager):
             plan, flat = self.plans.plan_for(state_dict, state_dicts)
         save_id = SaveId(0, 0, ranks.run_id)
         leaves, kw = encode_leaves(flat, self._config.layout), {"step": 0, "path": "/"}
-        sized = self._rings.size(plan, self._request(plan, leaves, save_id, NOTHING_TO_REPORT, kw))
-        if sized.ring is not None:
-            ready: Callable[[LentSlot], object] = partial(ring_image_of, plan=plan, ring=sized.ring)
-        else:
-            ready = partial(self._make_ready, plan, self._engine.devices_of(flat.tensors))
-        warm(self._process.pool, plan, sized.nbytes, ready, spare_nbytes=sized.spare_nbytes)
+        required = required_slot(self._config, plan, self._request(plan, leaves, save_id, NOTHING_TO_REPORT, kw))
+        ready = partial(self._copier_for(required).prepare, required=required, plan=plan, flat=flat)
+        _prepare_slot(self._process.pool, plan, required, ready)
         if self.plans.n_plans_made > made and len(plan.boxes) >= MANY_BOXES:
             collect_garbage()
 
@@ -246,10 +265,6 @@ class SlotStager(CheckpointStager):
             report=report,
             asks_hooks=self._process.hooks.asks,
         )
-
-    def _make_ready(self, plan: SavePlan, devices: Sequence[int], slot: LentSlot) -> None:
-        self._engine.pin(slot, devices)
-        image_of(slot, plan)
 
     def _planned(self, state_dict: Mapping[str, Any], kw: Mapping[str, Any]) -> tuple[SavePlan, Flattened, SaveId]:
         """Return the plan, what it is about, and the save's id without its epoch."""
@@ -308,7 +323,7 @@ def _not_ended(
     save_id: SaveId, awaited: int, window: int, config: CheckpointerConfig, *, step: int, path: str
 ) -> AsyncCkptError:
     """Return the error of a save that an earlier one is in the way of, as `on_busy` says."""
-    what, facts = what_is_saved(save_id, step), {"save_id": str(save_id), "step": step, "path": path}
+    what, facts = describe_save(save_id, step), {"save_id": str(save_id), "step": step, "path": path}
     busy = (
         f"{what} was not saved: save {awaited} of this run has not ended on all ranks, and these keep at most {window} "
         "in memory (the smallest `slots`)"
@@ -319,6 +334,46 @@ def _not_ended(
         return SlotBusyError(busy, **facts)
     text = f"{busy}; waited slot_timeout_s={config.slot_timeout_s:g}"
     return SlotTimeoutError(text, timeout_s=config.slot_timeout_s, **facts)
+
+
+def _prepare_slot(pool: SlotPool, plan: SavePlan, required: SlotRequirement, ready: Callable[[Slot], object]) -> None:
+    """Make sure that the pool has a slot for saves with `plan`, its pages mapped and its views made.
+
+    Args:
+        pool: The pool of the checkpointer.
+        plan: The plan.
+        required: The slot that such a save needs.
+        ready: `SlotCopier.prepare`, called with the slot once its pages are mapped.
+
+    Raises:
+        InsufficientMemoryError: There is no room for it, or there are no pages for it.
+        AsyncCkptError: As `SlotPool.acquire`.
+
+    Blocks: for an allocation and its pages; while every slot is in use and too small, as `on_busy` says.
+    """
+    if pool.fits(required.nbytes):
+        return  # in use now, so its pages are there
+    user = SaveId(0, next(_prepare_numbers), "prepare")
+    slot = pool.acquire(required.nbytes, plan, user, step=0, path="(prepare)", spare_nbytes=required.spare_nbytes)
+    try:
+        if slot.views is None:
+            _fault_in(slot)
+        ready(slot)
+    finally:
+        pool.free(user)
+
+
+def _fault_in(slot: Slot) -> None:
+    """Map every page of a new slot, which the worker may still be faulting in."""
+    mapping = slot.memory.mapping
+    try:
+        complete = mapping.populate(0, mapping.nbytes)
+    except OSError as error:
+        raise InsufficientMemoryError(
+            f"there are no {mapping.nbytes} bytes of memory for the next save: {error}", nbytes=mapping.nbytes
+        ) from error
+    if not complete:  # a kernel before 5.14: touch them
+        ctypes.memset(mapping.address + PAGE_NBYTES, 0, mapping.nbytes - 2 * PAGE_NBYTES)
 
 
 class HostStager(CheckpointStager):

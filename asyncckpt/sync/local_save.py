@@ -13,7 +13,7 @@ from typing import Any
 from asyncckpt import __version__
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.paths import current_umask
-from asyncckpt.client.slot import PrivateRoom
+from asyncckpt.client.slot import PrivateStagingBuffer
 from asyncckpt.client.worker_client import Lineage
 from asyncckpt.commit_hooks import HookRunner
 from asyncckpt.config import CheckpointerConfig
@@ -31,7 +31,7 @@ from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt.staging.copy_engine import Engine
+from asyncckpt.staging.copy_engine import CopyEngine
 from asyncckpt.staging.cpu_copy import SlotImage
 from asyncckpt.staging.save_request import build_request
 from asyncckpt.state_dict.flatten import Flattened
@@ -70,9 +70,9 @@ class LocalSave:
         )
         self._files = files or Files()
         self._made: list[str] = []
-        self._memory: PrivateRoom | None = None
+        self._memory: PrivateStagingBuffer | None = None
         self._image: SlotImage | None = None
-        self._engine = Engine(config)
+        self._engine = CopyEngine(config)
         self._lineage = Lineage(lambda path, *_: catalog.next_epoch_beside(path, self._local_store()))
         self._pool = ThreadPoolExecutor(config.write_threads or DEFAULT_THREADS, thread_name_prefix="asyncckpt-write")
 
@@ -119,11 +119,11 @@ class LocalSave:
                 fsync=self.config.fsync,
                 overwrite=self.config.overwrite,
             )
-            room, image = self._image_for(plan)
+            buffer, image = self._image_for(plan)
             try:
-                self._engine.copy(room, image, flat.tensors, save_id, image.split(frozenset()), overlapped=False)
+                self._engine.copy(buffer, image, flat.tensors, save_id, image.split(frozenset()), overlapped=False)
             except BaseException as error:
-                room.settle()
+                buffer.settle()
                 if isinstance(error, AsyncCkptError) or not isinstance(error, RuntimeError):
                     raise
                 raise StagingError(
@@ -147,7 +147,7 @@ class LocalSave:
                 metadata=kw.get("metadata"),
             )
             threads = request.write_threads or DEFAULT_THREADS
-            result = RankWriter(request, room.mapping.view(), self._files, threads=threads).write(self._pool)
+            result = RankWriter(request, buffer.mapping.view(), self._files, threads=threads).write(self._pool)
         return request, replace(result, seconds={"copy": copied, **result.seconds})
 
     def ask_hook(self, path: str, save_id: SaveId, step: int, extra: Mapping[str, Any]) -> None:
@@ -196,7 +196,7 @@ class LocalSave:
         except OSError as error:
             _log.warning("leftovers stay in %s: %s", path, error)
 
-    def _image_for(self, plan: SavePlan) -> tuple[PrivateRoom, SlotImage]:
+    def _image_for(self, plan: SavePlan) -> tuple[PrivateStagingBuffer, SlotImage]:
         wanted = PAGE_NBYTES + plan.body_nbytes
         limit = self.config.arena_limit_bytes
         if limit is not None and wanted > limit:
@@ -209,7 +209,7 @@ class LocalSave:
             self._drop()
             check_memory(wanted, 0)
             try:
-                self._memory = PrivateRoom(memory=Memory(-1, wanted))
+                self._memory = PrivateStagingBuffer(memory=Memory(-1, wanted))
             except OSError as error:
                 raise InsufficientMemoryError(
                     f"the snapshot needs {wanted} bytes of memory, and the kernel refused: {error}", nbytes=wanted

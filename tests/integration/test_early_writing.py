@@ -47,7 +47,7 @@ class Middle:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
         self.open.set()
-        self.moved, move = 0, memcopy.careful_move
+        self.moved, move = 0, memcopy.careful_copy
 
         def held(target: int, source: int, nbytes: int) -> None:
             self.moved += nbytes
@@ -56,7 +56,7 @@ class Middle:
                 assert self.open.wait(DEADLINE_S)
             move(target, source, nbytes)
 
-        monkeypatch.setattr(memcopy, "careful_move", held)
+        monkeypatch.setattr(memcopy, "careful_copy", held)
 
     def close(self) -> None:
         self.moved = 0
@@ -194,14 +194,14 @@ from asyncckpt.staging import memcopy
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint
 slot_stream.STREAMED_FROM_NBYTES = 1
-move, moved = memcopy.careful_move, []
+move, moved = memcopy.careful_copy, []
 def held(target, source, nbytes):
     moved.append(nbytes)
     if sum(moved) > 20 << 20:
         os.write(1, b"middle\\n")
         time.sleep(600)
     move(target, source, nbytes)
-memcopy.careful_move = held
+memcopy.careful_copy = held
 checkpointer = AsyncCheckpointer(endpoint=sys.argv[1], staging="overlap")
 checkpointer.save({f"w{n}": torch.zeros(3_000_000) for n in range(4)}, sys.argv[2])
 time.sleep(600)

@@ -81,7 +81,7 @@ def test_auto_copies_behind_the_training_once_an_optimizer_is_attached(
 def test_on_cores_that_are_all_busy_auto_copies_before_save_returns_and_overlap_does_not(
     shared_worker: RealWorker, tmp_path: pathlib.Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, staging: str
 ) -> None:
-    monkeypatch.setattr(overlap, "cores_to_spare", lambda: False)
+    monkeypatch.setattr(overlap, "has_idle_core", lambda: False)
     model, optimizer = linear()
     with AsyncCheckpointer(endpoint=shared_worker.endpoint, staging=staging) as checkpointer:
         checkpointer.attach(optimizer)

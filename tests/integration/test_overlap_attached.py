@@ -19,7 +19,7 @@ from real_worker import DEADLINE_S, RealWorker, written
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
 from asyncckpt.errors import CheckpointerClosedError, ConfigError, StagingError
-from asyncckpt.staging.deferred_copy import Copier
+from asyncckpt.staging.deferred_copy import BackgroundCopier
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -140,9 +140,9 @@ def test_a_copy_that_cannot_be_begun_fails_that_save_only(
         for n in range(2):
             with monkeypatch.context() as patch:
                 if where == "before it is taken":
-                    patch.setattr(Copier, "take", broken)
+                    patch.setattr(BackgroundCopier, "take", broken)
                 elif where == "where it is taken":
-                    patch.setattr(Copier, "_take", broken)
+                    patch.setattr(BackgroundCopier, "_take", broken)
                 else:
                     patch.setattr(threading.Thread, "start", broken)
                 handle = checkpointer.save(state_of(model, optimizer), tmp_path / f"failed-{n}")

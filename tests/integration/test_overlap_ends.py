@@ -37,7 +37,7 @@ from asyncckpt.protocol import save_phases
 from asyncckpt.save_tracker import SaveTracker
 from asyncckpt.staging import overlap
 from asyncckpt.staging.cpu_copy import SlotImage
-from asyncckpt.staging.deferred_copy import Copier
+from asyncckpt.staging.deferred_copy import BackgroundCopier
 
 
 @pytest.fixture
@@ -147,11 +147,11 @@ def test_digests_find_writes_that_no_counter_sees(
     model, optimizer = linear()
     copy, writing = SlotImage.copy, [False]
 
-    def copy_and_write(image: SlotImage, tensors: Any, share: Any, *pace: Any) -> None:
+    def copy_and_write(image: SlotImage, tensors: Any, work: Any, *options: Any) -> None:
         behind = writing[0] and threading.current_thread().name == "asyncckpt-overlap"
         if behind and when == "before its copy":
             next(model.parameters()).data.add_(1)
-        copy(image, tensors, share, *pace)
+        copy(image, tensors, work, *options)
         if behind and when == "after its copy":
             next(model.parameters()).data.add_(1)
 
@@ -197,10 +197,10 @@ def test_what_the_copy_raises_ends_on_the_futures(
     checkpointer.attach(optimizer)
     copy = SlotImage.copy
 
-    def broken(image: SlotImage, tensors: Any, share: Any, *pace: Any) -> None:
+    def broken(image: SlotImage, tensors: Any, work: Any, *options: Any) -> None:
         if threading.current_thread().name == "asyncckpt-overlap":
             raise raised
-        copy(image, tensors, share, *pace)
+        copy(image, tensors, work, *options)
 
     with monkeypatch.context() as patch:
         patch.setattr(SlotImage, "copy", broken)
@@ -261,12 +261,12 @@ def test_an_interrupted_save_leaves_nothing_behind(
     gate.open()
     checkpointer.attach(optimizer)
     written(checkpointer.save(state_of(model, optimizer), tmp_path / "before"))
-    take = Copier._take
+    take = BackgroundCopier._take
 
     def raise_interrupt(*_: Any) -> None:
         raise interrupt
 
-    def take_and_raise(copier: Copier, copy: Any) -> None:
+    def take_and_raise(copier: BackgroundCopier, copy: Any) -> None:
         take(copier, copy)
         assert gate.reached.wait(DEADLINE_S)
         raise interrupt
@@ -275,7 +275,7 @@ def test_an_interrupted_save_leaves_nothing_behind(
         gate.close()
         with monkeypatch.context() as patch:
             if where == "after it has begun":
-                patch.setattr(Copier, "_take", take_and_raise)
+                patch.setattr(BackgroundCopier, "_take", take_and_raise)
             else:
                 patch.setattr(SaveTracker, "add", raise_interrupt)
             with pytest.raises(interrupt):
@@ -618,25 +618,25 @@ def test_swapping_a_parameters_memory_behind_the_copy_never_shows(
     assert torch.equal(asyncckpt.load(tmp_path / "a")["w"], expected)
 
 
-@pytest.mark.parametrize("how", ["share", "resize"])
+@pytest.mark.parametrize("how", ["work", "resize"])
 def test_memory_that_goes_away_under_the_copy_fails_that_save_and_no_process(
     checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     weight = torch.nn.Parameter(torch.randn(30_000_000))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     checkpointer.attach(optimizer)
-    reached, swapped, start = threading.Event(), threading.Event(), SlotImage._start_movers
+    reached, swapped, start = threading.Event(), threading.Event(), SlotImage._start_threads
 
-    def held(image: SlotImage, pace: Any) -> None:  # it knows by now where the bytes are
+    def held(image: SlotImage, options: Any) -> None:  # it knows by now where the bytes are
         if threading.current_thread().name == "asyncckpt-overlap":
             reached.set()
             assert swapped.wait(DEADLINE_S)
-        start(image, pace)
+        start(image, options)
 
-    monkeypatch.setattr(SlotImage, "_start_movers", held)
+    monkeypatch.setattr(SlotImage, "_start_threads", held)
     handle = checkpointer.save({"w": weight}, tmp_path / "torn")
     assert reached.wait(DEADLINE_S)
-    if how == "share":  # as a queue of torch.multiprocessing does
+    if how == "work":  # as a queue of torch.multiprocessing does
         weight.detach().share_memory_()
     else:
         weight.untyped_storage().resize_(8)

@@ -69,11 +69,11 @@ def tears(rank: int, root: str) -> list[str]:
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     copy = SlotImage.copy
 
-    def torn(image: SlotImage, tensors: Any, share: Any, *pace: Any) -> None:
+    def torn(image: SlotImage, tensors: Any, work: Any, *options: Any) -> None:
         if rank == 1 and threading.current_thread().name == "asyncckpt-overlap":
             with torch.no_grad():
                 parameter.add_(1)
-        copy(image, tensors, share, *pace)
+        copy(image, tensors, work, *options)
 
     with AsyncCheckpointer() as checkpointer:
         checkpointer.attach(optimizer)
@@ -203,7 +203,7 @@ def _no_worker(**_: Any) -> Any:
     raise WorkerUnavailableError("there is none", endpoint="", detail="")
 
 
-def _interrupt(_: Any) -> Any:
+def _interrupt(*_: Any) -> Any:
     raise KeyboardInterrupt
 
 

@@ -153,16 +153,16 @@ def overlaps(rank: int, root: str) -> tuple[list[tuple[set[int], set[int]]], int
     optimizer.step()
     found: list[tuple[set[int], set[int]]] = []
     n_tensors: list[int] = []
-    later = Overlap.later
+    choose_deferred = Overlap.choose_deferred
 
     def spy(self: Any, tensors: Any, among: Any) -> Any:
-        numbers, owners = later(self, tensors, among)
+        numbers, owners = choose_deferred(self, tensors, among)
         found.append((set(among), set(numbers)))
         n_tensors[:] = [len(tensors)]
         return numbers, owners
 
     overlapping.copy_all_behind()
-    Overlap.later = spy  # type: ignore[method-assign]
+    Overlap.choose_deferred = spy  # type: ignore[method-assign]
     same = True
     with AsyncCheckpointer(overlap_check="hash") as checkpointer:
         checkpointer.attach(optimizer)
@@ -174,7 +174,7 @@ def overlaps(rank: int, root: str) -> tuple[list[tuple[set[int], set[int]]], int
             assert handle.written.exception(DEADLINE_S) is None
             loaded = asyncckpt.load(f"{root}/step-{step}", keys=["model"])["model"]
             same = same and all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
-    Overlap.later = later  # type: ignore[method-assign]
+    Overlap.choose_deferred = choose_deferred  # type: ignore[method-assign]
     return found, n_tensors[0], same
 
 

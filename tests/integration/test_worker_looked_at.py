@@ -236,14 +236,14 @@ def test_top_shows_how_far_the_copy_of_a_rank_has_come(
         if row["phase"] == "open":
             shares.append(row["staged"])
 
-    def one_after_the_other(moves: memcopy.Moves, pace: memcopy.Pace) -> None:
+    def one_after_the_other(moves: memcopy.CopyQueue, careful: bool) -> None:
         while moves:
             ctypes.memmove(*moves.popleft())
             look()
 
     note = SlotStream.note_staged
     monkeypatch.setattr(SlotStream, "note_staged", lambda self, nbytes: (note(self, nbytes), look()))
-    monkeypatch.setattr(cpu_copy, "move_all", one_after_the_other)
+    monkeypatch.setattr(cpu_copy, "copy_all", one_after_the_other)
     monkeypatch.setattr(cpu_copy, "MARK_NBYTES", 8 << 20)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     state = {f"w{n}": torch.zeros(2 << 20) for n in range(5)}

@@ -20,7 +20,7 @@ from simulated_ranks import Ranks
 from asyncckpt.async_checkpointer import hand_over
 from asyncckpt.client.pending_saves import StagedSnapshot
 from asyncckpt.client.save_outcomes import Outcomes
-from asyncckpt.client.slot import LentSlot
+from asyncckpt.client.slot import Slot
 from asyncckpt.client.slot_pool import SlotPool
 from asyncckpt.components import CheckpointProcess
 from asyncckpt.config import CheckpointerConfig, RankInfo
@@ -43,7 +43,7 @@ class Process(CheckpointProcess):
 
     def __init__(self, config: CheckpointerConfig) -> None:
         self.numbers = itertools.count(1)
-        self.made: list[LentSlot] = []
+        self.made: list[Slot] = []
         self.config = config
         self.pool = SlotPool(config, self._allocate, lambda slot: None)
         self.lineage = SimpleNamespace(epoch_for=lambda path, run: 1)
@@ -56,15 +56,15 @@ class Process(CheckpointProcess):
         self.rings: dict[str, RingReader] = {}
         self.rng = random.Random(0)
 
-    def stream(self, save_id: SaveId, slot: LentSlot) -> Callable[[], bool]:
+    def stream(self, save_id: SaveId, slot: Slot) -> Callable[[], bool]:
         """Read a ring while it is filled; of a slot with room for everything nobody writes before the seal."""
         if not slot.is_ring:
             return lambda: False
         self.rings[str(save_id)] = reader = RingReader(slot, self.rng)
         return reader.check
 
-    def _allocate(self, nbytes: int, _within_s: float | None) -> LentSlot:
-        slot = LentSlot(number=next(self.numbers), memory=SlotMemory.create(nbytes))
+    def _allocate(self, nbytes: int, _within_s: float | None) -> Slot:
+        slot = Slot(number=next(self.numbers), memory=SlotMemory.create(nbytes))
         slot.memory.mapping.view()[4096 : nbytes - 4096] = b"\xa5" * (nbytes - 8192)
         self.made.append(slot)
         return slot
@@ -72,7 +72,7 @@ class Process(CheckpointProcess):
     def connect(self) -> None:
         """There is always one."""
 
-    def begin(self, save_id: SaveId, slot: LentSlot, **_: Any) -> None:
+    def begin(self, save_id: SaveId, slot: Slot, **_: Any) -> None:
         """Nobody to tell."""
 
     def withdraw(self, save_id: SaveId, reason: str, *, skipped: bool = False) -> None:
@@ -118,7 +118,7 @@ class RingReader:
         between: While it is set, another worker is being found.
     """
 
-    def __init__(self, slot: LentSlot, rng: random.Random) -> None:
+    def __init__(self, slot: Slot, rng: random.Random) -> None:
         (generation, raw), streamed = slot.memory.control.read_streamed()
         assert streamed
         self.request = decode_request(raw, slot.memory.nbytes - 4096)
@@ -172,7 +172,7 @@ class Saver:
         self.process = Process(self.config)
         ranks: Any = SimpleNamespace(rank=RankInfo(0, 1), alone=True, run_id="0123456789ab")
         worker: Any = self.process
-        copies = copy_engine.Engine(self.config, device)
+        copies = copy_engine.CopyEngine(self.config, device)
         self.stager = SlotStager(worker, ranks, self.config, engine=copies)
         self.sequence = itertools.count(1)
 
@@ -257,13 +257,13 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 def note_seals(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let seals, unmappings and reuses of slots be among the device's calls."""
-    seal, unmap = SlotControl.seal, LentSlot._unmap
+    seal, unmap = SlotControl.seal, Slot._unmap
 
     def sealed(control: SlotControl, request: bytes, offset: int) -> None:
         device.calls.append(Call("seal", None, None))
         seal(control, request, offset)
 
-    def unmapped(slot: LentSlot) -> None:
+    def unmapped(slot: Slot) -> None:
         first, last = slot.mapping.address, slot.mapping.address + slot.mapping.nbytes
         if any(a < last and first < a + n for a, n in device.registered.items()):
             device.violations.append("memory was unmapped while it was pinned")
@@ -271,4 +271,4 @@ def note_seals(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None
         unmap(slot)
 
     monkeypatch.setattr(SlotControl, "seal", sealed)
-    monkeypatch.setattr(LentSlot, "_unmap", unmapped)
+    monkeypatch.setattr(Slot, "_unmap", unmapped)

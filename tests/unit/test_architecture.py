@@ -64,6 +64,14 @@ MAY_IMPORT = {
     "sharding": {"errors", "dtypes", "basics", "format", "torch_tensors"},
     "state_dict": {"errors", "format", "per_rank", "sharding", "torch_tensors"},
     "planning": {"errors", "dtypes", "basics", "format", "protocol", "sharding", "state_dict", "torch_tensors"},
+    "client": {
+        *("basics", "commit_hooks", "components", "config", "errors", "save_handle"),
+        *("format", "memory", "protocol", "planning", "distributed"),
+    },
+    "staging": {
+        *("", "basics", "components", "config", "errors"),
+        *("format", "memory", "protocol", "sharding", "state_dict", "planning", "distributed", "client"),
+    },
 }
 """Rooms that may import only these rooms besides themselves; what is not named here is not restricted."""
 

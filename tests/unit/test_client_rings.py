@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncckpt.client.pending_saves import PendingSaves
-from asyncckpt.client.slot import LentSlot
+from asyncckpt.client.slot import Slot
 from asyncckpt.client.slot_pool import SlotPool
 from asyncckpt.client.worker_client import WorkerClient
 from asyncckpt.config import CheckpointerConfig, RankInfo
@@ -49,7 +49,7 @@ class Trainer(WorkerClient):
         run: Any = SimpleNamespace(rank=rank, alone=True, links=SimpleNamespace(start_options=tuple))
         super().__init__(CheckpointerConfig(), run, endpoint="ipc:///e", named=True, package="0")
         self.one: Any = FakeSession("a" * 16)
-        self.slot = LentSlot(number=1, memory=SlotMemory.create(16384), session=self.one.name, is_ring=is_ring)
+        self.slot = Slot(number=1, memory=SlotMemory.create(16384), session=self.one.name, is_ring=is_ring)
         self.pool = SlotPool(self.config, lambda nbytes, within_s: self.slot, lambda slot: None)
         self._pending = PendingSaves(self._lock, commit_timeout_s=60.0, free=self.pool.free)
         self._connection: Any = SimpleNamespace(session=self.one, settled=True)

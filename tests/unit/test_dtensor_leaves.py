@@ -143,13 +143,13 @@ def test_the_plan_is_found_again_for_equal_placements_only(mesh: Any) -> None:
 def test_what_an_optimizer_owns_of_a_dtensor_is_its_local_tensor(mesh: Any) -> None:
     from torch.distributed.tensor import Replicate, Shard
 
-    from asyncckpt.staging.optimizer_ownership import Owners, storages
+    from asyncckpt.staging.optimizer_ownership import AttachedOptimizers, storage_ptrs
 
     local = torch.ones(2, 3)
     weight = torch.nn.Parameter(dtensor(local, mesh, Replicate(), Shard(0), shape=(4, 3)))
-    assert storages([weight, torch.ones(0).to_sparse()]) == [local.untyped_storage().data_ptr(), 0]
+    assert storage_ptrs([weight, torch.ones(0).to_sparse()]) == [local.untyped_storage().data_ptr(), 0]
     optimizer = torch.optim.SGD([weight])
-    owners = Owners()
+    owners = AttachedOptimizers()
     owners.add(optimizer)
     flat = flatten({"w": weight.detach(), "other": torch.ones(3)})
     numbers, own = owners.owned(flat.tensors)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_slot_pool import LARGE, SMALL, Lender, acquire, name
 
-from asyncckpt.client.slot import LentSlot
+from asyncckpt.client.slot import Slot
 from asyncckpt.client.slot_pool import SPARE_SAVES, SlotPool
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import ConfigError, InsufficientMemoryError, SlotBusyError
@@ -24,7 +24,7 @@ def keeping(lender: Lender, **fields: object) -> SlotPool:
     return SlotPool(config, lender.allocate, lender.release)
 
 
-def save(pool: SlotPool, plan: SavePlan, n: int, nbytes: int = SMALL, *, commits: bool = True) -> LentSlot:
+def save(pool: SlotPool, plan: SavePlan, n: int, nbytes: int = SMALL, *, commits: bool = True) -> Slot:
     """Save `n`, and let it end."""
     slot = acquire(pool, plan, n, nbytes)
     pool.staged(slot)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncckpt.client.slot import LentSlot
+from asyncckpt.client.slot import Slot
 from asyncckpt.client.slot_pool import ANSWER_S, SPARE_SAVES, SlotPool
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import (
@@ -37,13 +37,13 @@ class Lender:
 
     def __init__(self, room: int = 1 << 30) -> None:
         self.room = room
-        self.made: list[LentSlot] = []
+        self.made: list[Slot] = []
         self.released: list[int] = []
         self.within_s: list[float | None] = []
         self.error: AsyncCkptError | None = None
         self.is_frozen = False
 
-    def allocate(self, nbytes: int, within_s: float | None = None) -> LentSlot | None:
+    def allocate(self, nbytes: int, within_s: float | None = None) -> Slot | None:
         self.within_s.append(within_s)
         if self.is_frozen and within_s is not None:
             return None
@@ -51,10 +51,10 @@ class Lender:
             raise self.error
         if sum(s.memory.nbytes for s in self.made if not s.memory.mapping.closed) + nbytes > self.room:
             raise InsufficientMemoryError(f"{nbytes} bytes do not fit", nbytes=nbytes)
-        self.made.append(LentSlot(number=len(self.made) + 1, memory=SlotMemory.create(nbytes)))
+        self.made.append(Slot(number=len(self.made) + 1, memory=SlotMemory.create(nbytes)))
         return self.made[-1]
 
-    def release(self, slot: LentSlot) -> None:
+    def release(self, slot: Slot) -> None:
         self.released.append(slot.number)
 
 
@@ -88,7 +88,7 @@ def name(n: int) -> SaveId:
     return SaveId(1, n, "0" * 12)
 
 
-def acquire(pool: SlotPool, plan: SavePlan, n: int, nbytes: int = SMALL) -> LentSlot:
+def acquire(pool: SlotPool, plan: SavePlan, n: int, nbytes: int = SMALL) -> Slot:
     return pool.acquire(nbytes, plan, name(n), step=n, path=f"/x/{n}")
 
 
@@ -370,7 +370,7 @@ def test_the_largest_slot_is_no_spare_one(make: Make, plan: SavePlan) -> None:
 def test_a_slot_that_comes_when_the_pool_was_closed_is_given_back(plan: SavePlan) -> None:
     lender = Lender()
 
-    def closed_meanwhile(nbytes: int, within_s: float | None) -> LentSlot | None:
+    def closed_meanwhile(nbytes: int, within_s: float | None) -> Slot | None:
         pool.close()
         return lender.allocate(nbytes, within_s)
 

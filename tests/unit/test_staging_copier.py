@@ -15,33 +15,35 @@ from asyncckpt.client.pending_saves import StagedSnapshot, WriteFuture  # noqa: 
 from asyncckpt.errors import AsyncCkptError, StagingError  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
 from asyncckpt.save_handle import SaveHandle  # noqa: E402
-from asyncckpt.staging.deferred_copy import Copier, DeferredCopy  # noqa: E402
+from asyncckpt.staging.deferred_copy import BackgroundCopier, DeferredCopy  # noqa: E402
 
 SAVE_ID = SaveId(1, 2, "0123456789ab")
 DEADLINE_S = 60.0
 
 
-class Image:
+class Job:
     """Copies nothing, or raises."""
+
+    has_work = False
 
     def __init__(self, raised: BaseException | None = None) -> None:
         self.raised = raised
 
-    def copy(self, *_: Any) -> None:
+    def run(self, careful: bool = False) -> None:
         if self.raised is not None:
             raise self.raised
 
-    def drop_moves(self) -> None:
+    def cancel(self) -> None:
         pass
 
 
-class Watch:
+class Check:
     """Sees nothing."""
 
     def check(self) -> None:
         pass
 
-    def places(self) -> set[int]:
+    def source_storage_ptrs(self) -> set[int]:
         return {7}
 
 
@@ -72,32 +74,30 @@ class Save:
         entrusting: BaseException | None = None,
     ) -> None:
         self.handle = SaveHandle(step=1, path="/x", save_id=SAVE_ID)
-        self.process, self.copier = Process(writing), Copier()
+        self.process, self.copier = Process(writing), BackgroundCopier()
         self.trusted: list[int] = []
         self.withdrawn: list[BaseException] = []
 
-        def entrust() -> None:
+        def transfer_cleanup() -> None:
             self.trusted.append(1)
             if entrusting is not None:
                 raise entrusting
 
-        def withdraw(error: BaseException) -> AsyncCkptError:
+        def roll_back_save(error: BaseException) -> AsyncCkptError:
             self.withdrawn.append(error)
             if withdrawing is not None:
                 raise withdrawing
             return error if isinstance(error, AsyncCkptError) else StagingError(str(error))
 
-        image: Any = Image(copying)
-        watch: Any = Watch()
+        job: Any = Job(copying)
+        check: Any = Check()
         self.copy = DeferredCopy(
-            image,
-            (),  # type: ignore[arg-type]
-            (),
-            watch,
+            job,
+            check,
             seal=lambda: None,
-            withdraw=withdraw,
-            entrust=entrust,
-            disown=self.trusted.clear,
+            roll_back_save=roll_back_save,
+            transfer_cleanup=transfer_cleanup,
+            reclaim_cleanup=self.trusted.clear,
             seconds={"copy": 0.0},
         )
         slot: Any = None
@@ -110,7 +110,7 @@ class Save:
             seconds={},
             began=0.0,
             extra={},
-            rest=lambda staged, on_end: self.copier.take(self.copy, staged, on_end),
+            rest=lambda staged, on_end: self.copier.submit(self.copy, staged, on_end),
         )
 
     def begin(self) -> None:
@@ -204,10 +204,10 @@ def test_whatever_comes_while_a_copy_is_entrusted_gives_it_back(
 
 def test_what_is_being_copied_is_known_until_it_has_ended() -> None:
     save = Save()
-    assert save.copy.places() == {7}
+    assert save.copy.source_storage_ptrs() == {7}
     save.begin()
     save.handle.staged.result(DEADLINE_S)
-    assert save.copy.places() == set()
+    assert save.copy.source_storage_ptrs() == set()
     assert save.copier.join(DEADLINE_S)
-    assert save.copier.places() == set()
+    assert save.copier.source_storage_ptrs() == set()
     save.process.future.fail(OSError())

@@ -239,7 +239,7 @@ def test_a_save_that_is_given_up_keeps_its_slot_until_the_copies_have_ended(
 ) -> None:
     device.frozen = True
     handle = saver.save(state)
-    saver.stager.overlap.copier.give_up(StagingError("enough"))
+    saver.stager.overlap.copier.cancel_all(StagingError("enough"))
     assert type(saver.ended(handle)) is StagingError
     late = saver.save(state)
     assert isinstance(late.staged.exception(0), SlotTimeoutError)
@@ -294,14 +294,14 @@ def test_a_driver_that_tells_nothing_costs_the_slot_and_not_the_next_save(
         device.fail("done", nth)
     assert type(saver.ended(handle)) is StagingError
     (slot,) = saver.process.made
-    assert slot.lost and not slot.memory.mapping.closed
+    assert slot.device_state_unknown and not slot.memory.mapping.closed
     assert "memory is lost" in caplog.text
     device.failing.clear()
     device.frozen = False
     assert_saved(saver, state)
     assert len(saver.process.made) == 2, "another one"
     device.drain()
-    slot.lost = False
+    slot.device_state_unknown = False
 
 
 @pytest.mark.parametrize("saver", MODES, indirect=True)
@@ -333,7 +333,7 @@ def test_policies_count_a_slot_with_copies_as_in_use(
 ) -> None:
     device.frozen = True
     handle = saver.save(state)
-    saver.stager.overlap.copier.give_up(StagingError("enough"))
+    saver.stager.overlap.copier.cancel_all(StagingError("enough"))
     saver.ended(handle)
     assert isinstance(saver.save(state).staged.exception(0), SlotBusyError)
 

@@ -22,7 +22,7 @@ from asyncckpt.memory.slot import STAGED_OFFSET  # noqa: E402
 from asyncckpt.planning.planner import PlanCache  # noqa: E402
 from asyncckpt.staging import cpu_copy, memcopy  # noqa: E402
 from asyncckpt.staging.cpu_copy import LARGE_NBYTES, SlotImage  # noqa: E402
-from asyncckpt.staging.memcopy import PIECE_NBYTES, Pace  # noqa: E402
+from asyncckpt.staging.memcopy import PIECE_NBYTES  # noqa: E402
 
 SAVE_ID = SaveId(3, 7, "0123456789ab")
 DIRTY = 0xA5
@@ -97,7 +97,7 @@ def test_a_second_fill_replaces_every_byte_of_the_first(staged: Staged) -> None:
 
 def test_large_tensors_are_moved_by_several_threads(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_copy.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    movers, real = set(), cpu_copy.move_all
+    movers, real = set(), cpu_copy.copy_all
     both = threading.Barrier(2, timeout=60)
 
     def noted(moves: Any, *pace: Any) -> None:
@@ -106,8 +106,8 @@ def test_large_tensors_are_moved_by_several_threads(staged: Staged, monkeypatch:
             both.wait()  # each has begun before any can have finished
         real(moves, *pace)
 
-    monkeypatch.setattr(SlotImage.copy, "__defaults__", (Pace(threads=2), None))
-    monkeypatch.setattr(cpu_copy, "move_all", noted)
+    monkeypatch.setattr(cpu_copy, "MAX_THREADS", 2)
+    monkeypatch.setattr(cpu_copy, "copy_all", noted)
     state = {"a": torch.arange(8 << 20, dtype=torch.int32)}
     assert staged.stage(state) == [bits_of_large(state["a"])]
     assert len(movers) == 2
@@ -291,7 +291,7 @@ def test_an_error_leaves_no_move_for_the_next_copy(monkeypatch: pytest.MonkeyPat
             patch.setattr(image, "_copy_by_torch", lambda *_, **__: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 image.fill(flat.tensors, SaveId(1, 2, "0123456789ab"))
-        assert not image._moves
+        assert not image._queue
     finally:
         del image
         gc.collect()
@@ -305,8 +305,8 @@ def test_a_copy_whose_watermark_cannot_be_told_leaves_no_move_for_the_next_one(s
         raise OSError(errno.EIO, "nobody is told")
 
     with pytest.raises(OSError, match="nobody is told"):
-        image.copy(tensors, image._all, Pace(careful=True), Watermark(0, 1 << 62, tell))
-    assert not image._moves and image._moves.moved is None
+        image.copy(tensors, image._all, True, Watermark(0, 1 << 62, tell))
+    assert not image._queue and image._queue.on_copied is None
     image.copy(tensors, image._all)
     assert torch.equal(image._targets[0], tensors[image._numbers[0]])
 
@@ -314,46 +314,19 @@ def test_a_copy_whose_watermark_cannot_be_told_leaves_no_move_for_the_next_one(s
 # ---- how hard a copy works
 
 
-def test_one_thread_moves_alone_where_the_pace_says_so(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_copies_alone_where_no_more_are_allowed(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     state = {"a": torch.randn(12 << 20)}
     image, tensors = prepared(staged, state)
     started: list[str] = []
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda self: (started.append(self.name), start(self)))
-    image.copy(tensors, image._all, Pace(threads=1))
+    monkeypatch.setattr(cpu_copy, "MAX_THREADS", 1)
+    image.copy(tensors, image._all)
     assert not started
-    image.copy(tensors, image._all, Pace(threads=3))
+    monkeypatch.setattr(cpu_copy, "MAX_THREADS", 3)
+    image.copy(tensors, image._all)
     assert started == ["asyncckpt-copy"] * 2
-    assert torch.equal(image._targets[0], state["a"])
-
-
-def test_polite_threads_lower_themselves_and_nobody_else(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    state = {"a": torch.randn(12 << 20), "small": torch.arange(5), "strided": torch.randn(300, 700).t()}
-    image, tensors = prepared(staged, state)
-    lowered: list[tuple[int, int]] = []
-    policies: list[int] = []
-    monkeypatch.setattr(os, "setpriority", lambda kind, thread, nice: lowered.append((thread, nice)))
-    monkeypatch.setattr(os, "sched_setscheduler", lambda thread, policy, param: policies.append(policy))
-    image.copy(tensors, image._all, Pace(threads=2, nice=7, batch=True, piece_nbytes=1 << 20))
-    assert [nice for _, nice in lowered] == [7, 7]
-    assert threading.get_native_id() not in [thread for thread, _ in lowered]
-    assert policies == [os.SCHED_BATCH] * 2
-    for n, tensor in enumerate(tensors):
-        assert torch.equal(image._targets[image._numbers.index(n)], tensor)
-
-
-def test_where_no_polite_thread_can_be_started_the_caller_moves(
-    staged: Staged, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    state = {"a": torch.randn(12 << 20)}
-    image, tensors = prepared(staged, state)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    image.copy(tensors, image._all, Pace(threads=1, nice=7))
     assert torch.equal(image._targets[0], state["a"])
 
 
@@ -376,15 +349,17 @@ def test_a_copy_says_how_far_it_is_after_every_few_pieces(staged: Staged, monkey
     word.value = 7  # what was copied before `save()` returned, say
     seen: list[int] = []
 
-    def one_after_the_other(moves: memcopy.Moves, pace: Pace) -> None:
-        while moves:
-            target, source, nbytes = moves.popleft()
+    def one_after_the_other(queue: memcopy.CopyQueue, careful: bool) -> None:
+        while queue:
+            target, source, nbytes = queue.popleft()
             ctypes.memmove(target, source, nbytes)
             seen.append(word.value - 7)
 
-    monkeypatch.setattr(cpu_copy, "move_all", one_after_the_other)
+    monkeypatch.setattr(cpu_copy, "copy_all", one_after_the_other)
     monkeypatch.setattr(cpu_copy, "MARK_NBYTES", 2 << 20)
-    image.copy(tensors, image._all, Pace(threads=1, piece_nbytes=1 << 20))
+    monkeypatch.setattr(cpu_copy, "MAX_THREADS", 1)
+    monkeypatch.setattr(cpu_copy, "PIECE_NBYTES", 1 << 20)
+    image.copy(tensors, image._all)
     assert sorted(set(seen)) == [0, 2 << 20, 4 << 20] and seen == sorted(seen)
     assert word.value - 7 == 5 << 20
     for n, tensor in enumerate(tensors):
@@ -399,10 +374,10 @@ def test_a_careful_copy_reports_memory_that_has_gone_and_the_next_one_works(stag
     image, tensors = prepared(staged, state)
     number = image._numbers.index(next(n for n, t in enumerate(tensors) if t.numel() > 5))
     with pytest.raises(OSError, match="Bad address") as caught:
-        image.copy([Gone(t) if t.numel() > 5 else t for t in tensors], image._all, Pace(careful=True))
+        image.copy([Gone(t) if t.numel() > 5 else t for t in tensors], image._all, careful=True)
     assert caught.value.errno == errno.EFAULT
-    assert not image._moves and not [t for t in threading.enumerate() if t.name == "asyncckpt-copy"]
-    image.copy(tensors, image._all, Pace(careful=True))
+    assert not image._queue and not [t for t in threading.enumerate() if t.name == "asyncckpt-copy"]
+    image.copy(tensors, image._all, careful=True)
     assert torch.equal(image._targets[number], state["a"])
 
 
@@ -433,7 +408,7 @@ def test_where_a_sandbox_refuses_a_careful_copy_it_is_made_all_the_same(
 
     source, target = torch.arange(100_000), torch.zeros(100_000, dtype=torch.int64)
     monkeypatch.setattr(memcopy, "_read", refused)
-    memcopy.careful_move(target.data_ptr(), source.data_ptr(), 800_000)
+    memcopy.careful_copy(target.data_ptr(), source.data_ptr(), 800_000)
     assert torch.equal(target, source)
 
 
@@ -447,9 +422,9 @@ def test_memory_that_only_its_own_process_can_read_is_copied_carefully_too(monke
     source, target = torch.arange(400_000), torch.zeros(400_000, dtype=torch.int64)
     with open("/proc/self/maps") as maps:  # the kernel's clock is mapped like that everywhere
         for clock in (int(line.partition("-")[0], 16) for line in maps if line.endswith("[vvar]\n")):
-            memcopy.careful_move(target.data_ptr(), clock, 4096)
+            memcopy.careful_copy(target.data_ptr(), clock, 4096)
     monkeypatch.setattr(memcopy, "_read", fault)
-    memcopy.careful_move(target.data_ptr(), source.data_ptr(), 3_200_000)
+    memcopy.careful_copy(target.data_ptr(), source.data_ptr(), 3_200_000)
     assert torch.equal(target, source)
 
 
@@ -464,7 +439,7 @@ def test_a_careful_copy_that_comes_in_parts_goes_on(monkeypatch: pytest.MonkeyPa
 
     source, target = torch.arange(100_000), torch.zeros(100_000, dtype=torch.int64)
     monkeypatch.setattr(memcopy, "_read", in_parts)
-    memcopy.careful_move(target.data_ptr(), source.data_ptr(), 800_000)
+    memcopy.careful_copy(target.data_ptr(), source.data_ptr(), 800_000)
     assert torch.equal(target, source) and asked == [300_000, 300_000, 200_000]
 
 

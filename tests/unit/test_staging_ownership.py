@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 
 from asyncckpt.errors import SnapshotTornError  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
-from asyncckpt.staging.mutation_check import Source, SourceWatch  # noqa: E402
-from asyncckpt.staging.optimizer_ownership import Owners  # noqa: E402
+from asyncckpt.staging.mutation_check import MutationCheck, Source  # noqa: E402
+from asyncckpt.staging.optimizer_ownership import AttachedOptimizers  # noqa: E402
 from asyncckpt.state_dict.flatten import flatten  # noqa: E402
 
 SAVE_ID = SaveId(1, 2, "0123456789ab")
@@ -32,7 +32,7 @@ def test_parameters_and_state_are_owned_and_nothing_else() -> None:
     optimizer.param_groups[0]["lr"] = lr
     state = optimizer.state[parameter]
     state["nested"] = {"deep": [weights, "x"]}
-    owners = Owners()
+    owners = AttachedOptimizers()
     assert not owners
     assert owners.add(optimizer)
     assert not owners.add(optimizer)
@@ -58,7 +58,7 @@ def test_parameters_and_state_are_owned_and_nothing_else() -> None:
 
 def test_an_optimizer_that_is_gone_owns_nothing() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
-    owners = Owners()
+    owners = AttachedOptimizers()
     owners.add(stepped(parameter))
     assert not owners
     assert owners.owned([parameter]) == (frozenset(), [])
@@ -69,7 +69,7 @@ def test_an_optimizer_whose_step_has_lost_its_hooks_owns_nothing(
 ) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = stepped(parameter)
-    owners = Owners()
+    owners = AttachedOptimizers()
     owners.add(optimizer)
     assert owners.owned([parameter])[0] == {0}
     monkeypatch.setattr(torch.optim.Adam, "step", torch.optim.Adam.step.__wrapped__)  # as older compilers do
@@ -83,7 +83,7 @@ def test_sparse_and_empty_tensors_are_nobody_s() -> None:
     optimizer = stepped(parameter)
     optimizer.state[parameter]["sparse"] = torch.eye(3).to_sparse()
     optimizer.state[parameter]["empty"] = torch.empty(0)
-    owners = Owners()
+    owners = AttachedOptimizers()
     owners.add(optimizer)
     assert owners.owned([torch.empty(0), parameter])[0] == {1}
 
@@ -91,7 +91,7 @@ def test_sparse_and_empty_tensors_are_nobody_s() -> None:
 def test_new_groups_and_state_and_storages_are_looked_up_every_time() -> None:
     parameter, added = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.Adam([parameter])
-    owners = Owners()
+    owners = AttachedOptimizers()
     owners.add(optimizer)
     assert owners.owned([parameter, added])[0] == {0}
     optimizer.add_param_group({"params": [added]})
@@ -101,10 +101,10 @@ def test_new_groups_and_state_and_storages_are_looked_up_every_time() -> None:
     assert owners.owned([old, parameter, added])[0] == {1, 2}
 
 
-def watch(state: dict[str, Any], *owners: Any) -> SourceWatch:
+def watch(state: dict[str, Any], *owners: Any) -> MutationCheck:
     flat = flatten(state)
     numbers = frozenset(range(len(flat.tensors)))
-    return SourceWatch(flat, numbers, owners, save_id=SAVE_ID, step=4, path="/x")
+    return MutationCheck(flat, numbers, owners, save_id=SAVE_ID, step=4, path="/x")
 
 
 def test_a_quiet_watch_says_nothing_and_a_write_is_named() -> None:

@@ -197,7 +197,6 @@ def test_a_worker_that_frees_nothing_ends_the_save_and_the_slot_is_used_again(
     assert isinstance(error, SlotTimeoutError)
     assert error.timeout_s == 0.05
     saver.process.stream = stream  # type: ignore[method-assign]
-    saver.stager._rings._config = saver.config.__class__(arena_limit_bytes=16 * UNIT)
     assert saver.ended(saver.save(state)) is None
     assert len(saver.process.made) == 1
     saver.close()
@@ -329,7 +328,7 @@ def test_what_an_optimizer_owns_goes_through_the_ring_behind_the_training_and_al
 def test_while_every_core_is_busy_a_ring_is_filled_behind_the_training_and_a_whole_slot_is_not(
     device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, limit: int | None
 ) -> None:
-    monkeypatch.setattr(overlap, "cores_to_spare", lambda: False)
+    monkeypatch.setattr(overlap, "has_idle_core", lambda: False)
     saver = held_saver(device) if limit else saver_of(device)
     assert saver.config.staging == "auto"
     owned = Owned(saver)
@@ -359,14 +358,14 @@ def test_the_fence_waits_beyond_its_time_as_long_as_something_is_written(device:
     handle = saver.save(owned.state())
     reader = saver.process.rings[str(handle.save_id)]
     (copy,) = saver.stager.overlap.copier._copies
-    patience, asked = copy.patience, []
+    patience, asked = copy.extended_deadline, []
 
     def asked_for_patience() -> float:
         asked.append(True)
         reader.held.clear()
         return patience()
 
-    copy.patience = asked_for_patience  # type: ignore[method-assign]
+    copy.extended_deadline = asked_for_patience  # type: ignore[method-assign]
     saver.stager.overlap.fence.wait(0.0)
     assert asked
     assert saver.ended(handle) is None

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from asyncckpt.errors import ConfigError  # noqa: E402
-from asyncckpt.staging.overlap import LOCAL_RANKS, cores_to_spare, local_ranks  # noqa: E402
+from asyncckpt.staging.overlap import LOCAL_RANKS, has_idle_core, local_ranks  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,13 @@ def test_cores_that_no_rank_s_threads_use_are_to_spare(
     monkeypatch.delenv(LOCAL_RANKS, raising=False)
     if ranks is not None:
         monkeypatch.setenv(LOCAL_RANKS, ranks)
-    assert cores_to_spare() is spare
+    assert has_idle_core() is spare
 
 
 def test_where_a_gpu_computes_the_host_s_cores_are_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 10_000)
-    assert cores_to_spare()
+    assert has_idle_core()
 
 
 @pytest.mark.parametrize(("text", "ranks"), [("3", 3), ("0", 1), ("", 1), ("-2", 1), ("many", 1), ("\u0663", 1)])

@@ -26,17 +26,17 @@ from asyncckpt.memory.mapping import Mapping  # noqa: E402
 from asyncckpt.memory.streaming import StreamLayout  # noqa: E402
 from asyncckpt.protocol.request import RING_UNIT_NBYTES  # noqa: E402
 from asyncckpt.staging import mutation_check, slot_copy  # noqa: E402
-from asyncckpt.staging.cpu_copy import Share, SlotImage  # noqa: E402
+from asyncckpt.staging.cpu_copy import CopyWork, SlotImage  # noqa: E402
 from asyncckpt.staging.mutation_check import (  # noqa: E402  # noqa: E402
     FRACTION,
-    MOST,
+    MAX_SAMPLED_TENSORS,
     PIECES,
     SMALL_SAVES,
     WINDOW_NBYTES,
-    SourceWatch,
-    Turns,
+    MutationCheck,
+    SamplingRounds,
     Windows,
-    choose,
+    sampled_positions,
 )
 from asyncckpt.state_dict.flatten import flatten  # noqa: E402
 from tests.simulated_device import SimulatedDevice  # noqa: E402
@@ -76,12 +76,12 @@ class Writer:
         self.large = self.small = 0
         copy = SlotImage.copy
 
-        def copied(image: SlotImage, tensors: Any, share: Share, *pace: Any) -> None:
+        def copied(image: SlotImage, tensors: Any, work: CopyWork, *options: Any) -> None:
             if self.write is None or threading.current_thread().name != COPIER:
-                return copy(image, tensors, share, *pace)
-            copy(image, tensors, Share(share.large[: self.large], share.small[: self.small]), *pace)
+                return copy(image, tensors, work, *options)
+            copy(image, tensors, CopyWork(work.large[: self.large], work.small[: self.small]), *options)
             self.write()
-            return copy(image, tensors, Share(share.large[self.large :], share.small[self.small :]), *pace)
+            return copy(image, tensors, CopyWork(work.large[self.large :], work.small[self.small :]), *options)
 
         monkeypatch.setattr(SlotImage, "copy", copied)
 
@@ -199,13 +199,26 @@ def test_every_window_touches_any_contiguous_half_give_or_take_a_piece(rng: rand
             assert max(gaps[0] + windows.run, *gaps[1:]) < n / PIECES + windows.run
 
 
-@pytest.mark.parametrize("n_tensors", [0, 1, 2, 7, MOST, MOST + 1, 3 * MOST, 40 * MOST, 130 * MOST])
+@pytest.mark.parametrize(
+    "n_tensors",
+    [
+        0,
+        1,
+        2,
+        7,
+        MAX_SAMPLED_TENSORS,
+        MAX_SAMPLED_TENSORS + 1,
+        3 * MAX_SAMPLED_TENSORS,
+        40 * MAX_SAMPLED_TENSORS,
+        130 * MAX_SAMPLED_TENSORS,
+    ],
+)
 def test_every_tensor_has_its_turn_and_never_more_than_the_limit_at_once(n_tensors: int) -> None:
-    period = max(1, -(-n_tensors // MOST))
+    period = max(1, -(-n_tensors // MAX_SAMPLED_TENSORS))
     looks: dict[int, list[int]] = {}
     for turn in range(5, 5 + 3 * period):
-        positions, number, fraction = choose(n_tensors, turn, MOST)
-        assert len(positions) <= MOST
+        positions, number, fraction = sampled_positions(n_tensors, turn, MAX_SAMPLED_TENSORS)
+        assert len(positions) <= MAX_SAMPLED_TENSORS
         assert len(positions) / fraction <= max(n_tensors, 1) / 100, "the share of equal tensors that is looked at"
         for n in positions:
             looks.setdefault(n, []).append(number)
@@ -215,45 +228,45 @@ def test_every_tensor_has_its_turn_and_never_more_than_the_limit_at_once(n_tenso
 
 
 def test_every_save_looks_at_other_elements() -> None:
-    tensor, turns, plan, seen = torch.zeros(FRACTION * 64), Turns(), object(), set()
+    tensor, turns, plan, seen = torch.zeros(FRACTION * 64), SamplingRounds(), object(), set()
     for _ in range(FRACTION):
-        ((_, windows, place),) = mutation_check.sampled(
-            [0], turns.next(plan), MOST, lambda _: [mutation_check.Source(0, tensor, None)]
+        ((_, windows, place),) = mutation_check.choose_samples(
+            [0], turns.next(plan), MAX_SAMPLED_TENSORS, lambda _: [mutation_check.Source(0, tensor, None)]
         )
         seen.add(place)
     assert len(seen) == windows.count == FRACTION
 
 
-@pytest.mark.parametrize("n_tensors", [1, 100, MOST, 7 * MOST])
+@pytest.mark.parametrize("n_tensors", [1, 100, MAX_SAMPLED_TENSORS, 7 * MAX_SAMPLED_TENSORS])
 def test_less_than_one_percent_is_looked_at(n_tensors: int, rng: random.Random) -> None:
     tensor = torch.empty(rng.randrange(16_384, 1_000_000), device="meta")
-    turns, plan = Turns(), object()
+    turns, plan = SamplingRounds(), object()
     for _ in range(5):
-        chosen = mutation_check.sampled(
+        chosen = mutation_check.choose_samples(
             range(n_tensors),
             turns.next(plan),
-            MOST,
+            MAX_SAMPLED_TENSORS,
             lambda some: [mutation_check.Source(n, tensor, None) for n in some],
         )
         assert 0 < sum(place[0] * windows.run for _, windows, place in chosen) < 0.01 * tensor.numel() * n_tensors
 
 
 def test_a_tensor_whose_layout_changes_is_looked_at_as_it_lies() -> None:
-    turns, plan = Turns(), object()
+    turns, plan = SamplingRounds(), object()
     for tensor in (
         torch.zeros(300, 200),
         torch.zeros(200, 300).t(),
         torch.zeros(300, 201)[:, 1:],
         torch.zeros(300, 200),
     ):
-        ((_, windows, _),) = mutation_check.sampled(
-            [4], turns.next(plan), MOST, lambda _, t=tensor: [mutation_check.Source(0, t, None)]
+        ((_, windows, _),) = mutation_check.choose_samples(
+            [4], turns.next(plan), MAX_SAMPLED_TENSORS, lambda _, t=tensor: [mutation_check.Source(0, t, None)]
         )
         assert (windows.count, windows.step) == (windows_for(tensor).count, windows_for(tensor).step)
 
 
 def test_structures_that_are_saved_in_turn_come_to_all_their_windows() -> None:
-    turns = Turns()
+    turns = SamplingRounds()
     plans = [object() for _ in range(3)]
     seen = [[turns.next(plan).number for plan in plans] for _ in range(10)]
     for of_one in zip(*seen, strict=True):
@@ -265,10 +278,10 @@ def test_structures_that_are_saved_in_turn_come_to_all_their_windows() -> None:
 
 @pytest.mark.parametrize("after", [torch.zeros(30, 10), torch.zeros(300, 10, dtype=torch.float16)], ids=str)
 def test_a_tensor_whose_layout_is_another_in_the_same_structure_gets_windows_of_its_own(after: Any) -> None:
-    turns, plan = Turns(), object()
+    turns, plan = SamplingRounds(), object()
     for tensor in (torch.zeros(300, 10), after):
-        [(_, windows, (n_pieces, start, _))] = mutation_check.sampled(
-            [0], turns.next(plan), MOST, lambda _, t=tensor: [mutation_check.Source(0, t, None)]
+        [(_, windows, (n_pieces, start, _))] = mutation_check.choose_samples(
+            [0], turns.next(plan), MAX_SAMPLED_TENSORS, lambda _, t=tensor: [mutation_check.Source(0, t, None)]
         )
         assert (start + (n_pieces - 1) * windows.step + windows.run) <= tensor.numel()
         assert windows is mutation_check.windows_of(
@@ -364,9 +377,10 @@ def test_memory_that_goes_away_before_the_last_look_is_an_error_and_no_crash(lay
         memory = torch.frombuffer((ctypes.c_char * (1 << 20)).from_address(mapping.address), dtype=torch.float32)
         rows = memory.view(512, 512)
         tensor = {"row-major": rows, "transposed": rows.t(), "rows with gaps": rows[:, 1:]}[layout]
-        watch = SourceWatch(flatten({"w": tensor}), frozenset([0]), [], save_id=SAVE_ID, step=4, path="/x")
-        turn = Turns().next(object())
-        watch.sample(mutation_check.sampled([0], turn, MOST, lambda _: [mutation_check.Source(0, tensor, None)]))
+        watch = MutationCheck(flatten({"w": tensor}), frozenset([0]), [], save_id=SAVE_ID, step=4, path="/x")
+        sampling_round = SamplingRounds().next(object())
+        source = mutation_check.Source(0, tensor, None)
+        watch.sample(mutation_check.choose_samples([0], sampling_round, MAX_SAMPLED_TENSORS, lambda _: [source]))
         watch.check()
         protect = ctypes.CDLL(None).mprotect
         assert protect(ctypes.c_void_p(mapping.address), ctypes.c_size_t(1 << 20), 0) == 0
@@ -416,11 +430,11 @@ def test_nothing_is_read_where_nothing_is_copied_later_or_the_check_is_off(
 
 
 def test_of_many_tensors_no_more_than_the_limit_are_looked_at(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot_copy, "MOST", 10)
+    monkeypatch.setattr(slot_copy, "MAX_SAMPLED_TENSORS", 10)
     looked_at: list[int] = []
-    sample = mutation_check.SourceWatch.sample
+    sample = mutation_check.MutationCheck.sample
     monkeypatch.setattr(
-        mutation_check.SourceWatch, "sample", lambda self, found: [looked_at.append(len(found)), sample(self, found)]
+        mutation_check.MutationCheck, "sample", lambda self, found: [looked_at.append(len(found)), sample(self, found)]
     )
     state = {f"t{n}": torch.ones(300) for n in range(35)}
     for _ in range(8):

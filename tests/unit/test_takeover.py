@@ -12,7 +12,7 @@ import pytest
 
 from asyncckpt.client.failover import MAX_HANDOVERS, Takeover
 from asyncckpt.client.pending_saves import PendingSaves, StagedSnapshot, Unended, WriteFuture
-from asyncckpt.client.slot import LentSlot
+from asyncckpt.client.slot import Slot
 from asyncckpt.client.slot_lender import while_workers_die
 from asyncckpt.client.slot_pool import SlotPool
 from asyncckpt.config import CheckpointerConfig
@@ -57,7 +57,7 @@ class Parts:
     """A pool with one slot of a dead worker, the table of saves, and the takeover."""
 
     def __init__(self) -> None:
-        self.slot = LentSlot(number=1, memory=SlotMemory.create(16384), session="a" * 16)
+        self.slot = Slot(number=1, memory=SlotMemory.create(16384), session="a" * 16)
         self.pool = SlotPool(CheckpointerConfig(), lambda nbytes, within_s: self.slot, lambda slot: None)
         self.pool._slots.append(self.slot)
         lock = threading.RLock()
