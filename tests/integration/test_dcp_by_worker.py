@@ -100,6 +100,17 @@ def test_what_is_saved_is_there(
         assert n_files == (1 if one_file else 4)
 
 
+def test_a_layout_that_is_set_for_checkpointers_is_not_for_stock_saves(
+    shared_worker: real_worker.RealWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCCKPT_LAYOUT", "dcp")
+    writer = StorageWriter(tmp_path / "c", endpoint=shared_worker.endpoint)
+    dcp_calls.save(state(), writer)
+    writer.close()
+    assert_saved(tmp_path / "c", state())
+    assert not [name for name in os.listdir(tmp_path / "c") if name.endswith("distcp") or name == ".metadata"]
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_what_is_larger_than_the_memory_passes_through_it(
     shared_worker: real_worker.RealWorker, tmp_path: Path, caplog: pytest.LogCaptureFixture, threads: int
