@@ -371,12 +371,28 @@ def test_a_synchronous_checkpointer_is_managed_alike(tmp_path: pathlib.Path) -> 
         ({"keep_period": 0}, "keep_period"),
         ({"best_mode": "most"}, "best_mode"),
         ({"save_interval_s": 0}, "save_interval_s"),
-        ({"save_interval_steps": 0}, "save_interval_steps"),
+        *(({"save_interval_steps": steps}, "save_interval_steps") for steps in (0, 1.5, True)),
         ({"save_when": 3}, "save_when"),
         ({"mtbf_s": -1}, "mtbf_s"),
-        ({"grace_s": 0}, "grace_s"),
-        ({"preemption_signal": signal.SIGKILL}, "preemption_signal"),
-        ({"step_format": "step"}, "step_format"),
+        *(({"grace_s": grace_s}, "grace_s") for grace_s in (0, -1.0, math.inf, None, "1")),
+        *(
+            ({"preemption_signal": given}, "preemption_signal")
+            for given in (signal.SIGKILL, 12345, "SIGTERM", [signal.SIGSTOP])
+        ),
+        *(
+            ({"step_format": text}, "step_format")
+            for text in (
+                "step",
+                "{step:04.1f}/x",
+                "../{step}",
+                ".{step}",
+                "{step}.broken-1",
+                "{nothing}",
+                "{step:3",
+                "",
+            )
+        ),
+        ({"step_format": "{step:x!}"}, "step_format"),
         ({"slots": 3, "checkpointer": "given"}, "slots"),
         ({"unheard_of": 3}, "unheard_of"),
     ],
@@ -392,25 +408,33 @@ def test_settings_that_make_no_sense_are_refused(
     assert caught.value.field == field
 
 
+def test_an_unknown_setting_is_told_its_nearest_name(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"unknown field 'max_to_kep'; the nearest is 'max_to_keep'; .*endpoint.*slots"
+    ):
+        CheckpointManager(tmp_path, max_to_kep=3)
+
+
 # ---- when -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, [1, 2, 3, 4]),
-        ({"save_interval_steps": 3}, [3]),
-        ({"save_on_steps": [2, 4]}, [2, 4]),
-        ({"save_when": lambda step: step > 2}, [3, 4]),
-        ({"save_interval_s": 1e-6}, [1, 2, 3, 4]),
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"save_interval_steps": 2}, [0, 2, 4]),
+        ({"save_on_steps": [1, 4, 99]}, [1, 4]),
+        ({"save_when": lambda step: step == 3}, [3]),
+        ({"save_interval_steps": 5, "save_on_steps": [1], "save_when": lambda step: step == 2}, [0, 1, 2, 5]),
+        ({"save_interval_s": 1e-6}, [0, 1, 2, 3, 4, 5]),
         ({"save_interval_s": 1e6}, []),
     ],
 )
-def test_should_save_says_what_the_policies_say(
+def test_any_policy_is_a_reason_to_save_and_without_one_every_step_is_saved(
     manager: Callable[..., CheckpointManager], options: dict[str, Any], expected: list[int]
 ) -> None:
     with manager(**options) as managed:
-        assert [step for step in range(1, 5) if managed.should_save(step)] == expected
+        assert [step for step in range(6) if managed.should_save(step)] == expected
 
 
 def test_should_save_makes_few_calls_and_none_of_the_operating_system(

@@ -38,14 +38,12 @@ from asyncckpt.maintenance.policy import RetentionPolicy  # noqa: E402
 from asyncckpt.manager import retention_thread, save_policy, step_agreement  # noqa: E402
 from asyncckpt.manager.manager import (  # noqa: E402
     CheckpointManager,
-    StepNames,
 )
 from asyncckpt.manager.master_params import MasterParams, master_pairs  # noqa: E402
 from asyncckpt.manager.noticeboard import Noticeboard  # noqa: E402
 from asyncckpt.manager.preemption import (  # noqa: E402
     Preemption,
     SignalNote,
-    signals_of,
 )
 from asyncckpt.manager.retention_thread import (  # noqa: E402
     Hold,
@@ -76,26 +74,7 @@ class Clock:
         return self.now
 
 
-def saved_at(policy: SavePolicy, steps: range) -> list[int]:
-    return [step for step in steps if policy.at(step)]
-
-
 # ---- when to save ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("reasons", "expected"),
-    [
-        ({}, [0, 1, 2, 3, 4, 5]),
-        ({"interval_steps": 2}, [0, 2, 4]),
-        ({"on_steps": [1, 4, 99]}, [1, 4]),
-        ({"when": lambda step: step == 3}, [3]),
-        ({"interval_steps": 5, "on_steps": [1], "when": lambda step: step == 2}, [0, 1, 2, 5]),
-    ],
-)
-def test_any_reason_is_enough_and_none_given_means_always(reasons: dict[str, Any], expected: list[int]) -> None:
-    given = {"interval_steps": None, "on_steps": None, "when": None, **reasons}
-    assert saved_at(SavePolicy(**given, clock=None), range(6)) == expected
 
 
 def test_seconds_count_from_the_last_save_whatever_its_reason() -> None:
@@ -109,35 +88,6 @@ def test_seconds_count_from_the_last_save_whatever_its_reason() -> None:
             clock.saved()
             found.append(step)
     assert found == [9, 13, 23]
-
-
-@pytest.mark.parametrize(
-    "given", [{"interval_steps": 0}, {"interval_steps": 1.5}, {"interval_steps": True}, {"when": 3}]
-)
-def test_a_policy_that_makes_no_sense_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        SavePolicy(**{"interval_steps": None, "on_steps": None, "when": None, "clock": None, **given})
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["step", "{step:04.1f}/x", "../{step}", ".{step}", "{step}.broken-1", "{nothing}", "{step:3", "", "{step:x!}"],
-)
-def test_a_step_format_that_gives_no_names_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        StepNames("/root", text)
-    assert caught.value.field == "step_format"
-
-
-def test_an_unknown_argument_of_a_manager_is_told_its_nearest_name(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"unknown field 'max_to_kep'; the nearest is 'max_to_keep'; .*endpoint.*slots"
-    ):
-        CheckpointManager(tmp_path, max_to_kep=3)
-
-
-def test_names_are_those_of_the_format() -> None:
-    assert StepNames("/runs/a", "checkpoint-{step}").path(500) == "/runs/a/checkpoint-500"
 
 
 # ---- what goes behind the training
@@ -830,26 +780,6 @@ def test_outside_the_main_thread_a_handler_is_a_typed_error() -> None:
     thread.start()
     thread.join()
     assert isinstance(caught[0], SignalHandlerError) and caught[0].signal == "SIGUSR1"
-
-
-@pytest.mark.parametrize("given", [signal.SIGKILL, 12345, "SIGTERM", [signal.SIGSTOP]])
-def test_what_is_no_signal_to_handle_is_refused(given: Any) -> None:
-    with pytest.raises(ConfigError):
-        signals_of(given)
-
-
-def test_without_signals_the_program_itself_may_say_so_and_else_nobody() -> None:
-    preemption = Preemption((), 25.0, 1, lambda: None)
-    preemption.tell()
-    assert preemption.at(7)
-    with pytest.raises(ConfigError, match="preemption_signal"):
-        Preemption(None, 25.0, 1, lambda: None).tell()
-
-
-@pytest.mark.parametrize("grace_s", [0, -1.0, math.inf, None, "1"])
-def test_a_grace_that_is_no_time_is_refused(grace_s: Any) -> None:
-    with pytest.raises(ConfigError, match="grace_s"):
-        Preemption((), grace_s, 1, lambda: None)
 
 
 # ---- random numbers -------------------------------------------------------------------------------------------------
