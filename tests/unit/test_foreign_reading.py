@@ -478,14 +478,6 @@ def test_two_leaves_of_one_name_are_refused(tmp_path: pathlib.Path) -> None:
         asyncckpt.load(tmp_path / "a.pt")
 
 
-def test_a_compressed_archive_is_refused(samples: dict[str, pathlib.Path], tmp_path: pathlib.Path) -> None:
-    with zipfile.ZipFile(samples["torch"]) as old, zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
-    with pytest.raises(CorruptCheckpointError, match="compressed"):
-        asyncckpt.load(tmp_path / "a.pt")
-
-
 def test_a_local_header_that_points_beyond_the_archive_is_refused(tmp_path: pathlib.Path) -> None:
     foreign_samples.save_dcp({"k": torch.ones(2, 3)}, tmp_path / "d")
     file = tmp_path / "d" / "__0_0.distcp"

@@ -100,11 +100,13 @@ WRITERS: dict[str, Callable[[pathlib.Path], None]] = {
     "layout_dcp": lambda path: save_by_checkpointer(path, "dcp"),
 }
 OURS_OTHERWISE = ("by_dcp_save", "converted", "layout_dcp")
+OTHERWISE = (*OURS_OTHERWISE, "hf_one_file")
 SAID = {"legacy": "torch", "hf_one_file": "hf", **dict.fromkeys(OURS_OTHERWISE, "asyncckpt")}
 """What `inspect` calls those that are no kinds of their own."""
 
 every_kind = pytest.mark.parametrize("kind", WRITERS)
 ours_otherwise = pytest.mark.parametrize("kind", OURS_OTHERWISE)
+otherwise = pytest.mark.parametrize("kind", OTHERWISE)
 Written = Callable[[str], pathlib.Path]
 
 
@@ -125,6 +127,15 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 def contents(kind: str) -> dict[str, Any]:
     return weights() if kind in ("safetensors", "hf", "hf_one_file") else training_state()
+
+
+def listed(kind: str, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state by name where its file has another order: safetensors stores the widest dtype first."""
+    return dict(sorted(state.items())) if kind == "hf_one_file" else state
+
+
+def prefix_of(kind: str) -> str:
+    return "model." if "model" in contents(kind) else ""
 
 
 def named_tensors(state: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
@@ -195,41 +206,59 @@ def test_stock_dcp_load_fills_a_state_by_our_reader(kind: str, written: Written)
     states.assert_same(target, contents(kind))
 
 
-# ---- checkpoints of ours, written otherwise -----------------------------------------------------------------
+# ---- checkpoints of ours, written otherwise, and Hugging Face's without an index -------------------------------------
 
 
-@ours_otherwise
+@otherwise
 def test_it_is_loaded_whole(kind: str, written: Written) -> None:
-    assert asyncckpt.open_checkpoint(written(kind)).kind == "asyncckpt"
-    states.assert_same(asyncckpt.load(written(kind)), training_state())
+    assert asyncckpt.open_checkpoint(written(kind)).kind == SAID[kind]
+    states.assert_same(listed(kind, asyncckpt.load(written(kind))), listed(kind, contents(kind)))
 
 
-@ours_otherwise
+@otherwise
 def test_slices_are_read_of_it(kind: str, written: Written) -> None:
-    opened = asyncckpt.open_checkpoint(written(kind))
-    found = opened.tensor("model.large", (slice(5, 290, 7), slice(3, 499)))
+    opened, prefix = asyncckpt.open_checkpoint(written(kind)), prefix_of(kind)
+    found = opened.tensor(f"{prefix}large", (slice(5, 290, 7), slice(3, 499)))
     states.assert_same(found, weights()["large"][5:290:7, 3:499].contiguous())
-    states.assert_same(opened.tensor("model.turned", 2), weights()["turned"][2].contiguous())
+    states.assert_same(opened.tensor(f"{prefix}turned", 2), weights()["turned"][2].contiguous())
 
 
-@ours_otherwise
+@otherwise
 def test_its_tensors_are_mapped_and_writes_stay_private(kind: str, written: Written) -> None:
-    opened = asyncckpt.open_checkpoint(written(kind))
+    opened, prefix = asyncckpt.open_checkpoint(written(kind)), prefix_of(kind)
     for name, tensor in weights().items():
-        states.assert_same(opened.tensor(f"model.{name}", mmap=True), tensor)
-    mapped = opened.tensor("model.large", mmap=True)
+        states.assert_same(opened.tensor(f"{prefix}{name}", mmap=True), tensor)
+    mapped = opened.tensor(f"{prefix}large", mmap=True)
     assert str(written(kind)) in pathlib.Path("/proc/self/maps").read_text()
     mapped.zero_()
-    states.assert_same(opened.tensor("model.large"), weights()["large"])
+    states.assert_same(opened.tensor(f"{prefix}large"), weights()["large"])
 
 
-@ours_otherwise
+@otherwise
 def test_sharded_targets_are_filled_from_it(kind: str, written: Written) -> None:
     box = asyncckpt.ShardedSlice(torch.zeros(100, 450), (300, 500), (150, 50))
     flat = asyncckpt.FlatShard(torch.zeros(11, dtype=torch.bfloat16), (5, 7), 5)
-    asyncckpt.load(written(kind), {"model": {"large": box, "half": flat}}, strict=True)
+    target: dict[str, Any] = {"large": box, "half": flat}
+    asyncckpt.load(written(kind), {"model": target} if prefix_of(kind) else target, strict=bool(prefix_of(kind)))
     states.assert_same(box.tensor, weights()["large"][150:250, 50:].contiguous())
     states.assert_same(flat.tensor, weights()["half"].flatten()[5:16])
+
+
+def test_verify_says_that_a_hugging_face_file_has_no_checksums(tmp_path: pathlib.Path) -> None:
+    WRITERS["hf_one_file"](tmp_path / "hub")
+    verdict = verify_any(str(tmp_path / "hub"), Files())
+    assert (verdict.state, "no checksums" in verdict.unchecked) == ("ok", True)
+    file = tmp_path / "hub" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert verify_any(str(tmp_path / "hub"), Files()).state == "corrupt"
+
+
+def test_stock_dcp_load_fills_a_state_by_our_reader_of_one_file(written: Written) -> None:
+    target = dcp_calls.erased(weights())
+    planner = asyncckpt.dcp.DynamicMetaLoadPlanner()
+    reader = asyncckpt.dcp.BroadcastingTorchSaveReader()
+    dcp_calls.load(target, reader, checkpoint_id=str(written("hf_one_file")), planner=planner)
+    states.assert_same(target, weights())
 
 
 @ours_otherwise
@@ -250,23 +279,26 @@ def test_verify_accepts_it_and_names_the_file_and_the_tensor_of_a_flipped_bit(
 
 
 @pytest.mark.parametrize("to", TARGETS)
-@ours_otherwise
+@otherwise
 def test_stock_tools_read_what_it_becomes(kind: str, to: str, written: Written, tmp_path: pathlib.Path) -> None:
-    weights_only = to in ("safetensors", "hf")
-    keys = {"keys": ["model"], "key_map": lambda fqn: fqn.removeprefix("model.")} if weights_only else {}
-    report = asyncckpt.convert(written(kind), tmp_path / "out", to=to, **keys)  # type: ignore[arg-type]
-    assert (report.kind, report.to, report.tensors) == ("asyncckpt", to, 7 if weights_only else 8)
-    found = read_by_stock_tools(to, tmp_path / "out")
-    states.assert_same(found, weights() if weights_only else training_state())
+    weights_only = to in ("safetensors", "hf") or kind == "hf_one_file"
+    keys = {"keys": ["model"], "key_map": lambda fqn: fqn.removeprefix("model.")}
+    given = keys if weights_only and kind != "hf_one_file" else {}
+    report = asyncckpt.convert(written(kind), tmp_path / "out", to=to, **given)  # type: ignore[arg-type]
+    assert (report.kind, report.to, report.tensors) == (SAID[kind], to, 7 if weights_only else 8)
+    assert report.copied == (("config.json",) if (kind, to) == ("hf_one_file", "hf") else ())
+    expected = weights() if weights_only else training_state()
+    found = read_by_stock_tools(to, tmp_path / "out", expected)
+    states.assert_same(listed(kind, found), listed(kind, expected))
 
 
-def read_by_stock_tools(to: str, path: pathlib.Path) -> dict[str, Any]:
+def read_by_stock_tools(to: str, path: pathlib.Path, expected: dict[str, Any]) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     if to == "torch":
         return torch.load(path, weights_only=True)  # type: ignore[no-any-return]
     if to == "dcp":
-        target = dcp_calls.erased(training_state())
+        target = dcp_calls.erased(expected)
         foreign_samples.load_dcp(target, path)
         return target  # type: ignore[no-any-return]
     if to == "asyncckpt":
