@@ -28,7 +28,14 @@ def value_of(option: str, text: str) -> object:
 @pytest.mark.parametrize("option", SIZES)
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("5GiB", 5 << 30), ("5GB", 5 * 10**9), ("5g", 5 * 10**9), ("1.5TiB", 3 << 39), ("2000000b", 2_000_000)],
+    [
+        ("5GiB", 5 << 30),
+        ("5GB", 5 * 10**9),
+        ("5g", 5 * 10**9),
+        ("1.5TiB", 3 << 39),
+        ("2000000b", 2_000_000),
+        ("7MiB", 7 << 20),
+    ],
 )
 def test_every_option_reads_sizes_the_same_way(option: str, text: str, nbytes: int) -> None:
     assert value_of(option, text) == nbytes

@@ -75,21 +75,6 @@ def test_text_says_status_and_advice_and_what_was_not_checked(capsys: pytest.Cap
     assert "no directory was checked" in out and "1 failed" in out
 
 
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [("40GB", 40 * GB), ("1.5TiB", 3 << 39), ("1000", 1000), ("2k", 2000), ("7MiB", 7 << 20), ("3b", 3)],
-)
-def test_sizes_are_written_as_people_do(text: str, nbytes: int) -> None:
-    assert cli.parser().parse_args(["doctor", "--state-bytes", text]).state_bytes == nbytes
-
-
-@pytest.mark.parametrize("arguments", [["--state-bytes", "much"], ["--ranks", "0"]])
-def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["doctor", *arguments])
-    assert caught.value.code == 2
-
-
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from asyncckpt.cli.output import EXIT_NOT_FOUND, EXIT_OK
 from asyncckpt.format.manifest import Manifest, RankRecord
 from asyncckpt.format.names import SaveId, index_name
 from asyncckpt.maintenance.event_log import EVENTS_NAME
-from asyncckpt.reporting.history import SaveStory, history_of, recovery_ages, recovery_points
+from asyncckpt.reporting.history import history_of, recovery_ages, recovery_points
 from asyncckpt.reporting.page import page
 
 RUN = "aabbccddeeff"
@@ -89,18 +89,9 @@ def test_a_save_without_an_end_is_open_unless_its_manifest_stands() -> None:
 
 def test_manifests_alone_tell_of_steps_sizes_and_timings() -> None:
     (save,) = history_of([], [("a", manifest(4))]).saves
+    assert (save.begun, save.sealed, save.write_s) == (None, None, None)
     assert (save.step, save.nbytes, save.seconds, save.outcome) == (40, 5000, {"write": 2.0}, "committed")
     assert save.ended == 1767323045.0
-
-
-def test_what_makes_no_sense_is_passed_over(rng: random.Random) -> None:
-    values: list[Any] = [None, "x", -1, 1e300, [], {}, True, float("nan")]
-    for _ in range(30):
-        lines = run(2)
-        for line in lines:
-            name = rng.choice(sorted(set(line) - {"event", "t"}))
-            line[name] = rng.choice(values)
-        page("x", history_of(lines), now=1e9, package="t")
 
 
 def test_the_recovery_point_never_goes_back_and_memory_is_never_older_than_disk(rng: random.Random) -> None:
@@ -196,13 +187,16 @@ def test_what_saves_are_called_and_fail_with_is_shown_as_text() -> None:
     assert "<script" not in text and text.count("&lt;script&gt;") >= 2
 
 
-_STRANGE = ("\ud800", "</script>", None, True, -1, 1.5, 1e308, 10**17, 5e-324, float("nan"), [[1, 2]], {"a": 1}, "\x1b")
+_STRANGE = (
+    *("\ud800", "</script>", None, True, -1, 1.5, 1e308, 10**17, 5e-324, float("nan"), [[1, 2]], {"a": 1}, "\x1b"),
+    *([], {}),
+)
 
 
 def test_whatever_lines_say_there_is_a_page_or_nothing_to_show(
     rng: random.Random, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for _ in range(20):
+    for _ in range(30):
         lines = run(rng.randint(1, 4))
         for line in lines:
             for key in rng.sample(sorted(line), rng.randint(0, 2)):
@@ -275,8 +269,3 @@ def test_without_matplotlib_the_page_has_its_table_and_says_what_to_install(
     assert "asyncckpt[report]" in capsys.readouterr().out
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "asyncckpt[report]" in text and "<svg" not in text and "<td>step-10</td>" in text
-
-
-def test_a_story_without_times_has_no_durations() -> None:
-    story = SaveStory("x")
-    assert (story.begun, story.sealed, story.write_s) == (None, None, None)
