@@ -8,7 +8,7 @@ import importlib.util
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -125,6 +125,12 @@ def modules() -> dict[str, pathlib.Path]:
     return {_module_name(p): p for root in ROOTS for p in sorted((REPOSITORY / root).rglob("*.py"))}
 
 
+@functools.cache
+def nodes(name: str) -> tuple[ast.AST, ...]:
+    """Return the syntax tree of a module, and everything in it."""
+    return tuple(ast.walk(ast.parse(modules()[name].read_text())))
+
+
 def _is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and any(
         getattr(n, "id", getattr(n, "attr", "")) == "TYPE_CHECKING" for n in ast.walk(node.test)
@@ -150,9 +156,7 @@ def _imports_below(importer: str, node: ast.AST, local: bool, typing: bool) -> I
 @functools.cache
 def imports() -> tuple[Import, ...]:
     """Return every import statement of the packages."""
-    return tuple(
-        i for name, path in modules().items() for i in _imports_below(name, ast.parse(path.read_text()), False, False)
-    )
+    return tuple(i for name in modules() for i in _imports_below(name, nodes(name)[0], False, False))
 
 
 def room(module: str) -> str:
@@ -262,10 +266,10 @@ def test_imports_inside_functions_are_seen() -> None:
 def test_nothing_executable_is_imported_or_evaluated() -> None:
     found = [i for i in imports() if i.name.partition(".")[0] in EXECUTABLE_FORMATS]
     assert {(i.importer, i.name) for i in found} == {(PICKLES, "pickle"), (DESCRIBES_DCP, "pickle")}, _listed(found)
-    used = [n for n in ast.walk(ast.parse(modules()[DESCRIBES_DCP].read_text())) if isinstance(n, ast.Attribute)]
+    used = [n for n in nodes(DESCRIBES_DCP) if isinstance(n, ast.Attribute)]
     assert {n.attr for n in used if getattr(n.value, "id", "") == "pickle"} == {"dumps"}
-    for name, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for name in modules():
+        for node in nodes(name):
             called = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
             assert called not in ("eval", "exec", "__import__"), f"{name}:{node.lineno} calls {called}"
 
@@ -280,9 +284,9 @@ def test_only_who_is_told_by_the_user_reaches_the_pickles() -> None:
     }
 
 
-def _reaches(source: str, package: str) -> bool:
+def _reaches(code: Iterable[ast.AST], package: str) -> bool:
     """Whether `package` is named in code by a chain of attributes, such as `torch.distributed.barrier()`."""
-    return any(isinstance(n, ast.Attribute) and ast.unparse(n) == package for n in ast.walk(ast.parse(source)))
+    return any(isinstance(n, ast.Attribute) and ast.unparse(n) == package for n in code)
 
 
 def test_torch_distributed_is_asked_by_few_modules() -> None:
@@ -292,17 +296,21 @@ def test_torch_distributed_is_asked_by_few_modules() -> None:
     assert {i.importer for i in whole if i not in plugging} == DISTRIBUTED
     wrong = [i for i in plugging if room(i.importer) not in PLUGS and not (i.importer == DESCRIBES_DCP and i.local)]
     assert not wrong, _listed(wrong)
-    sources = {name: path.read_text() for name, path in modules().items() if room(name) != "examples"}
-    assert not [name for name, source in sources.items() if _reaches(source, "torch.distributed")]
-    assert _reaches("torch.distributed.barrier()", "torch.distributed")
+    reaching = [name for name in modules() if room(name) != "examples" and _reaches(nodes(name), "torch.distributed")]
+    assert not reaching
+    assert _reaches(ast.walk(ast.parse("torch.distributed.barrier()")), "torch.distributed")
 
 
-@pytest.mark.parametrize("name", modules())
-def test_module_says_what_it_is(name: str) -> None:
-    path = modules()[name]
-    source = path.read_text()
-    assert not FORBIDDEN_NAMES & {part.lstrip("_") for part in name.split(".")}
-    assert not source.strip() or ast.get_docstring(ast.parse(source)), f"{path} has no docstring"
+def test_modules_say_what_they_are() -> None:
+    misnamed = [name for name in modules() if FORBIDDEN_NAMES & {part.lstrip("_") for part in name.split(".")}]
+    assert not misnamed
+    silent = [name for name, path in modules().items() if path.read_text().strip() and not _docstring(nodes(name)[0])]
+    assert not silent, "they have no docstring"
+
+
+def _docstring(module: ast.AST) -> str | None:
+    assert isinstance(module, ast.Module)
+    return ast.get_docstring(module)
 
 
 def test_whether_a_future_has_ended_is_asked_and_not_told_by_the_class_of_an_error() -> None:
@@ -310,8 +318,8 @@ def test_whether_a_future_has_ended_is_asked_and_not_told_by_the_class_of_an_err
     bare = {"TimeoutError", "asyncio.TimeoutError", "concurrent.futures.TimeoutError", "futures.TimeoutError"}
     found = [
         f"{name}:{node.lineno}"
-        for name, path in modules().items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for name in modules()
+        for node in nodes(name)
         if isinstance(node, (ast.ExceptHandler, ast.Call))
         for one in ast.walk(node.type or ast.Pass() if isinstance(node, ast.ExceptHandler) else node)
         if (isinstance(node, ast.ExceptHandler) or ast.unparse(node.func) in ("isinstance", "contextlib.suppress"))
@@ -324,8 +332,8 @@ def test_whether_a_future_has_ended_is_asked_and_not_told_by_the_class_of_an_err
 def test_what_the_c_library_takes_is_declared_in_one_module() -> None:
     declared = [
         name
-        for name, path in modules().items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for name in modules()
+        for node in nodes(name)
         if isinstance(node, ast.Attribute) and node.attr == "argtypes"
     ]
     assert set(declared) == {"asyncckpt.basics.libc", "asyncckpt.memory.mapping"}  # the latter's function keeps the GIL
@@ -356,9 +364,9 @@ def test_import_asyncckpt_does_not_import_torch() -> None:
 def test_every_tensor_that_is_made_is_made_on_a_named_device() -> None:
     wrong = [
         f"{name}:{node.lineno} torch.{node.func.attr}"
-        for name, path in modules().items()
+        for name in modules()
         if name not in HAS_A_PROCESS_OF_ITS_OWN and not name.startswith("asyncckpt.examples")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(name)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and getattr(node.func.value, "id", "") == "torch"
