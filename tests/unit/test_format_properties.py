@@ -12,18 +12,12 @@ hypothesis = pytest.importorskip("hypothesis")
 
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from mutations import packed  # noqa: E402
 from test_format_objects import same  # noqa: E402
 
 from asyncckpt.dtypes import DTYPES  # noqa: E402
-from asyncckpt.errors import CorruptCheckpointError, ProtocolError, UnsupportedFormatError  # noqa: E402
-from asyncckpt.format.index import decode_index  # noqa: E402
 from asyncckpt.format.layout import PAGE_NBYTES, BoxSpec, build_layout  # noqa: E402
-from asyncckpt.format.manifest import decode_manifest  # noqa: E402
 from asyncckpt.format.objects import decode_value, encode_value  # noqa: E402
 from asyncckpt.format.structure import Structure, TensorEntry, decode_structure, encode_structure  # noqa: E402
-from asyncckpt.protocol import codec, messages  # noqa: E402
-from asyncckpt.protocol.request import decode_request  # noqa: E402
 
 HASHABLE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text() | st.binary(max_size=9) | st.floats(allow_nan=False),
@@ -39,16 +33,6 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4) | st.just("$"), inner, max_size=4),
     max_leaves=10,
-)
-MSGPACK = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(1 << 63), (1 << 64) - 1)
-    | st.floats()
-    | st.text(max_size=9)
-    | st.binary(max_size=9),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=4), inner, max_size=5),
-    max_leaves=12,
 )
 
 
@@ -111,16 +95,3 @@ def test_any_structure_comes_back(specs: list[BoxSpec]) -> None:
         part_nbytes=tuple(p.nbytes for p in placed.parts),
     )
     assert decode_structure(encode_structure(structure)) == structure
-
-
-@given(st.binary(max_size=60) | MSGPACK.map(packed))
-def test_any_bytes_end_in_a_value_or_a_typed_error(data: bytes) -> None:
-    for decode in (decode_manifest, decode_index, decode_structure):
-        with pytest.raises((CorruptCheckpointError, UnsupportedFormatError)):
-            decode(data)
-    with pytest.raises(ProtocolError):
-        decode_request(data, 1 << 20)
-    try:
-        codec.decode([codec.encode(messages.Ok(id=1))[0], data], messages.REQUESTS)
-    except ProtocolError:
-        codec.request_id([b"", data])
