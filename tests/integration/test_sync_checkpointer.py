@@ -197,15 +197,6 @@ def test_a_forked_child_is_refused_and_harms_nothing(checkpointer: SyncCheckpoin
     checkpointer.save(STATE, tmp_path / "c")
 
 
-def test_failed_saves_leave_nothing_behind(checkpointer: SyncCheckpointer, tmp_path: pathlib.Path) -> None:
-    checkpointer.save(STATE, tmp_path / "a")
-    names = sorted(p.name for p in (tmp_path / "a").iterdir())
-    for _ in range(3):
-        with pytest.raises(CheckpointExistsError):
-            checkpointer.save(STATE, tmp_path / "a")
-    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == names
-
-
 def test_a_failed_save_leaves_no_directory_that_it_made_and_every_other(tmp_path: pathlib.Path) -> None:
     class Veto:
         def pre_commit(self, path: str, **kw: Any) -> None:
