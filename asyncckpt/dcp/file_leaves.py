@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
+import msgpack
 import torch
 
 from asyncckpt.config import RankInfo
@@ -17,7 +18,7 @@ from asyncckpt.loading.saved_state import SavedObjects, SavedTree
 from asyncckpt.state_dict.flatten import mappings
 from asyncckpt.state_dict.unflatten import Unflattener
 from asyncckpt.storage.files import Files
-from asyncckpt.torch_tensors import CARRIERS, torch_dtype
+from asyncckpt.torch_tensors import CARRIERS, dtype_name, torch_dtype
 
 
 class Fact(NamedTuple):
@@ -26,6 +27,27 @@ class Fact(NamedTuple):
     dtype: torch.dtype | None
     shape: tuple[int, ...]
     data: bytes
+
+
+def encode_facts(facts: Mapping[str, Fact]) -> bytearray:
+    """Return facts as bytes: what has a length of its own comes behind a list of all."""
+    listed = [
+        [fqn, None if fact.dtype is None else dtype_name(fact.dtype), fact.shape, len(fact.data)]
+        for fqn, fact in facts.items()
+    ]
+    head = msgpack.packb(listed, unicode_errors="surrogateescape")
+    return bytearray(b"").join([len(head).to_bytes(8, "little"), head, *(fact.data for fact in facts.values())])
+
+
+def decode_facts(data: bytearray) -> dict[str, Fact]:
+    """Return the facts that `encode_facts` was given."""
+    with memoryview(data) as view:
+        end = 8 + int.from_bytes(view[:8], "little")
+        found = {}
+        for fqn, dtype, shape, nbytes in msgpack.unpackb(view[8:end], unicode_errors="surrogateescape", use_list=False):
+            found[fqn] = Fact(None if dtype is None else torch_dtype(dtype), shape, bytes(view[end : end + nbytes]))
+            end += nbytes
+    return found
 
 
 class FileLeaves:

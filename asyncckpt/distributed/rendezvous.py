@@ -118,14 +118,13 @@ def all_or_none(
         AsyncCkptError: From `gather`.
     """
     failure: Exception | None = None
-    said: dict[str, Any] = {}
     try:
-        said = {"value": work()}
+        said = msgpack.packb({"value": work()}, unicode_errors="surrogateescape")
         reach("ranks: telling")
     except Exception as error:
-        failure, said = error, {"error": dict(to_wire(error)), "told": isinstance(error, told)}
+        failure, said = error, failed_part(error, told)
     try:
-        everybody = gather(msgpack.packb(said, unicode_errors="surrogateescape"))
+        everybody = gather(said)
     except AsyncCkptError as lost:
         named = isinstance(failure, told) and getattr(lost, "rank", None) is not None
         if failure is None or named:
@@ -139,6 +138,12 @@ def all_or_none(
         rank = errors[0][1]
         raise failed(rank, from_wire(found[rank]["error"])) from failure
     return [other["value"] for other in found]
+
+
+def failed_part(error: BaseException, told: type[Exception] | tuple[()] = ()) -> bytes:
+    """Return what a rank gives to the `gather` of an `all_or_none` in which its own work has failed."""
+    wire = {"error": dict(to_wire(error)), "told": isinstance(error, told)}
+    return bytes(msgpack.packb(wire, unicode_errors="surrogateescape"))
 
 
 def ranks_disagree(what: str, first: tuple[int, Any], second: tuple[int, Any], path: str) -> RanksDisagreeError:

@@ -24,7 +24,8 @@ from asyncckpt.interop.selection import Outline, containers, outline_of
 from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.interop.statistics import numbers_of
-from asyncckpt.loading.fetch import SLAB_NBYTES, bytes_of, read_tensor, slab_slices
+from asyncckpt.loading.byte_ranges import slab_slices
+from asyncckpt.loading.fetch import SLAB_NBYTES, bytes_of, read_tensor
 from asyncckpt.storage.contents import SavedTensor
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.reader import DEFAULT_THREADS

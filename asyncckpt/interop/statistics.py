@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from asyncckpt.loading.fetch import read_tensor, slab_slices
+from asyncckpt.loading.byte_ranges import slab_slices
+from asyncckpt.loading.fetch import read_tensor
 from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.reader import DEFAULT_THREADS

@@ -100,6 +100,21 @@ def region_of(slices: Any, shape: tuple[int, ...], fqn: str) -> Region:
     return Region(tuple(offsets), tuple(counts), tuple(steps), tuple(result))
 
 
+def slab_slices(shape: tuple[int, ...], limit: int) -> Iterator[tuple[Any, ...]]:
+    """Yield slices that cut a tensor into runs of its row-major order, of at most `limit` elements each."""
+    row = math.prod(shape[1:])
+    if not shape or row * shape[0] <= limit:
+        yield (...,)
+    elif row <= limit:
+        step = limit // row
+        for start in range(0, shape[0], step):
+            yield (slice(start, min(start + step, shape[0])),)
+    else:
+        for n in range(shape[0]):
+            for inner in slab_slices(shape[1:], limit):
+                yield (slice(n, n + 1), *inner)
+
+
 def _position(item: Any, n: int, dim: int, slices: Any, fqn: str) -> int:
     try:
         position = operator.index(item) if not isinstance(item, bool) else None

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,8 +25,8 @@ import torch
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import ConfigError, CorruptCheckpointError, InsufficientMemoryError
 from asyncckpt.format.checksums import BLOCK_NBYTES
+from asyncckpt.loading.broadcast import SharedReads
 from asyncckpt.loading.byte_ranges import Placement, ranges_by_file, region_of, wanted_ranges
-from asyncckpt.loading.shared_reads import SharedReads
 from asyncckpt.loading.target_tensors import (
     ONE_TENSOR,
     Filling,
@@ -336,21 +336,6 @@ def read_tensor(
     ranges = wanted_ranges(contents, saved, region, found, carrier, verify=verify)
     read_ranges(contents, ranges, files, threads=threads, verify=verify)
     return found.view(dtype).view(region.shape).detach()
-
-
-def slab_slices(shape: tuple[int, ...], limit: int) -> Iterator[tuple[Any, ...]]:
-    """Yield slices that cut a tensor into runs of its row-major order, of at most `limit` elements each."""
-    row = math.prod(shape[1:])
-    if not shape or row * shape[0] <= limit:
-        yield (...,)
-    elif row <= limit:
-        step = limit // row
-        for start in range(0, shape[0], step):
-            yield (slice(start, min(start + step, shape[0])),)
-    else:
-        for n in range(shape[0]):
-            for inner in slab_slices(shape[1:], limit):
-                yield (slice(n, n + 1), *inner)
 
 
 _ALIGN_NBYTES = 64

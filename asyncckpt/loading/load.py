@@ -18,6 +18,7 @@ from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import ConfigError, MissingKeysError, SharedLoadError
 from asyncckpt.format.state_tree import Node, Path, fqn_of
+from asyncckpt.loading.broadcast import SharedReads
 from asyncckpt.loading.fetch import Filler, thread_count
 from asyncckpt.loading.key_selection import KeyMap, Selection, key_list, missing_hint, selected
 from asyncckpt.loading.matching import Matches, MatchReport, Replacement, match_target
@@ -30,7 +31,6 @@ from asyncckpt.loading.saved_state import (
     per_rank_unavailable,
     report_rank_differences,
 )
-from asyncckpt.loading.shared_reads import SharedReads
 from asyncckpt.loading.target_tensors import (
     ONE_OBJECT,
     TargetTensor,

@@ -17,7 +17,7 @@ import asyncckpt
 from asyncckpt.basics.failpoints import observed
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, CorruptCheckpointError, PlanTimeoutError, SharedLoadError
-from asyncckpt.loading import shared_reads
+from asyncckpt.loading import broadcast
 from asyncckpt.loading.load import DefaultReader
 from tests.failing_process import ACTIONS, At
 
@@ -70,7 +70,7 @@ def check(rank: int, found: dict[str, Any]) -> None:
 
 
 def _load(rank: int, path: str, ranks: int, message_nbytes: int, options: dict[str, Any]) -> tuple[int, int]:
-    shared_reads.MESSAGE_NBYTES = message_nbytes
+    broadcast.MESSAGE_NBYTES = message_nbytes
     files = RecordingFiles()
     found, _ = DefaultReader(files).read(path, target_of(rank, ranks), redundant_reads="broadcast", **options)
     check(rank, found)
@@ -132,7 +132,7 @@ def _fails(rank: int, path: str, how: str) -> tuple[str, Any, str, float]:
     if how == "absent" and rank == 1:
         return "absent", None, "", 0.0
     if how == "absent":
-        shared_reads.ARRIVE_TIMEOUT_S = 1.5
+        broadcast.ARRIVE_TIMEOUT_S = 1.5
     if how == "receiving" and rank == 1:
 
         def broken(placement: Any) -> Any:
@@ -141,7 +141,7 @@ def _fails(rank: int, path: str, how: str) -> tuple[str, Any, str, float]:
 
             return take
 
-        shared_reads._taker = broken
+        broadcast._taker = broken
     try:
         asyncckpt.load(path, target, **{"redundant_reads": "broadcast", **options})
     except Exception as error:
@@ -218,9 +218,9 @@ def test_a_rank_that_does_not_load_is_named(saved: str) -> None:
 
 
 def _again(rank: int, path: str, how: str) -> tuple[str, str]:
-    arrive_s = shared_reads.ARRIVE_TIMEOUT_S
+    arrive_s = broadcast.ARRIVE_TIMEOUT_S
     first = _fails(rank, path, how)
-    shared_reads.ARRIVE_TIMEOUT_S = arrive_s
+    broadcast.ARRIVE_TIMEOUT_S = arrive_s
     dist.barrier()
     began = time.monotonic()
     second = _fails(rank, path, "not at all")
@@ -248,7 +248,7 @@ def _dies(rank: int, path: str) -> Any:
         def die(*args: Any) -> Any:
             os._exit(9)
 
-        shared_reads.plan_sharing = die
+        broadcast.balance_reads = die
     return _fails(rank, path, "dies")
 
 

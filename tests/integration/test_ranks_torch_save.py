@@ -15,7 +15,7 @@ from asyncckpt.errors import SharedLoadError
 
 pytest.importorskip("numpy")
 
-ROWS, COLUMNS, SLAB = 10, 6, 256
+ROWS, COLUMNS, MESSAGE_NBYTES = 10, 6, 256
 WHOLE = {
     "by_rows": torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS),
     "by_columns": torch.arange(35, dtype=torch.bfloat16).reshape(5, 7),
@@ -89,33 +89,29 @@ def stock_load(state: dict[str, Any], path: str, *, allow_partial: bool = False,
 
 
 class Counted:
-    """Counts the bytes of messages that this rank takes, and cuts slabs small."""
+    """Counts the bytes of messages that this rank takes, and cuts messages small."""
 
-    def __init__(self, slab_nbytes: int = SLAB) -> None:
+    def __init__(self, message_nbytes: int = MESSAGE_NBYTES) -> None:
         import torch.distributed as dist
 
-        from asyncckpt.dcp import broadcast_reader, file_leaves
+        from asyncckpt.dcp import file_leaves
+        from asyncckpt.loading import broadcast
 
-        self.received = self.broadcast = 0
+        self.received = 0
         self.opened = False
-        recv, broadcast, leaves = dist.recv, dist.broadcast, file_leaves.FileLeaves.__init__
+        recv, leaves = dist.recv, file_leaves.FileLeaves.__init__
 
         def counting_recv(tensor: torch.Tensor, *args: Any, **kw: Any) -> Any:
             self.received += tensor.numel() * (tensor.dtype == torch.uint8)
             return recv(tensor, *args, **kw)
 
-        def counting_broadcast(tensor: torch.Tensor, *args: Any, **kw: Any) -> Any:
-            self.broadcast += 1
-            return broadcast(tensor, *args, **kw)
-
         def noting_open(*args: Any) -> None:
             self.opened = True
             leaves(*args)
 
-        broadcast_reader.dist.recv, broadcast_reader.dist.broadcast = counting_recv, counting_broadcast  # type: ignore[attr-defined]
+        dist.recv = counting_recv  # type: ignore[assignment]
         file_leaves.FileLeaves.__init__ = noting_open  # type: ignore[method-assign, assignment]
-        for module in (broadcast_reader, file_leaves):
-            module.SLAB_NBYTES = slab_nbytes  # type: ignore[attr-defined]
+        broadcast.MESSAGE_NBYTES = file_leaves.SLAB_NBYTES = message_nbytes  # type: ignore[attr-defined]
 
 
 def load(rank: int, path: str, world_size: int, ways: list[tuple[int, str]]) -> list[bool]:
@@ -182,6 +178,8 @@ FAILURES = {
     "reading": ("OSError", "SharedLoadError"),
     "reading what all want": ("OSError", "SharedLoadError"),
     "planner": ("", "ValueError"),
+    "planner of the reader": ("ValueError", "SharedLoadError"),
+    "interrupted": ("SharedLoadError", "KeyboardInterrupt"),
 }
 
 
@@ -200,10 +198,12 @@ def fail(rank: int, path: str) -> tuple[dict[str, tuple[str, str]], str]:
         state = changed_target(what, rank)
         patches: list[Any] = []
         if what.startswith("reading") and rank == 0:
-            effect = failing_read(FileLeaves.read, 9 if what == "reading" else 2)
+            effect = failing_read(FileLeaves.read, 12 if what == "reading" else 2)
             patches.append(mock.patch.object(FileLeaves, "read", effect))
-        if what == "planner" and rank == 1:
+        if what.startswith("planner") and rank == (0 if what.endswith("reader") else 1):
             patches.append(mock.patch.object(DynamicMetaLoadPlanner, "commit_tensor", side_effect=ValueError("no")))
+        if what == "interrupted" and rank == 1:
+            patches.append(mock.patch.object(DynamicMetaLoadPlanner, "load_bytes", side_effect=KeyboardInterrupt))
         for patch in patches:
             patch.start()
         try:
@@ -212,7 +212,7 @@ def fail(rank: int, path: str) -> tuple[dict[str, tuple[str, str]], str]:
             names = [type(error.failures[r][0]).__name__ if r in error.failures else "" for r in (0, 1)]
             found[what] = (names[0], names[1])
         mock.patch.stopall()
-        assert "reading" in what or what == "planner" or not bool(state["scalar"]), "something was changed"
+        assert "reading" in what or "planner" in what or not bool(state["scalar"]), "something was changed"
     state = target_state(2)
     stock_load(state, path)
     check(state)

@@ -21,7 +21,8 @@ EXECUTABLE_FORMATS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "ma
 
 DISTRIBUTED = {
     "asyncckpt.distributed.process_group",  # the door of saves and loads
-    "asyncckpt.dcp.broadcast_reader",  # over the group that a user of `dcp.load` names
+    "asyncckpt.distributed.user_group",  # one that a user of `dcp.load` names
+    "asyncckpt.dcp.broadcast_reader",  # which rank of it reads
 }
 """The modules that may ask torch.distributed itself."""
 

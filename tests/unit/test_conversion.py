@@ -32,7 +32,7 @@ from asyncckpt.errors import (
 from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.interop import convert, copy_pipeline, publish, verify_target
 from asyncckpt.interop.diff import compare
-from asyncckpt.loading.fetch import slab_slices
+from asyncckpt.loading.byte_ranges import slab_slices
 from asyncckpt.storage.files import Files
 
 pytest.importorskip("numpy")

@@ -1,4 +1,4 @@
-"""`asyncckpt.dcp`'s stand-ins for torch's `format_utils`, and who sends what to whom."""
+"""`asyncckpt.dcp`'s stand-ins for torch's `format_utils`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import asyncckpt.dcp
-from asyncckpt.dcp.broadcast_reader import Delivery, Wish, plan_routes
 from asyncckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -332,52 +331,3 @@ def test_a_load_takes_little_memory_beside_its_target(tmp_path: pathlib.Path) ->
         [sys.executable, "-c", MEASURED, str(tmp_path / "a.pt")], capture_output=True, text=True, timeout=60, check=True
     )
     assert int(found.stdout) < 200_000_000, "the file has 244 MB; the original holds it whole"
-
-
-# ---- routes ---------------------------------------------------------------------------------------------------------
-
-
-def test_what_all_want_is_broadcast_first_and_the_rest_sent_to_its_takers() -> None:
-    a, b, c = Wish("a", (0,), (4,)), Wish("b", (0,), (2,)), Wish("b", (2,), (2,))
-    routes = plan_routes([[b, a, Wish("o")], [c, a], [a, c, a]], [0, 0, 0])
-    assert routes[0].names == ("b", "a", "o")
-    assert routes[0].served == (0, 1, 2)
-    assert routes[0].deliveries == (
-        Delivery("a", (0,), (4,), {0: (1,), 1: (1,), 2: (0, 2)}, True),
-        Delivery("b", (0,), (2,), {0: (0,)}, False),
-        Delivery("b", (2,), (2,), {1: (0,), 2: (1,)}, False),
-    )
-    assert routes[1].deliveries == (
-        Delivery("a", (0,), (4,), {1: (1,)}, True),
-        Delivery("b", (2,), (2,), {1: (0,)}, False),
-    )
-    assert not routes[1].names
-
-
-def test_two_readers_broadcast_nothing_and_serve_their_own() -> None:
-    a = Wish("a", (0,), (4,))
-    routes = plan_routes([[a], [a], [a], [a]], [0, 0, 3, 3])
-    assert [route.reader for route in routes] == [0, 0, 3, 3]
-    assert routes[0].deliveries == (Delivery("a", (0,), (4,), {0: (0,), 1: (0,)}, False),)
-    assert routes[2].deliveries == (Delivery("a", (0,), (4,), {2: (0,)}, False),)
-    assert routes[3].served == (2, 3)
-
-
-def test_ranks_take_in_the_order_in_which_their_reader_sends(rng: Any) -> None:
-    for _ in range(50):
-        n = rng.randrange(1, 5)
-        wishes = [
-            [Wish(rng.choice("abc"), (rng.randrange(3),), (1,)) for _ in range(rng.randrange(6))] for _ in range(n)
-        ]
-        readers = [0] * n if rng.random() < 0.5 else [rank - rank % 2 for rank in range(n)]
-        routes = plan_routes(wishes, readers)
-        for rank, route in enumerate(routes):
-            sent = [d for d in routes[route.reader].deliveries if rank in d.takers]
-            own = [d for d in route.deliveries if rank in d.takers]
-            assert list(map(_key, sent)) == list(map(_key, own))
-            taken = sorted(number for d in route.deliveries for number in d.takers.get(rank, ()))
-            assert taken == list(range(len(wishes[rank])))
-
-
-def _key(delivery: Delivery) -> tuple[str, tuple[int, ...], bool]:
-    return delivery.fqn, delivery.offsets, delivery.to_all
