@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from asyncckpt.basics.paths import absolute_path
-from asyncckpt.dcp.file_leaves import FileLeaves, decode_facts, encode_facts
+from asyncckpt.dcp.file_leaves import Fact, FileLeaves, decode_facts, encode_facts
 from asyncckpt.dcp.plan_targets import PlanTargets, box_of_item
 from asyncckpt.distributed.process_group import machine
 from asyncckpt.distributed.user_group import UserGroup
@@ -188,14 +188,19 @@ class BroadcastingTorchSaveReader(StorageReader):
                 found.extend(encode_facts(opened[0].facts(route.names)))
             return len(found)
 
-        # IMPORTANT: before any rank waits for another one's facts: a rank that fails alone goes on to the next
-        # collective call, which must be the same one on all ranks.
-        nbytes = broadcast.agree(look)[route.reader]
-        found = found or bytearray(nbytes)
-        broadcast.pass_bytes(found, route.reader, route.takers)
-        facts = decode_facts(found)
+        facts: dict[str, Fact] = {}
         targets = PlanTargets(path, plan, planner, facts)
-        broadcast.agree(targets.check)
+
+        def check() -> None:
+            broadcast.pass_bytes(found, route.reader, route.takers)
+            facts.update(decode_facts(found))
+            targets.check()
+
+        # IMPORTANT: one step of all ranks after another: a rank that fails alone, or with those that its reader serves,
+        # goes on to the next collective call, which must be the same one on all ranks.
+        nbytes = broadcast.agree(look)[route.reader]
+        found.extend(bytes(nbytes - len(found)))
+        broadcast.agree(check)
         broadcast.agree(targets.begin)
 
         def read(part: Part, room: torch.Tensor) -> None:

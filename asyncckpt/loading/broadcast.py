@@ -82,7 +82,7 @@ class Carrier(Protocol):
 class Broadcast:
     """What ranks do together in one load: steps that count for all or for none, and streams of boxes.
 
-    Two messages are in memory at a time.
+    At most two messages are in memory at a time.
 
     Args:
         carrier: What connects the ranks.
