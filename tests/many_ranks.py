@@ -15,10 +15,9 @@ from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, BoxSpec, bui
 from asyncckpt.format.manifest import Manifest, RankRecord, encode_manifest
 from asyncckpt.format.names import SaveId, index_name, objects_name, per_rank_name, shard_name
 from asyncckpt.format.objects import encode_objects
-from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
+from asyncckpt.format.structure import Box, Structure, TensorEntry, encode_structure
 from asyncckpt.state_dict.flatten import Flattened, flatten
 from asyncckpt.state_dict.leaf_codecs import encode_leaves
-from asyncckpt.storage.coverage import Box
 from asyncckpt.torch_tensors import dtype_name
 
 SAVE_ID = SaveId(1, 0, "0123456789ab")

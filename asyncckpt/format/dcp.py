@@ -34,7 +34,7 @@ from asyncckpt.format.layout import (
 from asyncckpt.format.names import DCP, MAX_PARTS, SaveId, items_name, per_rank_name, shard_name, split_per_rank_name
 from asyncckpt.format.objects import Opaque, Record, decode_objects
 from asyncckpt.format.state_tree import Key, Node, Path, TypedKey, checked_key, fqn_of
-from asyncckpt.format.structure import Chunk
+from asyncckpt.format.structure import Box, Chunk
 from asyncckpt.format.torch_pickle import Call, Encoded, NotPickledError, PickleImage, encoded
 from asyncckpt.format.torch_zip import torch_archive
 
@@ -276,7 +276,6 @@ OWNER_WITHIN_NBYTES = 4096
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OWNER = re.compile(re.escape(OWNER_PREFIX.encode()) + rb"([0-9]{6}-[0-9]{8}-[0-9a-f]{12})")
 _JUNK = (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, msgpack.UnpackException)
-Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -29,6 +29,9 @@ MAX_TENSORS = 4_000_000
 MAX_DIMS = 64
 MAX_INT = (1 << 63) - 1
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""(offsets, sizes) of a box of a tensor, in elements."""
+
 
 class Chunk(NamedTuple):
     """A box of a global tensor and where it lies. Like `TensorEntry` a tuple: a checkpoint has tens of thousands.
@@ -46,6 +49,30 @@ class Chunk(NamedTuple):
     nbytes: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+
+def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """Return the positions of two boxes of one tensor that share an element; None: all are disjoint.
+
+    It sweeps along the dimension in which the boxes have the most different offsets.
+    """
+    filled = [n for n, (_, sizes) in enumerate(boxes) if 0 not in sizes]
+    if len(filled) < 2:
+        return None
+    n_dims = len(boxes[filled[0]][0])
+    if n_dims == 0:
+        return filled[0], filled[1]
+    sweep = max(range(n_dims), key=lambda d: len({boxes[n][0][d] for n in filled}))
+    active: list[int] = []
+    for n in sorted(filled, key=lambda n: boxes[n][0][sweep]):
+        box = boxes[n]
+        start = box[0][sweep]
+        active = [a for a in active if boxes[a][0][sweep] + boxes[a][1][sweep] > start]
+        for a in active:
+            if all(o < p + t and p < o + s for o, s, p, t in zip(*boxes[a], *box, strict=True)):
+                return a, n
+        active.append(n)
+    return None
 
 
 class TensorEntry(NamedTuple):

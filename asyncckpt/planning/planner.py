@@ -16,14 +16,13 @@ from asyncckpt.format.dcp import build_dcp_layout, room_for_dcp
 from asyncckpt.format.layout import BoxSpec, build_layout, room_for
 from asyncckpt.format.names import DCP, SAFETENSORS, is_reserved, per_rank_name
 from asyncckpt.format.state_tree import fqn_of, leaves
-from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
+from asyncckpt.format.structure import Box, Structure, TensorEntry, encode_structure
 from asyncckpt.planning.contributions import Contribution, TensorKey
 from asyncckpt.planning.load_balancing import box_of_rows, row_dimension
 from asyncckpt.planning.sample_schedule import SampleSchedule
 from asyncckpt.planning.save_plan import SavePlan, SharedTensor, Signature, TensorBox
-from asyncckpt.planning.shard_ownership import BoxAssignment, ShardAssignment, ranks_disagree
+from asyncckpt.planning.shard_ownership import BoxAssignment, ShardAssignment, all_rows, ranks_disagree
 from asyncckpt.planning.write_agreement import Agreement, AssignmentKind
-from asyncckpt.sharding.mesh_layout import Box
 from asyncckpt.state_dict.flatten import Flattened, ShardLeaf, check_keys, flatten
 from asyncckpt.state_dict.leaf_codecs import check_dcp_items
 from asyncckpt.state_dict.stateful import StateDictCache
@@ -60,7 +59,7 @@ def shard_write(number: int, key: TensorKey, leaf: ShardLeaf, rank: int, agreeme
     """
     fqn, dtype, _ = key
     if agreement is None or agreement.world_size == 1:
-        assignments = tuple(BoxAssignment(((0, -1),)) for _ in leaf.boxes)
+        assignments = tuple(BoxAssignment(all_rows(box)) for box in leaf.boxes)
         assignment = ShardAssignment(assignments, None, False)
     else:
         claim = leaf.claim(fqn, dtype)
@@ -72,8 +71,7 @@ def shard_write(number: int, key: TensorKey, leaf: ShardLeaf, rank: int, agreeme
     for box, source, assigned in zip(leaf.boxes, leaf.sources, assignment.boxes, strict=True):
         offsets, sizes = box
         for first, n_rows in assigned.rows:
-            cut = ((0,) * len(sizes), sizes) if n_rows < 0 else box_of_rows(sizes, first, n_rows)
-            boxes.append(TensorBox(source, *cut))
+            boxes.append(TensorBox(source, *box_of_rows(sizes, first, n_rows)))
             origins.append(offsets)
         if assigned.shared and assignment.schedule is not None:
             name, n_elements = box_name(fqn, box), math.prod(sizes)
@@ -292,7 +290,12 @@ def _check_names(flat: Flattened) -> None:
 
 
 class PlanCache:
-    """The last `MAX_PLANS` plans by structure, the least recently used replaced first. Not thread-safe."""
+    """The last `MAX_PLANS` plans by structure, the least recently used replaced first. Not thread-safe.
+
+    Attributes:
+        agreement: Agreement of the ranks. After another one is set, each plan is adapted when it is next asked for.
+        n_plans_made: Number of layouts that were computed.
+    """
 
     MAX_PLANS = 8
     """Chosen, not measured: full state, weights only, a second model, and a margin."""
@@ -307,19 +310,10 @@ class PlanCache:
         max_shard_nbytes: int | None = None,
         layout: str = SAFETENSORS,
     ) -> None:
-        self._files_per_rank, self._rank, self._agreement = files_per_rank, rank, agreement
+        self._files_per_rank, self._rank, self.agreement = files_per_rank, rank, agreement
         self._allow_pickle, self._max_shard_nbytes, self._layout = allow_pickle, max_shard_nbytes, layout
         self._plans: OrderedDict[int, SavePlan] = OrderedDict()
         self.n_plans_made = 0
-
-    @property
-    def agreement(self) -> Agreement | None:
-        """Agreement of the ranks. After another one is set, each plan is adapted when it is next asked for."""
-        return self._agreement
-
-    @agreement.setter
-    def agreement(self, agreement: Agreement | None) -> None:
-        self._agreement = agreement
 
     def flatten(self, state_dict: Any, state_dicts: StateDictCache) -> Flattened:
         """Flatten `state_dict` as `plan_for` does, without making a plan.
@@ -354,7 +348,7 @@ class PlanCache:
             plan = self._plans[key]
             flat = flatten_along(*plan.signature, state_dict, state_dicts, allow_pickle=self._allow_pickle)
             if flat is not None:
-                if plan.agreement is not self._agreement:
+                if plan.agreement is not self.agreement:
                     plan = self._make(flat, plan.signature, plan)
                     self._plans[key] = plan
                 self._plans.move_to_end(key)
@@ -363,7 +357,7 @@ class PlanCache:
         signature = signature_of(flat)
         key = hash(signature)
         found = self._plans.get(key)
-        if found is None or found.signature != signature or found.agreement is not self._agreement:
+        if found is None or found.signature != signature or found.agreement is not self.agreement:
             known = found if found is not None and found.signature == signature else None
             found = self._make(flat, signature, known)
             self._plans[key] = found
@@ -378,7 +372,7 @@ class PlanCache:
             signature,
             files_per_rank=self._files_per_rank,
             rank=self._rank,
-            agreement=self._agreement,
+            agreement=self.agreement,
             max_shard_nbytes=self._max_shard_nbytes,
             known=known,
             layout=self._layout,

@@ -19,9 +19,10 @@ from typing import NamedTuple
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import AsyncCkptError, OverlappingShardsError, RanksDisagreeError
+from asyncckpt.format.structure import Box, find_overlap
 from asyncckpt.planning.load_balancing import replica_of, spread
 from asyncckpt.planning.sample_schedule import SAMPLE_LIMIT, SampleSchedule
-from asyncckpt.sharding.mesh_layout import Box, Grid, find_overlap, holders_in, nbytes_by_position, position_in
+from asyncckpt.sharding.mesh_layout import Grid, holders_in, nbytes_by_position, position_in
 from asyncckpt.sharding.shard_claims import ShardClaim
 
 Rows = tuple[tuple[int, int], ...]
@@ -199,7 +200,7 @@ class ShardOwnership:
             schedule = SampleSchedule(0, 1) if any(box.shared for box in found) else None
             return ShardAssignment(found, schedule, not is_reported)
         if isinstance(sharding, MeshSharding) and sharding.grid.n_replicas == 1:
-            return ShardAssignment(tuple(BoxAssignment(_rows(box)) for box in boxes), None, False)
+            return ShardAssignment(tuple(BoxAssignment(all_rows(box)) for box in boxes), None, False)
         agreed = self._assignments(rank)
         return ShardAssignment(tuple(agreed[claim.fqn, box] for box in boxes), self._schedules.get(claim.fqn), False)
 
@@ -215,7 +216,7 @@ class ShardOwnership:
         grid = grid or claim.grid
         if grid is None or position_in(grid, rank) is None:
             writer = self._first_holders.get((claim.shape, box), rank)
-            return BoxAssignment(_rows(box) if claim.is_first and writer in (rank, None) else ())
+            return BoxAssignment(all_rows(box) if claim.is_first and writer in (rank, None) else ())
         return _written_by_one(rank, claim.fqn, holders_in(grid, rank), box)
 
     @cached_property
@@ -251,12 +252,9 @@ class ShardOwnership:
     def _has_reported(self, rank: int, claim: ShardClaim) -> bool:
         return any(report.claim == claim and rank in report.ranks for report in self._reported.get(claim.fqn, ()))
 
-    def loads(self) -> dict[int, int]:
-        """Return by rank the bytes of shards that it writes, with replicas counted as evenly spread."""
-        return dict(self._loads)
-
     @cached_property
-    def _loads(self) -> dict[int, int]:
+    def loads(self) -> Mapping[int, int]:
+        """By rank, the bytes of shards that it writes, with replicas counted as evenly spread."""
         totals: dict[int, int] = {}
         add_grid_loads(totals, [one for one in self._shardings.values() if isinstance(one, MeshSharding)])
         for sharding in self._shardings.values():
@@ -313,7 +311,7 @@ class ShardOwnership:
             groups.setdefault(holders, []).extend(((fqn, box), sharding.itemsize) for box in boxes)
         for holders, keys in groups.items():
             replicas = [replica_of(box[1], itemsize) for (_, box), itemsize in keys]
-            loads = {r: self._base.get(r, 0) + self._loads.get(r, 0) for r in holders}
+            loads = {r: self._base.get(r, 0) + self.loads.get(r, 0) for r in holders}
             for (key, _), cut in zip(keys, spread({holders: replicas}, loads)[holders], strict=True):
                 found[key] = _assignment_of(rank, cut)
         self._assignments_of_rank[rank] = found
@@ -330,10 +328,10 @@ class ShardOwnership:
                 continue
             for box, ranks in sharding.holders.items():
                 if len(ranks) == 1:
-                    found.setdefault(ranks[0], {})[fqn, box] = BoxAssignment(_rows(box))
+                    found.setdefault(ranks[0], {})[fqn, box] = BoxAssignment(all_rows(box))
                 else:
                     sets.setdefault(ranks, []).append(((fqn, box), sharding.itemsize))
-        loads = {rank: self._base.get(rank, 0) + n for rank, n in self._loads.items()}
+        loads = {rank: self._base.get(rank, 0) + n for rank, n in self.loads.items()}
         replicas = {ranks: [replica_of(box[1], size) for (_, box), size in keys] for ranks, keys in sets.items()}
         for ranks, pieces in spread(replicas, loads).items():
             for (key, _), cut in zip(sets[ranks], pieces, strict=True):
@@ -342,7 +340,8 @@ class ShardOwnership:
         return found
 
 
-def _rows(box: Box) -> Rows:
+def all_rows(box: Box) -> Rows:
+    """Return all rows of a box."""
     return ((0, replica_of(box[1], 1).n_rows),)
 
 
@@ -353,7 +352,7 @@ def _assignment_of(rank: int, cut: Iterable[tuple[int, int, int]]) -> BoxAssignm
 
 def _written_by_one(rank: int, fqn: str, holders: tuple[int, ...], box: Box) -> BoxAssignment:
     """Return what `rank` writes of a box that one of its holders writes whole."""
-    return BoxAssignment(_rows(box) if rank == default_writer(fqn, holders) else (), len(holders) > 1)
+    return BoxAssignment(all_rows(box) if rank == default_writer(fqn, holders) else (), len(holders) > 1)
 
 
 def default_writer(fqn: str, holders: Sequence[int]) -> int:
@@ -418,11 +417,15 @@ def _box_sharding(reports: Sequence[ReportedClaim], itemsize: int) -> BoxShardin
                 holders.setdefault(box, []).append(rank)
                 if claim.is_first:
                     firsts[box] = min(rank, firsts.get(box, rank))
-    overlap = find_overlap(list(holders))
+    boxes = list(holders)
+    overlap = find_overlap(boxes)
     if overlap is None:
         ordered = {box: tuple(sorted(set(holders[box]))) for box in holders}
         return BoxSharding(ordered, firsts, reports[0].claim.shape, itemsize)
-    one, other = (f"offsets {list(box[0])} sizes {list(box[1])} on rank {min(holders[box])}" for box in overlap)
+    one, other = (
+        f"offsets {list(box[0])} sizes {list(box[1])} on rank {min(holders[box])}"
+        for box in map(boxes.__getitem__, overlap)
+    )
     fqn = reports[0].claim.fqn
     return OverlappingShardsError(
         f"tensor {fqn!r}: two ranks hold some of the same elements in boxes that differ: {one}; {other}; correct "

@@ -14,10 +14,13 @@ holds at this meeting stay as they were agreed on: ranks may save several struct
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cached_property
-from typing import NamedTuple
+from operator import attrgetter
+from typing import NamedTuple, TypeVar
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ProtocolError
@@ -27,6 +30,8 @@ from asyncckpt.planning.load_balancing import replica_of, spread
 from asyncckpt.planning.sample_schedule import SAMPLE_LIMIT, SampleSchedule, assign_schedules
 from asyncckpt.planning.shard_ownership import ShardOwnership
 from asyncckpt.sharding.shard_claims import ShardClaim
+
+T = TypeVar("T")
 
 MAX_SHAPES = 8
 """Shapes under which one name may be shared. One that has had more changes with every save: it is stored per rank for
@@ -149,18 +154,18 @@ class Agreement:
     def _decide(self, contributions: Mapping[int, Contribution]) -> None:
         sharers: dict[tuple[int, ...], list[TensorKey]] = {}
         differ: set[str] = set()
-        held, sets = self._held(contributions), _RankSets()
+        held = self._held(contributions)
         for fqn in sorted(held):
-            holders, first = sets.joined(held[fqn]), held[fqn][0]
+            holders, first = _joined(tuple(h.ranks for h in held[fqn])), held[fqn][0]
             are_equal = all(h.key == first.key and h.digest == first.digest is not None for h in held[fqn])
             if len(holders) == 1:
                 self._forget(fqn)
                 self._sole[fqn] = holders[0]
             elif not are_equal:
                 self._forget(fqn)
-                self._per_rank[fqn] = sets.frozen(holders)
+                self._per_rank[fqn] = _frozen(holders)
                 differ.add(fqn)
-            elif first.key in self._shared and self._shared[first.key].holders == sets.frozen(holders):
+            elif first.key in self._shared and self._shared[first.key].holders == _frozen(holders):
                 continue
             elif first.digest is not None and is_trivial_value(first.digest) and fqn not in self._was_trivial:
                 self._forget(fqn)
@@ -206,8 +211,7 @@ class Agreement:
             if fqn not in whole:
                 self._forget(fqn)
         if self.shards.names:
-            of_shards = self.shards.loads()
-            loads = {rank: nbytes + of_shards.get(rank, 0) for rank, nbytes in loads.items()}
+            loads = {rank: nbytes + self.shards.loads.get(rank, 0) for rank, nbytes in loads.items()}
         for holders, pieces in spread(replicas, loads).items():
             members = frozenset(holders)
             for key, cut in zip(sharers[holders], pieces, strict=True):
@@ -248,46 +252,37 @@ class Agreement:
         return assign_schedules(shared, SAMPLE_LIMIT)
 
 
-class _RankSets:
-    """Sets of ranks, each made and kept once: the same ones come again with thousands of tensors."""
+@functools.lru_cache(256)
+def _joined(groups: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """Return all ranks of disjoint groups, ascending. The same groups come again with thousands of tensors."""
+    return tuple(sorted(itertools.chain.from_iterable(groups)))
 
-    def __init__(self) -> None:
-        self._joined: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
-        self._frozen: dict[tuple[int, ...], frozenset[int]] = {}
 
-    def joined(self, held: list[_Held]) -> tuple[int, ...]:
-        """Return all ranks of `held`, ascending."""
-        groups = tuple(h.ranks for h in held)
-        found = self._joined.get(groups)
-        if found is None:
-            found = self._joined[groups] = tuple(sorted(rank for ranks in groups for rank in ranks))
-        return found
+@functools.lru_cache(256)
+def _frozen(ranks: tuple[int, ...]) -> frozenset[int]:
+    return frozenset(ranks)
 
-    def frozen(self, ranks: tuple[int, ...]) -> frozenset[int]:
-        """Return `ranks` as a set."""
-        found = self._frozen.get(ranks)
-        if found is None:
-            found = self._frozen[ranks] = frozenset(ranks)
-        return found
+
+def _grouped(
+    contributions: Mapping[int, Contribution], part: Callable[[Contribution], T]
+) -> Iterator[tuple[tuple[int, ...], T]]:
+    """Yield (ranks, part) for each group of ranks whose contributions share that part. Most jobs have few groups."""
+    groups: dict[int, list[int]] = {}
+    for rank in sorted(contributions):
+        groups.setdefault(id(part(contributions[rank])), []).append(rank)
+    for ranks in groups.values():
+        yield tuple(ranks), part(contributions[ranks[0]])
 
 
 def _group_by_tensors(
     contributions: Mapping[int, Contribution],
 ) -> Iterator[tuple[tuple[int, ...], tuple[TensorKey, ...]]]:
-    """Yield (ranks, tensors) for each group of ranks that hold the same tensors. Most jobs have few such groups."""
-    groups: dict[int, list[int]] = {}
-    for rank in sorted(contributions):
-        groups.setdefault(id(contributions[rank].tensors), []).append(rank)
-    for ranks in groups.values():
-        yield tuple(ranks), contributions[ranks[0]].tensors
+    """Yield (ranks, tensors) for each group of ranks that hold the same tensors."""
+    return _grouped(contributions, attrgetter("tensors"))
 
 
 def group_by_shards(
     contributions: Mapping[int, Contribution],
 ) -> Iterator[tuple[tuple[int, ...], tuple[ShardClaim, ...]]]:
     """Yield (ranks, claims) for each group of ranks that hold the same shards."""
-    groups: dict[int, list[int]] = {}
-    for rank in sorted(contributions):
-        groups.setdefault(id(contributions[rank].shards), []).append(rank)
-    for ranks in groups.values():
-        yield tuple(ranks), contributions[ranks[0]].shards
+    return _grouped(contributions, attrgetter("shards"))

@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from asyncckpt.format.structure import Box
+
 Run = tuple[int, int]
 """(first index, number of indices)"""
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""(offsets, sizes) of a box, in elements."""
 
 
 class Grid(NamedTuple):
@@ -123,28 +123,6 @@ def _joined(runs: Iterator[Run]) -> list[Run]:
         else:
             found.append((first, n))
     return found
-
-
-def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Return two of `boxes` that share an element; None: all are disjoint.
-
-    It sweeps along the dimension in which the boxes have the most different offsets.
-    """
-    filled = [box for box in boxes if math.prod(box[1])]
-    if len(filled) < 2:
-        return None
-    n_dims = len(filled[0][0])
-    if n_dims == 0:
-        return filled[0], filled[1]
-    sweep = max(range(n_dims), key=lambda d: len({offsets[d] for offsets, _ in filled}))
-    active: list[Box] = []
-    for box in sorted(filled, key=lambda b: b[0][sweep]):
-        active = [a for a in active if a[0][sweep] + a[1][sweep] > box[0][sweep]]
-        for other in active:
-            if all(o < p + t and p < o + s for o, s, p, t in zip(*other, *box, strict=True)):
-                return other, box
-        active.append(box)
-    return None
 
 
 _positions: dict[int, tuple[tuple[int, ...], Mapping[int, int]]] = {}

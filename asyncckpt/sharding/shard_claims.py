@@ -15,8 +15,8 @@ import msgpack
 from asyncckpt.basics.safe_msgpack import unpack_strict
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.format.names import MAX_RANKS
-from asyncckpt.format.structure import MAX_DIMS, MAX_INT, MAX_TENSORS
-from asyncckpt.sharding.mesh_layout import Box, Grid, position_in
+from asyncckpt.format.structure import MAX_DIMS, MAX_INT, MAX_TENSORS, Box
+from asyncckpt.sharding.mesh_layout import Grid, position_in
 
 MAX_MESH_DIMS = 16
 

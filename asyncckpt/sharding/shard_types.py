@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncckpt.errors import ConfigError, OverlappingShardsError, ShardOutOfRangeError, UnsupportedLeafError
-from asyncckpt.format.structure import MAX_DIMS, MAX_INT
-from asyncckpt.sharding.mesh_layout import Box, Grid, boxes_of_range, find_overlap
+from asyncckpt.format.structure import MAX_DIMS, MAX_INT, Box, find_overlap
+from asyncckpt.sharding.mesh_layout import Grid, boxes_of_range
 from asyncckpt.torch_tensors import NO_MEMORY, SHRUNK, address_of, dtype_name, fits_in_storage
 
 
@@ -176,9 +176,10 @@ def check_disjoint(shards: Sequence[LocalShard], fqn: str = "") -> None:
     Raises:
         OverlappingShardsError: Two of them share elements.
     """
-    twice = find_overlap([(shard.offsets, tuple(shard.tensor.shape)) for shard in shards])
-    if twice is not None:
-        raise overlap_error(fqn, twice)
+    boxes = [(shard.offsets, tuple(shard.tensor.shape)) for shard in shards]
+    overlap = find_overlap(boxes)
+    if overlap is not None:
+        raise overlap_error(fqn, [boxes[n] for n in overlap])
 
 
 def overlap_error(fqn: str, boxes: Sequence[Any], where: str = "in this process") -> OverlappingShardsError:

@@ -26,8 +26,9 @@ from asyncckpt.format.state_tree import (
     per_rank_nodes,
     python_key,
 )
+from asyncckpt.format.structure import Box
 from asyncckpt.per_rank import PerRank
-from asyncckpt.sharding.mesh_layout import Box, Grid
+from asyncckpt.sharding.mesh_layout import Grid
 from asyncckpt.sharding.registry import Describe, describer_of
 from asyncckpt.sharding.shard_claims import ShardClaim
 from asyncckpt.sharding.shard_types import (

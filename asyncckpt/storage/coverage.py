@@ -24,9 +24,7 @@ import xxhash
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.names import SaveId, split_per_rank_name
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""(offsets, sizes) in elements."""
+from asyncckpt.format.structure import Box, find_overlap
 
 MAX_CUTS = 64
 """One inside the other. A mesh has one for each dimension, a mesh of what a mesh has cut two. Chosen, not measured."""
@@ -51,7 +49,7 @@ def coverage_fault(global_shape: tuple[int, ...], boxes: Sequence[Box]) -> str |
         if found == wanted:
             return f"its {len(filled)} chunks lie in no order in which they could be compared"
     elif len(filled) > 1:
-        twice = overlapping(filled, len(global_shape))
+        twice = find_overlap(filled)
         if twice is not None:
             return f"elements {filled[twice[0]]} and {filled[twice[1]]} (offsets, sizes) are stored twice"
     if found != wanted:
@@ -118,27 +116,6 @@ def _are_joined(runs: Sequence[tuple[int, int]], start: int, end: int) -> bool:
     return start == end
 
 
-def overlapping(boxes: Sequence[Box], n_dims: int) -> tuple[int, int] | None:
-    """Return the positions of two boxes that share an element: a sweep along the dimension that tells most apart.
-
-    All have elements, and there are two at least.
-    """
-    if n_dims == 0:
-        return 0, 1
-    sweep = max(range(n_dims), key=lambda d: len({offsets[d] for offsets, _ in boxes}))
-    active: list[int] = []
-    for n in sorted(range(len(boxes)), key=lambda n: boxes[n][0][sweep]):
-        box = boxes[n]
-        start = box[0][sweep]
-        active = [a for a in active if boxes[a][0][sweep] + boxes[a][1][sweep] > start]
-        for a in active:
-            other = boxes[a]
-            if all(o < p + t and p < o + s for o, s, p, t in zip(*other, *box, strict=True)):
-                return a, n
-        active.append(n)
-    return None
-
-
 MAX_BOXES = 3
 """Missing boxes that a text names."""
 
@@ -169,7 +146,7 @@ def located_fault(
     filled = [(rank, box) for rank, box in zip(ranks, boxes, strict=True) if 0 not in box[1]]
     stored = [box for _, box in filled]
     may_look = len(stored) > 1 and is_affordable(stored, len(global_shape))
-    twice = overlapping(stored, len(global_shape)) if may_look else None
+    twice = find_overlap(stored) if may_look else None
     if twice is not None:
         (one, first), (other, second) = filled[twice[0]], filled[twice[1]]
         return f"rank {one} stores {shown(first)} and rank {other} {shown(second)}: elements of both are stored twice"

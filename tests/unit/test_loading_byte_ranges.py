@@ -18,7 +18,7 @@ from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, BoxSpec, build_layout, save_id_bytes
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.objects import encode_objects
-from asyncckpt.format.structure import Chunk, Structure, TensorEntry, encode_structure
+from asyncckpt.format.structure import Box, Chunk, Structure, TensorEntry, encode_structure
 from asyncckpt.loading.byte_ranges import chunks_near, region_of, whole_chunk_piece, whole_region
 from asyncckpt.loading.load import DefaultReader, load
 from asyncckpt.loading.saved_state import SavedTree
@@ -28,7 +28,6 @@ from asyncckpt.sharding.shard_types import FlatShard, ShardedSlice
 from asyncckpt.storage.checkpoint_dir import prepare_directory
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.contents import read_contents
-from asyncckpt.storage.coverage import Box
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.rank_writer import RankResult, RankWriter

@@ -20,9 +20,9 @@ import asyncckpt
 from asyncckpt import PerRank
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, MissingKeysError, PerRankUnavailableError
+from asyncckpt.format.structure import Box
 from asyncckpt.loading.load import DefaultReader
 from asyncckpt.loading.open_checkpoint import open_checkpoint
-from asyncckpt.storage.coverage import Box
 
 COMMON = torch.arange(24.0).reshape(6, 4)
 

@@ -27,9 +27,9 @@ from asyncckpt.errors import (
 from asyncckpt.format.checksums import file_checksum
 from asyncckpt.format.manifest import decode_manifest, encode_manifest
 from asyncckpt.format.names import index_name
+from asyncckpt.format.structure import Box
 from asyncckpt.loading.load import DefaultReader
 from asyncckpt.loading.open_checkpoint import open_checkpoint
-from asyncckpt.storage.coverage import Box
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import CORRUPT, verify_checkpoint
 

@@ -14,10 +14,10 @@ import xxhash
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.names import SaveId
+from asyncckpt.format.structure import Box
 from asyncckpt.storage import coverage
 from asyncckpt.storage.coverage import (
     LANE_NBYTES,
-    Box,
     Counter,
     Tally,
     coverage_fault,
