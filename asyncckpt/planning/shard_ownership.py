@@ -422,10 +422,8 @@ def _box_sharding(reports: Sequence[ReportedClaim], itemsize: int) -> BoxShardin
     if overlap is None:
         ordered = {box: tuple(sorted(set(holders[box]))) for box in holders}
         return BoxSharding(ordered, firsts, reports[0].claim.shape, itemsize)
-    one, other = (
-        f"offsets {list(box[0])} sizes {list(box[1])} on rank {min(holders[box])}"
-        for box in map(boxes.__getitem__, overlap)
-    )
+    found = [boxes[n] for n in overlap]
+    one, other = (f"offsets {list(box[0])} sizes {list(box[1])} on rank {min(holders[box])}" for box in found)
     fqn = reports[0].claim.fqn
     return OverlappingShardsError(
         f"tensor {fqn!r}: two ranks hold some of the same elements in boxes that differ: {one}; {other}; correct "
