@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import pty
-import subprocess
-import sys
 from typing import Any
 
 import foreign_samples
@@ -132,21 +129,6 @@ def test_a_sentence_with_very_many_names_is_cut_and_json_has_it_whole(
     assert said.endswith(", ".join(names))
 
 
-def test_a_bar_is_drawn_on_a_terminal_only(dcp: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    command = "import sys; from asyncckpt.cli import main; sys.exit(main(sys.argv[1:]))"
-    ours, theirs = pty.openpty()
-    try:
-        arguments = [sys.executable, "-c", command, "convert", str(dcp), str(tmp_path / "a"), "--to", "torch"]
-        subprocess.run(arguments, stderr=theirs, check=True, timeout=60, capture_output=False, stdout=subprocess.PIPE)
-        drawn = os.read(ours, 1 << 16)
-    finally:
-        os.close(ours)
-        os.close(theirs)
-    assert b"100%" in drawn
-    arguments[-3] = str(tmp_path / "b")
-    assert subprocess.run(arguments, check=True, timeout=60, capture_output=True).stderr == b""
-
-
 def test_diff_of_equal_and_of_different_checkpoints(
     dcp: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,14 +179,6 @@ def test_verify_of_a_damaged_dcp_directory_names_file_and_tensor(
     assert code == 3
     assert "'model.w'" in out
     assert "__0_0.distcp" in out
-
-
-@pytest.mark.parametrize("text", ["inf", "1e400", "nan", "-1", "0", "GB", ""])
-def test_a_size_that_is_none_is_a_usage_error(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["convert", "a", "b", "--to", "hf", f"--max-shard-bytes={text}"])
-    assert caught.value.code == 2
-    assert "--max-shard-bytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("recursive", [False, True])

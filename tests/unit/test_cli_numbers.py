@@ -42,12 +42,14 @@ def test_every_option_reads_sizes_the_same_way(option: str, text: str, nbytes: i
 
 
 @pytest.mark.parametrize("option", DURATIONS)
-@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("1.5h", 5400), ("2d", 172800), ("0", 0)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("90s", 90), ("30m", 1800), ("1.5h", 5400), ("2d", 172800), ("0", 0)]
+)
 def test_every_option_reads_durations_the_same_way(option: str, text: str, seconds: float) -> None:
     assert value_of(option, text) == seconds
 
 
-@pytest.mark.parametrize("text", ["-1", "nan", "inf", "1e400", "9" * 5000, "much", ""])
+@pytest.mark.parametrize("text", ["-1", "nan", "inf", "1e400", "9" * 5000, "much", "GB", ""])
 @pytest.mark.parametrize("option", [*SIZES, *DURATIONS, *POSITIVE, *COUNTS])
 def test_a_number_that_cannot_be_is_a_usage_error_that_says_what_is_expected(
     option: str, text: str, capsys: pytest.CaptureFixture[str]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import pathlib
 import shlex
 import subprocess
@@ -32,8 +31,6 @@ LISTING = {
     "worker",
 }
 """Commands that print data."""
-
-TORCH_FREE = ("ls", "inspect", "du", "verify", "top", "doctor", "pin", "prune", "gc", "report", "worker")
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +69,8 @@ def test_commands_that_print_data_have_json(name: str, capsys: pytest.CaptureFix
     words = [name, "status", "--help"] if name == "worker" else [name, "--help"]
     with pytest.raises(SystemExit):
         cli.main(words)
-    assert "--json" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "--json" in out and "examples:\n  asyncckpt" in out
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["no-such-command"]], ids=" ".join)
@@ -95,31 +93,3 @@ def test_a_command_loads_no_other_command(tmp_path: pathlib.Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "du"
-
-
-def test_quick_commands_run_without_torch_and_numpy(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "a").mkdir()
-    lines = [
-        f"['ls', {str(tmp_path)!r}]",
-        f"['du', {str(tmp_path)!r}]",
-        f"['inspect', {str(tmp_path / 'a')!r}]",
-        f"['verify', {str(tmp_path / 'a')!r}]",
-        "['top', '--once']",
-        f"['doctor', {str(tmp_path)!r}]",
-        f"['pin', '--list', {str(tmp_path)!r}]",
-        f"['prune', {str(tmp_path)!r}, '--keep', '1']",
-        f"['gc', {str(tmp_path)!r}]",
-        f"['report', {str(tmp_path)!r}]",
-        "['worker', 'status']",
-    ]
-    assert {shlex.split(line.strip("[]").replace(",", " "))[0] for line in lines} == set(TORCH_FREE)
-    code = (
-        "import sys\nfrom asyncckpt.cli import main\n"
-        + "".join(f"main({line})\n" for line in lines)
-        + "loaded = {'torch', 'numpy'} & set(sys.modules)\nassert not loaded, loaded\n"
-    )
-    environ = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
