@@ -225,7 +225,6 @@ def ranks_saver(device: SimulatedDevice, ranks: Ranks, **fields: Any) -> Saver:
         aligned=lambda own: own, awaits=lambda sequence: None, pass_by=lambda *_: None, refuse=lambda *_: None,
         outcomes=Outcomes(),
     )  # fmt: skip
-    stager._requests._rank = RankInfo(0, 2)
     return saver
 
 

@@ -116,14 +116,14 @@ def test_the_copies_on_the_device_are_freed_when_those_to_the_host_have_ended(
     saver: Saver, device: SimulatedDevice, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[StorageWeakRef] = []
-    take = saver.stager._engine._room.take
+    allocate = saver.stager._engine._allocator.allocate
 
     def noted(needs: Any) -> Any:
-        found = take(needs)
+        found = allocate(needs)
         made.extend(StorageWeakRef(b.untyped_storage()) for buffers in found.values() for b in buffers.values())
         return found
 
-    monkeypatch.setattr(saver.stager._engine._room, "take", noted)
+    monkeypatch.setattr(saver.stager._engine._allocator, "allocate", noted)
     device.frozen = True
     handle = saver.save(state)
     assert len(made) >= 4 and not any(one.expired() for one in made)
