@@ -23,6 +23,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from asyncckpt.staging.device import SUCCESS, DeviceMemory
 
 DEADLINE_S = 60.0
+STEP_S = 0.02
+"""What one thing takes that runs on a device, while nobody asks."""
+
 ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
 """cudaErrorHostMemoryAlreadyRegistered, cudaErrorHostMemoryNotRegistered."""
 
@@ -96,6 +99,7 @@ class SimulatedDevice:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng, self._lock = rng, threading.RLock()
+        self._asked_at = time.monotonic()
         self._local = threading.local()
         self._storages: dict[int, tuple[int, StorageWeakRef, Stream | None]] = {}
         self._side: dict[int, Stream] = {}
@@ -143,9 +147,11 @@ class SimulatedDevice:
         self.failing[name, self._counts.get(name, 0) + nth] = how
 
     def some(self) -> None:
-        """Run some of what can run."""
+        """Run some of what can run: the more, the longer nobody has asked, since a device does not wait to be asked."""
         with self._lock:
-            for _ in range(self._rng.randrange(6)):
+            now = time.monotonic()
+            passed_s, self._asked_at = now - self._asked_at, now
+            for _ in range(self._rng.randrange(6) + int(passed_s / STEP_S)):
                 if not self._step():
                     return
 
