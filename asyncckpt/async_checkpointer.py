@@ -344,6 +344,10 @@ class AsyncCheckpointer(Checkpointer):
 
     # ---- the end of saves, and of the checkpointer ------------------------------------------------------------------
 
+    def _facts(self) -> dict[str, Any]:
+        worker = {"endpoint": self._process.endpoint} if isinstance(self._process, WorkerClient) else {}
+        return {**worker, "staging": self.config.staging, "pending": self._tracker.n_pending, **super()._facts()}
+
     def pending(self) -> list[SaveHandle]:
         """Return the handles that are not yet written, oldest first.
 

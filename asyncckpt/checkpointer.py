@@ -34,7 +34,7 @@ from asyncckpt.format.names import SaveId, is_quarantined
 from asyncckpt.loading.load import DefaultReader
 from asyncckpt.loading.read_source import check_source
 from asyncckpt.protocol.request import check_metadata
-from asyncckpt.recall.newest import Offer, can_load, offers_of_both
+from asyncckpt.recall.newest import NewestCandidate, can_load, newest_candidates
 from asyncckpt.restore import RestoredCheckpoint, look, restore_first
 from asyncckpt.storage.catalog import Candidate, latest_checkpoint
 from asyncckpt.training_step import checked_step, step_in
@@ -212,15 +212,15 @@ class Checkpointer(ABC):
         directory, deadline = absolute_path(root), time.monotonic() + timeout_s
         where = check_source(source)
 
-        def look() -> list[Offer]:
+        def look() -> list[NewestCandidate]:
             self._await_saves_below(directory, deadline)
             on_disk = None if where == "memory" else latest_checkpoint(directory)
             if where == "disk":
-                return [] if on_disk is None else [Offer(on_disk)]
-            return offers_of_both(directory, on_disk, where, self._endpoint)
+                return [] if on_disk is None else [NewestCandidate(on_disk)]
+            return newest_candidates(directory, on_disk, where, self._endpoint)
 
-        def usable(offers: list[Offer]) -> list[bool]:
-            return can_load(offers, directory, self._endpoint)
+        def usable(candidates: list[NewestCandidate]) -> list[bool]:
+            return can_load(candidates, directory, self._endpoint)
 
         if self._coordination is None:
             chosen = next(iter(look()), None)
@@ -303,6 +303,14 @@ class Checkpointer(ABC):
     def _meet_to_restore(self) -> Meeting | None:
         ranks = self._coordination
         return None if ranks is None else ranks.meet_next("restore", RESTORE)
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name}={value!r}" for name, value in self._facts().items())
+        return f"{type(self).__name__}({facts})"
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what `repr` shows, by name. Takes no lock and raises nothing, so that `repr` is safe anywhere."""
+        return {"rank": self._rank.rank, "world_size": self._rank.world_size, "closed": self._closed}
 
     @abstractmethod
     def close(self) -> None:

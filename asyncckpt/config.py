@@ -44,64 +44,75 @@ class CheckpointerConfig:
     """Settings of `AsyncCheckpointer` and, where they apply, `SyncCheckpointer`.
 
     Attributes:
-        staging: "blocking" copies everything before `save()` returns; "overlap" copies what attached optimizers own
-            behind forward and backward, and, without any attached, everything: then the caller changes no tensor
-            before `fence()` or `staged`; host tensors below 64 KiB are never left for later. "auto" is "overlap" once
-            an optimizer is attached, except for host memory where torch's threads use every core, which costs the
-            training less in front; without an optimizer it is "blocking". "device"
-            copies what lies on a GPU there first, so that it may change as soon as `save()` has returned; where the GPU
-            has no room for that, and for what lies in host memory, it is "auto".
-        overlap_check: How to look for writes that no version counter sees, in tensors that are copied behind the
-            training. "sample" compares a window of each tensor, at `save()` and after the copy in the slot and in the
-            tensor: less than 1 % of the bytes, at most 1 KiB a tensor, other windows at each save, so that all bytes
-            of a row-major tensor take 256 saves, or nbytes / 1,024 where that is more. Of more than 1,024 tensors (256
-            on devices) each save takes some, and all bytes take longer; on devices only row-major tensors are sampled.
-            It is a chance and no proof. "hash" digests everything: for tests. "off" relies on hooks and counters.
-        slots: Snapshots in memory at once. A second slot is allocated only when a save comes while the first is still
-            being written.
-        on_busy: What `save()` does while every slot is in use: "wait" for one, "skip" this save, or "error".
-        slot_timeout_s: How long "wait" waits; and a save that goes through segments, for one of them to be written;
-            while another worker is looked for, `worker_start_timeout_s` longer.
-        arena_limit_bytes: Upper bound for all slots of this process together; None: what the machine has. A state that
-            does not fit goes through a part of it in segments: that save takes as long as writing.
-        on_worker_loss: "resubmit": when the worker has died, another one gets the same memory and what was not
-            committed, and the same futures complete; after a worker that hangs, as "fail": saves that were pending fail
-            with `WorkerUnavailableError`.
-        keep_in_memory: "latest" never lets go of the newest committed snapshot while the next one is staged and
-            written, so that a copy or a save that fails costs nothing that was in memory. It takes room for two
-            snapshots at least. "none": a slot may be used again as soon as its save has ended.
-        events: True puts stalls and steps of rank 0 into `events.jsonl` in the directory that holds the checkpoints,
-            and lets a worker that is started put what becomes of the saves there, for `asyncckpt report`.
-        on_error: "warn" logs an error that nobody fetched; "raise" makes `wait()` and `close()` raise it.
-        overwrite: True replaces an older checkpoint that stands at the path: when the new one is complete, in one step,
-            so that one of the two is there at every instant (without `fsync`: but for a power cut).
-        fsync: False skips every fsync: faster, and a power cut may lose or damage the checkpoint. The manifest says so.
-        layout: What the files of tensors look like: "safetensors", or "dcp": the directory is also one that
-            `torch.distributed.checkpoint.load` and its tools read, with nothing of ours installed. What these have no
-            form for is refused.
-        files_per_rank: Shard files to spread the tensors over, balanced by bytes, largest first.
-        max_shard_bytes: No shard file is larger: more files are written, and larger tensors are cut between rows; None:
-            no limit.
-        use_pinned_memory: Pins the memory that tensors of GPUs are copied into, once. False: the copies are slower, and
-            those behind the training are made by a thread, for which `step()` waits as it does on the CPU.
-        use_non_blocking_copy: Copies of GPUs run while the CPU goes on, and `step()` waits on the GPU. False: one after
-            the other, each waited for; behind the training by a thread, as above.
-        allow_pickle: Stores leaves of types that have no other form as pickles, and lets `load()` of the checkpointer
-            unpickle. DANGER: whoever can write into a checkpoint's directory can then run code in who loads it.
-        write_threads: Threads that write one save, at least 2; None leaves it to the worker.
-        replicated: "check" compares tensors that several ranks hold under one name, whole when the ranks meet and by
-            a rotating sample in every save; "assume" takes them for equal: large ones are split over the ranks all
-            the same, so that where they differ after all a checkpoint is mixed from what several ranks hold.
-        plan_timeout_s: How long a save in which the ranks meet waits for the others: the first one, and one of the next
-            after a rank holds something new.
-        hook_timeout_s: How long a commit waits for the `pre_commit` hooks of all ranks.
-        commit_timeout_s: A save that some rank has not staged so long after the first one ends on all of them, with
-            `CommitTimeoutError`. One that all have staged goes on in the worker, although `written` has failed.
-        worker_timeout_s: A worker that answers nothing for so long counts as lost.
-        worker_start_timeout_s: How long to look for, start and greet a worker.
-        worker_shutdown_timeout_s: How long `close()` waits for pending saves.
-        rank_info: `RankInfo(0, 1)` for code that saves on rank 0 only; None takes torch.distributed's, else
-            torchrun's environment, else 0 of 1, anew at each save and load.
+        staging: How the state is copied. "blocking": everything before `save()` returns. "overlap": what attached
+            optimizers own is copied during the next forward and backward passes; if no optimizer is attached, that
+            holds for the whole state, and the caller must not change a tensor before `fence()` or `staged`. Host
+            tensors below 64 KiB are always copied before `save()` returns. "device": what lies on a GPU is first copied
+            there, so that it may change as soon as `save()` has returned; if the GPU has no memory for that, and for
+            what lies in host memory, as "auto". "auto": "overlap" once an optimizer is attached, except for host memory
+            where torch's threads use every core, as copying at once then costs the training less; without an optimizer
+            "blocking". Default: "auto".
+        overlap_check: How to detect writes that no version counter shows, in tensors that are copied while the training
+            goes on. "sample": compare a window of each tensor at `save()` and after the copy, in the slot and in the
+            tensor. That is less than 1 % of the bytes, at most 1 KiB a tensor, and other windows at each save, so that
+            all bytes of a row-major tensor take 256 saves, or nbytes / 1,024 where that is more. Of more than 1,024
+            tensors (256 on devices) each save samples some, and all bytes take longer; on devices only row-major
+            tensors are sampled. This may miss a write. "hash": digest everything, for tests. "off": rely on hooks and
+            version counters. Default: "sample".
+        slots: Snapshots in memory at the same time, at most. A second slot is allocated only when a save comes while
+            the first is still being written. Default: 2.
+        on_busy: What `save()` does while every slot is in use: "wait" for one, "skip" this save, or raise an "error".
+            Default: "wait".
+        slot_timeout_s: Seconds to wait for a slot with on_busy="wait"; for a save that goes through segments, seconds
+            to wait for one of them to be written. While another worker is looked for, `worker_start_timeout_s` longer.
+            Default: 600.0.
+        arena_limit_bytes: Upper bound in bytes for all slots of this process together; None: what the machine has. A
+            state that does not fit goes through the memory in segments, and its save takes as long as writing. Default:
+            None.
+        on_worker_loss: "resubmit": after the worker has died, another worker gets the same memory and every save that
+            was not committed, and the same futures complete; after a worker that hangs, as "fail". "fail": pending
+            saves fail with `WorkerUnavailableError`. Default: "resubmit".
+        keep_in_memory: "latest": keep the newest committed snapshot in memory while the next one is staged and written,
+            so that a copy or a save that fails loses nothing that was in memory; takes memory for at least two
+            snapshots. "none": a slot may be used again as soon as its save has ended. Default: "none".
+        events: True: rank 0 writes stalls and step times to `events.jsonl` in the directory that holds the checkpoints,
+            and a worker that is started writes the outcomes of saves there; for `asyncckpt report`. Default: False.
+        on_error: "warn": log an error that nobody has fetched from a future. "raise": `wait()` and `close()` raise it
+            as well. Default: "warn".
+        overwrite: True: a save replaces an older checkpoint at its path once the new one is complete, in one step, so
+            that one of the two is there at every instant (without `fsync`, except for a power cut). Default: False.
+        fsync: False: skip every fsync. Faster, but a power cut may lose or damage the checkpoint; the manifest records
+            it. Default: True.
+        layout: Format of the files of tensors. "safetensors", or "dcp": the directory can also be read by
+            `torch.distributed.checkpoint.load` and its tools, without this package; values that have no form there are
+            refused. Default: "safetensors".
+        files_per_rank: Shard files to spread the tensors of a rank over, balanced by bytes, largest first. Default: 1.
+        max_shard_bytes: Upper bound in bytes for one shard file: more files are written, and larger tensors are cut
+            between rows. None: no limit. Default: None.
+        use_pinned_memory: True: pin the memory that GPU tensors are copied into, once. False: copies are slower, and
+            overlapped ones are made by a thread, for which `step()` waits as on the CPU. Default: True.
+        use_non_blocking_copy: True: copies from GPUs run while the CPU goes on, and `step()` waits on the GPU. False:
+            copies run one after the other and are waited for; overlapped ones are made by a thread, as above. Default:
+            True.
+        allow_pickle: True: store leaves of types that have no other form as pickles, and let the checkpointer's
+            `load()` unpickle. DANGER: whoever can write to a checkpoint's directory can then run code in the process
+            that loads it. Default: False.
+        write_threads: Threads that write one save, at least 2; None: the worker decides. Default: None.
+        replicated: "check": compare tensors that several ranks hold under one name, in full when the ranks meet, and by
+            a rotating sample in every save. "assume": take them for equal. Large ones are split over the ranks, so if
+            they differ after all, a checkpoint mixes the values of several ranks. Default: "check".
+        plan_timeout_s: Seconds that a save in which the ranks meet waits for the others: the first save, and one of the
+            next after a rank holds something new. Default: 60.0.
+        hook_timeout_s: Seconds that a commit waits for the `pre_commit` hooks of all ranks. Default: 60.0.
+        commit_timeout_s: Seconds after the first rank has staged a save within which all ranks must have; else it fails
+            on all of them with `CommitTimeoutError`. A save that all ranks have staged goes on in the worker, although
+            `written` has failed. Default: 1800.0.
+        worker_timeout_s: Seconds after which a worker that does not answer counts as lost. Default: 10.0.
+        worker_start_timeout_s: Seconds to find or start a worker and connect to it. Default: 30.0.
+        worker_shutdown_timeout_s: Seconds that `close()` waits for pending saves. Default: 60.0.
+        rank_info: `RankInfo(rank, world_size)`; `RankInfo(0, 1)` for code that saves on rank 0 only. None:
+            torch.distributed's, else torchrun's environment, else rank 0 of 1, determined at each save and load.
+            Default: None.
     """
 
     staging: str = "auto"

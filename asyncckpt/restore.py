@@ -23,8 +23,8 @@ from asyncckpt.distributed.rendezvous import Meeting
 from asyncckpt.errors import ConfigError, NoSoundCheckpointError
 from asyncckpt.loading.load import DefaultReader
 from asyncckpt.loading.read_source import RetryState, check_source
-from asyncckpt.maintenance.quarantine import put_aside
-from asyncckpt.recall.newest import candidates_of_both
+from asyncckpt.maintenance.quarantine import quarantine_checkpoint
+from asyncckpt.recall.newest import merged_candidates
 from asyncckpt.storage.catalog import Candidate, candidates_in
 from asyncckpt.storage.local import LocalStore
 
@@ -181,7 +181,7 @@ def restore_first(
         directory, source = absolute_path(root), check_source(options.get("source", "auto"))
 
         def look_at_both() -> list[Candidate]:
-            return candidates_of_both(directory, candidates(directory), source, endpoint)
+            return merged_candidates(directory, candidates(directory), source, endpoint)
 
         tried = ranks.same_candidates(directory, look_at_both, timeout_s)
         for candidate in tried:
@@ -227,7 +227,7 @@ def _moved(candidate: Candidate) -> str | None:
     if candidate.save_id is None:
         return None
     try:
-        moved = put_aside(candidate.path, candidate.save_id, LocalStore())
+        moved = quarantine_checkpoint(candidate.path, candidate.save_id, LocalStore())
     except OSError as error:
         _log.warning("%s cannot be put aside: %s", candidate.path, error)
         return None

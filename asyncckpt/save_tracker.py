@@ -64,6 +64,11 @@ class SaveTracker:
         with self._changed:
             return self._open()
 
+    @property
+    def n_pending(self) -> int:
+        """Number of saves whose `written` is not done. Takes no lock."""
+        return len(self._open())
+
     def _open(self) -> list[SaveHandle]:
         # Who waits for a future wakes up before its callbacks run, `_ended` among them.
         return [h for h in self._pending if not h.written.done()]

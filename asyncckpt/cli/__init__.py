@@ -19,21 +19,21 @@ from asyncckpt.cli.output import EXIT_FAILED, exit_code_of, say
 from asyncckpt.errors import AsyncCkptError
 
 COMMANDS = {
-    "demo": "show on this machine that a killed training loses nothing",
-    "run": "run a command, torchrun for instance, with a worker of its own beside it; exits as the command does",
-    "top": "show what the worker is doing, rank by rank, live",
-    "report": "make a page with pictures of stalls, writing and recovery points",
+    "demo": "demonstrate on this machine that a killed training loses nothing",
+    "run": "run a command, such as torchrun, together with a worker; exit with the command's exit code",
+    "top": "show live what the worker is doing, rank by rank",
+    "report": "make an HTML page with charts of stalls, writing and recovery points",
     "ls": "list the checkpoints below a directory, committed or not",
-    "inspect": "show what a checkpoint holds: tensors, shards, objects, timings",
-    "du": "show what checkpoints take on disk",
-    "verify": "check every checksum, size and shape of checkpoints; names what is damaged",
-    "diff": "compare two checkpoints: structure, every tensor, every object; exit code 1 when they differ",
+    "inspect": "show the contents of a checkpoint: tensors, shards, objects, timings",
+    "du": "show the disk usage of checkpoints",
+    "verify": "check every checksum, size and shape of checkpoints, and name what is damaged",
+    "diff": "compare two checkpoints: structure, every tensor, every object; exit code 1 if they differ",
     "convert": "convert a checkpoint: asyncckpt, PyTorch DCP, torch.save, safetensors, Hugging Face",
-    "pin": "pin checkpoints, so that retention never removes them",
-    "prune": "list the checkpoints that a retention policy gives up, and remove them with --delete",
-    "gc": "list what unfinished saves left behind, and remove it with --delete",
+    "pin": "pin checkpoints, so that retention does not remove them",
+    "prune": "list the checkpoints that a retention policy removes; with --delete, remove them",
+    "gc": "list files of unfinished saves; with --delete, remove them",
     "doctor": "check this machine and a directory before a run",
-    "worker": "start the worker, ask for its status, drain it or stop it",
+    "worker": "start a worker, show its status, drain it or stop it",
 }
 """Name and help text; the module `asyncckpt.cli.commands.NAME` has the rest."""
 
@@ -71,11 +71,11 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of all commands.
 
     Args:
-        only: The command whose arguments it will parse, the one module to import; None: any.
+        only: Command whose module to import, since its arguments will be parsed; None: import all.
     """
     top = argparse.ArgumentParser(
         prog="asyncckpt",
-        description="Look after checkpoints written by asyncckpt, and the worker that writes them.",
+        description="Manage checkpoints written by asyncckpt, and the worker that writes them.",
         epilog="exit codes: 0 ok, 1 failed, 2 usage, 3 corrupt or incomplete, 4 not found, 5 worker unreachable",
     )
     top.add_argument("--version", action="version", version=f"asyncckpt {__version__}")

@@ -36,58 +36,58 @@ _UNSAFE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u206
 """Control characters, those that turn the direction of writing, and surrogates, which have no UTF-8 form."""
 
 
-def some_path(text: str) -> str:
-    """Return a path, for argparse. IMPORTANT: an empty one, as of a variable that is not set, is not taken for `.`.
+def path_argument(text: str) -> str:
+    """Return a path, for argparse. IMPORTANT: refuses an empty one, such as of an unset variable: it would mean `.`.
 
     Raises:
-        argparse.ArgumentTypeError: It is empty.
+        argparse.ArgumentTypeError: The path is empty.
     """
     if not text:
-        raise argparse.ArgumentTypeError("expected a path, found an empty text")
+        raise argparse.ArgumentTypeError("expected a path, found an empty string")
     return text
 
 
 def add_root(parser: argparse.ArgumentParser) -> None:
     """Add ROOT and -r, of commands that look at all checkpoints below a directory."""
-    text = "directory that holds checkpoints, or a checkpoint itself"
-    parser.add_argument("root", metavar="ROOT", type=some_path, help=text)
-    parser.add_argument("-r", "--recursive", action="store_true", help="look at any depth")
+    text = "directory that holds checkpoints, or a checkpoint"
+    parser.add_argument("root", metavar="ROOT", type=path_argument, help=text)
+    parser.add_argument("-r", "--recursive", action="store_true", help="search at any depth")
 
 
 def add_keys(parser: argparse.ArgumentParser) -> None:
     """Add --keys, which takes one name at a time: what follows it is a path again."""
     parser.add_argument(
-        "--keys", metavar="FQN", action="append", help="only this name, or what is below it; repeat for more"
+        "--keys", metavar="FQN", action="append", help="only this name, or names below it; repeat for more"
     )
 
 
 def add_delete(parser: argparse.ArgumentParser) -> None:
     """Add --delete, of commands that list what may go."""
-    parser.add_argument("--delete", action="store_true", help="remove it; without this nothing is changed")
+    parser.add_argument("--delete", action="store_true", help="remove what is listed; without this nothing is changed")
 
 
-def existing_root(given: str, files: Files) -> str:
-    """Return the absolute path of a directory that is there.
+def existing_directory(given: str, files: Files) -> str:
+    """Return the absolute path of an existing directory.
 
     Raises:
-        CheckpointNotFoundError: It is not.
+        CheckpointNotFoundError: There is no such directory.
         OSError: It cannot be read.
     """
     root = os.path.abspath(given)
     try:
         files.listdir(root)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointNotFoundError(f"{given} is no directory", path=root) from error
+        raise CheckpointNotFoundError(f"{given} is not a directory", path=root) from error
     return root
 
 
-def nothing_in(args: argparse.Namespace, what: str) -> str:
-    """Return what is printed where there is nothing below ROOT."""
-    return f"{what} in {args.root}" + ("" if args.recursive else "; -r looks further down")
+def nothing_found(args: argparse.Namespace, what: str) -> str:
+    """Return what to print if nothing was found below ROOT."""
+    return f"{what} in {args.root}" + ("" if args.recursive else "; -r searches subdirectories")
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the exit code that says what `error` means."""
+    """Return the exit code for an error."""
     if isinstance(error, (CheckpointNotCommittedError, CorruptCheckpointError)):
         return EXIT_CORRUPT
     if isinstance(error, WorkerUnavailableError):
@@ -99,18 +99,18 @@ def exit_code_of(error: BaseException) -> int:
     return EXIT_NOT_FOUND if isinstance(error, (CheckpointNotFoundError, FileNotFoundError)) else EXIT_FAILED
 
 
-def shown(text: str) -> str:
-    """Return text for a terminal. Names and metadata are whatever somebody has put into a checkpoint."""
+def printable(text: str) -> str:
+    """Return text that is safe to print: names and metadata of a checkpoint may hold control characters."""
     return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print text as `shown`; to stdout unless told otherwise."""
-    print(shown(text), file=file or sys.stdout)
+    """Print text, made safe by `printable`, to stdout or `file`."""
+    print(printable(text), file=file or sys.stdout)
 
 
 def can_redraw(stream: TextIO) -> bool:
-    """Whether a stream is a terminal whose cursor can be moved, and `rich` (extra `cli`), which does it, is there."""
+    """Return whether a stream is a terminal on which `rich` (extra `cli`) can redraw, and `rich` is installed."""
     if not stream.isatty() or os.environ.get("TERM", "").lower() in ("dumb", "unknown"):
         return False
     try:
@@ -136,15 +136,15 @@ def _json_of(value: Any) -> Any:
     return value
 
 
-def noted(path: str, reason: object) -> str:
-    """Return a path, and in brackets what there is to say of it."""
+def with_note(path: str, reason: object) -> str:
+    """Return a path, followed by a note in brackets if there is one."""
     return f"{path} ({reason})" if reason else path
 
 
 def print_rows(
     args: argparse.Namespace, facts: Any, header: Sequence[str], rows: Sequence[Sequence[Any]], nothing: str
 ) -> None:
-    """Print with --json `facts`; else `rows` under `header`, or where there are none what `nothing` says."""
+    """Print `facts` with --json; else a table of `rows`, or `nothing` if there are no rows."""
     if args.json:
         print_json(facts)
     elif rows:
@@ -160,18 +160,18 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    """Return rows as lines in columns under `header`; None, which nobody knows, is "-"."""
+    """Return the lines of a table; None is shown as "-"."""
     table = [header, *([_cell(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
 
 
 def _cell(value: Any) -> str:
-    return "-" if value is None else shown(str(value)).replace("\n", "\\n")
+    return "-" if value is None else printable(str(value)).replace("\n", "\\n")
 
 
 def action_of(args: argparse.Namespace, *, stays: bool, failed: bool) -> str:
-    """Return in a word what became of something that was found."""
+    """Return what was done with something that was found, in a word or two."""
     return "failed" if failed else "kept" if stays else "removed" if args.delete else "would go"
 
 
@@ -193,13 +193,15 @@ def print_removals(
     """
     rows = facts["found"]
     cells = [
-        [row["action"], *between, noted(row["path"], row["error"] or row["why"] or _origin(row))]
+        [row["action"], *between, with_note(row["path"], row["error"] or row["why"] or _origin(row))]
         for row, *between in zip(rows, *(column for _, column in columns), strict=True)
     ]
     print_rows(args, facts, ("ACTION", *(heading for heading, _ in columns), "PATH"), cells, nothing)
     if rows and not args.json:
         worker = facts["worker"]
-        asked = f"the worker at {worker} was asked what is under way" if worker else "no worker answers here"
+        asked = (
+            f"saves in progress: as the worker at {worker} says" if worker else "saves in progress: no worker answers"
+        )
         say(f"{asked}; {summary}")
         if would := sum(row["nbytes"] for row in rows if row["action"] == "would go"):
             say(f"nothing was changed: --delete removes {human(would)}")
@@ -207,4 +209,4 @@ def print_removals(
 
 
 def _origin(row: dict[str, Any]) -> str:
-    return "left behind by a rollback" if row.get("abandoned_branch") else ""
+    return "abandoned by a rollback" if row.get("abandoned_branch") else ""

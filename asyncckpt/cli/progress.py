@@ -1,4 +1,4 @@
-"""How far a long command is, on a terminal: a bar by `rich` (extra `cli`), and a line from time to time without it."""
+"""Progress of a long command on a terminal: a bar by `rich` (extra `cli`), or a line every few seconds without it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 
 Show = Callable[[int, int], None]
-"""Called with (done, total) bytes, by several threads. A total of 0: nobody knows it."""
+"""Called with (done, total) bytes, by several threads. A total of 0 means unknown."""
 
 _REDRAW_S = 0.1
 _NEXT_LINE_S = 5.0
@@ -24,12 +24,12 @@ _NEXT_LINE_S = 5.0
 
 @contextlib.contextmanager
 def progress(*, quiet: bool) -> Iterator[Show | None]:
-    """Yield what shows progress on stderr; None where that is no terminal, or if `quiet`."""
+    """Yield a function that shows progress on stderr; None if that is not a terminal, or if `quiet`."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
     if not can_redraw(sys.stderr):
-        yield _limited(_NEXT_LINE_S, _print_line)
+        yield _throttled(_NEXT_LINE_S, _print_line)
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -44,11 +44,11 @@ def progress(*, quiet: bool) -> Iterator[Show | None]:
         def draw(done: int, total: int, pace: str) -> None:
             bar.update(task, completed=done, total=total or None, pace=pace, refresh=True)
 
-        yield _limited(_REDRAW_S, draw)
+        yield _throttled(_REDRAW_S, draw)
 
 
-def _limited(every_s: float, draw: Callable[[int, int, str], None]) -> Show:
-    """Return what draws when it is called, the end always, and what is in between not more often than `every_s`."""
+def _throttled(every_s: float, draw: Callable[[int, int, str], None]) -> Show:
+    """Return a function that calls `draw` at most every `every_s` seconds, and always at the end."""
     began = drawn = time.monotonic()
 
     def show(done: int, total: int) -> None:
@@ -66,14 +66,14 @@ def _print_line(done: int, total: int, pace: str) -> None:
 
 
 class _CountingFiles(Files):
-    """Files whose reads are shown."""
+    """A `Files` that shows the progress of reads."""
 
     def __init__(self, show: Show, total: int) -> None:
         super().__init__()
         self._show, self._total, self._done, self._lock = show, total, 0, threading.Lock()
 
     def preadv(self, fd: int, buffers: Sequence[memoryview | bytearray], offset: int, flags: int = 0) -> int:
-        """Read, and show it."""
+        """Read, and show the progress."""
         count = super().preadv(fd, buffers, offset, flags)
         with self._lock:
             self._done += count
@@ -82,20 +82,20 @@ class _CountingFiles(Files):
 
 
 @contextlib.contextmanager
-def reading(files: Files, total: Callable[[], int], *, quiet: bool) -> Iterator[Files]:
-    """Yield files whose reads are shown; those given where nobody sees it.
+def show_reads(files: Files, total: Callable[[], int], *, quiet: bool) -> Iterator[Files]:
+    """Yield a `Files` that shows the progress of reads on stderr; `files` itself if that is not a terminal.
 
     Args:
-        files: The storage seam.
-        total: Returns how many bytes will be read; 0: nobody knows. Called only if it is shown.
+        files: Files to read by.
+        total: Returns the number of bytes that will be read; 0: unknown. Called only if progress is shown.
         quiet: Show nothing.
     """
     with progress(quiet=quiet) as show:
         yield files if show is None else _CountingFiles(show, total())
 
 
-def said_nbytes(path: str, files: Files) -> int:
-    """Return what a checkpoint of ours says that it holds; 0: not known."""
+def recorded_nbytes(path: str, files: Files) -> int:
+    """Return the bytes that a checkpoint holds by its manifest; 0: not known."""
     try:
         return read_manifest(path, LocalStore(files)).nbytes
     except (AsyncCkptError, OSError):

@@ -10,7 +10,7 @@ from typing import Any
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.save_phases import ENDED
-from asyncckpt.recall.conversation import RequestChannel
+from asyncckpt.recall.session import RequestChannel
 from asyncckpt.recall.snapshots import endpoint_of
 
 ANSWER_TIMEOUT_S = 5.0

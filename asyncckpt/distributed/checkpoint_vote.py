@@ -22,7 +22,7 @@ from asyncckpt.errors import (
     SharedLoadError,
 )
 from asyncckpt.format.names import SaveId
-from asyncckpt.recall.newest import Offer
+from asyncckpt.recall.newest import NewestCandidate
 from asyncckpt.storage.catalog import Candidate, is_broken
 
 TRY_TIMEOUT_S = 1800.0
@@ -267,17 +267,17 @@ def _from_wire(raw: list[Any]) -> Candidate:
 
 def same_choice(
     ranks: Coordination,
-    look: Callable[[], list[Offer]],
-    usable: Callable[[list[Offer]], list[bool]],
+    look: Callable[[], list[NewestCandidate]],
+    usable: Callable[[list[NewestCandidate]], list[bool]],
     timeout_s: float,
     call: str,
-) -> Offer | None:
-    """Return, on every rank, the first of rank 0's offers that each of them can use; a collective.
+) -> NewestCandidate | None:
+    """Return, on every rank, the first of rank 0's candidates that each of them can use; a collective.
 
     Args:
         ranks: The ranks.
         look: Called on rank 0 only.
-        usable: Says on each rank which of rank 0's offers it can use; not called where the first one is on disk.
+        usable: Says on each rank which of rank 0's candidates it can use; not called where the first one is on disk.
         timeout_s: How long rank 0 may look, and how long to wait for the other ranks.
         call: What the ranks call, for messages.
 
@@ -299,19 +299,19 @@ def same_choice(
 
     try:
         answers = together(
-            lambda: [list(offer) for offer in look()] if first else None,
+            lambda: [list(candidate) for candidate in look()] if first else None,
             # Rank 0 may take so long for its answer.
             lambda: time.monotonic() + timeout_s if first else began + 2 * timeout_s,
         )
-        offers = _offers(answers[0])
-        if not offers or not offers[0].save_id:
-            return next(iter(offers), None)
-        votes = together(lambda: usable(offers), lambda: time.monotonic() + timeout_s)
+        candidates = _candidates_of(answers[0])
+        if not candidates or not candidates[0].save_id:
+            return next(iter(candidates), None)
+        votes = together(lambda: usable(candidates), lambda: time.monotonic() + timeout_s)
     finally:
         meeting.close()
-    if any(not isinstance(vote, list) or len(vote) != len(offers) for vote in votes):
+    if any(not isinstance(vote, list) or len(vote) != len(candidates) for vote in votes):
         raise SaveFailedError("a rank answered with something else than which checkpoints it can load", code="exchange")
-    return next((offer for n, offer in enumerate(offers) if all(vote[n] for vote in votes)), None)
+    return next((candidate for n, candidate in enumerate(candidates) if all(vote[n] for vote in votes)), None)
 
 
 def _failed_on(rank: int, error: AsyncCkptError) -> SaveFailedError:
@@ -326,15 +326,17 @@ def same_answer(ranks: Coordination, ask: Callable[[], str], timeout_s: float, c
         ask: Called on rank 0 only.
         timeout_s, call, Raises, Blocks: As for `same_choice`.
     """
-    found = same_choice(ranks, lambda: [Offer(ask())], lambda offers: [True] * len(offers), timeout_s, call)
+    found = same_choice(
+        ranks, lambda: [NewestCandidate(ask())], lambda candidates: [True] * len(candidates), timeout_s, call
+    )
     if found is None:
         raise SaveFailedError("rank 0 answered with nothing", code="exchange", rank=0)
     return found.path
 
 
-def _offers(raw: Any) -> list[Offer]:
+def _candidates_of(raw: Any) -> list[NewestCandidate]:
     try:
-        return [Offer(str(path), str(save_id), int(step)) for path, save_id, step in raw]
+        return [NewestCandidate(str(path), str(save_id), int(step)) for path, save_id, step in raw]
     except (ValueError, TypeError) as error:
         text = "rank 0 answered with something else than checkpoints"
         raise SaveFailedError(text, code="exchange", rank=0) from error

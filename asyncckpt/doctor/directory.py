@@ -1,7 +1,7 @@
-"""Checks of the directory that checkpoints go to: room, and what its file system can do.
+"""Checks of the directory that checkpoints go to: free space, and what its file system can do.
 
-What the file system can do is tried out in a corner: one directory with a name of its own, which is removed again. `gc`
-removes that of a doctor that was killed.
+The latter is tried out in a probe directory with a name of its own, which is removed again. If `doctor` is killed, `gc`
+removes it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import psutil
 
 from asyncckpt.basics.quantities import human
 from asyncckpt.doctor.findings import OK, WARN, Check, Finding, fail, findings_of, ok, warn
-from asyncckpt.maintenance.gc import PROBE, Temporary
+from asyncckpt.maintenance.gc import PROBE, TemporaryKind
 from asyncckpt.storage.files import Files, opened, read_small_file, write_all
 
 CHUNK_NBYTES = 4 << 20
 MAX_WRITE_NBYTES = 64 << 20
 MAX_WRITE_S = 0.25
-"""The probe of speed ends with whichever comes first. Chosen so that the whole command takes about a second."""
+"""The write probe ends when it reaches either. Chosen so that the whole command takes about a second."""
 
 SLOW_FSYNC_S = 0.5
 SKEW_S = 60.0
@@ -42,52 +42,54 @@ _NO_FLUSH = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _LOCK_ADVICE = (
     "save to a new path each time, in layout safetensors; on NFS use version 4, or mount with local_lock=none"
 )
-NAMES = frozenset(
+PROBE_FILE_NAMES = frozenset(
     {"direct", "small", "new", "old", "lock", "case", "clock", *(f"{w}-{n}" for w in _WAYS for n in "abc")}
 )
-"""All that the probes leave in their corner."""
+"""Names of the files that the probes make in their directory."""
 
-CORNER = re.compile(r"\.asyncckpt-doctor-[0-9a-f]{12}")
-PROBES = Temporary(
+PROBE_DIR_NAME = re.compile(r"\.asyncckpt-doctor-[0-9a-f]{12}")
+PROBES = TemporaryKind(
     kind=PROBE,
     who="doctor",
-    is_named=lambda name: CORNER.fullmatch(name) is not None,
-    may_hold=NAMES.__contains__,
+    is_named=lambda name: PROBE_DIR_NAME.fullmatch(name) is not None,
+    may_hold=PROBE_FILE_NAMES.__contains__,
 )
 
 
 def directory_checks(directory: str, state_nbytes: int | None, ranks: int, files: Files) -> Iterator[Finding]:
-    """Yield the findings.
+    """Yield the findings about a directory.
 
     Args:
-        directory: Absolute path; it need not be there yet.
-        state_nbytes: What is saved at once; None: not known.
-        ranks: How many save.
-        files: The storage seam.
+        directory: Absolute path; the directory need not exist.
+        state_nbytes: Bytes that all ranks of this machine save together; None: not known.
+        ranks: Number of ranks of this machine.
+        files: The file system.
     """
-    place = nearest(directory, files)
-    where = directory if place == directory else f"{place} (where {directory} will be made)"
-    corner = os.path.join(place, f".asyncckpt-doctor-{secrets.token_hex(6)}")
+    parent = nearest_existing(directory, files)
+    where = directory if parent == directory else f"{parent} (where {directory} will be made)"
+    probe_dir = os.path.join(parent, f".asyncckpt-doctor-{secrets.token_hex(6)}")
     checks = (
-        Check("file system", lambda: _file_system(place, where), status=WARN),
-        Check("free space", lambda: _free_space(place, state_nbytes, files), status=WARN),
-        Check("inodes", lambda: _inodes(place, ranks, files), status=WARN),
-        Check("permissions", lambda: _permissions(place, where, corner, files), f"{where} cannot be used", _ELSEWHERE),
+        Check("file system", lambda: _file_system(parent, where), status=WARN),
+        Check("free space", lambda: _free_space(parent, state_nbytes, files), status=WARN),
+        Check("inodes", lambda: _inodes(parent, ranks, files), status=WARN),
+        Check(
+            "permissions", lambda: _permissions(parent, where, probe_dir, files), f"{where} cannot be used", _ELSEWHERE
+        ),
     )
     try:
         for found in findings_of(checks):
             yield found
         if found.status == OK:
-            yield from probes(corner, files)
+            yield from probes(probe_dir, files)
     finally:
         with contextlib.suppress(OSError):
-            for name in files.listdir(corner):
-                files.unlink(os.path.join(corner, name))
-            files.rmdir(corner)
+            for name in files.listdir(probe_dir):
+                files.unlink(os.path.join(probe_dir, name))
+            files.rmdir(probe_dir)
 
 
-def nearest(directory: str, files: Files) -> str:
-    """Return the path of the directory, or the nearest one above it at which something is, or which cannot be seen."""
+def nearest_existing(directory: str, files: Files) -> str:
+    """Return `directory` or the nearest path above it that exists, or whose existence cannot be determined."""
     path = directory
     while True:
         try:
@@ -100,11 +102,11 @@ def nearest(directory: str, files: Files) -> str:
         return path
 
 
-def _file_system(place: str, where: str) -> Finding:
-    """Tell kind and options of the file system that holds `place`, by the kernel's table."""
-    real = os.path.realpath(place)
+def _file_system(path: str, where: str) -> Finding:
+    """Report kind and options of the file system that holds `path`, by the kernel's mount table."""
+    real = os.path.realpath(path)
     mounts = [one for one in psutil.disk_partitions(all=True) if os.path.commonpath((real, one[1])) == one[1]]
-    mounts.sort(key=lambda one: len(one.mountpoint))  # of two at one place the later one hides the earlier
+    mounts.sort(key=lambda one: len(one.mountpoint))  # of two at one mount point the later one hides the earlier
     kind, options = (mounts[-1].fstype, mounts[-1].opts) if mounts else ("unknown", "")
     text = f"{where} is on {kind}"
     if "ro" in options.split(","):
@@ -117,24 +119,24 @@ def _file_system(place: str, where: str) -> Finding:
     return ok(text, kind=kind)
 
 
-def _free_space(place: str, state_nbytes: int | None, files: Files) -> Finding:
-    found = files.statvfs(place)
+def _free_space(path: str, state_nbytes: int | None, files: Files) -> Finding:
+    found = files.statvfs(path)
     free = (found.f_bfree if os.geteuid() == 0 else found.f_bavail) * found.f_frsize
     facts = {"free_nbytes": free, "state_nbytes": state_nbytes}
     advice = f"free space, keep fewer checkpoints, or {_ELSEWHERE}"
     if state_nbytes is None:
-        return ok(f"{human(free)} are free; --state-bytes says whether that is enough", **facts)
+        return ok(f"{human(free)} are free; give --state-bytes to check whether that is enough", **facts)
     if free < state_nbytes:
         text = f"{human(free)} are free, a checkpoint takes {human(state_nbytes)}: every save fails"
         return fail(text, advice, **facts)
     if free < 2 * state_nbytes:
-        text = f"{human(free)} are free: room for one checkpoint of {human(state_nbytes)}, not for the next beside it"
+        text = f"{human(free)} are free: enough for one checkpoint of {human(state_nbytes)}, but not for two"
         return warn(text, advice, **facts)
     return ok(f"{human(free)} are free, for {free // state_nbytes} checkpoints", **facts)
 
 
-def _inodes(place: str, ranks: int, files: Files) -> Finding:
-    found, wanted = files.statvfs(place), _FILES_PER_RANK * ranks + _FILES_MORE
+def _inodes(path: str, ranks: int, files: Files) -> Finding:
+    found, wanted = files.statvfs(path), _FILES_PER_RANK * ranks + _FILES_MORE
     if not found.f_files:
         return ok("the file system counts no inodes", free=None)
     text = f"{found.f_favail} inodes are free, a checkpoint takes up to {wanted}"
@@ -142,44 +144,51 @@ def _inodes(place: str, ranks: int, files: Files) -> Finding:
     return ok(text, free=found.f_favail) if enough else fail(text, "remove files", free=found.f_favail)
 
 
-def _permissions(place: str, where: str, corner: str, files: Files) -> Finding:
-    """Make the corner in which things are tried out."""
+def _permissions(parent: str, where: str, probe_dir: str, files: Files) -> Finding:
+    """Make the probe directory."""
     try:
-        is_directory = stat.S_ISDIR(files.stat(place).st_mode)
-    except FileNotFoundError:  # no save makes what such a link leads to
-        text = f"{place} is a link to what is not there: every save fails"
+        is_directory = stat.S_ISDIR(files.stat(parent).st_mode)
+    except FileNotFoundError:  # no save creates the target of such a link
+        text = f"{parent} is a link to a path that does not exist: every save fails"
         return fail(text, f"remove the link, or {_ELSEWHERE}")
     if not is_directory:
-        return fail(f"{place} is a file", _ELSEWHERE)
-    files.mkdir(corner, 0o700)
+        return fail(f"{parent} is a file", _ELSEWHERE)
+    files.mkdir(probe_dir, 0o700)
     return ok(f"uid {os.geteuid()} may make directories in {where}")
 
 
 # ---- what is tried out ----------------------------------------------------------------------------------------------
 
 
-def probes(corner: str, files: Files) -> Iterator[Finding]:
-    """Yield the findings of what is tried in `corner`, an empty directory; its files are left to the caller."""
-    no_locks = "overwrites and layout dcp fail: files cannot be locked"
+def probes(probe_dir: str, files: Files) -> Iterator[Finding]:
+    """Yield the findings of the probes in `probe_dir`, an empty directory; the caller removes the files."""
+    no_locks = "files cannot be locked: overwriting and layout dcp fail"
     return findings_of(
         (
             Check(
-                "writing", lambda: _writing(corner, files), "a file cannot be written", f"{_ELSEWHERE}, or make room"
+                "writing", lambda: _writing(probe_dir, files), "a file cannot be written", f"{_ELSEWHERE}, or make room"
             ),
-            Check("fsync", lambda: _flush(corner, files), "a file cannot be flushed", f"{_ELSEWHERE}, or fsync=False"),
-            Check("directory fsync", lambda: _directory_flush(corner, files), "it cannot be flushed", _ELSEWHERE),
-            Check("commit", lambda: _commit(corner, files), "nothing can be committed", _ELSEWHERE),
-            Check("locks", lambda: _lock(corner, files), no_locks, _LOCK_ADVICE, WARN),
-            Check("names", lambda: _names(corner, files), status=WARN),
-            Check("storage clock", lambda: _skew(corner, files), status=WARN),
+            Check(
+                "fsync", lambda: _flush(probe_dir, files), "a file cannot be flushed", f"{_ELSEWHERE}, or fsync=False"
+            ),
+            Check(
+                "directory fsync",
+                lambda: _directory_flush(probe_dir, files),
+                "a directory cannot be flushed",
+                _ELSEWHERE,
+            ),
+            Check("commit", lambda: _commit(probe_dir, files), "nothing can be committed", _ELSEWHERE),
+            Check("locks", lambda: _lock(probe_dir, files), no_locks, _LOCK_ADVICE, WARN),
+            Check("names", lambda: _names(probe_dir, files), status=WARN),
+            Check("storage clock", lambda: _clock_skew(probe_dir, files), status=WARN),
         )
     )
 
 
-def _writing(corner: str, files: Files) -> Finding:
-    """Write whole pages past the page cache, read them back, and tell the speed."""
-    path, found = os.path.join(corner, "direct"), files.statvfs(corner)
-    most = min(MAX_WRITE_NBYTES, found.f_bavail * found.f_frsize // 4)  # others save there too
+def _writing(probe_dir: str, files: Files) -> Finding:
+    """Write whole pages past the page cache, read them back, and measure the speed."""
+    path, found = os.path.join(probe_dir, "direct"), files.statvfs(probe_dir)
+    most = min(MAX_WRITE_NBYTES, found.f_bavail * found.f_frsize // 4)  # others may be saving there
     nbytes = max(mmap.PAGESIZE, min(CHUNK_NBYTES, most) // mmap.PAGESIZE * mmap.PAGESIZE)
     view = memoryview(mmap.mmap(-1, nbytes))  # whole pages, as O_DIRECT wants them
     view[:16] = secrets.token_bytes(16)
@@ -187,19 +196,19 @@ def _writing(corner: str, files: Files) -> Finding:
     with opened(files, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) as fd:
         is_direct = _is_direct(files, fd, view, path)
         if read_small_file(files, path, nbytes) != view:
-            return fail("what was read back is not what was written", "do not use this storage")
+            return fail("what was read back is not what was written", "do not save checkpoints to this storage")
         done, seconds = _write_on(files, fd, view, path, most)
     speed = done / max(seconds, 1e-9)
     text = f"{human(speed)}/s by {'O_DIRECT' if is_direct else 'the page cache'}, flushed, in a probe of {human(done)}"
     facts = {"direct": is_direct, "bytes_per_s": round(speed), "nbytes": done}
     if is_direct:
         return ok(text, **facts)
-    advice = "nothing need be done; more memory and processor time is taken"
+    advice = "nothing needs to be done; writing takes more memory and CPU time"
     return warn(f"{text}: the file system has no O_DIRECT", advice, **facts)
 
 
 def _is_direct(files: Files, fd: int, view: memoryview, path: str) -> bool:
-    """Write a chunk; whether that can be done past the page cache. Then all others can be written so, too."""
+    """Write a chunk; return whether that was possible with O_DIRECT, as it then is for all others."""
     try:
         files.set_direct(fd, True)
         write_all(files, fd, view, 0, path)
@@ -213,7 +222,7 @@ def _is_direct(files: Files, fd: int, view: memoryview, path: str) -> bool:
 
 
 def _write_on(files: Files, fd: int, view: memoryview, path: str, most: int) -> tuple[int, float]:
-    """Write for a moment, over the first chunk and on, and flush. Returns bytes, and seconds for them."""
+    """Write for a moment, from the start of the file, and flush. Returns bytes and seconds."""
     began, done = time.monotonic(), 0
     while done == 0 or (done + len(view) <= most and time.monotonic() - began < MAX_WRITE_S):
         try:
@@ -227,8 +236,8 @@ def _write_on(files: Files, fd: int, view: memoryview, path: str, most: int) -> 
     return done, time.monotonic() - began
 
 
-def _flush(corner: str, files: Files) -> Finding:
-    path, times = os.path.join(corner, "small"), list[float]()
+def _flush(probe_dir: str, files: Files) -> Finding:
+    path, times = os.path.join(probe_dir, "small"), list[float]()
     with opened(files, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) as fd:
         while len(times) < 3 and sum(times) <= SLOW_FSYNC_S:
             write_all(files, fd, memoryview(b"x" * 4096), 4096 * len(times), path)
@@ -238,41 +247,41 @@ def _flush(corner: str, files: Files) -> Finding:
     seconds = statistics.median(times)
     text, facts = f"a small fsync takes {seconds * 1000:.3g} ms", {"seconds": seconds}
     if seconds > SLOW_FSYNC_S:
-        return warn(f"{text}; a save makes several", "look for what else writes there", **facts)
+        return warn(f"{text}; a save makes several", "check what else writes there", **facts)
     return ok(text, **facts)
 
 
-def _directory_flush(corner: str, files: Files) -> Finding:
-    with opened(files, corner, os.O_RDONLY | os.O_DIRECTORY) as fd:
+def _directory_flush(probe_dir: str, files: Files) -> Finding:
+    with opened(files, probe_dir, os.O_RDONLY | os.O_DIRECTORY) as fd:
         try:
             files.fsync(fd)
         except OSError as error:
             if error.errno not in _NO_FLUSH:
                 raise
-            text = "the file system flushes no directories; it is taken at its word that names are kept"
-            return warn(text, "do not count on the newest checkpoint after a power cut")
-    return ok("names of files are flushed")
+            text = "the file system cannot flush directories: a power cut may lose the names of the newest files"
+            return warn(text, "do not rely on the newest checkpoint after a power cut")
+    return ok("directories can be flushed")
 
 
-def _commit(corner: str, files: Files) -> Finding:
-    """Publish as a commit does: by a name that must not be taken."""
+def _commit(probe_dir: str, files: Files) -> Finding:
+    """Publish a file as a commit does: under a name that must be free."""
     ways = dict(zip(_WAYS, (files.link, files.rename_noreplace), strict=True))
-    works = [name for name, way in ways.items() if _refuses_taken(corner, name, way, files)]
-    old, new = _made(corner, "old", files), _made(corner, "new", files)
+    works = [name for name, way in ways.items() if _refuses_taken(probe_dir, name, way, files)]
+    old, new = _made(probe_dir, "old", files), _made(probe_dir, "new", files)
     replaces = _works(lambda: files.rename(new, old))
     facts = {"ways": works, "rename": replaces}
     if not works:
-        text = "neither link(2) nor renameat2(2) puts a name that must not be taken: nothing can be committed"
+        text = "neither link(2) nor renameat2(2) refuses a name that is taken: nothing can be committed"
         return fail(text, _ELSEWHERE, **facts)
     if not replaces:
-        return warn("a name cannot be replaced: overwrite=True fails", "save to a new path each time", **facts)
+        return warn("rename(2) cannot replace a file: overwrite=True fails", "save to a new path each time", **facts)
     return ok(f"commits by {works[0]}; overwrites by rename", **facts)
 
 
-def _refuses_taken(corner: str, name: str, way: Callable[[str, str], None], files: Files) -> bool:
-    """Whether it gives a free name, and refuses one that is taken."""
-    target = os.path.join(corner, f"{name}-b")
-    first, second = _made(corner, f"{name}-a", files), _made(corner, f"{name}-c", files)
+def _refuses_taken(probe_dir: str, name: str, way: Callable[[str, str], None], files: Files) -> bool:
+    """Return whether `way` accepts a free name, and refuses one that is taken."""
+    target = os.path.join(probe_dir, f"{name}-b")
+    first, second = _made(probe_dir, f"{name}-a", files), _made(probe_dir, f"{name}-c", files)
     try:
         way(first, target)
         way(second, target)
@@ -281,8 +290,8 @@ def _refuses_taken(corner: str, name: str, way: Callable[[str, str], None], file
     return False
 
 
-def _lock(corner: str, files: Files) -> Finding:
-    path = _made(corner, "lock", files)
+def _lock(probe_dir: str, files: Files) -> Finding:
+    path = _made(probe_dir, "lock", files)
     with opened(files, path, os.O_RDWR) as one, opened(files, path, os.O_RDWR) as two:
         files.flock(one)
         try:
@@ -290,27 +299,27 @@ def _lock(corner: str, files: Files) -> Finding:
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
-            return ok("files can be locked, for overwrites and layout dcp")
-    return warn("two hold one lock: overwrites and layout dcp are not safe", _LOCK_ADVICE)
+            return ok("files can be locked, for overwrite=True and layout dcp")
+    return warn("two descriptors could hold one lock: overwrite=True and layout dcp are not safe", _LOCK_ADVICE)
 
 
-def _names(corner: str, files: Files) -> Finding:
-    _made(corner, "case", files)
-    is_one = _works(lambda: files.lstat(os.path.join(corner, "CASE")))
-    one = "small and capital letters are one; no two files of a checkpoint differ by them alone"
-    return ok(one if is_one else "small and capital letters are told apart")
+def _names(probe_dir: str, files: Files) -> Finding:
+    _made(probe_dir, "case", files)
+    is_one = _works(lambda: files.lstat(os.path.join(probe_dir, "CASE")))
+    same = "file names are case-insensitive; no two files of a checkpoint differ only by case"
+    return ok(same if is_one else "file names are case-sensitive")
 
 
-def _skew(corner: str, files: Files) -> Finding:
-    seconds = files.lstat(_made(corner, "clock", files)).st_mtime - time.time()
+def _clock_skew(probe_dir: str, files: Files) -> Finding:
+    seconds = files.lstat(_made(probe_dir, "clock", files)).st_mtime - time.time()
     text = f"the storage's clock is {abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} this machine's"
     if abs(seconds) > SKEW_S:
         return warn(text, "set the clocks: `asyncckpt gc` goes by them", seconds=seconds)
     return ok(text, seconds=seconds)
 
 
-def _made(corner: str, name: str, files: Files) -> str:
-    path = os.path.join(corner, name)
+def _made(probe_dir: str, name: str, files: Files) -> str:
+    path = os.path.join(probe_dir, name)
     with opened(files, path, os.O_WRONLY | os.O_CREAT, 0o600):
         return path
 

@@ -1,4 +1,4 @@
-"""A check of this machine or of a directory, and what it came to."""
+"""Checks of `asyncckpt doctor`, and their findings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What a check came to.
+    """The result of a check.
 
     Attributes:
-        name: Of the check.
+        name: Name of the check.
         status: `ok`; `warn`: it works, slower or with less than is promised; `fail`: saves or loads will fail.
         text: What was found, and what it means.
-        advice: What to do; empty where nothing need be done.
-        facts: The numbers, for programs.
+        advice: What to do; empty if nothing needs to be done.
+        facts: Values for --json.
     """
 
     name: str = ""
@@ -36,37 +36,37 @@ class Check:
     """One check.
 
     Attributes:
-        name: In reports.
-        look: Does it; its finding need not have the name.
-        failure: What it means that the system refuses a call of it.
-        advice: What to do then.
-        status: Of the finding then.
+        name: Name in reports.
+        run: Runs the check, and returns its finding, whose name is set later.
+        failure: Text of the finding if the check raises.
+        advice: Advice of the finding then.
+        status: Status of the finding then.
     """
 
     name: str
-    look: Callable[[], Finding]
-    failure: str = "cannot be looked at"
-    advice: str = "look yourself"
+    run: Callable[[], Finding]
+    failure: str = "cannot be checked"
+    advice: str = "check it by hand"
     status: str = FAIL
 
 
 def findings_of(checks: Iterable[Check]) -> Iterator[Finding]:
-    """Do the checks in turn."""
+    """Run checks, and yield their findings."""
     for check in checks:
         try:
-            found = check.look()
+            found = check.run()
         except (OSError, AsyncCkptError) as error:
             found = Finding(status=check.status, text=f"{check.failure}: {reason(error)}", advice=check.advice)
         yield replace(found, name=check.name)
 
 
 def ok(text: str, **facts: Any) -> Finding:
-    """Return a finding that all is well."""
+    """Return a finding that everything is fine."""
     return Finding(status=OK, text=text, facts=facts)
 
 
 def warn(text: str, advice: str, **facts: Any) -> Finding:
-    """Return a finding that something is less than it could be."""
+    """Return a finding that something works, but slower or with less than is promised."""
     return Finding(status=WARN, text=text, advice=advice, facts=facts)
 
 
@@ -76,7 +76,7 @@ def fail(text: str, advice: str, **facts: Any) -> Finding:
 
 
 def reason(error: Exception) -> str:
-    """Return the name of the system's error, and the text without paths."""
+    """Return the errno's name and the text of an error, without paths."""
     code = errno.errorcode.get(getattr(error.__cause__ or error, "errno", None) or 0)
     text = getattr(error, "strerror", None) or str(error)
     return f"{code}: {text}" if code else text

@@ -18,7 +18,7 @@ import psutil
 
 from asyncckpt import __version__
 from asyncckpt.basics.quantities import human
-from asyncckpt.doctor.directory import nearest
+from asyncckpt.doctor.directory import nearest_existing
 from asyncckpt.doctor.findings import Check, Finding, fail, findings_of, ok, reason, warn
 from asyncckpt.errors import AsyncCkptError, WorkerUnavailableError
 from asyncckpt.memory.arena import SlotMemory
@@ -28,19 +28,19 @@ from asyncckpt.protocol.endpoint import check_directory, default_endpoint, place
 from asyncckpt.storage.files import Files
 
 OVERHEAD_NBYTES = 200 << 20
-"""What trainer and worker take beside the slots (GUARANTEES.md, P11)."""
+"""Memory that trainer and worker take in addition to the slots (docs/guarantees.md, P11)."""
 
 PROBE_NBYTES = 1 << 20
 CHILD_TIMEOUT_S = 10.0
 FDS_PER_RANK, FDS_AT_LEAST = 16, 128
-"""A handful of slots, pidfds and connections a rank; files being written, and Python's own. Chosen, not measured."""
+"""File descriptors: slots, pidfds and connections of a rank; files being written, and Python's own. Chosen."""
 
 NEEDED = {"torch": "2.6", "psutil": "5.9", "pyzmq": "25.1", "msgpack": "1.0.5", "xxhash": "3.2"}
 """As pyproject.toml has them; a test compares."""
 
 _PYTHON = (3, 10)
 _WRITTEN_S = 1_735_689_600.0
-"""1 January 2025: no clock that goes right is before it."""
+"""1 January 2025, in seconds since 1970: a clock that shows an earlier time is wrong."""
 
 _ENDPOINT_ADVICE = "choose another: ASYNCCKPT_ENDPOINT=ipc:///a/short/directory/of/yours/name.sock"
 _PROC_ADVICE = "mount proc on /proc (mount -t proc proc /proc): the worker needs it"
@@ -58,12 +58,12 @@ sys.stdin.read()
 
 
 def machine_checks(state_nbytes: int | None, ranks: int, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the findings.
+    """Yield the findings about this machine.
 
     Args:
-        state_nbytes: What the ranks of this machine save together; None: not known.
-        ranks: On this machine.
-        environ: For the endpoint.
+        state_nbytes: Bytes that all ranks of this machine save together; None: not known.
+        ranks: Number of ranks of this machine.
+        environ: Environment, which determines the endpoint.
     """
     named = environ.get("ASYNCCKPT_ENDPOINT")
     return findings_of(
@@ -95,10 +95,10 @@ def _pidfd() -> Finding:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError) as error:  # the first: a Python that was built without
-        text = f"no pidfds ({reason(error)}): a process's end is learnt from /proc every 200 ms, not at once"
-        advice = "nothing needs to be done, for trainer or worker; Linux has pidfds since 5.3"
+        text = f"no pidfds ({reason(error)}): the end of a process is polled in /proc every 200 ms"
+        advice = "nothing needs to be done; Linux has pidfds since 5.3"
         return warn(text, advice, pidfd=False)
-    return ok("the end of a process is learnt at once, by pidfd", pidfd=True)
+    return ok("the end of a process is noticed at once, by pidfd", pidfd=True)
 
 
 def _processes() -> Finding:
@@ -110,15 +110,15 @@ def _processes() -> Finding:
     try:
         refusal = _refused_memory()
     except OSError as error:
-        refusal = f"a second process cannot be tried: {reason(error)}; see slots, or raise ulimit -u"
+        refusal = f"no second process could be started for this check: {reason(error)}; see 'slots', or raise ulimit -u"
     if refusal:
         advice = "run trainer and worker as one user in one PID namespace; let them read each other's /proc/<pid>/fd"
         return fail(refusal, advice, **facts)
-    return ok("processes of this user open each other's slots by /proc/<pid>/fd", **facts)
+    return ok("processes of this user can open each other's memory by /proc/<pid>/fd", **facts)
 
 
 def _refused_memory() -> str:
-    """Open memory of this process in another one, and the other way round; says what is refused, "" if nothing is."""
+    """Open memory of this process in another one, and vice versa; return what was refused, "" if nothing was."""
     mine = os.memfd_create("asyncckpt-doctor", os.MFD_CLOEXEC)
     command = [sys.executable, "-I", "-S", "-c", _CHILD, str(os.getpid()), str(mine)]
     pipe = subprocess.PIPE
@@ -140,7 +140,7 @@ def _refused_memory() -> str:
 
 
 def _read(path: str) -> str:
-    """Return what a file of the kernel says; "" if it is not there."""
+    """Return the text of a file in /proc or /sys; "" if it does not exist."""
     try:
         with open(path) as file:
             return file.read().strip()
@@ -149,7 +149,7 @@ def _read(path: str) -> str:
 
 
 def _limit(resource_number: int) -> int | None:
-    """Return the limit of this process; None: there is none."""
+    """Return a resource limit of this process; None: unlimited."""
     soft, _ = resource.getrlimit(resource_number)
     return None if soft == resource.RLIM_INFINITY else soft
 
@@ -162,7 +162,7 @@ def _open_files(ranks: int) -> Finding:
         return fail(str(error), "raise it (ulimit -n), and allow eventfd(2)", limit=limit)
     if limit is None:
         return ok("no limit for open files", limit=limit)
-    text = f"{limit} open files a process (ulimit -n), {wanted} are enough"
+    text = f"{limit} open files are allowed (ulimit -n), {wanted} are enough"
     if limit < wanted:
         return warn(f"{text} for {ranks} ranks", f"raise it: ulimit -n {wanted}", limit=limit)
     return ok(text, limit=limit)
@@ -180,32 +180,32 @@ def _file_size(state_nbytes: int | None) -> Finding:
 
 
 def _named_endpoint(named: str) -> Finding:
-    """Look at the directory of the endpoint that the environment names."""
+    """Check the directory of the endpoint in the environment."""
     try:
         check_directory(named)
     except AsyncCkptError as error:
         return fail(str(error), _ENDPOINT_ADVICE, endpoint=named)
     directory = os.path.dirname(socket_path(named))
-    above = nearest(directory, Files())
+    above = nearest_existing(directory, Files())
     if above == directory:
-        return ok(f"trainer and worker meet in {directory}, which is this user's alone", endpoint=named)
+        return ok(f"the worker's socket goes to {directory}, which only this user can access", endpoint=named)
     if not (os.path.isdir(above) and os.access(above, os.W_OK | os.X_OK)):
         text = f"{directory} cannot be made: {above} is not a directory that this user can write to"
         return fail(text, _ENDPOINT_ADVICE, endpoint=named)
-    return ok(f"trainer and worker will meet in {directory}, which will be made", endpoint=named)
+    return ok(f"the worker's socket goes to {directory}, which will be made", endpoint=named)
 
 
 def _endpoint(environ: Mapping[str, str]) -> Finding:
-    """Look for the directory of the endpoint that a training takes which is told none."""
+    """Check the directory of the default endpoint."""
     found = places(environ, os.geteuid())
     refusals = list(itertools.takewhile(bool, (place.refusal for place in found)))
     if len(refusals) == len(found):
         return fail(f"no directory is fit for the worker's socket: {'; '.join(refusals)}", _ENDPOINT_ADVICE)
     taken = found[len(refusals)].directory
-    there = "which is this user's alone" if os.path.isdir(taken) else "which will be made"
-    passed_over = f"; passed over: {'; '.join(refusals)}" if refusals else ""
+    there = "which only this user can access" if os.path.isdir(taken) else "which will be made"
+    passed_over = f"; not usable: {'; '.join(refusals)}" if refusals else ""
     endpoint = default_endpoint(environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
-    text = f"trainer and worker meet in {taken}, {there}{passed_over}"
+    text = f"the worker's socket goes to {taken}, {there}{passed_over}"
     return ok(text, endpoint=endpoint, passed_over=refusals)
 
 
@@ -222,7 +222,7 @@ def _software() -> Finding:
 
 
 def _version_of(name: str) -> str | None:
-    """Without importing it, which takes seconds for torch."""
+    """Return the version of a package without importing it, which takes seconds for torch."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -238,7 +238,7 @@ def _clock() -> Finding:
     now = time.time()
     text = time.strftime("the clock says %Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
     if now < _WRITTEN_S:
-        text += ", which is in the past: ages and dates of checkpoints will be wrong"
+        text += ", which is before this version was written: ages and dates of checkpoints will be wrong"
         return warn(text, "set the clock")
     return ok(text)
 
@@ -251,8 +251,8 @@ def _memory(state_nbytes: int | None) -> Finding:
     left = max(0, available - OVERHEAD_NBYTES - RESERVE_NBYTES)
     facts = {"available_nbytes": available, "limit_nbytes": limit, "state_nbytes": state_nbytes}
     if state_nbytes is None:
-        return ok(f"{human(available)} are {where}: for states up to {human(left / 2)} in two slots", **facts)
-    text = f"{human(available)} are {where}, a snapshot takes {human(state_nbytes)}"
+        return ok(f"{human(available)} are {where}: enough for two slots of up to {human(left / 2)}", **facts)
+    text = f"{human(available)} are {where}, and a snapshot takes {human(state_nbytes)}"
     if left < state_nbytes:
         advice = "save less, free memory, or set arena_limit_bytes: then a save takes as long as writing"
         return fail(f"{text}: it does not fit, and every save fails", advice, **facts)
@@ -263,32 +263,34 @@ def _memory(state_nbytes: int | None) -> Finding:
 
 
 def _slots() -> Finding:
-    """Make a slot as the worker does, and take it away again."""
+    """Create a slot as the worker does, and remove it."""
     slot = SlotMemory.create(PROBE_NBYTES)
     try:
         populated = slot.mapping.populate(0, PROBE_NBYTES)
     finally:
         slot.close()
     if populated:
-        return ok("slots are sealed memfds, filled in ahead by MADV_POPULATE_WRITE", populate=True)
-    text = "slots are sealed memfds; the kernel has no MADV_POPULATE_WRITE (before 5.14): pages are touched instead"
-    return warn(text, "nothing need be done; the first save of a run is slower", populate=False)
+        return ok("slots are sealed memfds, with pages allocated ahead by MADV_POPULATE_WRITE", populate=True)
+    text = (
+        "slots are sealed memfds; this kernel (before 5.14) has no MADV_POPULATE_WRITE: their pages are touched instead"
+    )
+    return warn(text, "nothing needs to be done; the first save of a run is slower", populate=False)
 
 
 def _huge_pages() -> Finding:
     chosen = _read("/sys/kernel/mm/transparent_hugepage/shmem_enabled").partition("[")[2].partition("]")[0]
-    text = f"huge pages for shared memory: {chosen or 'the kernel says nothing of them'}"
+    text = f"huge pages for shared memory: {chosen or 'not reported by the kernel'}"
     if chosen in ("never", "deny"):
-        text += "; slots are of small pages, which costs the first save of a run some time and later ones little"
+        text += "; slots use small pages, so the first save of a run takes longer, later ones little"
     return ok(text, shmem_enabled=chosen or None)
 
 
 def _locked(state_nbytes: int | None) -> Finding:
     limit = _limit(resource.RLIMIT_MEMLOCK)
     has_gpu = os.path.exists("/proc/driver/nvidia") or os.path.exists("/dev/kfd")
-    said = "no limit" if limit is None else f"at most {human(limit)}"
-    text = f"locked memory (ulimit -l): {said}; only the pinning of slots for a GPU may need it"
+    bound = "no limit" if limit is None else f"at most {human(limit)}"
+    text = f"locked memory (ulimit -l): {bound}; only pinned memory for GPU copies may need it"
     if limit is None or not has_gpu or (state_nbytes is not None and limit >= state_nbytes):
         return ok(text, limit_nbytes=limit, gpu=has_gpu)
-    advice = "raise it to the state's size where the driver counts pinned memory; else copies are slower, not wrong"
+    advice = "raise it to the size of the state if the GPU driver counts pinned memory; otherwise copies are slower"
     return warn(text, advice, limit_nbytes=limit, gpu=has_gpu)

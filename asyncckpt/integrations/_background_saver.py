@@ -1,8 +1,8 @@
-"""BackgroundSaver: saves a framework's own files by way of our worker, and publishes them under the framework's names.
+"""`BackgroundSaver`: saves a framework's own files in the background, and publishes them under the framework's names.
 
-A save stages into the worker's memory and returns. The worker commits a checkpoint of ours in a hidden directory beside
-the target, and a process of its own (`_export`) makes the framework's files of it and renames them into place. Both
-outlive the trainer. What was staged is thus published whatever happens to the trainer, and nothing incomplete ever has
+A save stages into the worker's memory and returns. The worker commits an asyncckpt checkpoint in a hidden directory
+beside the target. A separate process, the exporter (`_export`), makes the framework's files of it and renames them into
+place. Worker and exporter outlive the trainer, so whatever was staged is published. No incomplete checkpoint ever has
 the framework's name.
 """
 
@@ -27,7 +27,7 @@ from asyncckpt.config import RankInfo
 from asyncckpt.distributed.checkpoint_vote import same_answer
 from asyncckpt.errors import WaitTimeoutError
 from asyncckpt.integrations._capture import Pieces
-from asyncckpt.integrations._export import PASSING, ExporterProcess, finish_exports
+from asyncckpt.integrations._export import TRANSIENT_ERRNOS, ExporterProcess, finish_exports
 from asyncckpt.integrations._export_queue import (
     QUEUE_NAME,
     WILL_RETRY,
@@ -41,13 +41,13 @@ from asyncckpt.manager.root_lock import RootLock, claim
 from asyncckpt.save_handle import SaveHandle
 
 MAX_TRIES = 3
-"""Exporters for one save, each of which was killed before the next one started. Chosen, as are those below."""
+"""Exporters that are started for one save, each after the one before was killed. Chosen, as are those below."""
 
 EXPORTER_END_S = 5.0
-"""How long an exporter that has nothing left to do may take to end."""
+"""Time that an exporter without further jobs may take to end."""
 
 AGREE_TIMEOUT_S = 60.0
-"""How long ranks wait for each other before their first save; as `plan_timeout_s` has it."""
+"""Seconds that ranks wait for each other before their first save; the default of `plan_timeout_s`."""
 
 _POLL_S = 0.02
 
@@ -56,9 +56,16 @@ _log = logging.getLogger("asyncckpt.integrations")
 
 @dataclass(slots=True, eq=False)
 class _Save:
-    """A save that is not published yet. `job`, `exporter`: its export and the process that has it; on rank 0 only.
+    """A save that is not published yet.
 
-    `is_late`: it could not be published, and the exporter tries again.
+    Attributes:
+        target: Absolute path of the framework's checkpoint.
+        handle: Handle of the save.
+        job: Its export job; None on other ranks than 0.
+        exporter: Process id of the exporter that has the job.
+        n_tries: Number of exporters that were started for it.
+        is_late: Whether it could not be published, and the exporter tries again.
+        is_published: Whether it is published.
     """
 
     target: str
@@ -71,10 +78,10 @@ class _Save:
 
 
 class BackgroundSaver:
-    """Saves a framework's files in the background. For one thread. It may be used again after `close` or `leave`.
+    """Saves a framework's files in the background. For one thread. May be used again after `close` or `leave`.
 
     Args:
-        rank_info: Which rank this is; default: torch.distributed's. `RankInfo(0, 1)`: only one rank saves.
+        rank_info: Rank of this process; default: torch.distributed's. `RankInfo(0, 1)`: only one rank saves.
         **fields: Fields of `CheckpointerConfig`, and `endpoint`.
     """
 
@@ -90,7 +97,7 @@ class BackgroundSaver:
 
     @property
     def checkpointer(self) -> AsyncCheckpointer:
-        """What saves; made on first use."""
+        """The checkpointer; made on first use."""
         if self._checkpointer is None:
             self._checkpointer = AsyncCheckpointer(rank_info=self._given_rank, **self._fields)
             self._checkpointer.attach(*self._optimizers)
@@ -101,10 +108,10 @@ class BackgroundSaver:
         return self._given_rank or self.checkpointer.rank_info
 
     def attach(self, *optimizers: Any) -> None:
-        """Let what these own be copied behind forward and backward; their `step()` waits for it. Until `close`.
+        """Copy what these optimizers own during forward and backward; their `step()` waits for it. Until `close`.
 
         Args:
-            *optimizers: Also wrapped by Accelerate. Others than torch's are passed over.
+            *optimizers: Optimizers of torch, which Accelerate may have wrapped; others are ignored.
         """
         inner = [getattr(one, "optimizer", one) for one in optimizers]
         new = [one for one in inner if isinstance(one, torch.optim.Optimizer) and one not in self._optimizers]
@@ -121,20 +128,20 @@ class BackgroundSaver:
         kind: Kind = "directory",
         state: Mapping[str, Any] | None = None,
     ) -> SaveHandle:
-        """Stage what is to be published at `target`, and return; tensors may change as after `AsyncCheckpointer.save`.
+        """Stage the files to publish at `target`, and return; tensors may change as after `AsyncCheckpointer.save`.
 
-        With several ranks all of them call it, each with its own files.
+        All ranks call it, each with its own files.
 
         Args:
-            target: The framework's directory, or file; what stands there is replaced when the new one is complete.
-            files: By name below the directory; if the target is a file, one under any name.
-            step: The training step.
+            target: The framework's directory or file; an existing one is replaced when the new one is complete.
+            files: Files by name below the directory; if the target is a file, one file under any name.
+            step: Training step.
             kind: What the target is.
-            state: If it is "dcp": what the checkpoint holds, besides the files.
+            state: For kind "dcp": the state dict that the checkpoint holds besides the files.
 
         Raises:
             UnsupportedPathError, CheckpointerClosedError, ForkedError, ReentrantCallError: As `AsyncCheckpointer.save`.
-            OSError: The queue cannot be written, or no process started. A full disk is logged: the training goes on.
+            OSError: The queue cannot be written, or no process can be started. A full disk is only logged.
         """
         self.poll()
         if not self._token:
@@ -155,13 +162,13 @@ class BackgroundSaver:
         pid = None
         try:
             try:
-                # IMPORTANT: before the save: whatever is staged has somebody to publish it if we die the next moment.
+                # IMPORTANT: before the save: once it is staged, the exporter publishes it even if this process dies.
                 pid = self._submit(job, job.write())
             except OSError as error:
-                if error.errno not in PASSING:
+                if error.errno not in TRANSIENT_ERRNOS:
                     raise
                 _log.error("%s was not saved: %s", path, error)
-            # IMPORTANT: even if nobody will publish it: the other ranks wait for this one.
+            # IMPORTANT: save even if nothing can publish it: the other ranks wait for this one.
             handle = self.checkpointer.save(whole, job.native, step=step)
         except BaseException:
             job.close()
@@ -175,19 +182,19 @@ class BackgroundSaver:
         return self._exporter.submit(job, fd, timeout_s=self.checkpointer.config.commit_timeout_s)
 
     def _same(self, ask: Callable[[], str], timeout_s: float) -> str:
-        """Return rank 0's answer on every rank."""
+        """Return rank 0's result of `ask` on every rank."""
         ranks = self.checkpointer._coordination
         return ask() if ranks is None else same_answer(ranks, ask, timeout_s, "a framework's save")
 
     def pending(self) -> list[str]:
         """Return the targets that are not published yet, oldest first.
 
-        First those that could not be, and are tried again: `wait` does not wait for them.
+        Those whose export has failed and is tried again come first; `wait` does not wait for them.
         """
         return [one.target for one in sorted(self._saves, key=lambda one: not one.is_late)]
 
     def poll(self) -> list[str]:
-        """Return the targets that were published since the last call, and remove what was discarded. Does not wait."""
+        """Return the targets that were published since the last call, and remove discarded ones. Does not wait."""
         published = []
         for one in list(self._saves):
             failure = self._failure_of(one)
@@ -202,7 +209,7 @@ class BackgroundSaver:
                 one.is_published = True
                 published.append(one.target)
                 if one.is_late:
-                    _log.warning("%s is published now, or what was saved after it", one.target)
+                    _log.warning("%s, or a later save to it, is published now", one.target)
             self._saves.remove(one)
         self._remove_discarded()
         return published
@@ -217,7 +224,7 @@ class BackgroundSaver:
                     remove_target(target)
 
     def _failure_of(self, one: _Save) -> str | None:
-        """Return why a save has ended without being published; empty: it is published; None: it is in progress."""
+        """Return why a save was not published; empty: it is published; None: it is in progress."""
         job = one.job
         if not one.handle.written.done():
             return None
@@ -226,37 +233,37 @@ class BackgroundSaver:
             return f"saved: {error}"
         if job is None or not job.is_open:
             return ""
-        # IMPORTANT: in this order. It may be done, or fail, between two of these looks.
+        # IMPORTANT: in this order: the job may end, or fail, between any two of these calls.
         is_alive = self._exporter.is_alive(one.exporter)
-        said = _said(job)
+        reason = _failure_reason(job)
         if not job.is_open:
             return ""
-        if (said is None or one.is_late) and (is_alive or self._submitted_again(one, job)):
+        if (reason is None or one.is_late) and (is_alive or self._submitted_again(one, job)):
             return None
-        return f"published: {said or 'its exporter was killed; the next start of the training tries again'}"
+        return f"published: {reason or 'its exporter was killed; the next start of the training tries again'}"
 
     def _submitted_again(self, one: _Save, job: ExportJob) -> bool:
-        """Give a save whose exporter was killed to another one; False where that is of no use."""
+        """Give a save whose exporter was killed to a new one; returns whether that was possible."""
         if one.n_tries >= MAX_TRIES:
             return False
         try:
             fd = job.lock()
             one.exporter = self._submit(job, fd)
-            one.n_tries += fd is not None  # else another process does it
+            one.n_tries += fd is not None  # None: another process has the job
         except OSError as error:
             _log.warning("%s: no process can be started: %s", one.target, error)
             return False
         return True
 
     def will_exist(self, target: str | os.PathLike[str]) -> bool:
-        """Return whether a target is there once all saves and removals are done, if they succeed."""
+        """Return whether a target will exist once all saves and removals have succeeded."""
         path = absolute_path(target)
         return path not in self._removals and (path in self.pending() or os.path.exists(path))
 
     def discard(self, target: str | os.PathLike[str]) -> None:
-        """Remove a target, once what was saved after it, or is being saved now, is published: never the last one.
+        """Remove a target, once a later save is published, so that one checkpoint is always there.
 
-        If those saves fail, it stays.
+        If the later saves fail, it stays.
         """
         path = absolute_path(target)
         self._removals[path] = [one for one in self._saves if not one.is_late or one.target == path]
@@ -266,14 +273,14 @@ class BackgroundSaver:
         return [one for one in self._saves if not one.is_late]
 
     def wait(self, timeout_s: float | None = None, *, target: str | os.PathLike[str] | None = None) -> list[str]:
-        """Wait until everything, or what goes to `target`, is published; return what was.
+        """Wait until all saves, or those to `target`, are published; return the published targets.
 
         Args:
-            timeout_s: None: as long as a save may take, and as long again for its export.
-            target: None: everything.
+            timeout_s: Seconds; None: twice `commit_timeout_s`, for a save and its export.
+            target: Target to wait for; None: all.
 
         Raises:
-            WaitTimeoutError: Something is still in progress; it goes on.
+            WaitTimeoutError: A save is still in progress; it goes on.
         """
         path = absolute_path(target) if target is not None and self._saves else None
         began, published = time.monotonic(), self.poll()
@@ -281,7 +288,7 @@ class BackgroundSaver:
             timeout_s = 2 * self.checkpointer.config.commit_timeout_s if timeout_s is None else timeout_s
             if time.monotonic() >= began + timeout_s:
                 raise WaitTimeoutError(
-                    f"after {timeout_s:g} s not published yet: {', '.join(one.target for one in awaited)}",
+                    f"not published after {timeout_s:g} s: {', '.join(one.target for one in awaited)}",
                     save_ids=[str(one.handle.save_id) for one in awaited],
                     timeout_s=timeout_s,
                 )
@@ -289,14 +296,15 @@ class BackgroundSaver:
             published += self.poll()
         return published
 
-    def settle(self) -> list[str]:
-        """As `wait`, and on no rank before rank 0, which publishes, has done it; a collective if anything was saved.
+    def wait_all_ranks(self) -> list[str]:
+        """Wait as `wait` does, on every rank until rank 0 has published. A collective, if anything was saved.
 
-        Not one of the process group's, which may give up while a large checkpoint is still being published.
+        It does not use the process group, whose timeout may be shorter than it takes to publish a large checkpoint.
 
         Raises:
             WaitTimeoutError: As `wait`.
-            PlanTimeoutError, SaveFailedError: Some ranks did not call; rank 0 has failed.
+            PlanTimeoutError: Some ranks did not call it.
+            SaveFailedError: It failed on rank 0.
         """
         if self._checkpointer is None:
             return []
@@ -306,9 +314,9 @@ class BackgroundSaver:
         return published or list(json.loads(answer))
 
     def recover(self, directory: str | os.PathLike[str], *, timeout_s: float = 60.0) -> list[str]:
-        """Publish what an earlier run had staged in `directory`, and return it; before asking what is there.
+        """Publish what an earlier run has staged for `directory`, and return the targets.
 
-        Every rank calls it; rank 0 does it, and all return when it is done.
+        Call it on every rank, before looking for checkpoints in `directory`. Rank 0 publishes; all ranks wait for it.
         """
         queue = os.path.join(absolute_path(directory), QUEUE_NAME)
 
@@ -321,29 +329,29 @@ class BackgroundSaver:
         return list(json.loads(self._same(finish, 3 * timeout_s)))
 
     def claim(self, directory: str | os.PathLike[str]) -> None:
-        """Keep other trainings out of `directory` until the end, or the end of rank 0's process; a collective.
+        """Keep other trainings out of `directory` until `close`, or until the process of rank 0 ends. A collective.
 
         Raises:
-            DirectoryInUseError: One that is alive has it; on every rank.
+            DirectoryInUseError: Another live training has it; raised on every rank.
             PlanTimeoutError, SaveFailedError: The ranks cannot agree.
         """
         path = absolute_path(directory)
         if path not in self._claimed:
             lock = RootLock(path) if self._rank.rank == 0 else None
             claim(lock, self.checkpointer._coordination, AGREE_TIMEOUT_S)
-            self._claimed[path] = lock  # None: rank 0 has it
+            self._claimed[path] = lock  # None on the other ranks
 
     def leave(self) -> None:
-        """End without waiting, after an error: what is staged is published all the same, by those who outlive us."""
+        """End without waiting, after an error. Worker and exporter publish what is staged all the same."""
         checkpointer = self._end(0.0)
         if checkpointer is not None:
             checkpointer.leave()
 
     def close(self, timeout_s: float | None = None) -> list[str]:
-        """Wait until everything is published, and free everything. What is not done in time goes on by itself.
+        """Wait until all saves are published, and free everything. Worker and exporter finish what is late.
 
         Returns:
-            As `wait`.
+            The published targets.
 
         Raises:
             PendingSavesError: As `AsyncCheckpointer.close`.
@@ -351,7 +359,7 @@ class BackgroundSaver:
         try:
             return self.wait(timeout_s)
         except WaitTimeoutError as error:
-            _log.warning("%s; left to themselves", error)
+            _log.warning("%s; worker and exporter finish them", error)
             return []
         finally:
             checkpointer = self._end(0.0 if self._awaited() else EXPORTER_END_S)
@@ -372,22 +380,24 @@ class BackgroundSaver:
 
 @functools.cache
 def warn_of_stock_saves(*reasons: str) -> bool:
-    """Return whether there are reasons for which a framework saves its checkpoints itself; say so once."""
+    """Return whether there are reasons for which a framework has to save its checkpoints itself; log them once."""
     if reasons:
-        _log.warning("checkpoints are saved by the framework itself, in the training's time: %s", ", ".join(reasons))
+        _log.warning(
+            "the framework saves its checkpoints itself, while the training waits, because of: %s", ", ".join(reasons)
+        )
     return bool(reasons)
 
 
 def _withdraw(job: ExportJob, written: Future[Any], exporter: int | None) -> None:
-    """A save that has failed is not waited for, and one that no exporter has is not kept."""
+    """Remove the job of a save that has failed, or that no exporter has."""
     if exporter is None or written.exception() is not None:
         job.close()
 
 
-def _said(job: ExportJob) -> str | None:
-    """Return why the exporter could not publish; None: it has not said so."""
+def _failure_reason(job: ExportJob) -> str | None:
+    """Return why the exporter could not publish a job; None: it has not failed."""
     try:
         with open(job.failure_path, encoding="utf-8", errors="replace") as file:
-            return file.read().strip()[-2000:] or f"its disk has no room even for the reason{WILL_RETRY}"
+            return file.read().strip()[-2000:] or f"its disk is too full even for the reason{WILL_RETRY}"
     except OSError:
         return None

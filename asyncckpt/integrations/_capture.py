@@ -1,12 +1,12 @@
-"""What a framework's own saving code would write, taken as pieces before a byte of a tensor is read.
+"""Captures the files that a framework's own saving code would write, without copying the tensors.
 
-While a `recording` runs, `torch.save` and safetensors' `save_file` of this thread, to paths below a directory, are
-captured; other files, small ones, are written there by the framework and read back. So every version of a framework
-saves what it always saves. Other threads and other paths are passed on.
+While a `recording` runs, calls of `torch.save` and safetensors' `save_file` in this thread to paths below a directory
+are captured. The framework writes other files, which are small, to that directory, and they are read back. So every
+version of a framework saves what it always saves. Calls of other threads, and for other paths, are passed on.
 
-A captured file is made by `torch.save` itself, told to skip the elements. Where they belong it leaves room, in the
-order in which it met their storages. So any object, on any device, becomes the very file that the framework would have
-written.
+A captured file is made by `torch.save` itself, which is told to skip the elements: it leaves gaps for them, in the
+order in which it has pickled their storages. So any object, on any device, becomes the very file that the framework
+would have written.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from asyncckpt.interop.write_torch import SkippedSave
 from asyncckpt.torch_tensors import flat_bytes
 
 Pieces = tuple[bytes | torch.Tensor, ...]
-"""One file, front to back: bytes that are known, and tensors of bytes that share memory with what was saved."""
+"""One file, front to back: bytes, and byte tensors that share memory with what was saved."""
 
 _PACKAGES = frozenset({"transformers", "accelerate", "peft", "safetensors"})
-"""The packages whose modules may have safetensors' `save_file` under a name of their own."""
+"""Packages whose modules may have imported safetensors' `save_file`."""
 
 _SAFETENSORS_ALIGNMENT = 8
 _SAFETENSORS_ORDER = (
     *("BOOL", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),
     *("I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64"),
 )
-"""The library writes the last of these first. Source: safetensors 0.8, `tensor.rs`, enum Dtype."""
+"""Order of dtypes in a file, reversed. Source: safetensors 0.8, `tensor.rs`, enum Dtype."""
 
 _torch_save: Callable[..., None] = torch.save
-"""The real one, also while a recording has replaced it."""
+"""The original function, which a recording replaces in `torch`."""
 
 _captured = threading.local()
-"""`storages`: those that the `torch.save` of this thread has met, by address; None: it captures nothing."""
+"""`storages`: storages that the `torch.save` of this thread has pickled, by address; None: it is not captured."""
 
 _replacing = threading.RLock()
-"""Held while a function is replaced, so that each of two threads puts back what it has found."""
+"""Held while functions are replaced, so that of two threads each restores what it has found."""
 
 
 def _note_storage(storage: Any) -> None:
-    """Called by torch for every storage that it pickles. It never names a location, so torch's own taggers do."""
+    """Record a storage; torch calls this for each that it pickles. Returns no location, so torch's own taggers do."""
     storages = getattr(_captured, "storages", None)
     if storages is not None:
         storages.setdefault(storage._cdata, storage)
@@ -67,14 +67,14 @@ def capture_torch_save(value: Any, **options: Any) -> Pieces:
     """Return the file that `torch.save(value, file, **options)` writes, except for CRC-32s of elements, which are 0.
 
     Raises:
-        UnsupportedLeafError: The room that torch left differs from its storages.
+        UnsupportedLeafError: The gaps that torch has left do not match the storages.
         Exception: Whatever `torch.save` raises.
     """
     sink, storages = SkippedSave(), dict[int, Any]()
     skipping: Any = skip_data()
 
     def save_whole(outer: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
-        """Save with its elements what an object saves while it is pickled itself, into its own bytes for example."""
+        """Save with elements what an object saves while it is being pickled, for example into its own bytes."""
         if getattr(_captured, "storages", None) is None:  # another thread, or inside such a save
             return outer(*arguments, **keywords)
         _captured.storages = None
@@ -93,10 +93,10 @@ def capture_torch_save(value: Any, **options: Any) -> Pieces:
         finally:
             _captured.storages = None
     met = [storage for storage in storages.values() if storage.nbytes()]
-    rooms = [part for part in sink.parts if isinstance(part, int)]
-    if rooms != [storage.nbytes() for storage in met]:
+    gaps = [part for part in sink.parts if isinstance(part, int)]
+    if gaps != [storage.nbytes() for storage in met]:
         raise UnsupportedLeafError(
-            f"torch.save left room for {len(rooms)} storages of {sum(rooms)} bytes, and met {len(met)} others",
+            f"torch.save left gaps for {len(gaps)} storages of {sum(gaps)} bytes, but has pickled {len(met)} others",
             leaf="",
             type_name=type(value).__name__,
         )
@@ -129,7 +129,7 @@ def _safetensors_dtype(name: str, tensor: torch.Tensor) -> str:
     dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
     if tensor.layout != torch.strided or dtype is None or dtype.safetensors is None:
         raise UnsupportedLeafError(
-            f"{name}: a tensor of dtype {tensor.dtype} and layout {tensor.layout} has no place in safetensors files",
+            f"{name}: safetensors files cannot hold a tensor of dtype {tensor.dtype} and layout {tensor.layout}",
             leaf=name,
             type_name=str(tensor.dtype),
         )
@@ -138,11 +138,11 @@ def _safetensors_dtype(name: str, tensor: torch.Tensor) -> str:
 
 @dataclass
 class Recording:
-    """What a framework saved.
+    """The files that a framework has saved.
 
     Attributes:
-        directory: Where the framework believes that it saves.
-        files: By name relative to the directory, in the order in which they were saved; complete after the block.
+        directory: Directory that the framework was told to save to.
+        files: Files by name relative to the directory, in the order of saving; complete after the block.
     """
 
     directory: str
@@ -150,7 +150,7 @@ class Recording:
     _thread: int = field(default_factory=threading.get_ident)
 
     def name_of(self, path: Any) -> str | None:
-        """Return the name under which a file is recorded; None if it is of another thread or another directory."""
+        """Return the name under which to record a file; None: it is of another thread, or outside the directory."""
         if threading.get_ident() != self._thread or not isinstance(path, (str, os.PathLike)):
             return None
         name = os.path.relpath(os.path.abspath(os.fsdecode(path)), self.directory)
@@ -159,7 +159,7 @@ class Recording:
 
 @contextlib.contextmanager
 def recording(name: str) -> Iterator[Recording]:
-    """Record what this thread saves to a directory called `name`, which is made, and gone afterwards.
+    """Record what this thread saves to a temporary directory called `name`.
 
     Yields:
         The recording.
@@ -192,7 +192,7 @@ def recording(name: str) -> Iterator[Recording]:
 
 @contextlib.contextmanager
 def _replaced(names: list[tuple[Any, str]], function: Callable[..., None]) -> Iterator[None]:
-    """Call `function` instead of what modules have under these names; its first argument is what it replaces."""
+    """Replace the named attributes of modules by `function`, whose first argument is then the original."""
     with _replacing, contextlib.ExitStack() as stack:
         for module, name in names:
             outer = getattr(module, name)
@@ -202,7 +202,7 @@ def _replaced(names: list[tuple[Any, str]], function: Callable[..., None]) -> It
 
 
 def _names_of_save_file() -> list[tuple[Any, str]]:
-    """Return (module, name) of every place from which safetensors' `save_file` is called."""
+    """Return (module, name) of every attribute that is safetensors' `save_file`."""
     try:
         library = importlib.import_module("safetensors.torch")
     except ImportError:

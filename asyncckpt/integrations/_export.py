@@ -1,13 +1,14 @@
-"""Exports: a committed checkpoint of ours becomes a framework's files, published by one rename. Imports no torch.
+"""The exporter: makes a framework's files of a committed asyncckpt checkpoint, and publishes them. Imports no torch.
 
-A process of its own does it, which calls `main`, so that it is done however the trainer ends.
-Its standard input is a socket, by which it gets the path of each job, and the descriptor that has the job's lock. It
-does the jobs in turn: it waits for the commit, and publishes. What fails for a reason that may pass, such as a full
-disk, it tries again. When its input ends, or the trainer is gone, it does what is left, and ends. It has a session of
-its own and a low priority. What it could not do stays a job for the next start of the training (`finish_exports`).
+The exporter is a separate process that runs `main`, so that exports are done however the trainer ends. Its standard
+input is a socket, on which it receives the path of each job and a file descriptor that holds the job's lock. It does
+the jobs in turn: it waits for the commit, and publishes by one rename. Jobs that fail for a transient reason, such as a
+full disk, it tries again. When its input ends, or the trainer has ended, it does the remaining jobs, and ends. It has a
+session of its own, and a low priority. Jobs that it could not do are left to the next start of the training
+(`finish_exports`).
 
-IMPORTANT: every file is written under a hidden name and flushed before the rename, and the directory after it: whoever
-finds the target finds all of it, also after a power cut.
+IMPORTANT: every file is written under a hidden name and flushed before the rename, and the directory after it. So the
+target is complete whenever it exists, also after a power cut.
 """
 
 from __future__ import annotations
@@ -47,30 +48,30 @@ from asyncckpt.storage.files import MODE_DIRECTORY, MODE_FILE, Files, fsync_dire
 from asyncckpt.storage.read_plan import ShardRequest, Wanted
 from asyncckpt.storage.reader import read_shards
 
-_LOOK_S = 0.5
-"""How often it looks whether the trainer is still there: a forked child may hold the other end of the socket. Chosen,
-not measured, as are the numbers below."""
+_POLL_PARENT_S = 0.5
+"""How often the exporter checks whether the trainer lives: a forked child may hold the other end of the socket. Chosen,
+as are the numbers below."""
 
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
-"""Between two attempts; each waits twice as long as the one before."""
+"""First and longest pause between two attempts; each pause is twice as long as the one before."""
 
-REST = 4
-"""The least wait, as a multiple of the time of an attempt: a large checkpoint is not written all the time to a disk
-that is too full for it."""
+MIN_PAUSE_FACTOR = 4
+"""Shortest pause, as a multiple of the duration of an attempt: a large checkpoint must not be written all the time to a
+disk that is too full for it."""
 
-PASSING = frozenset(
+TRANSIENT_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT, errno.EROFS, errno.ENOLCK}
 )
-"""What may pass."""
+"""Errors after which another attempt may succeed."""
 
 _log = logging.getLogger("asyncckpt.integrations")
 
 
 class _FileReader:
-    """Reads and verifies what the files consist of.
+    """Reads and verifies the tensors that the files consist of.
 
     Attributes:
-        outputs: The files.
+        outputs: The files to write.
     """
 
     def __init__(self, contents: Contents, files: Files) -> None:
@@ -79,7 +80,7 @@ class _FileReader:
         self._tensors, self.outputs = files_in(contents, self._whole)
 
     def read(self, runs: Sequence[Run], address: int, origin: int, buffer: memoryview) -> dict[Run, int]:
-        """Read runs; see `interop.copy_pipeline.ReadsRuns`."""
+        """Read runs of bytes, as an `interop.copy_pipeline.ReadsRuns`."""
         self._read([(self._tensors[r.tensor], r.start, r.nbytes, address + r.at - origin) for r in runs], buffer)
         return {}
 
@@ -90,7 +91,7 @@ class _FileReader:
         return room.raw[:nbytes]
 
     def _read(self, wanted: Iterable[tuple[SavedTensor, int, int, int]], buffer: memoryview | None) -> None:
-        """Read (tensor, start, length, address)."""
+        """Read byte ranges of tensors, given as (tensor, start, length, address to write to)."""
         by_shard: dict[tuple[int, int], list[Wanted]] = defaultdict(list)
         for tensor, start, nbytes, address in wanted:
             for rank, chunk in tensor.chunks:
@@ -108,13 +109,13 @@ class _FileReader:
 
 
 def export(job: ExportJob, *, umask: int) -> None:
-    """Publish what a job says, and close it. Its checkpoint is committed, and its lock is held.
+    """Publish the checkpoint of a job, and remove the job. The caller holds its lock; its checkpoint is committed.
 
     Raises:
-        CorruptCheckpointError: The checkpoint is damaged; nothing was published, the job stays.
-        OSError: The file system refused; nothing was published, the job stays.
+        CorruptCheckpointError: The checkpoint is damaged. Nothing was published, and the job stays.
+        OSError: A file system call failed. Nothing was published, and the job stays.
 
-    Blocks: for reading and writing everything.
+    Blocks: to read and write the whole checkpoint.
     """
     files = Files()
     reader = _FileReader(read_contents(job.native, files), files)
@@ -129,14 +130,14 @@ def export(job: ExportJob, *, umask: int) -> None:
     for earlier in jobs_in(os.path.dirname(job.path)):
         if earlier.path == job.path:
             break
-        if earlier.target == job.target:  # it could not be done, and is older than what stands there now
+        if earlier.target == job.target:  # it has failed, and is older than what was published now
             earlier.await_commit(60.0)  # else the worker would still write into what is removed
             earlier.close()
     job.close()
 
 
 def _write(directory: str, reader: _FileReader, files: Files, umask: int) -> None:
-    """Write and flush all files, those without a byte too, and their directories."""
+    """Write and flush all files, empty ones included, and their directories."""
     mode = MODE_FILE & ~umask
     for one in reader.outputs:
         os.makedirs(os.path.dirname(os.path.join(directory, one.name)), MODE_DIRECTORY & ~umask, exist_ok=True)
@@ -149,9 +150,9 @@ def _write(directory: str, reader: _FileReader, files: Files, umask: int) -> Non
 
 
 def _link(source: str, target: str) -> None:
-    """Give a file another name; where the file system has no hard links, copy it.
+    """Hard-link a file; copy it if the file system has no hard links.
 
-    IMPORTANT: the checkpoint of ours stays whole until its job is closed, so an export that is killed is done again.
+    IMPORTANT: the asyncckpt checkpoint stays whole until its job is removed: a killed export is repeated.
     """
     try:
         os.link(source, target)
@@ -162,23 +163,25 @@ def _link(source: str, target: str) -> None:
 
 
 def _put_into_place(temporary: Beside, job: ExportJob, files: Files) -> None:
-    """Rename; what stood at the target is replaced in one step where the file system can exchange two names."""
-    with contextlib.suppress(OSError):  # frameworks tell the newest checkpoint by its time: that of its save
+    """Rename to the target. An existing target is replaced in one step, if the file system can exchange two names."""
+    with contextlib.suppress(OSError):  # frameworks find the newest checkpoint by its mtime: set that of its save
         began_ns = os.stat(job.path).st_mtime_ns
         os.utime(temporary, ns=(began_ns, began_ns))
     try:
         publish(temporary, job.target, files, replace=True)
-    except CheckpointExistsError:  # it cannot, as NFS; if we are killed between these two lines, it is done again
+    except CheckpointExistsError:  # it cannot, as on NFS; if this process is killed before the rename, it is repeated
         remove_target(job.target)
         publish(temporary, job.target, files)
 
 
 def finish_exports(queue: str, *, timeout_s: float) -> list[str]:
-    """Do what is left of an earlier run, or wait for who does; to be called before a run asks what is there.
+    """Do the jobs that an earlier run has left, or wait for the process that does them.
+
+    Call it before looking for a framework's checkpoints.
 
     Args:
-        queue: The directory of the jobs.
-        timeout_s: How long to wait for another process that is to do a job. A job that nobody has, and whose save was
+        queue: Directory of the jobs.
+        timeout_s: Seconds to wait for another process that has a job. A job that no process has, and whose save was
             never committed, is removed.
 
     Returns:
@@ -196,54 +199,54 @@ def finish_exports(queue: str, *, timeout_s: float) -> list[str]:
                         done.append(job.target)
                     else:
                         job.close()
-        except Exception as error:  # it must not keep the training from its start
-            _log.error("%s cannot be published, its snapshot stays at %s: %s", job.target, job.native, error)
+        except Exception as error:  # it must not keep the training from starting
+            _log.error("%s cannot be published; its checkpoint stays at %s: %s", job.target, job.native, error)
     remove_leftovers(queue)
     return done
 
 
 class Retries:
-    """Jobs that have failed and are tried again.
+    """Does jobs, and tries failed ones again.
 
     Args:
-        do: Does a job; raises where that fails.
-        clock: As `time.monotonic`.
+        do: Does a job; raises if that fails.
+        clock: Clock, as `time.monotonic`.
     """
 
     def __init__(self, do: Callable[[ExportJob], object], clock: Callable[[], float] = time.monotonic) -> None:
         self._do, self._clock = do, clock
-        self._waiting: list[tuple[float, float, ExportJob]] = []  # when it is due, how long it has waited, what
+        self._waiting: list[tuple[float, float, ExportJob]] = []  # when to try again, the last pause, the job
 
     def attempt(self, job: ExportJob, waited_s: float = 0.0) -> None:
-        """Do a job; where it fails, say why beside it, and try it again later if that may help."""
+        """Do a job. If it fails, write the reason beside it, and try it again later if the error is transient."""
         began = self._clock()
         try:
             self._do(job)
-        except Exception as error:  # whatever it is, those that were told after it are done all the same
-            is_retried = _errno_of(error) in PASSING
+        except Exception as error:  # whatever it is: later jobs must be done all the same
+            is_retried = _errno_of(error) in TRANSIENT_ERRNOS
             with contextlib.suppress(OSError), open(job.failure_path, "w", encoding="utf-8", errors="replace") as file:
                 advice = WILL_RETRY if is_retried else ""
-                file.write(f"{type(error).__name__}: {error}; its snapshot stays at {job.native}{advice}")
+                file.write(f"{type(error).__name__}: {error}; its checkpoint stays at {job.native}{advice}")
             if is_retried:
                 wait_s, now = min(2 * waited_s, LAST_RETRY_S) or FIRST_RETRY_S, self._clock()
-                self._waiting.append((now + max(wait_s, REST * (now - began)), wait_s, job))
+                self._waiting.append((now + max(wait_s, MIN_PAUSE_FACTOR * (now - began)), wait_s, job))
         else:
             with contextlib.suppress(OSError):
                 os.unlink(job.failure_path)
 
-    def turn(self, *, last: bool = False) -> None:
-        """Try what is due again; `last`: all, oldest first."""
+    def retry_due(self, *, last: bool = False) -> None:
+        """Try jobs again whose pause is over; with `last` all of them, oldest first."""
         waiting, self._waiting = self._waiting, []
         for due, waited_s, job in waiting:
             if last or due <= self._clock():
-                if job.is_open:  # else a newer one stands in its place
+                if job.is_open:  # else a later save was published instead
                     self.attempt(job, waited_s)
             else:
                 self._waiting.append((due, waited_s, job))
 
 
 def _errno_of(error: BaseException | None) -> int | None:
-    """Return the system's reason for an error, or for what has caused it."""
+    """Return the errno of an error, or of what has caused it; None: it has none."""
     for _ in range(10):
         if error is None or (isinstance(error, OSError) and error.errno is not None):
             break
@@ -251,32 +254,32 @@ def _errno_of(error: BaseException | None) -> int | None:
     return error.errno if isinstance(error, OSError) else None
 
 
-_left_alone: list[subprocess.Popen[bytes]] = []
-"""Exporters that nobody waits for: reaped when others are started or asked."""
+_unwaited: list[subprocess.Popen[bytes]] = []
+"""Exporters that were not waited for; reaped by later calls."""
 
 
 class ExporterProcess:
-    """The trainer's end of the exporter, which is started by the first job, and again when it was killed."""
+    """The trainer's end of the exporter, which is started for the first job, and again after it was killed."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Any = None
 
     def is_alive(self, pid: int | None) -> bool:
-        """Whether the process that was given a job still runs."""
-        _left_alone[:] = [process for process in _left_alone if process.poll() is None]
+        """Return whether the exporter with this process id still runs."""
+        _unwaited[:] = [process for process in _unwaited if process.poll() is None]
         return self._process is not None and self._process.pid == pid and self._process.poll() is None
 
     def submit(self, job: ExportJob, fd: int | None, *, timeout_s: float) -> int | None:
-        """Give a job to the process, with its lock; return the process that has it.
+        """Give a job to the exporter, with its lock; return the exporter's process id.
 
         Args:
             job: The job.
-            fd: Has its lock, and is closed. None: another process has the lock, and does the job.
-            timeout_s: How long a save may take to be committed; that of the first job counts.
+            fd: File descriptor that holds its lock; it is closed. None: another process has the job.
+            timeout_s: Seconds that a save may take to be committed; that of an exporter's first job counts.
 
         Raises:
-            OSError: No process can be made.
+            OSError: No process can be started.
         """
         if fd is None:
             return None
@@ -303,7 +306,7 @@ class ExporterProcess:
         return False
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Tell of the end; what it has it does all the same. Waits up to `timeout_s` for its end. Twice is fine."""
+        """Send no more jobs, and wait up to `timeout_s` for the exporter to finish those it has. Idempotent."""
         process, self._process = self._process, None
         if self._channel is not None:
             self._channel.close()
@@ -311,17 +314,17 @@ class ExporterProcess:
             try:
                 process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                _left_alone.append(process)
+                _unwaited.append(process)
 
 
-def _received(parent: int) -> Iterator[tuple[str, int]]:
-    """Yield (path of the job, descriptor that has its lock) until the trainer has closed its end, or has gone.
+def _incoming_jobs(parent: int) -> Iterator[tuple[str, int]]:
+    """Yield (path of a job, file descriptor with its lock), until the trainer closes its end or has ended.
 
-    ("", -1), now and then, while there is nothing to do.
+    Yields ("", -1) every `_POLL_PARENT_S` while there is no job.
     """
     channel = socket.socket(fileno=0)
     while True:
-        if not select.select([channel], [], [], _LOOK_S)[0]:
+        if not select.select([channel], [], [], _POLL_PARENT_S)[0]:
             if os.getppid() != parent:
                 return
             yield "", -1
@@ -334,22 +337,24 @@ def _received(parent: int) -> Iterator[tuple[str, int]]:
 
 
 def main() -> None:
-    """Do the jobs that come, and remove a queue that is empty then; arguments as `ExporterProcess` gives them."""
+    """Run the exporter; `ExporterProcess` gives the arguments. Removes the queue when it is empty."""
     timeout_s, umask, parent = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     os.nice(10)
     locks = dict[str, int]()
 
     def do(job: ExportJob) -> None:
         fd = locks.pop(job.path, None) or job.lock()
-        if fd is not None:  # else another process has it
+        if fd is not None:  # None: another process has it
             with open(fd, "rb"):
                 job.flush()
                 if job.await_commit(timeout_s) and job.is_open:
                     export(job, umask=umask)
-        remove_leftovers(os.path.dirname(job.path))  # stock tools may trip over it, should the trainer be gone
+        remove_leftovers(
+            os.path.dirname(job.path)
+        )  # the framework's tools may not expect it there, and the trainer may have ended
 
     retries = Retries(do)
-    for path, fd in _received(parent):
+    for path, fd in _incoming_jobs(parent):
         job = read_job(path) if path else None
         if job is not None:
             locks[path] = fd
@@ -357,5 +362,5 @@ def main() -> None:
         elif path:  # it was withdrawn
             os.close(fd)
             remove_leftovers(os.path.dirname(path))
-        retries.turn()
-    retries.turn(last=True)
+        retries.retry_due()
+    retries.retry_due(last=True)

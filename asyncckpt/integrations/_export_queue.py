@@ -1,8 +1,8 @@
-"""The queue of exports: which checkpoints of ours become which files of a framework. On disk, so it outlives everybody.
+"""The queue of export jobs: which asyncckpt checkpoint becomes which file or directory of a framework. No torch.
 
-Beside the place of a framework's checkpoint is a directory `.asyncckpt`. For each save in progress it holds `NAME/`,
-the checkpoint of ours, and `NAME.job`, a JSON file. Whoever is to do a job has a lock on that file, from the moment at
-which the file appears; the job is done when it is gone. Imports no torch.
+The queue is on disk, so that it outlives all processes: a directory `.asyncckpt` beside the framework's checkpoints.
+For each save in progress it holds `NAME/`, the asyncckpt checkpoint, and `NAME.job`, a JSON file. The process that is
+to do a job holds a lock on that file from the moment at which the file appears. A job is done when its file is gone.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _SUFFIX = ".job"
 MAX_JOB_NBYTES = 64 << 10
 
 WILL_RETRY = "; it is tried again while the training lives"
-"""At the end of the reason why a job failed, if its exporter tries it again."""
+"""Suffix of the reason why a job has failed, if its exporter tries it again."""
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP)
 
 POLL_S = 0.05
-"""How often a manifest is looked for. Chosen: an export takes longer."""
+"""How often to check for a manifest. Chosen: an export takes longer."""
 
 Kind = Literal["directory", "file", "dcp"]
-"""What is published: a directory of files, one file, or the checkpoint of ours itself, in the DCP layout, with the
-files that the framework wants beside it."""
+"""What is published: a directory of files, one file, or the asyncckpt checkpoint itself in layout "dcp", together with
+files of the framework."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,9 +43,9 @@ class ExportJob:
     """One checkpoint to publish.
 
     Attributes:
-        path: The job's file.
-        target: Where the framework looks for the checkpoint; absolute.
-        kind: What it looks for.
+        path: Path of the job's file.
+        target: Absolute path at which the framework looks for the checkpoint.
+        kind: What is published there.
     """
 
     path: str
@@ -54,26 +54,26 @@ class ExportJob:
 
     @property
     def native(self) -> str:
-        """The directory of the checkpoint of ours."""
+        """Path of the asyncckpt checkpoint."""
         return self.path.removesuffix(_SUFFIX)
 
     @property
     def is_committed(self) -> bool:
-        """Whether the checkpoint of ours is committed."""
+        """Whether the asyncckpt checkpoint is committed."""
         return os.path.exists(os.path.join(self.native, MANIFEST_NAME))
 
     @property
     def is_open(self) -> bool:
-        """Whether the job is yet to be done."""
+        """Whether the job is not done yet."""
         return os.path.exists(self.path)
 
     @property
     def failure_path(self) -> str:
-        """Where the exporter writes why it could not publish."""
+        """Path of the file in which the exporter writes why it could not publish."""
         return f"{self.native}.log"
 
     def write(self) -> int | None:
-        """Put the job where it is found, whole or not at all; the exporter flushes it later. Returns as `lock`."""
+        """Put the job into the queue in one step; the exporter flushes it later. Returns its lock, as `lock` does."""
         temporary = f"{self.path}.tmp"
         for _ in range(100):  # another process may remove an empty queue
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
@@ -84,7 +84,7 @@ class ExportJob:
         raise FileNotFoundError(errno.ENOENT, "another process removes the directory again and again", self.path)
 
     def flush(self) -> None:
-        """Make the job outlive a power cut."""
+        """Flush the job, so that it outlives a power cut."""
         files = Files()
         with contextlib.suppress(FileNotFoundError):
             with opened(files, self.path, os.O_RDONLY) as fd:
@@ -92,10 +92,10 @@ class ExportJob:
             fsync_directory(files, os.path.dirname(self.path))
 
     def lock(self, temporary: str | None = None) -> int | None:
-        """Take the job's lock, which ends with the descriptor; None if the job is done, or another process has it.
+        """Take the job's lock, and return the file descriptor that holds it; None: the job is done, or locked.
 
         Args:
-            temporary: Where the job is; it is renamed once it is locked.
+            temporary: Path of a new job, which is renamed once it is locked.
         """
         try:
             fd = os.open(temporary or self.path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks only what is open for writing
@@ -109,7 +109,7 @@ class ExportJob:
                 return None
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
-                    raise  # else the file system has none, as Lustre without `-o flock`: better twice than not at all
+                    raise  # without locks, as on Lustre without `-o flock`, do it: rather twice than not at all
             if temporary is not None:
                 os.replace(temporary, self.path)
             if os.fstat(fd).st_nlink:
@@ -127,23 +127,22 @@ class ExportJob:
         return True
 
     def close(self) -> None:
-        """Remove the job, then the checkpoint. In this order: what has no job is garbage."""
+        """Remove the job, then the checkpoint. In this order: a checkpoint without a job is garbage."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(self.path)
         shutil.rmtree(self.native, ignore_errors=True)
 
 
 def job_for(target: str, name: str, kind: Kind = "directory") -> ExportJob:
-    """Return the job of publishing at `target` (absolute) what is saved under `name`."""
+    """Return the job that publishes the save `name` at the absolute path `target`."""
     path = os.path.join(os.path.dirname(target), QUEUE_NAME, name + _SUFFIX)
     return ExportJob(path=path, target=target, kind=kind)
 
 
 def read_job(path: str) -> ExportJob | None:
-    """Return the job at `path`; None if it is gone, or no job.
+    """Return the job at `path`; None if it is gone, or is not a job.
 
-    The target is a neighbour of the queue: a queue that was copied, moved, or made by somebody else leads nowhere
-    outside of its directory.
+    The target is always beside the queue, so that a queue that was copied, moved or forged cannot write elsewhere.
     """
     path = os.path.abspath(path)
     try:
@@ -157,7 +156,7 @@ def read_job(path: str) -> ExportJob | None:
 
 
 def _job_paths(queue: str) -> list[str]:
-    """Return the paths of the jobs of a directory, also of those that nobody here understands; the oldest first."""
+    """Return the paths of the jobs in a queue, unreadable ones included, the oldest first."""
     found = []
     for name in os.listdir(queue) if os.path.isdir(queue) else []:
         if name.endswith(_SUFFIX):
@@ -168,15 +167,15 @@ def _job_paths(queue: str) -> list[str]:
 
 
 def jobs_in(queue: str) -> list[ExportJob]:
-    """Return the jobs of a directory, the oldest first."""
+    """Return the jobs in a queue, the oldest first."""
     return [job for path in _job_paths(queue) if (job := read_job(path)) is not None]
 
 
 def remove_leftovers(queue: str) -> None:
-    """Remove a queue without jobs, and what kills and failed saves have left in it.
+    """Remove a queue without jobs, and what failed saves and killed processes have left in it.
 
-    IMPORTANT: only what was there before the look at the jobs. Another training may put a job there at any moment, and
-    writes it before its checkpoint.
+    IMPORTANT: list the directory before reading the jobs. Another training may add a job at any moment, and writes it
+    before its checkpoint.
     """
     with contextlib.suppress(FileNotFoundError):
         names = os.listdir(queue)
@@ -191,16 +190,16 @@ def remove_leftovers(queue: str) -> None:
 
 
 def remove_target(path: str) -> None:
-    """Remove a published checkpoint, whatever it is: first its name, so that nobody finds a part of it.
+    """Remove a published checkpoint. It is renamed first, so that no part of it is taken for a checkpoint.
 
-    What a kill leaves of it is in the queue, and goes at the next start.
+    If this process is killed, the rest is in the queue, and is removed at the next start.
     """
     if os.path.lexists(path):
         queue = os.path.join(os.path.dirname(path), QUEUE_NAME)
         place = os.path.join(queue, os.path.basename(path))
         try:
             os.makedirs(queue, exist_ok=True)
-        except OSError:  # a full disk, which this is to make room on
+        except OSError:  # the disk is full, and this is to make room
             place = path
         with beside(place) as aside:
             os.rename(path, aside)

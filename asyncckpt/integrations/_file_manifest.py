@@ -1,9 +1,9 @@
-"""Which bytes and tensors of a checkpoint of ours make which file of a framework. Imports no torch.
+"""The file manifest: of which bytes and tensors of an asyncckpt checkpoint a framework's files consist. No torch.
 
-Each rank has in its state, below `STOCK_KEY` and its own key, a list of tensors. The first one, of bytes, is the
-manifest: the length of a JSON text (8 bytes, little-endian), the text, and all pieces of files that are known as bytes.
-The text lists of every file its name, and of every piece either [offset, length] among these bytes, or the position of
-a tensor in the list.
+The state of each rank holds a list of tensors, below `STOCK_KEY` and the rank's key. The first one, of bytes, is the
+manifest: the length of a JSON text (8 bytes, little-endian), the text, and all pieces of files that are bytes. The text
+lists for every file its name and pieces. A piece is either [offset, length] among these bytes, or the position of a
+tensor in the list.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from asyncckpt.storage.contents import Contents, SavedTensor
 STOCK_KEY, RANK_KEY = "stock", "rank{:05d}"
 
 QUANTUM_NBYTES = 256 << 10
-"""A manifest is padded to a multiple of it, so that a log that grows makes no new plan at every save."""
+"""A manifest is padded to a multiple of this, so that a growing log file does not change the plan at every save."""
 
 _LENGTH_NBYTES = 8
 
 
 def encode_manifest(files: Mapping[str, Sequence[Any]]) -> tuple[bytearray, list[Any]]:
-    """Return the manifest of files that consist of bytes and tensors, and the tensors."""
+    """Return the manifest of files, which consist of bytes and tensors, and the tensors."""
     listed: list[tuple[str, list[int | list[int]]]] = []
     known, tensors = bytearray(), list[Any]()
     for name, pieces in files.items():
@@ -49,14 +49,16 @@ def encode_manifest(files: Mapping[str, Sequence[Any]]) -> tuple[bytearray, list
 def files_in(
     contents: Contents, read_whole: Callable[[SavedTensor], bytes]
 ) -> tuple[list[SavedTensor], list[OutputFile]]:
-    """Return the tensors that payloads number, and the files of all ranks; of files of one name the lowest rank's.
+    """Return the tensors to which payloads refer by number, and the files of all ranks.
+
+    If several ranks have a file of one name, that of the lowest rank is returned.
 
     Args:
-        contents: A committed checkpoint of ours.
-        read_whole: Returns the bytes of a tensor of bytes.
+        contents: Contents of a committed checkpoint.
+        read_whole: Returns the bytes of a byte tensor.
 
     Raises:
-        CorruptCheckpointError: A manifest is not one of ours.
+        CorruptCheckpointError: A manifest is damaged.
         Exception: Whatever `read_whole` raises.
     """
     tensors: list[SavedTensor] = []
@@ -79,17 +81,17 @@ def files_in(
 
 
 def _decoded(manifest: bytes, lengths: list[int], first: int) -> list[tuple[str, tuple[bytes | Payload, ...]]]:
-    """Return (name, pieces) of the files of one rank, whose tensors have these lengths, and numbers from `first`."""
+    """Return (name, pieces) of one rank's files; its tensors have these lengths, and are numbered from `first`."""
     known = _LENGTH_NBYTES + int.from_bytes(manifest[:_LENGTH_NBYTES], "little")
     decoded = []
     for name, listed in json.loads(manifest[_LENGTH_NBYTES:known]):
         if os.path.isabs(name) or ".." in name.split("/") or "\0" in name or not name:
-            raise ValueError(f"{name!r} is no name of a file below a directory")
+            raise ValueError(f"{name!r} cannot be the name of a file below a directory")
         pieces: list[bytes | Payload] = []
         for piece in listed:
             start, nbytes = (piece, lengths[piece]) if isinstance(piece, int) else piece
             if start < 0 or (not isinstance(piece, int) and not 0 <= nbytes <= len(manifest) - known - start):
-                raise ValueError(f"{name!r} consists of {nbytes} bytes at {start}, where there are not so many")
+                raise ValueError(f"{name!r} refers to {nbytes} bytes at {start}, beyond the end of the manifest")
             if isinstance(piece, int):
                 pieces.append(Payload(first + start, nbytes))
             else:

@@ -2,8 +2,8 @@
 
     accelerator = AsyncAccelerator(project_config=...)
 
-The directory has what the stock `save_state` puts there, so that the stock `load_state` reads it, and appears when it
-is complete. FSDP, DeepSpeed and Megatron-LM are saved as stock does it, in the training's time.
+The directory has the files of Accelerate's own `save_state`, so that its `load_state` can read it, and appears when it
+is complete. With FSDP, DeepSpeed and Megatron-LM, Accelerate itself saves, while the training waits.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class AsyncAccelerator(Accelerator):
     """An `Accelerator` whose `save_state` stages in the background.
 
     Args:
-        *arguments, **keywords: Of `Accelerator`.
+        *arguments, **keywords: Arguments of `Accelerator`.
         checkpointer_options: Fields of `CheckpointerConfig`, and `endpoint`.
 
     Attributes:
-        background_saver: What saves. It starts with the first save, and ends with `end_training()`.
+        background_saver: Saves the files. It starts with the first save, and ends with `end_training()`.
     """
 
     def __init__(self, *arguments: Any, checkpointer_options: Mapping[str, Any] | None = None, **keywords: Any) -> None:
@@ -42,26 +42,24 @@ class AsyncAccelerator(Accelerator):
     def save_state(
         self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Path | str:
-        """As stock, but returns when everything is staged. Every rank calls it.
+        """Save as `Accelerator.save_state` does, but return when everything is staged. Every rank calls it.
 
         Returns:
-            Where the checkpoint will be.
+            Path at which the checkpoint will be.
 
         Raises:
-            ValueError: No `output_dir`, and no automatic naming; or a name that is taken, as stock.
+            ValueError: There is neither an `output_dir` nor automatic naming; or the name is taken, as in Accelerate.
         """
         naming = self.project_configuration.automatic_checkpoint_naming
         if output_dir is None and not naming:
-            raise ValueError("save_state() needs output_dir where automatic_checkpoint_naming is off")
+            raise ValueError("save_state() needs output_dir if automatic_checkpoint_naming is off")
         if self._is_foreign():
             found: Path | str = super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
             return found
         number = self.save_iteration
         target = os.path.join(self._root, f"checkpoint_{number}") if naming else str(output_dir)
         if naming and os.path.exists(target):
-            raise ValueError(
-                f"{target} already exists; set project_configuration.iteration to the number to go on with"
-            )
+            raise ValueError(f"{target} already exists; set project_configuration.iteration to the next number")
         self.rotate()
         self.background_saver.attach(*self._optimizers)
         with recording("state") as recorded:
@@ -74,10 +72,13 @@ class AsyncAccelerator(Accelerator):
         return Path(target)
 
     def load_state(self, input_dir: Any = None, *arguments: Any, **keywords: Any) -> None:
-        """As stock; waits for what is being saved, and publishes what an earlier run had staged. For every rank."""
+        """Load as `Accelerator.load_state` does, after pending saves and those of an earlier run are published.
+
+        Every rank calls it.
+        """
         naming = self.project_configuration.automatic_checkpoint_naming
         is_newest = input_dir is None and naming
-        self.rotate(self.background_saver.settle())
+        self.rotate(self.background_saver.wait_all_ranks())
         if (input_dir is not None or is_newest) and not self._is_foreign():
             self.background_saver.recover(self._root if is_newest else Path(input_dir).parent)
         if is_newest:
@@ -88,10 +89,10 @@ class AsyncAccelerator(Accelerator):
         super().load_state(input_dir, *arguments, **keywords)
 
     def rotate(self, published: Sequence[str] | None = None) -> None:
-        """Keep `total_limit` of what is published; `save_state` does it, and `load_state` and `end_training`.
+        """Remove published checkpoints in excess of `total_limit`. The other methods call it.
 
         Args:
-            published: What was published since it was done last; None: this is looked for.
+            published: Targets that were published since the last call; None: determine them.
         """
         limit, naming = self.project_configuration.total_limit, self.project_configuration.automatic_checkpoint_naming
         published = self.background_saver.poll() if published is None else published
@@ -101,7 +102,7 @@ class AsyncAccelerator(Accelerator):
 
     @property
     def _root(self) -> str:
-        """The directory of the checkpoints with automatic names."""
+        """Directory of the checkpoints with automatic names."""
         return os.path.join(self.project_dir, "checkpoints")
 
     def _numbered(self) -> list[tuple[int, str]]:
@@ -110,12 +111,12 @@ class AsyncAccelerator(Accelerator):
         return sorted((int(m[1]), os.path.join(self._root, name)) for name in names if (m := _NUMBERED.match(name)))
 
     def end_training(self) -> None:
-        """As stock; waits until everything is published."""
+        """End the training as `Accelerator` does, after all saves are published."""
         self.close_checkpointer()
         super().end_training()
 
     def close_checkpointer(self) -> None:
-        """Wait until everything is published, and free what saves; the next save makes it anew."""
+        """Wait until all saves are published, and free the checkpointer; the next save makes a new one."""
         self.rotate(self.background_saver.close())
 
     def _is_foreign(self) -> bool:

@@ -1,9 +1,10 @@
 """Lightning `Trainer` and `Fabric`: their own checkpoints, staged in the background.
 
     Trainer(plugins=[WorkerCheckpointIO()], ...)                # one file for each checkpoint: single device, DDP
-    Trainer(strategy=WorkerModelParallelStrategy(), ...)        # FSDP2 and tensor parallel: a directory in DCP's layout
+    Trainer(strategy=WorkerModelParallelStrategy(), ...)        # FSDP2 and tensor parallel: a directory in layout "dcp"
 
-What is written is what Lightning writes, so that `ckpt_path=` works without this package, and appears when it is whole.
+A checkpoint is what Lightning itself writes, so that `ckpt_path=` works without this package. It appears when it is
+complete.
 """
 
 from __future__ import annotations
@@ -24,28 +25,31 @@ from asyncckpt.manager.rng import RngState
 
 
 class WorkerCheckpointIO(TorchCheckpointIO):
-    """Saves the files that `TorchCheckpointIO` saves. Of several ranks the first uses it, as with any `CheckpointIO`.
+    """Saves the files of `TorchCheckpointIO`. Of several ranks only rank 0 uses it, as any `CheckpointIO`.
 
     Args:
         **options: Fields of `CheckpointerConfig`, and `endpoint`.
 
     Attributes:
-        saver: What saves; it starts with the first save, and ends with `teardown()`.
+        saver: Saves the files. It starts with the first save, and ends with `teardown()`.
     """
 
     def __init__(self, **options: Any) -> None:
         self.saver = BackgroundSaver(rank_info=RankInfo(0, 1), **options)
 
     def recover(self, directory: Any) -> list[str]:
-        """Publish in `directory` what a run that was killed had staged; before asking what is there. Returns it."""
+        """Publish what a killed run has staged for `directory`, and return the targets.
+
+        Call it before looking for checkpoints there.
+        """
         return self.saver.recover(directory)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Stage `checkpoint`, and return.
 
         Raises:
-            TypeError: `storage_options`, as stock.
-            UnsupportedPathError: A URL.
+            TypeError: `storage_options` were given, as in Lightning.
+            UnsupportedPathError: `path` is a URL.
         """
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} takes no storage_options")
@@ -54,22 +58,22 @@ class WorkerCheckpointIO(TorchCheckpointIO):
         self.saver.save(path, {"file": capture_torch_save(checkpoint)}, step=step, kind="file")
 
     def load_checkpoint(self, path: Any, *arguments: Any, **keywords: Any) -> dict[str, Any]:
-        """As stock; waits for `path` if it is being saved."""
+        """Load as `TorchCheckpointIO` does, after a pending save to `path` is published."""
         self.saver.wait(target=path)
         found: dict[str, Any] = super().load_checkpoint(path, *arguments, **keywords)
         return found
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove it, once what was saved after it is published."""
+        """Remove a checkpoint, once a later save is published."""
         self.saver.discard(path)
 
     def teardown(self) -> None:
-        """Wait until everything is published."""
+        """Wait until all saves are published."""
         self.saver.close()
 
 
 class AttachOptimizers(Callback):
-    """Attaches a Trainer's optimizers to its `WorkerCheckpointIO` or strategy, so that saves copy behind the steps."""
+    """Attaches a Trainer's optimizers to its `WorkerCheckpointIO` or strategy, so that saves copy during the steps."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Called by the Trainer."""
@@ -77,7 +81,7 @@ class AttachOptimizers(Callback):
             saver.attach(*trainer.optimizers)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Called by the Trainer: what was published makes room."""
+        """Called by the Trainer: removes checkpoints that later ones have replaced."""
         for saver in _savers_of(trainer):
             saver.poll()
 
@@ -88,7 +92,7 @@ def _savers_of(trainer: Any) -> list[BackgroundSaver]:
 
 
 def _file_exists(self: Any, filepath: Any, trainer: Any) -> bool:
-    """As stock, but what is being saved exists, and what is to be removed does not: so names get the same suffixes."""
+    """As Lightning's, but count pending saves as existing and pending removals as removed: names get equal suffixes."""
     savers = _savers_of(trainer)
     if not savers:
         return bool(_stock_file_exists(self, filepath, trainer))
@@ -100,9 +104,9 @@ _stock_file_exists, ModelCheckpoint.file_exists = ModelCheckpoint.file_exists, _
 
 
 class RandomStates(Callback):
-    """Keeps the random generators in the checkpoints, which Lightning does not: a resumed run draws the same numbers.
+    """Saves the random number generators in checkpoints, which Lightning does not: a resumed run draws equal numbers.
 
-    Each rank needs its own; a checkpoint of several ranks holds the first one's, as it does of every callback.
+    A checkpoint of several ranks holds the generators of rank 0 only, as it does for every callback.
     """
 
     _restored: dict[str, Any] | None = None
@@ -112,7 +116,7 @@ class RandomStates(Callback):
         return RngState().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Called when one is loaded; takes effect at the first batch, behind all that draws numbers before it."""
+        """Called when a checkpoint is loaded. Takes effect at the first batch, after earlier draws."""
         self._restored = dict(state_dict)
 
     def on_train_batch_start(self, *_: Any) -> None:
@@ -123,15 +127,15 @@ class RandomStates(Callback):
 
 
 class WorkerModelParallelStrategy(ModelParallelStrategy):
-    """`ModelParallelStrategy` whose sharded checkpoints, directories in DCP's layout, are staged in the background.
+    """`ModelParallelStrategy` whose sharded checkpoints, directories in layout "dcp", are staged in the background.
 
     Args:
-        *arguments, **keywords: Of `ModelParallelStrategy`.
-        checkpointer_options: Fields of `CheckpointerConfig`, and `endpoint`. `replicated` is "assume", as stock DCP
-            does: what is stored for each rank because it differs, stock does not find.
+        *arguments, **keywords: Arguments of `ModelParallelStrategy`.
+        checkpointer_options: Fields of `CheckpointerConfig`, and `endpoint`. The default of `replicated` is "assume",
+            as in `torch.distributed.checkpoint`, which would not find values that are stored for each rank.
 
     Attributes:
-        saver: What saves, on all ranks; it starts with the first save, and ends with `teardown()`.
+        saver: Saves the files, on all ranks. It starts with the first save, and ends with `teardown()`.
     """
 
     def __init__(self, *arguments: Any, checkpointer_options: Mapping[str, Any] | None = None, **keywords: Any) -> None:
@@ -139,14 +143,14 @@ class WorkerModelParallelStrategy(ModelParallelStrategy):
         self.saver = BackgroundSaver(**{"replicated": "assume", **(checkpointer_options or {}), "layout": "dcp"})
 
     def recover(self, directory: Any) -> list[str]:
-        """Publish in `directory` what a run that was killed had staged. Every rank calls it. Returns it."""
+        """Publish what a killed run has staged for `directory`, and return the targets. Every rank calls it."""
         return self.saver.recover(directory)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Stage the rank's part of `checkpoint`, and return.
 
         Raises:
-            TypeError: `storage_options`, as stock.
+            TypeError: `storage_options` were given, as in Lightning.
         """
         if storage_options is not None or not self._save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -158,17 +162,17 @@ class WorkerModelParallelStrategy(ModelParallelStrategy):
         self.saver.save(path, files, step=int(checkpoint.get("global_step", 0)), kind="dcp", state=state)
 
     def load_checkpoint(self, checkpoint_path: Any, *arguments: Any, **keywords: Any) -> dict[str, Any]:
-        """As stock; waits for saves in progress."""
-        self.saver.settle()
+        """Load as `ModelParallelStrategy` does, after pending saves are published."""
+        self.saver.wait_all_ranks()
         found: dict[str, Any] = super().load_checkpoint(checkpoint_path, *arguments, **keywords)
         return found
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove it, once what was saved after it is published."""
+        """Remove a checkpoint, once a later save is published."""
         if self.global_rank == 0:
             self.saver.discard(filepath)
 
     def teardown(self) -> None:
-        """Wait until everything is published."""
+        """Wait until all saves are published."""
         self.saver.close()
         super().teardown()

@@ -1,7 +1,8 @@
 """A checkpoint manager with torchtitan's methods and directory names. Imports no torchtitan.
 
-`step-N` below the folder is in DCP's layout, with the names that torchtitan gives: the parameters at the top level, the
-other states below theirs. So torchtitan's own manager, and stock `dcp.load`, go on from it, and this one from theirs.
+`step-N` below the folder is in layout "dcp", with the names that torchtitan gives: the parameters at the top level, the
+other states below their names. So torchtitan's own manager, and `torch.distributed.checkpoint.load`, can resume from
+its checkpoints, and this one from theirs.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ _STEP = re.compile(r"/step-([0-9]+)\Z")
 
 
 class CheckpointManager:
-    """Saves every `interval` steps, loads the newest, keeps the last few. Every rank has one and calls it alike.
+    """Saves every `interval` steps, loads the newest checkpoint, and keeps the last few. Use it alike on every rank.
 
     Args:
-        dataloader: With `state_dict()` and `load_state_dict()`; None: none.
-        model_parts: The modules whose parameters are saved.
-        optimizers: With `state_dict()` and `load_state_dict()`: torchtitan's container, or an optimizer.
-        lr_schedulers: Likewise; None: none.
-        states: What else is saved, by name, such as `train_state`.
-        folder: Holds the directories `step-N`.
+        dataloader: Object with `state_dict()` and `load_state_dict()`; None: there is none.
+        model_parts: Modules whose parameters are saved.
+        optimizers: torchtitan's container of optimizers, or an optimizer.
+        lr_schedulers: torchtitan's container of schedulers, or a scheduler; None: there is none.
+        states: Further states to save, by name, such as `train_state`.
+        folder: Directory of the `step-N` directories.
         interval: Steps between saves.
-        keep_latest_k: So many are kept, 2 at least; 0: all.
-        enable: False: nothing is saved or loaded.
-        load_only: Nothing is saved.
-        last_save_model_only: The last step's checkpoint has only the parameters.
-        enable_first_step_checkpoint: Step 1 is saved, too.
+        keep_latest_k: Number of checkpoints to keep, at least 2; 0: all.
+        enable: False: save and load nothing.
+        load_only: True: save nothing.
+        last_save_model_only: True: the last step's checkpoint has only the parameters.
+        enable_first_step_checkpoint: True: save step 1 as well.
         exclude_from_loading: Names of states that are not loaded.
-        attach: Optimizers whose parameters and state are copied behind forward and backward.
-        **fields: Fields of `CheckpointerConfig`, and `endpoint`. `replicated` is "assume", as stock DCP does: what is
-            stored for each rank because it differs, or looks as if nothing had been computed yet, stock does not find.
+        attach: Optimizers whose parameters and state are copied during forward and backward.
+        **fields: Fields of `CheckpointerConfig`, and `endpoint`. The default of `replicated` is "assume", as in
+            `torch.distributed.checkpoint`, which would not find values that are stored for each rank.
 
     Raises:
-        ConfigError: `keep_latest_k=1`, which would leave nothing while the only one is replaced; a negative number.
+        ConfigError: `keep_latest_k=1`, with which no checkpoint would be left while it is replaced; a negative number.
         WorkerUnavailableError: A given endpoint cannot be reached.
     """
 
@@ -70,8 +71,8 @@ class CheckpointManager:
     ) -> None:
         if keep_latest_k == 1 or keep_latest_k < 0 or interval < 1:
             raise ConfigError(
-                f"keep_latest_k={keep_latest_k}, interval={interval}: 0 keeps all, else 2 at least are kept, as the "
-                "last one may be in the process of being saved; and there is a step between saves at least",
+                f"keep_latest_k={keep_latest_k}, interval={interval}: expected keep_latest_k 0 (all) or at least 2, as "
+                "the newest checkpoint may still be being written, and an interval of at least 1",
                 field="keep_latest_k" if interval >= 1 else "interval",
             )
         self.enable, self.load_only = enable, load_only
@@ -84,7 +85,9 @@ class CheckpointManager:
         self.states.update({name: value for name, value in given.items() if value is not None})
         unknown = self._excluded - set(self.states)
         if unknown:
-            raise ConfigError(f"exclude_from_loading names no state: {sorted(unknown)}", field="exclude_from_loading")
+            raise ConfigError(
+                f"exclude_from_loading names unknown states: {sorted(unknown)}", field="exclude_from_loading"
+            )
         self._manager: manager.CheckpointManager | None = None
         if enable:
             self._manager = manager.CheckpointManager(
@@ -102,10 +105,10 @@ class CheckpointManager:
         return {name: value for part in self._parts for name, value in part.state_dict().items()}
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Stage a checkpoint if this step wants one; whether it did.
+        """Stage a checkpoint if one is due at this step; return whether it was.
 
         Raises:
-            DirectoryInUseError: Another training, which is alive, saves to this folder; on every rank.
+            DirectoryInUseError: Another live training saves to this folder; raised on every rank.
             UnsupportedLeafError, DuplicateNameError, CheckpointerClosedError: As `AsyncCheckpointer.save`.
         """
         if self._manager is None or self.load_only or not (last_step or self._manager.should_save(curr_step)):
@@ -117,13 +120,13 @@ class CheckpointManager:
         return True
 
     def load(self, step: int = -1) -> bool:
-        """Fill everything from `step-N`, of -1 from the newest that verifies; False where there is none.
+        """Load `step-N`, or for -1 the newest checkpoint that verifies; return False if there is none.
 
-        What a run that was killed still has in the worker's hands is waited for. If torchtitan itself has saved since,
-        its checkpoint of the highest step is the newest.
+        Waits for saves of a killed run that the worker is still writing. If torchtitan itself has saved since, its
+        checkpoint of the highest step is the newest.
 
         Raises:
-            CheckpointNotFoundError: A step that is asked for is not there.
+            CheckpointNotFoundError: There is no checkpoint of the given step.
             CorruptCheckpointError, MissingKeysError, ShapeMismatchError: As `asyncckpt.load`.
         """
         if self._manager is None:
@@ -144,7 +147,7 @@ class CheckpointManager:
         return True
 
     def maybe_wait_for_staging(self) -> None:
-        """Wait until what was saved may be changed; an attached optimizer's `step()` does that by itself."""
+        """Wait until the saved tensors may be changed; an attached optimizer's `step()` waits by itself."""
         if self._manager is not None:
             self._checkpointer.fence()
 
@@ -154,7 +157,7 @@ class CheckpointManager:
             self._manager.wait()
 
     def close(self) -> None:
-        """Wait for the saves, keep the last few, and free everything. Twice is fine."""
+        """Wait for saves and removals, and free everything. Idempotent."""
         if self._manager is not None:
             self._manager.close()
 
@@ -162,7 +165,7 @@ class CheckpointManager:
         return os.path.join(self.folder, f"step-{step}")
 
     def _newest_stock_step(self) -> int:
-        """Return the highest step of torchtitan's own checkpoints that were saved after the newest of ours, or -1."""
+        """Return the highest step of torchtitan's own checkpoints that are newer than this package's newest, or -1."""
         ours = self._checkpointer.latest_checkpoint(self.folder)
         since_s = -1.0 if ours is None else os.path.getmtime(os.path.join(ours, DCP_METADATA_NAME))
         steps = [-1]

@@ -2,9 +2,9 @@
 
     class MyTrainer(AsyncCheckpointMixin, Trainer): ...        # or AsyncTrainer, which is just that
 
-A `checkpoint-N` has what the stock Trainer puts there, so that `resume_from_checkpoint` works without this package. It
-appears when it is complete. Saved as stock does it, in the training's time: FSDP, DeepSpeed, TPUs, SageMaker, and
-`push_to_hub`.
+A `checkpoint-N` has the files of the Trainer's own, so that `resume_from_checkpoint` works without this package. It
+appears when it is complete. With FSDP, DeepSpeed, TPUs, SageMaker and `push_to_hub`, the Trainer itself saves, while
+the training waits.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from transformers import Trainer, TrainerCallback
 
 from asyncckpt.integrations._background_saver import BackgroundSaver, warn_of_stock_saves
 from asyncckpt.integrations._capture import recording
-from asyncckpt.manager.preemption import RunPreemption
+from asyncckpt.manager.preemption import FrameworkPreemption
 
 _PREFIX = "checkpoint-"
 _FOREIGN = ("is_fsdp_enabled", "is_deepspeed_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_enabled")
 
 
 class AsyncCheckpointMixin:
-    """Stands before `Trainer`, or a subclass of it, in the list of base classes.
+    """A mixin for `Trainer` or a subclass, before which it must stand in the list of base classes.
 
     Args:
-        *arguments, **keywords: Of the Trainer.
+        *arguments, **keywords: Arguments of the Trainer.
         checkpointer_options: Fields of `CheckpointerConfig`, and `endpoint`.
-        preemption_signal: When it comes to any rank, all save after the same step, one of the next, and training ends;
-            None: nobody looks for it.
+        preemption_signal: After any rank has received this signal, all ranks save at the same of the next steps, and
+            the training ends. None: preemption is off.
 
     Attributes:
-        background_saver: What saves. It starts with the first save, and ends when `train()` returns.
+        background_saver: Saves the files. It starts with the first save, and ends when `train()` returns.
     """
 
     def __init__(
@@ -49,16 +49,16 @@ class AsyncCheckpointMixin:
         self.background_saver = BackgroundSaver(**(checkpointer_options or {}))
         self._asyncckpt_run_dir: str | None = None
         self._asyncckpt_signal = preemption_signal
-        self._asyncckpt_stop: RunPreemption | None = None
+        self._asyncckpt_stop: FrameworkPreemption | None = None
         self.add_callback(_Steps(self))  # type: ignore[attr-defined]
 
     def recover_checkpoints(self) -> list[str]:
-        """Publish what a run that was killed had staged, and return it; before asking which checkpoint is the last.
+        """Publish what a killed run has staged, and return the targets.
 
-        Every rank calls it. `train(resume_from_checkpoint=True)` does it by itself.
+        Call it on every rank, before looking for the last checkpoint. `train(resume_from_checkpoint=True)` calls it.
 
         Raises:
-            DirectoryInUseError: Another training, which is alive, has this `output_dir`.
+            DirectoryInUseError: Another live training has this `output_dir`.
         """
         if self._asyncckpt_is_foreign():
             return []
@@ -66,16 +66,16 @@ class AsyncCheckpointMixin:
         return self.background_saver.recover(self.args.output_dir)  # type: ignore[attr-defined]
 
     def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **keywords: Any) -> Any:
-        """As `Trainer.train`. What an earlier run had staged is published first, then the newest is looked for.
+        """Train as `Trainer.train` does. To resume, first publish what an earlier run has staged.
 
         Raises:
-            SignalHandlerError: `preemption_signal` outside of the main thread.
-            DirectoryInUseError: Another training, which is alive, has this directory. With `save_strategy="no"` never.
-            PlanTimeoutError: A rank was told to stop, and others do not say how far they are.
+            SignalHandlerError: `preemption_signal` was given, and this is not the main thread.
+            DirectoryInUseError: Another live training has this directory. Never with `save_strategy="no"`.
+            PlanTimeoutError: A rank was asked to stop, and other ranks did not report their step in time.
             Exception: As `Trainer.train`.
         """
         signals = self._asyncckpt_signal
-        with contextlib.nullcontext() if signals is None else RunPreemption(signals) as self._asyncckpt_stop:
+        with contextlib.nullcontext() if signals is None else FrameworkPreemption(signals) as self._asyncckpt_stop:
             try:
                 if not self._asyncckpt_is_foreign() and self.args.save_strategy != "no":  # type: ignore[attr-defined]
                     trial = arguments[0] if arguments else keywords.get("trial")
@@ -83,7 +83,7 @@ class AsyncCheckpointMixin:
                 if resume_from_checkpoint:
                     self.recover_checkpoints()
                 result = super().train(resume_from_checkpoint, *arguments, **keywords)  # type: ignore[misc]
-                self._asyncckpt_settle()
+                self._asyncckpt_wait_all_ranks()
             except BaseException:
                 self.background_saver.leave()
                 raise
@@ -109,11 +109,11 @@ class AsyncCheckpointMixin:
         self.background_saver.save(os.path.join(run_dir, name), found.files, step=state.global_step)
 
     def _get_output_dir(self, *arguments: Any, **keywords: Any) -> Any:
-        """While a save is recorded, the Trainer believes that it saves elsewhere."""
+        """Return the temporary directory while a save is recorded, else the Trainer's."""
         return self._asyncckpt_run_dir or super()._get_output_dir(*arguments, **keywords)  # type: ignore[misc]
 
     def _asyncckpt_name_best(self, recorded: str, target: str) -> None:
-        """Give the best checkpoint the name that it will have; the Trainer has seen another place."""
+        """Correct the path of the best checkpoint, as the Trainer has seen the temporary directory."""
         state: Any = self.state  # type: ignore[attr-defined]
         best = getattr(state, "best_global_step", None)
         run_dir = os.path.dirname(target)
@@ -135,7 +135,7 @@ class AsyncCheckpointMixin:
         )
 
     def _asyncckpt_rotate(self, published: list[str]) -> None:
-        """Keep `save_total_limit` as the Trainer does, of what is published: what is being saved is never counted."""
+        """Apply `save_total_limit` as the Trainer does, to published checkpoints only."""
         trainer: Any = self
         if not published or not trainer.args.should_save:
             return
@@ -152,16 +152,16 @@ class AsyncCheckpointMixin:
             use_mtime=True,
         )
 
-    def _asyncckpt_settle(self) -> None:
-        """Wait until everything is published, on all ranks, and rotate."""
-        self._asyncckpt_rotate(self.background_saver.settle())
+    def _asyncckpt_wait_all_ranks(self) -> None:
+        """Wait on all ranks until all saves are published, and apply `save_total_limit`."""
+        self._asyncckpt_rotate(self.background_saver.wait_all_ranks())
 
     def _load_best_model(self) -> None:
-        self._asyncckpt_settle()
+        self._asyncckpt_wait_all_ranks()
         super()._load_best_model()  # type: ignore[misc]
 
     def _finalize_training(self, *arguments: Any, **keywords: Any) -> Any:
-        self._asyncckpt_settle()
+        self._asyncckpt_wait_all_ranks()
         return super()._finalize_training(*arguments, **keywords)  # type: ignore[misc]
 
 
@@ -170,7 +170,7 @@ class AsyncTrainer(AsyncCheckpointMixin, Trainer):
 
 
 class _Steps(TrainerCallback):
-    """After every step: what was published makes room, and a preemption ends the training."""
+    """After every step, applies `save_total_limit`, and ends the training on preemption."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -178,6 +178,6 @@ class _Steps(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> Any:
         trainer = self._trainer
         trainer._asyncckpt_rotate(trainer.background_saver.poll())
-        if trainer._asyncckpt_stop is not None and trainer._asyncckpt_stop.at(state.global_step):
+        if trainer._asyncckpt_stop is not None and trainer._asyncckpt_stop.stops_at(state.global_step):
             control.should_save = control.should_training_stop = True
         return control

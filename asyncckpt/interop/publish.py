@@ -43,7 +43,7 @@ from asyncckpt.format.names import (
 from asyncckpt.interop.checkpoint_files import belongs, copy_file, is_carried_over, may_belong, model_files
 from asyncckpt.interop.sources.detect import OURS, kind_at
 from asyncckpt.interop.sources.torch_file import is_torch_file
-from asyncckpt.maintenance.gc import CONVERSION, Temporary
+from asyncckpt.maintenance.gc import CONVERSION, TemporaryKind
 from asyncckpt.storage.checkpoint_dir import is_pinned, known_standing_at
 from asyncckpt.storage.commit import LOCK_TIMEOUT_S
 from asyncckpt.storage.contents import Contents
@@ -291,7 +291,7 @@ def _keeps(path: str) -> str:
     return ""
 
 
-CONVERSIONS = Temporary(
+CONVERSIONS = TemporaryKind(
     kind=CONVERSION,
     who="conversion",
     is_named=lambda name: is_converting(name) or is_kept(name),

@@ -31,9 +31,9 @@ from asyncckpt.errors import (
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import owner_of
 from asyncckpt.interop.sources.detect import read_any
-from asyncckpt.recall.conversation import Conversation, is_served
-from asyncckpt.recall.held import MappedSnapshot
+from asyncckpt.recall.mapped_snapshot import MappedSnapshot
 from asyncckpt.recall.memory_overlay import OverlaidFiles, staged_contents
+from asyncckpt.recall.session import RecallSession, is_served
 from asyncckpt.recall.snapshots import ANSWER_S, HeldSnapshot, endpoint_of, held_snapshots, snapshots_of
 from asyncckpt.storage.checkpoint_dir import standing_at
 from asyncckpt.storage.contents import Contents
@@ -282,7 +282,7 @@ def open_source(
 @contextlib.contextmanager
 def _hold_snapshots(
     path: str, endpoint: str | None, answer_s: float
-) -> Iterator[tuple[Conversation, list[HeldSnapshot]]]:
+) -> Iterator[tuple[RecallSession, list[HeldSnapshot]]]:
     """Ask the worker for snapshots of a path, and make it hold them during the `with` block.
 
     Raises:
@@ -290,7 +290,7 @@ def _hold_snapshots(
     """
     with contextlib.ExitStack() as stack:
         try:
-            worker = stack.enter_context(Conversation(endpoint_of(endpoint), __version__, answer_s))
+            worker = stack.enter_context(RecallSession(endpoint_of(endpoint), __version__, answer_s))
             found = [s for s in snapshots_of(worker.recall(path, hold=True).parts) if s.path == path]
         except AsyncCkptError as error:
             raise NotInMemory(str(error)) from error

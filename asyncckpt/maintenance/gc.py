@@ -1,11 +1,11 @@
-"""Garbage collection: what is left of saves that came to nothing, of replaced checkpoints, and of killed programs.
+"""Garbage collection: files of saves that were never committed, of replaced checkpoints, and of killed programs.
 
 A file is garbage only if its name carries a save id, the save is not the committed one of its directory, and neither
-the worker nor the clock says that it may still be under way. It goes after nothing of its save can be published any
-more: see storage/COMMIT.md, section 7.
+the worker nor the file's age says that the save may still be in progress. It is removed only once its save can no
+longer be published: see storage/COMMIT.md, section 7.
 
-What killed programs left under temporary names of their own is theirs by three things: the name, which nobody else
-gives; that only files with names that this program gives are in it; and that no part of it was changed for so long.
+Temporary directories of killed programs (`convert`, `doctor`) are recognised by three things: a name that only this
+program gives, only files in it whose names this program gives, and no change for a given time.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ BROKEN = "broken"
 CONVERSION = "conversion"
 PROBE = "probe"
 QUIET_S = 60.0
-"""A worker may still write what a run had staged that has died. Then it changes its files more often. Chosen."""
+"""A worker may still write what a dead run has staged; while it does, its files change more often. Chosen."""
 
-CUT_CHARS = 1000
-"""A worker's report cuts paths there."""
+REPORTED_PATH_CHARS = 1000
+"""Length at which a worker's report cuts paths."""
 
 LOCK_TIMEOUT_S = 1.0
-"""Who holds the lock of a directory commits there just now, or is stopped in the middle of it. Chosen."""
+"""Time to wait for the lock of a directory: its holder is committing, or was stopped while doing so. Chosen."""
 
 _logger = logging.getLogger("asyncckpt.storage")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rules:
-    """What may go.
+class GarbageRules:
+    """What counts as garbage.
 
     Attributes:
-        now: Seconds since 1970, as the file system counts.
-        older_than_s: What was changed later than so long ago may be under way.
-        dead_before_epoch: Saves of runs before it are not, once nothing of theirs was changed for `QUIET_S`.
-        busy: Real paths to which a worker writes.
-        tombstones: Also directories with nothing but a tombstone.
-        locks: Also lock files that nobody holds, and temporary names of the committed save.
-        broken: Also checkpoints that were put aside as broken.
+        now: Current time in seconds since 1970, by the file system's clock.
+        older_than_s: Saves whose files were changed within this time may be in progress, and stay.
+        dead_before_epoch: For saves of earlier epochs `QUIET_S` is enough instead.
+        busy: Real paths to which a worker writes; they stay.
+        tombstones: Whether directories that hold only a tombstone are garbage.
+        locks: Whether lock files that nobody holds, and temporary names of the committed save, are garbage.
+        broken: Whether quarantined checkpoints are garbage.
     """
 
     now: float
@@ -77,20 +77,20 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Garbage:
-    """What there is to remove of one directory.
+    """Garbage in one directory.
 
     Attributes:
         path: The directory.
-        kind: `attempt`: a save that was never committed. `leftovers`: of other saves beside a committed one, or of a
-            save that was given up. `tombstone`, `lock`, `broken`: as in `Rules`. `conversion`, `probe`: of `convert`
-            and `doctor`, killed.
-        names: Files that go.
-        nbytes: Their length.
-        age_s: Since the last of them was changed.
-        save_ids: Of what saves, the earliest first.
-        standing: The manifest or tombstone that stands there.
-        version: The store's of that.
-        kept: Why nothing of it goes; empty: it does.
+        kind: `attempt`: files of a save that was never committed. `leftovers`: files of other saves beside a committed
+            one, or of a save that was given up. `tombstone`, `lock`, `broken`: as in `GarbageRules`. `conversion`,
+            `probe`: left by a killed `convert` or `doctor`.
+        names: Names of the files to remove.
+        nbytes: Length of these files together.
+        age_s: Seconds since the last of them was changed.
+        save_ids: IDs of the saves that they belong to, the earliest first.
+        standing: Manifest or tombstone of the directory.
+        version: The store's version of `standing`.
+        kept: Why nothing is removed; empty: it is removed.
     """
 
     path: str
@@ -104,14 +104,14 @@ class Garbage:
     kept: str = ""
 
 
-def garbage_at(path: str, store: Store, rules: Rules, *, is_locked: bool = False) -> Garbage | None:
-    """Return what there is to remove in one directory; None: nothing of ours, or only what belongs there.
+def garbage_at(path: str, store: Store, rules: GarbageRules, *, is_locked: bool = False) -> Garbage | None:
+    """Return the garbage of one directory; None: there is none.
 
     Args:
         path: The directory.
-        store: Where it lies.
-        rules: What may go.
-        is_locked: The caller holds its lock, whose file is then no garbage.
+        store: Store that holds it.
+        rules: What counts as garbage.
+        is_locked: Whether the caller holds the directory's lock, whose file is then no garbage.
 
     Raises:
         OSError: The directory cannot be read.
@@ -123,30 +123,30 @@ def garbage_at(path: str, store: Store, rules: Rules, *, is_locked: bool = False
     owners = {name: owner for name in regular if (owner := owner_of(name)) is not None}
     standing_entry = found.get(MANIFEST_NAME)
     version = None if standing_entry is None else standing_entry.version
-    look = _Look(path, store.resolve(path), regular, rules, version)
+    found_there = _DirectoryScan(path, store.resolve(path), regular, rules, version)
     if is_quarantined(os.path.basename(path)):
-        return look.broken(owners, store) if owners and rules.broken else None
+        return found_there.broken(owners, store) if owners and rules.broken else None
     if MANIFEST_NAME not in found:
-        return look.garbage(ATTEMPT, owners) if owners else None
+        return found_there.garbage(ATTEMPT, owners) if owners else None
     standing, tombstone = standing_at(path, store), tombstone_at(path, store)
     if tombstone is not None:
-        return look.beside_tombstone(owners, tombstone)
+        return found_there.beside_tombstone(owners, tombstone)
     if standing is None:
-        kept = "its manifest cannot be read, is damaged, of a newer version, or not ours"
-        return look.garbage(ATTEMPT, owners, kept=kept) if owners else None
+        kept = "its manifest cannot be read, is damaged, of a newer version, or not of asyncckpt"
+        return found_there.garbage(ATTEMPT, owners, kept=kept) if owners else None
     if not is_finished(path, standing, store):
-        return look.garbage(ATTEMPT, owners, standing)
-    return look.beside_committed(owners, standing)
+        return found_there.garbage(ATTEMPT, owners, standing)
+    return found_there.beside_committed(owners, standing)
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """At one directory and the regular files in it."""
+class _DirectoryScan:
+    """One directory, and the regular files in it."""
 
     path: str
     real_path: str
     regular: Mapping[str, Entry]
-    rules: Rules
+    rules: GarbageRules
     version: str | None
 
     def beside_tombstone(self, owners: Mapping[str, SaveId], tombstone: Tombstone) -> Garbage | None:
@@ -188,11 +188,11 @@ class _Look:
         age_s = self.rules.now - max(self.regular[name].mtime_s for name in names)
         if not kept and self._is_busy():
             kept = "the worker writes there"
-        # IMPORTANT: of the very files that would go: a save of a living run may have begun to write there meanwhile.
+        # IMPORTANT: the epochs of the very files that would go: a live run may have begun to write there since.
         is_dead = all(one.epoch < self.rules.dead_before_epoch for one in save_ids)
         quiet_s = min(QUIET_S, self.rules.older_than_s) if is_dead else self.rules.older_than_s
         if not kept and age_s < quiet_s:
-            kept = f"changed {max(0.0, age_s):.0f} s ago: it may be under way"
+            kept = f"changed {max(0.0, age_s):.0f} s ago: it may be in progress"
         return Garbage(
             path=self.path,
             kind=kind,
@@ -207,13 +207,15 @@ class _Look:
 
     def _is_busy(self) -> bool:
         real = self.real_path
-        return any(real == path or (len(path) >= CUT_CHARS and real.startswith(path)) for path in self.rules.busy)
+        return any(
+            real == path or (len(path) >= REPORTED_PATH_CHARS and real.startswith(path)) for path in self.rules.busy
+        )
 
 
-def garbage_in(root: str, store: Store, rules: Rules, *, recursive: bool = False) -> list[Garbage]:
-    """Return what there is to remove in `root` and one level below it, or at any depth, ordered by path.
+def garbage_in(root: str, store: Store, rules: GarbageRules, *, recursive: bool = False) -> list[Garbage]:
+    """Return the garbage in `root` and one level below it, or at any depth, ordered by path.
 
-    Links are not followed. What cannot be read is passed over.
+    Links are not followed. Directories that cannot be read are skipped with a warning.
 
     Raises:
         OSError: `root` cannot be listed.
@@ -223,7 +225,7 @@ def garbage_in(root: str, store: Store, rules: Rules, *, recursive: bool = False
         try:
             garbage = garbage_at(one.path, store, rules)
         except OSError as error:
-            _logger.warning("%s cannot be looked at: %s", one.path, error)
+            _logger.warning("%s is skipped, since it cannot be read: %s", one.path, error)
             continue
         if garbage is not None:
             found.append(garbage)
@@ -231,13 +233,13 @@ def garbage_in(root: str, store: Store, rules: Rules, *, recursive: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Collected:
-    """What became of a directory's garbage.
+class CollectionResult:
+    """Outcome of removing a directory's garbage.
 
     Attributes:
-        garbage: As it was found right before.
-        removed: Names that are gone.
-        error: What stopped it.
+        garbage: The garbage, as it was found right before the removal.
+        removed: Names of the files that were removed.
+        error: Error that stopped the removal; None: there was none.
     """
 
     garbage: Garbage
@@ -245,53 +247,53 @@ class Collected:
     error: OSError | None = None
 
 
-def collect(path: str, store: Store, rules: Rules, *, package: str) -> Collected | None:
-    """Remove the garbage of one directory; looks at it again first, and once more under its lock.
+def collect(path: str, store: Store, rules: GarbageRules, *, package: str) -> CollectionResult | None:
+    """Remove the garbage of one directory, which is determined anew, and once more under the directory's lock.
 
     Args:
         path: The directory.
-        store: Where it lies.
-        rules: What may go.
+        store: Store that holds it.
+        rules: What counts as garbage.
         package: asyncckpt's version.
 
     Returns:
-        What was done; None: there is nothing to remove any more.
+        The outcome; None: there is no garbage any more.
 
     Raises:
-        OSError: The directory cannot be looked at.
+        OSError: The directory cannot be read.
 
-    Blocks: for who commits there, at most `LOCK_TIMEOUT_S`.
+    Blocks: for the lock of the directory, at most `LOCK_TIMEOUT_S`.
     """
     garbage = garbage_at(path, store, rules)
     if garbage is None or garbage.kept:
-        return None if garbage is None else Collected(garbage=garbage)
+        return None if garbage is None else CollectionResult(garbage=garbage)
     removed: list[str] = []
     try:
         if garbage.kind == BROKEN:
             _remove_broken(garbage, store, removed)
-            return Collected(garbage=garbage, removed=tuple(removed))
+            return CollectionResult(garbage=garbage, removed=tuple(removed))
         with exclusively(store, path, LOCK_TIMEOUT_S) as is_locked:
             now = garbage_at(path, store, rules, is_locked=True)
             if now is not None and now.kept:
-                return Collected(garbage=now)
+                return CollectionResult(garbage=now)
             if now is not None and not is_locked and not _goes_without_lock(now):
                 raise UnsupportedByStoreError("locks", path)
             if now is not None:
                 _remove_locked(now, store, removed, package=package)
         if garbage.kind == LOCK and LOCK_NAME in garbage.names:
-            removed.append(LOCK_NAME)  # whoever held it last does that
+            removed.append(LOCK_NAME)  # releasing the lock has removed its file
         if now is not None and now.kind == TOMBSTONE:
             with contextlib.suppress(OSError):  # somebody else's files are in it
                 store.remove_prefix(path)
     except FileExistsError:
-        return Collected(garbage=replace(garbage, kept="a save was committed there meanwhile"))
+        return CollectionResult(garbage=replace(garbage, kept="a save was committed there meanwhile"))
     except OSError as error:
-        return Collected(garbage=garbage, removed=tuple(removed), error=error)
-    return Collected(garbage=now or garbage, removed=tuple(removed))
+        return CollectionResult(garbage=garbage, removed=tuple(removed), error=error)
+    return CollectionResult(garbage=now or garbage, removed=tuple(removed))
 
 
 def _goes_without_lock(garbage: Garbage) -> bool:
-    """Whether nobody can publish what goes: behind a tombstone, or since a later save stands."""
+    """Whether the garbage cannot be published any more: a tombstone is put first, or a later save is committed."""
     if garbage.kind == ATTEMPT:
         return True
     standing = garbage.standing
@@ -307,7 +309,7 @@ def _remove_locked(garbage: Garbage, store: Store, removed: list[str], *, packag
         return
     if garbage.kind == ATTEMPT:
         write_tombstone(path, garbage.save_ids[-1], store, package=package, replaces=garbage.version)
-    # IMPORTANT: what stands must outlive a power cut before anything goes that it makes worthless.
+    # IMPORTANT: flush the manifest or tombstone first: after a power cut it must be there if files are gone.
     store.sync(path)
     reach("gc: nothing removed")
     _remove_files(garbage, store, removed)
@@ -322,19 +324,19 @@ def write_tombstone(
     replaces: str | None,
     was_committed: bool = False,
 ) -> None:
-    """Put a tombstone, under the lock of its directory where there are locks.
+    """Put a tombstone. The caller holds the lock of the directory, if the store has locks.
 
     Args:
         path: The directory.
-        save_id: The latest save that is given up.
-        store: Where it lies.
-        package: As of `collect`.
-        replaces: Version of the manifest or tombstone that it replaces; None: it fails if something stands.
-        was_committed: What it replaces is the save's own manifest.
+        save_id: ID of the latest save that is given up.
+        store: Store that holds it.
+        package: asyncckpt's version.
+        replaces: Version of the manifest or tombstone to replace; None: there must be neither.
+        was_committed: Whether it replaces the save's own manifest.
 
     Raises:
-        FileExistsError: Something has come to stand there.
-        OSError: A call failed; the tombstone stands, or does not.
+        FileExistsError: Another manifest or tombstone was put meanwhile.
+        OSError: A call failed; the tombstone may be there or not.
     """
     created = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
     tombstone = Tombstone(save_id=save_id, created=created, writer=f"asyncckpt {package}", was_committed=was_committed)
@@ -360,7 +362,7 @@ def _remove_files(garbage: Garbage, store: Store, removed: list[str]) -> None:
 
 
 def _remove_broken(garbage: Garbage, store: Store, removed: list[str]) -> None:
-    """The manifest goes first: what is left then is no checkpoint any more, not a damaged one."""
+    """Remove the manifest first: what is left then is no checkpoint, rather than a damaged one."""
     if MANIFEST_NAME in garbage.names:
         _unlink(garbage.path, MANIFEST_NAME, store, removed)
         store.sync(garbage.path)
@@ -377,15 +379,15 @@ def _unlink(path: str, name: str, store: Store, removed: list[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Temporary:
-    """What one program makes.
+class TemporaryKind:
+    """How to recognise the temporary files and directories of one program.
 
     Attributes:
-        kind: Of `Garbage`.
-        who: The program, for people: "conversion".
-        is_named: Whether a file or directory is called as it calls what it makes.
-        may_hold: Whether it puts a file of this name into such a directory.
-        keeps: Why the one at a path is not to go, whatever else holds; "" where nothing speaks against it.
+        kind: Value for `Garbage.kind`.
+        who: Name of the program for messages, such as "conversion".
+        is_named: Whether a name is one that the program gives to its temporary files and directories.
+        may_hold: Whether a name is one that the program gives to a file in such a directory.
+        keeps: Returns why the file or directory at a path must stay; "": no reason.
     """
 
     kind: str
@@ -396,9 +398,9 @@ class Temporary:
 
 
 def temporaries_in(
-    root: str, store: Store, rules: Rules, of: Sequence[Temporary], *, recursive: bool = False
+    root: str, store: Store, rules: GarbageRules, of: Sequence[TemporaryKind], *, recursive: bool = False
 ) -> Iterator[Garbage]:
-    """Yield what these programs left in `root`, or at any depth, ordered by path. Links are not followed.
+    """Yield what killed programs left in `root`, or at any depth, ordered by path. Links are not followed.
 
     Raises:
         OSError: `root` cannot be listed.
@@ -415,7 +417,7 @@ def temporaries_in(
             continue
 
 
-def _left_by(made: Temporary, path: str, found: Entry, store: Store, rules: Rules) -> Garbage:
+def _left_by(made: TemporaryKind, path: str, found: Entry, store: Store, rules: GarbageRules) -> Garbage:
     inside = {one.name: one for one in store.entries(path)} if found.kind == PREFIX else {}
     foreign = [name for name, one in sorted(inside.items()) if not (one.is_object and made.may_hold(name))]
     age_s = rules.now - max(one.mtime_s for one in (found, *inside.values()))
@@ -427,7 +429,7 @@ def _left_by(made: Temporary, path: str, found: Entry, store: Store, rules: Rule
     elif foreign:
         kept = f"it holds {foreign[0]!r}, which no {made.who} writes"
     elif age_s < rules.older_than_s:
-        kept = f"changed {max(0.0, age_s):.0f} s ago: it may be under way"
+        kept = f"changed {max(0.0, age_s):.0f} s ago: it may be in progress"
     return Garbage(
         path=path,
         kind=made.kind,
@@ -440,10 +442,10 @@ def _left_by(made: Temporary, path: str, found: Entry, store: Store, rules: Rule
 
 
 def remove_temporary(garbage: Garbage, store: Store) -> list[str]:
-    """Remove what was found, and return the names of the files that are gone. A file that came since then stays.
+    """Remove what `temporaries_in` has found, and return the names of the removed files.
 
     Raises:
-        OSError: Something cannot be removed, or came into the directory meanwhile.
+        OSError: A file cannot be removed; or others were put into the directory since, which stay.
     """
     if store.stat(garbage.path).kind != PREFIX:
         store.remove(garbage.path)

@@ -1,8 +1,8 @@
-"""Pins: checkpoints that retention must not remove, kept in the root so that they survive every restart.
+"""Pins: checkpoints that retention must not remove. They are files in the root, so they survive every restart.
 
-One file for each, `<root>/.pins/<name of the checkpoint's directory>`: made and removed in one step, and flushed. Who
-pins, who removes and who replaces hold the lock of the checkpoint's directory, so that one of them comes first: a pin
-that has returned holds.
+Each pin is a file `<root>/.pins/<name of the checkpoint's directory>`, which is created and removed in one step, and
+flushed. Pinning, removing and replacing a checkpoint all hold the lock of its directory. So once `pin` has returned,
+the checkpoint stays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def pinned_in(root: str, store: Store) -> frozenset[str]:
     """Return the names of the directories in `root` that are pinned.
 
     Raises:
-        OSError: It cannot be known; then nothing may be removed.
+        OSError: The pins cannot be read; nothing may be removed then.
     """
     try:
         return frozenset(store.names(os.path.join(root, PINS_NAME)))
@@ -30,45 +30,46 @@ def pinned_in(root: str, store: Store) -> frozenset[str]:
 
 
 def pin(path: str, store: Store) -> None:
-    """Pin the committed checkpoint at `path`; again is fine. It is durable when this returns.
+    """Pin the committed checkpoint at `path`, durably. Idempotent.
+
+    If `path` is a symbolic link to another directory of the same root, that directory is pinned, as retention goes by
+    the directory's own name.
 
     Args:
-        path: Absolute path of its directory; the pin goes into the directory above it.
-        store: Where it lies.
-
-    A link to another directory of the same root stands for that one: what retention removes goes by its own name.
+        path: Absolute path of the checkpoint's directory; the pin goes into the directory above it.
+        store: Store that holds it.
 
     Raises:
-        CheckpointNotFoundError, CheckpointNotCommittedError: There is none.
+        CheckpointNotFoundError, CheckpointNotCommittedError: There is no committed checkpoint at `path`.
         CorruptCheckpointError, UnsupportedFormatError: Its manifest cannot be read.
-        OSError: A call failed; it may be pinned or not.
+        OSError: A call failed; the checkpoint may be pinned or not.
 
-    Blocks: for who commits or removes there, at most `commit.LOCK_TIMEOUT_S`.
+    Blocks: for the lock of the directory, at most `commit.LOCK_TIMEOUT_S`.
     """
-    path = _meant(path, store)
+    path = _pinned_directory(path, store)
     read_manifest(path, store)
     root, directory = os.path.dirname(path), os.path.dirname(pin_of(path))
     try:
-        # IMPORTANT: the lock, and then the look: a checkpoint that is about to be removed must not get a pin.
+        # IMPORTANT: read the manifest under the lock: a checkpoint that is about to be removed must not be pinned.
         with store.lock(path, LOCK_TIMEOUT_S):
             read_manifest(path, store)
             store.make_prefix(directory, durable=False)
-            store.sync(root)  # IMPORTANT: who made the directory may have died before that
+            store.sync(root)  # IMPORTANT: whoever made the directory may have died before flushing its name
             with contextlib.suppress(FileExistsError):
                 store.put(pin_of(path), b"")
             store.sync(directory)
     except FileNotFoundError as error:
-        read_manifest(path, store)  # says that it is gone
+        read_manifest(path, store)  # raises that it is gone
         raise CheckpointNotFoundError(f"{path} was removed while it was pinned", path=path) from error
 
 
 def unpin(path: str, store: Store) -> bool:
-    """Take the pin off the checkpoint at `path`, which need not be there any more. Returns whether it was pinned.
+    """Remove the pin of the checkpoint at `path`, which may be gone. Returns whether it was pinned.
 
     Raises:
         OSError: A call failed.
     """
-    path = _meant(path, store)
+    path = _pinned_directory(path, store)
     try:
         store.remove(pin_of(path))
     except FileNotFoundError:
@@ -77,8 +78,8 @@ def unpin(path: str, store: Store) -> bool:
     return True
 
 
-def _meant(path: str, store: Store) -> str:
-    """Return the directory that a name like `latest` stands for, if that lies beside it."""
+def _pinned_directory(path: str, store: Store) -> str:
+    """Return `path`, or the directory beside it that it links to, as a link `latest` does."""
     found = store.resolve(path)
     is_beside = os.path.dirname(found) == store.resolve(os.path.dirname(path))
     return os.path.join(os.path.dirname(path), os.path.basename(found)) if is_beside else path

@@ -1,8 +1,8 @@
-"""Which checkpoints may go. Pure: values in, values out.
+"""The retention policy: which checkpoints may be removed. Pure functions of values.
 
-What counts is the order of lineage, not the step. Every checkpoint of a manager names, in its manifest's metadata, the
-saves that its run and the runs before it went on from. After `restore(step=100)` and a new save, what the old branch
-saved after step 100 is no ancestor of the newest checkpoint any more: it is abandoned, and goes first.
+Checkpoints are ordered by lineage, not by step. Every checkpoint of a manager names, in its manifest's metadata, the
+saves that its run and the runs before it have restored from. After `restore(step=100)` and a new save, what the old
+branch saved after step 100 is no ancestor of the newest checkpoint: it is abandoned, and removed first.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from asyncckpt.format.names import SaveId
 BEST_MODES = ("min", "max")
 
 METADATA_KEY = "asyncckpt_manager"
-"""Where a manager keeps what it must know, in a manifest's metadata; format/SPEC.md section 2."""
+"""Key of a manager's own entry in a manifest's metadata; format/SPEC.md section 2."""
 
 _FLOAT = "float"
 
 MAX_ANCESTRY = 256
-"""Restarts that are remembered; checkpoints of runs before those count as ancestors. Chosen: 8 KiB of a manifest."""
+"""Number of restarts to remember; checkpoints of earlier runs count as ancestors. Chosen: 8 KiB of a manifest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
+class StoredCheckpoint:
     """A committed checkpoint, as retention sees it.
 
     Attributes:
-        name: Of its directory, which lies in the root.
-        step: Of its manifest.
-        save_id: Of its manifest.
-        score: What `best_fn` made of its metrics; None, NaN or infinite: it is no candidate for the best.
-        is_abandoned: The newest one does not come from it: it lies in a future that a rollback has given up.
-        is_sound: False for one that was found damaged: it never counts as one to fall back to.
-        nbytes: Of its files, by its manifest.
+        name: Name of its directory in the root.
+        step: Step in its manifest.
+        save_id: Save id in its manifest.
+        score: Score of its metrics by `best_fn`; with None, NaN or infinity it cannot be the best.
+        is_abandoned: Whether it is on a branch that a rollback has abandoned: it is no ancestor of the newest one.
+        is_sound: False for a checkpoint that was found damaged; it does not count as the newest or the best.
+        nbytes: Bytes of its files, by its manifest.
     """
 
     name: str
@@ -51,16 +51,16 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetentionPolicy:
-    """What is to be kept.
+    """What to keep.
 
     Attributes:
-        max_to_keep: How many checkpoints stay, the newest and the best among them; None: all. Those that are kept by
-            `keep_period` or a pin come on top.
-        keep_period: Each whose step is a multiple of it stays for ever; None: none for that reason.
+        max_to_keep: How many checkpoints stay, the newest and the best among them; None: all. Pinned ones and those of
+            `keep_period` come on top.
+        keep_period: Checkpoints whose step is a multiple of this stay for ever; None: none.
         best_mode: Whether the best score is the smallest ("min") or the largest ("max").
 
     Raises:
-        ConfigError: A value that makes no sense.
+        ConfigError: An impossible value.
     """
 
     max_to_keep: int | None = None
@@ -78,32 +78,35 @@ class RetentionPolicy:
             )
 
 
-def newest_of(stored: Collection[Stored]) -> Stored | None:
-    """Return the newest sound one by lineage; None: there is none."""
+def newest_of(stored: Collection[StoredCheckpoint]) -> StoredCheckpoint | None:
+    """Return the newest sound checkpoint by lineage; None: there is none."""
     return max((one for one in stored if one.is_sound), key=lambda one: one.save_id, default=None)
 
 
-def best_of(stored: Collection[Stored], best_mode: str) -> Stored | None:
-    """Return the sound one with the best score, of equal ones the newest; None: none has a score."""
+def best_of(stored: Collection[StoredCheckpoint], best_mode: str) -> StoredCheckpoint | None:
+    """Return the sound checkpoint with the best score, the newest of equal ones; None: none has a score."""
     scored = [one for one in stored if one.is_sound and one.score is not None and math.isfinite(one.score)]
     sign = -1 if best_mode == "min" else 1
     return max(scored, key=lambda one: (sign * (one.score or 0.0), one.save_id), default=None)
 
 
-def to_delete(stored: Sequence[Stored], policy: RetentionPolicy, pinned: Collection[str] = ()) -> list[Stored]:
-    """Return what may go, in the order in which it goes.
+def to_delete(
+    stored: Sequence[StoredCheckpoint], policy: RetentionPolicy, pinned: Collection[str] = ()
+) -> list[StoredCheckpoint]:
+    """Return the checkpoints to remove, in the order of removal.
 
-    Never the newest sound one, the best, a pinned one or one of `keep_period`; nothing while not one is sound.
+    They never include the newest sound one, the best, pinned ones and those of `keep_period`. If no checkpoint is
+    sound, there are none.
 
     Args:
         stored: All committed checkpoints of a root.
-        policy: What is to be kept.
-        pinned: Names of those that must not go.
+        policy: What to keep.
+        pinned: Names of pinned checkpoints.
     """
     newest, best = newest_of(stored), best_of(stored, policy.best_mode)
     if policy.max_to_keep is None or newest is None:
         return []
-    counted = sorted((one for one in stored if not _is_kept_apart(one, policy, pinned)), key=_worth, reverse=True)
+    counted = sorted((one for one in stored if not _is_exempt(one, policy, pinned)), key=_removal_order, reverse=True)
     room = policy.max_to_keep - sum(one in (newest, best) for one in counted)
     doomed = []
     for one in counted:
@@ -116,20 +119,20 @@ def to_delete(stored: Sequence[Stored], policy: RetentionPolicy, pinned: Collect
     return doomed[::-1]
 
 
-def _is_kept_apart(one: Stored, policy: RetentionPolicy, pinned: Collection[str]) -> bool:
+def _is_exempt(one: StoredCheckpoint, policy: RetentionPolicy, pinned: Collection[str]) -> bool:
     return one.name in pinned or (policy.keep_period is not None and one.step % policy.keep_period == 0)
 
 
-def _worth(one: Stored) -> tuple[bool, bool, SaveId]:
-    """Return a sort key: what goes first is smallest."""
+def _removal_order(one: StoredCheckpoint) -> tuple[bool, bool, SaveId]:
+    """Return a sort key, smallest for what is removed first."""
     return one.is_sound, not one.is_abandoned, one.save_id
 
 
 def ancestry_in(metadata: Mapping[str, Any]) -> tuple[SaveId, ...] | None:
-    """Return the saves that a checkpoint's run and the runs before it went on from, the latest first.
+    """Return the saves that a checkpoint's run and the runs before it have restored from, the latest first.
 
     Returns:
-        None: The checkpoint does not say.
+        None if the checkpoint does not say.
     """
     raw = _section(metadata).get("ancestry")
     if not isinstance(raw, Sequence) or isinstance(raw, str):
@@ -156,9 +159,9 @@ def manager_metadata(ancestry: Sequence[SaveId], metrics: Mapping[str, Any] | No
     """Return what a manager adds to the metadata of a checkpoint.
 
     Args:
-        ancestry: What this run went on from, and those before it; the latest first.
-        metrics: The user's: JSON values; numbers may be of numpy or torch, and NaN or infinite: a loss is so now and
-            then, and a training must not fail for it.
+        ancestry: Saves that this run and those before it have restored from, the latest first.
+        metrics: The user's metrics, as JSON values. Numbers may be of numpy or torch, and NaN or infinite, as a loss
+            may be.
     """
     found: dict[str, Any] = {"ancestry": [str(one) for one in ancestry[:MAX_ANCESTRY]]}
     if metrics is not None:
@@ -185,21 +188,21 @@ def _from_json(value: Any) -> Any:
     return [_from_json(one) for one in value] if isinstance(value, list) else value
 
 
-def extended(save_id: SaveId, metadata: Mapping[str, Any]) -> tuple[SaveId, ...]:
-    """Return the ancestry of a run that goes on from a checkpoint."""
+def extended_ancestry(save_id: SaveId, metadata: Mapping[str, Any]) -> tuple[SaveId, ...]:
+    """Return the ancestry of a run that has restored from a checkpoint."""
     return (save_id, *(ancestry_in(metadata) or ()))[:MAX_ANCESTRY]
 
 
 def is_ancestor(save_id: SaveId, newest: SaveId, ancestry: Sequence[SaveId] | None) -> bool:
-    """Whether a checkpoint lies on the branch of the newest one.
+    """Return whether a checkpoint is on the branch of the newest one.
 
     Args:
-        save_id: Of the checkpoint.
-        newest: Save id of the newest one.
-        ancestry: What that one says; None: it says nothing, and all older ones are taken for its ancestors.
+        save_id: Save id of the checkpoint.
+        newest: Save id of the newest checkpoint.
+        ancestry: Ancestry in the newest one's metadata; None: it has none, and all older ones count as ancestors.
     """
     if ancestry is None or save_id.run_id == newest.run_id:
         return True
     if len(ancestry) >= MAX_ANCESTRY and save_id < ancestry[-1]:
-        return True  # forgotten
+        return True  # older than all that the newest one remembers
     return any(one.run_id == save_id.run_id and save_id <= one for one in ancestry)

@@ -1,4 +1,4 @@
-"""Putting a broken checkpoint aside: its directory gets another name, under which nobody looks for checkpoints."""
+"""Quarantine: the directory of a broken checkpoint is renamed, so that nothing takes it for a checkpoint any more."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from asyncckpt.storage.store import PREFIX, Store
 _MAX_NUMBER = 999_999_999
 
 
-def put_aside(path: str, save_id: SaveId, store: Store) -> str | None:
+def quarantine_checkpoint(path: str, save_id: SaveId, store: Store) -> str | None:
     """Rename the directory of a broken checkpoint to `<name>.broken-<n>`, in one step, and flush its parent.
 
-    The caller has loaded another checkpoint: the last good one is never touched.
+    Call it only after another checkpoint was loaded, so that the last good one is never renamed.
 
     Args:
-        path: The checkpoint's directory.
-        save_id: The save that was found broken there.
-        store: Where it lies.
+        path: Directory of the checkpoint.
+        save_id: ID of the save that was found broken.
+        store: Store that holds it.
 
     Returns:
-        The new path; None: it stays, because it is not what was found broken any more (another save's manifest stands
-        there, or files of a newer one that may be under way), or nothing says that it is ours.
+        The new path. None if the directory stays: it holds another save's manifest by now, or files of a newer save,
+        which may be in progress, or no file of this package.
 
     Raises:
-        OSError: A call failed. The directory has one of the two names.
+        OSError: A call failed; the directory has either of the two names.
     """
     if not _is_still(path, save_id, store):
         return None
@@ -43,7 +43,7 @@ def put_aside(path: str, save_id: SaveId, store: Store) -> str | None:
         reach("quarantine: renamed")
         store.sync(parent)
         return moved
-    raise OSError(errno.EEXIST, "there is no free name to put it aside under", path)
+    raise OSError(errno.EEXIST, "no free name is left for the quarantined directory", path)
 
 
 def _is_still(path: str, save_id: SaveId, store: Store) -> bool:

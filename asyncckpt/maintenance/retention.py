@@ -1,11 +1,10 @@
-"""Retention: applying a policy to a directory. What there is, what may go, and its removal, step by step.
+"""Retention: applies a policy to a root, and removes the checkpoints that it gives up.
 
-One process of a root at a time prunes: a manager's rank 0, or whoever calls `asyncckpt prune` while no training saves
-there.
+Only one process at a time prunes a root: rank 0 of a manager, or `asyncckpt prune` while no training saves there.
 
-IMPORTANT: the order of a removal is tombstone, files, tombstone again and directory (storage/COMMIT.md, section 8).
-Whoever dies in between leaves either the whole checkpoint, or a directory that nobody takes for one; `retire_rest` goes
-on from there.
+IMPORTANT: a removal puts a tombstone, removes the files, then the tombstone and the directory (storage/COMMIT.md,
+section 8). A process that dies in between leaves either the whole checkpoint, or a directory that is no checkpoint;
+`finish_removal` continues from there.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of
-from asyncckpt.maintenance.gc import LOCK_TIMEOUT_S, Rules, collect, write_tombstone
+from asyncckpt.maintenance.gc import LOCK_TIMEOUT_S, GarbageRules, collect, write_tombstone
 from asyncckpt.maintenance.pins import pinned_in
 from asyncckpt.maintenance.policy import (
     RetentionPolicy,
-    Stored,
+    StoredCheckpoint,
     ancestry_in,
     is_ancestor,
     metrics_in,
@@ -41,23 +40,23 @@ from asyncckpt.storage.store import Store, exclusively
 from asyncckpt.storage.verification import verify_checkpoint
 
 Score = Callable[[Mapping[str, Any]], float]
-"""From the metrics that a checkpoint was saved with to a number."""
+"""Returns a number for the metrics that a checkpoint was saved with."""
 
 _log = logging.getLogger("asyncckpt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pruned:
-    """What became of a checkpoint that the policy gives up.
+    """Outcome for a checkpoint that the policy gives up.
 
     Attributes:
-        stored: Which one.
-        is_removed: It is gone, or would go.
-        kept: Why it stays after all; empty: it does not.
-        error: What stopped its removal; what is left is no checkpoint any more, or it is whole.
+        stored: The checkpoint.
+        is_removed: Whether it was removed; without `delete`, whether it would be.
+        kept: Why it stays; empty: it does not.
+        error: Error that stopped the removal. The checkpoint is then whole, or no checkpoint any more.
     """
 
-    stored: Stored
+    stored: StoredCheckpoint
     is_removed: bool
     kept: str = ""
     error: OSError | None = None
@@ -65,16 +64,16 @@ class Pruned:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What is in a root.
+    """The checkpoints of a root.
 
     Attributes:
         stored: The committed checkpoints, the newest by lineage first.
-        manifests: Theirs, by the name of the directory.
-        names: Of all directories in which something of ours is: also what was never committed, and what was given up.
-        unscored: Of those whose metrics the score fails on.
+        manifests: Their manifests, by name of the directory.
+        names: Names of all directories with committed checkpoints, or saves that were given up or never committed.
+        unscored: Names of the directories of checkpoints with metrics for which the score raises.
     """
 
-    stored: tuple[Stored, ...]
+    stored: tuple[StoredCheckpoint, ...]
     manifests: Mapping[str, Manifest]
     names: tuple[str, ...] = ()
     unscored: frozenset[str] = frozenset()
@@ -83,17 +82,17 @@ class Survey:
 def survey(
     root: str, store: Store, *, score: Score | None = None, broken: Collection[str] = (), links: bool = False
 ) -> Survey:
-    """Look at the checkpoints in a directory; reads their manifests, no data.
+    """Return what a root holds. Reads manifests, but no data.
 
     Args:
-        root: Absolute path.
-        store: Where it lies.
-        score: Of a checkpoint with metrics; what it raises counts as no score, and is logged.
-        broken: Names of the directories of those that are known to be damaged.
-        links: As of `scan`.
+        root: Absolute path of the root.
+        store: Store that holds it.
+        score: Score of a checkpoint's metrics. If it raises, that is logged, and the checkpoint has no score.
+        broken: Names of directories of checkpoints that are known to be damaged.
+        links: As for `scan`.
 
     Raises:
-        OSError: `root` cannot be listed, for another reason than that it does not exist.
+        OSError: `root` exists and cannot be listed.
     """
     try:
         found = [one for one in scan(root, store, links=links) if os.path.dirname(one.path) == root]
@@ -104,7 +103,7 @@ def survey(
     newest = max(sound, key=lambda manifest: manifest.save_id, default=None)
     ancestry = None if newest is None else ancestry_in(newest.metadata)
     stored = [
-        Stored(
+        StoredCheckpoint(
             name=name,
             step=manifest.step,
             save_id=manifest.save_id,
@@ -135,66 +134,69 @@ def prune(
     dead_after_s: float = 86400.0,
     delete: bool = True,
     restored: SaveId | None = None,
-    verifies: Callable[[Stored], bool] | None = None,
+    verifies: Callable[[StoredCheckpoint], bool] | None = None,
     is_ours: Callable[[], bool] = lambda: True,
 ) -> list[Pruned]:
-    """Remove the checkpoints that the policy gives up, in the order in which they go.
+    """Remove the checkpoints that the policy gives up, in its order.
 
-    Nothing goes while the newest one is not whole on disk; nor, while the score fails on all metrics that there are,
-    what earlier runs have saved with some: nobody knows the best of them. What fails to go is logged, and tried again
-    next time. Nor does one that a run has restored from, while nothing newer of its own line has been verified: not a
-    checkpoint of that run, which is read back for it (once: only when the one that it went on from would go), nor has
-    a later run restored one of those. Each checkpoint of a manager names the one that its run went on from
-    (`maintenance.policy`), so every process knows that; a line of which nothing stays counts no more.
+    Three kinds of checkpoints stay although the policy gives them up:
 
-    With them go the files of saves that were begun and never committed, if they have not changed for `dead_after_s`;
-    for `gc.QUIET_S` only, if a run that came after them has committed one.
+    - All, while the newest checkpoint is not whole on disk.
+    - Those with metrics of earlier runs, while the score raises for all metrics: one of them may be the best.
+    - One that a run has restored from, until a newer checkpoint of that run, or one that a later run has restored from
+      it, is known to be sound. For that a checkpoint of the run is read back and verified, once, when the one that it
+      has restored from would be removed. Each checkpoint of a manager names the one that its run has restored from
+      (`maintenance.policy`). If no checkpoint of the run stays, this does not count.
+
+    A removal that fails is logged, and tried again next time. The files of saves that were never committed are removed
+    too, if they have not changed for `dead_after_s`, or for `gc.QUIET_S` if a later run has committed a checkpoint.
 
     Args:
-        root: Absolute path.
-        store: Where it lies.
-        policy: What is to be kept.
+        root: Absolute path of the root.
+        store: Store that holds it.
+        policy: What to keep.
         package: asyncckpt's version.
-        score, broken: As of `survey`.
-        busy: Names of directories to which a save is under way: they stay for now. Asked right before each goes.
-        dead_after_s: Longer than any save lives: a worker gives one up after `commit_timeout_s`.
-        delete: False only says what would go.
-        restored: What this run has restored from, until it has committed one of its own.
-        verifies: Whether a checkpoint is read back sound; None: by all of its checksums.
-        is_ours: Whether nobody else has the root meanwhile. Asked right before each goes: this process may have been
-            stopped for longer than others wait for it.
+        score, broken: As for `survey`.
+        busy: Names of directories to which a save is in progress: they stay. Asked right before each removal.
+        dead_after_s: Seconds, longer than any save lives: a worker gives a save up after `commit_timeout_s`.
+        delete: False: remove nothing, and return what would be removed.
+        restored: ID of the save that this run has restored from, until the run has committed one of its own.
+        verifies: Returns whether a checkpoint can be read back; None: read it, and compare all checksums.
+        is_ours: Returns whether no other process prunes the root. Asked right before each removal, since this process
+            may have been stopped for longer than others wait for it.
 
     Raises:
-        OSError: `root` or its pins cannot be read: nothing was removed.
+        OSError: `root` or its pins cannot be read; nothing was removed.
 
-    Blocks: for the removal, and what is read back; for who holds the lock of a directory, `gc.LOCK_TIMEOUT_S`
-    each.
+    Blocks: for removals, and for checkpoints that are read back; for locks, `gc.LOCK_TIMEOUT_S` for each directory.
     """
     found, pinned = survey(root, store, score=score, broken=broken), pinned_in(root, store)
     newest = newest_of(found.stored)
     if newest is None:
         return []
     done = []
-    unknown = _unknown(found, newest)
+    maybe_best = _maybe_best(found, newest)
     is_sound = is_whole(os.path.join(root, newest.name), found.manifests[newest.name], store)
     doomed = to_delete(found.stored, policy, pinned)
-    resumed = _resumed(found, doomed, restored, verifies or _reads_back(root, store)) if is_sound else {}
+    origins = _unverified_origins(found, doomed, restored, verifies or _reads_back(root, store)) if is_sound else {}
     for one in doomed:
         if not is_sound:
             done.append(Pruned(stored=one, is_removed=False, kept=f"the newest, {newest.name}, is not whole"))
         elif one.name in busy:
-            done.append(Pruned(stored=one, is_removed=False, kept="a save to it is under way"))
-        elif one.name in unknown:
-            done.append(Pruned(stored=one, is_removed=False, kept="best_fn fails on all metrics: it may be the best"))
-        elif one.name in resumed:
-            _log.info("%s stays: %s", os.path.join(root, one.name), resumed[one.name])
-            done.append(Pruned(stored=one, is_removed=False, kept=resumed[one.name]))
+            done.append(Pruned(stored=one, is_removed=False, kept="a save to it is in progress"))
+        elif one.name in maybe_best:
+            done.append(
+                Pruned(stored=one, is_removed=False, kept="best_fn fails for all metrics, so this may be the best")
+            )
+        elif one.name in origins:
+            _log.info("%s stays: %s", os.path.join(root, one.name), origins[one.name])
+            done.append(Pruned(stored=one, is_removed=False, kept=origins[one.name]))
         else:
             done.append(_pruned(root, one, store, package, busy, is_ours, delete=delete))
     if not is_sound:
-        _log.warning("%s is not whole any more: nothing older is removed", os.path.join(root, newest.name))
+        _log.warning("%s is not whole: retention removes nothing older", os.path.join(root, newest.name))
     elif delete:
-        rules = Rules(now=time.time(), older_than_s=dead_after_s, dead_before_epoch=newest.save_id.epoch)
+        rules = GarbageRules(now=time.time(), older_than_s=dead_after_s, dead_before_epoch=newest.save_id.epoch)
         for name in found.names:
             if name not in busy and is_ours():
                 _finish(os.path.join(root, name), store)
@@ -202,22 +204,27 @@ def prune(
     return done
 
 
-def _unknown(found: Survey, newest: Stored) -> set[str]:
-    """What an earlier run has saved with metrics, where none has a score: a new best_fn may be a mistake.
+def _maybe_best(found: Survey, newest: StoredCheckpoint) -> set[str]:
+    """Return names of checkpoints of earlier runs with metrics, if none has a score: a new best_fn may be a mistake.
 
-    This run's own go all the same: it may not have come to its first evaluation, and the disk must not fill up.
+    Checkpoints of this run are not among them: it may not have evaluated yet, and the disk must not fill up.
     """
     if any(one.score is not None for one in found.stored):
         return set()
     return {one.name for one in found.stored if one.name in found.unscored and one.save_id.epoch < newest.save_id.epoch}
 
 
-def _resumed(
-    found: Survey, doomed: Sequence[Stored], restored: SaveId | None, verifies: Callable[[Stored], bool]
+def _unverified_origins(
+    found: Survey,
+    doomed: Sequence[StoredCheckpoint],
+    restored: SaveId | None,
+    verifies: Callable[[StoredCheckpoint], bool],
 ) -> dict[str, str]:
-    """Return which of the doomed stay since a run went on from them and has nothing that is known to be sound; why."""
+    """Return which of `doomed` a run has restored from without having a sound checkpoint since, by name, and why."""
     going = {one.name for one in doomed}
-    lines: dict[tuple[str, SaveId], list[Stored]] = {}  # by run, and what it went on from; the newest first
+    lines: dict[
+        tuple[str, SaveId], list[StoredCheckpoint]
+    ] = {}  # by run, and what it has restored from; the newest first
     for one in found.stored:
         ancestry = ancestry_in(found.manifests[one.name].metadata)
         if ancestry and one.name not in going:
@@ -225,23 +232,25 @@ def _resumed(
     origins, kept = {origin for _, origin in lines}, {}
     for one in doomed:
         if one.save_id == restored:
-            kept[one.name] = "this run has restored from it, and has committed nothing since"
+            kept[one.name] = "this run has restored from it, and has not committed a checkpoint since"
         for (_, origin), line in lines.items():
             if origin != one.save_id or one.name in kept or any(later.save_id in origins for later in line):
                 continue
             if not any(later.is_sound and verifies(later) for later in line):
-                kept[one.name] = f"the run of {line[0].name} has restored from it, and nothing newer of it verifies"
+                kept[one.name] = (
+                    f"the run of {line[0].name} has restored from it, and no newer checkpoint of that run verifies"
+                )
     return kept
 
 
-def _reads_back(root: str, store: Store) -> Callable[[Stored], bool]:
+def _reads_back(root: str, store: Store) -> Callable[[StoredCheckpoint], bool]:
     return functools.cache(lambda one: is_read_back(os.path.join(root, one.name), one.save_id, store))
 
 
 def is_read_back(path: str, save_id: SaveId, store: Store) -> bool:
-    """Whether the checkpoint at `path` is that of `save_id`, and all of it is read back as it was written.
+    """Return whether the checkpoint at `path` is that of `save_id`, and can be read back as it was written.
 
-    Blocks: for the reads, by one thread: a training may be under way.
+    Blocks: for the reads, by one thread, since a training may be running.
     """
     verdict = verify_checkpoint(path, store.as_files(), threads=1)
     if verdict.contents is not None and verdict.contents.manifest.save_id != save_id:
@@ -253,7 +262,7 @@ def is_read_back(path: str, save_id: SaveId, store: Store) -> bool:
 
 def _pruned(
     root: str,
-    one: Stored,
+    one: StoredCheckpoint,
     store: Store,
     package: str,
     busy: Collection[str],
@@ -269,34 +278,36 @@ def _pruned(
         return one.name in busy or is_pinned(path, store) or not is_ours()
 
     try:
-        gone = retire(path, one.save_id, store, package=package, is_wanted=is_wanted)
+        gone = remove_checkpoint(path, one.save_id, store, package=package, is_wanted=is_wanted)
     except OSError as error:
         _log.warning("%s cannot be removed: %s", path, error)
         return Pruned(stored=one, is_removed=False, error=error)
     if gone:
         _log.info("removed step %d, %s", one.step, path)
-    kept = "" if gone else "it was pinned or saved anew meanwhile, or is about to be, or another training has the root"
+    kept = (
+        "" if gone else "it was pinned or replaced meanwhile, a save to it has begun, or another training has the root"
+    )
     return Pruned(stored=one, is_removed=gone, kept=kept)
 
 
 def _finish(path: str, store: Store) -> None:
-    """Go on with a removal that was broken off."""
+    """Finish an interrupted removal; log it if that fails."""
     try:
-        retire_rest(path, store)
+        finish_removal(path, store)
     except OSError as error:
-        _log.warning("what is left of %s cannot be removed: %s", path, error)
+        _log.warning("an interrupted removal of %s cannot be finished: %s", path, error)
 
 
-def _sweep(path: str, rules: Rules, store: Store, package: str) -> None:
-    """Remove attempts of dead runs, behind a tombstone: who still writes one can commit it no more."""
+def _sweep(path: str, rules: GarbageRules, store: Store, package: str) -> None:
+    """Remove files of dead runs, after a tombstone: a process that still writes such a save cannot commit it then."""
     try:
         done = collect(path, store, rules, package=package)
         if done is not None and done.removed:
-            _log.info("removed what saves that were never committed left in %s", path)
+            _log.info("removed files of saves that were never committed from %s", path)
     except FileNotFoundError:  # retention has just removed it
         pass
     except OSError as error:
-        _log.warning("what saves left in %s cannot be removed: %s", path, error)
+        _log.warning("files of saves that were never committed cannot be removed from %s: %s", path, error)
 
 
 def _score_of(manifest: Manifest, score: Score | None) -> float | None:
@@ -306,11 +317,11 @@ def _score_of(manifest: Manifest, score: Score | None) -> float | None:
     try:
         return float(score(metrics))
     except Exception as error:
-        _log.warning("best_fn fails on the metrics of step %d, %r: %r", manifest.step, dict(metrics), error)
+        _log.warning("best_fn fails for the metrics of step %d, %r: %r", manifest.step, dict(metrics), error)
         return None
 
 
-def retire(
+def remove_checkpoint(
     path: str,
     save_id: SaveId,
     store: Store,
@@ -318,24 +329,24 @@ def retire(
     package: str,
     is_wanted: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Remove the checkpoint at `path`, if it is still the one of `save_id` and nobody has come to want it.
+    """Remove the checkpoint at `path`, if it is still the one of `save_id`, and not wanted.
 
-    The caller knows of a newer one that is sound.
+    Call it only if a newer checkpoint is known to be sound.
 
     Args:
-        path: The checkpoint's directory.
-        save_id: Of its manifest.
-        store: Where it lies.
+        path: Directory of the checkpoint.
+        save_id: Save id of its manifest.
+        store: Store that holds it.
         package: asyncckpt's version.
-        is_wanted: Asked under the lock that who pins it takes as well.
+        is_wanted: Returns whether the checkpoint must stay; called under the lock that `pin` takes as well.
 
     Returns:
-        Whether it is gone: False: another save's manifest stands there, or none, or it is wanted; nothing was done.
+        Whether it was removed. False: it is wanted, or the directory holds another save's manifest, or none.
 
     Raises:
-        OSError: A call failed. It is whole, or no checkpoint any more; `retire_rest` removes what is left.
+        OSError: A call failed. The checkpoint is whole, or none any more; `finish_removal` removes the rest.
 
-    Blocks: for who commits or pins there, at most `gc.LOCK_TIMEOUT_S`.
+    Blocks: for the lock of the directory, at most `gc.LOCK_TIMEOUT_S`.
     """
     with exclusively(store, path, LOCK_TIMEOUT_S) as is_locked:
         version = version_at(path, store)
@@ -354,20 +365,20 @@ def retire(
     return True
 
 
-def retire_rest(path: str, store: Store) -> bool:
-    """Go on with a removal that was broken off.
+def finish_removal(path: str, store: Store) -> bool:
+    """Finish an interrupted removal.
 
     Args:
-        path: A directory.
-        store: Where it lies.
+        path: Directory of the checkpoint.
+        store: Store that holds it.
 
     Returns:
-        Whether there was anything to do.
+        Whether there was one to finish.
 
     Raises:
-        OSError: As of `retire`.
+        OSError: As `remove_checkpoint`.
 
-    Blocks: as `retire`.
+    Blocks: as `remove_checkpoint`.
     """
     tombstone = known_tombstone_at(path, store)
     if tombstone is None or not tombstone.was_committed:
@@ -382,7 +393,7 @@ def retire_rest(path: str, store: Store) -> bool:
 
 
 def _remove_rest(path: str, save_id: SaveId, store: Store, *, is_locked: bool) -> None:
-    """The tombstone stands. Without the lock it stays: a later save may be replacing it."""
+    """Remove the files, once the tombstone is there. Without the lock it stays: a later save may be replacing it."""
     remove_dcp_metadata(path, save_id, None, store, is_locked=True)
     later = False
     for name in store.names(path):
@@ -404,14 +415,14 @@ def _remove_rest(path: str, save_id: SaveId, store: Store, *, is_locked: bool) -
 
 
 def _remove_directory(path: str, store: Store) -> None:
-    """At worst an empty directory stays, or one with a lock's file: whoever removes it may die."""
+    """Remove the directory. If this process dies, it stays, empty or with the lock file."""
     with contextlib.suppress(OSError):  # somebody else's files are in it, or a later save's
         reach("retention: removing directory")
         store.remove_prefix(path)
 
 
 def is_whole(path: str, manifest: Manifest, store: Store) -> bool:
-    """Whether every file that a standing manifest names is there in full, as far as sizes and indexes tell."""
+    """Return whether every file that the manifest names is there in full, by sizes and indexes."""
     try:
         check_rank_files(path, manifest, store=store)
         return is_finished(path, manifest, store)

@@ -1,7 +1,7 @@
-"""Mixed precision: full-precision copies that an optimizer keeps of low-precision weights, after a load without them.
+"""Mixed precision: master parameters, the full-precision copies that an optimizer keeps of low-precision weights.
 
-An optimizer of this kind steps on its copies (masters) and writes the rounded result into the weights. If a checkpoint
-holds the weights alone, the masters are still those of before the load, and the first step undoes it.
+Such an optimizer updates the masters and writes the rounded result into the weights. If a checkpoint holds only the
+weights, the masters are still the old ones after a load, and the first step overwrites the loaded weights.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _GROUPS = (
     ("fp16_groups_flat", "fp32_groups_flat"),  # DeepSpeed: FP16_Optimizer
 )
 _IN_STATE = ("master_param", "master_params", "master_weight", "fp32_param", "master")
-"""Transformer Engine's and others' per-parameter state."""
+"""Keys of masters in an optimizer's per-parameter state: Transformer Engine and others."""
 
 
 def master_pairs(optimizer: Any) -> list[Pair]:
-    """Return the pairs (weight, master) of an optimizer; empty: it keeps none that are known here.
+    """Return the pairs (weight, master) of an optimizer; empty: it has no masters that are known here.
 
     Looked for, in this order: a method `master_param_pairs()` that returns them (the protocol for your own
     optimizers); lists of groups as Megatron-LM, apex and DeepSpeed name them, on the optimizer or on apex amp's
@@ -43,17 +43,17 @@ def master_pairs(optimizer: Any) -> list[Pair]:
 
 
 def refresh_master_params(optimizer: Any, *, but: Iterable[torch.Tensor] = ()) -> int:
-    """Set an optimizer's full-precision masters from its weights, where they are not those of the weights.
+    """Set an optimizer's full-precision masters from its weights, where the two do not belong together.
 
-    A master whose rounding is its weight, bit for bit, stays: it knows more than the weight. With stochastic rounding
-    that is no sign; then refresh only when the checkpoint had no masters.
+    A master that rounds to its weight, bit for bit, stays: it is more precise than the weight. With stochastic rounding
+    this test does not work; then call this only if the checkpoint had no masters.
 
     Args:
-        optimizer: See `master_pairs` for what is understood.
+        optimizer: An optimizer whose masters `master_pairs` finds.
         but: Masters that stay in any case.
 
     Returns:
-        How many were set.
+        Number of masters that were set.
     """
     spared = {id(master) for master in but}
     count = 0
@@ -67,10 +67,10 @@ def refresh_master_params(optimizer: Any, *, but: Iterable[torch.Tensor] = ()) -
 
 
 class MasterParams:
-    """The masters of several optimizers ahead of a load: knows afterwards which it has not touched.
+    """The masters of the optimizers in a state, recorded before a load to find those that the load did not write.
 
     Args:
-        values: Of a state; what is no optimizer is passed over.
+        values: Values of the state; those that are no optimizers are ignored.
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
@@ -86,7 +86,7 @@ class MasterParams:
                 yield from (one for one in group["params"] if isinstance(one, torch.Tensor) and one.numel())
 
     def refresh(self) -> int:
-        """Set those that the load has left as they were, from the weights. Returns how many."""
+        """Set the masters that the load did not write from the weights. Returns their number."""
         count = 0
         for one in self._optimizers:
             loaded = [master for _, master in master_pairs(one) if not self._is_as_before(master)]
@@ -94,7 +94,7 @@ class MasterParams:
         return count
 
     def untouched(self) -> int:
-        """Return how many parameters of the optimizers neither the load nor `refresh` has written to."""
+        """Return the number of the optimizers' parameters that neither the load nor `refresh` has written."""
         return sum(_version(one) == version for one, version in self._stepped_on)
 
     def _is_as_before(self, master: torch.Tensor) -> bool:
@@ -103,7 +103,7 @@ class MasterParams:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Of a DTensor, the local part may be the one that is written to."""
+    """Return a version counter; for a DTensor the sum with its local tensor's, since either may be written."""
     local = getattr(tensor, "_local_tensor", None)
     return tensor._version + (0 if local is None else local._version)
 
@@ -144,6 +144,6 @@ def _is_pair(weight: Any, master: Any) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """NaN is not equal to itself, its bits are."""
+    """Return the bits, which are equal to themselves where a NaN is not."""
     local = getattr(tensor, "_local_tensor", tensor)
     return flat_bytes(local)

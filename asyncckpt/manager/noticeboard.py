@@ -1,7 +1,7 @@
-"""Where the ranks of a manager lay down a few bytes for one another and look for the others', without any collective.
+"""A noticeboard on which ranks post small values by name and read those of other ranks, without any collective.
 
-On the store of the default process group, or on a board of the worker where there is none: as in a first save
-(`distributed.rendezvous`). Nothing here waits for another rank.
+It is kept in the store of the default process group, or by the worker where there is no process group, as in a first
+save (`distributed.rendezvous`). Nothing here waits for another rank.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from asyncckpt.errors import AsyncCkptError, SaveFailedError
 
 
 class Noticeboard(ABC):
-    """See the module. Used by one thread at a time; each name is used once.
+    """Values that ranks post by name; each name is used once. Used by one thread at a time.
 
     Every method raises an AsyncCkptError when the store or the worker cannot be reached, and blocks for its answer.
     """
 
     @abstractmethod
     def post(self, name: str, data: bytes) -> None:
-        """Lay this rank's bytes down; the same again is fine."""
+        """Post this rank's value under `name`. Idempotent."""
 
     @abstractmethod
-    def heard(self, name: str) -> bytes | None:
-        """Return what rank 0 has posted; None: nothing yet. The other ranks do not post under such a name."""
+    def from_rank_0(self, name: str) -> bytes | None:
+        """Return the value of rank 0; None: it has posted none yet. For names under which no other rank posts."""
 
     @abstractmethod
-    def anybody(self, name: str) -> bool:
-        """Whether any rank has posted."""
+    def has_any(self, name: str) -> bool:
+        """Return whether any rank has posted under `name`."""
 
     @abstractmethod
     def is_complete(self, name: str) -> bool:
-        """Whether all ranks have posted: then `take` gives anybody's."""
+        """Return whether all ranks have posted under `name`: then `value_of` returns the value of any."""
 
     @abstractmethod
     def missing(self, name: str) -> list[int]:
-        """Return the ranks that have not posted."""
+        """Return the ranks that have not posted under `name`."""
 
     @abstractmethod
-    def take(self, name: str, rank: int) -> bytes:
-        """Return what `rank` has posted; all ranks have."""
+    def value_of(self, name: str, rank: int) -> bytes:
+        """Return the value of `rank`. All ranks must have posted."""
 
 
 class StoreNoticeboard(Noticeboard):
-    """On the store of the default process group.
+    """A noticeboard in the store of the default process group.
 
     Args:
-        rank: Of this process.
-        store: A part of it that is this manager's own.
+        rank: Rank of this process, and the number of ranks.
+        store: A `torch.distributed.PrefixStore` of this noticeboard's own.
     """
 
     def __init__(self, rank: RankInfo, store: Any) -> None:
@@ -65,18 +65,18 @@ class StoreNoticeboard(Noticeboard):
         self._posted.add(name)
 
         def put() -> None:
-            # IMPORTANT: the counter last. Who finds a name counted finds its bytes.
+            # IMPORTANT: the counter last: whoever sees a name counted finds its value.
             self._store.set(f"{name}/{self._rank.rank}", b"=" + data)
             if self._store.add(f"{name}/count", 1) == self._rank.world_size:
                 self._store.set(f"{name}/all", b"1")
 
         _reach(put)
 
-    def heard(self, name: str) -> bytes | None:
+    def from_rank_0(self, name: str) -> bytes | None:
         there = _reach(lambda: self._store.check([f"{name}/0"]))
-        return self.take(name, 0) if there else None
+        return self.value_of(name, 0) if there else None
 
-    def anybody(self, name: str) -> bool:
+    def has_any(self, name: str) -> bool:
         return bool(_reach(lambda: self._store.check([f"{name}/count"])))
 
     def is_complete(self, name: str) -> bool:
@@ -89,33 +89,33 @@ class StoreNoticeboard(Noticeboard):
         found: list[int] = _reach(look)
         return found
 
-    def take(self, name: str, rank: int) -> bytes:
+    def value_of(self, name: str, rank: int) -> bytes:
         return bytes(_reach(lambda: self._store.get(f"{name}/{rank}")))[1:]
 
 
 class WorkerNoticeboard(Noticeboard):
-    """On boards of the worker that all ranks have.
+    """A noticeboard that the worker keeps, which all ranks share.
 
     Args:
-        rank: Of this process.
-        exchange: That leads there.
-        prefix: Of all names: this manager's own.
+        rank: Rank of this process, and the number of ranks.
+        exchange: Exchange with that worker.
+        prefix: Prefix of all names, of this noticeboard's own.
     """
 
     def __init__(self, rank: RankInfo, exchange: BoardExchange, prefix: str) -> None:
         self._rank, self._exchange, self._prefix = rank, exchange, prefix
-        self._heard_for = ""
+        self._posted_for = ""
 
     def post(self, name: str, data: bytes) -> None:
         self._exchange.post(self._prefix + name, b"=" + data)
 
-    def heard(self, name: str) -> bytes | None:
-        if self._heard_for != name:  # a board is read once all ranks are on it
+    def from_rank_0(self, name: str) -> bytes | None:
+        if self._posted_for != name:  # the worker gives values out once all ranks have posted
             self.post(name, b"")
-            self._heard_for = name
-        return self.take(name, 0) if self.is_complete(name) else None
+            self._posted_for = name
+        return self.value_of(name, 0) if self.is_complete(name) else None
 
-    def anybody(self, name: str) -> bool:
+    def has_any(self, name: str) -> bool:
         return len(self.missing(name)) < self._rank.world_size
 
     def is_complete(self, name: str) -> bool:
@@ -124,28 +124,28 @@ class WorkerNoticeboard(Noticeboard):
     def missing(self, name: str) -> list[int]:
         return self._exchange.missing(self._prefix + name)
 
-    def take(self, name: str, rank: int) -> bytes:
+    def value_of(self, name: str, rank: int) -> bytes:
         return self._exchange.take(self._prefix + name, rank)[1:]
 
 
 def noticeboard_of(rank: RankInfo, exchange: Exchange, name: str) -> Noticeboard:
-    """Return the noticeboard of some ranks.
+    """Return a noticeboard for the ranks of an exchange.
 
     Args:
-        rank: Of this process.
-        exchange: Where they meet.
-        name: Of the noticeboard, the same on all ranks, and used once.
+        rank: Rank of this process, and the number of ranks.
+        exchange: How the ranks reach each other.
+        name: Name of the noticeboard, the same on all ranks, and used once.
 
     Raises:
-        SaveFailedError: Code "several_machines": ranks of several nodes have no process group.
-        TypeError: An exchange of somebody else.
+        SaveFailedError: Code "several_machines": the ranks are on several nodes and have no process group.
+        TypeError: `exchange` is of an unknown class.
     """
     if isinstance(exchange, GroupExchange):
         return StoreNoticeboard(rank, exchange.part(name))
     if isinstance(exchange, BoardExchange):
         exchange.refuse_several_nodes(rank.world_size, exchange.environ)
         return WorkerNoticeboard(rank, exchange, f"{name}/")
-    raise TypeError(f"{type(exchange).__name__} has no place for notices")
+    raise TypeError(f"{type(exchange).__name__} cannot keep a noticeboard")
 
 
 def _reach(ask: Any) -> Any:

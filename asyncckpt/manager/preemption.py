@@ -1,4 +1,4 @@
-"""Being told to stop: by a signal, by another rank, or by the program itself."""
+"""Preemption: a training is asked to stop, by a signal, by another rank, or by the program itself."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from asyncckpt.distributed.process_group import find_exchange, find_rank_info, h
 from asyncckpt.distributed.rendezvous import Exchange
 from asyncckpt.errors import ConfigError, SaveFailedError, SignalHandlerError
 from asyncckpt.manager.save_policy import check_seconds
-from asyncckpt.manager.step_agreement import BEFORE_ALL, Rendezvous, Stopping
+from asyncckpt.manager.step_agreement import BEFORE_ALL, StepCoordinator, StopAgreement
 from asyncckpt.save_handle import SaveHandle
 
 _TEXTS = ("DataLoader worker (pid", "Pin memory thread exited unexpectedly", "unable to open shared memory object")
 """How torch's RuntimeErrors for dead workers begin."""
 
 _CUT_OFF = (ConnectionError, EOFError, FileNotFoundError)
-"""What reading a batch raises that a worker had only partly sent when it died."""
+"""Errors of reading a batch that a DataLoader worker had sent only in part when it died."""
 
-_OF_A_DATASET = "in DataLoader worker process"
-"""In the message of an error that a worker raised itself and sent here: a mistake in the user's data set."""
+_DATASET_ERROR = "in DataLoader worker process"
+"""Text in the message of an error that a live DataLoader worker has raised and sent: a mistake in the data set."""
 
 _TORCH_HANDLER = "torch.utils.data._utils.signal_handling"
 
 
-def have_been_started() -> bool:
-    """Whether a DataLoader of this process has had workers. Takes no time."""
+def had_dataloader_workers() -> bool:
+    """Return whether a DataLoader of this process has started workers. Takes no time."""
     handling = sys.modules.get(_TORCH_HANDLER)
     return handling is not None and bool(getattr(handling, "_SIGCHLD_handler_set", True))
 
 
-def is_of_killed_workers(error: BaseException) -> bool:
-    """Whether `error` was raised while a batch was fetched, because workers of that DataLoader are dead."""
+def is_from_killed_dataloader_workers(error: BaseException) -> bool:
+    """Return whether `error` was raised while a batch was fetched, because workers of that DataLoader are dead."""
     iterators = [found for code, frame in _frames_of(error) if (found := _iterator_at(code, frame)) is not None]
-    if not iterators or _OF_A_DATASET in str(error):
+    if not iterators or _DATASET_ERROR in str(error):
         return False
     is_known = isinstance(error, _CUT_OFF) or (type(error) is RuntimeError and str(error).startswith(_TEXTS))
     return is_known and any(not one.is_alive() for iterator in iterators for one in getattr(iterator, "_workers", ()))
@@ -72,17 +72,17 @@ def _is_fetching(frame: FrameType | None) -> bool:
     return False
 
 
-class DeferredDeaths:
-    """Suppresses what torch's SIGCHLD handler raises while no batch is fetched. Used in the main thread and handlers.
+class DataLoaderDeathFilter:
+    """Suppresses what torch's SIGCHLD handler raises about dead DataLoader workers while no batch is fetched.
 
-    Nothing is lost by that: fetching the next batch raises for the same dead workers.
+    Nothing is lost: fetching the next batch raises for the same dead workers. Used in the main thread and in handlers.
     """
 
     def __init__(self) -> None:
         self._before: Callable[[int, FrameType | None], Any] | None = None
 
-    def begin(self) -> None:
-        """Replace torch's handler, if it is installed. Takes no lock. Twice is fine."""
+    def install(self) -> None:
+        """Replace torch's handler, if there is one. Takes no lock. Idempotent."""
         found = signal.getsignal(signal.SIGCHLD)
         if self._before is None and callable(found) and getattr(found, "__module__", "") == _TORCH_HANDLER:
             self._before = found
@@ -98,8 +98,8 @@ class DeferredDeaths:
             if not str(error).startswith(_TEXTS) or _is_fetching(frame):
                 raise
 
-    def end(self) -> None:
-        """Put torch's handler back, unless another one was installed meanwhile. Twice is fine."""
+    def uninstall(self) -> None:
+        """Put torch's handler back, unless another one was installed since. Idempotent."""
         before = self._before
         if before is not None and signal.getsignal(signal.SIGCHLD) == self._handle:
             signal.signal(signal.SIGCHLD, before)
@@ -110,11 +110,11 @@ _UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
 _log = logging.getLogger("asyncckpt")
 
 
-def signals_of(given: int | Iterable[int] | None) -> tuple[signal.Signals, ...]:
-    """Return what a user means by a signal, or several.
+def checked_signals(given: int | Iterable[int] | None) -> tuple[signal.Signals, ...]:
+    """Return `given`, a signal or several, as a tuple without duplicates; None gives an empty one.
 
     Raises:
-        ConfigError: No signal, or one that nobody can handle.
+        ConfigError: Not a signal, or one that no process can handle.
     """
     listed = () if given is None else (given,) if isinstance(given, int) else tuple(given)
     try:
@@ -127,38 +127,40 @@ def signals_of(given: int | Iterable[int] | None) -> tuple[signal.Signals, ...]:
     return found
 
 
-class SignalNote:
-    """Notes when the first of some signals came. The handlers are in place from `install` to `restore`.
+class SignalRecorder:
+    """Records when the first of some signals arrived. Its handlers are installed from `install` to `restore`.
 
-    The handler that was there before is called as well, unless it is one that ends the process: that is what is put
-    off. In a forked child (of a pool, say, that ends its children by SIGTERM) nothing is put off: it does what was
-    there before; and so it does where `restore` could not take it away, since another note was made later, or was not
-    in the main thread. IMPORTANT: the handler takes no lock and writes no log: it may interrupt whoever holds one.
+    The handler that was installed before is called as well, unless it is a default one that ends the process: that end
+    is what preemption delays. Two cases delay nothing and only call the earlier handler: a forked child (a pool may end
+    its children by SIGTERM), and a handler that `restore` could not remove, because another one was installed after it
+    or `restore` ran outside of the main thread.
+
+    IMPORTANT: the handler takes no lock and writes no log, as it may interrupt code that holds a lock.
 
     Attributes:
-        at: `time.monotonic()` when it came; None: it has not.
+        received_at: `time.monotonic()` when the signal arrived; None: it has not.
     """
 
     def __init__(self) -> None:
-        self.at: float | None = None
+        self.received_at: float | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._pid = os.getpid()
         self._is_over = False
-        self._deaths = DeferredDeaths()
+        self._death_filter = DataLoaderDeathFilter()
 
     def install(self, signals: Iterable[signal.Signals]) -> None:
         """Handle these signals.
 
         Raises:
-            SignalHandlerError: Not in the main thread, where alone Python sets handlers.
+            SignalHandlerError: Called outside of the main thread, in which alone Python can install handlers.
         """
         wanted = list(signals)
         if wanted and threading.current_thread() is not threading.main_thread():
             names = ", ".join(one.name for one in wanted)
             raise SignalHandlerError(
-                f"a handler for {names} can be set in the main thread only, and this is "
-                f"{threading.current_thread().name!r}; make the manager there, or call its preempt() from a handler "
-                "of your own",
+                f"a handler for {names} can be installed in the main thread only, and this is thread "
+                f"{threading.current_thread().name!r}; make the manager in the main thread, or call its preempt() from "
+                "your own handler",
                 signal=names,
             )
         for one in wanted:
@@ -167,13 +169,13 @@ class SignalNote:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(signal.Signals(number))
-        # A note that was made later and still counts calls this one, too: then nothing ends the process.
+        # A recorder that was installed later, and is in use, calls this one too: then nothing ends the process.
         if os.getpid() != self._pid or (self._is_over and self._is_in_place(number)):
-            self._leave_to(before, number, frame)
+            self._call_earlier(before, number, frame)
             return
-        if self.at is None and not self._is_over:
-            self.at = time.monotonic()
-            self._deaths.begin()
+        if self.received_at is None and not self._is_over:
+            self.received_at = time.monotonic()
+            self._death_filter.install()
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
@@ -181,7 +183,7 @@ class SignalNote:
         return signal.getsignal(number) == self._handle  # a bound method is another object each time it is asked for
 
     @staticmethod
-    def _leave_to(before: Any, number: int, frame: FrameType | None) -> None:
+    def _call_earlier(before: Any, number: int, frame: FrameType | None) -> None:
         if callable(before):
             before(number, frame)
         elif before is signal.SIG_DFL:
@@ -189,13 +191,15 @@ class SignalNote:
             os.kill(os.getpid(), number)
 
     def restore(self) -> None:
-        """Put back what was there before, where this is still what is there. Twice is fine."""
+        """Put the earlier handlers back, where this one is still installed. Idempotent."""
         self._is_over = True
         if threading.current_thread() is threading.main_thread():
-            self._deaths.end()
+            self._death_filter.uninstall()
         for one, before in list(self._before.items()):
             if self._is_in_place(one) and before is not None:
-                with contextlib.suppress(ValueError):  # not the main thread: it goes on passing them on
+                with contextlib.suppress(
+                    ValueError
+                ):  # not the main thread: the handler stays, and calls the earlier one
                     signal.signal(one, before)
                     del self._before[one]
             else:
@@ -203,68 +207,68 @@ class SignalNote:
 
 
 GRACE_S = 25.0
-"""How long ranks of a `RunPreemption` wait for each other once they are told to stop; as `CheckpointManager` has it."""
+"""Seconds for which the ranks of a `FrameworkPreemption` wait for each other; the default of `CheckpointManager`."""
 
 _NUMBERS = itertools.count()
-"""Of the `RunPreemption`s of several ranks in this process; all ranks make them in the same order."""
+"""Numbers of the `FrameworkPreemption`s in this process; all ranks make them in the same order."""
 
 
 class Preemption:
-    """See the module. Used by the training thread.
+    """Whether the training was asked to stop, and at which step it does. Used by the training thread.
 
     Args:
-        signals: A signal or several; empty: only `tell` counts; None: nothing does.
-        grace_s: How long after it a save must be staged.
-        world_size: How many ranks there are.
-        hurry: See `Stopping`.
+        signals: A signal, or several, that ask to stop; empty: only `request` does; None: preemption is off.
+        grace_s: Seconds after the request within which a save must be staged.
+        world_size: Number of ranks.
+        poll_often: As for `StopAgreement`.
 
     Attributes:
-        stopping: How several ranks agree; None: there is one, or nothing counts.
+        stopping: Agreement of several ranks on the step; None: there is one rank, or preemption is off.
 
     Raises:
-        ConfigError: No signal, or no time.
-        SignalHandlerError: Signals, and this is not the main thread.
+        ConfigError: `signals` holds something else than signals, or `grace_s` is not positive.
+        SignalHandlerError: There are signals, and this is not the main thread.
     """
 
     def __init__(
-        self, signals: int | Iterable[int] | None, grace_s: float, world_size: int, hurry: Callable[[], None]
+        self, signals: int | Iterable[int] | None, grace_s: float, world_size: int, poll_often: Callable[[], None]
     ) -> None:
         if grace_s is None:
             raise ConfigError("grace_s=None: expected seconds above 0", field="grace_s")
         check_seconds("grace_s", grace_s)
         self._is_on, self._grace_s = signals is not None, grace_s
-        self._note, self._pid = SignalNote(), os.getpid()
-        self.stopping: Stopping | None = None
+        self._recorder, self._pid = SignalRecorder(), os.getpid()
+        self.stopping: StopAgreement | None = None
         if self._is_on and world_size > 1:
-            self.stopping = Stopping(world_size, lambda: self._note.at, hurry, grace_s)
+            self.stopping = StopAgreement(world_size, lambda: self._recorder.received_at, poll_often, grace_s)
         self._passed = BEFORE_ALL
         self._stopped_at: int | None = None
         self._late: int | None = None
-        self._note.install(signals_of(signals))
+        self._recorder.install(checked_signals(signals))
 
-    def tell(self) -> None:
-        """Take it as if a signal had come. May be called in a signal handler, and in any thread.
+    def request(self) -> None:
+        """Ask to stop, as a signal does. May be called in a signal handler, and in any thread.
 
         Raises:
-            ConfigError: Nobody looks: `preemption_signal=None`.
+            ConfigError: Preemption is off (`preemption_signal=None`).
         """
         if not self._is_on:
             raise ConfigError(
-                "nobody looks for preemption: make the manager with preemption_signal=signal.SIGTERM, or () for none",
+                "preemption is off: make the manager with preemption_signal=signal.SIGTERM, or () for preempt() only",
                 field="preemption_signal",
             )
-        if self._note.at is None:
-            self._note.at = time.monotonic()
+        if self._recorder.received_at is None:
+            self._recorder.received_at = time.monotonic()
 
-    def at(self, step: int) -> bool:
-        """Whether the ranks stop at `step`, or have stopped before it; as `Stopping.at`."""
+    def stops_at(self, step: int) -> bool:
+        """Whether the ranks stop at `step`, or have stopped before it; as `StopAgreement.stops_at`."""
         if not self._is_on:
             return False
         if self.stopping is not None:
-            return self.stopping.at(step)
+            return self.stopping.stops_at(step)
         if self._stopped_at is None:
-            # A step that was passed stays passed: whoever asked whether to save it may have been told that it is not.
-            if self._note.at is None or step <= self._passed:
+            # A step that was passed stays passed: the training may have been told that it is not the last one.
+            if self._recorder.received_at is None or step <= self._passed:
                 self._passed = max(self._passed, step)
                 return False
             self._stopped_at = step
@@ -272,32 +276,36 @@ class Preemption:
 
     @property
     def is_on(self) -> bool:
-        """Whether anybody may be told to stop."""
+        """Whether preemption is on."""
         return self._is_on
 
     @property
-    def left_s(self) -> float | None:
-        """Seconds of grace that are left, at least 0; None: nobody was told to stop."""
-        noticed = None if self.stopping is None else self.stopping.noticed_at
-        since = self._note.at if self._note.at is not None else noticed
+    def grace_left_s(self) -> float | None:
+        """Seconds of grace that are left, at least 0; None: nobody has asked to stop."""
+        noticed = None if self.stopping is None else self.stopping.stop_seen_at
+        since = self._recorder.received_at if self._recorder.received_at is not None else noticed
         return None if since is None else max(0.0, since + self._grace_s - time.monotonic())
 
     @contextlib.contextmanager
-    def in_time(self, step: int) -> Iterator[None]:
-        """Around a save after the signal: says it when the grace ends before the block does; the process may be killed.
+    def log_if_late(self, step: int) -> Iterator[None]:
+        """Log an error if the grace time ends before the `with` block does: the process may be killed then.
 
-        Blocks: not for that.
+        Does nothing before somebody has asked to stop.
         """
-        left_s = self.left_s
+        left_s = self.grace_left_s
         if left_s is None:
             yield
             return
-        timer = threading.Timer(left_s, self._say_late, (step,))
+        timer = threading.Timer(left_s, self._log_late, (step,))
         timer.daemon = True
         try:
             timer.start()
-        except RuntimeError as error:  # can't start new thread: the save counts, not what is said of it
-            _log.warning("told to stop: nobody will say if step %d is not staged in time: %s", step, error)
+        except RuntimeError as error:  # can't start new thread: the save matters more than the message
+            _log.warning(
+                "preemption: no timer could be started that would log if step %d is not staged in time: %s",
+                step,
+                error,
+            )
             yield
             return
         try:
@@ -306,55 +314,59 @@ class Preemption:
             timer.cancel()
             timer.join(1.0)
 
-    def _say_late(self, step: int) -> None:
+    def _log_late(self, step: int) -> None:
         if self._late == step:
             return
         self._late = step
         _log.error(
-            "told to stop: step %d is not staged within %g s of grace; it is lost if this process ends now",
+            "preemption: step %d was not staged within the grace time of %g s; it is lost if this process ends now",
             step,
             self._grace_s,
         )
 
-    def see_staged(self, handle: SaveHandle) -> bool:
-        """Wait until the last save is staged: the worker does the rest. Says so if it is not in time, or has failed.
+    def await_staged(self, handle: SaveHandle) -> bool:
+        """Wait until a save is staged: from then on the worker finishes it. Logs the outcome.
 
         Returns:
-            Whether it is staged.
+            Whether the save is staged.
 
         Blocks: at most for what is left of `grace_s`.
         """
-        # IMPORTANT: `done` says whether it has ended, and not the class of an error: what a save fails with may be a
-        # TimeoutError itself, and the one of Python 3.10's futures is another class.
-        concurrent.futures.wait([handle.staged], self.left_s or 0.0)
+        # IMPORTANT: ask `done`, not the class of an error: a save itself may fail with a TimeoutError, and that of
+        # Python 3.10's futures is another class.
+        concurrent.futures.wait([handle.staged], self.grace_left_s or 0.0)
         if not handle.staged.done():
-            self._say_late(handle.step)
+            self._log_late(handle.step)
             return False
         error = handle.staged.exception(0)
         if error is not None:
-            _log.error("told to stop: step %d could not be staged, an earlier one stays: %s", handle.step, error)
+            _log.error(
+                "preemption: step %d could not be staged; the newest earlier checkpoint stays: %s",
+                handle.step,
+                error,
+            )
             return False
-        _log.warning("told to stop: step %d is staged; the worker finishes it, also without this process", handle.step)
+        _log.warning("preemption: step %d is staged; the worker writes it even if this process ends", handle.step)
         return True
 
     def close(self) -> None:
-        """Put the signal handlers back. Twice is fine; does nothing in a forked child."""
+        """Put the signal handlers back. Idempotent; does nothing in a forked child."""
         if os.getpid() == self._pid:
-            self._note.restore()
+            self._recorder.restore()
 
 
-class RunPreemption:
-    """Preemption of a training that a framework runs: all ranks of the default process group stop after one step.
+class FrameworkPreemption:
+    """Preemption of a training loop that a framework runs: all ranks of the default process group stop after one step.
 
-    A context manager around one training, in the main thread. No step has a collective, and none waits for another
-    rank, before one is told.
+    A context manager around one training, in the main thread. Until a rank is asked to stop, no step runs a collective
+    or waits for another rank.
 
     Args:
-        signals: What tells.
+        signals: A signal, or several, that ask to stop.
 
     Raises:
         SignalHandlerError: This is not the main thread.
-        ConfigError: No signal.
+        ConfigError: `signals` holds something else than signals.
     """
 
     def __init__(self, signals: int | Iterable[int]) -> None:
@@ -363,30 +375,30 @@ class RunPreemption:
         def find() -> Exchange:
             found = find_exchange(rank)
             if found is None:
-                raise SaveFailedError("the process group has no store to agree in", code="exchange")
+                raise SaveFailedError("the process group has no store by which the ranks could agree", code="exchange")
             return found
 
-        self._rendezvous = Rendezvous(rank, find, f"training-{next(_NUMBERS) if rank.world_size > 1 else 0}")
-        self._preemption = Preemption(signals, GRACE_S, rank.world_size, self._rendezvous.hurry)
-        self._rendezvous.prepare(self._preemption.stopping, None)
+        self._coordinator = StepCoordinator(rank, find, f"training-{next(_NUMBERS) if rank.world_size > 1 else 0}")
+        self._preemption = Preemption(signals, GRACE_S, rank.world_size, self._coordinator.poll_often)
+        self._coordinator.prepare(self._preemption.stopping, None)
 
-    def at(self, step: int) -> bool:
-        """Whether the ranks stop after `step`, or have stopped before it. Every rank asks, after every step.
+    def stops_at(self, step: int) -> bool:
+        """Return whether the ranks stop after `step`, or an earlier one. Call it on every rank, after every step.
 
         Raises:
-            PlanTimeoutError: A rank was told to stop, and others do not say how far they are.
+            PlanTimeoutError: A rank was asked to stop, and other ranks did not report their step in time.
 
         Blocks: as `CheckpointManager.reached_preemption`.
         """
-        return self._preemption.at(step)
+        return self._preemption.stops_at(step)
 
-    def __enter__(self) -> RunPreemption:
-        # Before the first step, which may take longer than the others wait: this rank can say that it has passed none.
-        self._rendezvous.start()
+    def __enter__(self) -> FrameworkPreemption:
+        # Before the first step, which may take longer than the others wait: this rank can report that it passed none.
+        self._coordinator.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
-            self._rendezvous.close()
+            self._coordinator.close()
         finally:
             self._preemption.close()

@@ -1,4 +1,4 @@
-"""What is in a manager's root, and what goes: rank 0 removes, every rank looks."""
+"""The checkpoints in a manager's root: every rank can list them; on rank 0 a thread removes old ones."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from asyncckpt.basics.process_lifecycle import BackgroundThread
 from asyncckpt.errors import DirectoryInUseError
 from asyncckpt.format.names import SaveId
 from asyncckpt.maintenance.pins import pin, unpin
-from asyncckpt.maintenance.policy import RetentionPolicy, Stored, best_of, newest_of
+from asyncckpt.maintenance.policy import RetentionPolicy, StoredCheckpoint, best_of, newest_of
 from asyncckpt.maintenance.retention import Score, Survey, is_read_back, prune, survey
 from asyncckpt.manager.root_lock import RootLock
 from asyncckpt.restore import RestoredCheckpoint, look
 from asyncckpt.storage.catalog import Candidate
 from asyncckpt.storage.local import LocalStore
 
-LOOK_S = 0.2
-"""How often who waits looks whether there is a hurry. Chosen."""
+POLL_S = 0.2
+"""How often a waiting save checks whether preemption has begun. Chosen."""
 
 _log = logging.getLogger("asyncckpt")
 
 
-class Pruner:
-    """Does a piece of work in a thread of its own, once more for all requests that came meanwhile.
+class RetentionThread:
+    """Runs a function in a thread when asked to; requests that come while it runs are served by one more run.
 
-    The thread ends when there is nothing to do: who drops this, and what the work refers to, drops all of it.
+    The thread ends when there is nothing to do, so that it does not keep alive what the function refers to.
 
     Args:
-        work: What it does. What it raises is logged.
+        work: Function to run. Errors that it raises are logged.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -44,7 +44,7 @@ class Pruner:
         self._thread: threading.Thread | None = None
 
     def request(self) -> None:
-        """Ask for it. Does not wait. Thread-safe; after `close` it does nothing."""
+        """Request a run. Does not wait. Thread-safe; does nothing after `close`."""
         with self._changed:
             if self._ended:
                 return
@@ -53,7 +53,7 @@ class Pruner:
                 try:
                     thread.start()
                 except RuntimeError:  # can't start new thread: the next commit asks again
-                    _log.warning("there is no thread for retention now; it is tried again after the next commit")
+                    _log.warning("retention: no thread can be started; trying again after the next commit")
                     return
                 self._thread = thread
             self._wanted += 1
@@ -69,17 +69,17 @@ class Pruner:
             try:
                 self._work()
             except Exception:
-                _log.exception("retention failed; it is tried again after the next commit")
+                _log.exception("retention failed; trying again after the next commit")
             with self._changed:
                 self._done = wanted
                 self._changed.notify_all()
 
     def wait(self, timeout_s: float, is_hurried: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until all that was asked for is done. Returns whether it is.
+        """Wait until all requested runs have ended. Returns whether they have.
 
         Args:
-            timeout_s: Seconds.
-            is_hurried: Ends the wait; a signal does not wake who waits.
+            timeout_s: Seconds to wait at most.
+            is_hurried: Ends the wait when it returns true; asked every `POLL_S`, as a signal does not end the wait.
 
         Blocks: at most `timeout_s`.
         """
@@ -89,7 +89,7 @@ class Pruner:
                 left = deadline - time.monotonic()
                 if left <= 0 or is_hurried():
                     return False
-                self._changed.wait(min(left, LOOK_S))
+                self._changed.wait(min(left, POLL_S))
         return True
 
     def _end(self) -> None:
@@ -98,9 +98,9 @@ class Pruner:
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """Finish what was asked for, and end. Twice is fine.
+        """Finish the requested runs, and end. Idempotent.
 
-        Blocks: at most `timeout_s`; what is not done by then ends with the process, and is done by the next manager.
+        Blocks: at most `timeout_s`. What is not removed by then is removed by the next manager of the root.
         """
         self._end()
         thread = self._thread
@@ -108,31 +108,33 @@ class Pruner:
             thread.join(timeout_s)
             if thread.is_alive():
                 _log.warning(
-                    "retention is not done after %.0f s; the next manager of this directory goes on", timeout_s
+                    "retention has not finished within %.0f s; the next manager of this directory continues", timeout_s
                 )
 
 
 WAIT_S = 60.0
-"""For removals, where the caller names no time. Chosen: removing a file takes seconds on the slowest storage."""
+"""Timeout for removals where the caller gives none. Chosen: removing a file takes seconds on the slowest storage."""
 
 
-class Hold:
-    """One save's hold on the directory `name`."""
+class DirectoryHold:
+    """Keeps retention from removing the directory `name` while a save to it is in progress. Compared by identity."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
-class Housekeeping:
-    """See the module. `ended` from any thread, the rest from the training's.
+class RootRetention:
+    """The checkpoints in a root: lists them, and on rank 0 removes those that the retention policy gives up.
+
+    `save_ended` may be called in any thread, the rest in the training's.
 
     Args:
-        root: Absolute path.
-        policy: What is to be kept.
-        best_fn: Of the user.
-        is_leader: This is rank 0.
-        lock: On rank 0: keeps other managers out of the root; None: it is shared with them.
-        dead_after_s: As of `maintenance.retention.prune`.
+        root: Absolute path of the root.
+        policy: What to keep.
+        best_fn: The user's score of a checkpoint's metrics.
+        is_leader: Whether this is rank 0.
+        lock: On rank 0, the lock that keeps other managers out of the root; None: they may share it.
+        dead_after_s: As for `maintenance.retention.prune`.
     """
 
     def __init__(
@@ -154,55 +156,60 @@ class Housekeeping:
         self._root, self._policy, self._best_fn, self._is_leader = root, policy, best_fn, is_leader
         self._store, self._pid = LocalStore(umask=current_umask()), os.getpid()
         self._lock = threading.Lock()
-        self._busy: dict[str, set[Hold]] = {}
+        self._busy: dict[str, set[DirectoryHold]] = {}
         self._broken: set[str] = set()
         self._abandoned: frozenset[str] = frozenset()
-        self._pruner = Pruner(self._prune)
+        self._removal_thread = RetentionThread(self._prune)
         self._is_behind = False
 
-    # ---- saves, and what goes after them
+    # ---- saves, and removals after them
 
-    def begins(self, save: Hold, patience_s: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """A save begins: nothing is removed from its directory until it has ended.
+    def save_begins(
+        self, save: DirectoryHold, max_wait_s: float, is_hurried: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Note that a save begins: nothing is removed from its directory until it has ended.
 
-        Blocks: at most `patience_s`, until what earlier commits have made superfluous is gone: the disk must not fill
-        up because saves are faster than removals. Once that was in vain, it waits no more until something is removed.
-        Nor does it while there is a hurry.
+        Blocks: at most `max_wait_s`, until the checkpoints that are given up are removed, so that the disk does not
+        fill up because saves are faster than removals. After a wait that timed out, later calls do not wait until a
+        removal has succeeded. Does not wait while `is_hurried` returns true.
         """
         if self._is_behind:
-            patience_s = 0.0
+            max_wait_s = 0.0
 
-        def waits_no_more() -> bool:  # reading a checkpoint back takes as long as writing it: no save waits for that
+        def ends_wait() -> bool:  # verifying a checkpoint takes as long as writing it: no save waits for that
             return self._is_verifying or is_hurried()
 
-        self._is_behind = not self._pruner.wait(patience_s, waits_no_more) and not self._is_verifying
-        if self._is_behind and patience_s and not is_hurried():
-            _log.warning("what retention gives up in %s is not removed as fast as new steps are saved", self._root)
+        self._is_behind = not self._removal_thread.wait(max_wait_s, ends_wait) and not self._is_verifying
+        if self._is_behind and max_wait_s and not is_hurried():
+            _log.warning(
+                "retention in %s cannot remove checkpoints as fast as new ones are saved; the disk may fill up",
+                self._root,
+            )
         with self._lock:
             self._busy.setdefault(save.name, set()).add(save)
 
-    def ended(self, save: Hold, *, is_committed: bool) -> None:
-        """A save has been committed, has failed, or could not begin. Twice is fine."""
+    def save_ended(self, save: DirectoryHold, *, is_committed: bool) -> None:
+        """Note that a save was committed, has failed, or could not begin. Idempotent."""
         with self._lock:
             if is_committed:
                 self._broken.discard(save.name)
-                self._restored = None  # from here on the newest checkpoint names it
+                self._restored = None  # from here on the metadata of the newest checkpoint name it
             holds = self._busy.get(save.name, set())
             holds.discard(save)
             if not holds:
                 self._busy.pop(save.name, None)
-        self.tidy()
+        self.request_prune()
 
     @property
     def busy(self) -> set[str]:
-        """Names of directories to which a save is under way."""
+        """Names of directories to which a save is in progress."""
         with self._lock:
             return set(self._busy)
 
-    def tidy(self) -> None:
-        """Have removed what has to go, behind the training."""
+    def request_prune(self) -> None:
+        """Start to remove what the policy gives up, beside the training."""
         if self._is_leader and self._policy.max_to_keep is not None:
-            self._pruner.request()
+            self._removal_thread.request()
 
     def _prune(self) -> None:
         if not self._has_root():
@@ -216,7 +223,7 @@ class Housekeeping:
             package=__version__,
             score=self._best_fn,
             broken=broken,
-            busy=self._busy.keys(),  # as it is when each is about to go: a save may begin meanwhile
+            busy=self._busy.keys(),  # a live view: a save may begin during the removals
             dead_after_s=self._dead_after_s,
             restored=restored,
             verifies=self._verifies,
@@ -227,17 +234,17 @@ class Housekeeping:
         return self._root_lock is None or not self._root_lock.is_lost
 
     def _has_root(self) -> bool:
-        """Whether the lock is held; one whose file somebody has removed is taken again."""
+        """Return whether the lock is held; a lock whose file somebody has removed is taken again."""
         if self._is_ours():
             return True
         assert self._root_lock is not None
         try:
             self._root_lock.take()
         except DirectoryInUseError as error:
-            _log.error("the lock of this directory was lost, and no checkpoint is removed any more: %s", error)
+            _log.error("the lock of this directory was lost, so retention removes no more checkpoints: %s", error)
         return self._is_ours()
 
-    def _verifies(self, one: Stored) -> bool:
+    def _verifies(self, one: StoredCheckpoint) -> bool:
         if one.save_id not in self._verified:
             self._is_verifying = True
             try:
@@ -249,25 +256,25 @@ class Housekeeping:
         return True
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait until it is removed, with a warning if that takes too long.
+        """Wait for removals in progress; log a warning if they take too long.
 
         Blocks: at most `timeout_s`; None: `WAIT_S`.
         """
-        if not self._pruner.wait(WAIT_S if timeout_s is None else timeout_s):
-            _log.warning("what retention gives up in %s is not removed yet", self._root)
+        if not self._removal_thread.wait(WAIT_S if timeout_s is None else timeout_s):
+            _log.warning("retention in %s has not yet removed all checkpoints that it gives up", self._root)
 
     def close(self, left_s: float | None) -> None:
-        """Finish, and let others have the root; `left_s` as what is left of a time of grace."""
+        """Finish removals within `left_s` (None: `WAIT_S`), and release the lock of the root."""
         try:
-            self._pruner.close(WAIT_S if left_s is None else left_s)
+            self._removal_thread.close(WAIT_S if left_s is None else left_s)
         finally:
             if self._root_lock is not None:
                 self._root_lock.release()
 
     def warn_of_others(self) -> None:
-        """Say it when a training that has restored nothing begins to save beside another one's checkpoints.
+        """Log a warning if a training that has restored nothing saves to a root with checkpoints of an earlier one.
 
-        Blocks: on rank 0, for the manifests that are there.
+        Blocks: on rank 0, to read their manifests.
         """
         if not self._is_leader:
             return
@@ -278,16 +285,16 @@ class Housekeeping:
             return
         if steps:
             _log.warning(
-                "%s holds %d checkpoints, up to step %d, and restore() was not called: what is saved from here on is a "
-                "new branch. The old ones count as abandoned: a step that is saved again takes the old one's place%s. "
-                "For a new training use another directory; pin what must stay",
+                "%s holds %d checkpoints, up to step %d, and restore() was not called, so this run begins a new "
+                "branch. The old checkpoints count as abandoned: a step that is saved again replaces the old one%s. "
+                "Use another directory for a new training, or pin the checkpoints that must stay",
                 self._root,
                 len(steps),
                 steps[-1],
                 "" if self._policy.max_to_keep is None else ", and retention removes them first",
             )
 
-    # ---- what is there
+    # ---- listing
 
     def _survey(self) -> Survey:
         with self._lock:
@@ -295,21 +302,21 @@ class Housekeeping:
         return survey(self._root, self._store, score=self._best_fn, broken=broken, links=True)
 
     def latest_step(self) -> int | None:
-        """Of the newest committed one by lineage."""
+        """Return the step of the newest committed checkpoint, by lineage; None: there is none."""
         newest = newest_of(self._survey().stored)
         return None if newest is None else newest.step
 
     def all_steps(self) -> list[int]:
-        """Of all committed ones, ascending."""
+        """Return the steps of all committed checkpoints, ascending."""
         return sorted({one.step for one in self._survey().stored})
 
     def best_step(self) -> int | None:
-        """Of the one with the best score."""
+        """Return the step of the checkpoint with the best score; None: none has a score."""
         best = best_of(self._survey().stored, self._policy.best_mode)
         return None if best is None else best.step
 
     def candidates(self, root: str) -> list[Candidate]:
-        """Return what may be restored, the newest first, what a rollback has left behind last. On rank 0."""
+        """Return the checkpoints to try in a restore: the newest first, abandoned ones last. Called on rank 0."""
         found = look(root)
         self._abandoned = frozenset(
             os.path.join(self._root, one.name) for one in self._survey().stored if one.is_abandoned
@@ -317,12 +324,14 @@ class Housekeeping:
         return sorted(found, key=lambda one: one.path in self._abandoned)  # the order is kept otherwise
 
     def restored(self, found: RestoredCheckpoint) -> None:
-        """Take note of what was loaded, and of what was broken. Nothing is removed: who only reads has not the root."""
+        """Note what was loaded, and what was broken. Removes nothing: a manager that only restores has no lock."""
         with self._lock:
             self._restored = SaveId.parse(found.save_id)
             self._broken |= {os.path.basename(one.path) for one in found.skipped}
         if found.path in self._abandoned and found.skipped:
-            _log.warning("%s is of a branch that a rollback had left behind: nothing else is sound", found.path)
+            _log.warning(
+                "%s was restored although a rollback has abandoned its branch: no other checkpoint is sound", found.path
+            )
 
     def pin(self, path: str) -> None:
         """As `maintenance.pins.pin`."""
@@ -332,9 +341,7 @@ class Housekeeping:
         """As `maintenance.pins.unpin`."""
         return unpin(path, self._store)
 
-    # ---- whose it is
-
     @property
     def is_forked(self) -> bool:
-        """This process is a child of the one that made it."""
+        """Whether this process is a forked child of the one that made this."""
         return os.getpid() != self._pid

@@ -40,10 +40,10 @@ class RngState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put the generators back.
+        """Restore the generators' states.
 
         Args:
-            state: As `state_dict` has returned it; parts may be missing.
+            state: A return value of `state_dict`; generators that it lacks keep their state.
         """
         if "python" in state:
             found = state["python"]
@@ -72,7 +72,7 @@ class RngState:
     def _load_numpy(found: dict[str, Any]) -> None:
         try:
             import numpy.random
-        except ModuleNotFoundError:  # nobody here draws from it
+        except ModuleNotFoundError:  # nothing here can draw from it
             return
         if "state" in found:
             numpy.random.set_state(found["state"])

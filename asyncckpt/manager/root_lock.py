@@ -33,14 +33,15 @@ from asyncckpt.errors import AsyncCkptError, DirectoryInUseError, from_wire, to_
 
 ROOT_LOCK_NAME = ".asyncckpt.lock"
 MAX_NBYTES = 4096
-"""Of the lock file's text, which names the holder."""
+"""Bound of the lock file's text, which names the holder."""
 
 LEASE_S = 30.0
 RENEW_S = 5.0
 """Chosen: a second training is refused within `RENEW_S`; a restarted one waits `LEASE_S` for a lease of a dead one."""
 
 SETTLE_S = 1.0
-"""Chosen, longer than from the last look at a lease to taking it: of two that take it at once, the last one has it."""
+"""Wait after taking a lease: of two processes that take it at once, the last one has it. Chosen, longer than the time
+from reading a lease to taking it."""
 
 POLL_S = 0.2
 """How often a lease of another process is looked at."""
@@ -50,7 +51,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """NFS without its lock service, Lustre without `-o flock`, FUSE."""
 
 _TRIES = 100
-"""How often the file is opened again at most, where its holder removed it before it was locked here. Chosen."""
+"""Attempts to open and lock the file, which its holder may remove between the two. Chosen."""
 
 _WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 """A `struct flock`."""
@@ -62,10 +63,10 @@ _log = logging.getLogger("asyncckpt")
 
 
 class RootLock:
-    """The lock, or where there are none the lease, of one directory. Made by one rank; thread-safe.
+    """The lock of one directory, or a lease where the file system has no locks. Made by one rank; thread-safe.
 
     Args:
-        directory: What is locked; `take` makes it if it is not there.
+        directory: Directory to lock; `take` makes it if it is missing.
     """
 
     def __init__(self, directory: str) -> None:
@@ -80,18 +81,18 @@ class RootLock:
     def take(self) -> None:
         """Take the lock, unless it is held already.
 
-        Where the file system fails, so that nobody can know whether another training has it, that is logged once.
+        If the file system fails, so that it is unknown whether another training has the lock, a warning is logged once.
 
         Raises:
-            DirectoryInUseError: A live training has it, or took it from this one.
+            DirectoryInUseError: A live training has the lock, or has taken it from this one.
 
-        Blocks: not for a lock. For the lease of another process at most `LEASE_S`, and `SETTLE_S` after that.
+        Blocks: not for a lock; for the lease of another process at most `LEASE_S`, and then `SETTLE_S`.
         """
         with self._lock:
             if self._is_released or (self._is_held() and not self._is_lost()):
                 return
-            self._let_go()
-            self._is_refused = True  # until it is known better: what it held before is not its own any more
+            self._drop()
+            self._is_refused = True  # until the lock is taken: an earlier one is lost
             if self._path in _held:
                 raise self._refusal(os.getpid(), socket.gethostname())
             try:
@@ -111,7 +112,7 @@ class RootLock:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is another one's now, or nobody's: it was refused, released, or its file removed or replaced."""
+        """Whether the lock is no longer held: it was refused or released, or its file was removed or replaced."""
         with self._lock:
             return self._is_released or self._is_refused or (self._is_held() and self._is_lost())
 
@@ -125,7 +126,7 @@ class RootLock:
             return _read(self._path).get("token") != self._token
         except FileNotFoundError:
             return True
-        except OSError:  # it does not answer: that is no loss
+        except OSError:  # the storage does not answer: the lease may still be held
             return False
 
     def _take(self) -> None:
@@ -149,7 +150,9 @@ class RootLock:
             finally:
                 if fd >= 0:
                     os.close(fd)
-        raise OSError(errno.EBUSY, f"other processes removed it {_TRIES} times while it was being locked", self._path)
+        raise OSError(
+            errno.EBUSY, f"other processes removed the lock file {_TRIES} times while it was being locked", self._path
+        )
 
     def _take_lease(self) -> None:
         first = seen = _read(self._path)
@@ -226,7 +229,7 @@ class RootLock:
             found = os.stat(self._path, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        except OSError:  # it does not answer: that is no loss
+        except OSError:  # the storage does not answer: the file may still be there
             return True
         return os.path.samestat(found, os.fstat(fd))
 
@@ -246,7 +249,7 @@ class RootLock:
         )
 
     def release(self) -> None:
-        """Release the lock for good; it cannot be taken again. Twice is fine; does nothing in a forked child."""
+        """Release the lock for good; it cannot be taken again. Idempotent; does nothing in a forked child."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -256,9 +259,9 @@ class RootLock:
             if self._is_held() and not self._is_lost():
                 with contextlib.suppress(OSError):
                     os.unlink(self._path)
-            self._let_go()
+            self._drop()
 
-    def _let_go(self) -> None:
+    def _drop(self) -> None:
         fd, self._fd, self._token = self._fd, -1, ""
         if _held.get(self._path) is self:
             del _held[self._path]
@@ -269,7 +272,7 @@ class RootLock:
     def leave_to_parent(self) -> None:
         """Close the lock in a forked child, which would otherwise keep its parent's lock alive."""
         self._lock = threading.Lock()
-        self._let_go()
+        self._drop()
 
     def __del__(self) -> None:
         if hasattr(self, "_is_released") and self._is_held():
@@ -281,9 +284,9 @@ def claim(lock: RootLock | None, ranks: Coordination | None, timeout_s: float) -
     """Take a lock on rank 0, and tell every rank whether that succeeded. A collective.
 
     Args:
-        lock: On rank 0; None on the others.
-        ranks: How the ranks meet; None: there is one rank.
-        timeout_s: How long to wait for the other ranks.
+        lock: The lock on rank 0; None on the others.
+        ranks: Coordination of the ranks; None: there is one rank.
+        timeout_s: Seconds to wait for the other ranks.
 
     Raises:
         DirectoryInUseError: A live training has the lock; raised on every rank.
@@ -292,7 +295,7 @@ def claim(lock: RootLock | None, ranks: Coordination | None, timeout_s: float) -
     Blocks: for the other ranks; and as `RootLock.take`.
     """
 
-    if ranks is None and lock is None:  # ranks that have no way to meet: a checkpointer that was not made here
+    if ranks is None and lock is None:  # the checkpointer is the user's own: its ranks cannot exchange anything
         return
 
     def take() -> str:

@@ -1,7 +1,7 @@
-"""A checkpoint whose files lie in slots, as they were staged: read by the same code as those on disk.
+"""A checkpoint whose files are still in slots, read by the same code as one on disk.
 
-The slot is the file, so a shard is a range of a memfd. `OverlaidFiles` reads these in the place of files of the same
-names; `staged_contents` says what a checkpoint holds that has no manifest and no index yet.
+A slot has the layout of the shard file, so a shard is a range of a memfd. `OverlaidFiles` serves these ranges under the
+names of the files; `staged_contents` returns the contents of a checkpoint that has no manifest and no index yet.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from asyncckpt.storage.contents import Contents, RankContents, join
 from asyncckpt.storage.files import MODE_FILE, Files
 
 _FIRST_FD = 1 << 30
-"""Of files that the kernel knows nothing of: far above every real descriptor (fs.nr_open is 2^20)."""
+"""First file descriptor of files in memory: far above every descriptor of the kernel (fs.nr_open is 2^20)."""
 
 _NO_CHECKSUM = FILE_CHECKSUM_PREFIX + "0" * 32
 
 
 class SlotShard(NamedTuple):
-    """A shard's bytes in a slot: `nbytes` from `offset` on of the memfd `fd`."""
+    """The bytes of a shard in a slot: `nbytes` at `offset` of the memfd `fd`."""
 
     fd: int
     offset: int
@@ -38,7 +38,7 @@ class SlotShard(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagedRank:
-    """What one rank has staged. `images`: of its shards, in order; the rest as the save request has it."""
+    """What one rank has staged. `images` are its shards, in order; the rest is as in the save request."""
 
     rank: int
     images: tuple[SlotShard, ...]
@@ -62,15 +62,15 @@ class StagedCheckpoint:
 
 
 _Held = SlotShard | bytes
-"""A file that is in memory: a shard in its slot, or the copy of a small one."""
+"""A file in memory: a shard in its slot, or the bytes of a small file."""
 
 
 class OverlaidFiles(Files):
-    """Files, of which some lie in memory. Only what a reader calls.
+    """A `Files` that serves a staged checkpoint from memory. Has only the methods that a reader calls.
 
     Args:
-        below: For all others.
-        staged: What lies in memory; its slots must outlive this.
+        below: Files for all other paths.
+        staged: The checkpoint in memory; its slots must outlive this.
     """
 
     def __init__(self, below: Files, staged: StagedCheckpoint) -> None:
@@ -123,12 +123,12 @@ class OverlaidFiles(Files):
         return fd >= _FIRST_FD or self._below.resident(fd, offset, nbytes)
 
     def advise_random(self, fd: int) -> None:
-        """Nothing to advise of a held file."""
+        """Advise the kernel about a file on disk."""
         if fd < _FIRST_FD:
             self._below.advise_random(fd)
 
     def advise_needed(self, fd: int, offset: int, nbytes: int) -> None:
-        """Nothing to advise of a held file."""
+        """Advise the kernel about a file on disk."""
         if fd < _FIRST_FD:
             self._below.advise_needed(fd, offset, nbytes)
 
@@ -160,9 +160,9 @@ def _stat_of(held: _Held) -> os.stat_result:
 
 
 def staged_contents(staged: StagedCheckpoint) -> Contents:
-    """Return what a checkpoint holds that all of its ranks have staged; nothing is read from disk.
+    """Return the contents of a checkpoint that all of its ranks have staged; reads nothing from disk.
 
-    There are no checksums of blocks: those are made when the files are written.
+    It has no checksums of blocks, which are computed when the files are written.
 
     Raises:
         CorruptCheckpointError: A structure does not decode, or is not that of the shards; or the chunks of a tensor do
@@ -200,7 +200,7 @@ def _record(staged: StagedCheckpoint, rank: StagedRank) -> RankRecord:
 def _contents(staged: StagedCheckpoint, rank: StagedRank) -> RankContents:
     save_id, structure = staged.save_id, decode_structure(rank.structure)
     if structure.part_nbytes != tuple(image.nbytes for image in rank.images):
-        detail = f"what rank {rank.rank} has staged has other lengths than its structure says"
+        detail = f"the shards that rank {rank.rank} has staged have other lengths than its structure says"
         raise CorruptCheckpointError(f"{staged.path}: {detail}", path=staged.path, detail=detail)
     objects = ObjectsRecord(
         name=objects_name(save_id, rank.rank), nbytes=len(rank.objects), checksum=file_checksum(rank.objects)

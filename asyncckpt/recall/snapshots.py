@@ -1,4 +1,4 @@
-"""What the worker of this node holds in memory: whole snapshots, and where their parts lie."""
+"""Snapshots that the worker of this node holds in memory, and where their parts are."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from asyncckpt.config import endpoint_from_environment
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.endpoint import default_endpoint
-from asyncckpt.recall.conversation import Conversation
+from asyncckpt.recall.session import RecallSession
 from asyncckpt.storage.checkpoint_dir import NO_HOME
 from asyncckpt.storage.store import DirectoryIdentity
 
 ANSWER_S = 1.0
-"""Where the disk has it too: a worker that hangs may not make a load slower than this. It takes milliseconds."""
+"""Time for the worker's answer, which takes milliseconds: a worker that hangs delays a load by this at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """Where one rank's part of a snapshot lies: fd of the worker, size, token and generation of the slot."""
+class SnapshotPart:
+    """Where one rank's part of a snapshot is: file descriptor of the worker; size, token and generation of the slot."""
 
     rank: int
     fd: int
@@ -38,14 +38,15 @@ class HeldSnapshot:
     """A snapshot that all of its ranks have staged, and of which a worker holds parts in memory.
 
     Attributes:
-        path: The checkpoint's directory, as it was given to `save`.
-        save_id: Of the save.
-        step: The training step, as the user counts.
-        world_size: Ranks that staged it.
-        ranks: Those whose parts this worker holds.
+        path: Directory of the checkpoint, as it was given to `save`.
+        save_id: ID of the save.
+        step: Training step.
+        world_size: Number of ranks that staged it.
+        ranks: Ranks whose parts this worker holds.
         committed: Whether the worker has committed it to disk.
-        homes: The directory that it was saved to, or the one that was to hold that, as its ranks found it: two, if one
-            of them made it and took it away again, since there was no room.
+        parts: Where the parts are, by rank.
+        homes: Identity of the directory that it was saved to, or of that directory's parent, as the ranks found it.
+            Two, if a rank made the directory and removed it again because the disk was full.
     """
 
     path: str
@@ -54,22 +55,22 @@ class HeldSnapshot:
     world_size: int
     ranks: tuple[int, ...]
     committed: bool
-    parts: Mapping[int, Part]
+    parts: Mapping[int, SnapshotPart]
     homes: tuple[DirectoryIdentity, ...] = ()
 
     @property
     def complete(self) -> bool:
-        """Whether all of it is here, so that it loads without the disk."""
+        """Whether this worker holds the parts of all ranks, so that it can be loaded without the disk."""
         return len(self.ranks) == self.world_size
 
     @property
     def missing(self) -> list[int]:
-        """The ranks whose parts are not here."""
+        """The ranks whose parts this worker does not hold."""
         return [rank for rank in range(self.world_size) if rank not in self.parts]
 
 
 def snapshots_of(rows: Iterable[Mapping[str, Any]]) -> list[HeldSnapshot]:
-    """Return the snapshots that the rows of a `recalled` are about, newest first by lineage."""
+    """Return the snapshots that the rows of a message `recalled` describe, newest first by lineage."""
     by_save: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["whole"] and row["rank"] < row["world_size"]:
@@ -93,12 +94,12 @@ def snapshots_of(rows: Iterable[Mapping[str, Any]]) -> list[HeldSnapshot]:
     return sorted(found, key=lambda s: (s.save_id, s.path), reverse=True)
 
 
-def _part(row: Mapping[str, Any]) -> Part:
-    return Part(**{name: row[name] for name in Part.__dataclass_fields__})
+def _part(row: Mapping[str, Any]) -> SnapshotPart:
+    return SnapshotPart(**{name: row[name] for name in SnapshotPart.__dataclass_fields__})
 
 
 def endpoint_of(named: str | None) -> str:
-    """Return `named`, else the endpoint of the environment, else the one that this user's worker of this job has."""
+    """Return `named`, else `$ASYNCCKPT_ENDPOINT`, else the default endpoint of this user's worker for this job."""
     named = named or endpoint_from_environment()
     return named or default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
 
@@ -106,23 +107,23 @@ def endpoint_of(named: str | None) -> str:
 def held_snapshots(root: str | os.PathLike[str], *, endpoint: str | None = None) -> list[HeldSnapshot]:
     """Return what the worker of this node holds in memory of the checkpoints at `root` and below it, newest first.
 
-    Only snapshots that all ranks have staged, and against which no commit hook has spoken: committed ones, those that
-    are being written, and those that could not be written. Newest by lineage, as `latest_checkpoint`. No worker is
-    started; without one, or where it does not answer, there is nothing.
+    Returns only snapshots that all ranks have staged and no commit hook has vetoed: committed ones, those being
+    written, and those that could not be written. The order is by lineage, as of `latest_checkpoint`. No worker is
+    started; if there is none, or it does not answer, the list is empty.
 
     Args:
-        root: A directory that holds the checkpoints' directories, or one of these.
-        endpoint: Of the worker; default: `$ASYNCCKPT_ENDPOINT`, else this user's worker of this job.
+        root: Directory that holds the checkpoints' directories, or one of these.
+        endpoint: Endpoint of the worker; default: `$ASYNCCKPT_ENDPOINT`, else this user's worker for this job.
 
     Raises:
-        UnsupportedPathError: A URL or no path.
+        UnsupportedPathError: `root` is a URL, or no path.
         ConfigError: The endpoint is malformed.
 
     Blocks: at most `ANSWER_S`.
     """
     path, where = absolute_path(root), endpoint_of(endpoint)
     try:
-        with Conversation(where, __version__, ANSWER_S / 2) as worker:
+        with RecallSession(where, __version__, ANSWER_S / 2) as worker:
             return snapshots_of(worker.recall(path, hold=False).parts)
     except AsyncCkptError:
         return []

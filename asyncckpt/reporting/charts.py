@@ -1,4 +1,4 @@
-"""The pictures of a report, drawn by matplotlib (extra `report`): SVG that takes its colours from the page."""
+"""The charts of a report, drawn by matplotlib (extra `report`) as SVG that takes its colours from the page's style."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.basics.quantities import human
-from asyncckpt.reporting.history import History, SaveStory, recovery_ages
+from asyncckpt.reporting.history import History, SaveRecord, recovery_ages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Draw = Callable[["Axes", History], bool]
-"""Draws a picture; returns whether anything is known that it could show."""
+"""Draws a chart; returns whether there are data for it."""
 
 MAX_BARS = 160
 MAX_LANE_SAVES = 12
 MAX_LANES = 16
-"""Ranks that have a lane; of more those that were durable last, which the others waited for."""
+"""Ranks that get a lane; of more ranks those that were durable last, as the others waited for them."""
 
 FIRST, SECOND, THIRD, BAD, QUIET, RULE = "#2a6fc9", "#d98a1f", "#9aa0a6", "#c93a3a", "#63615c", "#dddbd5"
 VARIABLES = {FIRST: "first", SECOND: "second", THIRD: "third", BAD: "bad", QUIET: "quiet", RULE: "rule"}
-"""Colours, and the variables of the page's style that stand in their places, so that a page can be dark."""
+"""Colours, and the variables of the page's style that replace them, for light and dark pages."""
 
 _STYLE: Any = {
     "date.converter": "concise",
@@ -52,7 +52,7 @@ _TITLE = "title: "
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed, and can be imported."""
+    """Return whether matplotlib is installed, and can be imported."""
     try:
         importlib.import_module("matplotlib.figure")
     except ImportError:
@@ -61,12 +61,12 @@ def can_draw() -> bool:
 
 
 def svg(label: str, draw: Draw, history: History) -> str | None:
-    """Return a picture as an element of a page; None where nothing is known. Needs matplotlib.
+    """Return a chart as an SVG element; None: there are no data for it. Needs matplotlib.
 
     Args:
-        label: What it shows, for who cannot see it.
-        draw: One of this module.
-        history: What is known.
+        label: Description for screen readers.
+        draw: A drawing function of this module.
+        history: Data to draw.
     """
     from matplotlib import style
     from matplotlib.figure import Figure
@@ -79,7 +79,7 @@ def svg(label: str, draw: Draw, history: History) -> str | None:
         figure.savefig(
             file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
         )
-    text = re.sub(r' id="[\w.]*_\d+"', "", file.getvalue())  # names of groups, alike in all pictures
+    text = re.sub(r' id="[\w.]*_\d+"', "", file.getvalue())  # ids of groups, the same in all charts
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, f"var(--{variable})")
     text = re.sub(f'<g id="{_TITLE}([^"]*)">', r"<g><title>\1</title>", text)
@@ -87,7 +87,7 @@ def svg(label: str, draw: Draw, history: History) -> str | None:
 
 
 def step_times(axes: Axes, history: History) -> bool:
-    """Mean and longest step between two saves."""
+    """Draw mean and longest step between two saves."""
     spans = history.spans
     longest = [(s.step, s.longest_s * 1e3) for s in spans if s.longest_s is not None]
     if longest:
@@ -103,7 +103,7 @@ def step_times(axes: Axes, history: History) -> bool:
 
 
 def stalls(axes: Axes, history: History) -> bool:
-    """What each save held the training up: `save()` itself, and waits at the fence before the next one."""
+    """Draw how long each save has delayed the training: in `save()`, and at the fence before the next save."""
     waits = {span.step: span.waited_s for span in history.spans}
     known = [s for s in history.saves if s.stall_s is not None]
     waited = {a.save_id: waits.get(b.step, 0.0) * 1e3 for a, b in pairwise(known)}
@@ -117,14 +117,14 @@ def stalls(axes: Axes, history: History) -> bool:
 
 
 def lanes(axes: Axes, history: History) -> bool:
-    """One lane a rank: staging, writing, waiting for the commit."""
+    """Draw a lane for each rank: staging, writing, waiting for the commit."""
     saves = [s for s in history.saves if s.begun is not None][-MAX_LANE_SAVES:]
     writing: dict[int, float] = {}
     for rank, times in ((rank, times) for save in saves for rank, times in save.ranks.items()):
         writing[rank] = max(writing.get(rank, 0.0), (times.durable or 0.0) - (times.sealed or 0.0))
     ranks = sorted(sorted(writing, key=lambda rank: -writing[rank])[:MAX_LANES])
     for row, rank in enumerate(ranks):
-        for number, save in enumerate(saves):  # in turn above and below, since one may begin before the other ends
+        for number, save in enumerate(saves):  # alternately above and below, since saves may overlap
             at = row + 0.4 * (number % 2 - 0.5)
             for colour, what, begin, end in _stages(save, rank):
                 (bar,) = axes.barh(at, _date(end) - _date(begin), 0.36, _date(begin), color=colour)
@@ -137,8 +137,8 @@ def lanes(axes: Axes, history: History) -> bool:
     return bool(saves)
 
 
-def _stages(save: SaveStory, rank: int) -> Iterable[tuple[str, str, float, float]]:
-    """Yield colour, text, begin and end of what a rank's part in a save was doing."""
+def _stages(save: SaveRecord, rank: int) -> Iterable[tuple[str, str, float, float]]:
+    """Yield colour, text, begin and end of the stages of a rank's part in a save."""
     times = save.ranks.get(rank)
     if times is None:
         return
@@ -156,7 +156,7 @@ def _stages(save: SaveStory, rank: int) -> Iterable[tuple[str, str, float, float
 
 
 def recovery(axes: Axes, history: History) -> bool:
-    """How much training a crash would have cost, at every moment."""
+    """Draw how much training a crash would have lost, at every moment."""
     disk, memory = (recovery_ages(history.saves, memory=memory) for memory in (False, True))
     for line, colour, style in ((disk, FIRST, "-"), (memory if memory != disk else [], SECOND, "--")):
         axes.plot([_date(t) for t, _ in line], [age for _, age in line], style, color=colour)
@@ -165,7 +165,7 @@ def recovery(axes: Axes, history: History) -> bool:
 
 
 def speeds(axes: Axes, history: History) -> bool:
-    """Bytes a second of each save, all ranks together."""
+    """Draw bytes per second of each save, all ranks together."""
     known = [(s, s.nbytes, s.write_s) for s in history.committed if s.write_s and s.nbytes][-MAX_BARS:]
     rates = [nbytes / seconds / 1e9 for _, nbytes, seconds in known]
     titles = (f"step {s.step}: {human(nbytes)} in {seconds:.3f} s" for s, nbytes, seconds in known)
@@ -190,5 +190,5 @@ def _label(axes: Axes, x: str, y: str) -> None:
 
 
 def _date(seconds: float) -> Any:
-    """Return the local time; matplotlib chooses what of it stands at the axis. Its annotations know of floats alone."""
+    """Return the local time, of which matplotlib chooses the labels. `Any`, as its annotations allow floats only."""
     return datetime.fromtimestamp(seconds).astimezone()

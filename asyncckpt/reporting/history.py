@@ -1,4 +1,4 @@
-"""What is known of a directory's saves, from `events.jsonl` and the manifests, put together by save."""
+"""The history of a directory's saves, from `events.jsonl` and the manifests, joined by save id."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from asyncckpt.format.names import SaveId
 BAD_ENDS = ("failed", "abandoned", "unknown")
 ENDS = ("committed", *BAD_ENDS)
 OPEN = "open"
-MAX_SECONDS, MAX_WHOLE = 1e11, 10**17
-"""Beyond any time, step and size: what is larger cannot be drawn."""
+MAX_SECONDS, MAX_INTEGER = 1e11, 10**17
+"""Bounds of times, steps and sizes: larger values cannot be drawn."""
 
 
 @dataclass(slots=True)
 class RankTimes:
-    """When one rank's part came how far, seconds since 1970; None: not known."""
+    """When one rank's part reached which phase, in seconds since 1970; None: not known."""
 
     begun: float | None = None
     sealed: float | None = None
@@ -31,8 +31,8 @@ class RankTimes:
 
 
 @dataclass(slots=True)
-class SaveStory:
-    """One save. `outcome`: one of `ENDS`, "skipped", or `OPEN`; times in seconds since 1970."""
+class SaveRecord:
+    """What is known of one save. `outcome`: one of `ENDS`, "skipped" or `OPEN`; times in seconds since 1970."""
 
     save_id: str
     step: int = 0
@@ -48,26 +48,26 @@ class SaveStory:
 
     @property
     def begun(self) -> float | None:
-        """When the first rank began: from then on nothing that changes is in the snapshot."""
+        """When the first rank began to stage: the snapshot holds the state of that time."""
         return min((r.begun for r in self.ranks.values() if r.begun is not None), default=None)
 
     @property
     def sealed(self) -> float | None:
-        """When the last rank had staged it, if all were seen to: from then on it outlives the trainers."""
+        """When the last rank had staged it, if known for all ranks: from then on it outlives the trainers."""
         times = [r.sealed for r in self.ranks.values()]
         return max((t for t in times if t is not None), default=None) if None not in times else None
 
     @property
     def write_s(self) -> float | None:
-        """From the first seal until the last rank was durable."""
+        """Seconds from the first seal until the last rank was durable; None: not known."""
         sealed = [r.sealed for r in self.ranks.values() if r.sealed is not None]
         durable = [r.durable for r in self.ranks.values() if r.durable is not None]
         return max(durable) - min(sealed) if sealed and durable and max(durable) > min(sealed) else None
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """The steps between two saves of rank 0: their mean, the longest one if it was measured, waits at the fence."""
+class StepSpan:
+    """The steps between two saves of rank 0: mean and longest duration, and waits at the fence, all in seconds."""
 
     at: float
     step: int
@@ -78,68 +78,68 @@ class Span:
 
 @dataclass(slots=True)
 class History:
-    """All of it, in the order of time."""
+    """Saves and steps in order of time."""
 
-    saves: list[SaveStory]
-    spans: list[Span]
+    saves: list[SaveRecord]
+    spans: list[StepSpan]
     n_events: int
 
     @property
-    def committed(self) -> list[SaveStory]:
-        """The saves that were."""
+    def committed(self) -> list[SaveRecord]:
+        """The committed saves."""
         return [save for save in self.saves if save.outcome == "committed"]
 
 
 def history_of(events: Iterable[Mapping[str, Any]], manifests: Iterable[tuple[str, Manifest]] = ()) -> History:
-    """Put events and manifests together; what makes no sense is passed over.
+    """Join events and manifests; malformed events are skipped.
 
     Args:
-        events: As `read_events` yields them.
-        manifests: (directory name, manifest) of committed checkpoints, for what no event tells of.
+        events: Events, as `read_events` yields them.
+        manifests: (directory name, manifest) of committed checkpoints, for saves without events.
     """
-    saves: dict[str, SaveStory] = {}
-    spans: list[Span] = []
+    saves: dict[str, SaveRecord] = {}
+    spans: list[StepSpan] = []
     count = 0
     for event in events:
         count += 1
         try:
             if event["event"] == "steps":
-                spans.append(_span(event))
+                spans.append(_step_span(event))
             elif isinstance(event.get("save_id"), str):
                 SaveId.parse(event["save_id"])
-                _apply(saves.setdefault(event["save_id"], SaveStory(event["save_id"])), event)
+                _apply(saves.setdefault(event["save_id"], SaveRecord(event["save_id"])), event)
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             continue
     for name, manifest in manifests:
-        _apply_manifest(saves.setdefault(str(manifest.save_id), SaveStory(str(manifest.save_id))), name, manifest)
+        _apply_manifest(saves.setdefault(str(manifest.save_id), SaveRecord(str(manifest.save_id))), name, manifest)
     ordered = sorted(saves.values(), key=_when)
     return History(saves=ordered, spans=sorted(spans, key=lambda span: span.at), n_events=count)
 
 
-def _when(save: SaveStory) -> float:
+def _when(save: SaveRecord) -> float:
     return save.begun or save.ended or 0.0
 
 
-def _span(event: Mapping[str, Any]) -> Span:
-    steps = _whole(event["steps"]) if "steps" in event else _whole(event["step"]) - _whole(event["from_step"])
+def _step_span(event: Mapping[str, Any]) -> StepSpan:
+    steps = _integer(event["steps"]) if "steps" in event else _integer(event["step"]) - _integer(event["from_step"])
     longest = event.get("longest_s")
     if steps < 1:
         raise ValueError("no step between two saves")
-    return Span(
+    return StepSpan(
         at=_seconds(event["t"]),
-        step=_whole(event["step"]),
+        step=_integer(event["step"]),
         mean_s=_seconds(event["seconds"]) / steps,
         longest_s=None if longest is None else _seconds(longest),
         waited_s=_seconds(event.get("waited_s", 0.0)),
     )
 
 
-def _apply(save: SaveStory, event: Mapping[str, Any]) -> None:
+def _apply(save: SaveRecord, event: Mapping[str, Any]) -> None:
     name, at = event["event"], _seconds(event["t"])
-    save.step, save.name = _whole(event.get("step", save.step)), str(event.get("name", save.name))
+    save.step, save.name = _integer(event.get("step", save.step)), str(event.get("name", save.name))
     if name in ("begun", "sealed", "durable"):
-        nbytes = _whole(event.get("nbytes", 0))
-        times = save.ranks.setdefault(_whole(event["rank"]), RankTimes())
+        nbytes = _integer(event.get("nbytes", 0))
+        times = save.ranks.setdefault(_integer(event["rank"]), RankTimes())
         setattr(times, name, at)
         times.nbytes = nbytes
         save.nbytes = sum(r.nbytes for r in save.ranks.values())
@@ -163,17 +163,17 @@ def _phases(event: Mapping[str, Any]) -> dict[str, float]:
 
 def _seconds(value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value < MAX_SECONDS:
-        raise ValueError(f"{value!r} is no time")
+        raise ValueError(f"{value!r} is not a time")
     return float(value)
 
 
-def _whole(value: Any) -> int:
-    if type(value) is not int or abs(value) > MAX_WHOLE:
-        raise ValueError(f"{value!r} is no number of anything")
+def _integer(value: Any) -> int:
+    if type(value) is not int or abs(value) > MAX_INTEGER:
+        raise ValueError(f"{value!r} is not an integer, or too large")
     return value
 
 
-def _apply_manifest(save: SaveStory, name: str, manifest: Manifest) -> None:
+def _apply_manifest(save: SaveRecord, name: str, manifest: Manifest) -> None:
     if save.outcome == OPEN:
         save.outcome, save.error = "committed", ""
     save.step, save.name, save.nbytes = manifest.step, name, manifest.nbytes
@@ -186,13 +186,13 @@ def _apply_manifest(save: SaveStory, name: str, manifest: Manifest) -> None:
         save.seconds.setdefault(phase, seconds)
 
 
-def recovery_points(saves: Iterable[SaveStory], *, memory: bool) -> list[tuple[float, float]]:
-    """Return (from when on, when the snapshot was taken) of what a restart would go on from; both only grow.
+def recovery_points(saves: Iterable[SaveRecord], *, memory: bool) -> list[tuple[float, float]]:
+    """Return the recovery points as (time since when a restart can use it, time of the snapshot), both ascending.
 
     Args:
-        saves: Of one directory.
-        memory: What a restart beside a worker that lives on gets: whatever all ranks have staged. Else what is
-            committed.
+        saves: Saves of one directory.
+        memory: True: a restart beside a live worker, which can use what all ranks have staged. False: a restart from
+            disk, which can use what is committed.
     """
     points = []
     for save in [s for s in saves if s.outcome not in ("abandoned", "skipped")]:
@@ -209,19 +209,18 @@ def recovery_points(saves: Iterable[SaveStory], *, memory: bool) -> list[tuple[f
     return grown
 
 
-def recovery_ages(saves: Sequence[SaveStory], *, memory: bool) -> list[tuple[float, float]]:
-    """Return a line of (time, seconds of training that a crash would have cost then).
+def recovery_ages(saves: Sequence[SaveRecord], *, memory: bool) -> list[tuple[float, float]]:
+    """Return points (time, seconds of training that a crash at that time would have lost).
 
-    Only time in which a training ran counts. Where the next run, which goes on from the last recovery point, begins
-    later than saves are apart as a rule, nothing is lost meanwhile: it is taken to have begun so long before its first
-    save.
+    Only time in which a training ran counts. If the next run begins later than the usual time between two saves, it is
+    assumed to have begun that time before its first save, and nothing is lost in between.
 
     Args:
-        saves: Of one directory.
-        memory: As `recovery_points` has it.
+        saves: Saves of one directory.
+        memory: As for `recovery_points`.
     """
     points, line = recovery_points(saves, memory=memory), list[tuple[float, float]]()
-    stretches = _stretches(saves)
+    stretches = _training_periods(saves)
     for number, (begin, end) in enumerate(stretches):
         after = stretches[number + 1][0] if number + 1 < len(stretches) else math.inf
         taken = begin if number and line else None
@@ -239,18 +238,18 @@ def recovery_ages(saves: Sequence[SaveStory], *, memory: bool) -> list[tuple[flo
     return line
 
 
-def _stretches(saves: Sequence[SaveStory]) -> list[tuple[float, float]]:
-    """Return when a training ran: the runs, joined where no more time lies between them than saves are apart."""
+def _training_periods(saves: Sequence[SaveRecord]) -> list[tuple[float, float]]:
+    """Return (begin, end) of the times in which a training ran: runs less than a save interval apart are joined."""
     runs: dict[str, list[float]] = {}
     for save in saves:
         times = [t for r in save.ranks.values() for t in (r.begun, r.sealed, r.durable)]
         runs.setdefault(SaveId.parse(save.save_id).run_id, []).extend(t for t in (*times, save.ended) if t is not None)
     begun = sorted(_when(save) for save in saves if _when(save))
-    apart = statistics.median(later - earlier for earlier, later in pairwise(begun)) if len(begun) > 1 else 0.0
+    interval_s = statistics.median(later - earlier for earlier, later in pairwise(begun)) if len(begun) > 1 else 0.0
     found: list[tuple[float, float]] = []
     for begin, end in sorted((min(times), max(times)) for times in runs.values() if times):
-        if found and begin - found[-1][1] <= apart:
+        if found and begin - found[-1][1] <= interval_s:
             found[-1] = found[-1][0], max(found[-1][1], end)
         else:
-            found.append((begin - apart if found else begin, end))
+            found.append((begin - interval_s if found else begin, end))
     return found

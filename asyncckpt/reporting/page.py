@@ -1,4 +1,4 @@
-"""A report as one HTML file: no script, nothing fetched, light and dark as the reader's system is."""
+"""A report as one HTML file, without scripts or anything to fetch, light or dark as the reader's system is set."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from html import escape
 from asyncckpt.basics.quantities import human, human_s
 from asyncckpt.format.names import SaveId
 from asyncckpt.reporting import charts
-from asyncckpt.reporting.history import BAD_ENDS, History, SaveStory, recovery_ages
+from asyncckpt.reporting.history import BAD_ENDS, History, SaveRecord, recovery_ages
 
 MAX_ROWS = 200
-NO_PICTURES = "There are no pictures, since matplotlib is not installed: pip install 'asyncckpt[report]'"
+NO_CHARTS = "There are no charts, since matplotlib is not installed: pip install 'asyncckpt[report]'"
 
 _STYLE = """
 :root { color-scheme: light dark; --surface: #ffffff; --raised: #f5f5f3; --ink: #1c1b19; --quiet: #63615c;
@@ -51,42 +51,42 @@ Section = tuple[str, str, tuple[tuple[str, str], ...], charts.Draw, str]
 _SECTIONS: tuple[Section, ...] = (
     (
         "Steps between saves",
-        "Time of a training step, the saves themselves left out. Where the longest step stands far above the mean, "
-        "something held one of them up: a wait for a copy, or somebody else.",
+        "Duration of a training step, without the saves themselves. If the longest step is far above the mean, "
+        "something has delayed that step: a wait for a copy, or another process.",
         (("first", "mean step"), ("second", "longest step")),
         charts.step_times,
-        "The trainer writes this with events=True.",
+        "Trainers with events=True write these data.",
     ),
     (
         "Stall of each save",
-        "What the training loop waited for a save: the call itself, and the step that then waited for the copy.",
+        "How long the training loop has waited for a save: in save(), and in the step that waited for the copy.",
         (("first", "save()"), ("second", "waited before the next change")),
         charts.stalls,
-        "The trainer writes this with events=True.",
+        "Trainers with events=True write these data.",
     ),
     (
         "Lanes of writing",
-        f"The last {charts.MAX_LANE_SAVES} saves, a lane for each rank. A rank whose blue is longer than the others' "
-        "is the one that they wait for.",
+        f"The last {charts.MAX_LANE_SAVES} saves, with a lane for each rank. The others wait for the rank with the "
+        "longest blue bar.",
         (("second", "staging"), ("first", "writing"), ("third", "waiting for the commit"), ("bad", "failed")),
         charts.lanes,
-        "The worker writes this with --events.",
+        "Workers that are started with --events write these data.",
     ),
     (
         "Recovery point",
-        "How much training a crash would have cost at each moment: the age of the snapshot that a restart would go on "
-        "from, in time that was trained; between two runs it is 0. A worker "
-        "that lives on has it as soon as all ranks have staged it; on disk it is once committed.",
+        "How much training a crash would have lost at each moment: the age of the snapshot that a restart would resume "
+        "from, in training time; between two runs it is 0. A live worker has a snapshot as soon as all ranks have "
+        "staged it; the disk has it once it is committed.",
         (("first", "machine lost: from disk"), ("second", "trainers killed: from the worker's memory")),
         charts.recovery,
         "No save was committed.",
     ),
     (
         "Speed of writing",
-        "Bytes of all ranks, from the first seal until the last rank is durable.",
+        "Bytes of all ranks per second, from the first rank that has staged until the last rank is durable.",
         (),
         charts.speeds,
-        "The worker writes this with --events.",
+        "Workers that are started with --events write these data.",
     ),
 )
 
@@ -95,17 +95,17 @@ def page(title: str, history: History, *, now: float, package: str) -> str:
     """Return the page.
 
     Args:
-        title: What it is about: the directory.
-        history: What is known.
-        now: Seconds since 1970.
+        title: Title, the directory.
+        history: Data to show.
+        now: Current time, in seconds since 1970.
         package: asyncckpt's version.
     """
     body = [f"<h1>{escape(title)}</h1>", f"<p>{escape(_summary(history))}</p>", _tiles(history)]
     if not charts.can_draw():
-        body.append(f"<p><em>{escape(NO_PICTURES)}</em></p>")
+        body.append(f"<p><em>{escape(NO_CHARTS)}</em></p>")
     for name, text, legend, draw, missing in _SECTIONS if charts.can_draw() else ():
         picture = charts.svg(name, draw, history)
-        shown = picture if picture is not None else f"<p><em>Nothing is known. {escape(missing)}</em></p>"
+        shown = picture if picture is not None else f"<p><em>No data. {escape(missing)}</em></p>"
         body.append(f"<section><h2>{escape(name)}</h2><p>{escape(text)}</p>")
         body.append((_legend(legend) if legend and picture is not None else "") + f"{shown}</section>")
     body.append(_table(history.saves))
@@ -158,7 +158,7 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def _table(saves: Sequence[SaveStory]) -> str:
+def _table(saves: Sequence[SaveRecord]) -> str:
     shown = list(saves[-MAX_ROWS:])[::-1]
     header = ("Step", "State", "Ended", "Size", "Stall", "Staging", "Writing", "Name")
     head = "".join(f"<th>{name}</th>" for name in header)
@@ -170,7 +170,7 @@ def _table(saves: Sequence[SaveStory]) -> str:
     )
 
 
-def _row(save: SaveStory) -> str:
+def _row(save: SaveRecord) -> str:
     ended = time.strftime("%m-%d %H:%M:%S", time.localtime(save.ended)) if save.ended is not None else "-"
     staging = save.sealed - save.begun if save.sealed is not None and save.begun is not None else None
     bad = ' class="bad"' if save.outcome in BAD_ENDS else ""

@@ -40,8 +40,8 @@ from asyncckpt.errors import (
     WorkerUnavailableError,
 )
 from asyncckpt.format.names import SaveId, owner_of
-from asyncckpt.maintenance.gc import Rules, collect
-from asyncckpt.maintenance.retention import retire
+from asyncckpt.maintenance.gc import GarbageRules, collect
+from asyncckpt.maintenance.retention import remove_checkpoint
 from asyncckpt.memory.slot import SlotControl
 from asyncckpt.protocol import messages
 from asyncckpt.storage.catalog import look
@@ -119,7 +119,7 @@ def fails(path: pathlib.Path) -> None:
 
 
 def collected(path: pathlib.Path) -> None:
-    rules = Rules(now=time.time() + 3600, older_than_s=60)
+    rules = GarbageRules(now=time.time() + 3600, older_than_s=60)
     done = collect(str(path), LocalStore(RecordingFiles()), rules, package="test")
     if done is not None and done.error is not None:
         raise CommitUnknownError("gc") from done.error
@@ -130,7 +130,7 @@ def retired(path: pathlib.Path) -> None:
     standing = standing_at(str(path), LocalStore())
     assert standing is not None
     try:
-        retire(str(path), standing.save_id, LocalStore(RecordingFiles()), package="test")
+        remove_checkpoint(str(path), standing.save_id, LocalStore(RecordingFiles()), package="test")
     except OSError as error:
         raise CommitUnknownError("retention") from error
 

@@ -22,9 +22,9 @@ from asyncckpt import CheckpointerConfig, RankInfo, SyncCheckpointer
 from asyncckpt.commit_hooks import HookRunner
 from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.format.names import LOCK_NAME, MANIFEST_NAME, SaveId, is_temporary, owner_of
-from asyncckpt.maintenance.gc import Rules, collect
-from asyncckpt.maintenance.quarantine import put_aside
-from asyncckpt.maintenance.retention import retire, retire_rest
+from asyncckpt.maintenance.gc import GarbageRules, collect
+from asyncckpt.maintenance.quarantine import quarantine_checkpoint
+from asyncckpt.maintenance.retention import finish_removal, remove_checkpoint
 from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, look, read_manifest
 from asyncckpt.storage.checkpoint_dir import known_standing_at
 from asyncckpt.storage.files import Files
@@ -67,7 +67,7 @@ def leave(path: pathlib.Path, scenario: str) -> pathlib.Path:
         (path / MANIFEST_NAME).unlink()
         collected(path, DISKS())
     elif scenario == "gc of a broken one":
-        aside = put_aside(str(path), save_id, LocalStore(DISKS()))
+        aside = quarantine_checkpoint(str(path), save_id, LocalStore(DISKS()))
         assert aside is not None
         return pathlib.Path(aside)
     elif scenario.startswith("retention that goes on"):
@@ -90,7 +90,7 @@ SCENARIOS = (
 
 
 def collected(path: pathlib.Path, files: Files, *, tombstones: bool = False) -> str:
-    rules = Rules(now=time.time() + 3600, older_than_s=60, broken=True, tombstones=tombstones)
+    rules = GarbageRules(now=time.time() + 3600, older_than_s=60, broken=True, tombstones=tombstones)
     done = collect(str(path), LocalStore(files), rules, package="test")
     if done is not None and done.error is not None:
         raise done.error
@@ -101,9 +101,11 @@ def removed(path: pathlib.Path, files: Files) -> str:
     """Remove what retention has chosen, or goes on with."""
     standing = known_standing_at(str(path), LocalStore())
     if standing is None:
-        retire_rest(str(path), LocalStore(files))
+        finish_removal(str(path), LocalStore(files))
         return ""
-    assert retire(str(path), standing.save_id, LocalStore(files), package="test"), "it says that another one is there"
+    assert remove_checkpoint(str(path), standing.save_id, LocalStore(files), package="test"), (
+        "it says that another one is there"
+    )
     return ""
 
 
@@ -192,7 +194,7 @@ def test_a_manifest_that_cannot_be_read_is_not_taken_for_that_of_another_save(
 
     files = FailingFiles(code, wanted=is_of_manifest)
     with pytest.raises(OSError, match=re.escape(os.strerror(code))) as caught:
-        retire(str(path), save_id, LocalStore(files), package="test")
+        remove_checkpoint(str(path), save_id, LocalStore(files), package="test")
     assert caught.value.errno == code
     assert verify_checkpoint(str(path), Files()).state == "ok"
     assert LOCK_NAME not in os.listdir(path)

@@ -73,7 +73,7 @@ def test_of_two_ranks_one_is_told_to_stop_and_both_save_the_same_step(
     arguments = ["--dir", ours, "--steps", "5000"]  # far more than it will do
     log = trainings.interrupt_one_of_two("hf_trainer", arguments, worker.endpoint, tmp_path, rng)
     first, second = (int(step) for step in re.findall(r"at step (\d+) the weights", log))
-    assert first == second < 5000 and "told to stop: all ranks do so" in log
+    assert first == second < 5000 and "preemption: all ranks stop" in log
     steps = ["--steps", str(first + 10)]
     found = trainings.result("hf_trainer", ["--dir", ours, *steps], worker.endpoint, world_size=2)
     stock = ["--dir", str(tmp_path / "stock"), *steps, "--stock"]

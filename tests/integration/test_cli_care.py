@@ -93,7 +93,7 @@ def test_gc_leaves_young_attempts_alone_unless_it_is_told_otherwise(
 ) -> None:
     next((root / "attempt").iterdir()).touch()
     code, found = run_json(capsys, "gc", root, "--delete")
-    assert (code, found["found"][0]["action"]) == (0, "kept") and "under way" in found["found"][0]["why"]
+    assert (code, found["found"][0]["action"]) == (0, "kept") and "in progress" in found["found"][0]["why"]
     assert run_json(capsys, "gc", root, "--delete", "--older-than", "0s")[1]["found"][0]["action"] == "removed"
 
 

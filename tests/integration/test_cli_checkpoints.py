@@ -86,14 +86,14 @@ def test_ls_lists_by_lineage_and_shows_what_is_not_committed(
 
 
 def test_ls_of_nothing(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "ls", tmp_path)[:2] == (0, f"no checkpoints in {tmp_path}; -r looks further down\n")
+    assert run(capsys, "ls", tmp_path)[:2] == (0, f"no checkpoints in {tmp_path}; -r searches subdirectories\n")
     assert run_json(capsys, "ls", tmp_path) == (0, [])
     (tmp_path / "file").write_text("x")
     for name in ("nothing", "file", "file/below"):
         for more in ((), ("--json",)):
             code, out, err = run(capsys, "ls", tmp_path / name, *more)
             assert (code, out) == (4, "")
-            assert "is no directory" in err
+            assert "is not a directory" in err
 
 
 def test_ls_of_a_directory_that_cannot_be_read_is_exit_code_1(

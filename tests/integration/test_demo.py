@@ -54,7 +54,7 @@ def test_a_directory_that_is_in_use_is_refused(tmp_path: pathlib.Path, capsys: p
 def test_it_says_at_once_what_it_will_prove_and_a_disk_without_room_is_named_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
-    monkeypatch.setattr(demo, "ROOM_NBYTES", 1 << 60)
+    monkeypatch.setattr(demo, "NEEDED_NBYTES", 1 << 60)
     monkeypatch.setattr(demo, "_play", lambda directory, environment: pytest.fail("it began"))
     assert demo.run(argparse.Namespace(dir=str(tmp_path))) == 1
     out, err = capsys.readouterr()
@@ -66,7 +66,7 @@ def test_a_failure_on_a_disk_that_has_become_full_names_the_disk(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
     def fails(directory: pathlib.Path, environment: object) -> None:
-        monkeypatch.setattr(demo, "LITTLE_NBYTES", 1 << 60)
+        monkeypatch.setattr(demo, "FULL_DISK_NBYTES", 1 << 60)
         raise DemoFailedError("the worker did not commit")
 
     monkeypatch.setattr(demo, "_play", fails)

@@ -180,20 +180,20 @@ def test_a_lock_whose_file_was_removed_is_taken_again_before_anything_goes(
             handle = one.checkpointer.save(state_of(step), root / f"step-{step:08d}", step=step)
             handle.written.result(DEADLINE_S)
         save(one, 3)
-        one._house._policy = manager()._house._policy
+        one._retention._policy = manager()._retention._policy
         save(one, 4)
         (root / ROOT_LOCK_NAME).unlink()
         with holding(root, shared_worker, 5) if is_taken else contextlib.nullcontext() as other:
-            one._house._policy = manager(max_to_keep=1)._house._policy
+            one._retention._policy = manager(max_to_keep=1)._retention._policy
             for _ in range(2):
-                one._house.tidy()
+                one._retention.request_prune()
                 one.wait()
             assert (root / ROOT_LOCK_NAME).exists()
             there = one.all_steps()
             if other is not None:
                 with pytest.raises(DirectoryInUseError):
                     one.save(6, state_of(6))
-                one._house.tidy()
+                one._retention.request_prune()
                 one.wait()
                 there = one.all_steps()
                 other.communicate(b"", timeout=DEADLINE_S)
@@ -330,8 +330,8 @@ def test_nobody_removes_it_while_all_that_the_run_has_saved_since_is_damaged(
         damage(root, 3)
         damage(root, 4)
         if by == "the manager":
-            second._house._policy = manager(**POLICIES[policy])._house._policy
-            second._house.tidy()
+            second._retention._policy = manager(**POLICIES[policy])._retention._policy
+            second._retention.request_prune()
             second.wait()
             assert 2 in second.all_steps() and 1 not in second.all_steps()
             save(second, 5, **metrics)
@@ -340,7 +340,7 @@ def test_nobody_removes_it_while_all_that_the_run_has_saved_since_is_damaged(
             return
     if by == "another manager":
         with manager(shared=True, **POLICIES[policy]) as third:
-            third._house.tidy()
+            third._retention.request_prune()
             third.wait()
             assert 2 in third.all_steps() and 1 not in third.all_steps()
     else:

@@ -119,8 +119,8 @@ def test_a_death_in_the_middle_of_a_step_ends_after_it(trainers: Any, tmp_path: 
 @pytest.mark.parametrize(
     ("how", "until", "why"),
     [
-        ("micro-batches", "waiting", "training has gone on since step 4"),
-        ("asked before the step", f"step {LAST}", "training has gone on since step 5"),
+        ("micro-batches", "waiting", "have changed since step 4"),
+        ("asked before the step", f"step {LAST}", "have changed since step 5"),
         ("a stale copy", f"step {LAST}", "may be of an earlier step"),
         ("nobody asks", f"step {LAST}", ""),
         ("a mistake of its own", "waiting", ""),
@@ -174,7 +174,7 @@ def test_ranks_of_which_one_cannot_come_save_nothing_and_say_so(
     ranks[1].read_until("waiting")
     ranks[0].signal_group()
     code, said = ranks[0].end()
-    assert code != 0 and "nothing was saved" in said and "ranks [1] have not come" in said, said
+    assert code != 0 and "nothing was saved" in said and "ranks [1] have not ended" in said, said
     assert asyncckpt.latest_checkpoint(tmp_path / "runs") is None
 
 

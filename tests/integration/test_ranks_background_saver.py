@@ -253,7 +253,7 @@ def _settle(rank: int, endpoint: str, target: str) -> bool:
         rank_processes.talk().say("stopped")
         rank_processes.talk().hear()
         threading.Timer(1.0, os.kill, (exporter, signal.SIGCONT)).start()
-    saver.settle()
+    saver.wait_all_ranks()
     is_there = os.path.isdir(target)
     saver.close()
     return is_there

@@ -9,20 +9,20 @@ import rank_processes
 from rank_processes import talk
 
 from asyncckpt.manager import preemption
-from asyncckpt.manager.preemption import RunPreemption
+from asyncckpt.manager.preemption import FrameworkPreemption
 
 
 def _told_in_the_first_step(rank: int) -> int:
     preemption.GRACE_S = rank_processes.DEADLINE_S / 2
-    with RunPreemption(signal.SIGUSR1) as stop:
+    with FrameworkPreemption(signal.SIGUSR1) as stop:
         step = 1
         if rank == 0:
             signal.raise_signal(signal.SIGUSR1)
-            assert stop.at(step), "the other one is still in its first step"
+            assert stop.stops_at(step), "the other one is still in its first step"
             talk().say("stops")
         else:
             talk().hear()
-            assert stop.at(step)
+            assert stop.stops_at(step)
     return step
 
 
@@ -36,12 +36,12 @@ def test_a_rank_that_is_still_in_its_first_step_keeps_none_from_stopping(tmp_pat
 
 def _one_ends_early(rank: int) -> list[int]:
     stopped = []
-    with RunPreemption(signal.SIGUSR1) as stop:
+    with FrameworkPreemption(signal.SIGUSR1) as stop:
         for step in range(1, 4):
             if rank == 0 and step == 3:
                 talk().hear()
                 signal.raise_signal(signal.SIGUSR1)
-            if stop.at(step):
+            if stop.stops_at(step):
                 stopped.append(step)
             if rank == 1 and step == 2:
                 break

@@ -37,7 +37,7 @@ from asyncckpt.errors import (
 from asyncckpt.loading import read_source
 from asyncckpt.loading.read_source import read_from_source
 from asyncckpt.protocol import codec, messages
-from asyncckpt.recall.conversation import Conversation
+from asyncckpt.recall.session import RecallSession
 from asyncckpt.storage.files import Files
 from asyncckpt_worker.service import memory_pressure
 
@@ -480,7 +480,7 @@ def test_worker_that_is_ending_when_it_is_asked_is_not_waited_for(endpoint: str)
         ending.start()
         try:
             with pytest.raises(WorkerUnavailableError, match="no worker listens"):
-                Conversation(endpoint, "0", 3600.0)
+                RecallSession(endpoint, "0", 3600.0)
         finally:
             ending.join()
     os.unlink(endpoint.removeprefix("ipc://"))
@@ -506,7 +506,7 @@ def test_reader_that_gets_its_answer_too_late_says_goodbye(endpoint: str) -> Non
         router.setsockopt(zmq.LINGER, 0)
         router.bind(endpoint)
         with pytest.raises(WorkerUnavailableError, match="does not answer"):
-            Conversation(endpoint, "0", 0.1)
+            RecallSession(endpoint, "0", 0.1)
         said: list[Any] = []
         while not said or not isinstance(said[-1], messages.Goodbye):
             assert router.poll(2000), said

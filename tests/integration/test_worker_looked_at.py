@@ -361,7 +361,7 @@ def test_a_report_is_made_of_them(seen: tuple[RealWorker, pathlib.Path], capsys:
     assert len(found["recovery_points"]) == 2 and len(found["spans"]) == 2
     assert cli.main(["report", str(root)]) == 0
     text = (root / "report.html").read_text()
-    assert text.count("<svg") == 5 and "Nothing is known" not in text
+    assert text.count("<svg") == 5 and "No data." not in text
 
 
 def test_without_events_no_file_is_made_and_a_report_knows_what_the_manifests_say(

@@ -81,7 +81,7 @@ def test_prune_says_what_a_rollback_left_behind(root: pathlib.Path, capsys: pyte
             {"w": torch.ones(1)}, root / "s21", step=21, metadata=manager_metadata([save_id_of(root / "s20")], None)
         )
     out = run(capsys, "prune", root, "--keep", 2)[1]
-    left = [line.split()[2] for line in out.splitlines() if line.endswith("(left behind by a rollback)")]
+    left = [line.split()[2] for line in out.splitlines() if line.endswith("(abandoned by a rollback)")]
     assert left == ["30", "40", "50"]
 
 
@@ -136,7 +136,7 @@ def test_du_adds_up_what_is_there_committed_or_not(root: pathlib.Path, capsys: p
         assert row["allocated_nbytes"] == sum(f.st_blocks * 512 for f in files)
     totals = shown["totals"]
     assert (totals["committed"]["checkpoints"], totals["incomplete"]["checkpoints"]) == (4, 1)
-    assert "gc looks at it" in run(capsys, "du", root)[1]
+    assert "see asyncckpt gc" in run(capsys, "du", root)[1]
     assert run(capsys, "du", root / "nothing")[0] == 4
 
 

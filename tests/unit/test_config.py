@@ -212,10 +212,12 @@ def test_a_setting_given_to_save_is_told_where_it_belongs() -> None:
         refuse_unknown({"lr": 1})
 
 
-def test_every_field_is_described() -> None:
+def test_every_field_is_described_with_its_default() -> None:
     assert CheckpointerConfig.__doc__ is not None
-    for name in names():
-        assert f"        {name}:" in CheckpointerConfig.__doc__
+    text = " ".join(CheckpointerConfig.__doc__.split())
+    for field in dataclasses.fields(CheckpointerConfig):
+        default = repr(field.default).replace("'", '"')
+        assert text.partition(f" {field.name}: ")[2].partition(" Default: ")[2].startswith(f"{default}."), field.name
 
 
 def test_the_guide_to_saving_lists_every_field() -> None:

@@ -15,7 +15,7 @@ import asyncckpt
 from asyncckpt import RankInfo, SyncCheckpointer, cli
 from asyncckpt.format.names import is_converting
 from asyncckpt.interop.publish import CONVERSIONS, beside
-from asyncckpt.maintenance.gc import Rules, remove_temporary, temporaries_in
+from asyncckpt.maintenance.gc import GarbageRules, remove_temporary, temporaries_in
 from asyncckpt.storage.catalog import scan
 from asyncckpt.storage.local import LocalStore
 
@@ -141,7 +141,7 @@ def test_deeper_ones_are_found_if_asked_for(root: Path, capsys: pytest.CaptureFi
 
 def test_a_file_that_came_meanwhile_stays(root: Path) -> None:
     left = leave(root, "dcp")
-    (found,) = temporaries_in(str(root), LocalStore(), Rules(now=time.time(), older_than_s=60), [CONVERSIONS])
+    (found,) = temporaries_in(str(root), LocalStore(), GarbageRules(now=time.time(), older_than_s=60), [CONVERSIONS])
     (left / "late").write_text("mine")
     with pytest.raises(OSError, match="not empty"):
         remove_temporary(found, LocalStore())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncckpt import cli
-from asyncckpt.doctor.directory import NAMES, PROBES, directory_checks, probes
+from asyncckpt.doctor.directory import PROBE_FILE_NAMES, PROBES, directory_checks, probes
 from asyncckpt.storage.catalog import scan
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
@@ -66,7 +66,7 @@ def gc(root: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[
 def test_the_probes_leave_no_other_names_than_they_say(tmp_path: Path) -> None:
     for _ in probes(str(tmp_path), Files()):
         pass
-    assert {*os.listdir(tmp_path)} <= NAMES
+    assert {*os.listdir(tmp_path)} <= PROBE_FILE_NAMES
 
 
 def test_the_corner_is_known_by_its_name_and_is_no_checkpoint(root: Path, corner: Path) -> None:

@@ -103,7 +103,7 @@ def test_an_error_of_any_kind_costs_the_lines_of_its_directory_and_no_later_ones
 def test_directories_that_never_come_to_be_are_forgotten_the_oldest_first(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_log, "LINGER_S", 0.0)
+    monkeypatch.setattr(event_log, "IDLE_EXIT_S", 0.0)
     monkeypatch.setattr(event_log, "MAX_DIRECTORIES", 3)
     log, roots = EventLog(), [tmp_path / str(n) for n in range(4)]
     for n, root in enumerate(roots):
@@ -167,7 +167,7 @@ def test_a_directory_that_hangs_holds_up_its_own_lines_only(
             assert flows.wait(DEADLINE_S)
 
     monkeypatch.setattr(event_log, "MAX_DIRECTORIES", 2)
-    monkeypatch.setattr(event_log, "LINGER_S", DEADLINE_S)
+    monkeypatch.setattr(event_log, "IDLE_EXIT_S", DEADLINE_S)
     log = EventLog(check=hang)
     for name in ("hangs", "flows"):
         (tmp_path / name).mkdir()

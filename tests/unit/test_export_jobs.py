@@ -21,7 +21,7 @@ from asyncckpt.format.names import MANIFEST_NAME
 from asyncckpt.integrations._export import (
     FIRST_RETRY_S,
     LAST_RETRY_S,
-    REST,
+    MIN_PAUSE_FACTOR,
     ExporterProcess,
     Retries,
     finish_exports,
@@ -223,7 +223,7 @@ def test_what_failed_for_a_reason_that_may_pass_is_tried_again_ever_later_and_th
     assert pathlib.Path(job.failure_path).read_text().endswith(WILL_RETRY)
     while job.is_open:
         disk.now += 0.5
-        disk.retries.turn()
+        disk.retries.retry_due()
     times = [at for _, at in disk.done]
     waits = [b - a for a, b in itertools.pairwise(times)]
     assert waits[0] == FIRST_RETRY_S and waits[1] == 2 * FIRST_RETRY_S and waits[-1] == LAST_RETRY_S
@@ -233,7 +233,7 @@ def test_what_failed_for_a_reason_that_may_pass_is_tried_again_ever_later_and_th
 def test_what_will_not_pass_is_not_tried_again(tmp_path: pathlib.Path) -> None:
     job, disk = staged(tmp_path), Disk(full(errno.ENOTDIR))
     disk.retries.attempt(job)
-    disk.retries.turn(last=True)
+    disk.retries.retry_due(last=True)
     assert len(disk.done) == 1
     assert not pathlib.Path(job.failure_path).read_text().endswith(WILL_RETRY) and job.is_open
 
@@ -247,11 +247,11 @@ def test_a_try_that_takes_long_is_followed_by_a_longer_rest(tmp_path: pathlib.Pa
 
     retries = Retries(slow, lambda: disk.now)
     retries.attempt(job)
-    disk.now += REST * 1000.0 - 1.0
-    retries.turn()
+    disk.now += MIN_PAUSE_FACTOR * 1000.0 - 1.0
+    retries.retry_due()
     assert len(disk.done) == 1
     disk.now += 1.0
-    retries.turn()
+    retries.retry_due()
     assert len(disk.done) == 2
 
 
@@ -304,5 +304,5 @@ def test_at_the_end_each_is_tried_once_more_unless_a_newer_one_has_taken_its_pla
     disk.retries.attempt(old)
     disk.retries.attempt(new)
     old.close()
-    disk.retries.turn(last=True)
+    disk.retries.retry_due(last=True)
     assert disk.done[2:] == [("new", 0.0)] and not new.is_open

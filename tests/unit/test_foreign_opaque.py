@@ -176,7 +176,7 @@ def test_diff_compares_the_rest_and_says_of_what_it_knows_the_class_alone(
     state["options"] = {"lr": 0.1}
     changed = save("torch", state, other)
     assert main(["diff", str(path), str(path)]) == 0
-    assert "3 leaves were read on neither side" in capsys.readouterr().out
+    assert "3 leaves cannot be read on either side" in capsys.readouterr().out
     assert main(["diff", "--json", str(path), str(changed)]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["unread"].keys() == {"args", "buffer"}

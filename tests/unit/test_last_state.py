@@ -26,8 +26,8 @@ def made(step: int) -> tuple[Copy, weakref.ref[Any]]:
 
 @pytest.fixture
 def last(monkeypatch: pytest.MonkeyPatch) -> LastState:
-    monkeypatch.setattr(last_state, "have_been_started", lambda: True)
-    return LastState(is_on=True)
+    monkeypatch.setattr(last_state, "had_dataloader_workers", lambda: True)
+    return LastState(is_enabled=True)
 
 
 def test_copies_that_were_made_for_a_save_are_let_go_once_they_prove_nothing(last: LastState) -> None:
@@ -59,7 +59,7 @@ def test_a_state_that_is_kept_current_stays(last: LastState, when: str) -> None:
         assert last.why_unproven(step) == ""
     with torch.no_grad():
         model.weight.add_(1)
-    assert "gone on" in last.why_unproven(5)
+    assert "in the middle of a step" in last.why_unproven(5)
     last.close()
 
 
@@ -79,7 +79,7 @@ def test_asked_again_at_a_step_it_is_looked_at_again_only_if_an_optimizer_has_st
     last.record_step(1)
     model(torch.ones(1, 2)).sum().backward()
     last.record_step(1)
-    assert "gone on" in last.why_unproven(1), "it is in the middle of step 2"
+    assert "in the middle of a step" in last.why_unproven(1), "it is in the middle of step 2"
     optimizer.step()
     last.record_step(1)
     assert last.why_unproven(1) == ""
@@ -87,20 +87,20 @@ def test_asked_again_at_a_step_it_is_looked_at_again_only_if_an_optimizer_has_st
 
 
 def test_where_no_loader_has_workers_no_step_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(last_state, "have_been_started", lambda: False)
-    last, looks = LastState(is_on=True), []
+    monkeypatch.setattr(last_state, "had_dataloader_workers", lambda: False)
+    last, looks = LastState(is_enabled=True), []
     monkeypatch.setattr(last, "_counts", lambda: looks.append(1) or [0])
     last.record_state({"model": torch.nn.Linear(2, 2)}, 0)
     for step in (1, 2, 3):
         last.record_step(step)
     assert looks == [1], "only what was given"
-    assert "no DataLoader had workers" in last.why_unproven(3)
+    assert "no DataLoader had started workers" in last.why_unproven(3)
     last.close()
 
 
 def test_one_that_is_dropped_without_a_close_keeps_no_state() -> None:
     hooks = len(_global_optimizer_post_hooks)
-    last, model = LastState(is_on=True), torch.nn.Linear(2, 2)
+    last, model = LastState(is_enabled=True), torch.nn.Linear(2, 2)
     last.record_state({"model": model}, 1)
     kept = weakref.ref(model)
     del last, model

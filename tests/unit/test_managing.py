@@ -43,23 +43,23 @@ from asyncckpt.manager.master_params import MasterParams, master_pairs  # noqa: 
 from asyncckpt.manager.noticeboard import Noticeboard  # noqa: E402
 from asyncckpt.manager.preemption import (  # noqa: E402
     Preemption,
-    SignalNote,
+    SignalRecorder,
 )
 from asyncckpt.manager.retention_thread import (  # noqa: E402
-    Hold,
-    Housekeeping,
-    Pruner,
+    DirectoryHold,
+    RetentionThread,
+    RootRetention,
 )
 from asyncckpt.manager.save_policy import (  # noqa: E402
     AFTER_SAVES,
-    Advice,
+    IntervalAdvisor,
     LocalClock,
     SavePolicy,
-    TimePlan,
+    SharedClock,
 )
 from asyncckpt.manager.step_agreement import (  # noqa: E402
-    Stopping,
-    Watch,
+    NoticeboardPoller,
+    StopAgreement,
 )
 from asyncckpt.save_handle import SaveHandle, SaveReport  # noqa: E402
 
@@ -84,8 +84,8 @@ def test_seconds_count_from_the_last_save_whatever_its_reason() -> None:
     found = []
     for step in range(30):
         now.now += 1.0
-        if policy.at(step) or step == 13:
-            clock.saved()
+        if policy.is_due(step) or step == 13:
+            clock.save_begun()
             found.append(step)
     assert found == [9, 13, 23]
 
@@ -93,7 +93,7 @@ def test_seconds_count_from_the_last_save_whatever_its_reason() -> None:
 # ---- what goes behind the training
 
 
-def removing(root: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Housekeeping, threading.Event]:
+def removing(root: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RootRetention, threading.Event]:
     """Return what removes checkpoints behind the training, in the middle of a removal, and what ends that."""
     begun, ended = threading.Event(), threading.Event()
 
@@ -102,10 +102,10 @@ def removing(root: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> tuple[House
         assert ended.wait(60)
 
     monkeypatch.setattr(retention_thread, "prune", slow)
-    house = Housekeeping(str(root), RetentionPolicy(max_to_keep=1), None, is_leader=True, dead_after_s=1.0)
-    save = Hold("a")
-    house.begins(save, 60.0)
-    house.ended(save, is_committed=True)
+    house = RootRetention(str(root), RetentionPolicy(max_to_keep=1), None, is_leader=True, dead_after_s=1.0)
+    save = DirectoryHold("a")
+    house.save_begins(save, 60.0)
+    house.save_ended(save, is_committed=True)
     assert begun.wait(60)
     return house, ended
 
@@ -114,15 +114,15 @@ def test_a_save_waits_for_removals_and_only_once_for_those_that_never_end(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     house, ended = removing(tmp_path, monkeypatch)
-    house.begins(Hold("b"), 0.01)
-    house.begins(Hold("c"), 60.0)  # it has been waited for in vain: not again
-    assert caplog.text.count("is not removed as fast") == 1
+    house.save_begins(DirectoryHold("b"), 0.01)
+    house.save_begins(DirectoryHold("c"), 60.0)  # it has been waited for in vain: not again
+    assert caplog.text.count("cannot remove checkpoints as fast") == 1
     waiting = threading.Thread(target=house.wait, args=(60.0,))
     waiting.start()
     ended.set()
     waiting.join(60)
     assert not waiting.is_alive()
-    house.begins(Hold("d"), 60.0)
+    house.save_begins(DirectoryHold("d"), 60.0)
     house.close(60.0)
 
 
@@ -132,8 +132,8 @@ def test_a_save_does_not_wait_for_removals_once_there_is_a_hurry(
     """A signal that comes while it waits leaves the grace to the snapshot."""
     house, ended = removing(tmp_path, monkeypatch)
     asked = itertools.count()
-    house.begins(Hold("b"), 1e6, lambda: next(asked) > 0)
-    assert "is not removed as fast" not in caplog.text
+    house.save_begins(DirectoryHold("b"), 1e6, lambda: next(asked) > 0)
+    assert "cannot remove checkpoints as fast" not in caplog.text
     ended.set()
     house.close(60.0)
 
@@ -146,7 +146,7 @@ def test_in_an_empty_root_nobody_is_warned_of(
     is_leader: bool,
     is_said: bool,
 ) -> None:
-    house = Housekeeping(str(tmp_path), RetentionPolicy(), None, is_leader=is_leader, dead_after_s=1.0)
+    house = RootRetention(str(tmp_path), RetentionPolicy(), None, is_leader=is_leader, dead_after_s=1.0)
     house.warn_of_others()
     assert not caplog.text
     monkeypatch.setattr(house, "all_steps", lambda: [3, 90_000])
@@ -158,14 +158,14 @@ def test_in_an_empty_root_nobody_is_warned_of(
 def test_a_directory_is_busy_until_each_of_its_saves_has_ended_however_often_that_is_said(
     tmp_path: pathlib.Path,
 ) -> None:
-    house = Housekeeping(str(tmp_path), RetentionPolicy(), None, is_leader=True, dead_after_s=1.0)
-    first, second, never = Hold("a"), Hold("a"), Hold("a")
+    house = RootRetention(str(tmp_path), RetentionPolicy(), None, is_leader=True, dead_after_s=1.0)
+    first, second, never = DirectoryHold("a"), DirectoryHold("a"), DirectoryHold("a")
     for save in (first, second):
-        house.begins(save, 0.0)
+        house.save_begins(save, 0.0)
     for save in (never, first, first):
-        house.ended(save, is_committed=False)
+        house.save_ended(save, is_committed=False)
         assert house.busy == {"a"}
-    house.ended(second, is_committed=True)
+    house.save_ended(second, is_committed=True)
     assert house.busy == set()
     house.close(60.0)
 
@@ -179,7 +179,7 @@ class Interrupted:
 
     def __init__(self, nth: int) -> None:
         self._nth, self.places, self._before = nth, 0, sys.gettrace()
-        self._codes = {CheckpointManager.save.__code__: "line", Housekeeping.begins.__code__: "return"}
+        self._codes = {CheckpointManager.save.__code__: "line", RootRetention.save_begins.__code__: "return"}
 
     def _trace(self, frame: Any, event: str, argument: Any) -> Any:
         wanted = self._codes.get(frame.f_code)
@@ -218,11 +218,11 @@ def test_wherever_a_save_is_interrupted_its_directory_is_busy_for_as_long_as_it_
         with Interrupted(nth) as interrupted, contextlib.suppress(KeyboardInterrupt):
             manager.save(7, {})
         manager._root_lock.release()  # type: ignore[union-attr]
-        assert manager._house.busy == {"step-00000007" for _ in saver.handles}, f"place {nth}"
+        assert manager._retention.busy == {"step-00000007" for _ in saver.handles}, f"place {nth}"
         for handle in saver.handles:
             handle.fail(TimeoutError("the test's end"))
             handle.written.exception(0.0)
-        assert manager._house.busy == set(), f"place {nth}"
+        assert manager._retention.busy == set(), f"place {nth}"
         manager.close()
         if interrupted.places < nth:
             break
@@ -231,10 +231,10 @@ def test_wherever_a_save_is_interrupted_its_directory_is_busy_for_as_long_as_it_
 
 def test_only_rank_0_removes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention_thread, "prune", lambda *given, **more: pytest.fail("it does"))
-    house = Housekeeping(str(tmp_path), RetentionPolicy(max_to_keep=1), None, is_leader=False, dead_after_s=1.0)
-    save = Hold("a")
-    house.begins(save, 0.0)
-    house.ended(save, is_committed=True)
+    house = RootRetention(str(tmp_path), RetentionPolicy(max_to_keep=1), None, is_leader=False, dead_after_s=1.0)
+    save = DirectoryHold("a")
+    house.save_begins(save, 0.0)
+    house.save_ended(save, is_committed=True)
     house.wait(60.0)
     house.close(60.0)
 
@@ -247,7 +247,7 @@ def test_retention_that_fails_is_logged_and_tried_again(caplog: pytest.LogCaptur
         if len(done) == 1:
             raise OSError("the disk is away")
 
-    pruner = Pruner(work)
+    pruner = RetentionThread(work)
     for _ in range(2):
         pruner.request()
         assert pruner.wait(60.0)
@@ -261,7 +261,7 @@ def test_retention_without_a_thread_asks_for_one_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     done: list[int] = []
-    pruner = Pruner(lambda: done.append(1))
+    pruner = RetentionThread(lambda: done.append(1))
 
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -269,7 +269,7 @@ def test_retention_without_a_thread_asks_for_one_again(
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refused)
         pruner.request()
-    assert pruner.wait(0.0) and done == [] and "no thread for retention" in caplog.text
+    assert pruner.wait(0.0) and done == [] and "retention: no thread can be started" in caplog.text
     pruner.request()
     assert pruner.wait(60.0) and done == [1]
     pruner.close(60.0)
@@ -298,10 +298,10 @@ class SimulatedBoard(Noticeboard):
     def post(self, name: str, data: bytes) -> None:
         assert self._on(name).setdefault(self._rank, data) == data, "another thing was said before"
 
-    def heard(self, name: str) -> bytes | None:
+    def from_rank_0(self, name: str) -> bytes | None:
         return self._on(name).get(0)
 
-    def anybody(self, name: str) -> bool:
+    def has_any(self, name: str) -> bool:
         return bool(self._on(name))
 
     def is_complete(self, name: str) -> bool:
@@ -310,7 +310,7 @@ class SimulatedBoard(Noticeboard):
     def missing(self, name: str) -> list[int]:
         return [rank for rank in range(self._wall.world_size) if rank not in self._on(name)]
 
-    def take(self, name: str, rank: int) -> bytes:
+    def value_of(self, name: str, rank: int) -> bytes:
         return self._on(name)[rank]
 
 
@@ -327,7 +327,7 @@ class SimulatedRank:
 
     def __init__(self, wall: Wall, rank: int, steps: list[int]) -> None:
         self.told: float | None = None
-        self.stopping = Stopping(wall.world_size, lambda: self.told, blocked, 1.0)
+        self.stopping = StopAgreement(wall.world_size, lambda: self.told, blocked, 1.0)
         self.board, self.steps = SimulatedBoard(wall, rank), steps
         self.n = 0
         self.stopped_at: int | None = None
@@ -336,7 +336,7 @@ class SimulatedRank:
         """One step, unless it waits for the others."""
         if self.stopped_at is None and self.n < len(self.steps):
             try:
-                if self.stopping.at(self.steps[self.n]):
+                if self.stopping.stops_at(self.steps[self.n]):
                     self.stopped_at = self.steps[self.n]
                 else:
                     self.n += 1
@@ -344,7 +344,7 @@ class SimulatedRank:
                 pass
 
     def watch(self) -> None:
-        self.stopping.turn(self.board)
+        self.stopping.poll(self.board)
 
 
 def test_in_every_schedule_all_ranks_stop_at_the_same_step_which_none_has_passed(rng: random.Random) -> None:
@@ -368,8 +368,10 @@ def test_in_every_schedule_all_ranks_stop_at_the_same_step_which_none_has_passed
             assert n < 50_000, "they never stop"
         assert len({rank.stopped_at for rank in ranks}) == 1
         at = ranks[0].stopped_at
-        assert at in steps and all(rank.stopping.at(later) for rank in ranks for later in steps if later >= (at or 0))
-        assert not any(rank.stopping.at(earlier) for rank in ranks for earlier in steps if earlier < (at or 0))
+        assert at in steps and all(
+            rank.stopping.stops_at(later) for rank in ranks for later in steps if later >= (at or 0)
+        )
+        assert not any(rank.stopping.stops_at(earlier) for rank in ranks for earlier in steps if earlier < (at or 0))
 
 
 def test_a_rank_that_has_ended_holds_nobody_up() -> None:
@@ -377,21 +379,21 @@ def test_a_rank_that_has_ended_holds_nobody_up() -> None:
     ended, left = (SimulatedRank(wall, rank, [1, 2, 3]) for rank in range(2))
     for _ in range(3):
         ended.train()
-    ended.stopping.say(ended.board)
+    ended.stopping.post_passed(ended.board)
     left.train()
     left.told = 1.0
     left.watch()
     left.watch()
-    assert left.stopping.stop_from == 4, "later than what the other one has done"
+    assert left.stopping.stop_step == 4, "later than what the other one has done"
 
 
 def test_ranks_that_say_nothing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Stopping(3, lambda: 1.0, lambda: None, 0.01)
+    found = StopAgreement(3, lambda: 1.0, lambda: None, 0.01)
     wall = Wall(3)
     SimulatedBoard(wall, 2).post(step_agreement.PASSED, b"7")
-    found.turn(SimulatedBoard(wall, 0))
+    found.poll(SimulatedBoard(wall, 0))
     with pytest.raises(PlanTimeoutError) as caught:
-        found.at(5)
+        found.stops_at(5)
     assert caught.value.missing_ranks == [1]
 
 
@@ -399,7 +401,7 @@ class PlannedRank:
     """A rank with a clock, or without."""
 
     def __init__(self, wall: Wall, rank: int, interval_s: float, now: Clock) -> None:
-        self.plan = TimePlan(interval_s, is_leader=rank == 0, wake=lambda: None, hurry=blocked, now=now)
+        self.plan = SharedClock(interval_s, is_leader=rank == 0, poll_now=lambda: None, poll_often=blocked, now=now)
         self.board = SimulatedBoard(wall, rank)
         self.step = 0
         self.saved: list[int] = []
@@ -407,8 +409,8 @@ class PlannedRank:
     def train(self) -> bool:
         """One step, unless it waits for rank 0. Returns whether it was done."""
         try:
-            if self.plan.at(self.step):
-                self.plan.saved()
+            if self.plan.is_due(self.step):
+                self.plan.save_begun()
                 self.saved.append(self.step)
         except Blocked:
             return False
@@ -430,7 +432,7 @@ def test_in_every_schedule_all_ranks_save_at_the_same_steps_when_it_is_time(rng:
             behind = min(rank.step for rank in ranks)
             rank = rng.choice(ranks)
             if rng.random() < 0.6:
-                rank.plan.turn(rank.board)
+                rank.plan.poll(rank.board)
             elif rank.step <= behind + 1:
                 done = rank.train()
                 waited += not done
@@ -454,9 +456,9 @@ def test_without_a_word_of_rank_0_training_goes_on_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(save_policy, "WAIT_S", 0.0)
-    plan = TimePlan(1.0, is_leader=False, wake=lambda: None, hurry=lambda: None)
-    assert [plan.at(step) for step in range(3)] == [False] * 3
-    assert caplog.text.count("rank 0 has not said") == 1
+    plan = SharedClock(1.0, is_leader=False, poll_now=lambda: None, poll_often=lambda: None)
+    assert [plan.is_due(step) for step in range(3)] == [False] * 3
+    assert caplog.text.count("rank 0 has not decided") == 1
 
 
 class OwnedBy(deque[Any]):
@@ -491,11 +493,11 @@ def test_what_rank_0_has_to_say_is_touched_by_the_holder_of_its_lock_only() -> N
     now = Clock()
     ranks = [PlannedRank(Wall(2), rank, 30.0, now) for rank in range(2)]
     plan = ranks[0].plan
-    table = plan._unsaid = OwnedBy(plan._changed)
+    table = plan._unposted = OwnedBy(plan._changed)
     for _ in range(500):
         now.now += 0.5
         assert ranks[0].train()
-        ranks[0].plan.turn(ranks[0].board)
+        ranks[0].plan.poll(ranks[0].board)
     assert table.touched > 100 and ranks[0].saved
 
 
@@ -522,7 +524,7 @@ def test_training_goes_on_while_a_record_is_posted_and_every_record_arrives_in_o
 
     def look() -> None:
         with contextlib.suppress(SaveFailedError):
-            leader.plan.turn(board)
+            leader.plan.poll(board)
 
     def train() -> None:
         for _ in range(40):
@@ -541,10 +543,10 @@ def test_training_goes_on_while_a_record_is_posted_and_every_record_arrives_in_o
         assert not thread.is_alive()
         while board.go.acquire(blocking=False) or board.reached.acquire(blocking=False):
             pass
-    leader.plan.turn(leader.board)
+    leader.plan.poll(leader.board)
     numbers = [int(name.partition("/")[2]) for name in board.posted]
     assert numbers == [0, *range(len(numbers) - 1)], "the one that failed is posted again; then each once"
-    follower.plan.turn(follower.board)
+    follower.plan.poll(follower.board)
     while follower.step < leader.step:
         assert follower.train()
     assert follower.saved == leader.saved != []
@@ -568,11 +570,11 @@ def usual_handler() -> Iterator[list[int]]:
 
 def test_a_signal_is_noted_passed_on_and_the_handler_put_back(usual_handler: list[int]) -> None:
     preemption = Preemption(signal.SIGUSR1, 25.0, 1, lambda: None)
-    assert not preemption.at(1) and preemption.left_s is None
+    assert not preemption.stops_at(1) and preemption.grace_left_s is None
     os.kill(os.getpid(), signal.SIGUSR1)
     assert usual_handler == [signal.SIGUSR1]
-    assert [preemption.at(step) for step in (2, 2, 1, 3)] == [True, True, False, True]
-    assert 0 < (preemption.left_s or 0) <= 25.0
+    assert [preemption.stops_at(step) for step in (2, 2, 1, 3)] == [True, True, False, True]
+    assert 0 < (preemption.grace_left_s or 0) <= 25.0
     for _ in range(2):
         preemption.close()
 
@@ -580,15 +582,15 @@ def test_a_signal_is_noted_passed_on_and_the_handler_put_back(usual_handler: lis
 def test_a_step_that_was_passed_is_not_stopped_at_when_the_signal_comes_right_after(usual_handler: list[int]) -> None:
     """Else the loop would end at a step that nobody has saved."""
     preemption = Preemption(signal.SIGUSR1, 25.0, 1, lambda: None)
-    assert not preemption.at(5), "should_save"
+    assert not preemption.stops_at(5), "should_save"
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert [preemption.at(step) for step in (5, 6, 5)] == [False, True, False]
+    assert [preemption.stops_at(step) for step in (5, 6, 5)] == [False, True, False]
     preemption.close()
 
 
 def test_a_handler_that_came_later_stays(usual_handler: list[int]) -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    note = SignalNote()
+    note = SignalRecorder()
     note.install([signal.SIGUSR1])
     signal.signal(signal.SIGUSR1, before)
     note.restore()
@@ -599,7 +601,7 @@ def test_a_default_that_ends_the_process_is_put_off() -> None:
     assert before is signal.SIG_DFL
     preemption = Preemption([signal.SIGUSR2, "SIGUSR2" and signal.SIGUSR2], 25.0, 1, lambda: None)
     os.kill(os.getpid(), signal.SIGUSR2)
-    assert preemption.at(0)
+    assert preemption.stops_at(0)
     preemption.close()
     assert signal.getsignal(signal.SIGUSR2) is before
 
@@ -607,11 +609,11 @@ def test_a_default_that_ends_the_process_is_put_off() -> None:
 def test_the_end_of_the_grace_is_said_while_the_save_still_blocks(caplog: pytest.LogCaptureFixture) -> None:
     """A process that is killed then has said so."""
     preemption = Preemption((), 0.01, 1, lambda: None)
-    with preemption.in_time(7):
+    with preemption.log_if_late(7):
         pass  # nobody was told to stop
-    preemption.tell()
-    with preemption.in_time(8):
-        wait_until(lambda: "step 8 is not staged within 0.01 s" in caplog.text, "it is said")
+    preemption.request()
+    with preemption.log_if_late(8):
+        wait_until(lambda: "step 8 was not staged within the grace time of 0.01 s" in caplog.text, "it is said")
     assert "step 7" not in caplog.text
 
 
@@ -638,17 +640,17 @@ def test_after_the_signal_what_is_said_of_the_last_save_is_what_became_of_it(
     elif outcome in errors:
         handle.fail(errors[outcome])
     preemption = Preemption((), 0.05, 1, lambda: None)
-    preemption.tell()
-    preemption.see_staged(handle)
-    expected = {"staged": "step 8 is staged", "late": "step 8 is not staged within"}
+    preemption.request()
+    preemption.await_staged(handle)
+    expected = {"staged": "step 8 is staged", "late": "step 8 was not staged within"}
     assert expected.get(outcome, "step 8 could not be staged") in caplog.text
     assert len(caplog.records) == 1
 
 
 def test_a_save_within_the_grace_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     preemption = Preemption((), 3600.0, 1, lambda: None)
-    preemption.tell()
-    with preemption.in_time(8):
+    preemption.request()
+    with preemption.log_if_late(8):
         pass
     assert not caplog.text
 
@@ -664,11 +666,11 @@ def test_the_last_save_goes_on_without_a_thread_that_watches_the_grace(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     preemption = Preemption((), 3600.0, 1, lambda: None)
-    preemption.tell()
+    preemption.request()
     saved = []
     with monkeypatch.context() as patched:
         _refuse_threads(patched)
-        with preemption.in_time(8):
+        with preemption.log_if_late(8):
             saved.append(8)
     assert saved == [8] and "can't start new thread" in caplog.text
 
@@ -677,7 +679,7 @@ def test_a_watch_without_a_thread_says_so_once_and_asks_for_one_at_the_next_step
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     looked, last = threading.Event(), []
-    watch = Watch(lambda: SimulatedBoard(Wall(1), 0), [lambda board: looked.set()])
+    watch = NoticeboardPoller(lambda: SimulatedBoard(Wall(1), 0), [lambda board: looked.set()])
     with monkeypatch.context() as patched:
         _refuse_threads(patched)
         for _ in range(2):
@@ -709,7 +711,7 @@ def test_a_forked_child_is_ended_by_the_signal_as_if_nobody_handled_it() -> None
     child.close()
     heard.close()
     told.close()
-    assert not preemption.at(1)
+    assert not preemption.stops_at(1)
     preemption.close()
 
 
@@ -732,7 +734,7 @@ def test_notes_that_are_closed_in_the_order_in_which_they_were_made_hide_no_sign
     first, second = (Preemption(signal.SIGUSR1, 25.0, 1, lambda: None) for _ in range(2))
     first.close()
     signal.raise_signal(signal.SIGUSR1)
-    assert second.at(1) and not first.at(1) and len(heard) == 1
+    assert second.stops_at(1) and not first.stops_at(1) and len(heard) == 1
     second.close()
     signal.raise_signal(signal.SIGUSR1)
     assert len(heard) == 2
@@ -763,7 +765,7 @@ def test_a_note_that_is_closed_in_another_thread_hides_no_signal() -> None:
     thread.start()
     thread.join()
     signal.raise_signal(signal.SIGUSR1)
-    assert heard == [signal.SIGUSR1] and preemption.left_s is None
+    assert heard == [signal.SIGUSR1] and preemption.grace_left_s is None
     signal.signal(signal.SIGUSR1, before)
 
 
@@ -1002,11 +1004,11 @@ def test_an_interval_of_nonsense_is_refused(cost_s: float, mtbf_s: float) -> Non
 
 def test_the_advice_comes_once_and_without_the_first_save(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "asyncckpt")
-    advice = Advice(7200.0)
+    advice = IntervalAdvisor(7200.0)
     for seconds in (50.0, *[1.0] * (AFTER_SAVES + 3)):
-        advice.took(seconds)
+        advice.record_cost(seconds)
     assert len(caplog.records) == 1
     assert f"every {optimal_interval(1.0, 7200.0):.0f} s" in caplog.text
-    Advice(None).took(1.0)
+    IntervalAdvisor(None).record_cost(1.0)
     with pytest.raises(ConfigError):
-        Advice(-3.0)
+        IntervalAdvisor(-3.0)

@@ -27,8 +27,8 @@ def row(path: str, rank: int, home: DirectoryIdentity) -> dict[str, Any]:
 
 def offered(path: pathlib.Path, homes: list[DirectoryIdentity], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found = snapshots_of([row(str(path), rank, home) for rank, home in enumerate(homes)])
-    monkeypatch.setattr(newest, "_beside", lambda root, endpoint: iter(found))
-    return [offer.path for offer in newest.offers_of_both(str(path.parent), None, "auto", None)]
+    monkeypatch.setattr(newest, "_newest_in", lambda root, endpoint: iter(found))
+    return [candidate.path for candidate in newest.newest_candidates(str(path.parent), None, "auto", None)]
 
 
 @pytest.mark.parametrize("order", [1, -1])

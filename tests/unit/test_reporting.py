@@ -213,7 +213,7 @@ def test_what_is_no_directory_is_not_found(
 ) -> None:
     (tmp_path / "file").touch()
     assert main(["report", str(tmp_path / name)]) == EXIT_NOT_FOUND
-    assert capsys.readouterr().err == f"asyncckpt report: {tmp_path / name} is no directory\n"
+    assert capsys.readouterr().err == f"asyncckpt report: {tmp_path / name} is not a directory\n"
 
 
 def test_a_text_that_utf_8_has_no_form_for_costs_no_page(

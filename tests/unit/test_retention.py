@@ -22,8 +22,8 @@ from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import LOCK_NAME, MANIFEST_NAME, SaveId, owner_of
 from asyncckpt.maintenance import pins, policy, retention
 from asyncckpt.maintenance.gc import QUIET_S
-from asyncckpt.maintenance.policy import RetentionPolicy, Stored, best_of, newest_of, to_delete
-from asyncckpt.maintenance.retention import Pruned, is_whole, prune, retire, retire_rest, survey
+from asyncckpt.maintenance.policy import RetentionPolicy, StoredCheckpoint, best_of, newest_of, to_delete
+from asyncckpt.maintenance.retention import Pruned, finish_removal, is_whole, prune, remove_checkpoint, survey
 from asyncckpt.storage.catalog import ABANDONED, COMMITTED, look, next_epoch_beside, scan
 from asyncckpt.storage.checkpoint_dir import prepare_directory, tombstone_at
 from asyncckpt.storage.commit import publish
@@ -35,13 +35,13 @@ STORE = LocalStore(FILES)
 RUN = "0123456789ab"
 
 
-def stored(step: int, *, epoch: int = 1, score: float | None = None, **more: Any) -> Stored:
+def stored(step: int, *, epoch: int = 1, score: float | None = None, **more: Any) -> StoredCheckpoint:
     """Return a checkpoint whose sequence is its step."""
     run = f"{epoch:012x}"
-    return Stored(name=f"step-{step}", step=step, save_id=SaveId(epoch, step, run), score=score, **more)
+    return StoredCheckpoint(name=f"step-{step}", step=step, save_id=SaveId(epoch, step, run), score=score, **more)
 
 
-def steps(found: list[Stored]) -> list[int]:
+def steps(found: list[StoredCheckpoint]) -> list[int]:
     return [one.step for one in found]
 
 
@@ -177,7 +177,7 @@ def test_after_a_rollback_the_old_future_is_no_ancestor() -> None:
 def test_an_ancestry_survives_the_manifest_and_is_bounded() -> None:
     line: tuple[SaveId, ...] = ()
     for epoch in range(1, policy.MAX_ANCESTRY + 50):
-        line = policy.extended(SaveId(epoch, 3, f"{epoch:012x}"), policy.manager_metadata(line, {"loss": 1.0}))
+        line = policy.extended_ancestry(SaveId(epoch, 3, f"{epoch:012x}"), policy.manager_metadata(line, {"loss": 1.0}))
         assert policy.ancestry_in(policy.manager_metadata(line, None)) == line
     assert len(line) == policy.MAX_ANCESTRY
     newest = SaveId(999, 0, RUN)
@@ -309,7 +309,7 @@ def test_foreign_files_stay_and_so_does_their_directory(three: Path) -> None:
 
 def test_a_save_that_has_taken_the_place_is_left_alone(three: Path) -> None:
     path = str(three / "step-1")
-    assert not retire(path, SaveId(1, 0, RUN), STORE, package="test")
+    assert not remove_checkpoint(path, SaveId(1, 0, RUN), STORE, package="test")
     assert sorted(committed(three)) == [1, 2, 3]
 
 
@@ -355,7 +355,9 @@ def test_while_the_score_fails_on_all_metrics_those_of_earlier_runs_stay_for_one
     saved(4, 2, {"loss": 0.3})
     mistaken = prune_all(tmp_path, score=lambda metrics: float(metrics["los"]))
     assert sorted(committed(tmp_path)) == [1, 4]
-    assert [one.kept for one in mistaken if not one.is_removed] == ["best_fn fails on all metrics: it may be the best"]
+    assert [one.kept for one in mistaken if not one.is_removed] == [
+        "best_fn fails for all metrics, so this may be the best"
+    ]
     prune_all(tmp_path, policy=RetentionPolicy(max_to_keep=2), score=lambda metrics: float(metrics["loss"]))
     assert sorted(committed(tmp_path)) == [1, 4]
     prune_all(tmp_path)
@@ -383,7 +385,7 @@ def test_after_a_kill_at_any_call_it_is_whole_or_no_checkpoint_and_goes_the_next
         if delisted:
             first = Mortal()
             with pytest.raises(OSError, match="Permission"):
-                retire(
+                remove_checkpoint(
                     str(root / "step-1"),
                     SaveId(1, 1, RUN),
                     LocalStore(failing("unlink", errno.EACCES, at="/rank")),
@@ -413,7 +415,7 @@ def test_a_tombstone_of_gc_is_not_taken_for_one_of_retention(tmp_path: Path) -> 
     found = tombstone_at(str(tmp_path / "step-1"), STORE)
     assert found is not None and not found.was_committed and found.save_id == SaveId(1, 1, RUN)
     assert os.listdir(tmp_path / "step-1") == [MANIFEST_NAME]
-    assert not retire_rest(str(tmp_path / "step-1"), STORE)
+    assert not finish_removal(str(tmp_path / "step-1"), STORE)
 
 
 @pytest.mark.parametrize(("more", "stays"), [({}, True), ({"dead_after_s": -1e9}, False)])
@@ -462,13 +464,13 @@ def test_a_save_that_begins_while_others_are_removed_keeps_its_directory(
     three: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy: set[str] = set()
-    retired = retention.retire
+    retired = retention.remove_checkpoint
 
     def begun_then(path: str, *args: Any, **more: Any) -> bool:
         busy.add("step-2")
         return retired(path, *args, **more)
 
-    monkeypatch.setattr(retention, "retire", begun_then)
+    monkeypatch.setattr(retention, "remove_checkpoint", begun_then)
     assert [(one.stored.step, one.is_removed) for one in prune_all(three, busy=busy)] == [(1, True), (2, False)]
     assert sorted(committed(three)) == [2, 3]
 
@@ -556,7 +558,7 @@ class Training:
             max_to_keep=rng.randint(2, 4), keep_period=rng.choice([None, 5]), best_mode=rng.choice(["min", "max"])
         )
         self.flying: list[tuple[int, Manifest]] = []
-        self.there: dict[str, Stored] = {}
+        self.there: dict[str, StoredCheckpoint] = {}
         self.pinned: set[str] = set()
         self.unsettled = 0
         self.line: tuple[SaveId, ...] = ()
@@ -593,7 +595,9 @@ class Training:
             publish(str(self.root / f"step-{step}"), manifest, **options)
             metrics = policy.metrics_in(manifest.metadata)
             score = None if metrics is None else metrics["loss"]
-            self.there[f"step-{step}"] = Stored(name=f"step-{step}", step=step, save_id=manifest.save_id, score=score)
+            self.there[f"step-{step}"] = StoredCheckpoint(
+                name=f"step-{step}", step=step, save_id=manifest.save_id, score=score
+            )
 
     def prune(self) -> None:
         self._prune(Mortal())
@@ -639,7 +643,7 @@ class Training:
             return self._start(0)
         newest = max(found.values(), key=lambda one: one.save_id)
         base = newest if step is None else found[step]
-        self.line = policy.extended(base.save_id, base.metadata)
+        self.line = policy.extended_ancestry(base.save_id, base.metadata)
         return self._start(base.step)
 
     def roll_back(self) -> None:

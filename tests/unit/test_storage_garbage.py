@@ -29,9 +29,9 @@ from asyncckpt.maintenance.gc import (
     LEFTOVERS,
     LOCK,
     TOMBSTONE,
-    Collected,
+    CollectionResult,
     Garbage,
-    Rules,
+    GarbageRules,
     collect,
     garbage_in,
 )
@@ -46,8 +46,8 @@ FILES = Files()
 STORE = LocalStore()
 EARLIER, MIDDLE, LATER = SAVE_ID, OTHER_ID, SaveId(2, 0, "ffffffffffff")
 NOW = time.time() + 1000.0
-ALL = Rules(now=NOW, older_than_s=0.0)
-EVERYTHING = Rules(now=NOW, older_than_s=0.0, tombstones=True, locks=True, broken=True)
+ALL = GarbageRules(now=NOW, older_than_s=0.0)
+EVERYTHING = GarbageRules(now=NOW, older_than_s=0.0, tombstones=True, locks=True, broken=True)
 
 
 class DeadFiles(RecordingFiles):
@@ -101,7 +101,7 @@ def commit(path: Path, manifest: Any, files: Files = FILES, **changes: Any) -> N
     publish(str(path), manifest, store=LocalStore(files), **changes)
 
 
-def collected(path: Path, files: Files = FILES, rules: Rules = ALL) -> Collected | None:
+def collected(path: Path, files: Files = FILES, rules: GarbageRules = ALL) -> CollectionResult | None:
     return collect(str(path), LocalStore(files), rules, package="test")
 
 
@@ -109,7 +109,7 @@ def owners(path: Path) -> set[SaveId]:
     return {owner for name in os.listdir(path) if (owner := owner_of(name)) is not None}
 
 
-def found_in(root: Path, rules: Rules = ALL) -> dict[str, Garbage]:
+def found_in(root: Path, rules: GarbageRules = ALL) -> dict[str, Garbage]:
     return {os.path.basename(one.path): one for one in garbage_in(str(root), STORE, rules)}
 
 
@@ -165,14 +165,17 @@ def test_what_is_removed_is_what_was_found_and_foreign_things_stay(root: Path) -
 @pytest.mark.parametrize(
     ("rules", "why"),
     [
-        (Rules(now=NOW, older_than_s=3600.0), "may be under way"),
-        (Rules(now=time.time() - 86400.0, older_than_s=0.0), "may be under way"),  # of the future: clocks differ
+        (GarbageRules(now=NOW, older_than_s=3600.0), "may be in progress"),
+        (
+            GarbageRules(now=time.time() - 86400.0, older_than_s=0.0),
+            "may be in progress",
+        ),  # of the future: clocks differ
         ("busy", "the worker writes"),
     ],
 )
 def test_what_may_be_under_way_is_left_alone(root: Path, rules: Any, why: str) -> None:
     if rules == "busy":
-        rules = Rules(
+        rules = GarbageRules(
             now=NOW, older_than_s=0.0, busy=[os.path.realpath(root / name) for name in ("attempt", "replaced")]
         )
     assert all(why in one.kept for one in found_in(root, rules).values())
@@ -186,7 +189,7 @@ def test_one_young_file_keeps_the_whole_attempt(root: Path) -> None:
     for file in (root / "attempt").iterdir():
         if file.is_file() and not file.is_symlink():
             os.utime(file, (1.0, 1.0))
-    rules = Rules(now=time.time(), older_than_s=3600.0)
+    rules = GarbageRules(now=time.time(), older_than_s=3600.0)
     assert not found_in(root, rules)["attempt"].kept
     next(file for file in (root / "attempt").iterdir() if owner_of(file.name) == MIDDLE).touch()
     assert found_in(root, rules)["attempt"].kept
@@ -347,7 +350,7 @@ def test_an_overwrite_whose_files_were_removed_fails_and_the_old_checkpoint_stay
 # ---- killed at any call ---------------------------------------------------------------------------------------------
 
 
-def calls_of(path: Path, rules: Rules) -> int:
+def calls_of(path: Path, rules: GarbageRules) -> int:
     files = RecordingFiles()
     collected(path, files, rules)
     return len(files.calls)

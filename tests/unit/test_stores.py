@@ -14,11 +14,11 @@ from storage_samples import SAVE_ID, RecordingFiles, Snapshot, failing, manifest
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotCommittedError, CommitUnknownError
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of
-from asyncckpt.maintenance.gc import Rules, collect, garbage_in
+from asyncckpt.maintenance.gc import GarbageRules, collect, garbage_in
 from asyncckpt.maintenance.pins import pin
 from asyncckpt.maintenance.policy import RetentionPolicy
-from asyncckpt.maintenance.quarantine import put_aside
-from asyncckpt.maintenance.retention import prune, retire, retire_rest
+from asyncckpt.maintenance.quarantine import quarantine_checkpoint
+from asyncckpt.maintenance.retention import finish_removal, prune, remove_checkpoint
 from asyncckpt.storage.catalog import ABANDONED, COMMITTED, candidates_in, look, next_epoch_beside, read_manifest, scan
 from asyncckpt.storage.checkpoint_dir import NO_HOME, home_of, prepare_directory, tombstone_at
 from asyncckpt.storage.commit import publish, remove_files_of, remove_leftovers
@@ -28,7 +28,7 @@ from asyncckpt.storage.verification import verify_checkpoint
 from tests.memory_store import MemoryStore
 
 RUN = SAVE_ID.run_id
-ALL_OLD = Rules(now=4e9, older_than_s=60.0)
+ALL_OLD = GarbageRules(now=4e9, older_than_s=60.0)
 
 
 @pytest.fixture(params=["files", "memory"])
@@ -355,7 +355,7 @@ def test_retention_removes_what_the_policy_gives_up_behind_a_tombstone(memory: M
     tombstone = tombstone_at("/store/s1", memory)
     assert tombstone is not None and tombstone.was_committed
     assert [found.step for found in candidates_in("/store", memory)] == [3, 2]
-    assert retire_rest("/store/s1", memory)
+    assert finish_removal("/store/s1", memory)
 
 
 def test_retention_leaves_what_another_save_has_replaced_meanwhile(memory: MemoryStore, tmp_path: Path) -> None:
@@ -369,7 +369,7 @@ def test_retention_leaves_what_another_save_has_replaced_meanwhile(memory: Memor
             publish("/store/s", manifest, store=memory, overwrite=True)
 
     memory.before = replaced
-    assert not retire("/store/s", old, memory, package="test")
+    assert not remove_checkpoint("/store/s", old, memory, package="test")
     assert stands(memory, "/store/s") == new
 
 
@@ -379,7 +379,7 @@ def test_what_needs_locks_or_renames_says_so_and_changes_nothing(memory: MemoryS
     with pytest.raises(UnsupportedByStoreError, match="locks"):
         pin("/store/s", memory)
     with pytest.raises(OSError):
-        put_aside("/store/s", ids(1)[0], memory)
+        quarantine_checkpoint("/store/s", ids(1)[0], memory)
     manifest = begun(memory, "/store/d", ids(2)[0], tmp_path)
     with pytest.raises(UnsupportedByStoreError, match="locks"):
         publish("/store/d", manifest, store=memory, dcp_metadata=b"x")

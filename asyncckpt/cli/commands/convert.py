@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from asyncckpt.basics.quantities import human, parse_nbytes
-from asyncckpt.cli.output import EXIT_OK, EXIT_SIGNAL, add_keys, print_json, say, some_path
+from asyncckpt.cli.output import EXIT_OK, EXIT_SIGNAL, add_keys, path_argument, print_json, say
 from asyncckpt.cli.progress import progress
 from asyncckpt.errors import ConfigError
 from asyncckpt.interop.sources.detect import KINDS
@@ -23,14 +23,17 @@ EXAMPLES = (
     "asyncckpt convert dcp-dir runs/b/step-300 --to asyncckpt",
 )
 _SHOWN_CHARS = 4000
-"""Of a sentence with names, of which a checkpoint may have a million."""
+"""Length at which a list of names is cut, of which a checkpoint may have a million."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    text = "a checkpoint: directory or file; its kind is recognised"
-    parser.add_argument("source", metavar="SRC", type=some_path, help=text)
+    text = "a checkpoint, directory or file; its kind is detected"
+    parser.add_argument("source", metavar="SRC", type=path_argument, help=text)
     parser.add_argument(
-        "target", metavar="DST", type=some_path, help="what is written: a directory for asyncckpt, dcp, hf; else a file"
+        "target",
+        metavar="DST",
+        type=path_argument,
+        help="path to write: a directory for asyncckpt, dcp and hf, else a file",
     )
     parser.add_argument("--to", required=True, choices=KINDS, help="the kind of DST")
     add_keys(parser)
@@ -39,16 +42,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="OLD=NEW",
         action="append",
         default=[],
-        help="put NEW in place of OLD at the start of names; again for more; the first that fits counts",
+        help="replace OLD at the start of names by NEW; repeat for more; the first match counts",
     )
-    parser.add_argument("--key-map", metavar="FILE", help="JSON: an object from names in SRC to names in DST")
     parser.add_argument(
-        "--max-shard-bytes", metavar="N", type=parse_nbytes, help="limit of one file, such as 5GB or 4.5GiB"
+        "--key-map", metavar="FILE", help="JSON file with an object that maps names in SRC to names in DST"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that stands at DST")
-    parser.add_argument("--partial", action="store_true", help="leave out what DST cannot hold, and name it")
     parser.add_argument(
-        "--no-read-back", action="store_true", help="compare names, types and places only, not the bytes on the disk"
+        "--max-shard-bytes", metavar="N", type=parse_nbytes, help="size limit of one file, such as 5GB or 4.5GiB"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint at DST")
+    parser.add_argument("--partial", action="store_true", help="leave out, and list, what the kind of DST cannot hold")
+    parser.add_argument(
+        "--no-read-back",
+        action="store_true",
+        help="afterwards compare only names, types and positions, not the written bytes",
     )
 
 
@@ -89,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _ended_cleanly() -> Iterator[None]:
-    """Make of SIGTERM and SIGHUP, which a scheduler sends, what Ctrl-C is: what is under way is removed."""
+    """Handle SIGTERM and SIGHUP, which a scheduler sends, like Ctrl-C: remove the incomplete target."""
 
     def end(number: int, _: Any) -> None:
         raise SystemExit(EXIT_SIGNAL + number)

@@ -1,6 +1,6 @@
-"""Show on this machine that a killed training loses nothing.
+"""Demonstrate on this machine that a killed training loses nothing.
 
-A rank is killed between `staged` and `written`, all resume, and the weights end bit-identical.
+A rank is killed between `staged` and `written`, all ranks resume, and the final weights are bit-identical.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_FAILED, EXIT_OK, some_path
+from asyncckpt.cli.output import EXIT_CORRUPT, EXIT_FAILED, EXIT_OK, path_argument
 from asyncckpt.format.layout import PAGE_NBYTES
 from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.storage.catalog import latest_checkpoint
@@ -33,27 +33,27 @@ EXAMPLES = (
 RANKS = 2
 STEPS, EVERY, CRASH_AT = 40, 10, 20
 STALL_NBYTES = 200_000_000
-ROOM_NBYTES = 1_000_000_000
-"""What the demo has on the disk at once: 8 checkpoints of 37 MB, a copy of one, and a save of 2 x 200 MB."""
+NEEDED_NBYTES = 1_000_000_000
+"""Disk space that the demo needs: 8 checkpoints of 37 MB, a copy of one, and a save of 2 x 200 MB."""
 
-LITTLE_NBYTES = 64_000_000
-"""With less than this left, a failure of the demo is blamed on the disk: its checkpoints are about as large."""
+FULL_DISK_NBYTES = 64_000_000
+"""With less free space than this, about two checkpoints, a failure of the demo is reported as a full disk."""
 
 RUN_TIMEOUT_S = 300.0
-"""For one training, and for one look at the checkpoints; on two cores they take 20 s and 1 s."""
+"""Timeout of one training, and of one check of the checkpoints; on two cores they take 20 s and 1 s."""
 
 END_TIMEOUT_S = 20.0
-"""How long a training that is ended has for that, before it and all its descendants are killed."""
+"""Time that a terminated training has to end, before it and all its descendants are killed."""
 
 KILL_TIMEOUT_S = 60.0
-"""How long the kernel has to end what was killed: a moment, unless it waits for a disk."""
+"""Time for killed processes to end: a moment, unless they wait for a disk."""
 
 DEATH_TIMEOUT_S = 60.0
 """torchrun gives the other ranks 30 s to end before it kills them."""
 
 COMMIT_TIMEOUT_S = 30.0
 SAY_EVERY_S = 4.0
-"""So often a line says that the demo goes on."""
+"""How often a line shows that the demo is still running."""
 
 INTRODUCTION = f"""\
 This takes 1 to 2 minutes on two cores, longer the first time. It trains a small GPT on {RANKS} ranks and proves that
@@ -80,7 +80,9 @@ class DemoFailedError(Exception):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--dir", type=some_path, help="where to put the checkpoints (default: a temporary directory, removed after)"
+        "--dir",
+        type=path_argument,
+        help="directory for the checkpoints (default: a temporary directory, removed afterwards)",
     )
 
 
@@ -92,11 +94,11 @@ def run(args: argparse.Namespace) -> int:
     show(INTRODUCTION)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if lack := _lack_of_room(directory, ROOM_NBYTES):
+        if lack := _lack_of_space(directory, NEEDED_NBYTES):
             raise DemoFailedError(lack)
         _play(directory, {**inherited, **_ENVIRONMENT})
     except (DemoFailedError, OSError) as error:
-        print(f"\nDEMO FAILED: {_lack_of_room(directory, LITTLE_NBYTES) or error}", file=sys.stderr)
+        print(f"\nDEMO FAILED: {_lack_of_space(directory, FULL_DISK_NBYTES) or error}", file=sys.stderr)
         return EXIT_FAILED
     finally:
         if not args.dir:
@@ -104,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _lack_of_room(directory: Path, nbytes: int) -> str:
-    """Return a message if the disk has fewer than so many bytes left; "": it has them, or cannot be asked."""
+def _lack_of_space(directory: Path, nbytes: int) -> str:
+    """Return a message if fewer than `nbytes` are free on the disk; "": they are free, or it cannot be determined."""
     free = nbytes
     with contextlib.suppress(OSError):
         free = shutil.disk_usage(directory).free
@@ -114,7 +116,7 @@ def _lack_of_room(directory: Path, nbytes: int) -> str:
         if free >= nbytes
         else (
             f"the disk that holds {directory} is full: {free / 1e6:.0f} MB are free, and the demo needs "
-            f"{ROOM_NBYTES / 1e6:.0f} MB; make room, or name a directory on another disk by --dir"
+            f"{NEEDED_NBYTES / 1e6:.0f} MB; free space, or name a directory on another disk by --dir"
         )
     )
 

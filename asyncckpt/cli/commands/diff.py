@@ -1,4 +1,4 @@
-"""Compare two checkpoints of any kinds: structure, every tensor, every object; exit code 1 when they differ."""
+"""Compare two checkpoints of any kinds: structure, every tensor, every object; exit code 1 if they differ."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, add_keys, print_rows, print_table, say, some_path
-from asyncckpt.cli.progress import reading, said_nbytes
+from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, add_keys, path_argument, print_rows, print_table, say
+from asyncckpt.cli.progress import recorded_nbytes, show_reads
 from asyncckpt.storage.files import Files
 
 EXAMPLES = (
@@ -18,8 +18,8 @@ EXAMPLES = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", metavar="A", type=some_path, help="a checkpoint of any kind")
-    parser.add_argument("second", metavar="B", type=some_path, help="another one")
+    parser.add_argument("first", metavar="A", type=path_argument, help="a checkpoint of any kind")
+    parser.add_argument("second", metavar="B", type=path_argument, help="another one")
     add_keys(parser)
     parser.add_argument("--fast", action="store_true", help="names, dtypes, shapes and objects; skip the tensors' data")
 
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     from asyncckpt.interop.diff import compare
 
     first, second = os.path.abspath(args.first), os.path.abspath(args.second)
-    with reading(Files(), lambda: 0 if args.keys else _both(first, second), quiet=args.json or args.fast) as files:
+    with show_reads(Files(), lambda: 0 if args.keys else _both(first, second), quiet=args.json or args.fast) as files:
         found = compare(first, second, keys=args.keys, data=not args.fast, files=files)
     rows: list[dict[str, Any]] = [asdict(row) for row in found.differences]
     if rows and not args.json:
@@ -42,14 +42,14 @@ def run(args: argparse.Namespace) -> int:
         f"equal: {found.leaves} leaves" + (", data not compared" if args.fast else ""),
     )
     if found.unread and not args.json:
-        say(f"{len(found.unread)} leaves were read on neither side: of them the class alone was compared")
+        say(f"{len(found.unread)} leaves cannot be read on either side; only their classes were compared")
         print_table(("FQN", "CLASS"), [[fqn, kind] for fqn, kind in found.unread.items()])
     return EXIT_FAILED if rows else EXIT_OK
 
 
 def _both(first: str, second: str) -> int:
     """Return how much they hold together; 0 where one does not say it."""
-    sizes = [said_nbytes(path, Files()) for path in (first, second)]
+    sizes = [recorded_nbytes(path, Files()) for path in (first, second)]
     return sum(sizes) if all(sizes) else 0
 
 

@@ -1,6 +1,6 @@
-"""Check what a run needs of this machine: memory for the snapshots, what the kernel gives, limits, how processes meet;
-and with DIR what that directory's file system can do, by trying it out in a corner that is removed again. Each
-line is ok, warn (it works, slower or with less) or fail; the exit code is 1 if any fails.
+"""Check what a run needs of this machine: memory for snapshots, kernel features, limits, and how trainer and worker
+reach each other. With DIR, also check that directory's file system, in a temporary directory. Each line is ok, warn (it
+works, but slower or with less) or fail; the exit code is 1 if any check fails.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from asyncckpt import __version__
 from asyncckpt.basics.paths import absolute_path
 from asyncckpt.basics.quantities import count, parse_nbytes
-from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, print_json, say, some_path
+from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, path_argument, print_json, say
 from asyncckpt.cli.worker_requests import status_of
 from asyncckpt.doctor.directory import directory_checks
 from asyncckpt.doctor.findings import FAIL, WARN, Check, Finding, fail, findings_of, ok, warn
@@ -21,7 +21,7 @@ from asyncckpt.doctor.machine import machine_checks
 from asyncckpt.errors import AsyncCkptError, WorkerUnavailableError
 from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt.protocol.identity import is_gone
-from asyncckpt.recall.conversation import Conversation
+from asyncckpt.recall.session import RecallSession
 from asyncckpt.recall.snapshots import endpoint_of
 from asyncckpt.storage.files import Files
 
@@ -34,16 +34,16 @@ MAX_RANKS = 1_000_000
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    text = "where checkpoints will go; it need not be there"
-    parser.add_argument("directory", metavar="DIR", nargs="?", type=some_path, help=text)
+    text = "directory for checkpoints; it need not exist"
+    parser.add_argument("directory", metavar="DIR", nargs="?", type=path_argument, help=text)
     parser.add_argument(
         "--state-bytes",
         type=parse_nbytes,
         metavar="N",
-        help="what the ranks of this machine save together: 40GB, 1.5TiB, or bytes",
+        help="size of what the ranks of this machine save together: 40GB, 1.5TiB, or bytes",
     )
     parser.add_argument(
-        "--ranks", type=count(1, MAX_RANKS), default=1, metavar="N", help="of this machine (default: %(default)s)"
+        "--ranks", type=count(1, MAX_RANKS), default=1, metavar="N", help="ranks of this machine (default: %(default)s)"
     )
 
 
@@ -75,21 +75,23 @@ def _findings(args: argparse.Namespace) -> Iterator[Finding]:
 def _worker() -> Finding:
     endpoint = endpoint_of(None)
     if not os.path.exists(socket_path(endpoint)):
-        return ok("none runs here; the first save starts one", endpoint=endpoint)
+        return ok("no worker is running; the first save starts one", endpoint=endpoint)
     try:
         report = status_of(endpoint, ANSWER_TIMEOUT_S)
     except WorkerUnavailableError as error:
-        text, advice = f"there is a socket and nobody answers: {error}", "if saves fail too: asyncckpt worker stop"
+        text, advice = f"a worker's socket exists, but: {error}", "if saves fail too: asyncckpt worker stop"
         return warn(text, advice)
-    try:  # as a trainer does: it may be refused although commands are not
-        with Conversation(endpoint, __version__, ANSWER_TIMEOUT_S) as found:
+    try:  # connect as a trainer does: that may be refused although commands are not
+        with RecallSession(endpoint, __version__, ANSWER_TIMEOUT_S) as found:
             if is_gone(found.worker.pid, found.worker.pid_start):
-                text = f"the one at {endpoint} is process {found.worker.pid}, which is not visible from here"
-                return fail(text, "let trainer and worker share a PID namespace, and see each other in /proc")
+                text = f"the worker at {endpoint} is process {found.worker.pid}, which is not visible from here"
+                return fail(text, "run trainer and worker in one PID namespace, so that they see each other in /proc")
     except AsyncCkptError as error:
-        advice = "see the reason; a job with an ASYNCCKPT_JOB of its own, and no ASYNCCKPT_ENDPOINT, starts another one"
-        return fail(f"a trainer cannot use the one at {endpoint}: {error}", advice)
-    text = f"worker {report.get('pid')} answers, with {len(report.get('saves') or ())} saves that it remembers"
+        advice = (
+            "see the reason; with an ASYNCCKPT_JOB of its own, and no ASYNCCKPT_ENDPOINT, a job starts another worker"
+        )
+        return fail(f"a trainer cannot use the worker at {endpoint}: {error}", advice)
+    text = f"worker {report.get('pid')} answers; it has {len(report.get('saves') or ())} recent saves"
     return ok(text, endpoint=endpoint, pid=report.get("pid"))
 
 

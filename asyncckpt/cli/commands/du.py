@@ -1,6 +1,6 @@
-"""Show what the checkpoints below a directory take: their length, and what they occupy on disk, which is more where
-room was reserved and less where files have holes or are shared. What was never committed is there too: `gc` removes
-it. The largest comes first.
+"""Show the disk usage of the checkpoints below a directory, the largest first: the length of their files, and the space
+that these occupy. The latter is more if space was reserved, and less if files have holes or are shared. Saves that were
+never committed are included; `gc` removes them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from typing import Any
 
 from asyncckpt.basics.quantities import human
-from asyncckpt.cli.output import EXIT_OK, add_root, existing_root, nothing_in, print_rows, say
+from asyncckpt.cli.output import EXIT_OK, add_root, existing_directory, nothing_found, print_rows, say
 from asyncckpt.storage.catalog import COMMITTED, Found, scan
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
@@ -27,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit code 4 when there is no such directory."""
     files = Files()
-    root = existing_root(args.root, files)
+    root = existing_directory(args.root, files)
     rows = [_row(found, files) for found in scan(root, LocalStore(files), recursive=args.recursive)]
     rows.sort(key=lambda row: (-row["allocated_nbytes"], row["path"]))
     totals = {state: Counter[str]() for state in sorted({row["state"] for row in rows})}
@@ -36,9 +36,9 @@ def run(args: argparse.Namespace) -> int:
         totals[row["state"]].update(counts, checkpoints=1)
     facts = {"root": root, "checkpoints": rows, "totals": totals}
     header = ("STATE", "STEP", "FILES", "SIZE", "ON DISK", "PATH")
-    print_rows(args, facts, header, [_cells(row) for row in rows], nothing_in(args, "no checkpoints"))
+    print_rows(args, facts, header, [_cells(row) for row in rows], nothing_found(args, "no checkpoints"))
     for state, total in totals.items() if not args.json else ():
-        hint = "" if state == COMMITTED else "; asyncckpt gc looks at it"
+        hint = "" if state == COMMITTED else "; see asyncckpt gc"
         say(f"{state}: {total['checkpoints']}, {human(total['allocated_nbytes'])} on disk{hint}")
     return EXIT_OK
 

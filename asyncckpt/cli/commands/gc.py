@@ -1,9 +1,9 @@
-"""List what saves that were never committed, or were replaced, left below a directory; with --delete, remove it.
+"""List the files of saves that were never committed, or were replaced, below a directory; with --delete, remove them.
 
-A save that may be under way is left alone: one that the worker knows, or of which a file was changed within
---older-than. A save that is removed can never be committed afterwards: a tombstone takes its manifest's place, which
-the next save to that path replaces. Only files whose names carry a save id go, and what `convert` and `doctor` left
-under their temporary names; committed checkpoints and foreign files stay.
+Saves that may be in progress stay: those that the worker knows, and those of which a file was changed within
+--older-than. A save that is removed cannot be committed afterwards: a tombstone takes the place of its manifest until
+the next save to that path. Only files whose names carry a save id are removed, and temporary files of `convert` and
+`doctor` that were killed. Committed checkpoints and foreign files stay.
 """
 
 from __future__ import annotations
@@ -15,11 +15,19 @@ from typing import Any
 from asyncckpt import __version__
 from asyncckpt.basics.paths import current_umask
 from asyncckpt.basics.quantities import human, human_s, parse_seconds
-from asyncckpt.cli.output import action_of, add_delete, add_root, existing_root, nothing_in, print_removals
+from asyncckpt.cli.output import action_of, add_delete, add_root, existing_directory, nothing_found, print_removals
 from asyncckpt.cli.worker_requests import add_endpoint, busy_paths
 from asyncckpt.doctor.directory import PROBES
 from asyncckpt.interop.publish import CONVERSIONS
-from asyncckpt.maintenance.gc import Collected, Garbage, Rules, collect, garbage_in, remove_temporary, temporaries_in
+from asyncckpt.maintenance.gc import (
+    CollectionResult,
+    Garbage,
+    GarbageRules,
+    collect,
+    garbage_in,
+    remove_temporary,
+    temporaries_in,
+)
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 
@@ -40,21 +48,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=parse_seconds,
         default=parse_seconds(DEFAULT_AGE),
         metavar="AGE",
-        help=f"leave alone what was changed later: 90s, 30m, 12h, 2d (default: {DEFAULT_AGE})",
+        help=f"keep saves that were changed within AGE: 90s, 30m, 12h, 2d (default: {DEFAULT_AGE})",
     )
-    parser.add_argument("--tombstones", action="store_true", help="also directories in which only a tombstone is left")
-    parser.add_argument("--locks", action="store_true", help="also lock files and temporary names beside checkpoints")
+    parser.add_argument("--tombstones", action="store_true", help="also remove directories that hold only a tombstone")
     parser.add_argument(
-        "--broken", action="store_true", help="also *.broken-N, which restore_latest(quarantine=True) put aside"
+        "--locks", action="store_true", help="also remove lock files and temporary files beside checkpoints"
+    )
+    parser.add_argument(
+        "--broken",
+        action="store_true",
+        help="also remove *.broken-N, the checkpoints that restore_latest(quarantine=True) has renamed",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit code 1 when something could not be removed, 4 when there is no such directory."""
     files = Files()
-    root = existing_root(args.root, files)
+    root = existing_directory(args.root, files)
     busy, worker = busy_paths(args)
-    rules = Rules(
+    rules = GarbageRules(
         now=time.time(),
         older_than_s=args.older_than,
         busy=busy,
@@ -82,18 +94,18 @@ def run(args: argparse.Namespace) -> int:
             ("AGE", [human_s(row["age_s"]) for row in rows]),
         ],
         f"--older-than {args.older_than:g} s",
-        nothing_in(args, "nothing to remove"),
+        nothing_found(args, "nothing to remove"),
     )
 
 
-def _removed(garbage: Garbage, store: LocalStore) -> Collected:
+def _removed(garbage: Garbage, store: LocalStore) -> CollectionResult:
     try:
-        return Collected(garbage=garbage, removed=tuple(remove_temporary(garbage, store)))
+        return CollectionResult(garbage=garbage, removed=tuple(remove_temporary(garbage, store)))
     except OSError as error:
-        return Collected(garbage=garbage, error=error)
+        return CollectionResult(garbage=garbage, error=error)
 
 
-def _row(args: argparse.Namespace, garbage: Garbage, done: Collected | None) -> dict[str, Any]:
+def _row(args: argparse.Namespace, garbage: Garbage, done: CollectionResult | None) -> dict[str, Any]:
     found = done.garbage if done is not None else garbage
     error = done.error if done is not None else None
     return {

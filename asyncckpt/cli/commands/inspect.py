@@ -1,4 +1,4 @@
-"""Show what a checkpoint of any kind holds: tensors, shapes, dtypes, shards, objects, timings."""
+"""Show the contents of a checkpoint of any kind: tensors, shapes, dtypes, shards, objects, timings."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from asyncckpt.basics.quantities import human
-from asyncckpt.cli.output import EXIT_OK, print_json, print_table, say, some_path
-from asyncckpt.cli.progress import reading
+from asyncckpt.cli.output import EXIT_OK, path_argument, print_json, print_table, say
+from asyncckpt.cli.progress import show_reads
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.format.objects import decode_value
 from asyncckpt.format.state_tree import fqn_of, leaves, per_rank_nodes
@@ -29,7 +29,7 @@ _STATS = ("FQN", "MIN", "MAX", "MEAN", "STD", "ZEROS", "NAN", "INF")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", type=some_path, help="a checkpoint of any kind")
+    parser.add_argument("path", metavar="PATH", type=path_argument, help="a checkpoint of any kind")
     parser.add_argument(
         "--stats",
         action="store_true",
@@ -55,7 +55,7 @@ def _add_statistics(described: dict[str, Any], contents: Contents, *, quiet: boo
     """Give each tensor its `stats`."""
     from asyncckpt.interop.statistics import statistics_of
 
-    with reading(Files(), lambda: int(described["nbytes"]), quiet=quiet) as files:
+    with show_reads(Files(), lambda: int(described["nbytes"]), quiet=quiet) as files:
         found = {saved.fqn: stats.described() for saved, stats in statistics_of(contents, files)}
     for tensor in described["tensors"]:
         tensor["stats"] = found[tensor["fqn"]]

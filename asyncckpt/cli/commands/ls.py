@@ -1,8 +1,8 @@
 """List the checkpoints below a directory.
 
-The newest comes last: by run and save, not by step, so that after going back to an earlier step the new branch is the
-newest. What was never committed, was given up (abandoned), put aside (quarantined) or is damaged follows. With -r
-directory by directory, each in this order.
+The newest comes last: by run and save, not by step, so that after a rollback to an earlier step the new branch is the
+newest. Saves that were never committed or were given up (abandoned), renamed broken checkpoints (quarantined) and
+damaged ones follow. With -r, each directory is listed in this order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 from asyncckpt.basics.quantities import human
-from asyncckpt.cli.output import EXIT_OK, add_root, existing_root, noted, nothing_in, print_rows
+from asyncckpt.cli.output import EXIT_OK, add_root, existing_directory, nothing_found, print_rows, with_note
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.interop.sources.detect import OURS, kind_at
 from asyncckpt.storage.catalog import Found, scan
@@ -35,13 +35,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit code 4 when there is no such directory, 1 when it cannot be read."""
     files = Files()
-    root = existing_root(args.root, files)
+    root = existing_directory(args.root, files)
     found = sorted(scan(root, LocalStore(files), recursive=args.recursive), key=_order)
     others = _others(root, {f.path for f in found}, files, depth=_ANY_DEPTH if args.recursive else 1)
     rows = [_row(f, OURS, files) for f in found]
     rows += [_row(Found(path=path, state=FOREIGN), kind, files) for path, kind in others]
     header = ("STATE", "STEP", "SIZE", "RANKS", "CREATED", "PATH")
-    print_rows(args, rows, header, [_cells(row) for row in rows], nothing_in(args, "no checkpoints"))
+    print_rows(args, rows, header, [_cells(row) for row in rows], nothing_found(args, "no checkpoints"))
     return EXIT_OK
 
 
@@ -94,4 +94,4 @@ def _is_pinned(path: str, files: Files) -> bool:
 def _cells(row: dict[str, Any]) -> list[Any]:
     state = f"{FOREIGN}: {row['kind']}" if row["state"] == FOREIGN else row["state"]
     size = None if row["nbytes"] is None else human(row["nbytes"])
-    return [state, row["step"], size, row["ranks"], row["created"], noted(row["path"], row["pinned"] and "pinned")]
+    return [state, row["step"], size, row["ranks"], row["created"], with_note(row["path"], row["pinned"] and "pinned")]

@@ -1,6 +1,6 @@
-"""Pin checkpoints: neither a CheckpointManager nor `asyncckpt prune` removes them, until --remove.
+"""Pin checkpoints: until --remove, neither a CheckpointManager nor `asyncckpt prune` removes them.
 
-A pin is a file in .pins beside the checkpoint, flushed when this command ends. It protects from retention, not from rm.
+A pin is a file in .pins beside the checkpoint. It protects from retention, not from rm.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from asyncckpt.basics.paths import current_umask
-from asyncckpt.cli.output import EXIT_OK, existing_root, print_json, print_rows, say, some_path
+from asyncckpt.cli.output import EXIT_OK, existing_directory, path_argument, print_json, print_rows, say
 from asyncckpt.errors import AsyncCkptError, CheckpointNotFoundError, ConfigError
 from asyncckpt.maintenance.pins import pin, pinned_in, unpin
 from asyncckpt.storage.catalog import read_manifest
@@ -29,18 +29,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "paths",
         metavar="PATH",
         nargs="+",
-        type=some_path,
+        type=path_argument,
         help="checkpoints; with --list the directory that holds them",
     )
-    parser.add_argument("--remove", action="store_true", help="take the pins off; the checkpoints need not be there")
-    parser.add_argument("--list", action="store_true", help="print what is pinned in the directory PATH")
+    parser.add_argument("--remove", action="store_true", help="unpin; the checkpoints need not exist any more")
+    parser.add_argument("--list", action="store_true", help="list what is pinned in the directory PATH")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit code 4 when there is no such checkpoint or pin, 3 when it is not committed."""
     files = Files()
     if args.list and args.remove:
-        raise ConfigError("--list and --remove: which of the two?", field="list")
+        raise ConfigError("--list and --remove exclude each other", field="list")
     if args.list:
         return _list(args, files)
     store = LocalStore(files, umask=current_umask())
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace, files: Files) -> int:
-    roots = [existing_root(path, files) for path in args.paths]
+    roots = [existing_directory(path, files) for path in args.paths]
     paths = [os.path.join(root, name) for root in roots for name in sorted(pinned_in(root, LocalStore(files)))]
     rows: list[dict[str, Any]] = [{"path": path, "pinned": True, "step": _step(path, files)} for path in paths]
     print_rows(args, rows, ("STEP", "PATH"), [[row["step"], row["path"]] for row in rows], "nothing is pinned")

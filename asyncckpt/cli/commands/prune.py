@@ -1,9 +1,9 @@
-"""List the committed checkpoints of a directory that are more than --keep, oldest first; with --delete, remove them.
+"""List the committed checkpoints of a directory in excess of --keep, oldest first; with --delete, remove them.
 
-Never the newest one, by run and save, nor the best by --best, nor one that is pinned or whose step is a multiple of
---keep-period, nor one that the worker writes to; and nothing at all while the newest one is not whole. After going back
-to an earlier step, what the new branch does not come from goes first. A training with a CheckpointManager prunes by
-itself: give both the same policy, or run this when none saves there.
+These stay: the newest checkpoint (by run and save, not by step), the best by --best, pinned ones, those whose step is a
+multiple of --keep-period, and those that the worker writes to. If the newest one is not whole, all stay. After a
+rollback to an earlier step, checkpoints of the abandoned branch are removed first. A training with a CheckpointManager
+prunes by itself: give both the same policy, or run this while no training saves there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from asyncckpt import __version__
 from asyncckpt.basics.paths import current_umask
 from asyncckpt.basics.quantities import count, human
-from asyncckpt.cli.output import action_of, add_delete, existing_root, print_removals, some_path
+from asyncckpt.cli.output import action_of, add_delete, existing_directory, path_argument, print_removals
 from asyncckpt.cli.worker_requests import add_endpoint, busy_paths
 from asyncckpt.errors import ConfigError
 from asyncckpt.maintenance.pins import pinned_in
@@ -35,18 +35,23 @@ MAX_COUNT = 10**15
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("root", metavar="ROOT", type=some_path, help="directory that holds the checkpoints of a run")
+    parser.add_argument(
+        "root", metavar="ROOT", type=path_argument, help="directory that holds the checkpoints of a run"
+    )
     parser.add_argument(
         "--keep",
         type=count(1, MAX_COUNT),
         required=True,
         metavar="N",
-        help="how many stay, the newest and the best too",
+        help="number of checkpoints that stay, the newest and the best included",
     )
     parser.add_argument(
-        "--keep-period", type=count(1, MAX_COUNT), metavar="K", help="those whose step is a multiple of K stay on top"
+        "--keep-period",
+        type=count(1, MAX_COUNT),
+        metavar="K",
+        help="keep those whose step is a multiple of K in addition",
     )
-    parser.add_argument("--best", metavar="METRIC", help="the one that is best by this metric of its save stays")
+    parser.add_argument("--best", metavar="METRIC", help="keep the checkpoint that is best by this metric")
     parser.add_argument("--best-mode", choices=BEST_MODES, default="min", help="(default: %(default)s)")
     add_delete(parser)
     add_endpoint(parser)
@@ -55,7 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit code 1 when something could not be removed, 4 when there is no such directory."""
     files = Files()
-    root = os.path.realpath(existing_root(args.root, files))
+    root = os.path.realpath(existing_directory(args.root, files))
     store = LocalStore(files, umask=current_umask())
     policy = RetentionPolicy(max_to_keep=args.keep, keep_period=args.keep_period, best_mode=args.best_mode)
     busy, worker = busy_paths(args)
@@ -65,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
     before = survey(root, store, score=score if args.best else None)
     if args.best and before.stored and all(one.score is None for one in before.stored):
-        raise ConfigError(f"--best {args.best}: no checkpoint has such a metric", field="best", value=args.best)
+        raise ConfigError(f"--best {args.best}: no checkpoint has this metric", field="best", value=args.best)
     done = prune(
         root,
         store,

@@ -1,7 +1,7 @@
-"""Make one self-contained HTML page of what happened to the saves below ROOT: step times and stalls, what each rank
-was doing, how old the recovery point was, and a table. It reads events.jsonl in ROOT, which trainers write with
-events=True (ASYNCCKPT_EVENTS=1) and workers with --events, and the manifests; without events less is known. The
-pictures need matplotlib (the extra `report`). --json prints what is known instead, and writes no page.
+"""Make a self-contained HTML page about the saves below ROOT: step times and stalls, what each rank was doing, the age
+of the recovery point, and a table. It reads the manifests, and events.jsonl in ROOT, which trainers write with
+events=True (ASYNCCKPT_EVENTS=1) and workers with --events; without events the page has less. The charts need matplotlib
+(the extra `report`). With --json, print the data instead.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 from asyncckpt import __version__
 from asyncckpt.basics.paths import absolute_path
-from asyncckpt.cli.output import EXIT_OK, existing_root, print_json, say, some_path
+from asyncckpt.cli.output import EXIT_OK, existing_directory, path_argument, print_json, say
 from asyncckpt.errors import CheckpointNotFoundError, ConfigError
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.maintenance.event_log import EVENTS_NAME, ROTATED_NAME, read_events
 from asyncckpt.reporting.charts import can_draw
-from asyncckpt.reporting.history import History, SaveStory, history_of, recovery_points
-from asyncckpt.reporting.page import NO_PICTURES, page
+from asyncckpt.reporting.history import History, SaveRecord, history_of, recovery_points
+from asyncckpt.reporting.page import NO_CHARTS, page
 from asyncckpt.storage.catalog import scan
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
@@ -34,21 +34,23 @@ EXAMPLES = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("root", metavar="ROOT", type=some_path, help="directory that holds the checkpoints of a run")
     parser.add_argument(
-        "-o", "--output", metavar="FILE", type=some_path, help="where to (default: report.html in ROOT)"
+        "root", metavar="ROOT", type=path_argument, help="directory that holds the checkpoints of a run"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=path_argument, help="file to write (default: report.html in ROOT)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit code 4 when there is neither an event nor a checkpoint."""
-    root = existing_root(args.root, Files())
+    root = existing_directory(args.root, Files())
     if args.json and args.output:
         raise ConfigError("--json writes no page: leave out --output", field="output", value=args.output)
     history = history_of(read_events(root), _manifests(root))
     if not history.saves:
         raise CheckpointNotFoundError(
-            f"{args.root} holds no checkpoints, and no {EVENTS_NAME} or {ROTATED_NAME} that tells of any", path=root
+            f"{args.root} holds no checkpoints, and no {EVENTS_NAME} or {ROTATED_NAME} with events of any", path=root
         )
     if args.json:
         print_json(_described(root, history))
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             os.unlink(temporary)
     say(f"{output}: {len(history.saves)} saves, {history.n_events} events")
     if not can_draw():
-        say(NO_PICTURES)
+        say(NO_CHARTS)
     return EXIT_OK
 
 
@@ -88,6 +90,6 @@ def _described(root: str, history: History) -> dict[str, Any]:
     }
 
 
-def _save(save: SaveStory) -> dict[str, Any]:
+def _save(save: SaveRecord) -> dict[str, Any]:
     names = ("save_id", "step", "name", "outcome", "begun", "sealed", "ended", "nbytes", "stall_s", "write_s")
     return {name: getattr(save, name) for name in (*names, "seconds", "error")}

@@ -1,6 +1,6 @@
-"""Run a command, torchrun for instance, with a worker of its own beside it; exits as the command does.
+"""Run a command, such as torchrun, together with a worker of its own, and exit with the command's exit code.
 
-The worker outlives every process of the command, and ends when all that was submitted is written.
+The worker outlives every process of the command, and ends when every submitted save is written.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ EXAMPLES = (
 )
 
 START_TIMEOUT_S = 30.0
-"""For the worker's first answer, which takes about 0.2 s."""
+"""Timeout of the worker's first answer, which takes about 0.2 s."""
 
 EXIT_MARGIN_S = 15.0
-"""What a worker may take beyond its drain timeout: to give up its jobs (5 s at most) and to end."""
+"""Time that a worker may take beyond its drain timeout, to give up its jobs (5 s at most) and to end."""
 
 RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Before the first, second, ... start that follows a death; the last one for all further. Chosen, not measured."""
+"""Delays before the first, second, ... restart after a death; the last one for all further. Chosen, not measured."""
 
 LIVED_S = 60.0
-"""A worker that lived so long is none that dies at its start: the delays begin anew."""
+"""A worker that has lived this long did not die at its start: the delays begin again."""
 
 POLL_S = 0.05
 ASK_EVERY_S = ASK_TIMEOUT_S = 0.5
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     """
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     if not words:
-        _say("there is no command; put it behind --")
+        _say("no command was given; put it after --")
         return EXIT_USAGE
     if args.detach or args.while_pid or args.when_free:
         _say("--detach, --while-pid and --when-free are for asyncckpt-worker: `asyncckpt run` ends its worker itself")
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     worker.kill()
     made = [] if args.endpoint else [socket_path(endpoint), f"{socket_path(endpoint)}.lock"]
     if _TROUBLE.search(worker.logged()):
-        _say(f"the worker's log tells of trouble: {log_path}")
+        _say(f"the worker's log has warnings or errors: {log_path}")
     elif made and not args.log_file:
         made += map(str, worker.logs)
     for path in made:
@@ -140,13 +140,13 @@ def _await_answer(worker: WorkerSupervisor) -> int | None:
         if worker.report().get("pid") == worker.process.pid:
             return None
         if worker.process.poll() is not None:
-            words = worker.logged()[-TAIL_NBYTES:].decode(errors="replace").strip() or "it said nothing"
+            words = worker.logged()[-TAIL_NBYTES:].decode(errors="replace").strip() or "its log is empty"
             _say(f"the worker ended with {worker.process.returncode}: {words}")
             return EXIT_USAGE if worker.process.returncode == EXIT_USAGE else EXIT_UNREACHABLE
         info = _next_signal(POLL_S)
         if info is not None and info.si_signo in ENDING:
             return EXIT_SIGNAL + info.si_signo
-    _say(f"the worker does not answer within {START_TIMEOUT_S:g} s; its log is {worker.logs[-1]}")
+    _say(f"the worker has not answered within {START_TIMEOUT_S:g} s; its log is {worker.logs[-1]}")
     return EXIT_UNREACHABLE
 
 
@@ -166,7 +166,7 @@ def _command(words: Sequence[str], worker: WorkerSupervisor, *, with_events: boo
         if ended:
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else EXIT_SIGNAL - code
-        info = _next_signal(worker.look_after())
+        info = _next_signal(worker.restart_if_dead())
         if info is not None and _is_to_forward(info):
             os.kill(pid, info.si_signo)  # not reaped yet, so the number is still its own
 
@@ -195,7 +195,7 @@ def _drain(worker: WorkerSupervisor, timeout_s: float) -> None:
         if info is not None and info.si_signo in ENDING:
             interrupts += 1
             if interrupts == 1:
-                _say("the worker is still writing; once more to give that up")
+                _say("the worker is still writing; signal again to give up these saves")
             elif interrupts == 2:
                 worker.drain(now=True)
                 deadline = min(deadline, now + EXIT_MARGIN_S)
@@ -220,20 +220,20 @@ def _say(text: str) -> None:
 
 
 class WorkerSupervisor:
-    """The worker: a child of ours in a session of its own, started again whenever it ends. Not thread-safe.
+    """Runs the worker as a child process in a session of its own, and restarts it when it ends. Not thread-safe.
 
     Args:
-        endpoint: Where it listens.
-        options: Options of the command, all but the endpoint and the log.
-        log_path: Where its log goes.
+        endpoint: Endpoint on which the worker listens.
+        options: Command line options of the worker, without the endpoint and the log file.
+        log_path: Path of its log file.
 
     Attributes:
-        process: The one that was started last.
-        logs: The older log, which is there once the newer one was full, and the newer one.
+        process: The process that was started last.
+        logs: Paths of the rotated log file, and of the current one.
 
     Raises:
         OSError: The log cannot be opened.
-        WorkerUnavailableError: It cannot be started.
+        WorkerUnavailableError: The worker cannot be started.
     """
 
     def __init__(self, endpoint: str, options: Sequence[str], log_path: str) -> None:
@@ -251,7 +251,7 @@ class WorkerSupervisor:
         self._served = self.process.pid, start_ticks(self.process.pid)
 
     def report(self) -> Mapping[str, Any]:
-        """Return the status of whoever serves the endpoint; empty if nobody does. Blocks: up to `ASK_TIMEOUT_S`."""
+        """Return the status of the worker at the endpoint; empty if none answers. Blocks: up to `ASK_TIMEOUT_S`."""
         try:
             found = status_of(self.endpoint, ASK_TIMEOUT_S)
         except AsyncCkptError:
@@ -260,7 +260,7 @@ class WorkerSupervisor:
         return found
 
     def logged(self) -> bytes:
-        """Return what was written into the logs since the first start, as far as they were kept."""
+        """Return what was logged since the first start, as far as log rotation has kept it."""
         text = b""
         for log in self.logs:
             with contextlib.suppress(OSError):
@@ -269,8 +269,8 @@ class WorkerSupervisor:
                 text += data[before:] if len(data) >= before else data  # the worker has cut it
         return text
 
-    def look_after(self) -> float:
-        """Start it again if it has died, once the delay is over; returns in how many seconds to look again."""
+    def restart_if_dead(self) -> float:
+        """Restart the worker if it has died and the delay is over; return in how many seconds to call this again."""
         if self.process.poll() is None:
             return LOOK_EVERY_S
         now = time.monotonic()
@@ -278,7 +278,7 @@ class WorkerSupervisor:
             self._deaths = 1 if now - self._started >= LIVED_S else self._deaths + 1
             delay_s = RESTART_DELAYS_S[min(self._deaths, len(RESTART_DELAYS_S)) - 1]
             self._again_at = now + delay_s
-            lost = ", and its saves in flight with it" if self.process.returncode else ""
+            lost = " with saves in flight" if self.process.returncode else ""
             later = f" in {delay_s:g} s" if delay_s else ""
             _say(f"worker {self.process.pid} {_ended(self.process.returncode)}{lost}; starting it again{later}")
         if now >= self._again_at:
@@ -293,9 +293,9 @@ class WorkerSupervisor:
         return self._again_at - now
 
     def drain(self, *, now: bool = False) -> None:
-        """Let it finish what was submitted, then exit; `now`: exit without. Blocks: up to `ASK_TIMEOUT_S`.
+        """Let the worker finish submitted saves, then exit; with `now` exit at once. Blocks: up to `ASK_TIMEOUT_S`.
 
-        A worker that a trainer has started in the place of one that was dead is told the same.
+        If a trainer has started another worker in place of a dead one, that one gets the same request.
         """
         if not now:
             self.process.terminate()  # nothing once it has been reaped
@@ -305,21 +305,21 @@ class WorkerSupervisor:
 
     @property
     def is_another(self) -> bool:
-        """Whether the one that answered last is no child of ours."""
+        """Whether the worker that answered last was started by a trainer, not by this process."""
         return self._served[0] != self.process.pid
 
     def has_ended(self) -> bool:
-        """Whether it is gone, and whoever has served in its place."""
+        """Return whether the worker has ended, and also one that a trainer has started in its place."""
         pid, started = self._served
         return self.process.poll() is not None and (not self.is_another or started is None or is_gone(pid, started))
 
     def kill(self) -> None:
-        """End our child at once, and wait for that."""
+        """Kill the child process, and wait for its end."""
         self.process.kill()
         self.process.wait()
 
     def unfinished(self) -> list[str]:
-        """Return saves that have not ended, one text each, by the last answer. Blocks: up to `ASK_TIMEOUT_S`."""
+        """Return a text for each save that had not ended at the last answer. Blocks: up to `ASK_TIMEOUT_S`."""
         if report := self.report():
             self._rows = [row for row in report.get("saves") or () if row.get("phase") not in ENDED]
         return [_described(row) for row in self._rows]

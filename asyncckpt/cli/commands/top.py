@@ -1,9 +1,8 @@
-"""Show what the worker is doing, drawn anew every second: of each rank the step that it saves or saved last, how far
-that is, how much of it is staged (all of it: safe from the trainer's end) and written, how fast, its slots, and how
-old its last durable step is. Above them each run's newest checkpoint: what a restart would go on from. It waits for
-a worker that is not there yet, and continues with the next one; the last answer of a worker that hangs or has ended
-is marked STALE within 3 s. Ctrl-C ends it. Into a pipe it prints one table after the other; --json one object a
-line.
+"""Show what the worker is doing, updated every second. For each rank: the step that it saves or has saved last and its
+phase, how much is staged (100%: it outlives the trainer) and written, the speed, the slots, and the age of the last
+durable step. Above that, each run's newest checkpoint, from which a restart would resume. It waits until there is a
+worker, and continues with the next one; the last answer of a worker that hangs or has ended is marked STALE within 3 s.
+Ctrl-C ends it. Into a pipe it prints one table after the other, with --json one object a line.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from asyncckpt.basics.quantities import human, human_s, parse_seconds
-from asyncckpt.cli.output import EXIT_OK, can_redraw, columns, print_json, say, shown
+from asyncckpt.cli.output import EXIT_OK, can_redraw, columns, print_json, printable, say
 from asyncckpt.cli.worker_requests import add_endpoint, status_of
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol.save_phases import WRITING
@@ -85,7 +84,7 @@ def _screen(args: argparse.Namespace) -> Iterator[Callable[[Mapping[str, Any]], 
         redirect_stderr=False,
     ) as screen:
         yield lambda seen: screen.update(
-            Text("\n".join(map(shown, frame(seen))), no_wrap=True, overflow="crop"), refresh=True
+            Text("\n".join(map(printable, frame(seen))), no_wrap=True, overflow="crop"), refresh=True
         )
 
 

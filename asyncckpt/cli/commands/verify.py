@@ -1,6 +1,6 @@
-"""Check every checksum, every size and the coverage of checkpoints; names file, tensor and byte range.
+"""Check every checksum, every size and the coverage of checkpoints; name the file, tensor and byte range of each fault.
 
-With --newest, of the checkpoints of a directory from the newest to the first that is sound: what
+With --newest, check the checkpoints of a directory from the newest to the first that is sound, which
 asyncckpt.restore_latest would use.
 """
 
@@ -17,12 +17,12 @@ from asyncckpt.cli.output import (
     EXIT_FAILED,
     EXIT_NOT_FOUND,
     EXIT_OK,
-    existing_root,
+    existing_directory,
+    path_argument,
     print_json,
     say,
-    some_path,
 )
-from asyncckpt.cli.progress import reading, said_nbytes
+from asyncckpt.cli.progress import recorded_nbytes, show_reads
 from asyncckpt.errors import AsyncCkptError, CheckpointNotFoundError, ConfigError
 from asyncckpt.interop.sources.detect import OURS
 from asyncckpt.interop.sources.unread_leaves import unread_leaves
@@ -47,12 +47,12 @@ _GRAVEST_FIRST = (EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK)
 
 def configure(parser: argparse.ArgumentParser) -> None:
     text = "checkpoints of any kind; with --newest one directory"
-    parser.add_argument("paths", metavar="PATH", nargs="+", type=some_path, help=text)
+    parser.add_argument("paths", metavar="PATH", nargs="+", type=path_argument, help=text)
     parser.add_argument(
         "--newest",
         action="store_true",
         help="PATH is a directory of checkpoints: check from the newest to the first sound one, which "
-        "asyncckpt.restore_latest would use; code 3 when a newer one is broken",
+        "asyncckpt.restore_latest would use; exit code 3 if a newer one is broken",
     )
     parser.add_argument("--fast", action="store_true", help="skip the data: manifest, indexes, sizes, coverage only")
     parser.add_argument(
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     files, codes, rows = Files(), set(), []
     used: str | None = None
     for path in _newest_first(args, files) if args.newest else map(os.path.abspath, args.paths):
-        with reading(files, partial(said_nbytes, path, files), quiet=args.json or args.fast) as shown:
+        with show_reads(files, partial(recorded_nbytes, path, files), quiet=args.json or args.fast) as shown:
             verdict = verify_any(path, shown, fast=args.fast, threads=args.threads)
         rows.append(_row(verdict, files))
         codes.add(_CODES.get(verdict.state, EXIT_CORRUPT))
@@ -99,8 +99,8 @@ def _newest_first(args: argparse.Namespace, files: Files) -> list[str]:
         CheckpointNotFoundError: There are none.
     """
     if len(args.paths) > 1:
-        raise ConfigError("--newest looks into one directory", field="paths", value=len(args.paths))
-    root = existing_root(args.paths[0], files)
+        raise ConfigError("--newest takes one directory", field="paths", value=len(args.paths))
+    root = existing_directory(args.paths[0], files)
     found = [candidate.path for candidate in candidates_in(root, LocalStore(files))]
     if not found:
         raise CheckpointNotFoundError(f"no checkpoint has been committed in {args.paths[0]}", path=root)

@@ -1,4 +1,4 @@
-"""Start the worker, ask for its status, drain it or stop it."""
+"""Start a worker, show its status, drain it or stop it."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _START_EXAMPLES = (
     "asyncckpt worker start --advertise $(hostname) --port 7400 --events",
 )
 _ACTIONS = (
-    ("status", "print what the worker is doing", ("asyncckpt worker status", "asyncckpt worker status --json")),
-    ("drain", "let it finish what was submitted, then exit", ("asyncckpt worker drain --timeout-s 300",)),
-    ("stop", "let it exit without finishing what was submitted", ("asyncckpt worker stop",)),
+    ("status", "show what the worker is doing", ("asyncckpt worker status", "asyncckpt worker status --json")),
+    ("drain", "let the worker finish submitted saves, then exit", ("asyncckpt worker drain --timeout-s 300",)),
+    ("stop", "let the worker exit without finishing submitted saves", ("asyncckpt worker stop",)),
 )
 _TABLES = ("sessions", "ranks", "runs", "slots", "kept", "saves")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    start = actions.add_parser("start", help="run the worker in the foreground (the same as asyncckpt-worker)")
-    text = "Run the worker in the foreground, as systemd, SLURM and Kubernetes want it (docs/deployment)."
+    start = actions.add_parser("start", help="run a worker in the foreground (the same as asyncckpt-worker)")
+    text = "Run a worker in the foreground, for systemd, SLURM and Kubernetes (docs/deployment)."
     describe(start, text, _START_EXAMPLES)
     add_options(start)
     for name, text, lines in _ACTIONS:
@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         add_json(action)
         if name != "status":
             action.add_argument(
-                "--timeout-s", type=parse_seconds, default=150.0, metavar="S", help="how long to wait for its exit"
+                "--timeout-s", type=parse_seconds, default=150.0, metavar="S", help="seconds to wait for its exit"
             )
 
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _others(endpoint: str) -> str:
-    """Say which workers' sockets lie where `endpoint` would."""
+    """Return a hint that names the sockets of other workers in the directory of `endpoint`."""
     directory = os.path.dirname(socket_path(endpoint))
     found = sorted(name for name in os.listdir(directory) if name.endswith(".sock")) if os.path.isdir(directory) else []
     return f"; in {directory} are {', '.join(found[:8])}" if found else ""

@@ -1,4 +1,4 @@
-"""One snapshot in the worker's memory, mapped for reading while the worker holds it still."""
+"""A snapshot in the worker's memory, mapped for reading while the worker keeps it unchanged."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
 from asyncckpt.protocol.request import SaveRequest, decode_request
 from asyncckpt.recall.memory_overlay import SlotShard, StagedCheckpoint, StagedRank
-from asyncckpt.recall.snapshots import HeldSnapshot, Part
+from asyncckpt.recall.snapshots import HeldSnapshot, SnapshotPart
 
 
 class MappedSnapshot:
-    """The parts of a snapshot, mapped. A context manager: everything that reads must have ended before it does.
+    """The mapped parts of a snapshot. A context manager; all reads must have ended before it is closed.
 
     Args:
-        snapshot: What the worker holds for this process.
-        pid: Of the worker, which answered just now.
+        snapshot: Snapshot that the worker holds for this process.
+        pid: Process id of the worker, which has just answered.
 
     Attributes:
-        staged: What was found.
+        staged: What the ranks have staged.
 
     Raises:
-        SnapshotUnavailableError: A part cannot be mapped, or is not what the worker says.
+        SnapshotUnavailableError: A part cannot be mapped, or its slot holds something else.
     """
 
     def __init__(self, snapshot: HeldSnapshot, pid: int) -> None:
         self.snapshot = snapshot
-        self._mapped: list[tuple[Part, SlotMemory]] = []
+        self._mapped: list[tuple[SnapshotPart, SlotMemory]] = []
         try:
             reach("recall: held")
             requests = [self._map(snapshot.parts[rank], pid) for rank in snapshot.ranks]
@@ -45,7 +45,7 @@ class MappedSnapshot:
             self.close()
             raise
 
-    def _map(self, part: Part, pid: int) -> SaveRequest:
+    def _map(self, part: SnapshotPart, pid: int) -> SaveRequest:
         memory = SlotMemory.attach(pid, part.fd, part.nbytes, part.token, writable=False)
         self._mapped.append((part, memory))
         generation, data = memory.control.read_request()
@@ -61,7 +61,7 @@ class MappedSnapshot:
     def _staged(self, requests: list[SaveRequest]) -> StagedCheckpoint:
         first, ranks = requests[0], []
         if first.step is None:
-            raise SlotError("rank 0 has not said the step")
+            raise SlotError("the request of rank 0 has no step")
         for request, (_, memory) in zip(requests, self._mapped, strict=True):
             if request.layout != first.layout or request.step not in (first.step, None):
                 raise SlotError(f"rank {request.rank} has staged another layout or step than rank {first.rank}")
@@ -87,26 +87,26 @@ class MappedSnapshot:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Surround reads: what was read counts only if nobody wrote to it meanwhile.
+        """Check that the slots were not reused while the `with` block read from them.
 
         Raises:
-            SnapshotUnavailableError: Somebody did, before or meanwhile.
+            SnapshotUnavailableError: One was; what was read does not count.
         """
         self._check()
         try:
             yield
         except CorruptCheckpointError:
-            self._check()  # it only looks damaged: it is another save's
+            self._check()  # a slot that was reused looks damaged
             raise
         reach("recall: read")
         # IMPORTANT: after the last read. A block that was verified may have been overwritten before it was copied.
         self._check()
 
     def _check(self) -> None:
-        """Prove that nobody wrote to it since it was mapped.
+        """Check that no slot was reused since it was mapped.
 
         Raises:
-            SnapshotUnavailableError: A living trainer has begun its next save there.
+            SnapshotUnavailableError: A live trainer has begun its next save in one.
         """
         for part, memory in self._mapped:
             if not memory.control.is_sealed(part.generation):

@@ -1,6 +1,6 @@
-"""Requests to a worker that runs already, and a short session: what it holds in memory stays there meanwhile.
+"""Requests to a worker that runs already, and a short session, during which it keeps snapshots in memory for a reader.
 
-Nobody is started for it. The worker ends what the session holds when that says goodbye, or when this process dies.
+No worker is started. The worker releases the snapshots when the session ends, or when this process dies.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ RESEND_S = 0.2
 """A request without an answer is sent again after this. Chosen: a round trip takes less than a millisecond."""
 
 LOOK_EVERY_S = 1.0
-"""Whether anybody listens still is looked at so often: each look takes a place in the queue of a worker that hangs."""
+"""How often to check whether the worker still listens. Each check takes a place in the queue of a worker that hangs."""
 
 GOODBYE_LINGER_S = 0.2
 
 
 def is_served(endpoint: str) -> bool:
-    """Whether a process listens at `endpoint`, as far as this one can see, which may have no descriptor left.
+    """Return whether a process listens at `endpoint`. False also if this process has no file descriptor left.
 
-    Takes microseconds, and never waits: it may hang all the same.
+    Takes microseconds, and never waits. A process that listens may hang all the same.
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
@@ -45,15 +45,15 @@ def is_served(endpoint: str) -> bool:
 
 
 class RequestChannel:
-    """Asks a worker that runs already, without a session. Used from one thread.
+    """Sends requests to a worker that runs already, without a session. Used from one thread.
 
     Args:
-        endpoint: `ipc://...`.
-        answer_s: How long the worker may take for each answer.
+        endpoint: Endpoint of the worker, `ipc://...`.
+        answer_s: Seconds that the worker may take for each answer.
 
     Raises:
-        WorkerUnavailableError: Nobody listens there.
-        EndpointError: Somebody else may be listening there.
+        WorkerUnavailableError: No process listens there.
+        EndpointError: The endpoint's directory is not safe: a process of another user may listen there.
         ConfigError: The endpoint is malformed.
     """
 
@@ -65,11 +65,11 @@ class RequestChannel:
         self._dealer = Dealer(endpoint)
 
     def call(self, build: Callable[[int], messages.Message], answer: type[M]) -> M:
-        """Send a request, again where that is needed, and return its answer.
+        """Send a request, repeat it until it is answered, and return the answer.
 
         Raises:
-            WorkerUnavailableError: None came in time, or nobody listens any more.
-            AsyncCkptError: What the worker refused with.
+            WorkerUnavailableError: No answer came in time, or no process listens any more.
+            AsyncCkptError: The worker refused; its error.
         """
         number = next(self._ids)
         frames, deadline = codec.encode(build(number)), time.monotonic() + self._answer_s
@@ -98,7 +98,7 @@ class RequestChannel:
             raise WorkerUnavailableError(text, endpoint=self._endpoint, detail="no worker")
 
     def leave(self) -> None:
-        """Say goodbye to a session that was begun here, and close."""
+        """End the session that was begun on this channel, and close it."""
         self._dealer.send(codec.encode(messages.Goodbye(id=next(self._ids))))
         self.close(GOODBYE_LINGER_S)
 
@@ -108,24 +108,25 @@ class RequestChannel:
         return self._dealer.closed
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close; what is on its way gets `linger_s`. Twice is fine."""
+        """Close; unsent messages get `linger_s` seconds. Idempotent."""
         self._dealer.close(linger_s)
 
 
-class Conversation:
-    """See the module. A context manager; used from one thread.
+class RecallSession:
+    """A short session of a reader with a worker that runs already. A context manager; used from one thread.
 
     Args:
-        endpoint: `ipc://...`.
+        endpoint: Endpoint of the worker, `ipc://...`.
         package: asyncckpt's version.
-        answer_s: How long the worker may take for each answer.
+        answer_s: Seconds that the worker may take for each answer.
 
     Attributes:
-        worker: Who answers.
+        worker: The worker's answer to the greeting, with its process id.
 
     Raises:
-        WorkerUnavailableError: Nobody listens there, or nobody answers in time; ProtocolVersionError: another version;
-            others as `RequestChannel`.
+        WorkerUnavailableError: No process listens there, or the worker does not answer in time.
+        ProtocolVersionError: The worker speaks another version of the protocol.
+        EndpointError, ConfigError: As `RequestChannel`.
     """
 
     def __init__(self, endpoint: str, package: str, answer_s: float) -> None:
@@ -147,19 +148,19 @@ class Conversation:
                 messages.Welcome,
             )
         except BaseException:
-            self._channel.leave()  # its answer was too late: the session may be there, and live as long as this process
+            self._channel.leave()  # the answer may only be late: the session would live as long as this process
             raise
 
     def recall(self, path: str, *, hold: bool) -> messages.Recalled:
-        """Return where the snapshots at `path` and below it lie; `hold`: they stay there until this ends."""
+        """Return where the snapshots at `path` and below it lie; with `hold` they stay until this session ends."""
         return self._channel.call(lambda n: messages.Recall(id=n, path=path, hold=hold), messages.Recalled)
 
     def close(self) -> None:
-        """Say goodbye, and wait for nothing. Twice is fine; nothing in a forked child."""
+        """End the session without waiting. Idempotent; does nothing in a forked child."""
         if not self._channel.closed and os.getpid() == self._owner_pid:
             self._channel.leave()
 
-    def __enter__(self) -> Conversation:
+    def __enter__(self) -> RecallSession:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
