@@ -140,9 +140,9 @@ def test_a_copy_that_cannot_be_begun_fails_that_save_only(
         for n in range(2):
             with monkeypatch.context() as patch:
                 if where == "before it is taken":
-                    patch.setattr(BackgroundCopier, "take", broken)
+                    patch.setattr(BackgroundCopier, "submit", broken)
                 elif where == "where it is taken":
-                    patch.setattr(BackgroundCopier, "_take", broken)
+                    patch.setattr(BackgroundCopier, "_enqueue", broken)
                 else:
                     patch.setattr(threading.Thread, "start", broken)
                 handle = checkpointer.save(state_of(model, optimizer), tmp_path / f"failed-{n}")

@@ -261,7 +261,7 @@ def test_an_interrupted_save_leaves_nothing_behind(
     gate.open()
     checkpointer.attach(optimizer)
     written(checkpointer.save(state_of(model, optimizer), tmp_path / "before"))
-    take = BackgroundCopier._take
+    take = BackgroundCopier._enqueue
 
     def raise_interrupt(*_: Any) -> None:
         raise interrupt
@@ -275,7 +275,7 @@ def test_an_interrupted_save_leaves_nothing_behind(
         gate.close()
         with monkeypatch.context() as patch:
             if where == "after it has begun":
-                patch.setattr(BackgroundCopier, "_take", take_and_raise)
+                patch.setattr(BackgroundCopier, "_enqueue", take_and_raise)
             else:
                 patch.setattr(SaveTracker, "add", raise_interrupt)
             with pytest.raises(interrupt):
