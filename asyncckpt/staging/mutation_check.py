@@ -36,8 +36,8 @@ from asyncckpt.staging.optimizer_ownership import storage_ptrs
 from asyncckpt.state_dict.flatten import Flattened
 
 WINDOW_NBYTES = 1024
-"""The most that a window covers, and what is kept of a tensor until its copy has ended. With it each of the layouts in
-`python -m benchmarks sampling` costs `save()` less than 3 us a tensor that no cache holds."""
+"""The most that a window covers, and what is kept of a tensor until its copy has ended. With it, layouts of all kinds
+cost `save()` less than 3 us a tensor that no cache holds, as measured when it was chosen."""
 
 PIECES = 2
 """The most pieces of a window. More would find shorter writes at once; but after the copy the kernel looks for each
