@@ -1,0 +1,61 @@
+"""How much of the package a conversion enters: whoever debugs one has to read no more than this."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+KINDS = ("asyncckpt", "dcp", "torch", "safetensors", "hf")
+MOST = 40
+DEADLINE_S = 120
+
+# In a process of its own: what other tests have registered with torch, or left to be finalized, is called as well.
+CONVERSIONS = """
+import json, pathlib, sys, threading
+import torch
+import asyncckpt
+
+root, kinds = pathlib.Path(sys.argv[1]), sys.argv[2:]
+torch.save({"model": {f"w{n}": torch.ones(300, 1000) for n in range(8)}, "step": 3, "lr": [0.1, 2]}, root / "torch")
+for kind in kinds:
+    if kind != "torch":
+        asyncckpt.convert(root / "torch", root / kind, to=kind, partial=True)
+found = {}
+for source in kinds:
+    for to in kinds:
+        entered = set()
+
+        def called(frame, event, _):
+            if event == "call" and frame.f_code.co_name != "<module>":
+                entered.add(str(frame.f_globals.get("__name__")))
+
+        threading.setprofile(called)
+        sys.setprofile(called)
+        asyncckpt.convert(root / source, root / f"{source}-{to}", to=to, keys=["model"])
+        sys.setprofile(None)
+        threading.setprofile(None)
+        found[f"{source}-{to}"] = sorted(name for name in entered if name.startswith("asyncckpt."))
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def entered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The modules of ours of which a function was called during each conversion, in any thread."""
+    root: pathlib.Path = tmp_path_factory.mktemp("conversions")
+    command = [sys.executable, "-c", CONVERSIONS, str(root), *KINDS]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("to", KINDS)
+@pytest.mark.parametrize("source", KINDS)
+def test_a_conversion_enters_few_modules(source: str, to: str, entered: dict[str, list[str]]) -> None:
+    found = entered[f"{source}-{to}"]
+    assert "asyncckpt.interop.copy_pipeline" in found
+    assert len(found) <= MOST, "\n".join(found)
