@@ -69,13 +69,13 @@ check: .venv/.dev
 	.venv/bin/python docs/check_formats.py
 	.venv/bin/python docs/check_promises.py
 	.venv/bin/python docs/check_docs.py
-	.venv/bin/python -m pytest -q tests/unit/test_architecture.py tests/unit/test_spec_*.py tests/unit/test_parity.py tests/unit/test_formats.py tests/unit/test_promises.py tests/unit/test_docs.py tests/unit/test_contributor_pages.py
+	.venv/bin/python -m pytest -q tests/unit/test_architecture.py $$(find tests/unit -name "test_spec_*.py") tests/unit/test_parity.py tests/unit/format/test_formats.py tests/unit/test_promises.py tests/unit/test_docs.py tests/unit/test_contributor_pages.py
 
 # Of the unit tests those that import torch: the rooms that do not cannot tell the difference. The measurements want numpy.
 test-nonumpy: .venv-core/.stamp
 	.venv-core/bin/python -c 'import importlib.util as u; assert not u.find_spec("numpy"), "numpy is installed"'
 	.venv-core/bin/python -m pytest $(TOGETHER) \
-		$$(grep -lE '(import|from) (torch|numpy)\b|importorskip\("torch"' tests/unit/test_*.py) \
+		$$(grep -rlE --include="test_*.py" '(import|from) (torch|numpy)\b|importorskip\("torch"' tests/unit) \
 		tests/unit/test_architecture.py::test_quick_modules_load_without_torch_and_numpy \
 		tests/integration/test_ranks_exchange.py tests/integration/test_ranks_async.py
 
@@ -98,14 +98,12 @@ test-fault: export ASYNCCKPT_TEST_RESULTS = tests/fault/results
 test-fault: .venv/.dev
 	@test "$$(id -u)" = 0 || echo "not root: what needs mounts, tracing or limits will be skipped"
 	ASYNCCKPT_TEST_KILLS=500 ASYNCCKPT_TEST_STREAMED_KILLS=100 ASYNCCKPT_TEST_CUTS=100 ASYNCCKPT_TEST_SHARE=1 ASYNCCKPT_TEST_EXITS=20 \
-		.venv/bin/python -m pytest -n 2 --dist worksteal --timeout 900 -m "not matrix and not nodes and not gpu" tests/fault tests/unit/test_layout_dcp.py \
+		.venv/bin/python -m pytest -n 2 --dist worksteal --timeout 900 -m "not matrix and not nodes and not gpu" tests/fault tests/unit/dcp/test_layout_dcp.py \
 		tests/integration/test_worker_resubmission.py tests/integration/test_ranks_resubmission.py tests/integration/test_stream_lost.py \
 		tests/integration/test_ranks_rings_die.py tests/integration/test_ranks_workers_die.py tests/integration/test_exit_codes.py
 	ASYNCCKPT_TEST_RESULTS_NAME=simulations ASYNCCKPT_TEST_CASES=200 ASYNCCKPT_TEST_EXAMPLES=1000 ASYNCCKPT_TEST_SCHEDULES=300 ASYNCCKPT_TEST_LOADS=2000 ASYNCCKPT_TEST_MUTATIONS=5000 ASYNCCKPT_TEST_MESSAGES=100000 \
 		.venv/bin/python -m pytest -n 2 --dist worksteal --timeout 900 -m "not matrix and not nodes and not gpu" \
-		tests/unit/test_worker_simulation.py tests/unit/test_worker_crash_simulation.py tests/unit/test_worker_early_simulation.py \
-		tests/unit/test_worker_ring_simulation.py tests/unit/test_worker_kept_simulation.py tests/unit/test_workers_simulation.py \
-		tests/unit/test_*_properties.py tests/unit/test_fuzzing.py tests/integration/test_worker_fuzzing.py \
+		$$(find tests/unit -name "test_*simulation.py") $$(find tests/unit -name "test_*_properties.py") tests/unit/test_fuzzing.py tests/integration/test_worker_fuzzing.py \
 		tests/integration/test_overlap.py
 
 test-nodes: .venv/.dev

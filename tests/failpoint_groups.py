@@ -46,10 +46,10 @@ DEVICES: Group = {
     "overlap": ("device: copying", "device: copies begun", "device: copied"),
     "device": ("device: snapshot made", "device: copying", "device: copies begun", "device: copied"),
 }
-"""tests/unit/test_staging_device_points.py."""
+"""tests/unit/staging/test_staging_device_points.py."""
 
 COMPARED: Group = {mode: ("device: samples fetched",) for mode in ("blocking", "overlap", "device")}
-"""tests/unit/test_staging_samples.py."""
+"""tests/unit/staging/test_staging_samples.py."""
 
 RANKS: Group = {
     "first save": ("ranks: meeting", "ranks: introduced", "ranks: exchanged", "ranks: linked", "ranks: agreed"),

@@ -6,7 +6,7 @@ A patch in this directory is a header, an empty line, and a diff without line nu
 
     what: the fsync of a shard file is dropped
     promise: P1
-    tests: tests/unit/test_storage_rank_writer.py::test_every_file_is_fsynced
+    tests: tests/unit/storage/test_storage_rank_writer.py::test_every_file_is_fsynced
 
     --- asyncckpt/storage/shard_writer.py
     @@

@@ -24,7 +24,7 @@ from asyncckpt.doctor.findings import FAIL, OK, WARN, Finding
 from asyncckpt.storage.files import Files
 
 GB = 10**9
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 

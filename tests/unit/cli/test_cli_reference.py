@@ -14,7 +14,7 @@ import pytest
 
 from asyncckpt import cli
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
 LISTING = {
     "ls",
     "inspect",

@@ -18,7 +18,7 @@ from asyncckpt.per_rank import PerRank
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import OK, verify_checkpoint
 
-GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden"
+GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "golden"
 PATH = GOLDEN / "format-v1-ranks"
 
 

@@ -15,7 +15,7 @@ from asyncckpt.format.manifest import decode_manifest
 from asyncckpt.format.objects import decode_objects, decode_value
 from asyncckpt.format.structure import decode_structure
 
-GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden"
+GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "golden"
 V1 = GOLDEN / "format-v1"
 
 

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
+DOCS = pathlib.Path(__file__).resolve().parents[3] / "docs"
 TEXT = (DOCS / "formats.md").read_text()
 ROW = next(line for line in TEXT.splitlines() if line.startswith("| `--to torch` |"))
 
@@ -34,7 +34,7 @@ def test_document_is_right(check: ModuleType) -> None:
         (ROW, ROW.removesuffix(" - |"), "cells"),
         ("| c2 | - |", "| v3 | - |", "has v3 in several columns"),
         ("test_loading_load.py", "test_that_is_gone.py", "there is no file"),
-        ("tests/unit/test_loading_load.py", "tests/saving.py", "has no test"),
+        ("tests/unit/loading/test_loading_load.py", "tests/saving.py", "has no test"),
         ("[torch_by_load]", "[torch_by" + "_magic]", "no test has a case"),
         ("## What others wrote, read by us", "## Else", "has no matrix"),
     ],
