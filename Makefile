@@ -14,9 +14,9 @@ JOBS ?= 3
 TOGETHER := -n $(JOBS) --dist worksteal
 
 # The tests start hundreds of interpreters: whatever the environment says, each module is compiled once.
-test test-nonumpy test-frameworks test-matrix test-fault test-nodes fuzz mutants: export PYTHONDONTWRITEBYTECODE =
+test test-nonumpy test-frameworks test-matrix test-fault test-nodes fuzz mutants mutants-generated: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test check test-nonumpy test-frameworks test-matrix test-fault test-nodes fuzz mutants wheel-check docs bench bench-quick bench-smoke bench-gpu \
+.PHONY: help demo test check test-nonumpy test-frameworks test-matrix test-fault test-nodes fuzz mutants mutants-generated wheel-check docs bench bench-quick bench-smoke bench-gpu \
 	bench-compare clean
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make test-nodes    workers in network namespaces, as root; results in tests/fault/results"
 	@echo "make fuzz          readers of strange bytes, for minutes; FUZZ_SECONDS for each"
 	@echo "make mutants       known bugs put in on purpose, and the tests that catch them"
+	@echo "make mutants-generated  500 small random changes of the product, and which of them the unit tests notice"
 	@echo "make wheel-check   build a wheel and import from it"
 	@echo "make docs          the site, in build/site: open its index.html"
 	@echo "make bench         the measurements"
@@ -119,6 +120,9 @@ fuzz: .venv/.dev
 
 mutants: .venv/.dev
 	.venv/bin/python -m tests.mutants.run
+
+mutants-generated: .venv/.dev
+	.venv/bin/python -m tests.mutants.generated --write tests/mutants/GENERATED.md
 
 wheel-check: .venv/.dev
 	rm -rf build dist

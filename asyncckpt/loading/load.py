@@ -385,8 +385,8 @@ class _Load:
         self._refuse_unavailable(report.unavailable)
         refuse_without_memory(matches.without_memory, self._path)
         fillings = [*matches.tensors, *(filling for module in matches.undecided for filling in module.tensors)]
-        names = placement_names(matches.placements, fillings)
-        refuse_read_only([*matches.placements, *placements_of(fillings)], names, self._path)
+        placements = [*matches.placements, *placements_of(fillings)]
+        refuse_read_only(placements, lambda: placement_names(matches.placements, fillings), self._path)
         self._refuse_unequal(matches)
         self._refuse_mix(report)
         present = [*report.filled, *(new.fqn for new in matches.replaced)]

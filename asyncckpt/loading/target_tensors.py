@@ -10,6 +10,7 @@ strides.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -120,27 +121,32 @@ def refuse_without_memory(tensors: Iterable[tuple[str, torch.Tensor]], path: str
             )
 
 
-def refuse_read_only(placements: Sequence[Placement], names: Sequence[str], path: str) -> None:
+def refuse_read_only(placements: Sequence[Placement], names: Callable[[], Sequence[str]], path: str) -> None:
     """Refuse to load into tensors over memory that is mapped read-only, where a write ends the process.
 
     Args:
         placements: What is read into which plain tensor.
-        names: Their FQNs.
+        names: Returns their FQNs.
         path: The checkpoint's path, for messages.
 
     Raises:
         UnsupportedLeafError: One is; names it.
     """
-    addresses = [tensor.data_ptr() if tensor.is_cpu and tensor.numel() else 0 for _, tensor, _, _ in placements]
-    closed = read_only(address for address in addresses if address)
-    for address, fqn in zip(addresses, names, strict=True):
-        if address in closed:
-            raise UnsupportedLeafError(
-                f"{path}: nothing can be loaded into target tensor {fqn!r}: its memory is mapped read-only, such as a "
-                "file by numpy.memmap(mode='r'); nothing was changed. Map it with mode 'c' or 'r+', or pass a clone()",
-                leaf=fqn,
-                type_name="Tensor",
-            )
+    by_page: dict[int, tuple[int, int]] = {}  # one tensor of each page: memory is protected by pages
+    for number, (_, tensor, _, _) in enumerate(placements):
+        address = tensor.data_ptr()
+        page = address // mmap.PAGESIZE
+        if page not in by_page and tensor.is_cpu and tensor.numel():
+            by_page[page] = address, number
+    closed = read_only(address for address, _ in by_page.values())
+    if refused := [number for address, number in by_page.values() if address in closed]:
+        fqn = names()[min(refused)]
+        raise UnsupportedLeafError(
+            f"{path}: nothing can be loaded into target tensor {fqn!r}: its memory is mapped read-only, such as a "
+            "file by numpy.memmap(mode='r'); nothing was changed. Map it with mode 'c' or 'r+', or pass a clone()",
+            leaf=fqn,
+            type_name="Tensor",
+        )
 
 
 def check_fillable(target: TargetTensor, fqn: str) -> None:

@@ -160,12 +160,12 @@ def plan_extents(
 
 def is_through(steps: Sequence[Step]) -> bool:
     """Whether an extent is of ranges that are read through: one thread reads it front to back."""
-    return bool(steps) and any(map(_is_through, steps[0].wanted))
+    return bool(steps) and any(w.every and _is_through(w) for w in steps[0].wanted)
 
 
 def reads_through(request: ShardRequest) -> bool:
     """Whether something of a file is read through."""
-    return any(w.times == 1 and _is_through(w) for w in request.wanted)
+    return any(w.every and w.times == 1 and _is_through(w) for w in request.wanted)
 
 
 def _is_through(w: Wanted) -> bool:

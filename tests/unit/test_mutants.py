@@ -9,7 +9,7 @@ import pathlib
 
 import pytest
 
-from tests.mutants import run
+from tests.mutants import generated, run
 from tests.mutants.run import RESULTS, ROOT, Mutant, PatchError, RunError, diff_of, every_mutant, missing_tests, parsed
 
 MUTANTS = every_mutant()
@@ -134,3 +134,39 @@ def test_pytest_itself_is_understood(tmp_path: pathlib.Path) -> None:
     assert copy.run(("test_good.py::test_a", "test_broken.py::test_a"))[0] == ["(test_broken.py cannot be imported)"]
     with pytest.raises(RunError, match="ended with 4"):
         copy.run(("test_good.py::test_gone",))
+
+
+# ---- changes that nobody thought of
+
+SOURCE = """\
+LIMIT = 3
+def f(a, b):
+    if not a and b <= LIMIT:
+        raise ValueError
+    log.info(a + 1)
+    g(a)
+    return b - 2
+"""
+
+
+def test_generated_changes_are_within_functions_and_compile() -> None:
+    changes = generated.changes_of("m.py", SOURCE)
+    lines = [generated.changed(SOURCE, change).splitlines()[change.line - 1].strip() for change in changes]
+    assert sorted(lines) == sorted(
+        [
+            *("if not a or b <= LIMIT:", "if a and b <= LIMIT:", "if not a and b < LIMIT:"),
+            *("pass", "log.info(a - 1)", "log.info(a + 2)", "pass"),
+            *("return b + 2", "return b - 3", "return None"),
+        ]
+    )
+
+
+def test_the_same_seed_draws_the_same_changes() -> None:
+    assert generated.drawn(20, 7, "asyncckpt/format") == generated.drawn(20, 7, "asyncckpt/format")
+    assert generated.drawn(20, 7, "asyncckpt/format") != generated.drawn(20, 8, "asyncckpt/format")
+
+
+def test_the_tests_that_run_the_fewest_lines_are_run_first() -> None:
+    change = generated.Change("m.py", 2, 0, 1, "x")
+    lines = {"m.py": {"1": ["broad"], "2": ["broad", "narrow"], "3": ["broad"]}}
+    assert generated.tests_of([change], lines) == {change: ("narrow", "broad")}
