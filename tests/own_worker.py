@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from real_worker import DEADLINE_S, RealWorker, stop_whoever_serves, wait_until
 
+import asyncckpt
 from asyncckpt import AsyncCheckpointer
+from asyncckpt.protocol.endpoint import default_endpoint, make_directory
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 
 
 @contextlib.contextmanager
@@ -35,3 +42,25 @@ def lose(checkpointer: AsyncCheckpointer) -> None:
     session = checkpointer._process._connection.session  # type: ignore[attr-defined]
     os.kill(session.worker.pid, 9)
     wait_until(lambda: session.error is not None, "the loss is noticed")
+
+
+@contextlib.contextmanager
+def dying_worker(kill: str, environ: Mapping[str, str] | None = None) -> Iterator[str]:
+    """A worker at the default endpoint that dies at a call of its storage, see `killing_worker`; yields the endpoint.
+
+    Args:
+        kill: The call.
+        environ: What processes that look for the endpoint add to this environment.
+    """
+    found = {**os.environ, **(environ or {})}
+    endpoint = default_endpoint(found, uid=os.geteuid(), package=asyncckpt.__version__, interpreter=sys.prefix)
+    make_directory(endpoint)
+    process = subprocess.Popen([sys.executable, "-m", "tests.killing_worker", endpoint, kill], cwd=REPOSITORY)
+    try:
+        RealWorker(endpoint)
+        yield endpoint
+        assert process.wait(DEADLINE_S) == -9
+    finally:
+        process.kill()
+        process.wait()
+        stop_whoever_serves(endpoint)

@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pathlib
-import subprocess
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import rank_processes
 import states
 import torch
-from real_worker import DEADLINE_S, RealWorker, manifest_of, stop_whoever_serves
+from own_worker import dying_worker
+from real_worker import DEADLINE_S, manifest_of
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
-from asyncckpt.protocol.endpoint import default_endpoint, make_directory
-
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
-
-
-@contextlib.contextmanager
-def dying_worker(directory: pathlib.Path, kill: str) -> Iterator[dict[str, str]]:
-    """A worker at the ranks' default endpoint that dies at a call (`killing_worker`); yields the ranks' environment."""
-    environ = {"XDG_RUNTIME_DIR": str(directory), "ASYNCCKPT_JOB": "dies"}
-    package, interpreter = asyncckpt.__version__, sys.prefix
-    endpoint = default_endpoint(os.environ | environ, uid=os.geteuid(), package=package, interpreter=interpreter)
-    make_directory(endpoint)
-    process = subprocess.Popen([sys.executable, "-m", "tests.killing_worker", endpoint, kill], cwd=REPOSITORY)
-    try:
-        RealWorker(endpoint)
-        yield environ
-        assert process.wait(DEADLINE_S) == -9
-    finally:
-        process.kill()
-        process.wait()
-        stop_whoever_serves(endpoint)
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -68,7 +43,8 @@ def saves(rank: int, root: str) -> list[Any]:
 def test_both_ranks_go_on_with_the_next_worker(
     kill: str, kept: set[bool | None], endpoint_dir: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    with dying_worker(endpoint_dir, kill) as environ:
+    environ = {"XDG_RUNTIME_DIR": str(endpoint_dir), "ASYNCCKPT_JOB": "dies"}
+    with dying_worker(kill, environ):
         results = rank_processes.run(2, saves, str(tmp_path), environ=environ)
     for rank in results:
         # Where the manifest stands the other rank's memory may be enough for the next worker to tell both of it.

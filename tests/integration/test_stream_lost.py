@@ -6,11 +6,8 @@ import contextlib
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import overlapping
@@ -18,14 +15,12 @@ import pytest
 import rank_processes
 import states
 import torch
-from own_worker import own_worker, worker_of
+from own_worker import dying_worker, own_worker, worker_of
 from real_worker import (
     DEADLINE_S,
-    RealWorker,
     manifest_of,
     saved_at_last,
     slots_of,
-    stop_whoever_serves,
     wait_until,
     written,
 )
@@ -43,11 +38,9 @@ from asyncckpt.errors import (
 )
 from asyncckpt.memory.slot import STATE_SEALED
 from asyncckpt.memory.streaming import Counters
-from asyncckpt.protocol.endpoint import default_endpoint, make_directory
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 LIMIT = 4_000_000
 LAST = 66
 """The last segment of the state below."""
@@ -363,24 +356,6 @@ def test_a_worker_that_only_hangs_is_not_taken_over_and_commits_nothing_when_it_
 # ---- at a call of its storage
 
 
-@contextlib.contextmanager
-def dying_worker(directory: pathlib.Path, kill: str) -> Iterator[dict[str, str]]:
-    """A worker at the ranks' default endpoint that dies at a call (`killing_worker`); yields the ranks' environment."""
-    environ = {"XDG_RUNTIME_DIR": str(directory), "ASYNCCKPT_JOB": "dies"}
-    package, interpreter = asyncckpt.__version__, sys.prefix
-    endpoint = default_endpoint(os.environ | environ, uid=os.geteuid(), package=package, interpreter=interpreter)
-    make_directory(endpoint)
-    process = subprocess.Popen([sys.executable, "-m", "tests.killing_worker", endpoint, kill], cwd=REPOSITORY)
-    try:
-        RealWorker(endpoint)
-        yield environ
-        assert process.wait(DEADLINE_S) == -9
-    finally:
-        process.kill()
-        process.wait()
-        stop_whoever_serves(endpoint)
-
-
 def ranked(rank: int, step: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(step)
     own = torch.full((700_000,), float(100 * step + rank))
@@ -414,7 +389,8 @@ def saves(rank: int, root: str) -> list[str]:
 def test_ranks_hear_alike_that_a_save_through_a_window_is_whole_or_lost_and_the_next_ones_work(
     kill: str, world_size: int, first: str, endpoint_dir: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    with dying_worker(endpoint_dir, kill) as environ:
+    environ = {"XDG_RUNTIME_DIR": str(endpoint_dir), "ASYNCCKPT_JOB": "dies"}
+    with dying_worker(kill, environ):
         ends = rank_processes.run(world_size, saves, str(tmp_path), environ=environ)
     assert ends[0][0] in ([first] if first else ["whole", "stream_lost"])
     assert all(end == ends[0] for end in ends), "all ranks hear the same"

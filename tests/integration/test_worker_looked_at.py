@@ -202,25 +202,6 @@ def test_prometheus_is_told_what_has_happened(seen: tuple[RealWorker, pathlib.Pa
     assert "asyncckpt_write_seconds_count 2.0\n" in text and "asyncckpt_internal_errors_total 0.0\n" in text
 
 
-def test_metrics_are_only_read(seen: tuple[RealWorker, pathlib.Path]) -> None:
-    worker, _ = seen
-    assert get(worker, data=b"x")[0] == 405
-
-
-def test_who_says_nothing_or_nonsense_holds_up_neither_scrapes_nor_the_worker(
-    seen: tuple[RealWorker, pathlib.Path],
-) -> None:
-    worker, _ = seen
-    port = worker.status()["metrics_port"]
-    with contextlib.ExitStack() as stack:
-        for said in (b"", b"GET\r\n\r\n", b"A" * 20_000):
-            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            with contextlib.suppress(OSError):
-                connection.sendall(said)
-        assert get(worker)[0] == 200
-    assert worker.alive
-
-
 @pytest.mark.parametrize("limit_nbytes", [None, 24 << 20], ids=["whole", "ring"])
 def test_top_shows_how_far_the_copy_of_a_rank_has_come(
     limit_nbytes: int | None,
@@ -389,9 +370,3 @@ def test_run_tells_its_worker_and_its_command_of_events(tmp_path: pathlib.Path) 
     command = [sys.executable, "-m", "asyncckpt", "run", "--events", "--", sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
-
-
-def test_an_address_that_others_reach_is_exit_code_2(endpoint: str) -> None:
-    command = [sys.executable, "-m", "asyncckpt_worker", "--endpoint", endpoint, "--metrics", "0.0.0.0:9555"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert done.returncode == 2 and "127.0.0.1" in done.stderr

@@ -12,7 +12,7 @@ import pytest
 import states
 import torch
 from own_worker import own_worker, worker_of
-from real_worker import DEADLINE_S, RealWorker, saved_at_last, wait_until
+from real_worker import DEADLINE_S, saved_at_last, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
@@ -136,31 +136,25 @@ def test_losses_in_turn_leak_neither_fds_nor_mappings(default_dir: pathlib.Path,
     with own_worker(on_worker_loss="fail", worker_timeout_s=NEVER_S) as checkpointer:
         checkpointer.save(STATE, tmp_path / "first").written.result(DEADLINE_S)
         counts, took_s = [], [float("inf")]
-        while len(counts) < 8 or min(took_s) > LOSS_BOUND_S:  # others on this machine only ever make it slower
+        while len(counts) < 5 or min(took_s) > LOSS_BOUND_S:  # others on this machine only ever make it slower
             n = len(counts)
             assert n < 30, f"30 losses took {sorted(took_s)} s"
             took_s.append(lose(checkpointer, tmp_path / f"lost-{n}"))
             checkpointer.save(STATE, tmp_path / f"next-{n}").written.result(DEADLINE_S)
             counts.append(fds_and_mappings())
-        assert max(counts[3:]) <= max(counts[:3]), counts
+        assert max(counts[2:]) <= max(counts[:2]), counts
         assert counts[-1][1] <= 1
 
 
-def test_an_idle_loss_is_noticed_and_the_next_save_works(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    with own_worker(on_worker_loss="fail", worker_timeout_s=NEVER_S) as checkpointer:
-        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
-        worker_of(checkpointer).kill()
-        wait_until(lambda: fds_and_mappings()[1] == 0, "the lost worker's memory is given up")
-        checkpointer.save(STATE, tmp_path / "1").written.result(DEADLINE_S)
-
-
-def test_a_worker_that_was_drained_is_replaced(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("how", ["killed", "drained"])
+def test_an_idle_loss_is_noticed_and_another_worker_is_found(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path, how: str
+) -> None:
     with own_worker(on_worker_loss="fail", worker_timeout_s=NEVER_S) as checkpointer:
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
         first = worker_of(checkpointer)
-        session = checkpointer._process._connection.session  # type: ignore[attr-defined]
-        first.stop()
-        wait_until(lambda: session.error is not None, "the loss is noticed")
+        first.kill() if how == "killed" else first.stop()
+        wait_until(lambda: fds_and_mappings()[1] == 0, "the lost worker's memory is given up")
         checkpointer.save(STATE, tmp_path / "1").written.result(DEADLINE_S)
         assert worker_of(checkpointer).pid != first.pid
 
@@ -185,13 +179,6 @@ def test_a_save_in_the_moment_of_the_loss_waits_for_its_end_instead_of_using_the
         handle = checkpointer.save(STATE, tmp_path / "1")
         timer.join()
         handle.written.result(DEADLINE_S)
-
-
-def test_a_worker_at_a_given_endpoint_is_replaced_too(worker: RealWorker, tmp_path: pathlib.Path) -> None:
-    with AsyncCheckpointer(endpoint=worker.endpoint, on_worker_loss="fail", worker_timeout_s=NEVER_S) as checkpointer:
-        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
-        lose(checkpointer, tmp_path / "1")
-        checkpointer.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
 
 
 def test_a_worker_that_dies_while_it_lends_a_slot_costs_that_save_only(

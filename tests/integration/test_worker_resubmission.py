@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import math
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import states
 import torch
-from own_worker import lose, own_worker, worker_of
-from real_worker import DEADLINE_S, RealWorker, manifest_of, saved_at_last, slots_of, wait_until
+from own_worker import dying_worker, lose, own_worker, worker_of
+from real_worker import DEADLINE_S, manifest_of, saved_at_last, slots_of, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
@@ -27,10 +23,8 @@ from asyncckpt.client import launcher
 from asyncckpt.client.failover import MAX_HANDOVERS
 from asyncckpt.client.slot_lender import SlotLender
 from asyncckpt.errors import CheckpointerClosedError, WorkerUnavailableError
-from asyncckpt.protocol.endpoint import default_endpoint, make_directory
 from asyncckpt.staging.cpu_copy import SlotImage
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 STATE = {"w": torch.arange(100_000.0)}
 
 
@@ -137,20 +131,6 @@ def test_where_no_worker_can_be_started_the_futures_fail_and_a_later_save_works(
             lambda: checkpointer.save(STATE, tmp_path / str(next(numbers))).written.exception(DEADLINE_S) is None,
             "a save works",
         )
-
-
-@contextlib.contextmanager
-def dying_worker(kill: str) -> Iterator[str]:
-    """A worker at the default endpoint that dies at a call of its storage (`killing_worker`); yields the endpoint."""
-    endpoint = default_endpoint(os.environ, uid=os.geteuid(), package=asyncckpt.__version__, interpreter=sys.prefix)
-    make_directory(endpoint)
-    process = subprocess.Popen([sys.executable, "-m", "tests.killing_worker", endpoint, kill], cwd=REPOSITORY)
-    try:
-        RealWorker(endpoint)
-        yield endpoint
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.parametrize(

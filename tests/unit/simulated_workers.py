@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from worker_bench import all_saves
+from worker_bench import BEGIN, HELLO, REQUEST, all_saves
 
 from asyncckpt.errors import SaveFailedError, to_wire
 from asyncckpt.format.manifest import RankRecord
@@ -21,7 +21,7 @@ from asyncckpt.format.names import SaveId, index_name
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.codec import decode, encode
 from asyncckpt.protocol.node_tables import MAX_NODE_FRAME_NBYTES, NODE_MESSAGES
-from asyncckpt.protocol.request import PartRange, SaveRequest
+from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.protocol.save_phases import COMMITTED, DURABLE, ENDED, UNKNOWN
 from asyncckpt.storage.rank_writer import RankResult
 from asyncckpt_worker.core import actions as ac
@@ -301,11 +301,8 @@ class Workers:
 
     def enter(self, rank: Rank) -> None:
         """Open a session, and link the worker: a new one of a run that others have met in."""
-        rank.session = f"{self.random.getrandbits(64):016x}"
         rank.open.clear()
-        hello = {"session": rank.session, "replaces": "", "package": "sim", "pid": 7, "pid_start": 7}
-        self.say(rank, m.Hello, rank=rank.rank, world_size=rank.world_size, **hello)
-        self.link(rank)
+        self.greet(rank)
         (granted,) = self.say(rank, m.Allocate, nbytes=12288, populate=False)
         assert isinstance(granted, m.Granted)
         rank.slot, rank.generation = granted.slot, 0
@@ -316,10 +313,7 @@ class Workers:
         (generation, request), rank.memory = rank.memory, None
         self.handovers += 1
         self.resumed |= set(rank.open)
-        rank.session = f"{self.random.getrandbits(64):016x}"
-        hello = {"session": rank.session, "replaces": "", "package": "sim", "pid": 7, "pid_start": 7}
-        self.say(rank, m.Hello, rank=rank.rank, world_size=rank.world_size, **hello)
-        self.link(rank)
+        self.greet(rank)
         fd = 1000 + self.handovers
         self.handed[fd] = (generation, request)
         ended = generation - bool(rank.open)
@@ -335,6 +329,12 @@ class Workers:
                 self.say(rank, m.Submit, save_id=save_id, slot=rank.slot, generation=generation)
         for save_id in rank.failed[-16:]:
             self.say(rank, m.Withdraw, save_id=save_id, reason="it had failed", skipped=False)
+
+    def greet(self, rank: Rank) -> None:
+        rank.session = f"{self.random.getrandbits(64):016x}"
+        fields: dict[str, Any] = {**HELLO, "session": rank.session}
+        self.say(rank, m.Hello, rank=rank.rank, world_size=rank.world_size, **fields)
+        self.link(rank)
 
     def link(self, rank: Rank) -> None:
         if rank.rank == 0:
@@ -406,41 +406,25 @@ class Workers:
         self.say_begin(rank, save_id)
 
     def say_begin(self, rank: Rank, save_id: str) -> None:
-        fields = {
-            "step": rank.sequence,
-            "path": f"/ckpt/{save_id}",
-            "nbytes": 1,
-            "umask": 0,
-            "fsync": True,
-            "overwrite": False,
-        }
-        place = {"slot": rank.slot, "generation": rank.generation, "commit_timeout_s": COMMIT_TIMEOUT_S}
-        for reply in self.say(rank, m.Begin, save_id=save_id, **fields, **place):
+        fields = {**BEGIN, "step": rank.sequence, "path": f"/ckpt/{save_id}", "commit_timeout_s": COMMIT_TIMEOUT_S}
+        fields |= {"slot": rank.slot, "generation": rank.generation}
+        for reply in self.say(rank, m.Begin, save_id=save_id, **fields):
             if isinstance(reply, m.Refused):
                 self.harmed.add(save_id)
                 rank.open.pop(save_id, None)
 
     def seal(self, rank: Rank, save_id: str) -> None:
-        request = SaveRequest(
+        request = replace(
+            REQUEST,
             save_id=save_id,
             step=rank.sequence,
             path=f"/ckpt/{save_id}",
             rank=rank.rank,
             world_size=rank.world_size,
-            parts=(PartRange(offset=4096, nbytes=1),),
             structure=b"s" * self.random.choice((1, 1_200_000)),
-            objects=b"",
-            n_tensors=1,
-            metadata="{}",
-            fsync=True,
-            umask=0,
-            overwrite=False,
-            write_threads=0,
-            package="sim",
             commit_timeout_s=COMMIT_TIMEOUT_S,
             hook_timeout_s=1000.0 if rank.hooked else 0,
             plan="0" * 16,
-            samples=b"",
             changed=self.random.random() < 0.5,
         )
         rank.open[save_id] = "sealed"

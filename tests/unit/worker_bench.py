@@ -33,6 +33,10 @@ PATH = "/ckpt/a"
 COMMIT_TIMEOUT_S = 1800.0
 RUN, OTHER_RUN = "a" * 12, "c" * 12
 ERROR = to_wire(SaveFailedError("no room", code="ENOSPC"))
+HELLO = {"replaces": "", "package": "t", "pid": 7, "pid_start": 8}
+BEGIN = {"step": 5, "path": PATH, "nbytes": 1, "umask": 0o22, "fsync": True, "overwrite": False}
+BEGIN |= {"commit_timeout_s": COMMIT_TIMEOUT_S}
+"""What most messages say."""
 T = TypeVar("T")
 
 
@@ -165,32 +169,27 @@ class Bench:
     def hello(
         self, peer: bytes = b"p", session: str = "1" * 16, rank: int = 0, world_size: int = 1, **changes: Any
     ) -> Any:
-        fields = {
-            "session": session,
-            "replaces": "",
-            "package": "t",
-            "pid": 7,
-            "pid_start": 8,
-            "rank": rank,
-            "world_size": world_size,
-        }
-        return self.say(m.Hello, peer, **{**fields, **changes})
+        fields = {**HELLO, "session": session, "rank": rank, "world_size": world_size, **changes}
+        return self.say(m.Hello, peer, **fields)
 
     def slot(self, peer: bytes = b"p") -> int:
         return int(self.say(m.Allocate, peer, nbytes=12288, populate=True).slot)
 
+    def adopt(self, peer: bytes = b"p", **changes: Any) -> Any:
+        """Hand a slot over that a dead worker had lent: its save of generation 4 has not ended."""
+        fields = {"fd": 9, "nbytes": 12288, "token": b"t" * 16, "generation": 4, "ended": 3, "committed": ""}
+        return self.say(m.Adopt, peer, **{**fields, **changes})
+
+    def adopted(self, peer: bytes = b"p", **changes: Any) -> int:
+        """Bring a slot that is handed over to where it is looked into; return its number."""
+        assert self.adopt(peer, **changes) is None
+        (job,) = self.of(ac.AdoptSlot)
+        self.feed(ev.SlotCreated, slot=job.slot, fd=100 + job.slot, token=b"t" * 16)
+        return int(job.slot)
+
     def begin(self, slot: int, save_id: str = FIRST, generation: int = 1, peer: bytes = b"p", **changes: Any) -> Any:
-        fields = {
-            "step": 5,
-            "path": PATH,
-            "nbytes": 1,
-            "umask": 0o22,
-            "fsync": True,
-            "overwrite": False,
-            "commit_timeout_s": COMMIT_TIMEOUT_S,
-        }
-        fields |= changes
-        return self.say(m.Begin, peer, save_id=save_id, slot=slot, generation=generation, **fields)
+        fields = {**BEGIN, "save_id": save_id, "slot": slot, "generation": generation, **changes}
+        return self.say(m.Begin, peer, **fields)
 
     def submit(self, slot: int, save_id: str = FIRST, generation: int = 1, peer: bytes = b"p") -> Any:
         return self.say(m.Submit, peer, save_id=save_id, slot=slot, generation=generation)

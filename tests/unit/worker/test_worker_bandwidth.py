@@ -9,11 +9,8 @@ import threading
 
 import pytest
 
-from asyncckpt.errors import ConfigError
 from asyncckpt.protocol.options import bandwidth
-from asyncckpt.storage.files import Files
-from asyncckpt_worker.bandwidth import PacedFiles, files_for
-from asyncckpt_worker.config import WorkerConfig
+from asyncckpt_worker.bandwidth import PacedFiles
 
 MIB = 1 << 20
 
@@ -39,11 +36,6 @@ def test_rates_are_written_as_people_write_them(text: str, rate: int) -> None:
 def test_what_is_no_rate_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected"):
         bandwidth(text)
-
-
-def test_a_rate_that_cannot_be_is_an_error_of_the_config() -> None:
-    with pytest.raises(ConfigError, match="max_write_bandwidth"):
-        WorkerConfig(endpoint="ipc:///tmp/x", max_write_bandwidth=5)
 
 
 def test_writes_take_as_long_as_the_rate_says(tmp_path: pathlib.Path) -> None:
@@ -79,7 +71,3 @@ def test_threads_share_one_rate(tmp_path: pathlib.Path) -> None:
         thread.join()
     os.close(fd)
     assert sorted(slept) == pytest.approx([0.1 * n for n in range(1, 8)])
-
-
-def test_without_a_rate_nothing_is_counted() -> None:
-    assert type(files_for(0)) is Files and isinstance(files_for(MIB), PacedFiles)

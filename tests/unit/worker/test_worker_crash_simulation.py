@@ -91,17 +91,7 @@ class CrashingWorld(World):
         trainer.answered.clear()
         trainer.waiting = {id: w for id, w in trainer.waiting.items() if isinstance(w, m.Withdraw)}
         self.trainers[trainer.name.encode()] = trainer
-        hello = m.Hello(
-            id=trainer.id(),
-            session=trainer.name,
-            replaces="",
-            package="sim",
-            pid=7,
-            pid_start=7,
-            rank=trainer.rank,
-            world_size=trainer.world_size,
-        )
-        self.post(trainer.name.encode(), trainer.ask(hello))
+        self.greet(trainer)
 
     # ---- the takeover
 
@@ -118,10 +108,8 @@ class CrashingWorld(World):
             self.kept[trainer.name] = [pair for pair in self.kept[trainer.name] if pair[0] is not memory]
             trainer.slots[message.slot] = memory
             if found and found[0][1] in trainer.pending:
-                save_id = trainer.holds[message.slot] = found[0][1]
-                generation = memory.generation
-                submit = m.Submit(id=trainer.id(), save_id=save_id, slot=message.slot, generation=generation)
-                self.post(peer, trainer.ask(submit))
+                trainer.holds[message.slot] = found[0][1]
+                self.ring(peer, trainer, message.slot, found[0][1])
             return
         if isinstance(message, m.Refused) and isinstance(asked, m.Adopt):
             self.rejected |= {save for memory, save in self.kept[trainer.name] if memory is self.fds[asked.fd][0]}

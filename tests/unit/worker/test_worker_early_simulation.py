@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from test_worker_crash_simulation import CrashingWorld
-from test_worker_simulation import COMMIT_TIMEOUT_S, ERROR, STEPS, Memory, Trainer
+from test_worker_simulation import ERROR, STEPS, Memory, Trainer
 from worker_bench import all_entries
 
 from asyncckpt.protocol import messages as m
@@ -64,14 +64,9 @@ class EarlyWorld(CrashingWorld):
         if self.luck(0.5):
             request = replace(request, ring_segments=4, ring_segment_nbytes=262_144)
         self.streams.append(Stream(memory, memory.generation, trainer, request))
-        self.ring(peer, trainer, number, self.streams[-1])
+        self.ring(peer, trainer, number, request.save_id)
         trainer.alive = not dies
         return None
-
-    def ring(self, peer: bytes, trainer: Trainer, number: int, stream: Stream) -> None:
-        save_id = stream.request.save_id
-        submit = m.Submit(id=trainer.id(), save_id=save_id, slot=number, generation=stream.generation)
-        self.post(peer, trainer.ask(submit))
 
     def act(self, peer: bytes, trainer: Trainer) -> None:
         mine = [s for s in self.streams if s.trainer is trainer and s.memory.generation == s.generation]
@@ -84,10 +79,7 @@ class EarlyWorld(CrashingWorld):
             self.streams.remove(stream)
             self.counts["given up"] += 1
             if save_id in trainer.pending:
-                trainer.pending.discard(save_id)
-                self.withdrawn.add(save_id)
-                withdraw = m.Withdraw(id=trainer.id(), save_id=save_id, reason="torn", skipped=False)
-                self.post(peer, trainer.ask(withdraw))
+                self.withdraw(peer, trainer, save_id)
         elif not stream.full:
             stream.full = True
         else:
@@ -95,7 +87,7 @@ class EarlyWorld(CrashingWorld):
             stream.memory.sealed = stream.request
             self.sealed.add((save_id, trainer.rank))
             if number is not None:  # else the next worker finds it sealed
-                self.ring(peer, trainer, number, stream)
+                self.ring(peer, trainer, number, save_id)
         return None
 
     def deliver(self, peer: bytes, message: m.Message) -> None:
@@ -115,22 +107,9 @@ class EarlyWorld(CrashingWorld):
         trainer.holds[message.slot] = request.save_id
         if request.save_id in trainer.pending:
             self.counts["taken over"] += 1
-            begin = m.Begin(
-                id=trainer.id(),
-                save_id=request.save_id,
-                step=request.step,
-                path=request.path,
-                slot=message.slot,
-                generation=stream.generation,
-                nbytes=1,
-                umask=0,
-                fsync=True,
-                overwrite=False,
-                commit_timeout_s=COMMIT_TIMEOUT_S,
-            )
-            self.post(peer, trainer.ask(begin))
+            self.announce(peer, trainer, message.slot, request.save_id, path=request.path, step=request.step or 0)
             if stream.is_ring:
-                self.ring(peer, trainer, message.slot, stream)
+                self.ring(peer, trainer, message.slot, request.save_id)
         return None
 
     def stream_in(self, memory: Memory | None) -> Stream | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from worker_bench import COMMIT_TIMEOUT_S, FIRST, RUN, SECOND, Bench
+from worker_bench import COMMIT_TIMEOUT_S, FIRST, RUN, Bench
 
 from asyncckpt.errors import CheckpointExistsError, CommitUnknownError, SaveFailedError, to_wire
 from asyncckpt.protocol import messages as m
@@ -95,14 +95,12 @@ def test_each_kind_of_failure_has_its_counter(fails: Callable[[Bench, int], None
 
 def test_failures_add_up_and_a_commit_is_none() -> None:
     bench, slot = bench_of()
-    cannot_write(bench, slot)
-    bench.at_writing(slot, SECOND, 2)
-    bench.feed(ev.Written, key=(SECOND, 0), error=FULL)
-    third = f"000001-00000002-{RUN}"
-    bench.at_writing(slot, third, 3)
-    bench.feed(ev.Written, key=(third, 0), result=object())
-    bench.feed(ev.Published, save_id=third)
-    assert failures(bench) == {"ENOSPC": 2}
+    for number, end in enumerate(({"error": FULL}, {"error": FULL}, {"result": object()}), 1):
+        save_id = f"000001-{number:08d}-{RUN}"
+        bench.at_writing(slot, save_id, number)
+        bench.feed(ev.Written, key=(save_id, 0), **end)
+    bench.feed(ev.Published, save_id=save_id)
+    assert bench.phase(save_id) == "committed" and failures(bench) == {"ENOSPC": 2}
 
 
 @pytest.mark.parametrize("strange", [{}, {"code": 7}, {"code": "a b"}, {"code": "x" * 50}, {"fields": {"code": []}}])

@@ -8,21 +8,18 @@ from typing import Any
 
 import pytest
 from simulated_workers import result_of
-from worker_bench import ERROR, FIRST, REQUEST, SECOND, Bench
+from worker_bench import FIRST, REQUEST, SECOND
 
 from asyncckpt.format.layout import SAVE_ID_OFFSET, save_id_bytes
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.storage.shard_writer import PRINT_NBYTES, first_block
-from asyncckpt_worker.core import actions as ac
-from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.core.events import Contents
 from asyncckpt_worker.core.model import Committed
 from asyncckpt_worker.core.nodes.tables import pack_result, unpack_result
 from asyncckpt_worker.core.saves import unchanged
 from asyncckpt_worker.io.content_digest import contents_of, rest_print
 
-THIRD = FIRST[:14] + "2" + FIRST[15:]
 ONE, OTHER = b"1" * PRINT_NBYTES, b"2" * PRINT_NBYTES
 
 
@@ -124,56 +121,3 @@ def test_a_print_that_is_none_is_refused(wrong: Any) -> None:
 
 
 # ---- the core
-
-
-def commits(bench: Bench, slot: int, save_id: str, generation: int, step: int, contents: Contents | None) -> Any:
-    """Let a save be committed; return its row, and the warnings."""
-    bench.begin(slot, save_id, generation, path=f"/ckpt/{save_id}", step=step)
-    bench.feed(ev.Prepared, key=(save_id, 0))
-    bench.submit(slot, save_id, generation)
-    bench.read(slot, save_id, generation, path=f"/ckpt/{save_id}", step=step)
-    bench.feed(ev.Written, key=(save_id, 0), result=object())
-    actions = bench.core.handle(ev.Published(now=0.0, save_id=save_id, contents=contents))
-    warnings = [a for a in actions if isinstance(a, ac.Log) and a.level == "warning"]
-    return bench.row(save_id)["report"], warnings
-
-
-@pytest.fixture
-def bench() -> Bench:
-    bench = Bench()
-    bench.hello()
-    return bench
-
-
-SAME = Contents(ONE, ONE)
-
-
-def test_the_brain_reports_warns_and_counts_once(bench: Bench) -> None:
-    slot = bench.slot()
-    assert commits(bench, slot, FIRST, 1, 5, SAME) == ({}, [])
-    report, (warning,) = commits(bench, slot, SECOND, 2, 6, SAME)
-    assert report == {"same_tensors_as_step": 5, "unchanged": True}
-    assert warning.count == "saves_unchanged" and "step 6" in warning.text and "step 5" in warning.text
-    assert commits(bench, slot, THIRD, 3, 7, Contents(OTHER, ONE)) == ({}, [])
-
-
-def test_equal_tensors_beside_other_objects_are_no_warning(bench: Bench) -> None:
-    slot = bench.slot()
-    commits(bench, slot, FIRST, 1, 5, SAME)
-    assert commits(bench, slot, SECOND, 2, 6, Contents(ONE, OTHER)) == ({"same_tensors_as_step": 5}, [])
-
-
-def test_a_save_of_which_nothing_is_known_is_forgotten(bench: Bench) -> None:
-    slot = bench.slot()
-    commits(bench, slot, FIRST, 1, 5, SAME)
-    assert commits(bench, slot, SECOND, 2, 6, None) == ({}, [])
-    assert commits(bench, slot, THIRD, 3, 7, SAME) == ({}, [])
-
-
-def test_a_save_that_failed_is_not_compared_with(bench: Bench) -> None:
-    slot = bench.slot()
-    commits(bench, slot, FIRST, 1, 5, SAME)
-    bench.at_writing(slot, SECOND, 2)
-    bench.feed(ev.Written, key=(SECOND, 0), error=ERROR)
-    report, _ = commits(bench, slot, THIRD, 3, 7, SAME)
-    assert report["same_tensors_as_step"] == 5

@@ -12,7 +12,7 @@ from asyncckpt.errors import InsufficientMemoryError, SaveFailedError, to_wire
 from asyncckpt.protocol import messages as m
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
-from asyncckpt_worker.core.kept_snapshots import MAX_KEPT_SAVES, MAX_ROWS_NBYTES, PARTING_S, speaks_against
+from asyncckpt_worker.core.kept_snapshots import MAX_KEPT_SAVES, MAX_ROWS_NBYTES, PARTING_S
 from asyncckpt_worker.service.memory_pressure import is_short
 
 KEEP_S = 300.0
@@ -114,15 +114,6 @@ def test_snapshot_in_flight_is_listed_and_stays_when_it_is_committed(keeper: Kee
     assert keeper.rows() == [(FIRST, 0, True)] and keeper.state(slot) == "kept"
 
 
-def test_snapshot_that_storage_refused_is_kept(keeper: Keeper) -> None:
-    slot = keeper.slot()
-    keeper.staged(slot)
-    keeper.feed(ev.Written, key=(FIRST, 0), error=ERROR)
-    keeper.dies()
-    keeper.restarted()
-    assert keeper.rows() == [(FIRST, 0, False)]
-
-
 def test_snapshot_that_is_sealed_when_its_trainer_dies_is_taken_up_and_kept(keeper: Keeper) -> None:
     slot = keeper.slot()
     keeper.begin(slot)
@@ -131,23 +122,6 @@ def test_snapshot_that_is_sealed_when_its_trainer_dies_is_taken_up_and_kept(keep
     keeper.feed(ev.Prepared, key=(FIRST, 0))
     keeper.restarted()
     assert keeper.rows() == [(FIRST, 0, False)]
-
-
-def test_torn_staging_leaves_the_snapshot_before_it(keeper: Keeper) -> None:
-    first, second = keeper.slot(), keeper.slot()
-    keeper.committed(first)
-    keeper.begin(second, SECOND)
-    keeper.dies()
-    assert (keeper.state(first), keeper.state(second)) == ("kept", "freed")
-
-
-def test_slot_that_was_being_overwritten_is_freed(keeper: Keeper) -> None:
-    slot = keeper.slot()
-    keeper.committed(slot)
-    keeper.begin(slot, SECOND, 2)
-    keeper.feed(ev.Died, session="1" * 16)
-    keeper.feed(ev.SlotRead, slot=slot, reason="OPEN")
-    assert keeper.state(slot) == "freed"
 
 
 @pytest.mark.parametrize("read_first", [True, False])
@@ -207,39 +181,37 @@ def test_as_many_saves_are_kept_as_the_limit_says_those_on_disk_go_first() -> No
     assert [keeper.state(slot) for slot in slots] == ["kept", "freed", *["kept"] * (MAX_KEPT_SAVES - 1)]
 
 
-def test_released_slot_is_not_kept(keeper: Keeper) -> None:
-    slot = keeper.slot()
-    keeper.committed(slot)
-    keeper.say(m.Release, slot=slot)
-    keeper.reread([slot])
-    assert keeper.state(slot) == "freed"
-
-
-def test_nothing_is_kept_by_a_worker_that_is_told_so() -> None:
-    keeper = Keeper(keep_s=0)
+@pytest.mark.parametrize("why", ["told to keep nothing", "released", "kept long enough"])
+def test_what_is_not_kept_is_freed(why: str) -> None:
+    keeper = Keeper(keep_s=0 if why == "told to keep nothing" else KEEP_S)
     keeper.hello()
     slot = keeper.slot()
     keeper.committed(slot)
-    keeper.dies()
+    if why == "released":
+        keeper.say(m.Release, slot=slot)
+        keeper.reread([slot])
+    else:
+        keeper.dies()
+    if why == "kept long enough":
+        keeper.now += KEEP_S
+        keeper.tick()
     assert keeper.state(slot) == "freed"
 
 
 def test_slot_of_a_dead_worker_is_kept_when_its_trainer_dies_too_and_lent_again(keeper: Keeper) -> None:
-    keeper.say(m.Adopt, fd=9, nbytes=12288, token=b"t" * 16, generation=4, ended=3, committed="")
-    (job,) = keeper.of(ac.AdoptSlot)
-    keeper.feed(ev.SlotCreated, slot=job.slot, fd=31, token=b"t" * 16)
-    keeper.read(job.slot, generation=4)
+    slot = keeper.adopted()
+    keeper.read(slot, generation=4)
     keeper.feed(ev.Prepared, key=(FIRST, 0))
     keeper.dies()
     assert keeper.rows(peer=keeper.restarted()) == [(FIRST, 0, False)]
     keeper.feed(ev.Written, key=(FIRST, 0), result="r")
     keeper.feed(ev.Published, save_id=FIRST)
-    assert keeper.state(job.slot) == "kept" and keeper.rows() == [(FIRST, 0, True)]
-    assert keeper.slot(b"r") == job.slot
-    keeper.begin(job.slot, NEWER_RUN, 5, peer=b"r")
+    assert keeper.state(slot) == "kept" and keeper.rows() == [(FIRST, 0, True)]
+    assert keeper.slot(b"r") == slot
+    keeper.begin(slot, NEWER_RUN, 5, peer=b"r")
     keeper.feed(ev.Prepared, key=(NEWER_RUN, 0))
-    keeper.submit(job.slot, NEWER_RUN, 5, peer=b"r")
-    keeper.read(job.slot, NEWER_RUN, 5)
+    keeper.submit(slot, NEWER_RUN, 5, peer=b"r")
+    keeper.read(slot, NEWER_RUN, 5)
     (write,) = keeper.of(ac.Write)
     assert not write.resumed, "what is staged into it now, no dead worker has written"
 
@@ -260,23 +232,6 @@ class Two(Keeper):
         for session in ("1" * 16, "2" * 16):
             self.dies(session)
         self.restarted("3" * 16)
-
-
-def test_save_that_all_ranks_staged_is_listed_with_all_ranks() -> None:
-    two = Two()
-    for rank, slot in enumerate(two.slots):
-        two.staged(slot, rank=rank)
-    two.both_die()
-    assert two.rows() == [(FIRST, 0, False), (FIRST, 1, False)]
-
-
-def test_save_that_one_rank_has_not_staged_is_not_offered() -> None:
-    two = Two()
-    two.staged(two.slots[0])
-    two.begin(two.slots[1], peer=b"q")
-    two.both_die()
-    two.feed(ev.Written, key=(FIRST, 0), result="r")
-    assert two.rows() == [] and [two.state(slot) for slot in two.slots] == ["freed", "freed"]
 
 
 def test_save_before_the_one_that_a_rank_has_not_staged_is_offered_where_it_is_left() -> None:
@@ -304,27 +259,21 @@ def test_rank_whose_slot_was_used_again_is_missing_from_the_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "against"),
+    ("error", "offered"),
     [
-        ("ENOSPC", False),
-        ("EIO", False),
-        ("internal", False),
-        ("worker_lost", False),
-        ("not_shared", False),
-        ("vetoed", True),
-        ("coverage", True),
-        ("slot_reused", True),
-        ("withdrawn", True),
+        *((to_wire(SaveFailedError("x", code=code)), True) for code in ("ENOSPC", "EIO", "internal", "not_shared")),
+        *((to_wire(SaveFailedError("x", code=code)), False) for code in ("coverage", "slot_reused", "withdrawn")),
+        ({"code": "commit_unknown", "text": ""}, True),
+        ({"code": "checkpoint_exists", "text": ""}, True),
+        ({"code": "replica_mismatch", "text": ""}, False),
+        ({"code": "corrupt", "text": ""}, False),
     ],
+    ids=lambda value: value.get("fields", {}).get("code") or value["code"] if isinstance(value, dict) else str(value),
 )
-def test_what_storage_did_does_not_speak_against_a_snapshot(code: str, against: bool) -> None:
-    assert speaks_against(to_wire(SaveFailedError("x", code=code))) is against
-
-
-def test_other_errors_than_those_of_storage_speak_against_a_snapshot() -> None:
-    assert speaks_against({"code": "replica_mismatch", "text": ""}) and speaks_against({"code": "corrupt", "text": ""})
-    assert not speaks_against({"code": "commit_unknown", "text": ""})
-    assert not speaks_against({"code": "checkpoint_exists", "text": ""})
+def test_snapshot_is_offered_unless_its_error_speaks_against_it(keeper: Keeper, error: Any, offered: bool) -> None:
+    keeper.staged(keeper.slot())
+    keeper.feed(ev.Written, key=(FIRST, 0), error=error)
+    assert keeper.phase() == "failed" and keeper.rows(peer=b"p") == [(FIRST, 0, False)] * offered
 
 
 def test_vetoed_snapshot_is_not_offered(keeper: Keeper) -> None:
@@ -341,27 +290,22 @@ def test_vetoed_snapshot_is_not_offered(keeper: Keeper) -> None:
 # ---- goodbye
 
 
-def test_after_a_goodbye_a_snapshot_is_kept_for_as_long_as_the_process_may_take_to_end(keeper: Keeper) -> None:
+@pytest.mark.parametrize("ends", [False, True])
+def test_after_a_goodbye_a_snapshot_is_kept_while_the_process_may_be_ending_and_longer_once_it_has(
+    keeper: Keeper, ends: bool
+) -> None:
     slot = keeper.slot()
     keeper.committed(slot)
     keeper.say(m.Goodbye)
     assert not keeper.of(ac.Unwatch)
     keeper.reread([slot])
     assert keeper.state(slot) == "kept"
+    if ends:
+        keeper.feed(ev.Died, session="1" * 16)
     keeper.now += PARTING_S
     keeper.tick()
-    assert keeper.state(slot) == "freed" and keeper.of(ac.Unwatch) == [ac.Unwatch(session="1" * 16)]
-
-
-def test_after_a_goodbye_and_the_end_of_its_process_a_snapshot_is_kept_on(keeper: Keeper) -> None:
-    slot = keeper.slot()
-    keeper.committed(slot)
-    keeper.say(m.Goodbye)
-    keeper.reread([slot])
-    keeper.feed(ev.Died, session="1" * 16)
-    keeper.now += PARTING_S
-    keeper.tick()
-    assert keeper.state(slot) == "kept" and not keeper.of(ac.Unwatch)
+    assert keeper.state(slot) == ("kept" if ends else "freed")
+    assert keeper.of(ac.Unwatch) == ([] if ends else [ac.Unwatch(session="1" * 16)])
 
 
 def test_process_that_asks_for_memory_after_its_goodbye_has_no_use_for_what_is_kept(keeper: Keeper) -> None:
@@ -383,7 +327,8 @@ def test_session_without_slots_is_unwatched_at_its_goodbye(keeper: Keeper) -> No
 # ---- holds
 
 
-def test_held_slot_outlives_the_time_that_snapshots_are_kept(keeper: Keeper) -> None:
+@pytest.mark.parametrize("ends", ["goodbye", "death"])
+def test_held_slot_outlives_its_time_until_its_reader_ends(keeper: Keeper, ends: str) -> None:
     slot = keeper.slot()
     keeper.committed(slot)
     keeper.dies()
@@ -392,20 +337,10 @@ def test_held_slot_outlives_the_time_that_snapshots_are_kept(keeper: Keeper) -> 
     keeper.now += 2 * KEEP_S
     keeper.tick(memory_short=True)
     assert keeper.state(slot) == "kept"
-    keeper.say(m.Goodbye, peer)
-    assert keeper.state(slot) == "freed"
-
-
-def test_death_of_the_reader_ends_its_hold(keeper: Keeper) -> None:
-    slot = keeper.slot()
-    keeper.committed(slot)
-    keeper.dies()
-    keeper.restarted()
-    keeper.rows(hold=True)
-    keeper.now += KEEP_S
-    keeper.tick()
-    assert keeper.state(slot) == "kept"
-    keeper.feed(ev.Died, session="2" * 16)
+    if ends == "goodbye":
+        keeper.say(m.Goodbye, peer)
+    else:
+        keeper.feed(ev.Died, session="2" * 16)
     assert keeper.state(slot) == "freed"
 
 
@@ -471,34 +406,23 @@ def test_memory_that_was_lent_again_and_not_used_keeps_its_snapshot(keeper: Keep
     assert keeper.state(slot) == "kept"
 
 
-@pytest.mark.parametrize("changes", [{"rank": 1, "world_size": 2}, {}])
-def test_memory_of_another_rank_or_size_is_not_lent(keeper: Keeper, changes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "nbytes", "on_disk"),
+    [({"rank": 1, "world_size": 2}, 12288, True), ({}, 16384, True), ({}, 12288, False)],
+    ids=["another rank", "another size", "nowhere else"],
+)
+def test_memory_of_another_rank_or_size_or_of_the_only_copy_is_not_lent(
+    keeper: Keeper, changes: dict[str, int], nbytes: int, on_disk: bool
+) -> None:
     slot = keeper.slot()
-    keeper.committed(slot)
+    if on_disk:
+        keeper.committed(slot)
+    else:
+        keeper.staged(slot)
+        keeper.feed(ev.Written, key=(FIRST, 0), error=ERROR)
     keeper.dies()
-    peer = keeper.restarted(**changes)
-    keeper.say(m.Allocate, peer, nbytes=12288 if changes else 16384, populate=True)
+    keeper.say(m.Allocate, keeper.restarted(**changes), nbytes=nbytes, populate=True)
     assert keeper.asked("create_slot") and keeper.state(slot) == "kept"
-
-
-def test_memory_of_a_snapshot_that_is_nowhere_else_is_not_lent(keeper: Keeper) -> None:
-    slot = keeper.slot()
-    keeper.staged(slot)
-    keeper.feed(ev.Written, key=(FIRST, 0), error=ERROR)
-    keeper.dies()
-    assert keeper.slot(keeper.restarted()) != slot
-
-
-def test_repeated_allocate_gets_the_memory_that_it_got(keeper: Keeper) -> None:
-    slot = keeper.slot()
-    keeper.committed(slot)
-    keeper.dies()
-    peer = keeper.restarted()
-    message = m.Allocate(id=77, nbytes=12288, populate=True)
-    for _ in range(2):
-        keeper.feed(ev.Received, peer=peer, message=message)
-        (sent,) = keeper.of(ac.Send)
-        assert sent.message.slot == slot  # type: ignore[attr-defined]
 
 
 # ---- memory
@@ -553,28 +477,16 @@ def test_short_is_a_small_part_of_all_memory(total: int, available: int, short: 
 # ---- the worker's own end, and the list
 
 
-def test_kept_snapshot_is_freed_after_its_time(keeper: Keeper) -> None:
+@pytest.mark.parametrize("drains", [False, True])
+def test_kept_snapshot_keeps_no_idle_worker_and_delays_no_drain(keeper: Keeper, drains: bool) -> None:
     slot = keeper.slot()
     keeper.committed(slot)
     keeper.dies()
-    keeper.now += KEEP_S
-    keeper.tick()
-    assert keeper.state(slot) == "freed"
-
-
-def test_kept_snapshot_does_not_keep_an_idle_worker(keeper: Keeper) -> None:
-    slot = keeper.slot()
-    keeper.committed(slot)
-    keeper.dies()
-    keeper.now += CONFIG.idle_exit_s
-    keeper.tick()
-    assert keeper.of(ac.Exit)
-
-
-def test_kept_snapshot_does_not_delay_a_drain(keeper: Keeper) -> None:
-    slot = keeper.slot()
-    keeper.committed(slot)
-    keeper.dies()
+    if not drains:
+        keeper.now += CONFIG.idle_exit_s
+        keeper.tick()
+        assert keeper.of(ac.Exit)
+        return
     keeper.say(m.Drain, b"z", now=False)
     keeper.reread([slot])
     keeper.now += CONFIG.staging_grace_s

@@ -177,13 +177,6 @@ def counted(worker: Worker, kind: Any, **fields: Any) -> list[str | None]:
     return [a.count for a in actions if isinstance(a, ac.Log)]
 
 
-def test_ranks_of_both_workers_are_told_what_was_decided(pair: Pair) -> None:
-    pair.follower.say(m.Withdraw, save_id=FIRST, reason="out of luck", skipped=False)
-    pair.pump()
-    said = [worker.say(m.Heartbeat, saves=()).outcomes for worker in (pair.leader, pair.follower)]
-    assert said[0] == said[1] and len(said[0]) == 1
-
-
 # ---- a save
 
 
@@ -203,10 +196,15 @@ def test_a_rank_of_a_follower_is_written_there_and_committed_here(pair: Pair) ->
     assert pair.rows(1)[-1]["report"]["seconds_commit"] == 0.5
 
 
-def test_the_epoch_is_asked_through(pair: Pair) -> None:
+def test_the_epoch_is_asked_through_and_an_error_told_there(pair: Pair) -> None:
     assert pair.follower.say(m.Lineage, run=RUN, path=PATH) is None
     pair.pump()
     assert not pair.follower.of(ac.ScanLineage)
+    pair.leader.feed(ev.LineageScanned, run=RUN, path=PATH, error=ERROR)
+    pair.pump()
+    assert [code(said) for said in pair.heard[1] if isinstance(said, m.Refused)] == ["save_failed"]
+    pair.follower.say(m.Lineage, run=RUN, path=PATH)
+    pair.pump()
     pair.leader.feed(ev.LineageScanned, run=RUN, path=PATH, epoch=7)
     pair.pump()
     assert [said.epoch for said in pair.heard[1] if isinstance(said, m.LineageFound)] == [7]
@@ -214,28 +212,19 @@ def test_the_epoch_is_asked_through(pair: Pair) -> None:
     assert pair.leader.say(m.Lineage, run=RUN, path=PATH).epoch == 7
 
 
-def test_an_epoch_that_cannot_be_found_is_an_error_there(pair: Pair) -> None:
-    pair.follower.say(m.Lineage, run=RUN, path=PATH)
-    pair.pump()
-    pair.leader.feed(ev.LineageScanned, run=RUN, path=PATH, error=ERROR)
-    pair.pump()
-    assert [code(said) for said in pair.heard[1] if isinstance(said, m.Refused)] == ["save_failed"]
-
-
-def test_a_failure_at_the_follower_ends_the_save_on_both_with_one_error(pair: Pair) -> None:
-    for worker in (pair.leader, pair.follower):
-        pair.stages(worker)
+@pytest.mark.parametrize("is_ring", [False, True])
+def test_a_failure_at_the_follower_ends_the_save_on_both_with_one_error(pair: Pair, is_ring: bool) -> None:
+    if is_ring:
+        fills_a_ring(pair)
+    else:
+        for worker in (pair.leader, pair.follower):
+            pair.stages(worker)
+    before = phases(pair)
     pair.follower.feed(ev.Written, key=(FIRST, 1), error=ERROR)
-    assert pair.follower.phase(rank=1) == "writing", "the leader has not spoken"
+    assert phases(pair) == before, "the leader has not spoken"
     pair.pump()
     zero, one = pair.rows(0)[-1], pair.rows(1)[-1]
     assert zero["phase"] == one["phase"] == "failed" and zero["error"]["text"] == one["error"]["text"] == ERROR["text"]
-
-
-def test_who_is_missing_is_told_to_the_ranks_of_the_follower(pair: Pair) -> None:
-    pair.stages(pair.follower)
-    pair.pump(BEAT_S)
-    assert pair.follower.row()["missing"] == [0]
 
 
 @pytest.mark.parametrize("how", ["death", "withdrawal"])
@@ -302,26 +291,18 @@ def test_nobody_knows_when_a_leader_is_silent_that_had_all_it_needs(pair: Pair) 
     assert not pair.follower.of(ac.Remove), "it may have been committed"
 
 
-def test_a_follower_that_is_silent_while_it_writes_is_named(pair: Pair) -> None:
-    for worker in (pair.leader, pair.follower):
-        pair.stages(worker, commit_timeout_s=30.0)
-    pair.pump(29.0)
-    pair.leader.now += 29.0
-    pair.leader.feed(ev.Tick)
-    assert pair.leader.core.tables.find(FIRST).outcome is None, "it was heard 29 s ago"
-    pair.leader.now += 2.0
-    pair.leader.feed(ev.Tick)
-    (row,) = pair.leader.pushed()
-    assert row["error"]["code"] == "commit_timeout" and list(row["error"]["fields"]["missing_ranks"]) == [1]
-
-
-def test_a_follower_that_is_silent_while_a_hook_is_waited_for_is_named(pair: Pair) -> None:
-    for worker in (pair.leader, pair.follower):
-        pair.stages(worker, commit_timeout_s=30.0, hook_timeout_s=1000.0 * worker.rank)
-    pair.writes(pair.follower)
-    pair.leader.feed(ev.Written, key=(FIRST, 0), result=result_of(FIRST, 0))
-    pair.pump()
-    assert phases(pair) == ("durable", "durable")
+@pytest.mark.parametrize("while_it", ["writes", "waits for a hook", "writes a ring"])
+def test_a_follower_that_is_silent_is_named(pair: Pair, while_it: str) -> None:
+    if while_it == "writes a ring":
+        fills_a_ring(pair, commit_timeout_s=30.0)
+    else:
+        for worker in (pair.leader, pair.follower):
+            hook_s = 1000.0 * worker.rank if while_it == "waits for a hook" else 0
+            pair.stages(worker, commit_timeout_s=30.0, hook_timeout_s=hook_s)
+    if while_it == "waits for a hook":
+        pair.writes(pair.follower)
+        pair.leader.feed(ev.Written, key=(FIRST, 0), result=result_of(FIRST, 0))
+    pair.pump(20.0)
     pair.leader.now += 29.0
     pair.leader.feed(ev.Tick)
     assert pair.leader.core.tables.find(FIRST).outcome is None, "it was heard 29 s ago"
@@ -331,11 +312,11 @@ def test_a_follower_that_is_silent_while_a_hook_is_waited_for_is_named(pair: Pai
     assert row["error"]["code"] == "commit_timeout" and list(row["error"]["fields"]["missing_ranks"]) == [1]
 
 
-def fills_a_ring(pair: Pair) -> None:
+def fills_a_ring(pair: Pair, **changes: Any) -> None:
     """The leader's rank has sealed, and the follower's fills a ring, which is written there."""
-    pair.stages(pair.leader)
+    pair.stages(pair.leader, **changes)
     worker = pair.follower
-    worker.begin(1)
+    worker.begin(1, **changes)
     worker.feed(ev.Prepared, key=(FIRST, 1))
     worker.submit(1)
     reads_the_ring(pair, streamed=True)
@@ -376,22 +357,6 @@ def test_a_ring_that_a_follower_has_written_is_waited_for_commit_timeout_s(pair:
     assert phases(pair) == ("failed", "failed")
     error = pair.rows(0)[-1]["error"]
     assert error["code"] == "commit_timeout" and list(error["fields"]["missing_ranks"]) == [1]
-
-
-def test_a_follower_that_is_silent_while_it_writes_a_ring_is_named(pair: Pair) -> None:
-    fills_a_ring(pair)
-    pair.leader.now += 1.1 * COMMIT_TIMEOUT_S
-    pair.leader.feed(ev.Tick)
-    (row,) = pair.leader.pushed()
-    assert row["error"]["code"] == "commit_timeout" and list(row["error"]["fields"]["missing_ranks"]) == [1]
-
-
-def test_a_ring_that_fails_at_a_follower_ends_the_save_here(pair: Pair) -> None:
-    fills_a_ring(pair)
-    pair.follower.feed(ev.Written, key=(FIRST, 1), error=ERROR)
-    pair.pump()
-    assert phases(pair) == ("failed", "failed")
-    assert pair.rows(0)[-1]["error"]["text"] == ERROR["text"]
 
 
 def test_a_follower_that_is_gone_for_good_is_forgotten(pair: Pair) -> None:
@@ -442,16 +407,6 @@ def test_of_what_was_reported_to_another_decider_only_ranks_are_taken(pair: Pair
     assert pair.leader.core.tables.find(FIRST) is None
     (answer,) = [relay.message for relay in pair.leader.said]
     assert isinstance(answer, Outcomes) and answer.sender == "a" * 16, "so it learns who decides"
-
-
-def test_a_page_that_comes_late_or_twice_changes_nothing(pair: Pair) -> None:
-    pair.stages(pair.follower)
-    pair.follower.feed(ev.Tick)
-    pair.pump(BEAT_S)
-    (reporter,) = pair.leader.core._decider._reporters.values()
-    old = report("b" * 16, reporter.heard, [1], to="a" * 16)
-    pair.leader.feed(ev.Relayed, run=RUN, route=b"elsewhere", message=old)
-    assert reporter.route == b"r" and reporter.saves == (FIRST,)
 
 
 def report(instance: str, counter: int, ranks: Sequence[int], world_size: int = 2, to: str = "") -> Report:

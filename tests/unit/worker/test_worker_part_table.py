@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from worker_bench import ERROR, FIRST, REQUEST, SECOND, Bench
 
-from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.save_phases import COMMITTED, DURABLE, ENDED, FAILED, OPEN, PHASES, RECOVERING, SEALED, WRITING
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
@@ -85,9 +84,7 @@ def at(phase: str) -> Bench:
     for rank in range(2):
         bench.hello(str(rank).encode(), f"{rank + 1:016x}", rank, 2)
     if phase == RECOVERING:
-        body = {"fd": 9, "nbytes": 12288, "token": b"t" * 16, "generation": 1, "ended": 0, "committed": ""}
-        bench.say(m.Adopt, b"0", **body)
-        bench.feed(ev.SlotCreated, slot=bench.of(ac.AdoptSlot)[0].slot, fd=9, token=b"t" * 16)
+        bench.adopted(b"0", generation=1, ended=0)
         bench.begin(1, peer=b"0")
         return bench
     slot = bench.slot(b"0")
@@ -159,10 +156,7 @@ def test_every_cell_is_reached_and_no_other(monkeypatch: pytest.MonkeyPatch) -> 
     bench.begin(2, peer=b"1")
     assert bench.phase(rank=1) == "failed"
     bench = at(RECOVERING)
-    bench.say(
-        m.Adopt, b"1", fd=9, nbytes=12288, token=b"t" * 16, generation=1, ended=0, committed=""
-    )  # fmt: skip
-    bench.feed(ev.SlotCreated, slot=2, fd=9, token=b"t" * 16)
+    bench.adopted(b"1", generation=1, ended=0)
     bench.core._saves.was_committed(the_save(bench), {})
     bench.read(2, rank=1, world_size=2)
     assert bench.phase(rank=1) == "committed", "by the worker before"
@@ -193,5 +187,6 @@ def test_a_cell_that_is_missing_ends_its_save_and_no_other(event: str, monkeypat
     assert {fault.save_id for fault in faults} == {FIRST} and event in str(faults[0].error)
     for fault in faults:  # as the daemon answers them
         bench.feed(ev.Broken, save_id=fault.save_id, reason=repr(fault.error))
+    bench.feed(ev.Broken, save_id="000009-00000000-aaaaaaaaaaaa", reason="of nobody")
     assert bench.row()["phase"] == "failed" and bench.row()["error"]["fields"]["code"] == "internal"
     assert bench.phase(SECOND) == "open"

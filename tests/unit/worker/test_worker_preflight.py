@@ -131,6 +131,7 @@ def test_disk_room_and_inodes_are_checked(disk: Disk, fits: bool) -> None:
         ("idle_exit_s", -1.0),
         ("drain_timeout_s", float("inf")),
         ("threads", 1000),
+        ("max_write_bandwidth", 5),
         ("log_format", "xml"),
         ("roots", ("relative",)),
     ],

@@ -107,62 +107,30 @@ class Ranks(Bench):
 # ---- who takes part
 
 
-@pytest.mark.parametrize("by", ["death", "goodbye"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_rank_that_is_gone_ends_what_it_has_not_sealed_on_all_ranks(by: str, world_size: int) -> None:
-    bench = Ranks(world_size)
-    for rank in range(world_size - 1):
-        bench.stages(rank)
-    last = world_size - 1
-    if by == "death":
-        bench.dies(last)
-    else:
-        bench.say(m.Goodbye, bench.peer(last))
-        bench.feed(ev.SlotRead, slot=last + 1, reason="EMPTY")
-    assert bench.heard() == {bench.peer(r): "failed" for r in range(last)}
-    for rank in range(last):
-        fields = bench.error(rank)["fields"]
-        assert (fields["code"], fields["rank"]) == ("not_sealed", last)
-
-
-def test_rank_that_is_gone_while_it_staged_is_named_to_the_others() -> None:
-    bench = Ranks()
-    bench.stages(0)
-    bench.starts(1)
-    bench.dies(1)
-    assert bench.error(0)["fields"]["rank"] == 1 and bench.outcome() == "abandoned"
-
-
 @pytest.mark.parametrize("begun", [True, False])
 @pytest.mark.parametrize(
     ("leaves", "why"), [("death", "its process 7 died"), ("goodbye", "its checkpointer was closed")]
 )
-def test_end_of_a_save_says_why_its_rank_is_gone_and_which_save_it_was(begun: bool, leaves: str, why: str) -> None:
-    bench = Ranks()
-    bench.stages(0)
-    if begun:
-        bench.starts(1)
-    if leaves == "death":
-        bench.dies(1)
-    else:
-        bench.say(m.Goodbye, b"1")
-        bench.feed(ev.SlotRead, slot=2, reason="OPEN")
-    error = bench.error(0)
-    assert error["fields"] == {
-        "code": "not_sealed", "rank": 1, "save_id": FIRST, "detail": why, "step": 5, "path": PATH
-    }  # fmt: skip
-    assert all(part in error["text"] for part in ("step 5", "rank 1", PATH, why))
-
-
-def test_rank_that_died_after_its_seal_is_not_missed() -> None:
-    bench = Ranks()
-    bench.stages(0)
-    bench.dies(0, FIRST)
-    bench.starts(1)
-    bench.dies(1, FIRST)
+def test_rank_that_is_gone_unsealed_ends_the_save_on_all_ranks_which_hear_why(
+    begun: bool, leaves: str, why: str
+) -> None:
+    bench = Ranks(3)
     for rank in range(2):
-        bench.writes(rank)
-    assert [c.save_id for c in bench.of(ac.Commit)] == [FIRST]
+        bench.stages(rank)
+    if begun:
+        bench.starts(2)
+    if leaves == "death":
+        bench.dies(2)
+    else:
+        bench.say(m.Goodbye, b"2")
+        bench.feed(ev.SlotRead, slot=3, reason="OPEN")
+    assert bench.heard() == {b"0": "failed", b"1": "failed"} and bench.outcome() == "abandoned"
+    for rank in range(2):
+        error = bench.error(rank)
+        assert error["fields"] == {
+            "code": "not_sealed", "rank": 2, "save_id": FIRST, "detail": why, "step": 5, "path": PATH
+        }  # fmt: skip
+        assert all(part in error["text"] for part in ("step 5", "rank 2", PATH, why))
 
 
 def test_rank_is_not_gone_before_all_of_its_slots_are_read() -> None:
@@ -221,19 +189,23 @@ def test_replaced_session_hands_its_rank_over_and_the_next_one_is_missed_when_it
     }  # fmt: skip
 
 
-def test_death_of_a_twin_ends_nothing() -> None:
+def test_second_session_of_a_rank_cannot_touch_its_save_and_its_death_ends_nothing() -> None:
     bench = Ranks()
     bench.hello(b"twin", "9" * 16, 1, 2)
     bench.say(m.Lineage, b"twin", run=RUN, path=PATH)
+    twin = bench.slot(b"twin")
     bench.stages(0)
+    bench.starts(1)
+    assert code(bench.begin(twin, peer=b"twin")) == "protocol"
     assert isinstance(bench.say(m.Withdraw, b"twin", save_id=FIRST, reason="", skipped=False), m.Ok)
     bench.feed(ev.Died, session="9" * 16)
-    assert bench.outcome() is None
+    bench.read(twin, rank=1, world_size=2)
+    assert bench.outcome() is None and bench.phase(rank=1) == "open"
 
 
 @pytest.mark.parametrize("skipped", [False, True])
 @pytest.mark.parametrize("save_id", [FIRST, EPOCH_UNKNOWN])
-@pytest.mark.parametrize("moment", ["before_all", "others_begun", "others_sealed", "own_begun"])
+@pytest.mark.parametrize("moment", ["before_all", "before_seals", "others_begun", "others_sealed", "own_begun"])
 def test_withdrawal_of_one_rank_ends_the_save_on_all(moment: str, save_id: str, skipped: bool) -> None:
     bench = Ranks()
     if moment in ("others_begun", "others_sealed", "own_begun"):
@@ -245,18 +217,19 @@ def test_withdrawal_of_one_rank_ends_the_save_on_all(moment: str, save_id: str, 
     assert isinstance(bench.withdraws(1, save_id, skipped=skipped), m.Ok)
     if moment == "before_all":
         assert isinstance(bench.starts(0), m.Ok) and not bench.of(ac.Prepare)
+    if moment == "before_seals":  # no Begin of the others came
+        bench.seals(0)
+        assert not bench.of(ac.Prepare)
     error = bench.error(0)
     assert error["fields"]["rank"] == 1 and "out of luck" in error["text"]
     assert error["code"] == ("save_skipped" if skipped else "save_failed")
     assert skipped or error["fields"]["code"] == "withdrawn"
     assert not [a for a in bench.actions if isinstance(a, ac.Commit)]
-
-
-def test_withdrawal_is_known_though_no_begin_of_the_others_came() -> None:
-    bench = Ranks()
-    bench.withdraws(1, EPOCH_UNKNOWN, skipped=True)
-    bench.seals(0)
-    assert bench.error(0)["code"] == "save_skipped" and not bench.of(ac.Prepare)
+    assert bench.outcomes() == {0: False}
+    slots = [bench.slot(b"0"), bench.slot(b"1")]
+    for rank, slot in enumerate(slots):
+        assert isinstance(bench.begin(slot, SECOND, peer=bench.peer(rank), path="/ckpt/b"), m.Ok)
+    assert bench.outcome(SECOND) is None, "it is no withdrawal of the next"
 
 
 def test_withdrawal_after_the_own_seal_comes_too_late() -> None:
@@ -265,14 +238,6 @@ def test_withdrawal_after_the_own_seal_comes_too_late() -> None:
     bench.withdraws(1)
     bench.stages(0)
     assert bench.outcome() is None
-
-
-def test_withdrawal_of_a_save_is_not_one_of_the_next() -> None:
-    bench = Ranks()
-    bench.withdraws(1, EPOCH_UNKNOWN)
-    bench.stages(0, SECOND)
-    bench.stages(1, SECOND)
-    assert bench.outcome(SECOND) is None
 
 
 def test_withdrawals_that_are_remembered_are_bounded() -> None:
@@ -320,7 +285,8 @@ def test_ranks_that_differ_hear_so_on_all_ranks(changes: dict[str, Any], word: s
         assert advice in error["text"] and ("order" in error["text"]) == (
             not {"plan", "overwrite", "layout"} & set(changes)
         )
-    assert not bench.of(ac.Commit)
+    assert not bench.of(ac.Commit) and bench.outcome() == "failed"
+    assert bench.outcomes() == {0: True}, "they meet again"
 
 
 def test_files_of_ranks_that_differ_in_their_path_are_removed_from_both() -> None:
@@ -378,7 +344,7 @@ def test_missing_rank_is_named_on_every_rank_when_the_commit_timeout_is_over() -
     for rank in range(3):
         assert bench.error(rank)["code"] == "commit_timeout"
         assert list(bench.error(rank)["fields"]["missing_ranks"]) == [2]
-    assert bench.heard() == {}
+    assert bench.heard() == {} and bench.outcomes() == {0: True}
     assert bench.core.wakes_at is None
 
 
@@ -436,16 +402,6 @@ def test_commit_waits_for_the_consent_of_every_hook(hooked: Ranks) -> None:
     assert hooked.phase() == "committed"
 
 
-def test_rank_without_a_hook_is_not_waited_for() -> None:
-    bench = Ranks()
-    bench.stages(0, **HOOKED)
-    bench.stages(1)
-    for rank in range(2):
-        bench.writes(rank)
-    consents(bench, 0)
-    assert bench.of(ac.Commit)
-
-
 @pytest.mark.parametrize("how", ["refusal", "silence", "death", "goodbye"])
 def test_veto_of_one_rank_ends_the_save_on_all(hooked: Ranks, how: str) -> None:
     consents(hooked, 0)
@@ -482,7 +438,8 @@ def queue(bench: Ranks, *, elder_hooked: bool = True) -> None:
         bench.writes(rank, SECOND)
 
 
-def test_hook_has_its_time_from_when_the_save_before_has_ended() -> None:
+@pytest.mark.parametrize("error", [None, ERROR], ids=["committed", "failed"])
+def test_hook_has_its_time_from_when_the_save_before_has_ended(error: dict[str, Any] | None) -> None:
     bench = Ranks()
     queue(bench)
     for rank in range(2):
@@ -492,24 +449,11 @@ def test_hook_has_its_time_from_when_the_save_before_has_ended() -> None:
         consents(bench, rank)
     bench.passes(8.0)
     assert bench.outcome(SECOND) is None, "the earlier one is being committed"
-    bench.feed(ev.Published, save_id=FIRST)
+    bench.feed(ev.Published, save_id=FIRST, error=error)
     assert bench.core.wakes_at == 26.0
     bench.passes(8.0)
     assert bench.outcome(SECOND) is None
     bench.passes(2.0)
-    assert bench.error(0, SECOND)["fields"]["code"] == "vetoed"
-
-
-def test_hook_has_its_time_though_the_save_before_fails() -> None:
-    bench = Ranks()
-    queue(bench)
-    for rank in range(2):
-        bench.writes(rank)
-    bench.passes(10.0)
-    assert bench.outcome() == "failed" and bench.outcome(SECOND) is None
-    bench.passes(9.0)
-    assert bench.outcome(SECOND) is None
-    bench.passes(1.0)
     assert bench.error(0, SECOND)["fields"]["code"] == "vetoed"
 
 
@@ -561,16 +505,17 @@ def sampled(digest: bytes, split: bool = False, name: str = "w") -> dict[str, An
     return {"samples": encode_samples([("even", True, EQUAL), (name, split, digest)])}
 
 
-def test_equal_samples_commit() -> None:
+@pytest.mark.parametrize("names", ["ww", "ab"], ids=["equal", "of different tensors"])
+def test_samples_that_are_equal_or_of_different_tensors_commit(names: str) -> None:
     bench = Ranks()
-    for rank in range(2):
-        bench.stages(rank, **sampled(EQUAL, split=True))
+    for rank, name in enumerate(names):
+        bench.stages(rank, **sampled((EQUAL, OTHER)[rank * (names == "ab")], True, name))
     for rank in range(2):
         bench.writes(rank)
     assert bench.of(ac.Commit) and not bench.outcomes()
 
 
-@pytest.mark.parametrize("split_on", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("split_on", [(), (0,), (1,), (0, 1)])
 def test_replica_that_is_split_and_differs_fails_the_save(split_on: tuple[int, ...]) -> None:
     bench = Ranks(3)
     for rank, digest in enumerate((EQUAL, OTHER, EQUAL)):
@@ -580,21 +525,6 @@ def test_replica_that_is_split_and_differs_fails_the_save(split_on: tuple[int, .
         assert (error["code"], error["fields"]["fqn"]) == ("replica_mismatch", "w")
         assert list(error["fields"]["ranks"]) == [0, 1, 2] and "[0, 2] and [1]" in error["text"]
     assert bench.outcomes() == {0: True}
-
-
-def test_replica_with_one_writer_that_differs_fails_too_and_the_ranks_meet_again() -> None:
-    bench = Ranks()
-    bench.stages(0, **sampled(EQUAL))
-    bench.stages(1, **sampled(OTHER))
-    assert bench.outcome() == "failed"
-    assert bench.outcomes() == {0: True}
-
-
-def test_names_of_different_ranks_are_compared_where_they_meet() -> None:
-    bench = Ranks()
-    bench.stages(0, **sampled(EQUAL, True, "a"))
-    bench.stages(1, **sampled(OTHER, True, "b"))
-    assert bench.outcome() is None
 
 
 # ---- meeting again
@@ -617,15 +547,10 @@ def test_a_rank_that_has_changed_makes_all_ranks_meet_after_the_save(changed: tu
         assert dict(send.message.outcomes) == {0: bool(changed)}, "told with the end of the save"
     assert bench.outcome() == "committed"
     assert [bench.outcomes(rank) for rank in range(2)] == [{0: bool(changed)}] * 2
-
-
-def test_each_save_has_an_outcome_of_its_own() -> None:
-    bench = Ranks()
-    for number, save_id in enumerate((FIRST, SECOND)):
-        for rank in range(2):
-            bench.stages(rank, save_id, number + 1, path=f"/ckpt/{number}", changed=number == 0)
-        commits(bench, save_id)
-    assert bench.outcomes() == {0: True, 1: False}
+    for rank in range(2):
+        bench.stages(rank, SECOND, 2, path="/ckpt/b")
+    commits(bench, SECOND)
+    assert bench.outcomes() == {0: bool(changed), 1: False}, "each save has an outcome of its own"
 
 
 @pytest.mark.parametrize(
@@ -651,21 +576,6 @@ def test_a_save_that_a_rank_has_changed_in_and_another_withdraws_from_makes_all_
     assert bench.outcomes() == {0: True}
 
 
-@pytest.mark.parametrize("differs", [{"path": "/ckpt/b"}, {"step": 9}, {"plan": "1" * 16}])
-def test_ranks_that_disagree_meet_again(differs: dict[str, Any]) -> None:
-    bench = Ranks()
-    bench.stages(0)
-    bench.stages(1, **differs)
-    assert bench.outcome() == "failed" and bench.outcomes() == {0: True}
-
-
-def test_ranks_of_which_one_was_missing_meet_again() -> None:
-    bench = Ranks()
-    bench.stages(0, commit_timeout_s=5.0)
-    bench.passes(6.0)
-    assert bench.outcome() == "failed" and bench.outcomes() == {0: True}
-
-
 @pytest.mark.parametrize(("code", "meet"), [("coverage", True), ("ENOSPC", False)])
 def test_a_tensor_that_is_not_covered_makes_the_ranks_meet_and_a_full_disk_does_not(code: str, meet: bool) -> None:
     bench = Ranks()
@@ -683,13 +593,6 @@ def test_only_the_latest_outcomes_are_told() -> None:
     for number in range(MAX_OUTCOMES + 5):
         bench.withdraws(1, f"000000-{number:08d}-{RUN}")
     assert list(bench.outcomes()) == list(range(5, MAX_OUTCOMES + 5))
-
-
-def test_a_rank_without_others_is_told_no_outcome() -> None:
-    bench = Ranks(1)
-    bench.stages(0, changed=True)
-    commits(bench)
-    assert bench.outcomes() == {}
 
 
 # ---- lineage

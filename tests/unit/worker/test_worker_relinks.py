@@ -32,15 +32,12 @@ class Next(Worker):
 
     def adopts(self, *, sealed: bool = True, **changes: Any) -> int:
         """Take the slot over in which FIRST lies, of generation 1; returns the slot's number."""
-        fields = {"fd": 9, "nbytes": 12288, "token": b"t" * 16, "generation": 1, "ended": 0, "committed": ""}
-        self.say(m.Adopt, **fields)
-        (job,) = self.of(ac.AdoptSlot)
-        self.feed(ev.SlotCreated, slot=job.slot, fd=31, token=b"t" * 16)
+        slot = self.adopted(generation=1, ended=0)
         if sealed:
-            self.read(job.slot, rank=self.rank, world_size=2, **changes)
+            self.read(slot, rank=self.rank, world_size=2, **changes)
         else:
-            self.feed(ev.SlotRead, slot=job.slot, reason="OPEN", opened=True)
-        return job.slot
+            self.feed(ev.SlotRead, slot=slot, reason="OPEN", opened=True)
+        return slot
 
 
 @pytest.fixture
@@ -99,53 +96,6 @@ def test_what_was_durable_stays_so_and_the_commit_does_not_wait_for_the_next_wor
     assert leader_writes(pair)
 
 
-def test_a_commit_under_way_is_not_disturbed_by_a_rank_that_comes_again(pair: Pair) -> None:
-    pair.writes(pair.follower)
-    (commit,) = leader_writes(pair)
-    replace_follower(pair)
-    pair.follower.feed(ev.Prepared, key=(FIRST, 1))
-    pair.follower.feed(ev.Written, key=(FIRST, 1), error=ERROR)
-    pair.pump()
-    assert not pair.leader.of(ac.Remove) and pair.leader.core.tables.saves[FIRST].committing
-    pair.leader.feed(ev.Published, save_id=FIRST)
-    pair.pump()
-    assert [end_of(pair, rank)["phase"] for rank in (0, 1)] == ["committed"] * 2
-    assert commit.results[1] == result_of(FIRST, 1)
-
-
-def test_an_end_that_the_dead_worker_has_not_passed_on_is_told_again(pair: Pair) -> None:
-    pair.writes(pair.follower)
-    assert leader_writes(pair)
-    pair.leader.feed(ev.Published, save_id=FIRST)
-    pair.leader.said.clear()
-    replace_follower(pair)
-    assert end_of(pair, 1)["phase"] == "committed"
-
-
-def test_a_failure_that_the_dead_worker_has_not_passed_on_is_told_again(pair: Pair) -> None:
-    pair.leader.feed(ev.Written, key=(FIRST, 0), error=ERROR)
-    pair.leader.said.clear()
-    replace_follower(pair)
-    assert end_of(pair, 1)["phase"] == "failed" and end_of(pair, 1)["error"]["text"] == ERROR["text"]
-
-
-def test_a_rank_that_was_still_staging_seals_with_the_next_worker() -> None:
-    pair = Pair()
-    pair.link()
-    pair.stages(pair.leader)
-    pair.follower.begin(1)
-    pair.pump()
-    pair.follower = Next(1, "c" * 16, 0.0)
-    slot = pair.follower.adopts(sealed=False)
-    pair.follower.begin(slot)
-    pair.pump()
-    assert pair.leader.phase(rank=1) == "open"
-    pair.follower.submit(slot)
-    pair.follower.read(slot, **SEALED)
-    pair.pump()
-    assert pair.leader.phase(rank=1) == "writing"
-
-
 def test_nothing_is_told_of_a_slot_before_its_rank_has_said_whom_to_follow(pair: Pair) -> None:
     pair.follower = Worker(1, "c" * 16)
     pair.follower.core.tables.runs.clear()
@@ -171,27 +121,6 @@ def test_a_durable_rank_whose_worker_is_not_replaced_in_its_save_costs_nothing(p
     pair.follower.say(m.Withdraw, save_id=FIRST, reason="the worker that had it was lost", skipped=False)
     pair.pump()
     assert leader_writes(pair)
-
-
-def test_a_rank_that_comes_again_without_its_save_is_named_after_the_timeout(pair: Pair) -> None:
-    pair.follower = Next(1, "c" * 16, 0.0)
-    for _ in range(11):
-        pair.pump(0.1 * COMMIT_TIMEOUT_S)
-    error = end_of(pair, 0)["error"]
-    assert error["code"] == "commit_timeout" and list(error["fields"]["missing_ranks"]) == [1]
-
-
-def test_a_hook_that_had_not_spoken_is_heard_by_the_next_worker() -> None:
-    pair = Pair()
-    pair.link()
-    for worker in (pair.leader, pair.follower):
-        pair.stages(worker, hook_timeout_s=1000.0 * worker.rank)
-    pair.writes(pair.follower)
-    replace_follower(pair, hook_timeout_s=1000.0)
-    assert not leader_writes(pair)
-    pair.follower.say(m.Consent, save_id=FIRST, granted=True, reason="")
-    pair.pump()
-    assert pair.leader.core.tables.saves[FIRST].committing
 
 
 def test_nobody_knows_how_a_save_ends_that_was_taken_over_when_the_leader_is_silent(pair: Pair) -> None:
@@ -254,28 +183,6 @@ def test_what_is_given_up_while_it_may_be_committed_is_found_to_be_committed(pai
     assert end_of(pair, 1)["phase"] == "committed"
 
 
-def test_a_rank_that_comes_to_a_save_that_was_found_committed_hears_that(pair: Pair) -> None:
-    pair.writes(pair.follower)
-    pair.leader = Next(0, "d" * 16, 0.0)
-    pair.leader.adopts()
-    pair.leader.feed(ev.Prepared, key=(FIRST, 0), committed=True)
-    pair.pump(BEAT_S)
-    pair.pump(BEAT_S)
-    assert [end_of(pair, rank)["phase"] for rank in (0, 1)] == ["committed"] * 2
-
-
-def test_both_workers_are_replaced_and_a_rank_that_is_written_anew_hears_of_the_commit(pair: Pair) -> None:
-    pair.writes(pair.follower)
-    pair.leader, pair.follower = Next(0, "d" * 16, 0.0), Next(1, "c" * 16, 0.0)
-    for worker in (pair.leader, pair.follower):
-        worker.adopts()
-    pair.follower.feed(ev.Prepared, key=(FIRST, 1))
-    assert pair.follower.phase(rank=1) == "writing"
-    pair.leader.feed(ev.Prepared, key=(FIRST, 0), committed=True)
-    pair.pump(BEAT_S)
-    assert [end_of(pair, rank)["phase"] for rank in (0, 1)] == ["committed"] * 2
-
-
 def test_what_a_rank_had_given_up_is_given_up_with_the_next_leader(pair: Pair) -> None:
     pair.follower.feed(ev.Written, key=(FIRST, 1), error=ERROR)
     pair.follower.said.clear()
@@ -284,17 +191,6 @@ def test_what_a_rank_had_given_up_is_given_up_with_the_next_leader(pair: Pair) -
     pair.leader.feed(ev.Prepared, key=(FIRST, 1))
     pair.pump()
     assert [end_of(pair, rank)["error"]["text"] for rank in (0, 1)] == [ERROR["text"]] * 2
-
-
-def test_what_the_dead_leader_had_ended_ends_with_the_next_one(pair: Pair) -> None:
-    pair.leader.feed(ev.Written, key=(FIRST, 0), error=ERROR)
-    pair.pump()
-    assert pair.follower.phase(rank=1) == "failed"
-    pair.heard[0].clear()
-    replace_leader(pair)
-    pair.leader.adopts()
-    pair.leader.feed(ev.Prepared, key=(FIRST, 0))
-    assert pair.leader.pushed()[-1]["error"]["text"] == ERROR["text"]
 
 
 def test_consents_and_refusals_of_hooks_are_told_again(pair: Pair) -> None:
@@ -394,16 +290,6 @@ def recovers(pair: Pair, leader: Worker) -> None:
     assert leader.core.tables.saves[FIRST].ranks[1].phase == "recovering"
 
 
-def test_a_save_that_the_dead_leader_had_heard_of_is_looked_for_before_it_ends(pair: Pair) -> None:
-    leader = Next(0, "d" * 16, pair.leader.now)
-    recovers(pair, leader)
-    assert leader.core.tables.saves[FIRST].ranks[1].preparing
-    leader.say(m.Withdraw, save_id=FIRST, reason="it had failed", skipped=False)
-    assert leader.core.tables.find(FIRST).outcome is None
-    leader.feed(ev.Prepared, key=(FIRST, 1), committed=True)
-    assert leader.core.tables.find(FIRST).outcome == "committed" and not leader.of(ac.Remove)
-
-
 @pytest.mark.parametrize("is_committed", [True, False])
 @pytest.mark.parametrize("lost", ["", "parts"])
 def test_what_rank_0_gives_up_with_another_leader_is_looked_for_before_it_ends(
@@ -439,20 +325,6 @@ def test_a_save_that_was_looked_for_in_vain_ends_by_what_was_kept(pair: Pair, er
     leader.say(m.Withdraw, save_id=FIRST, reason="it had failed", skipped=False)
     leader.feed(ev.Prepared, key=(FIRST, 1), error=error)
     assert leader.core.tables.find(FIRST).outcome is not None
-
-
-def test_a_save_that_is_looked_for_before_it_ends_is_not_committed_meanwhile(pair: Pair) -> None:
-    leader = Next(0, "d" * 16, pair.leader.now)
-    recovers(pair, leader)
-    save = leader.core.tables.saves[FIRST]
-    leader.core._saves.end(save, "failed", ERROR)
-    assert save.pending_failure is not None and not leader.core._saves.commit_when_complete(save)
-
-
-def test_the_first_leader_of_a_run_ends_a_save_without_a_look(pair: Pair) -> None:
-    pair.follower.feed(ev.Written, key=(FIRST, 1), error=ERROR)
-    pair.pump()
-    assert [end_of(pair, rank)["error"]["text"] for rank in (0, 1)] == [ERROR["text"]] * 2
 
 
 def test_a_leader_that_comes_back_does_not_wait_for_a_rank_that_has_ended_as_unknown(pair: Pair) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from test_worker_simulation import COMMIT_TIMEOUT_S, STEPS, Memory, Trainer, World
 
-from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.protocol.save_phases import ENDED, OPEN
 from asyncckpt_worker.core import actions as ac
@@ -54,14 +53,9 @@ class RingWorld(World):
             return super().seal_or_stream(peer, trainer, number, request, dies=dies)
         if self.luck(0.5):
             request = replace(request, ring_segments=4, ring_segment_nbytes=262_144)
-        ring = self.rings[number] = Ring(request, trainer.slots[number].generation, peer, number, dies)
-        self.ring_the_bell(trainer, ring)
+        self.rings[number] = Ring(request, trainer.slots[number].generation, peer, number, dies)
+        self.ring(peer, trainer, number, request.save_id)
         return None
-
-    def ring_the_bell(self, trainer: Trainer, ring: Ring) -> None:
-        save_id, generation = ring.request.save_id, ring.generation
-        submit = m.Submit(id=trainer.id(), save_id=save_id, slot=ring.number, generation=generation)
-        self.post(ring.peer, trainer.ask(submit))
 
     def act(self, peer: bytes, trainer: Trainer) -> None:
         mine = [r for r in self.rings.values() if r.peer == peer and self.memory_of(r) is not None]
@@ -80,7 +74,7 @@ class RingWorld(World):
             trainer.slots[ring.number].sealed = ring.request
             self.sealed.add((save_id, trainer.rank))
             del self.rings[ring.number]
-            self.ring_the_bell(trainer, ring)
+            self.ring(peer, trainer, ring.number, save_id)
         return self.wake()
 
     def give_up(self, trainer: Trainer, ring: Ring) -> None:
@@ -89,10 +83,7 @@ class RingWorld(World):
         del self.rings[ring.number]
         self.counts["gave up"] += 1
         if save_id in trainer.pending:
-            message = m.Withdraw(id=trainer.id(), save_id=save_id, reason="simulated", skipped=False)
-            self.post(ring.peer, trainer.ask(message))
-            trainer.pending.discard(save_id)
-            self.withdrawn.add(save_id)
+            self.withdraw(ring.peer, trainer, save_id)
 
     def memory_of(self, ring: Ring) -> Memory | None:
         """Return the slot that a ring is in; None once the slot was opened again, or is gone."""
