@@ -1,8 +1,7 @@
 """A trainer without torch: speaks the real protocol over zmq and fills real slots. For tests of the worker.
 
 As a program it is a nursery: it imports everything once, then forks a client per line of its stdin, so that a test can
-kill hundreds of them in seconds. A line is a JSON object (`Order`); the end of the child is one JSON line. A line can
-also be a list of them: a crew, the ranks of one run, in a process group that is reported first.
+kill hundreds of them in seconds. A line is a JSON object (`Order`); the end of the child is one JSON line.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,7 +28,6 @@ from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import PAGE_NBYTES, slot_nbytes
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.codec import decode, encode
-from asyncckpt.protocol.fields import MAX_PIECE_NBYTES
 from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.protocol.request import PartRange, SaveRequest, encode_request
 from asyncckpt.protocol.save_phases import ENDED
@@ -332,25 +330,6 @@ class Client:
         """Take no part in a save."""
         self.call(m.Withdraw(id=self.next_id(), save_id=str(save_id), reason=reason, skipped=skipped))
 
-    def consent(self, save_id: SaveId, *, granted: bool = True, reason: str = "") -> None:
-        """Say what the hook says."""
-        self.call(m.Consent(id=self.next_id(), save_id=str(save_id), granted=granted, reason=reason))
-
-    def share(self, board: str, data: bytes) -> None:
-        """Lay down all of `data`."""
-        for offset in range(0, max(1, len(data)), MAX_PIECE_NBYTES):
-            piece = data[offset : offset + MAX_PIECE_NBYTES]
-            self.call(m.Share(id=self.next_id(), board=board, offset=offset, total=len(data), data=piece))
-
-    def fetch(self, board: str, rank: int) -> bytes | tuple[int, ...]:
-        """Return what `rank` has laid down, or the ranks that are missing."""
-        found = b""
-        while True:
-            reply = self.call(m.Fetch(id=self.next_id(), board=board, rank=rank, offset=len(found)))
-            found += reply.data
-            if reply.missing or len(found) == reply.total:
-                return tuple(reply.missing) or found
-
     def goodbye(self) -> None:
         """End the session in order."""
         self.call(m.Goodbye(id=self.next_id()))
@@ -366,11 +345,10 @@ class Order:
     Attributes:
         die: "before_seal" (when `progress` of the body is written), "around_seal" (`delay_s` after it set about
             sealing, wherever that meets it), "sealed" (before the doorbell is sent), "submitted" (`delay_s` after it
-            was sent), or "never"; "wait_unsealed", "wait_sealed" and "wait_submitted" leave it to who gave the order.
+            was sent), or "never".
         announced: Whether Begin was sent and answered before the body is written.
         first: The path and id of a save in another slot that is submitted, and not waited for, ahead of the seal.
-        mark: A file that is made once the seal is done, as proof of it; or where it waits.
-        rank, world_size: Of the client; it holds that piece of each tensor.
+        mark: A file that is made once the seal is done, as proof of it.
     """
 
     endpoint: str
@@ -384,15 +362,12 @@ class Order:
     announced: bool = True
     first: tuple[str, str] | None = None
     mark: str = ""
-    rank: int = 0
-    world_size: int = 1
 
 
 def obey(order: Order) -> None:
     """Be a trainer that saves once and dies as ordered."""
-    shard = (order.rank, order.world_size)
-    snapshot, save_id = Snapshot(nbytes=order.nbytes, seed=order.seed, shard=shard), SaveId.parse(order.save_id)
-    client = Client(order.endpoint, rank=order.rank, world_size=order.world_size)
+    snapshot, save_id = Snapshot(nbytes=order.nbytes, seed=order.seed), SaveId.parse(order.save_id)
+    client = Client(order.endpoint)
     client.hello()
     slot = client.allocate(snapshot.slot_nbytes(), populate=True)
     other = client.allocate(snapshot.slot_nbytes(), populate=True) if order.first else None
@@ -409,15 +384,9 @@ def obey(order: Order) -> None:
     snapshot.fill(slot.memory, save_id)
     if order.first and other:
         client.send(_submit(client, other, order.first[1]))
-    if order.die == "wait_unsealed":
-        _wait(order)
     if order.die == "around_seal":
         threading.Thread(target=_die, args=(order.delay_s,)).start()
     client.seal(slot, snapshot, save_id, order.path, step=order.seed)
-    if order.die == "wait_submitted":
-        client.send(_submit(client, slot, order.save_id))
-    if order.die in ("wait_sealed", "wait_submitted"):
-        _wait(order)
     if order.mark:
         os.close(os.open(order.mark, os.O_CREAT))
     if order.die == "sealed":
@@ -436,11 +405,6 @@ def _submit(client: Client, slot: ClientSlot, save_id: str) -> m.Submit:
     return m.Submit(id=client.next_id(), save_id=save_id, slot=slot.number, generation=slot.generation)
 
 
-def _wait(order: Order) -> None:
-    os.close(os.open(order.mark, os.O_CREAT))
-    time.sleep(60)
-
-
 def _die(delay_s: float) -> None:
     time.sleep(delay_s)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -451,44 +415,20 @@ def encode_order(order: Order) -> str:
     return json.dumps(asdict(order))
 
 
-def encode_crew(orders: Sequence[Order]) -> str:
-    """Return the line that orders the ranks of one run."""
-    return json.dumps([asdict(order) for order in orders])
-
-
 def nursery() -> None:
     """Fork a child for every line of stdin; say how each ended."""
     for line in sys.stdin:
-        orders = json.loads(line)
-        if isinstance(orders, dict):
-            _report_end(_fork(Order(**orders)))
-            continue
-        crew: list[int] = []
-        for order in orders:
-            crew.append(_fork(Order(**order), group=crew[0] if crew else 0))
-        print(json.dumps({"group": crew[0]}), flush=True)
-        for pid in crew:
-            _report_end(pid)
-
-
-def _fork(order: Order, group: int | None = None) -> int:
-    """Return the pid of a child that obeys; `group`: the process group that it joins, 0 for one of its own."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            obey(order)
-            code = 0
-        finally:
-            os._exit(code)
-    if group is not None:
-        os.setpgid(pid, group)
-    return pid
-
-
-def _report_end(pid: int) -> None:
-    _, status = os.waitpid(pid, 0)
-    print(json.dumps({"signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, "status": status}), flush=True)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                obey(Order(**json.loads(line)))
+                code = 0
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        killed_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        print(json.dumps({"signal": killed_by, "status": status}), flush=True)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,12 @@ def empty_places() -> Iterator[Places]:
 
 
 @contextlib.contextmanager
-def both_running(places: Places) -> Iterator[list[RealWorker]]:
-    """Start a worker at each of `places`; they are ended after it, or those that have taken their place."""
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(real_worker.running(endpoint)) for endpoint in places]
+def both_running(places: Places, *options: str) -> Iterator[list[RealWorker]]:
+    """Start a worker at each of `places`; they are ended after it, or those that have taken their place.
+
+    Args:
+        places: The endpoints.
+        *options: Of the first worker's command line.
+    """
+    with real_worker.running(places[0], *options) as first, real_worker.running(places[1]) as second:
+        yield [first, second]

@@ -15,7 +15,7 @@ from warm_python import WarmPython
 
 from asyncckpt.protocol.dealer import RESERVED
 
-MOST = 40
+MOST = 24
 
 PROGRAM = """
 import contextlib, json, os, resource, sys

@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import msgpack
@@ -22,44 +19,15 @@ import rank_processes
 import real_worker
 import torch
 from rank_processes import talk
-from real_worker import DEADLINE_S, limit_commits, manifest_of, wait_until
+from real_worker import DEADLINE_S, RealWorker, limit_commits, manifest_of, wait_until
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from worker_pair import Places, both_running, empty_places
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, PerRank, SaveHandle
 from asyncckpt.client.worker_links import Links
-from asyncckpt.errors import (
-    SaveFailedError,
-)
-
-Workers = tuple[real_worker.RealWorker, real_worker.RealWorker]
-
-
-@contextlib.contextmanager
-def two_workers(*options: str) -> Iterator[Workers]:
-    """Two workers, each as if it were a node's; `options` for the first."""
-    directory = tempfile.mkdtemp(prefix="ackpt-", dir="/tmp")
-    try:
-        with (
-            real_worker.running(f"ipc://{directory}/a.sock", *options) as first,
-            real_worker.running(f"ipc://{directory}/b.sock") as second,
-        ):
-            yield first, second
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-@pytest.fixture
-def workers() -> Iterator[Workers]:
-    """Workers of this test alone."""
-    with two_workers() as found:
-        yield found
-
-
-def endpoints(workers: Workers) -> tuple[str, ...]:
-    """Where the ranks find their workers: the second one has the odd ranks."""
-    return tuple(worker.endpoint for worker in workers)
+from asyncckpt.errors import SaveFailedError
 
 
 def checkpointer_of(rank: int, places: tuple[str, ...], **settings: Any) -> AsyncCheckpointer:
@@ -104,9 +72,9 @@ def saves(rank: int, places: tuple[str, ...], root: str, first: int = 1) -> list
 
 
 def test_ranks_of_two_workers_make_one_checkpoint_and_all_of_them_hear_of_it(
-    tmp_path: pathlib.Path, workers: Workers
+    tmp_path: pathlib.Path, places: Places, workers: list[RealWorker]
 ) -> None:
-    found = rank_processes.run(3, saves, endpoints(workers), str(tmp_path))
+    found = rank_processes.run(3, saves, places, str(tmp_path))
     assert found[0] == found[1] == found[2]
     for step in (1, 2, 3):
         loaded = asyncckpt.load(tmp_path / f"step-{step}", keys=["large", "step"])
@@ -127,8 +95,10 @@ def saves_a_ring(rank: int, places: tuple[str, ...], path: str) -> int:
     return int(report.details.get("ring_nbytes", 0))
 
 
-def test_a_ring_that_a_follower_writes_is_part_of_the_checkpoint(tmp_path: pathlib.Path, workers: Workers) -> None:
-    rings = rank_processes.run(2, saves_a_ring, endpoints(workers), str(tmp_path / "c"))
+def test_a_ring_that_a_follower_writes_is_part_of_the_checkpoint(
+    tmp_path: pathlib.Path, places: Places, workers: list[RealWorker]
+) -> None:
+    rings = rank_processes.run(2, saves_a_ring, places, str(tmp_path / "c"))
     assert rings[0] == 0 and 0 < rings[1] < 1_500_000
     first, second = (worker.status()["counters"] for worker in workers)
     assert second["saves_ringed"] == 1
@@ -136,12 +106,12 @@ def test_a_ring_that_a_follower_writes_is_part_of_the_checkpoint(tmp_path: pathl
 
 
 def test_one_worker_listens_nowhere_and_of_two_the_first_on_the_loopback_only(
-    tmp_path: pathlib.Path, workers: Workers
+    tmp_path: pathlib.Path, places: Places, workers: list[RealWorker]
 ) -> None:
     first, second = workers
     rank_processes.run(2, saves, (first.endpoint, first.endpoint), str(tmp_path / "one"))
     assert listeners(first.pid) == []
-    rank_processes.run(2, saves, endpoints(workers), str(tmp_path / "two"))
+    rank_processes.run(2, saves, places, str(tmp_path / "two"))
     (address,) = listeners(first.pid)
     assert address.startswith("0100007F:") and listeners(second.pid) == []
 
@@ -157,9 +127,9 @@ def changes_and_hooks(rank: int, places: tuple[str, ...], root: str) -> list[str
 
 
 def test_hooks_and_changes_of_the_state_reach_the_ranks_of_both_workers(
-    tmp_path: pathlib.Path, workers: Workers
+    tmp_path: pathlib.Path, places: Places, workers: list[RealWorker]
 ) -> None:
-    for spoke in rank_processes.run(2, changes_and_hooks, endpoints(workers), str(tmp_path)):
+    for spoke in rank_processes.run(2, changes_and_hooks, places, str(tmp_path)):
         assert len(spoke) == 12
     for step, names in ((4, {"more@rank0", "more@rank1"}), (11, {"more"})):
         with asyncckpt.open_checkpoint(tmp_path / f"step-{step}") as checkpoint:
@@ -170,27 +140,16 @@ def test_hooks_and_changes_of_the_state_reach_the_ranks_of_both_workers(
 # ---- losses
 
 
-def loses(rank: int, places: tuple[str, ...], root: str, timeout_s: float) -> list[Any]:
-    """Save once; stage a second save when told; say how it ended; and save on."""
-    with checkpointer_of(rank, places, worker_timeout_s=5.0) as checkpointer:
+def stages_and_says_so(rank: int, places: tuple[str, ...], root: str) -> None:
+    with checkpointer_of(rank, places) as checkpointer:
         assert ended(checkpointer.save(state_of(rank, 1), f"{root}/step-1")) is None
-        limit_commits(checkpointer, timeout_s)
+        limit_commits(checkpointer, 60.0)
         talk().say("ready")
         talk().hear()
         handle = checkpointer.save(state_of(rank, 2), f"{root}/step-2")
         handle.staged.result(DEADLINE_S)
         talk().say("staged")
-        error = ended(handle)
-        talk().say((type(error).__name__, "" if error is None else str(error), error.facts() if error else {}))
-        talk().hear()
-        found = []
-        for attempt in range(20):
-            error = ended(checkpointer.save(state_of(rank, 3), f"{root}/after-{attempt}"))
-            found.append(None if error is None else repr(error))
-            if error is None:
-                break
-            time.sleep(0.5)
-    return found
+        ended(handle)
 
 
 def stages_and_stays(rank: int, places: tuple[str, ...], root: str, stages: bool) -> Any:
@@ -210,9 +169,9 @@ def stages_and_stays(rank: int, places: tuple[str, ...], root: str, stages: bool
 
 @pytest.mark.parametrize("stages", [True, False])
 def test_a_rank_of_a_follower_that_is_killed_costs_only_what_it_has_not_staged(
-    tmp_path: pathlib.Path, workers: Workers, stages: bool
+    tmp_path: pathlib.Path, places: Places, workers: list[RealWorker], stages: bool
 ) -> None:
-    with rank_processes.running(2, stages_and_stays, endpoints(workers), str(tmp_path), stages) as ranks:
+    with rank_processes.running(2, stages_and_stays, places, str(tmp_path), stages) as ranks:
         assert [ranks.receive(r) for r in (0, 1)] == ["ready"] * 2
         with workers[1].frozen():
             for r in (0, 1):
@@ -242,9 +201,9 @@ def one_rank_misses(rank: int, places: tuple[str, ...], root: str, missing: int)
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_rank_that_does_not_save_is_named_on_every_other_rank(
-    tmp_path: pathlib.Path, workers: Workers, missing: int
+    tmp_path: pathlib.Path, places: Places, workers: list[RealWorker], missing: int
 ) -> None:
-    with rank_processes.running(3, one_rank_misses, endpoints(workers), str(tmp_path), missing) as ranks:
+    with rank_processes.running(3, one_rank_misses, places, str(tmp_path), missing) as ranks:
         for rank in {0, 1, 2} - {missing}:
             assert ranks.receive(rank) == ("CommitTimeoutError", [missing])
         for rank in range(3):
@@ -264,8 +223,10 @@ def withdraws(rank: int, places: tuple[str, ...], root: str) -> Any:
         return error and (type(error).__name__, error.facts()["code"], error.facts()["rank"])
 
 
-def test_a_rank_that_withdraws_ends_the_save_beside_the_other_worker(tmp_path: pathlib.Path, workers: Workers) -> None:
-    found = rank_processes.run(2, withdraws, endpoints(workers), str(tmp_path))
+def test_a_rank_that_withdraws_ends_the_save_beside_the_other_worker(
+    tmp_path: pathlib.Path, places: Places, workers: list[RealWorker]
+) -> None:
+    found = rank_processes.run(2, withdraws, places, str(tmp_path))
     assert found == [("SaveFailedError", "withdrawn", 1), None]
 
 
@@ -292,26 +253,26 @@ def first_save(rank: int, places: tuple[str, ...], root: str, lie: bool) -> tupl
         return type(error).__name__, str(error), None if error is None else error.facts().get("rank")
 
 
-def test_a_port_that_is_taken_is_said_at_the_first_save(tmp_path: pathlib.Path) -> None:
+def test_a_port_that_is_taken_is_said_at_the_first_save(tmp_path: pathlib.Path, places: Places) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with two_workers("--port", str(port)) as workers:
-            zero, one = rank_processes.run(2, first_save, endpoints(workers), str(tmp_path), False)
+        with both_running(places, "--port", str(port)):
+            zero, one = rank_processes.run(2, first_save, places, str(tmp_path), False)
     assert zero[0] == "EndpointError" and str(port) in zero[1]
     assert one[0] == "SaveFailedError" and one[2] == 0 and str(port) in one[1]
 
 
-def test_a_leader_that_cannot_be_reached_is_said_at_the_first_save(tmp_path: pathlib.Path, workers: Workers) -> None:
-    zero, one = rank_processes.run(2, first_save, endpoints(workers), str(tmp_path), True)
+def test_a_leader_that_cannot_be_reached_is_said_at_the_first_save(
+    tmp_path: pathlib.Path, places: Places, workers: list[RealWorker]
+) -> None:
+    zero, one = rank_processes.run(2, first_save, places, str(tmp_path), True)
     assert one[0] == "WorkerUnavailableError" and "--advertise" in one[1] and "127.0.0.1:9" in one[1]
     assert zero[0] == "SaveFailedError" and zero[2] == 1
 
 
-def test_a_directory_that_is_not_shared_is_said_at_the_first_save(tmp_path: pathlib.Path) -> None:
+def test_a_directory_that_is_not_shared_is_said_at_the_first_save(tmp_path: pathlib.Path, places: Places) -> None:
     root = tmp_path / "local"
     root.mkdir()
-    directory = tempfile.mkdtemp(prefix="ackpt-", dir="/tmp")
-    places = f"ipc://{directory}/a.sock", f"ipc://{directory}/b.sock"
     script = f"mount -t tmpfs none {root} && exec {sys.executable} -m asyncckpt_worker --endpoint {places[1]}"
     if os.geteuid() or subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
         pytest.skip("needs root and unshare(1) for a mount of its own")
@@ -325,22 +286,23 @@ def test_a_directory_that_is_not_shared_is_said_at_the_first_save(tmp_path: path
     finally:
         node.send_signal(signal.SIGTERM)
         node.wait(DEADLINE_S)
-        shutil.rmtree(directory)
 
 
-def test_a_leader_that_was_frozen_over_a_restart_publishes_nothing_over_the_new_run(tmp_path: pathlib.Path) -> None:
-    with two_workers() as old, two_workers() as new:
-        with rank_processes.running(2, loses, endpoints(old), str(tmp_path), 60.0, together=True) as ranks:
+def test_a_leader_that_was_frozen_over_a_restart_publishes_nothing_over_the_new_run(
+    tmp_path: pathlib.Path, places: Places, workers: list[RealWorker]
+) -> None:
+    with empty_places() as new_places, both_running(new_places):
+        with rank_processes.running(2, stages_and_says_so, places, str(tmp_path), together=True) as ranks:
             assert [ranks.receive(r) for r in (0, 1)] == ["ready"] * 2
-            with old[0].frozen():
+            with workers[0].frozen():
                 for r in (0, 1):
                     ranks.send(r, "save")
                 assert [ranks.receive(r) for r in (0, 1)] == ["staged"] * 2
                 wait_until(lambda: list((tmp_path / "step-2").glob("rank-00001*.index")), "rank 1 is durable")
                 ranks.kill()
-                ids = rank_processes.run(2, saves, endpoints(new), str(tmp_path), 2)[0]
+                ids = rank_processes.run(2, saves, new_places, str(tmp_path), 2)[0]
             rows = wait_until(
-                lambda: [s for s in old[0].status()["saves"] if s["path"].endswith("step-2") and "error" in s],
+                lambda: [s for s in workers[0].status()["saves"] if s["path"].endswith("step-2") and "error" in s],
                 "the old leader gives up",
             )
         assert rows[0]["phase"] == "failed" and "already holds" in rows[0]["error"]
@@ -357,10 +319,10 @@ def without_a_group(rank: int, places: tuple[str, ...], root: str) -> str:
 
 
 def test_ranks_of_several_nodes_without_a_process_group_are_told_to_make_one(
-    tmp_path: pathlib.Path, workers: Workers
+    tmp_path: pathlib.Path, places: Places, workers: list[RealWorker]
 ) -> None:
     environ = {"LOCAL_WORLD_SIZE": "1"}
-    arguments = endpoints(workers), str(tmp_path)
+    arguments = places, str(tmp_path)
     for text in rank_processes.run(2, without_a_group, *arguments, group=False, environ=environ):
         assert "init_process_group" in text
 
@@ -375,9 +337,9 @@ def shards(rank: int, places: tuple[str, ...], path: str) -> None:
 
 
 def test_shards_of_two_workers_are_one_tensor_and_a_newer_save_replaces_an_older_one(
-    tmp_path: pathlib.Path, workers: Workers
+    tmp_path: pathlib.Path, places: Places, workers: list[RealWorker]
 ) -> None:
     path = tmp_path / "newest"
-    rank_processes.run(2, shards, endpoints(workers), str(path))
+    rank_processes.run(2, shards, places, str(path))
     assert torch.equal(asyncckpt.load(path)["w"], torch.arange(7 * 300, dtype=torch.float32).reshape(7, 300) * 2)
     assert len({name.split(".")[1] for name in os.listdir(path) if name.startswith("rank-")}) == 1, "one save's files"
