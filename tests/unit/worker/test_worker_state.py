@@ -140,6 +140,15 @@ def test_slot_that_does_not_fit_while_another_is_freed_waits_for_that(bench: Ben
     assert not bench.core.tables.slots and bench.core.tables.jobs == 0
 
 
+def test_slot_that_waits_for_memory_is_forgotten_with_its_session(bench: Bench) -> None:
+    old = bench.slot()
+    bench.say(m.Release, slot=old)
+    bench.resources.no_slot = NO_MEMORY
+    bench.say(m.Allocate, nbytes=12288, populate=True)
+    bench.feed(ev.Died, session="1" * 16)
+    bench.feed(ev.SlotRead, slot=old, reason="EMPTY")
+    assert not bench.feed(ev.SlotFreed, slot=old) and not bench.core.tables.slots
+
 def test_session_has_a_bounded_number_of_slots(bench: Bench) -> None:
     for _ in range(records.MAX_SLOTS_PER_SESSION):
         bench.slot()
