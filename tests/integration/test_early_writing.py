@@ -6,9 +6,6 @@ import contextlib
 import os
 import pathlib
 import resource
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -183,41 +180,3 @@ def test_storage_that_refuses_before_the_seal_leaves_the_snapshot_in_memory(
         resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, limits)
         written(checkpointer.save(state_of(2), tmp_path / "c"))
     states.assert_same(asyncckpt.load(tmp_path / "c"), state_of(2))
-
-
-TRAINER = """
-import os, sys, time
-import torch
-from asyncckpt import AsyncCheckpointer
-from asyncckpt.client import slot_stream
-from asyncckpt.staging import memcopy
-from asyncckpt.storage.files import Files
-from asyncckpt.storage.verification import verify_checkpoint
-slot_stream.STREAMED_FROM_NBYTES = 1
-move, moved = memcopy.careful_copy, []
-def held(target, source, nbytes):
-    moved.append(nbytes)
-    if sum(moved) > 20 << 20:
-        os.write(1, b"middle\\n")
-        time.sleep(600)
-    move(target, source, nbytes)
-memcopy.careful_copy = held
-checkpointer = AsyncCheckpointer(endpoint=sys.argv[1], staging="overlap")
-checkpointer.save({f"w{n}": torch.zeros(3_000_000) for n in range(4)}, sys.argv[2])
-time.sleep(600)
-"""
-
-
-def test_a_trainer_that_dies_in_the_middle_leaves_nothing(worker: RealWorker, tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "a"
-    command = [sys.executable, "-c", TRAINER, worker.endpoint, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
-        try:
-            assert trainer.stdout is not None
-            assert trainer.stdout.readline() == "middle\n"
-            wait_until(lambda: is_being_written(path), "the worker has begun")
-        finally:
-            trainer.send_signal(signal.SIGKILL)
-    wait_until(lambda: not parts_at(path), "what was written is removed")
-    with pytest.raises(NOT_THERE):
-        asyncckpt.load(path, source="disk")

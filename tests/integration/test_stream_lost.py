@@ -36,11 +36,11 @@ from asyncckpt.errors import (
     SaveFailedError,
     WorkerUnavailableError,
 )
-from asyncckpt.memory.slot import STATE_SEALED
 from asyncckpt.memory.streaming import Counters
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint
 
+pytestmark = pytest.mark.usefixtures("default_dir")
 LIMIT = 4_000_000
 LAST = 66
 """The last segment of the state below."""
@@ -154,7 +154,7 @@ def assert_lost(handle: Any, path: pathlib.Path) -> None:
     ids=str,
 )
 def test_a_worker_that_dies_while_a_window_is_filled_ends_the_save_and_the_next_one_works(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path, held: Held, staging: str, stop: int, fields: dict[str, Any]
+    tmp_path: pathlib.Path, held: Held, staging: str, stop: int, fields: dict[str, Any]
 ) -> None:
     with own_worker(arena_limit_bytes=LIMIT, staging=staging, on_error="warn", **fields) as checkpointer:
         written(checkpointer.save(state_of(0), tmp_path / "0", step=0))
@@ -176,7 +176,7 @@ def test_a_worker_that_dies_while_a_window_is_filled_ends_the_save_and_the_next_
 
 
 def test_the_futures_of_a_lost_window_end_within_five_seconds_of_the_next_worker_s_start(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path, held: Held
+    tmp_path: pathlib.Path, held: Held
 ) -> None:
     took_s = []
     with own_worker(arena_limit_bytes=LIMIT, staging="blocking", on_error="warn") as checkpointer:
@@ -204,47 +204,8 @@ def test_the_futures_of_a_lost_window_end_within_five_seconds_of_the_next_worker
 
 
 @pytest.mark.parametrize("staging", [pytest.param("blocking", marks=SOAK), "overlap"])
-def test_a_worker_that_dies_after_the_seal_and_before_it_has_written_all_ends_the_save(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path, held: Held, staging: str
-) -> None:
-    with own_worker(arena_limit_bytes=LIMIT, staging=staging, on_error="warn") as checkpointer:
-        written(checkpointer.save(state_of(0), tmp_path / "0", step=0))
-        held.stops = [60]
-        saving = Saving(checkpointer, tmp_path / "1", 1)
-        held.wait()
-        wait_until(lambda: counted(checkpointer)[1] == 60, "what is filled is written")
-        worker, (slot,) = worker_of(checkpointer), slots_of(checkpointer)
-        with worker.frozen():
-            held.go_on()
-            wait_until(lambda: slot.memory.control.state == STATE_SEALED, "the rest fits, and is sealed")
-            assert counted(checkpointer)[1] == 60
-            worker.kill()
-        assert_lost(saving.handle(), tmp_path / "1")
-        held.stops = []
-        written(checkpointer.save(state_of(2), tmp_path / "2", step=2))
-    assert_saved(tmp_path / "2", 2)
-
-
-def test_a_worker_that_dies_frozen_with_full_cells_ends_the_save(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
-    with own_worker(arena_limit_bytes=LIMIT, staging="blocking", on_error="warn") as checkpointer:
-        written(checkpointer.save(state_of(0), tmp_path / "0", step=0))
-        worker = worker_of(checkpointer)
-        with worker.frozen():
-            saving = Saving(checkpointer, tmp_path / "1", 1)
-            (slot,) = slots_of(checkpointer)
-            wait_until(lambda: slot.memory.control.is_written(2), "the ring is being filled")
-            wait_until(lambda: counted(checkpointer)[0] == N_CELLS, "no cell is free")
-            worker.signal(signal.SIGKILL)
-        assert_lost(saving.handle(), tmp_path / "1")
-        written(checkpointer.save(state_of(2), tmp_path / "2", step=2))
-    assert_saved(tmp_path / "2", 2)
-
-
-@pytest.mark.parametrize("staging", [pytest.param("blocking", marks=SOAK), "overlap"])
 def test_on_worker_loss_fail_fails_the_save_and_the_next_one_works(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path, held: Held, staging: str
+    tmp_path: pathlib.Path, held: Held, staging: str
 ) -> None:
     with own_worker(arena_limit_bytes=LIMIT, staging=staging, on_worker_loss="fail") as checkpointer:
         written(checkpointer.save(state_of(0), tmp_path / "0", step=0))
@@ -266,7 +227,7 @@ def test_on_worker_loss_fail_fails_the_save_and_the_next_one_works(
 
 @pytest.mark.parametrize("staging", ["blocking", pytest.param("overlap", marks=SOAK)])
 def test_where_no_other_worker_can_be_started_the_save_fails_with_a_typed_error(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path, held: Held, monkeypatch: pytest.MonkeyPatch, staging: str
+    tmp_path: pathlib.Path, held: Held, monkeypatch: pytest.MonkeyPatch, staging: str
 ) -> None:
     def refuse(endpoint: str, **_: object) -> None:
         raise WorkerUnavailableError("no more processes", endpoint=endpoint)
@@ -289,7 +250,7 @@ def test_where_no_other_worker_can_be_started_the_save_fails_with_a_typed_error(
 
 @pytest.mark.parametrize("how", ["interrupted", "closed"])
 def test_who_waits_for_another_worker_can_be_interrupted_or_closed(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path, held: Held, monkeypatch: pytest.MonkeyPatch, how: str
+    tmp_path: pathlib.Path, held: Held, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     start, opened = launcher.start_worker, threading.Event()
 
@@ -336,7 +297,7 @@ def test_who_waits_for_another_worker_can_be_interrupted_or_closed(
 
 
 def test_a_worker_that_only_hangs_is_not_taken_over_and_commits_nothing_when_it_wakes_up(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path
+    tmp_path: pathlib.Path,
 ) -> None:
     with own_worker(arena_limit_bytes=LIMIT, staging="blocking", worker_timeout_s=2.0, on_error="warn") as checkpointer:
         written(checkpointer.save(state_of(0), tmp_path / "0", step=0))

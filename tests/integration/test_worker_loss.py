@@ -19,10 +19,11 @@ from asyncckpt import AsyncCheckpointer
 from asyncckpt.basics.failpoints import observed
 from asyncckpt.client.connection import Connection
 from asyncckpt.client.session import Session
-from asyncckpt.errors import CheckpointNotCommittedError, StagingError, WorkerUnavailableError
+from asyncckpt.errors import CheckpointNotCommittedError, WorkerUnavailableError
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.staging.cpu_copy import SlotImage
 
+pytestmark = pytest.mark.usefixtures("default_dir")
 STATE = {"w": torch.arange(100_000.0)}
 LOSS_BOUND_S = 1.0
 """GUARANTEES P6."""
@@ -56,9 +57,7 @@ def lose(checkpointer: AsyncCheckpointer, path: pathlib.Path) -> float:
     return took
 
 
-def test_a_save_in_flight_fails_within_a_second_and_the_next_one_works(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_save_in_flight_fails_within_a_second_and_the_next_one_works(tmp_path: pathlib.Path) -> None:
     with own_worker(on_worker_loss="fail", worker_timeout_s=NEVER_S) as checkpointer:
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
         before = {p.name: p.read_bytes() for p in (tmp_path / "0").iterdir()}
@@ -72,7 +71,7 @@ def test_a_save_in_flight_fails_within_a_second_and_the_next_one_works(
                 asyncckpt.load(tmp_path / "1")
 
 
-def test_all_saves_in_flight_fail_together(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_all_saves_in_flight_fail_together(tmp_path: pathlib.Path) -> None:
     with own_worker(on_worker_loss="fail", slots=3, worker_timeout_s=NEVER_S) as checkpointer:
         big = {"w": torch.ones(4_000_000)}
         for n in range(3):  # three slots, all of them idle afterwards
@@ -98,7 +97,7 @@ def test_all_saves_in_flight_fail_together(default_dir: pathlib.Path, tmp_path: 
     ],
 )
 def test_between_a_loss_and_its_note_nobody_begins_to_look_for_another_worker(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, how: str, fields: dict[str, Any]
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, how: str, fields: dict[str, Any]
 ) -> None:
     """What fills a ring asks for the worker all the time, also between these two."""
     is_lost, go_on, note = threading.Event(), threading.Event(), Connection._on_lost
@@ -132,7 +131,7 @@ def test_between_a_loss_and_its_note_nobody_begins_to_look_for_another_worker(
         assert torch.equal(asyncckpt.load(tmp_path / saved, source="disk")["w"], big["w"])
 
 
-def test_losses_in_turn_leak_neither_fds_nor_mappings(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_losses_in_turn_leak_neither_fds_nor_mappings(tmp_path: pathlib.Path) -> None:
     with own_worker(on_worker_loss="fail", worker_timeout_s=NEVER_S) as checkpointer:
         checkpointer.save(STATE, tmp_path / "first").written.result(DEADLINE_S)
         counts, took_s = [], [float("inf")]
@@ -147,9 +146,7 @@ def test_losses_in_turn_leak_neither_fds_nor_mappings(default_dir: pathlib.Path,
 
 
 @pytest.mark.parametrize("how", ["killed", "drained"])
-def test_an_idle_loss_is_noticed_and_another_worker_is_found(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path, how: str
-) -> None:
+def test_an_idle_loss_is_noticed_and_another_worker_is_found(tmp_path: pathlib.Path, how: str) -> None:
     with own_worker(on_worker_loss="fail", worker_timeout_s=NEVER_S) as checkpointer:
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
         first = worker_of(checkpointer)
@@ -160,7 +157,7 @@ def test_an_idle_loss_is_noticed_and_another_worker_is_found(
 
 
 def test_a_save_in_the_moment_of_the_loss_waits_for_its_end_instead_of_using_the_dead_worker_s_slots(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with own_worker(on_worker_loss="fail", worker_timeout_s=NEVER_S) as checkpointer:
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
@@ -182,7 +179,7 @@ def test_a_save_in_the_moment_of_the_loss_waits_for_its_end_instead_of_using_the
 
 
 def test_a_worker_that_dies_while_it_lends_a_slot_costs_that_save_only(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attach = SlotMemory.attach.__func__  # type: ignore[attr-defined]
     with own_worker(on_worker_loss="fail", worker_timeout_s=NEVER_S) as checkpointer:
@@ -203,7 +200,7 @@ def test_a_worker_that_dies_while_it_lends_a_slot_costs_that_save_only(
 
 
 def test_a_worker_that_dies_during_the_copy_fails_the_save_and_the_slot_is_given_up(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill = SlotImage.fill
     with own_worker(on_worker_loss="fail", worker_timeout_s=NEVER_S) as checkpointer:
@@ -221,33 +218,3 @@ def test_a_worker_that_dies_during_the_copy_fails_the_save_and_the_slot_is_given
         assert isinstance(handle.written.exception(DEADLINE_S), WorkerUnavailableError)
         wait_until(lambda: fds_and_mappings()[1] == 0, "the slot is given up")
         checkpointer.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
-
-
-def test_a_copy_that_fails_is_a_staging_error_and_the_slot_is_used_again(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(self: SlotImage, *arguments: Any) -> None:
-        raise RuntimeError("CUDA error")
-
-    with own_worker(on_worker_loss="fail", slots=1, slot_timeout_s=DEADLINE_S) as checkpointer:
-        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
-        for n in range(3):
-            with monkeypatch.context() as patch:
-                patch.setattr(SlotImage, "fill", fail)
-                handle = checkpointer.save(STATE, tmp_path / f"bad-{n}")
-            error = handle.staged.exception(0)
-            assert isinstance(error, StagingError)
-            assert "CUDA error" in str(error)
-            assert (error.step, error.path) == (handle.step, handle.path)
-            checkpointer.save(STATE, tmp_path / f"good-{n}").written.result(DEADLINE_S)
-        with pytest.raises(CheckpointNotCommittedError):
-            asyncckpt.load(tmp_path / "bad-0")
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(SlotImage, "fill", _interrupt)
-            checkpointer.save(STATE, tmp_path / "interrupted")
-        assert checkpointer.pending() == []
-        checkpointer.save(STATE, tmp_path / "last").written.result(DEADLINE_S)
-
-
-def _interrupt(self: Any, *arguments: Any) -> None:
-    raise KeyboardInterrupt

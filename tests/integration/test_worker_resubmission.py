@@ -25,10 +25,11 @@ from asyncckpt.client.slot_lender import SlotLender
 from asyncckpt.errors import CheckpointerClosedError, WorkerUnavailableError
 from asyncckpt.staging.cpu_copy import SlotImage
 
+pytestmark = pytest.mark.usefixtures("default_dir")
 STATE = {"w": torch.arange(100_000.0)}
 
 
-def test_a_save_in_flight_is_written_by_the_next_worker(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_save_in_flight_is_written_by_the_next_worker(tmp_path: pathlib.Path) -> None:
     with own_worker() as checkpointer:
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
         before = {p.name: p.read_bytes() for p in (tmp_path / "0").iterdir()}
@@ -47,7 +48,7 @@ def test_a_save_in_flight_is_written_by_the_next_worker(default_dir: pathlib.Pat
         assert [slot.handovers for slot in slots_of(checkpointer)] == [0]
 
 
-def test_all_saves_in_flight_go_on_in_their_order(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_all_saves_in_flight_go_on_in_their_order(tmp_path: pathlib.Path) -> None:
     with own_worker(slots=3) as checkpointer:
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
         worker = worker_of(checkpointer)
@@ -70,9 +71,7 @@ def test_all_saves_in_flight_go_on_in_their_order(default_dir: pathlib.Path, tmp
             states.assert_same(asyncckpt.load(tmp_path / f"s-{n}"), {"w": STATE["w"] + n})
 
 
-def test_an_idle_loss_keeps_the_memory_and_the_next_save_uses_it(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_an_idle_loss_keeps_the_memory_and_the_next_save_uses_it(tmp_path: pathlib.Path) -> None:
     with own_worker() as checkpointer:
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
         (slot,) = slots_of(checkpointer)
@@ -87,7 +86,7 @@ def test_an_idle_loss_keeps_the_memory_and_the_next_save_uses_it(
 
 @pytest.mark.parametrize("when", ["before the copy", pytest.param("after the copy", marks=pytest.mark.soak)])
 def test_a_worker_that_dies_while_a_state_is_staged_costs_nothing(
-    when: str, default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    when: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill = SlotImage.fill
     with own_worker() as checkpointer:
@@ -108,7 +107,7 @@ def test_a_worker_that_dies_while_a_state_is_staged_costs_nothing(
 
 
 def test_where_no_worker_can_be_started_the_futures_fail_and_a_later_save_works(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with own_worker() as checkpointer:
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
@@ -147,7 +146,7 @@ def test_where_no_worker_can_be_started_the_futures_fail_and_a_later_save_works(
     ],
 )
 def test_what_was_durable_is_not_written_again(
-    kill: str, kept: bool | None, layout: str, default_dir: pathlib.Path, tmp_path: pathlib.Path
+    kill: str, kept: bool | None, layout: str, tmp_path: pathlib.Path
 ) -> None:
     with dying_worker(kill) as endpoint, own_worker(layout=layout) as checkpointer:
         assert checkpointer._process.endpoint == endpoint  # type: ignore[attr-defined]
@@ -165,7 +164,7 @@ def test_what_was_durable_is_not_written_again(
 
 
 def test_a_save_that_kills_every_worker_fails_with_their_number(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     several_s = (1 + MAX_HANDOVERS) * DEADLINE_S  # one budget for all of them, on a machine that may be busy
     with own_worker(worker_start_timeout_s=several_s) as checkpointer:
@@ -192,9 +191,7 @@ def test_a_save_that_kills_every_worker_fails_with_their_number(
         states.assert_same(asyncckpt.load(tmp_path / "2"), STATE)
 
 
-def test_a_save_of_a_worker_that_only_hangs_is_given_to_nobody_else(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_save_of_a_worker_that_only_hangs_is_given_to_nobody_else(tmp_path: pathlib.Path) -> None:
     with own_worker(worker_timeout_s=1.0) as checkpointer:
         saved_at_last(lambda name: checkpointer.save(STATE, tmp_path / name))
         worker = worker_of(checkpointer)
@@ -209,7 +206,7 @@ def test_a_save_of_a_worker_that_only_hangs_is_given_to_nobody_else(
         assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / f"3-{last}")
 
 
-def test_a_hook_speaks_once_although_two_workers_ask(default_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_hook_speaks_once_although_two_workers_ask(tmp_path: pathlib.Path) -> None:
     said: list[str] = []
 
     class Hook:
@@ -225,9 +222,7 @@ def test_a_hook_speaks_once_although_two_workers_ask(default_dir: pathlib.Path, 
 
 
 @pytest.mark.parametrize("end", ["leave", pytest.param("close", marks=pytest.mark.soak), "drop"])
-def test_a_checkpointer_that_ends_at_once_still_hands_over_what_was_staged(
-    end: str, default_dir: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_checkpointer_that_ends_at_once_still_hands_over_what_was_staged(end: str, tmp_path: pathlib.Path) -> None:
     with own_worker() as other:  # its worker outlives the first checkpointer
         checkpointer = AsyncCheckpointer()
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
@@ -250,7 +245,7 @@ def test_a_checkpointer_that_ends_at_once_still_hands_over_what_was_staged(
 
 @pytest.mark.parametrize("end", ["leave", "drop"])
 def test_a_checkpointer_that_ends_in_the_moment_of_the_loss_hands_over_what_was_staged(
-    end: str, default_dir: pathlib.Path, tmp_path: pathlib.Path
+    end: str, tmp_path: pathlib.Path
 ) -> None:
     goes_on = threading.Event()
     with own_worker() as other:
@@ -280,7 +275,7 @@ def test_a_checkpointer_that_ends_in_the_moment_of_the_loss_hands_over_what_was_
 
 
 def test_a_checkpointer_that_leaves_before_another_worker_was_found_still_hands_over_what_was_staged(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, start = threading.Event(), launcher.start_worker
 
@@ -305,9 +300,7 @@ def test_a_checkpointer_that_leaves_before_another_worker_was_found_still_hands_
 
 
 @pytest.mark.soak
-def test_losses_in_turn_leak_neither_fds_nor_mappings_nor_threads(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_losses_in_turn_leak_neither_fds_nor_mappings_nor_threads(tmp_path: pathlib.Path) -> None:
     def held() -> tuple[int, int, int]:
         maps = pathlib.Path("/proc/self/maps").read_text()
         return len(os.listdir("/proc/self/fd")), maps.count("memfd:asyncckpt"), threading.active_count()
@@ -332,7 +325,7 @@ def takeovers() -> list[threading.Thread]:
 
 
 def test_a_save_in_the_moment_of_the_death_needs_a_slot_and_gets_it_from_the_next_worker(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path
+    tmp_path: pathlib.Path,
 ) -> None:
     with own_worker() as checkpointer:
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
@@ -346,7 +339,7 @@ def test_a_save_in_the_moment_of_the_death_needs_a_slot_and_gets_it_from_the_nex
 
 
 def test_a_slot_that_joins_the_pool_after_the_takeover_goes_to_the_next_worker_as_well(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with own_worker(keep_in_memory="latest") as checkpointer:  # so another worker is found at once, for the first slot
         checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)

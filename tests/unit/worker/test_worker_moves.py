@@ -131,19 +131,6 @@ def test_a_report_of_many_ranks_fits_into_a_frame() -> None:
     assert len(pack(StatusReport(id=1, report=report), MAX_FRAME_NBYTES)) < MAX_FRAME_NBYTES
 
 
-def test_a_committed_save_has_its_lines(bench: Watched, tmp_path: pathlib.Path) -> None:
-    slot = bench.slot()
-    bench.commit(slot)
-    event_writer = EventWriter(())
-    event_writer.tell([_at(m, tmp_path) for m in bench.moves])
-    event_writer.log.close(60.0)
-    begun, sealed, durable, committed = read_events(str(tmp_path))
-    assert [e["event"] for e in (begun, sealed, durable, committed)] == ["begun", "sealed", "durable", "committed"]
-    assert {(e["save_id"], e["step"], e["name"]) for e in (begun, sealed, durable, committed)} == {(FIRST, 5, "a")}
-    assert durable["seconds"] == {"write": 1.5} and durable["seconds_before"] == 2.0 and durable["direct"] is True
-    assert committed["seconds_total"] == 3.0 and committed["seconds"] == {"commit": 0.5} and committed["ranks"] == 1
-
-
 def test_a_follower_leaves_the_lines_to_its_leader(bench: Watched, tmp_path: pathlib.Path) -> None:
     bench.commit(bench.slot())
     event_writer = EventWriter(())

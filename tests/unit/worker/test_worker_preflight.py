@@ -23,46 +23,32 @@ def tree(root: pathlib.Path, files: dict[str, str]) -> str:
     return str(root)
 
 
-def membership(tmp_path: pathlib.Path, text: str) -> str:
-    path = tmp_path / "membership"
-    path.write_text(text)
-    return str(path)
-
-
+V1 = {
+    "memory/job/memory.limit_in_bytes": "4096\n",
+    "memory/job/memory.usage_in_bytes": "1000\n",
+    "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 96\n",
+    "memory/memory.limit_in_bytes": "9223372036854771712\n",
+    "memory/memory.usage_in_bytes": "1\n",
+    "memory/memory.stat": "total_inactive_file 0\n",
+}
 V2 = {"job/memory.max": "1000\n", "job/memory.current": "700\n", "job/memory.stat": "anon 1\ninactive_file 200\n"}
+INNER = {f"job/step/memory.{name}": text for name, text in (("max", "max\n"), ("current", "5\n"), ("stat", "x 0\n"))}
 
 
-def test_cgroup_v2_limit_counts_reclaimable_cache_as_free(tmp_path: pathlib.Path) -> None:
-    root = tree(tmp_path, V2)
-    assert headroom.cgroup_limit(root, membership(tmp_path, "0::/job\n")) == (1000, 500)
-
-
-def test_cgroup_limit_of_a_parent_counts_when_it_is_tighter(tmp_path: pathlib.Path) -> None:
-    inner = {
-        "job/step/memory.max": "max\n",
-        "job/step/memory.current": "5\n",
-        "job/step/memory.stat": "inactive_file 0\n",
-    }
-    root = tree(tmp_path, {**V2, **inner})
-    assert headroom.cgroup_limit(root, membership(tmp_path, "0::/job/step\n")) == (1000, 500)
-
-
-def test_cgroup_v1_limit_is_read(tmp_path: pathlib.Path) -> None:
-    files = {
-        "memory/job/memory.limit_in_bytes": "4096\n",
-        "memory/job/memory.usage_in_bytes": "1000\n",
-        "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 96\n",
-        "memory/memory.limit_in_bytes": "9223372036854771712\n",
-        "memory/memory.usage_in_bytes": "1\n",
-        "memory/memory.stat": "total_inactive_file 0\n",
-    }
-    found = headroom.cgroup_limit(tree(tmp_path, files), membership(tmp_path, "4:cpu,memory:/job\n0::/\n"))
-    assert found == (4096, 904)
-
-
-@pytest.mark.parametrize("text", ["", "0::/nowhere\n", "garbage\n"])
-def test_no_cgroup_limit_is_none(tmp_path: pathlib.Path, text: str) -> None:
-    assert headroom.cgroup_limit(str(tmp_path), membership(tmp_path, text)) == (None, 0)
+@pytest.mark.parametrize(
+    ("files", "membership", "limit"),
+    [
+        pytest.param(V2, "0::/job\n", (1000, 500), id="reclaimable cache counts as free"),
+        pytest.param({**V2, **INNER}, "0::/job/step\n", (1000, 500), id="a parent that is tighter counts"),
+        pytest.param(V1, "4:cpu,memory:/job\n0::/\n", (4096, 904), id="version 1"),
+        *(pytest.param({}, text, (None, 0), id=f"none: {text!r}") for text in ("", "0::/nowhere\n", "garbage\n")),
+    ],
+)
+def test_limit_of_the_cgroup_is_found(
+    tmp_path: pathlib.Path, files: dict[str, str], membership: str, limit: tuple[int | None, int]
+) -> None:
+    root = tree(tmp_path / "root", {**files, "../membership": membership})
+    assert headroom.cgroup_limit(root, str(tmp_path / "membership")) == limit
 
 
 def test_slot_beyond_the_cgroup_is_refused_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,7 @@ def test_slot_that_waits_for_memory_is_forgotten_with_its_session(bench: Bench) 
     bench.feed(ev.SlotRead, slot=old, reason="EMPTY")
     assert not bench.feed(ev.SlotFreed, slot=old) and not bench.core.tables.slots
 
+
 def test_session_has_a_bounded_number_of_slots(bench: Bench) -> None:
     for _ in range(records.MAX_SLOTS_PER_SESSION):
         bench.slot()
