@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from real_worker import DEADLINE_S, RealWorker, stop_whoever_serves, wait_until
 
 import asyncckpt
@@ -17,6 +18,7 @@ from asyncckpt import AsyncCheckpointer
 from asyncckpt.protocol.endpoint import default_endpoint, make_directory
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+STATE = {"w": torch.arange(100_000.0)}
 
 
 @contextlib.contextmanager
@@ -30,6 +32,14 @@ def own_worker(**fields: Any) -> Iterator[AsyncCheckpointer]:
             yield checkpointer
     finally:
         stop_whoever_serves(endpoint)
+
+
+@contextlib.contextmanager
+def saved_once(root: pathlib.Path, **fields: Any) -> Iterator[AsyncCheckpointer]:
+    """As `own_worker`, after a first save of `STATE`, to `root / "0"`."""
+    with own_worker(**fields) as checkpointer:
+        checkpointer.save(STATE, root / "0").written.result(DEADLINE_S)
+        yield checkpointer
 
 
 def worker_of(checkpointer: AsyncCheckpointer) -> RealWorker:

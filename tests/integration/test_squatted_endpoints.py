@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import pathlib
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 from real_worker import running
 from test_errors_session import FakeWorker, Trainer
 from torch_free_client import Client, Snapshot
+from warm_python import WarmPython
 
 from asyncckpt.cli.worker_requests import status_of
 from asyncckpt.client import launcher
@@ -91,6 +90,7 @@ def a_dead_socket(path: pathlib.Path) -> None:
         made.bind(str(path))
 
 
+WORKER = "import sys; from asyncckpt_worker.cli import main; sys.exit(main(sys.argv[1:]))"
 SQUATTERS = [a_directory, a_pipe, a_link, a_dead_socket]
 
 
@@ -99,16 +99,14 @@ SQUATTERS = [a_directory, a_pipe, a_link, a_dead_socket]
 def test_a_worker_at_a_squatted_name_serves_or_says_why_not_and_waits_for_nothing(
     endpoint: str,
     endpoint_dir: pathlib.Path,
-    tmp_path: pathlib.Path,
+    warm_python: WarmPython,
     squat: Callable[[pathlib.Path], None],
     ending: str,
 ) -> None:
     squatted = endpoint_dir / f"w.{ending}"
     squat(squatted)
-    command = [sys.executable, "-m", "asyncckpt_worker", "--endpoint", endpoint, "--idle-exit-s", "0.1"]
-    done = subprocess.run(
-        [*command, "--log-file", str(endpoint_dir / "w.log")], capture_output=True, text=True, check=False, timeout=60
-    )
+    options = ["--endpoint", endpoint, "--idle-exit-s", "0.1", "--log-file", str(endpoint_dir / "w.log")]
+    done = warm_python.run(WORKER, *options, timeout_s=60)
     assert done.returncode in (0, 1, 2), done.stderr
     assert "Traceback" not in done.stderr
     assert not (endpoint_dir / "elsewhere").exists(), "a link was followed"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import states
 import torch
-from own_worker import own_worker, worker_of
+from own_worker import STATE, own_worker, saved_once, worker_of
 from real_worker import DEADLINE_S, saved_at_last, wait_until
 
 import asyncckpt
@@ -24,7 +24,6 @@ from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.staging.cpu_copy import SlotImage
 
 pytestmark = pytest.mark.usefixtures("default_dir")
-STATE = {"w": torch.arange(100_000.0)}
 LOSS_BOUND_S = 1.0
 """GUARANTEES P6."""
 
@@ -58,8 +57,7 @@ def lose(checkpointer: AsyncCheckpointer, path: pathlib.Path) -> float:
 
 
 def test_a_save_in_flight_fails_within_a_second_and_the_next_one_works(tmp_path: pathlib.Path) -> None:
-    with own_worker(on_worker_loss="fail", worker_timeout_s=NEVER_S) as checkpointer:
-        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+    with saved_once(tmp_path, on_worker_loss="fail", worker_timeout_s=NEVER_S) as checkpointer:
         before = {p.name: p.read_bytes() for p in (tmp_path / "0").iterdir()}
         lose(checkpointer, tmp_path / "1")
         checkpointer.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
@@ -147,8 +145,7 @@ def test_losses_in_turn_leak_neither_fds_nor_mappings(tmp_path: pathlib.Path) ->
 
 @pytest.mark.parametrize("how", ["killed", "drained"])
 def test_an_idle_loss_is_noticed_and_another_worker_is_found(tmp_path: pathlib.Path, how: str) -> None:
-    with own_worker(on_worker_loss="fail", worker_timeout_s=NEVER_S) as checkpointer:
-        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+    with saved_once(tmp_path, on_worker_loss="fail", worker_timeout_s=NEVER_S) as checkpointer:
         first = worker_of(checkpointer)
         first.kill() if how == "killed" else first.stop()
         wait_until(lambda: fds_and_mappings()[1] == 0, "the lost worker's memory is given up")
@@ -159,8 +156,7 @@ def test_an_idle_loss_is_noticed_and_another_worker_is_found(tmp_path: pathlib.P
 def test_a_save_in_the_moment_of_the_loss_waits_for_its_end_instead_of_using_the_dead_worker_s_slots(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with own_worker(on_worker_loss="fail", worker_timeout_s=NEVER_S) as checkpointer:
-        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+    with saved_once(tmp_path, on_worker_loss="fail", worker_timeout_s=NEVER_S) as checkpointer:
         process: Any = checkpointer._process
         go_on, orphan_all, session = threading.Event(), process.pool.orphan_all, process._connection.session
 
@@ -203,8 +199,7 @@ def test_a_worker_that_dies_during_the_copy_fails_the_save_and_the_slot_is_given
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill = SlotImage.fill
-    with own_worker(on_worker_loss="fail", worker_timeout_s=NEVER_S) as checkpointer:
-        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+    with saved_once(tmp_path, on_worker_loss="fail", worker_timeout_s=NEVER_S) as checkpointer:
 
         def lose_and_fill(self: SlotImage, *arguments: Any) -> None:
             session = checkpointer._process._connection.session  # type: ignore[attr-defined]

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import states
-import torch
-from own_worker import dying_worker, lose, own_worker, worker_of
+from own_worker import STATE, dying_worker, lose, own_worker, saved_once, worker_of
 from real_worker import DEADLINE_S, manifest_of, saved_at_last, slots_of, wait_until
 
 import asyncckpt
@@ -26,12 +25,10 @@ from asyncckpt.errors import CheckpointerClosedError, WorkerUnavailableError
 from asyncckpt.staging.cpu_copy import SlotImage
 
 pytestmark = pytest.mark.usefixtures("default_dir")
-STATE = {"w": torch.arange(100_000.0)}
 
 
 def test_a_save_in_flight_is_written_by_the_next_worker(tmp_path: pathlib.Path) -> None:
-    with own_worker() as checkpointer:
-        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+    with saved_once(tmp_path) as checkpointer:
         before = {p.name: p.read_bytes() for p in (tmp_path / "0").iterdir()}
         worker = worker_of(checkpointer)
         with worker.frozen():
@@ -49,8 +46,7 @@ def test_a_save_in_flight_is_written_by_the_next_worker(tmp_path: pathlib.Path) 
 
 
 def test_all_saves_in_flight_go_on_in_their_order(tmp_path: pathlib.Path) -> None:
-    with own_worker(slots=3) as checkpointer:
-        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+    with saved_once(tmp_path, slots=3) as checkpointer:
         worker = worker_of(checkpointer)
         session = checkpointer._process._connection.session  # type: ignore[attr-defined]
         pool: Any = checkpointer._process.pool  # type: ignore[attr-defined]
@@ -72,8 +68,7 @@ def test_all_saves_in_flight_go_on_in_their_order(tmp_path: pathlib.Path) -> Non
 
 
 def test_an_idle_loss_keeps_the_memory_and_the_next_save_uses_it(tmp_path: pathlib.Path) -> None:
-    with own_worker() as checkpointer:
-        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+    with saved_once(tmp_path) as checkpointer:
         (slot,) = slots_of(checkpointer)
         token = slot.memory.token
         lose(checkpointer)
@@ -89,8 +84,7 @@ def test_a_worker_that_dies_while_a_state_is_staged_costs_nothing(
     when: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill = SlotImage.fill
-    with own_worker() as checkpointer:
-        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+    with saved_once(tmp_path) as checkpointer:
 
         def lose_and_fill(self: SlotImage, *arguments: Any) -> None:
             if when == "before the copy":
@@ -109,8 +103,7 @@ def test_a_worker_that_dies_while_a_state_is_staged_costs_nothing(
 def test_where_no_worker_can_be_started_the_futures_fail_and_a_later_save_works(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with own_worker() as checkpointer:
-        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+    with saved_once(tmp_path) as checkpointer:
         worker = worker_of(checkpointer)
 
         def refuse(endpoint: str, **_: object) -> None:
@@ -167,8 +160,7 @@ def test_a_save_that_kills_every_worker_fails_with_their_number(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     several_s = (1 + MAX_HANDOVERS) * DEADLINE_S  # one budget for all of them, on a machine that may be busy
-    with own_worker(worker_start_timeout_s=several_s) as checkpointer:
-        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+    with saved_once(tmp_path, worker_start_timeout_s=several_s) as checkpointer:
         killed: list[int] = []
         takeover: Any = checkpointer._process._takeover  # type: ignore[attr-defined]
         hand_over = takeover._hand_over
@@ -327,8 +319,7 @@ def takeovers() -> list[threading.Thread]:
 def test_a_save_in_the_moment_of_the_death_needs_a_slot_and_gets_it_from_the_next_worker(
     tmp_path: pathlib.Path,
 ) -> None:
-    with own_worker() as checkpointer:
-        checkpointer.save(STATE, tmp_path / "0").written.result(DEADLINE_S)
+    with saved_once(tmp_path) as checkpointer:
         with worker_of(checkpointer).frozen():  # the first save keeps its slot, so that the second needs another
             first = checkpointer.save(STATE, tmp_path / "1")
             session = checkpointer._process._connection.session  # type: ignore[attr-defined]
