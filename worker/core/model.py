@@ -113,7 +113,6 @@ TABLE: dict[str, dict[str, Cell]] = {
 ENDS = {COMMITTED: "commit", FAILED: "fail", ABANDONED: "abandon", UNKNOWN: "lose"}
 """How a save has ended -> the event that this is for each rank's part."""
 
-EVENTS = frozenset(event for row in TABLE.values() for event in row)
 STEPS = frozenset(step for row in TABLE.values() for _, steps in row.values() for step in steps)
 
 
