@@ -319,11 +319,6 @@ def test_process_that_asks_for_memory_after_its_goodbye_has_no_use_for_what_is_k
     assert keeper.state(slot) == "freed"
 
 
-def test_session_without_slots_is_unwatched_at_its_goodbye(keeper: Keeper) -> None:
-    keeper.say(m.Goodbye)
-    assert keeper.of(ac.Unwatch) == [ac.Unwatch(session="1" * 16)]
-
-
 # ---- holds
 
 

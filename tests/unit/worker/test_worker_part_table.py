@@ -12,7 +12,7 @@ from asyncckpt.protocol.save_phases import COMMITTED, DURABLE, ENDED, FAILED, OP
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.core import saves as saves_module
-from asyncckpt_worker.core.model import ENDS, NEW, STEPS, TABLE, Save
+from asyncckpt_worker.core.model import ENDS, NEW, TABLE, Save
 
 IN_FLIGHT = {SEALED, WRITING, DURABLE}
 
@@ -47,10 +47,6 @@ def test_a_save_can_end_in_every_way_while_a_part_is_in_any_phase(phase: str, ou
 def test_only_what_was_looked_for_leads_from_recovering_to_what_goes_on() -> None:
     on = {event for event, (after, _) in TABLE[RECOVERING].items() if after in (OPEN, SEALED, WRITING, DURABLE)}
     assert on == {"resume_open", "resume_sealed"}
-
-
-def test_every_step_has_a_performer() -> None:
-    assert set(Bench().core._saves._steps) == STEPS
 
 
 # ---- every cell is reached

@@ -32,7 +32,10 @@ V1 = {
     "memory/memory.stat": "total_inactive_file 0\n",
 }
 V2 = {"job/memory.max": "1000\n", "job/memory.current": "700\n", "job/memory.stat": "anon 1\ninactive_file 200\n"}
-INNER = {f"job/step/memory.{name}": text for name, text in (("max", "max\n"), ("current", "5\n"), ("stat", "inactive_file 0\n"))}
+INNER = {
+    f"job/step/memory.{name}": text
+    for name, text in (("max", "max\n"), ("current", "5\n"), ("stat", "inactive_file 0\n"))
+}
 
 
 @pytest.mark.parametrize(

@@ -384,13 +384,6 @@ def test_withdraw_abandons_and_keeps_the_slot(bench: Bench) -> None:
     assert isinstance(bench.begin(slot, SECOND, generation=2), m.Ok)
 
 
-def test_withdraw_that_overtakes_begin_keeps_the_save_from_beginning(bench: Bench) -> None:
-    slot = bench.slot()
-    bench.say(m.Withdraw, save_id=FIRST, reason="", skipped=False)
-    assert isinstance(bench.begin(slot), m.Ok)
-    assert bench.phase() == "abandoned" and not bench.of(ac.Prepare)
-
-
 def test_heartbeat_leaves_out_unknown_saves(bench: Bench) -> None:
     bench.begin(bench.slot())
     reply = bench.say(m.Heartbeat, saves=(SECOND, FIRST, FIRST))

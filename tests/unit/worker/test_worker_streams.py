@@ -340,14 +340,6 @@ def test_what_a_dead_worker_had_begun_to_write_is_removed_when_another_rank_has_
     assert len(bench.of(ac.Remove)) == (1 if removing else 0)
 
 
-def test_a_save_that_begins_after_the_takeover_has_no_files_of_the_worker_before(whole: Streams) -> None:
-    slot = whole.adopted(generation=1, ended=0)
-    whole.feed(ev.SlotRead, slot=slot, reason="open", opened=True)
-    whole.begin(slot, SECOND, 2)
-    (prepare,) = whole.of(ac.Prepare)
-    assert not prepare.resumed
-
-
 @pytest.mark.parametrize(("fields", "offered"), [(WHOLE, [PATH]), (RING, [])], ids=["whole", "ring"])
 def test_a_ring_is_neither_kept_nor_offered(fields: dict[str, Any], offered: list[str]) -> None:
     bench = Streams(fields)
