@@ -1,321 +1,332 @@
-"""What a conversion cannot keep is said, with names."""
+"""What a conversion cannot keep of containers, values and tensors is said, with names."""
 
 from __future__ import annotations
 
 import collections
-import json
-import pathlib
+from pathlib import PurePosixPath
 from typing import Any
 
-import foreign_samples
 import pytest
+import states
 import torch
+from conversions import KINDS, Workdir, read_by_stock_tools
 
 import asyncckpt
 from asyncckpt import PerRank
-from asyncckpt.dtypes import DTYPES
-from asyncckpt.errors import DuplicateNameError, UnsupportedFormatError, UnsupportedLeafError
-from asyncckpt.format.state_tree import MAX_KEY_CHARS
 
-pytest.importorskip("numpy")
-safetensors_torch = pytest.importorskip("safetensors.torch")
+np = pytest.importorskip("numpy")
+pytest.importorskip("safetensors")
 
-FOREIGN = ("dcp", "torch", "safetensors", "hf")
+ONE, FLAT, TIED = torch.ones(1), torch.arange(32.0), torch.ones(3)
+X, Y, Z = (torch.full((2,), float(n)) for n in range(3))
+ONCE, PLAIN, ODD, EMPTY = {"w": torch.ones(2), "n": 1}, [1, 2], [torch.strided, 1], dict[str, Any]()
+WITH_EXTRA: Any = collections.OrderedDict(w=ONE)
+WITH_EXTRA._metadata, WITH_EXTRA.extra = collections.OrderedDict({"": {"version": 1}}), 5
+
+VIEWS = "views of the same elements are stored apart: "
+SHARED = "containers that were one object are stored apart: "
+APART = "tied tensors are stored apart, for each tuple that holds one: "
+WITHOUT_DICTS = ("dcp", "safetensors", "hf")
+
+# state, kinds of target, options, and all that is said
+SAID: dict[str, tuple[Any, tuple[str, ...], dict[str, Any], set[str]]] = {
+    "empty dicts": (
+        {"x": ONE, "state": {}, "model": {"sub": {}}},
+        WITHOUT_DICTS,
+        {},
+        {"empty dicts are not kept: model.sub, state"},
+    ),
+    "empty dicts in lists": (
+        {"a": [{}], "b": [[{}, X]], "c": [1, {}], "whole": ({}, ONE), "full": [{"x": Z}], "d": {"e": {}}},
+        ("dcp",),
+        {},
+        {
+            "lists are gone, or lack members, where empty dicts were: a, b, b.0, c",
+            "empty dicts are not kept: a.0, b.0.0, c.1, d.e",
+        },
+    ),
+    "empty dicts that stay": ({"a": [{}], "b": [[{}, ONE]], "d": {"e": {}}}, ("torch", "asyncckpt"), {}, set()),
+    "what holds a chosen leaf": (
+        {"c": collections.Counter(a=ONE, b=2), "d": collections.Counter("x")},
+        ("dcp",),
+        {"keys": ["c.a"]},
+        {"a Counter became a dict: c"},
+    ),
+    "views of one storage": (
+        {"q": FLAT[:12], "k": FLAT[8:16], "v": FLAT[16:20], "w": FLAT[20:].view(3, 4), "wt": FLAT[20:].view(3, 4).t()},
+        KINDS,
+        {},
+        {VIEWS + "k, q, w, wt", "a tensor that was strided otherwise became row-major: wt"},
+    ),
+    "views in a tuple": ({"two": (FLAT[:10], FLAT[5:20])}, ("dcp",), {}, {VIEWS + "two.0, two.1"}),
+    "ties by name": (
+        {"tied": TIED, "again": TIED, "none": FLAT[:0]},
+        ("safetensors", "hf"),
+        {},
+        {"tied tensors are stored once for each name: again (= tied)"},
+    ),
+    "ties across a tuple": (
+        {"a": (X, 1), "b": X, "c": (Y, Y), "d": Z, "e": {"f": Z}},
+        ("dcp",),
+        {},
+        {APART + "a.0, b"},
+    ),
+    "ties that stay": ({"tied": TIED, "again": TIED, "none": FLAT[:0]}, ("asyncckpt", "torch", "dcp"), {}, set()),
+    "a list that lacks members": (
+        {"l": [X, frozenset("a"), Y]},
+        ("torch",),
+        {"partial": True},
+        {"lists that lack members became dicts of their numbers: l"},
+    ),
+    "a list that lacks members in DCP": (
+        {"l": [X, frozenset("a"), Y]},
+        ("dcp",),
+        {"partial": True},
+        {"lists that lack members became dicts of texts of their numbers: l"},
+    ),
+    "a list that is a file": (
+        [X, Y, Z],
+        ("torch",),
+        {"keys": ["1"]},
+        {"a list became a dict of its members' numbers: the top level"},
+    ),
+    "numpy arrays": (
+        {"a": np.arange(5.0), "big": bytes(100_000)},
+        ("torch", "dcp"),
+        {},
+        {"numpy arrays became tensors: a"},
+    ),
+    "numpy arrays that stay": ({"a": np.arange(5.0), "big": bytes(100_000)}, ("asyncckpt",), {}, set()),
+    "containers that are one object": (
+        {
+            "model": {"a": ONCE, "b": ONCE, "l": [PLAIN, PLAIN]},
+            **{"o": {"x": ONCE}, "u": ODD, "v": ODD, "z": [ODD, 3], "apart": [[1, 2], [1, 2]]},
+        },
+        ("asyncckpt", "torch", "dcp"),
+        {"key_map": lambda fqn: fqn.removeprefix("model.")},
+        {SHARED + "model.a, model.b, model.l, o.x, u, v, z", "a torch.layout became a text: u, v, z"},
+    ),
+    "empty containers that are one object": (
+        {"a": EMPTY, "b": EMPTY, "c": {}},
+        ("asyncckpt",),
+        {},
+        {SHARED + "a, b"},
+    ),
+    "containers in a tuple": ({"t": (ONCE, ONCE, ONE)}, ("dcp",), {}, {SHARED + "t.0, t.1"}),
+    "a layout and an ordered dict": (
+        {"layout": torch.strided, "m": WITH_EXTRA, "keyed": {1j: collections.OrderedDict(a=1)}},
+        ("asyncckpt",),
+        {},
+        {
+            "a torch.layout became a text: layout",
+            "attributes of OrderedDicts are not kept: m ('extra')",
+            "an OrderedDict became a dict: keyed",
+        },
+    ),
+    "parameters, all of them": (
+        {f"p{n}": torch.nn.Parameter(torch.ones(1)) for n in range(300)},
+        ("safetensors",),
+        {},
+        {"a Parameter became a tensor: " + ", ".join(f"p{n}" for n in range(300))},
+    ),
+    "the order of a dict": (
+        {
+            name: torch.ones(3, dtype=dtype)
+            for name, dtype in zip("zby", (torch.int8, torch.float64, torch.bool), strict=True)
+        },
+        ("safetensors", "hf"),
+        {},
+        set(),
+    ),
+}
 
 
-def save(path: pathlib.Path, state: dict[str, Any], **more: Any) -> None:
-    with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
-        checkpointer.save(state, path, **more)
+@pytest.mark.parametrize(("what", "to"), [(what, to) for what, row in SAID.items() for to in row[1]])
+def test_what_becomes_something_else_is_said_by_name_and_nothing_more(what: str, to: str, work: Workdir) -> None:
+    state, _, options, said = SAID[what]
+    assert work.changed(state, to, **options) == said
 
 
-def metadata_of(path: pathlib.Path) -> Any:
-    return json.loads((path / "manifest.json").read_text())["metadata"]
+@pytest.mark.parametrize(
+    ("what", "to", "found"),
+    [
+        ("empty dicts that stay", "torch", lambda found: found["a"] == [{}]),
+        ("empty dicts in lists", "dcp", lambda found: found["whole"][0] == {}),
+        ("ties across a tuple", "dcp", lambda found: found["a"][0] is not found["b"]),
+        ("ties across a tuple", "dcp", lambda found: found["c"][0] is found["c"][1]),
+        ("ties across a tuple", "dcp", lambda found: found["d"] is found["e"]["f"]),
+        ("a list that lacks members", "torch", lambda found: list(found["l"]) == [0, 2]),
+        ("a list that lacks members in DCP", "dcp", lambda found: list(found["l"]) == ["0", "2"]),
+        ("a list that is a file", "torch", lambda found: list(found) == [1]),
+        ("containers that are one object", "dcp", lambda found: found["z"] == [["torch.strided", 1], 3]),
+        ("a layout and an ordered dict", "asyncckpt", lambda found: found["m"]._metadata == {"": {"version": 1}}),
+        ("a layout and an ordered dict", "asyncckpt", lambda found: found["keyed"] == {1j: {"a": 1}}),
+        ("the order of a dict", "safetensors", lambda found: list(found) == list("zby")),
+        ("the order of a dict", "hf", lambda found: list(found) == list("zby")),
+    ],
+)  # fmt: skip
+def test_what_is_read_afterwards_is_what_was_said(what: str, to: str, found: Any, work: Workdir) -> None:
+    state, _, options, _ = SAID[what]
+    work.changed(state, to, **options)
+    assert found(work.load())
 
 
-@pytest.mark.parametrize("to", FOREIGN)
-def test_a_step_that_only_the_manifest_has_is_said_to_be_lost(to: str, tmp_path: pathlib.Path) -> None:
-    said = "the checkpoint's step, 300, is not kept"
-    save(tmp_path / "a", {"w": torch.ones(1)}, step=300)
-    assert said in asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to).changed
-    save(tmp_path / "c", {"w": torch.ones(1), "step": 300}, step=300)
-    report = asyncckpt.convert(tmp_path / "c", tmp_path / "d", to=to, keys=None if to in ("dcp", "torch") else ["w"])
-    assert (said in report.changed) is (to in ("safetensors", "hf"))
+def test_what_was_stored_apart_is_apart_in_the_next_conversion(work: Workdir) -> None:
+    work.changed({"two": (FLAT[:10], FLAT[5:20]), "t": (ONCE, ONCE, ONE)}, "dcp")
+    assert work.convert("asyncckpt", "b", "c").changed == ()
 
 
-@pytest.mark.parametrize("to", FOREIGN)
-def test_a_user_s_list_called_files_is_one_of_his_metadata(to: str, tmp_path: pathlib.Path) -> None:
-    save(tmp_path / "a", {"w": torch.ones(1)}, metadata={"files": ["a", "b"], "note": "x"})
-    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
-    if to in ("dcp", "torch"):
-        assert "the checkpoint's metadata are not kept: files, note" in report.changed
-        return
-    asyncckpt.convert(tmp_path / "b", tmp_path / "c", to="asyncckpt")
-    assert metadata_of(tmp_path / "c") == {"files": ["a", "b"], "note": "x"}
-
-
-@pytest.mark.parametrize("to", ["safetensors", "hf"])
-def test_metadata_that_are_no_texts_come_back(to: str, tmp_path: pathlib.Path) -> None:
-    metadata = {"loss": 0.5, "run": {"name": "grüße"}, "epochs": [1, 2]}
-    save(tmp_path / "a", {"w": torch.ones(1)}, metadata=metadata)
-    asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
-    asyncckpt.convert(tmp_path / "b", tmp_path / "c", to="asyncckpt")
-    assert metadata_of(tmp_path / "c") == metadata
-
-
-@pytest.fixture
-def hub(tmp_path: pathlib.Path) -> pathlib.Path:
-    path = tmp_path / "hub"
-    path.mkdir()
-    foreign_samples.save_safetensors({"w": torch.ones(2)}, path / "model-00001-of-00001.safetensors")
-    index = {
-        "metadata": {"total_size": 8, "total_parameters": 2, "custom": "x"},
-        "weight_map": {"w": "model-00001-of-00001.safetensors"},
+@pytest.mark.parametrize("to", ["torch", "dcp", "asyncckpt"])
+def test_what_is_read_as_something_plainer_is_reported(to: str, work: Workdir) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.is_sharded, parameter.group = True, "x"  # type: ignore[attr-defined]
+    defaults: Any = collections.defaultdict(list)
+    defaults["x"] = torch.ones(1)
+    path = PurePosixPath
+    state = {
+        "p": parameter,
+        "seen": collections.Counter("aab"),
+        "defaults": defaults,
+        "run": {"out": path("/data/a"), "all": [path("a/b"), path()]},
+        "by_path": {path("/x"): torch.ones(3)},
+        "flat": [collections.Counter("b"), {"k": {path("y")}}],
+        "plain": {"w": torch.ones(1)},
     }
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (path / "config.json").write_text("{}")
-    (path / "1_Pooling").mkdir()
-    return path
+    lost = set() if to == "asyncckpt" else {"a defaultdict became a dict: defaults"}
+    lost |= {"a Counter became a dict: flat.0, seen"} if to == "dcp" else set()
+    assert work.changed(state, to) == {
+        *lost,
+        "a Parameter became a tensor: p",
+        "attributes of tensors are not kept: p (is_sharded, group)",
+        "a path became a text: run.out, run.all, by_path, flat.1.k",
+    }
+    found = work.load()
+    assert found["run"] == {"out": "/data/a", "all": ["a/b", "."]}
+    assert type(found["run"]["out"]) is type(next(iter(found["by_path"]))) is str
+    assert (found["seen"], type(found["seen"])) == ({"a": 2, "b": 1}, dict if to == "dcp" else collections.Counter)
+    assert type(found["defaults"]) is (collections.defaultdict if to == "asyncckpt" else dict)
+    assert to != "asyncckpt" or found["defaults"].default_factory is list
+    assert found["flat"] == [{"b": 1}, {"k": {"y"}}]
+    assert not work.convert(to, target="c", keys=["plain"]).changed
 
 
-@pytest.mark.parametrize("to", ["asyncckpt", *FOREIGN])
-def test_what_a_hub_directory_has_beside_its_weights_is_said(
-    to: str, hub: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
-    report = asyncckpt.convert(hub, tmp_path / "b", to=to)
-    said = "metadata of the index of the files are not kept: the top level (custom, total_parameters)"
-    assert said in report.changed
-    if to == "hf":
-        assert (report.copied, report.not_copied) == (("config.json",), ("1_Pooling",))
-    else:
-        assert (report.copied, report.not_copied) == ((), ("1_Pooling", "config.json"))
-    if to == "asyncckpt":
-        assert "files" not in metadata_of(tmp_path / "b")
+@pytest.mark.parametrize("to", KINDS)
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([X], "a list became a dict of its members' numbers"),
+        ((X, Y), "a tuple became a dict of its members' numbers"),
+        (X, "what was no dict is its member 'value'"),
+        (collections.Counter(a=X), "a Counter became a dict"),
+    ],
+    ids=["list", "tuple", "tensor", "counter"],
+)
+def test_what_the_top_level_was_is_reported(value: Any, said: str, to: str, work: Workdir) -> None:
+    expected = {f"{said}: the top level"}
+    if isinstance(value, dict):
+        expected = expected if to not in ("torch", "asyncckpt") else set()
+    elif to == "dcp" and not torch.is_tensor(value):
+        expected.add("keys that are no texts became texts in: the top level")
+    changed = work.changed(value, to, keys=["a"] if isinstance(value, dict) else None)
+    assert {line for line in changed if line.endswith(": the top level")} == expected
 
 
-def test_a_tied_tensor_in_a_tuple_is_said_to_be_stored_apart(tmp_path: pathlib.Path) -> None:
-    x, y, z = (torch.full((2,), float(n)) for n in range(3))
-    torch.save({"a": (x, 1), "b": x, "c": (y, y), "d": z, "e": {"f": z}}, tmp_path / "a")
-    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="dcp")
-    said = "tied tensors are stored apart, for each tuple that holds one: a.0, b"
-    assert said in report.changed
-    found = asyncckpt.load(tmp_path / "b")
-    assert found["a"][0] is not found["b"]
-    assert found["c"][0] is found["c"][1]
-    assert found["d"] is found["e"]["f"]
+@pytest.mark.parametrize("to", KINDS)
+def test_what_a_tensor_was_besides_its_elements_is_reported_once(to: str, work: Workdir) -> None:
+    base = torch.arange(48.0)
+    state = {
+        "frozen": torch.nn.Parameter(torch.ones(2), requires_grad=False),
+        "graph": torch.ones(3, requires_grad=True),
+        "image": base.view(1, 4, 3, 4).contiguous(memory_format=torch.channels_last),
+        "learnt": torch.nn.Parameter(base.view(6, 8).t()),
+        "plain": base[:4],
+        "every_second": base[::2],
+        "same": torch.ones(1).expand(5),
+    }
+    assert work.changed(state, to) == {
+        "a Parameter became a tensor: frozen, learnt",
+        "requires_grad is not kept: graph",
+        "a tensor that was strided otherwise became row-major: image, learnt, every_second, same",
+        VIEWS + "every_second, learnt, plain",
+    }
+    for name, tensor in read_by_stock_tools(to, work / "b").items():
+        states.assert_same(tensor, state[name].detach().contiguous())
+    again = work.convert("torch", "b", "c").changed
+    assert [said for said in again if "metadata" not in said] == []
+
+
+def test_what_was_a_rank_s_own_is_everybody_s_and_named_where_it_is_held(work: Workdir) -> None:
+    own = {"none": PerRank({}), "t": PerRank({"x": torch.ones(1), "n": 1}), "raw": PerRank(bytes(70_000))}
+    work.ours({"w": torch.ones(2), **own})
+    said = "what was the only rank's own (PerRank) is everybody's: "
+    for to, names in (("asyncckpt", "none, t, raw"), ("torch", "none, t, raw"), ("dcp", "t, raw")):
+        report = work.convert(to, target=to)
+        assert any(line.startswith(said) and line.endswith(names) for line in report.changed)
+        states.assert_same(work.load(to)["t"], {"x": torch.ones(1), "n": 1})
+        assert work.convert(to, target=f"{to}-w", keys=["w"]).changed == ()
+    assert said + "t" in work.convert("safetensors", target="s", partial=True).changed
+    assert said + "t" in work.convert("torch", target="k", keys=["t.x"], key_map={"t.x": "y"}).changed
+
+
+# ---- what lies in a file of a module ---------------------------------------------------------------------------------
+
+
+def versioned(name: str, value: Any, versions: Any) -> Any:
+    """Return a state dict of a module with its `_metadata`."""
+    made: Any = collections.OrderedDict({name: value})
+    made._metadata = collections.OrderedDict({"": versions})
+    return made
 
 
 @pytest.mark.parametrize("source", ["torch", "asyncckpt"])
 @pytest.mark.parametrize("to", ["torch", "dcp"])
-def test_versions_that_torch_does_not_read_are_left_out_and_said(to: str, source: str, tmp_path: pathlib.Path) -> None:
-    bad: Any = collections.OrderedDict(w=torch.ones(1))
-    bad._metadata = collections.OrderedDict({"": {"version": 1, "kinds": frozenset("ab")}})
-    good: Any = collections.OrderedDict(w=torch.ones(1))
-    good._metadata = collections.OrderedDict({"": {"version": 2}})
-    torch.save({"m": {"bad": bad}, "good": good}, tmp_path / "a")
+def test_versions_that_torch_does_not_read_are_left_out_and_said(to: str, source: str, work: Workdir) -> None:
+    bad = versioned("w", torch.ones(1), {"version": 1, "kinds": frozenset("ab")})
+    work.torch({"m": {"bad": bad}, "good": versioned("w", torch.ones(1), {"version": 2})})
     if source == "asyncckpt":
-        asyncckpt.convert(tmp_path / "a", tmp_path / "ours", to="asyncckpt")
-    report = asyncckpt.convert(tmp_path / ("ours" if source == "asyncckpt" else "a"), tmp_path / "b", to=to)
+        work.convert("asyncckpt", target="ours")
+    report = work.convert(to, "ours" if source == "asyncckpt" else "a")
     assert [said for said in report.changed if said.startswith("the _metadata of m.bad, which holds a frozenset")]
     if to == "torch":
-        found = torch.load(tmp_path / "b", weights_only=True)
+        found = torch.load(work / "b", weights_only=True)
         assert found["good"]._metadata == {"": {"version": 2}}
         assert not getattr(found["m"]["bad"], "_metadata", None)
 
 
-def test_a_state_dict_of_which_nothing_is_left_is_said_to_have_lost_its_versions(tmp_path: pathlib.Path) -> None:
-    model: Any = collections.OrderedDict(x=frozenset("a"))
-    model._metadata = collections.OrderedDict({"": {"version": 1}})
-    torch.save({"model": model, "t": torch.ones(1)}, tmp_path / "a")
-    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch", partial=True)
-    assert "the _metadata of model is not kept: all of it was left out" in report.changed
-    assert report.left_out == ("model.x",)
-
-
-def test_a_list_that_lacks_members_has_texts_for_keys_in_dcp(tmp_path: pathlib.Path) -> None:
-    torch.save({"l": [torch.ones(1), frozenset("a"), torch.ones(2)]}, tmp_path / "a")
-    for to, said, keys in (("dcp", "texts of their numbers", ["0", "2"]), ("torch", "their numbers", [0, 2])):
-        report = asyncckpt.convert(tmp_path / "a", tmp_path / to, to=to, partial=True)
-        assert f"lists that lack members became dicts of {said}: l" in report.changed
-        assert list(asyncckpt.load(tmp_path / to)["l"]) == keys
-
-
-@pytest.mark.parametrize("to", ["asyncckpt", "dcp", "torch"])
-def test_a_key_that_is_too_long_is_refused_before_anything_is_written(to: str, tmp_path: pathlib.Path) -> None:
-    name = "n" * (MAX_KEY_CHARS + 1)
-    foreign_samples.save_safetensors({name: torch.ones(1), "w": torch.ones(2)}, tmp_path / "a")
-    with pytest.raises(UnsupportedLeafError, match="characters"):
-        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
-    with pytest.raises(UnsupportedLeafError, match="characters"):
-        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to, keys=["w"], key_map={"w": name})
-    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to, partial=True)
-    assert report.left_out == (name,)
-    assert list(asyncckpt.load(tmp_path / "b")) == ["w"]
-
-
-def test_a_key_that_is_too_long_costs_its_own_leaf_alone(tmp_path: pathlib.Path) -> None:
-    long = "k" * (MAX_KEY_CHARS + 1)
-    inner = collections.OrderedDict([("y", 2), (long, [torch.ones(3)]), (long[1:] + "x!", 1)])
-    torch.save({"w": torch.ones(2), long: torch.ones(1), "in": inner}, tmp_path / "a")
-    first = f"{long[:80]}... (key 1, {len(long)} characters)"
-    names = (first, f"in.{first}", f"in.{long[:80]}... (key 2, {len(long) + 1} characters)")
-    with pytest.raises(UnsupportedFormatError, match="too long") as caught:
-        asyncckpt.load(tmp_path / "a")
-    assert all(name in str(caught.value) for name in names)
-    found = asyncckpt.load(tmp_path / "a", keys=["w", "in.y"])
-    assert torch.equal(found["w"], torch.ones(2)) and found["in"] == {"y": 2}
-    for to in ("asyncckpt", "torch", "dcp"):
-        with pytest.raises(UnsupportedFormatError, match="3 of the leaves"):
-            asyncckpt.convert(tmp_path / "a", tmp_path / to, to=to)
-        assert asyncckpt.convert(tmp_path / "a", tmp_path / to, to=to, partial=True).left_out == names
-        assert asyncckpt.load(tmp_path / to)["in"] == {"y": 2}
-
-
-def test_two_keys_that_begin_alike_stay_two_leaves(tmp_path: pathlib.Path) -> None:
-    long = "k" * (MAX_KEY_CHARS + 1)
-    shown = f"{long[:80]}... (key 1, {len(long)} characters)"
-    torch.save({shown: torch.ones(2), long: torch.ones(1)}, tmp_path / "a")
-    assert asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch", partial=True).left_out == (shown + "'",)
-    assert list(torch.load(tmp_path / "b", weights_only=True)) == [shown]
-
-
-def test_all_names_are_in_a_report_and_in_an_error(tmp_path: pathlib.Path) -> None:
-    names = [f"p{n}" for n in range(300)]
-    torch.save({name: torch.nn.Parameter(torch.ones(1)) for name in names}, tmp_path / "a")
-    (said,) = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="safetensors").changed
-    assert said.endswith(": " + ", ".join(names))
-    torch.save({name: name for name in names}, tmp_path / "c")
-    with pytest.raises(UnsupportedLeafError) as caught:
-        asyncckpt.convert(tmp_path / "c", tmp_path / "d", to="safetensors")
-    assert all(f"  {name}: " in str(caught.value) for name in names)
-
-
 @pytest.mark.parametrize(
-    "key_map",
-    [{"w": "empty"}, {"w": "in.5"}, {"in.x": "in"}, {"w": "in"}, {"w": "versions"}, lambda fqn: f"{fqn}".split(".")[0]],
+    ("options", "said"),
+    [
+        ({"keys": ["t"]}, set()),
+        ({"key_map": {"model.x": "x"}}, {"the _metadata of model is not kept: renaming left nothing there"}),
+        ({"partial": True}, {"the _metadata of model is not kept: all of it was left out"}),
+    ],
 )
-def test_an_empty_dict_is_not_replaced_by_a_leaf_that_gets_its_name(key_map: Any, tmp_path: pathlib.Path) -> None:
-    state = {"w": torch.ones(2), "empty": {}, "in": {5: {}, "x": torch.ones(1)}, "versions": collections.OrderedDict()}
-    torch.save(state, tmp_path / "a")
-    for to in ("asyncckpt", "torch", "dcp"):
-        with pytest.raises(DuplicateNameError, match="key_map"):
-            asyncckpt.convert(tmp_path / "a", tmp_path / to, to=to, key_map=key_map)
-        assert not (tmp_path / to).exists()
-    asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch", key_map={"w": "empty.w", "in.x": "in.5.x"})
-    found = torch.load(tmp_path / "b", weights_only=True)
-    assert torch.equal(found.pop("empty")["w"], torch.ones(2)) and torch.equal(found["in"][5]["x"], torch.ones(1))
+def test_a_state_dict_of_which_nothing_is_left_is_said_to_have_lost_its_versions(
+    options: dict[str, Any], said: set[str], work: Workdir
+) -> None:
+    value = frozenset("a") if "partial" in options else torch.ones(2)
+    assert (
+        work.changed({"model": versioned("x", value, {"version": 1}), "t": torch.ones(1)}, "torch", **options) == said
+    )
 
 
-@pytest.mark.parametrize("to", ["safetensors", "hf"])
-def test_a_safetensors_file_keeps_the_order_of_the_dict(to: str, tmp_path: pathlib.Path) -> None:
-    dtypes = (torch.int8, torch.float64, torch.float16, torch.bool, torch.int64)
-    state = {name: torch.ones(3, dtype=dtype) for name, dtype in zip("zbyac", dtypes, strict=True)}
-    torch.save(state, tmp_path / "a")
-    assert asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to).changed == ()
-    assert list(asyncckpt.load(tmp_path / "b")) == list(state)
-
-
-def test_module_versions_are_lost_by_name_and_only_where_they_are_lost(tmp_path: pathlib.Path) -> None:
+def test_module_versions_are_lost_by_name_and_only_where_they_are_lost(work: Workdir) -> None:
     module = torch.nn.BatchNorm1d(2).state_dict()
-    torch.save({"model": module, "pair": (module, 2), "flat": collections.OrderedDict(a=1)}, tmp_path / "a")
+    work.torch({"model": module, "pair": (module, 2), "flat": collections.OrderedDict(a=1)})
     lost = "the _metadata of modules' state dicts, their versions, are not kept: "
     dicts = "an OrderedDict became a dict: "
-    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="dcp")
-    assert {lost + "model", dicts + "flat, model"} <= set(report.changed)
-    assert asyncckpt.load(tmp_path / "b")["pair"][0]._metadata == module._metadata
-    keys = ["model", "pair.0"]
-    report = asyncckpt.convert(tmp_path / "a", tmp_path / "c", to="safetensors", keys=keys)
+    assert {lost + "model", dicts + "flat, model"} <= set(work.convert("dcp").changed)
+    assert work.load()["pair"][0]._metadata == module._metadata
+    report = work.convert("safetensors", target="c", keys=["model", "pair.0"])
     assert {lost + "model, pair.0", dicts + "model, pair.0"} <= set(report.changed)
     assert any(line.endswith("became names with dots, in: model, pair") for line in report.changed)
 
 
-@pytest.mark.parametrize("to", ["safetensors", "hf"])
-@pytest.mark.parametrize("name", [name for name, row in DTYPES.items() if hasattr(torch, name)])
-def test_every_dtype_that_safetensors_has_is_written_as_its_own_tools_read_it(
-    name: str, to: str, tmp_path: pathlib.Path
-) -> None:
-    dtype = getattr(torch, name)
-    tensor = torch.arange(48, dtype=torch.uint8).remainder(2).view(dtype).reshape(3, -1)
-    state = {"w": tensor, "empty": tensor[:0], "plain": torch.ones(3)}
-    save(tmp_path / "a", {**state, "none": tensor[0, 0]})
-    if name in ("complex32", "complex128"):
-        with pytest.raises(UnsupportedLeafError, match=rf"no tensors of dtype {name}\n") as caught:
-            asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
-        assert "w: " in str(caught.value) and "none: " in str(caught.value)
-        return
-    if name == "float4_e2m1fn_x2":
-        with pytest.raises(UnsupportedLeafError, match=r"none: .*without a dimension"):
-            asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
-    else:
-        state["none"] = tensor[0, 0]
-    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to, keys=list(state))
-    assert report.changed == ()
-    file = tmp_path / "b" / "model.safetensors" if to == "hf" else tmp_path / "b"
-    stock = safetensors_torch.load_file(file)
-    for found in (stock, asyncckpt.load(tmp_path / "b")):
-        assert found.keys() == state.keys()
-        for key, wanted in state.items():
-            assert (found[key].dtype, found[key].shape) == (wanted.dtype, wanted.shape)
-            assert torch.equal(found[key].reshape(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8))
-    asyncckpt.convert(tmp_path / "b", tmp_path / "c", to="asyncckpt")
-    assert asyncckpt.load(tmp_path / "c")["w"].dtype is dtype
-
-
-@pytest.mark.parametrize(
-    ("state", "names"),
-    [
-        ({"1": torch.ones(1), 1: {"k": torch.ones(2)}}, "1"),
-        ({"a": {"1": torch.ones(1), 1: {"k": torch.ones(2)}}}, "a.1"),
-        ({"1": {"a": torch.ones(1)}, 1: {"b": torch.ones(2)}}, "1"),
-        ({"a": {"1": [(), []], 1: ({},)}}, "a.1"),
-        ({1: {}, "1": torch.ones(1)}, "1"),
-    ],
-)
-def test_keys_that_become_one_text_in_dcp_are_refused(state: Any, names: str, tmp_path: pathlib.Path) -> None:
-    torch.save(state, tmp_path / "a")
-    with pytest.raises(DuplicateNameError, match="are one in a DCP directory") as caught:
-        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="dcp")
-    assert caught.value.fqn == names  # type: ignore[attr-defined]
-    assert [p.name for p in tmp_path.iterdir()] == ["a"]
-    asyncckpt.convert(tmp_path / "a", tmp_path / "c", to="torch")
-
-
-@pytest.mark.parametrize("name", ["w@rank3", "__metadata__"])
-def test_of_tied_tensors_one_may_be_left_out(name: str, tmp_path: pathlib.Path) -> None:
-    tensor = torch.arange(3.0)
-    torch.save({name: tensor, "b": tensor, "c": tensor}, tmp_path / "a")
-    for to in ("asyncckpt", "safetensors"):
-        if to == "safetensors" and name != "__metadata__":
-            continue
-        with pytest.raises(UnsupportedLeafError):
-            asyncckpt.convert(tmp_path / "a", tmp_path / to, to=to)
-        report = asyncckpt.convert(tmp_path / "a", tmp_path / to, to=to, partial=True)
-        assert report.left_out == (name,)
-        found = asyncckpt.load(tmp_path / to)
-        assert list(found) == ["b", "c"] and torch.equal(found["b"], tensor) and torch.equal(found["c"], tensor)
-        if to == "safetensors":
-            assert report.changed == ("tied tensors are stored once for each name: c (= b)",)
-
-
-@pytest.mark.parametrize("key", [2**64, "\ud800"])
-@pytest.mark.parametrize("value", [{}, [[], {}], collections.OrderedDict(), ({},), {"x": {}}])
-def test_a_key_that_ours_has_not_is_refused_also_where_nothing_is_in_it(
-    key: Any, value: Any, tmp_path: pathlib.Path
-) -> None:
-    torch.save({key: value, "a": torch.ones(2)}, tmp_path / "a")
-    with pytest.raises(UnsupportedLeafError, match="its key"):
-        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="asyncckpt")
-    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="asyncckpt", partial=True)
-    assert report.left_out and all(name.startswith(str(key)) for name in report.left_out)
-    assert list(asyncckpt.load(tmp_path / "b")) == ["a"]
-
-
-def test_what_was_a_rank_s_own_is_named_where_it_is_held(tmp_path: pathlib.Path) -> None:
-    own = {"none": PerRank({}), "t": PerRank({"x": torch.ones(1), "n": 1}), "raw": PerRank(bytes(70_000))}
-    save(tmp_path / "a", {"w": torch.ones(2), **own})
-    said = "what was the only rank's own (PerRank) is everybody's: "
-    for to in ("asyncckpt", "torch"):
-        assert said + "none, t, raw" in asyncckpt.convert(tmp_path / "a", tmp_path / to, to=to).changed
-    report = asyncckpt.convert(tmp_path / "a", tmp_path / "s", to="safetensors", partial=True)
-    assert said + "t" in report.changed
-    report = asyncckpt.convert(tmp_path / "a", tmp_path / "k", to="torch", keys=["t.x"], key_map={"t.x": "y"})
-    assert said + "t" in report.changed
+def test_of_what_is_chosen_nothing_else_is_reported(work: Workdir) -> None:
+    base = torch.arange(1 << 20)
+    work.torch({"a": base[100:200], "b": base[150:300], "all": base})
+    assert work.convert("torch", keys=["a", "b"], key_map={"a": "x.a"}).changed == (VIEWS + "a, b",)
+    found = torch.load(work / "b", weights_only=True)
+    assert torch.equal(found["x.a"], base[100:200]) and torch.equal(found["b"], base[150:300])
+    assert (work / "b").stat().st_size < 8192, "the rest of the storage does not come along"
+    assert asyncckpt.load(work / "b").keys() == {"x.a", "b"}

@@ -6,7 +6,6 @@ The readers and writers are torch's.
 from __future__ import annotations
 
 import collections
-import os
 import pathlib
 from typing import Any
 
@@ -15,7 +14,6 @@ import states
 import torch
 
 import asyncckpt
-from asyncckpt.errors import CorruptCheckpointError
 
 pytest.importorskip("numpy")
 hypothesis = pytest.importorskip("hypothesis")
@@ -150,59 +148,6 @@ def test_any_views_of_any_storages_have_their_values_and_are_listed(
     assert listed(report, VIEWS) <= set(state)
     if not shares:
         assert not listed(report, VIEWS)
-
-
-def test_what_is_chosen_does_not_bring_the_rest_of_its_storage(tmp_path: pathlib.Path) -> None:
-    base = torch.arange(1 << 20)
-    torch.save({"a": base[100:200], "b": base[150:300], "all": base}, tmp_path / "a")
-    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch", keys=["a", "b"], key_map={"a": "x.a"})
-    assert report.changed == (f"{VIEWS}: a, b",)
-    found = torch.load(tmp_path / "b", weights_only=True)
-    assert torch.equal(found["x.a"], base[100:200])
-    assert torch.equal(found["b"], base[150:300])
-    assert os.path.getsize(tmp_path / "b") < 8192
-
-
-def test_a_flipped_bit_of_shared_elements_is_an_error(tmp_path: pathlib.Path) -> None:
-    base = torch.arange(5000.0)
-    torch.save({"a": base[:3000], "b": base[2000:]}, tmp_path / "a")
-    data = bytearray((tmp_path / "a").read_bytes())
-    at = data.index(base[2500:2510].numpy().tobytes())
-    data[at] ^= 1
-    (tmp_path / "a").write_bytes(data)
-    with pytest.raises(CorruptCheckpointError, match="CRC-32"):
-        asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="torch")
-    assert os.listdir(tmp_path) == ["a"]
-
-
-# ---- containers
-
-
-@pytest.mark.parametrize("to", ["torch", "asyncckpt", "dcp"])
-def test_containers_that_were_one_object_are_listed_by_their_names_in_the_source(
-    to: str, tmp_path: pathlib.Path
-) -> None:
-    once, plain, odd = {"w": torch.ones(2), "n": 1}, [1, 2], [torch.strided, 1]
-    state = {"model": {"a": once, "b": once, "l": [plain, plain]}, "o": {"x": once}, "u": odd, "v": odd, "z": [odd, 3]}
-    torch.save({**state, "apart": [[1, 2], [1, 2]]}, tmp_path / "a")
-    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to, key_map=lambda fqn: fqn.removeprefix("model."))
-    assert listed(report, SHARED) == {"model.a", "model.b", "model.l", "o.x", "u", "v", "z"}
-    assert asyncckpt.load(tmp_path / "b")["z"] == [["torch.strided", 1], 3]
-
-
-def test_empty_containers_that_were_one_object_are_listed(tmp_path: pathlib.Path) -> None:
-    empty: dict[str, Any] = {}
-    torch.save({"a": empty, "b": empty, "c": {}}, tmp_path / "a")
-    assert listed(asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="asyncckpt"), SHARED) == {"a", "b"}
-
-
-def test_views_in_items_of_dcp_are_listed(tmp_path: pathlib.Path) -> None:
-    flat, once = torch.arange(100.0), {"q": 1}
-    torch.save({"two": (flat[:10], flat[5:20]), "t": (once, once, torch.ones(2))}, tmp_path / "a")
-    report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="dcp")
-    assert listed(report, VIEWS) == {"two.0", "two.1"}
-    assert listed(report, SHARED) == {"t.0", "t.1"}
-    assert asyncckpt.convert(tmp_path / "b", tmp_path / "c", to="asyncckpt").changed == (), "they are apart now"
 
 
 _MEMBERS = st.lists(st.integers(0, 9), max_size=4)

@@ -1,42 +1,45 @@
-"""Replacing a checkpoint while somebody else is there: a save of ours, or whoever puts a file into the directory."""
+"""Converting while somebody else is there: a save of ours, whoever puts a file into the target or writes the source."""
 
 from __future__ import annotations
 
 import errno
 import os
-import pathlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conversions import Workdir
 
 import asyncckpt
 from asyncckpt import RankInfo, SyncCheckpointer
 from asyncckpt.basics.failpoints import observed
-from asyncckpt.errors import CheckpointExistsError, SaveFailedError
+from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, SaveFailedError
+from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.format.names import LOCK_NAME
-from asyncckpt.interop import publish
+from asyncckpt.interop import copy_pipeline, publish
 from asyncckpt.maintenance.pins import pin
 from asyncckpt.storage.local import LocalStore
 
 SAVES_FILE = "rank-00000-part-000.000900-00000000-0123456789ab.safetensors"
 
 
-@pytest.fixture
-def source(tmp_path: pathlib.Path) -> pathlib.Path:
-    torch.save({"new": torch.arange(1000.0)}, tmp_path / "a.pt")
-    return tmp_path / "a.pt"
+@pytest.fixture(autouse=True)
+def source(work: Workdir) -> None:
+    """What is converted in every test is `a`."""
+    work.torch({"new": torch.arange(1000.0)})
 
 
-def make(path: pathlib.Path, kind: str = "asyncckpt") -> pathlib.Path:
-    torch.save({"old": torch.ones(3)}, path.with_suffix(".pt"))
-    asyncckpt.convert(path.with_suffix(".pt"), path, to=kind)
-    path.with_suffix(".pt").unlink()
-    return path
+def standing(work: Workdir, kind: str = "asyncckpt", name: str = "b") -> Path:
+    """Make the checkpoint that is to be replaced."""
+    work.torch({"old": torch.ones(3)}, "old.pt")
+    work.convert(kind, "old.pt", name)
+    (work / "old.pt").unlink()
+    return work / name
 
 
-def save(checkpointer: SyncCheckpointer, path: pathlib.Path, name: str) -> None:
+def save(checkpointer: SyncCheckpointer, path: Path, name: str) -> None:
     checkpointer.save({name: torch.full((100,), 7.0)}, path)
 
 
@@ -50,6 +53,9 @@ def exchange_by(call: Callable[[str, str], bool], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(publish, "exchange", exchange)
 
 
+# ---- a save of ours -------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("point", "layout"),
     [
@@ -60,7 +66,7 @@ def exchange_by(call: Callable[[str, str], bool], monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_a_save_that_is_under_way_is_left_alone_and_goes_on(
-    point: str, layout: str, source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    point: str, layout: str, work: Workdir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[str] = []
     refused: list[SaveFailedError] = []
@@ -70,65 +76,52 @@ def test_a_save_that_is_under_way_is_left_alone_and_goes_on(
         if reached == point and not begun:
             begun.append(reached)  # converting comes by here too
             with pytest.raises(SaveFailedError) as caught:
-                asyncckpt.convert(source, tmp_path / "x", to="asyncckpt", overwrite=True)
+                work.convert("asyncckpt", overwrite=True)
             refused.append(caught.value)
 
     with SyncCheckpointer(rank_info=RankInfo(0, 1), layout=layout, fsync=False, overwrite=True) as checkpointer:
-        save(checkpointer, tmp_path / "x", "first")
+        save(checkpointer, work / "b", "first")
         with observed(observer):
-            save(checkpointer, tmp_path / "x", "second")
+            save(checkpointer, work / "b", "second")
     assert [error.code for error in refused] == ["EAGAIN"]
-    assert list(asyncckpt.load(tmp_path / "x")) == ["second"]
-    assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
+    assert list(work.load()) == ["second"] and work.names() == ["a", "b"]
 
 
-def test_a_save_that_has_no_file_yet_learns_that_another_checkpoint_came(
-    source: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_save_that_has_no_file_yet_learns_that_another_checkpoint_came(work: Workdir) -> None:
     done: list[str] = []
 
     def observer(reached: str) -> None:
         if reached == "directory: made" and not done:
             done.append(reached)
-            asyncckpt.convert(source, tmp_path / "x", to="asyncckpt", overwrite=True)
+            work.convert("asyncckpt", overwrite=True)
 
-    make(tmp_path / "x")
+    standing(work)
     with (
         SyncCheckpointer(rank_info=RankInfo(0, 1), fsync=False, overwrite=True) as checkpointer,
         observed(observer),
         pytest.raises(CheckpointExistsError),
     ):
-        save(checkpointer, tmp_path / "x", "second")
-    assert done and list(asyncckpt.load(tmp_path / "x")) == ["new"]
+        save(checkpointer, work / "b", "second")
+    assert done and list(work.load()) == ["new"]
 
 
-def test_who_holds_the_lock_is_waited_for_and_then_said(
-    source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_holds_the_lock_is_waited_for_and_then_said(work: Workdir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish, "LOCK_TIMEOUT_S", 0.05)
-    path = make(tmp_path / "x")
-    with (
-        LocalStore().lock(str(path), 30.0),
-        pytest.raises(SaveFailedError, match=LOCK_NAME) as caught,
-    ):
-        asyncckpt.convert(source, path, to="asyncckpt", overwrite=True)
+    path = standing(work)
+    with LocalStore().lock(str(path), 30.0), pytest.raises(SaveFailedError, match=LOCK_NAME) as caught:
+        work.convert("asyncckpt", overwrite=True)
     assert caught.value.code == "EAGAIN"
-    assert list(asyncckpt.load(path)) == ["old"] and sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
-    assert LOCK_NAME not in os.listdir(path)
+    assert list(work.load()) == ["old"] and work.names() == ["a", "b"] and LOCK_NAME not in os.listdir(path)
 
 
 def test_the_lock_is_held_while_the_names_are_exchanged_and_gone_afterwards(
-    source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    work: Workdir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, seen = make(tmp_path / "x"), []
-    real = publish.exchange
+    path, seen, real = standing(work), list[str](), publish.exchange
 
     def exchange(temporary: str, final: str) -> bool:
         for held in (final, temporary):
-            with (
-                pytest.raises(BlockingIOError),
-                LocalStore().lock(held, 0),
-            ):
+            with pytest.raises(BlockingIOError), LocalStore().lock(held, 0):
                 pass
             seen.append(held)
             if held == final:
@@ -136,208 +129,176 @@ def test_the_lock_is_held_while_the_names_are_exchanged_and_gone_afterwards(
         return True
 
     exchange_by(exchange, monkeypatch)
-    asyncckpt.convert(source, path, to="asyncckpt", overwrite=True)
+    work.convert("asyncckpt", overwrite=True)
     assert len(seen) == 2
-    assert list(asyncckpt.load(path)) == ["new"] and LOCK_NAME not in os.listdir(path)
-    assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
+    assert list(work.load()) == ["new"] and LOCK_NAME not in os.listdir(path) and work.names() == ["a", "b"]
 
 
-def test_a_pinned_checkpoint_is_not_replaced(source: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    path = make(tmp_path / "x")
-    pin(str(path), LocalStore())
+def test_a_pinned_checkpoint_is_not_replaced(work: Workdir) -> None:
+    pin(str(standing(work)), LocalStore())
     with pytest.raises(CheckpointExistsError, match="pinned"):
-        asyncckpt.convert(source, path, to="asyncckpt", overwrite=True)
-    assert list(asyncckpt.load(path)) == ["old"]
+        work.convert("asyncckpt", overwrite=True)
+    assert list(work.load()) == ["old"]
 
 
-@pytest.mark.parametrize("standing", ["asyncckpt", "dcp"])
-def test_files_of_a_save_that_may_be_under_way_are_refused_and_older_ones_are_not(
-    standing: str, source: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
-    path = make(tmp_path / "x", standing)
-    name = SAVES_FILE if standing == "asyncckpt" else SAVES_FILE.replace("safetensors", "distcp")
-    (path / name).write_bytes(b"x")
+@pytest.mark.parametrize("kind", ["asyncckpt", "dcp"])
+def test_files_of_a_save_that_may_be_under_way_are_refused_and_older_ones_are_not(kind: str, work: Workdir) -> None:
+    file = standing(work, kind) / (SAVES_FILE if kind == "asyncckpt" else SAVES_FILE.replace("safetensors", "distcp"))
+    file.write_bytes(b"x")
     with pytest.raises(SaveFailedError, match="000900-00000000-0123456789ab") as caught:
-        asyncckpt.convert(source, path, to=standing, overwrite=True)
-    assert caught.value.code == "EAGAIN" and (path / name).exists()
-    (path / name).unlink()
-    if standing == "asyncckpt":
-        (path / name.replace("000900", "000000")).write_bytes(b"x")
-    asyncckpt.convert(source, path, to=standing, overwrite=True)
-    assert list(asyncckpt.load(path)) == ["new"]
+        work.convert(kind, overwrite=True)
+    assert caught.value.code == "EAGAIN" and file.exists()
+    file.unlink()
+    if kind == "asyncckpt":
+        file.with_name(file.name.replace("000900", "000000")).write_bytes(b"x")
+    work.convert(kind, overwrite=True)
+    assert list(work.load()) == ["new"]
 
 
-def test_files_of_an_earlier_call_of_the_same_run_are_in_nobodys_way(
-    source: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
-    path = tmp_path / "x"
-    with asyncckpt.SyncCheckpointer(fsync=False, overwrite=True) as checkpointer:
+def test_files_of_an_earlier_call_of_the_same_run_are_in_nobodys_way(work: Workdir) -> None:
+    with SyncCheckpointer(fsync=False, overwrite=True) as checkpointer:
         for _ in range(2):
-            checkpointer.save({"old": torch.ones(3)}, path)
-    (shard,) = path.glob("*.safetensors")
+            save(checkpointer, work / "b", "old")
+    (shard,) = (work / "b").glob("*.safetensors")
     assert "-00000001-" in shard.name
     shard.with_name(shard.name.replace("-00000001-", "-00000000-")).write_bytes(b"x")
-    asyncckpt.convert(source, path, to="asyncckpt", overwrite=True)
-    assert list(asyncckpt.load(path)) == ["new"]
+    work.convert("asyncckpt", overwrite=True)
+    assert list(work.load()) == ["new"]
 
 
-def _foreign(path: pathlib.Path) -> str:
-    (path / "thesis.tex").write_text("dear")
-    return "thesis.tex"
-
-
-def _weights(path: pathlib.Path) -> str:
-    (path / "model-9.safetensors").write_text("dear")
-    return "model-9.safetensors"
-
-
-def _of_a_save(path: pathlib.Path) -> str:
-    (path / SAVES_FILE).write_text("dear")
-    return SAVES_FILE
-
-
-def _directory(path: pathlib.Path) -> str:
-    (path / "logs").mkdir()
-    return "logs"
+# ---- files that come ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "to"), [("asyncckpt", "asyncckpt"), ("dcp", "torch"), ("hf", "hf")])
-@pytest.mark.parametrize("come", [_foreign, _weights, _of_a_save, _directory])
+@pytest.mark.parametrize("name", ["thesis.tex", "model-9.safetensors", SAVES_FILE, "logs/"])
 @pytest.mark.parametrize("when", ["before the exchange", "after it"])
 def test_what_comes_between_the_look_and_the_exchange_is_not_removed(
-    when: str,
-    come: Callable[[pathlib.Path], str],
-    kind: str,
-    to: str,
-    source: pathlib.Path,
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
+    when: str, name: str, kind: str, to: str, work: Workdir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, came = make(tmp_path / "x", kind), []
-    real = publish.exchange
+    path, came, real = standing(work, kind), list[str](), publish.exchange
+
+    def come(into: Path) -> None:
+        came.append(name.rstrip("/"))
+        (into / name).mkdir() if name.endswith("/") else (into / name).write_text("dear")
 
     def exchange(temporary: str, final: str) -> bool:
         if came:
             return real(temporary, final)
         if when == "before the exchange":
-            came.append(come(path))
+            come(path)
             return real(temporary, final)
         assert real(temporary, final)
-        came.append(come(pathlib.Path(temporary)))  # by a directory that was opened before
+        come(Path(temporary))  # by a directory that was opened before
         return True
 
     exchange_by(exchange, monkeypatch)
     with pytest.raises((CheckpointExistsError, SaveFailedError)) as caught:
-        asyncckpt.convert(source, path, to=to, overwrite=True)
+        work.convert(to, overwrite=True)
     assert came[0] in os.listdir(path)
     assert came[0] in str(caught.value) or "under way" in str(caught.value)
-    assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
-    (path / came[0]).rmdir() if (path / came[0]).is_dir() else (path / came[0]).unlink()
-    assert list(asyncckpt.load(path)) == ["old"]
+    assert work.names() == ["a", "b"]
+    (path / name).rmdir() if name.endswith("/") else (path / name).unlink()
+    assert list(work.load()) == ["old"]
 
 
 @pytest.mark.parametrize("kind", ["torch", "hf"])
 def test_what_is_written_anew_between_the_look_and_the_exchange_is_not_removed(
-    kind: str, source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, work: Workdir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, came = make(tmp_path / "x", kind), []
-    real = publish.exchange
-    make(tmp_path / "other", kind)
+    path, other, came, real = standing(work, kind), standing(work, kind, "other"), list[bool](), publish.exchange
 
     def exchange(temporary: str, final: str) -> bool:
         if not came:
             came.append(True)
             name = "" if kind == "torch" else "model.safetensors"
-            os.replace(tmp_path / "other" / name, path / name)
+            os.replace(other / name, path / name)
         return real(temporary, final)
 
     exchange_by(exchange, monkeypatch)
     with pytest.raises(CheckpointExistsError, match="written meanwhile"):
-        asyncckpt.convert(source, path, to=kind, overwrite=True)
-    assert list(asyncckpt.load(path)) == ["old"]
-    assert not [name for name in os.listdir(tmp_path) if "converting" in name]
+        work.convert(kind, overwrite=True)
+    assert list(work.load()) == ["old"] and set(work.names()) <= {"a", "b", "other"}
 
 
 def test_what_comes_into_the_new_one_for_an_instant_is_in_the_old_one_afterwards(
-    source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    work: Workdir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = make(tmp_path / "x")
+    path = standing(work)
 
     def failing(*_: Any) -> None:
-        _foreign(path)
+        (path / "thesis.tex").write_text("dear")
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(publish, "_refuse_arrivals", failing)
     with pytest.raises(SaveFailedError):
-        asyncckpt.convert(source, path, to="asyncckpt", overwrite=True)
-    assert (path / "thesis.tex").read_text() == "dear" and list(asyncckpt.load(path)) == ["old"]
-    assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
+        work.convert("asyncckpt", overwrite=True)
+    assert (path / "thesis.tex").read_text() == "dear" and list(work.load()) == ["old"] and work.names() == ["a", "b"]
 
 
 @pytest.mark.parametrize("renames", [True, False])
 def test_what_cannot_be_put_back_is_kept_beside_it(
-    renames: bool,
-    source: pathlib.Path,
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    renames: bool, work: Workdir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, calls = make(tmp_path / "x"), []
-    real = publish.exchange
+    path, calls, real = standing(work), list[str](), publish.exchange
+
+    def failing(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def exchange(temporary: str, final: str) -> bool:
         calls.append(temporary)
         if len(calls) > 1:
             if not renames:
                 monkeypatch.setattr(os, "rename", failing)
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        _foreign(path)
+            failing()
+        (path / "thesis.tex").write_text("dear")
         return real(temporary, final)
-
-    def failing(*_: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     exchange_by(exchange, monkeypatch)
     with pytest.raises(CheckpointExistsError):
-        asyncckpt.convert(source, path, to="asyncckpt", overwrite=True)
+        work.convert("asyncckpt", overwrite=True)
     monkeypatch.undo()
-    aside = pathlib.Path(f"{calls[0]}.kept" if renames else calls[0])
+    aside = Path(f"{calls[0]}.kept" if renames else calls[0])
     assert f"is at {aside} now, and could not be put back" in caplog.text
     assert ("Move it away" in caplog.text) == (not renames)
     assert (aside / "thesis.tex").read_text() == "dear" and list(asyncckpt.load(aside)) == ["old"]
-    assert list(asyncckpt.load(path)) == ["new"]
-    assert sorted(os.listdir(tmp_path)) == [aside.name, "a.pt", "x"]
+    assert list(work.load()) == ["new"] and work.names() == [aside.name, "a", "b"]
 
 
-@pytest.mark.parametrize("name", ["notes.txt", SAVES_FILE])
-@pytest.mark.parametrize(("kind", "to"), [("asyncckpt", "asyncckpt"), ("dcp", "dcp"), ("hf", "hf")])
-@pytest.mark.parametrize("check", ["_check_directory", "_refuse_pinned_or_saving"])
-def test_what_comes_while_the_last_checks_look_is_not_removed(
-    check: str,
-    kind: str,
-    to: str,
-    name: str,
-    source: pathlib.Path,
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
+# ---- the source -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors", "dcp"])
+@pytest.mark.parametrize("by", ["rename", "rewrite"])
+def test_a_source_that_is_replaced_meanwhile_is_never_mixed_with_what_replaces_it(
+    kind: str, by: str, work: Workdir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, calls = make(tmp_path / "x", kind), []
-    real = getattr(publish, check)
+    monkeypatch.setattr(copy_pipeline, "WINDOW_NBYTES", BLOCK_NBYTES)
+    for name, value in (("first", 1.0), ("other", 2.0)):
+        work.torch({f"t{n}": torch.full((1 << 15,), value) for n in range(60)}, "saved.pt")
+        work.convert(kind, "saved.pt", name)
+    source, other = work / "first", work / "other"
+    if kind == "dcp":
+        source, other = source / "__0_0.distcp", other / "__0_0.distcp"
 
-    def checking(*arguments: Any, **kw: Any) -> Any:
-        found = real(*arguments, **kw)
-        calls.append(check)
-        if len(calls) == 2:  # the first one is ahead of the writing
-            (path / name).write_text("dear")
-        return found
+    def progress(done: int, _: int) -> None:
+        if done > 300_000 and other.exists():
+            if by == "rewrite":
+                source.write_bytes(other.read_bytes())
+                other.unlink()
+            else:
+                os.replace(other, source)
 
-    monkeypatch.setattr(publish, check, checking)
-    with pytest.raises((CheckpointExistsError, SaveFailedError)) as caught:
-        asyncckpt.convert(source, path, to=to, overwrite=True)
-    assert len(calls) == 2
-    error = caught.value
-    assert error.code == "EAGAIN" if isinstance(error, SaveFailedError) else name == "notes.txt"
-    assert (path / name).read_text() == "dear"
-    assert sorted(os.listdir(tmp_path)) == ["a.pt", "x"]
-    (path / name).unlink()
-    assert list(asyncckpt.load(path)) == ["old"]
+    said = "while it was read" + ("|ends early|cut short|differ from their CRC-32" if by == "rewrite" else "")
+    with pytest.raises(CorruptCheckpointError, match=said):
+        work.convert("torch", "first", progress=progress)
+    assert not any(name == "b" or name.endswith(".converting") for name in work.names())
+
+
+def test_an_open_file_that_is_replaced_is_not_read_by_the_old_structure(work: Workdir) -> None:
+    for name, value in (("x", 1.0), ("y", 2.0)):
+        work.torch({"a": torch.full((9,), value), "b": torch.full((9,), value)}, name)
+    with asyncckpt.open_checkpoint(work / "x") as opened:
+        assert opened.tensor("a")[0] == 1
+        os.replace(work / "y", work / "x")
+        with pytest.raises(CorruptCheckpointError, match="while it was read"):
+            opened.tensor("b")

@@ -12,16 +12,15 @@ import io
 import json
 import pathlib
 import pickle
-import subprocess
 import sys
 import warnings
-import zipfile
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import foreign_samples
 import pytest
 import torch
+from conversions import Workdir, ends_within_a_gigabyte, torch_archive
 
 import asyncckpt
 from asyncckpt.cli import main
@@ -32,7 +31,6 @@ from asyncckpt.interop.sources.unpickler import OpaqueGlobal, UnpicklingError, u
 from asyncckpt.interop.sources.unread_leaves import unread_leaves
 from asyncckpt.storage.files import Files
 
-KINDS = ("torch", "legacy", "dcp")
 HERE = __name__
 
 
@@ -82,15 +80,6 @@ class LivingState:
         self.calls.append(state)
 
 
-def save(kind: str, state: Any, directory: pathlib.Path) -> pathlib.Path:
-    path = directory / ("d" if kind == "dcp" else "a.pt")
-    if kind == "dcp":
-        foreign_samples.save_dcp(state, path)
-    else:
-        torch.save(state, path, _use_new_zipfile_serialization=kind == "torch")
-    return path
-
-
 def training_state() -> dict[str, Any]:
     return {
         "model": {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)},
@@ -101,18 +90,32 @@ def training_state() -> dict[str, Any]:
     }
 
 
+def save(kind: str, state: Any, work: Workdir, name: str = "a") -> pathlib.Path:
+    if kind == "dcp":
+        foreign_samples.save_dcp(state, work / name)
+        return work / name
+    return work.torch(state, name, older=kind == "legacy")
+
+
+@pytest.fixture(params=["torch", "legacy", "dcp"])
+def path(request: pytest.FixtureRequest, work: Workdir) -> pathlib.Path:
+    return save(request.param, training_state(), work)
+
+
 UNREAD = {"args": "argparse.Namespace", "options": f"{HERE}.Options", "buffer": "_io.BytesIO"}
 
 
-@pytest.fixture(params=KINDS)
-def path(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> pathlib.Path:
-    return save(request.param, training_state(), tmp_path)
-
-
-@pytest.mark.parametrize("keys", [["model"], ["model", "step"], "model.w"])
-def test_keys_load_what_stands_beside_objects_that_are_not_read(keys: Any, path: pathlib.Path) -> None:
-    found = asyncckpt.load(path, keys=keys)
-    assert torch.equal(found["model"]["w"], torch.arange(6.0).reshape(2, 3))
+def test_what_stands_beside_objects_that_are_not_read_is_loaded_by_keys_and_into_a_target(path: pathlib.Path) -> None:
+    for keys in (["model"], ["model", "step"], "model.w"):
+        found = asyncckpt.load(path, keys=keys)
+        assert torch.equal(found["model"]["w"], torch.arange(6.0).reshape(2, 3))
+    target: Any = {"model": {"w": torch.zeros(2, 3), "b": torch.zeros(2)}, "step": 0}
+    assert asyncckpt.plan_load(path, target).fits
+    asyncckpt.load(path, target)
+    assert target["step"] == 7 and target["model"]["w"].sum() == 15
+    plan = asyncckpt.plan_load(path, {"model": {"w": torch.zeros(2, 3)}, "args": None})
+    assert [(leaf.fqn, leaf.saved) for leaf in plan.mismatched] == [("args", "argparse.Namespace, not read")]
+    assert not plan.fits
 
 
 def test_loading_everything_names_all_that_is_not_read_and_changes_nothing(path: pathlib.Path) -> None:
@@ -125,20 +128,6 @@ def test_loading_everything_names_all_that_is_not_read_and_changes_nothing(path:
         asyncckpt.load(path, target)
     assert not target["model"]["w"].any()  # type: ignore[index]
     assert target["step"] == 0
-
-
-def test_a_target_without_them_is_filled(path: pathlib.Path) -> None:
-    target = {"model": {"w": torch.zeros(2, 3), "b": torch.zeros(2)}, "step": 0}
-    assert asyncckpt.plan_load(path, target).fits
-    asyncckpt.load(path, target)
-    assert target["step"] == 7
-    assert target["model"]["w"].sum() == 15  # type: ignore[index]
-
-
-def test_a_plan_tells_of_what_a_load_would_refuse(path: pathlib.Path) -> None:
-    plan = asyncckpt.plan_load(path, {"model": {"w": torch.zeros(2, 3)}, "args": None})
-    assert [(leaf.fqn, leaf.saved) for leaf in plan.mismatched] == [("args", "argparse.Namespace, not read")]
-    assert not plan.fits
 
 
 def test_an_open_checkpoint_lists_them_and_refuses_each_by_name(path: pathlib.Path) -> None:
@@ -168,13 +157,11 @@ def test_inspect_and_verify_list_them_by_name(path: pathlib.Path, capsys: pytest
 
 
 def test_diff_compares_the_rest_and_says_of_what_it_knows_the_class_alone(
-    path: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    path: pathlib.Path, work: Workdir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
     state = training_state()
     state["options"] = {"lr": 0.1}
-    changed = save("torch", state, other)
+    changed = save("torch", state, work, "other")
     assert main(["diff", str(path), str(path)]) == 0
     assert "3 leaves cannot be read on either side" in capsys.readouterr().out
     assert main(["diff", "--json", str(path), str(changed)]) == 1
@@ -185,33 +172,17 @@ def test_diff_compares_the_rest_and_says_of_what_it_knows_the_class_alone(
 
 
 @pytest.mark.parametrize(("kind", "to"), [("torch", "asyncckpt"), ("dcp", "torch"), ("legacy", "dcp")])
-def test_a_conversion_refuses_them_all_by_name_or_leaves_them_out_if_told_so(
-    kind: str, to: str, tmp_path: pathlib.Path
-) -> None:
-    path, target = save(kind, training_state(), tmp_path), tmp_path / "target"
+def test_a_conversion_refuses_them_all_by_name_or_leaves_them_out_if_told_so(kind: str, to: str, work: Workdir) -> None:
+    save(kind, training_state(), work)
     with pytest.raises(UnsupportedFormatError, match="partial=True") as caught:
-        asyncckpt.convert(path, target, to=to)
+        work.convert(to)
     assert all(f"{fqn}: {kind}, not read" in str(caught.value) for fqn, kind in UNREAD.items())
-    assert not target.exists()
-    report = asyncckpt.convert(path, target, to=to, partial=True)
-    assert set(report.left_out) == UNREAD.keys()
-    found = asyncckpt.load(target)
+    assert work.names() == ["a"]
+    assert set(work.convert(to, partial=True).left_out) == UNREAD.keys()
+    found = work.load()
     assert found.keys() == {"model", "step"}
     assert torch.equal(found["model"]["w"], torch.arange(6.0).reshape(2, 3))
-    chosen = asyncckpt.convert(path, target, to=to, keys=["model"], overwrite=True)
-    assert not chosen.left_out
-
-
-def test_a_conversion_to_what_holds_no_objects_names_both_reasons_at_once(tmp_path: pathlib.Path) -> None:
-    path = save("torch", training_state(), tmp_path)
-    with pytest.raises(UnsupportedFormatError) as caught:
-        asyncckpt.convert(path, tmp_path / "m.safetensors", to="safetensors")
-    assert "step: " in str(caught.value)
-    assert "args: argparse.Namespace" in str(caught.value)
-    assert set(asyncckpt.convert(path, tmp_path / "m.safetensors", to="safetensors", partial=True).left_out) == {
-        *UNREAD,
-        "step",
-    }
+    assert not work.convert(to, keys=["model"], overwrite=True).left_out
 
 
 def unread(value: Any, directory: pathlib.Path, kind: str = "torch", **options: Any) -> dict[str, str]:
@@ -336,19 +307,6 @@ def pickled_text(text: str) -> bytes:
     return b"X" + len(data).to_bytes(4, "little") + data
 
 
-def test_without_leave_a_global_that_is_not_on_the_list_is_an_error() -> None:
-    with pytest.raises(UnpicklingError) as caught:
-        unpickle_data(pickle.dumps(Options()), KNOWN)
-    assert caught.value.name == f"{HERE}.Options"
-
-
-def torch_file(path: pathlib.Path, data: bytes) -> pathlib.Path:
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("archive/data.pkl", data)
-        file.writestr("archive/version", b"3\n")
-    return path
-
-
 _C = b"cm\nC\n"
 _TWICE = b"N" + b"2\x86" * 45
 ENDLESS: dict[str, bytes] = {
@@ -380,19 +338,19 @@ ENDLESS: dict[str, bytes] = {
 
 def test_opaque_globals_take_no_more_time_stack_or_memory_than_their_length_warrants(tmp_path: pathlib.Path) -> None:
     for name, data in ENDLESS.items():
-        torch_file(tmp_path / name, data)
-    code = (
-        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30));"
-        "from asyncckpt.interop.sources.torch_file import read_torch_file; from asyncckpt.storage.files import Files;"
-        "from asyncckpt.interop.sources.unread_leaves import unread_leaves\n"
-        "for name in os.listdir(sys.argv[1]):\n"
-        " print(name, flush=True)\n"
-        " found = unread_leaves(read_torch_file(os.path.join(sys.argv[1], name), Files())); assert found\n"
-        " assert all(len(what.described()) < 500 for what in found.values())\n"
-        " assert 'm' not in sys.modules and 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=120, capture_output=True)
-    assert done.returncode == 0, (done.stdout, done.stderr[-1000:])
+        torch_archive(tmp_path / name, data)
+    code = """
+import os
+from asyncckpt.interop.sources.torch_file import read_torch_file
+from asyncckpt.interop.sources.unread_leaves import unread_leaves
+from asyncckpt.storage.files import Files
+for name in os.listdir(sys.argv[1]):
+    print(name, flush=True)
+    found = unread_leaves(read_torch_file(os.path.join(sys.argv[1], name), Files()))
+    assert found and all(len(what.described()) < 500 for what in found.values())
+    assert "m" not in sys.modules and "torch" not in sys.modules
+"""
+    ends_within_a_gigabyte(code, tmp_path)
 
 
 def test_a_function_of_ours_is_not_given_the_same_many_things_over_and_over() -> None:
@@ -424,7 +382,7 @@ def test_whatever_is_done_to_an_opaque_global_nothing_is_imported_or_run(
     codecs.lookup("cp437")  # zipfile decodes names by it, and so imports it with the first file
     modules = set(sys.modules)
     unpickle_data(data, KNOWN, storage_of, opaque=True)
-    contents = read_torch_file(str(torch_file(tmp_path / "a.pt", data)), Files())
+    contents = read_torch_file(str(torch_archive(tmp_path / "a.pt", data)), Files())
     assert unread_leaves(contents)
     assert {p.name for p in tmp_path.iterdir()} == {"a.pt"}
     assert set(sys.modules) == modules
@@ -459,7 +417,7 @@ def test_random_bytes_around_opaque_globals_raise_nothing_but_errors_of_ours(rng
         with contextlib.suppress(UnpicklingError):
             unpickle_data(data, KNOWN, storage_of, opaque=True)
         with contextlib.suppress(AsyncCkptError):
-            unread_leaves(read_torch_file(str(torch_file(tmp_path / "a.pt", data)), Files()))
+            unread_leaves(read_torch_file(str(torch_archive(tmp_path / "a.pt", data)), Files()))
 
 
 def test_metadata_of_a_dcp_directory_hold_no_opaque_globals(tmp_path: pathlib.Path) -> None:

@@ -152,6 +152,17 @@ def test_a_local_header_that_moves_the_bytes_of_its_entry_is_refused(
     assert verify_any(str(tmp_path / "a.pt"), FILES).state == "corrupt"
 
 
+def test_a_local_header_that_points_beyond_an_item_of_dcp_is_refused(tmp_path: pathlib.Path) -> None:
+    save({"k": torch.ones(2, 3)}, FileSystemWriter(tmp_path / "d"))
+    file = tmp_path / "d" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    header = data.rfind(b"PK\x03\x04", 0, data.find(b"/data/0"))
+    data[header + 28 : header + 30] = b"\xff\xff"  # the length of the extra field
+    file.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="header of entry"):
+        asyncckpt.load(tmp_path / "d")
+
+
 def test_items_of_dcp_that_overlap_are_refused(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "dcp"
     save({"a": torch.ones(300), "b": torch.zeros(300)}, FileSystemWriter(path))
