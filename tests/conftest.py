@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from tests import fault_table
+from tests.command_calls import Command
 from tests.leak_guard import LeakGuard
 from tests.warm_python import WarmPython
 
@@ -127,6 +128,12 @@ def short_path() -> Iterator[pathlib.Path]:
     directory = _private_directory()
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """The command `asyncckpt`, in this process."""
+    return Command(capsys)
 
 
 @pytest.fixture

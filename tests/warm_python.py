@@ -133,6 +133,21 @@ class WarmPython:
         finally:
             process.close()
 
+    @contextlib.contextmanager
+    def talking(self, program: str, *arguments: str, **options: Any) -> Iterator[tuple[WarmProcess, IO[str], IO[str]]]:
+        """As `running`; yields the process, what it reads as its stdin, and what it has written to its stdout."""
+        theirs_in, ours_in = os.pipe()
+        ours_out, theirs_out = os.pipe()
+        with contextlib.ExitStack() as opened:
+            stdin, stdout = opened.enter_context(open(ours_in, "w")), opened.enter_context(open(ours_out))
+            try:
+                process = self.start(program, *arguments, stdin=theirs_in, stdout=theirs_out, **options)
+            finally:
+                os.close(theirs_in)
+                os.close(theirs_out)
+            opened.callback(process.close)
+            yield process, stdin, stdout
+
     def run(
         self, program: str, *arguments: str, timeout_s: float = DEADLINE_S, **options: Any
     ) -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -11,28 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from command_calls import Command
 from real_worker import RealWorker
 from storage_samples import flip_byte, shard_paths
 from torch_free_client import Client, Snapshot, new_save_id
 
 import asyncckpt
-from asyncckpt import AsyncCheckpointer, SyncCheckpointer, cli
+from asyncckpt import AsyncCheckpointer, SyncCheckpointer
 from asyncckpt.errors import CheckpointNotCommittedError
 from asyncckpt.protocol.save_phases import DURABLE
 
 STATE = {"w": torch.arange(50_000.0), "n": 1}
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    capsys.readouterr()
-    code = cli.main([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
-    code, out, _ = run(capsys, *arguments, "--json")
-    return code, json.loads(out)
 
 
 def save(root: Path, *names: str, **fields: Any) -> None:
@@ -60,112 +48,96 @@ def root(tmp_path: Path) -> Path:
 # ---- gc -------------------------------------------------------------------------------------------------------------
 
 
-def test_gc_says_what_would_go_and_changes_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_says_what_would_go_and_changes_nothing(root: Path, command: Command) -> None:
     before = sorted(os.listdir(root / "attempt"))
-    code, out, _ = run(capsys, "gc", root)
+    code, out, _ = command("gc", root)
     assert code == 0 and "would go" in out and str(root / "attempt") in out and "--delete removes 205 kB" in out
     assert str(root / "good") not in out and "no worker answers" in out
-    code, found = run_json(capsys, "gc", root)
+    code, found = command.json("gc", root)
     (row,) = found["found"]
     assert (row["action"], row["kind"], sorted(row["files"]), row["removed"]) == ("would go", "attempt", before, [])
     assert sorted(os.listdir(root / "attempt")) == before
 
 
-def test_gc_removes_on_request_and_the_next_save_takes_the_place(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, found = run_json(capsys, "gc", root, "--delete")
+def test_gc_removes_on_request_and_the_next_save_takes_the_place(root: Path, command: Command) -> None:
+    code, found = command.json("gc", root, "--delete")
     assert code == 0 and found["found"][0]["action"] == "removed" and os.listdir(root / "attempt") == ["manifest.json"]
     assert asyncckpt.latest_checkpoint(root) == str(root / "good")
     for ask in (asyncckpt.load, asyncckpt.open_checkpoint):
         with pytest.raises(CheckpointNotCommittedError, match="given up"):
             ask(root / "attempt")
-    assert run(capsys, "verify", root / "attempt")[0] == 3
-    assert [row["state"] for row in run_json(capsys, "ls", root)[1]] == ["committed", "abandoned"]
-    assert run(capsys, "gc", root, "--delete")[1].startswith("nothing to remove")
+    assert command("verify", root / "attempt")[0] == 3
+    assert [row["state"] for row in command.json("ls", root)[1]] == ["committed", "abandoned"]
+    assert command("gc", root, "--delete")[1].startswith("nothing to remove")
     save(root, "attempt")
     assert asyncckpt.latest_checkpoint(root) == str(root / "attempt")
-    assert run(capsys, "verify", root / "attempt", root / "good")[0] == 0
+    assert command("verify", root / "attempt", root / "good")[0] == 0
 
 
-def test_gc_leaves_young_attempts_alone_unless_it_is_told_otherwise(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gc_leaves_young_attempts_alone_unless_it_is_told_otherwise(root: Path, command: Command) -> None:
     next((root / "attempt").iterdir()).touch()
-    code, found = run_json(capsys, "gc", root, "--delete")
+    code, found = command.json("gc", root, "--delete")
     assert (code, found["found"][0]["action"]) == (0, "kept") and "in progress" in found["found"][0]["why"]
-    assert run_json(capsys, "gc", root, "--delete", "--older-than", "0s")[1]["found"][0]["action"] == "removed"
+    assert command.json("gc", root, "--delete", "--older-than", "0s")[1]["found"][0]["action"] == "removed"
 
 
-def test_gc_asks_the_worker_what_is_under_way(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gc_asks_the_worker_what_is_under_way(root: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"path": str(root / "attempt"), "phase": "open"}, {"path": str(root / "good"), "phase": "committed"}]
     monkeypatch.setattr("asyncckpt.cli.worker_requests.status_of", lambda endpoint: {"saves": rows})
-    code, found = run_json(capsys, "gc", root, "--delete")
+    code, found = command.json("gc", root, "--delete")
     assert (code, found["found"][0]["action"]) == (0, "kept") and "worker" in found["found"][0]["why"]
     rows[0]["phase"] = "failed"
-    assert run_json(capsys, "gc", root)[1]["found"][0]["action"] == "would go"
+    assert command.json("gc", root)[1]["found"][0]["action"] == "would go"
 
 
-def test_gc_with_a_worker_that_was_named_and_does_not_answer_is_exit_code_5(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gc_with_a_worker_that_was_named_and_does_not_answer_is_exit_code_5(root: Path, command: Command) -> None:
     (private := root / "private").mkdir(mode=0o700)
-    code, _, err = run(capsys, "gc", root, "--endpoint", f"ipc://{private}/nobody.sock")
+    code, _, err = command("gc", root, "--endpoint", f"ipc://{private}/nobody.sock")
     assert code == 5 and "no worker listens" in err
 
 
-def test_gc_of_no_directory_is_exit_code_4_and_of_no_age_usage(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "gc", root / "nothing")[0] == 4
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["gc", str(root), "--older-than", "soon"])
-    assert caught.value.code == 2 and "90s, 30m" in capsys.readouterr().err
+def test_gc_of_no_directory_is_exit_code_4_and_of_no_age_usage(root: Path, command: Command) -> None:
+    assert command("gc", root / "nothing")[0] == 4
+    code, _, err = command("gc", root, "--older-than", "soon")
+    assert code == 2 and "90s, 30m" in err
 
 
 def test_gc_says_by_exit_code_1_what_could_not_be_removed(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    root: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from storage_samples import failing
 
     monkeypatch.setattr("asyncckpt.cli.commands.gc.Files", lambda: failing("link", 5))
-    code, found = run_json(capsys, "gc", root, "--delete")
+    code, found = command.json("gc", root, "--delete")
     assert code == 1 and found["found"][0]["action"] == "failed" and found["found"][0]["removed"] == []
 
 
-def test_gc_of_layout_dcp_without_its_metadata(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("missing", [".metadata", "manifest.json"])
+def test_of_layout_dcp_gc_leaves_a_stock_reader_no_metadata_without_files(
+    missing: str, tmp_path: Path, command: Command
+) -> None:
     save(tmp_path / "runs", "a", layout="dcp")
     path = tmp_path / "runs" / "a"
-    (path / ".metadata").unlink()  # a commit that died between its two names
-    code, found = run_json(capsys, "gc", tmp_path / "runs", "--delete", "--older-than", "0")
+    (path / missing).unlink()  # a commit that died between its two names
+    code, found = command.json("gc", tmp_path / "runs", "--delete", "--older-than", "0")
     assert code == 0 and found["found"][0]["action"] == "removed" and os.listdir(path) == ["manifest.json"]
     save(tmp_path / "runs", "a", layout="dcp")
     torch.testing.assert_close(asyncckpt.load(path)["w"], STATE["w"])
 
 
-def test_a_stock_reader_never_sees_metadata_whose_files_gc_removed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save(tmp_path / "runs", "a", layout="dcp")
-    path = tmp_path / "runs" / "a"
-    (path / "manifest.json").unlink()
-    code, found = run_json(capsys, "gc", tmp_path / "runs", "--delete", "--older-than", "0")
-    assert code == 0 and found["found"][0]["action"] == "removed" and os.listdir(path) == ["manifest.json"]
-
-
 def test_a_worker_replaces_a_tombstone_and_gc_knows_that_it_answers(
-    root: Path, worker: RealWorker, capsys: pytest.CaptureFixture[str]
+    root: Path, worker: RealWorker, command: Command
 ) -> None:
-    run(capsys, "gc", root, "--delete")
+    command("gc", root, "--delete")
     with AsyncCheckpointer(endpoint=worker.endpoint) as checkpointer:
         checkpointer.save(STATE, root / "attempt", step=9).written.result(60)
-    code, found = run_json(capsys, "gc", root, "--endpoint", worker.endpoint)
+    code, found = command.json("gc", root, "--endpoint", worker.endpoint)
     assert (code, found["worker"], found["found"]) == (0, worker.endpoint, [])
     assert asyncckpt.restore_latest(root).step == 9
 
 
 def test_gc_leaves_alone_what_a_living_worker_writes_whatever_its_age(
-    root: Path, worker: RealWorker, capsys: pytest.CaptureFixture[str]
+    root: Path, worker: RealWorker, command: Command
 ) -> None:
     path, save_id = root / "under-way", new_save_id(epoch=7)
     with Client(worker.endpoint, rank=0, world_size=2) as client:  # the other rank never comes
@@ -176,66 +148,62 @@ def test_gc_leaves_alone_what_a_living_worker_writes_whatever_its_age(
         client.submit(slot, save_id)
         client.wait(save_id, frozenset({DURABLE}))
         before = sorted(os.listdir(path))
-        code, found = run_json(capsys, "gc", root, "--delete", "--older-than", "0", "--endpoint", worker.endpoint)
+        code, found = command.json("gc", root, "--delete", "--older-than", "0", "--endpoint", worker.endpoint)
         rows = {row["path"]: row for row in found["found"]}
         assert code == 0 and rows[str(path)]["action"] == "kept" and "worker" in rows[str(path)]["why"]
         assert sorted(os.listdir(path)) == before and rows[str(root / "attempt")]["action"] == "removed"
         worker.signal(signal.SIGKILL)  # else it would wait for the other rank
     worker.wait_gone()
-    found = run_json(capsys, "gc", root, "--delete", "--older-than", "0")[1]["found"]
+    found = command.json("gc", root, "--delete", "--older-than", "0")[1]["found"]
     assert [(row["path"], row["action"]) for row in found] == [(str(path), "removed")]
 
 
 # ---- verify --newest ------------------------------------------------------------------------------------------------
 
 
-def test_verify_newest_says_which_would_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_newest_says_which_would_be_used(tmp_path: Path, command: Command) -> None:
     root = tmp_path / "runs"
     save(root, "a", "b", "c")
-    code, out, _ = run(capsys, "verify", "--newest", root)
+    code, out, _ = command("verify", "--newest", root)
     assert code == 0 and out.splitlines()[-1] == f"would be used: {root / 'c'}" and str(root / "b") not in out
     for name in ("c", "b"):
         shard = shard_paths(str(root / name))[0]
         flip_byte(shard, os.path.getsize(shard) - 1)
-    code, found = run_json(capsys, "verify", "--newest", root)
+    code, found = command.json("verify", "--newest", root)
     assert code == 3 and found["used"] == str(root / "a") == asyncckpt.restore_latest(root).path
     assert [(row["path"], row["state"]) for row in found["tried"]] == [
         (str(root / "c"), "corrupt"), (str(root / "b"), "corrupt"), (str(root / "a"), "ok")
     ]  # fmt: skip
-    assert run_json(capsys, "verify", "--newest", "--fast", root)[1]["used"] == str(root / "c")
+    assert command.json("verify", "--newest", "--fast", root)[1]["used"] == str(root / "c")
     os.unlink(shard_paths(str(root / "a"))[0])
-    code, out, _ = run(capsys, "verify", "--newest", root)
+    code, out, _ = command("verify", "--newest", root)
     assert code == 3 and "none of" in out
 
 
-def test_verify_newest_of_nothing_is_exit_code_4_and_of_several_usage(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(capsys, "verify", "--newest", tmp_path)[0] == 4
-    assert run(capsys, "verify", "--newest", tmp_path / "nothing")[0] == 4
-    assert run(capsys, "verify", "--newest", tmp_path, tmp_path)[0] == 2
+def test_verify_newest_of_nothing_is_exit_code_4_and_of_several_usage(tmp_path: Path, command: Command) -> None:
+    assert command("verify", "--newest", tmp_path)[0] == 4
+    assert command("verify", "--newest", tmp_path / "nothing")[0] == 4
+    assert command("verify", "--newest", tmp_path, tmp_path)[0] == 2
 
 
-def test_verify_newest_stops_at_what_would_be_raised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_newest_stops_at_what_would_be_raised(tmp_path: Path, command: Command) -> None:
     save(tmp_path, "a", "b")
     manifest = tmp_path / "b" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"asyncckpt_manifest": 1', '"asyncckpt_manifest": 2'))
-    code, found = run_json(capsys, "verify", "--newest", tmp_path)
+    code, found = command.json("verify", "--newest", tmp_path)
     assert (code, found["used"]) == (1, None)
 
 
 # ---- ls -------------------------------------------------------------------------------------------------------------
 
 
-def test_ls_lists_directory_by_directory_the_newest_of_each_last(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ls_lists_directory_by_directory_the_newest_of_each_last(tmp_path: Path, command: Command) -> None:
     save(tmp_path / "z", "two", "one")
     save(tmp_path / "a", "four", "three", "five")
     save(tmp_path / "a", "three2")
     (tmp_path / "a" / "four" / "manifest.json").unlink()
     os.rename(tmp_path / "a" / "five", tmp_path / "a" / "five.broken-1")
-    rows = run_json(capsys, "ls", "-r", tmp_path)[1]
+    rows = command.json("ls", "-r", tmp_path)[1]
     assert [(os.path.relpath(row["path"], tmp_path), row["state"]) for row in rows] == [
         ("a/three", "committed"),
         ("a/three2", "committed"),

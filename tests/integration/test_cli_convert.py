@@ -4,58 +4,57 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import foreign_samples
 import pytest
 import torch
+from command_calls import Command
 
 import asyncckpt
-from asyncckpt import cli
-from asyncckpt.cli import main
 
 pytest.importorskip("numpy")
 pytest.importorskip("safetensors")
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    capsys.readouterr()
-    try:
-        code = cli.main([str(a) for a in arguments])
-    except SystemExit as exit_:
-        code = int(exit_.code or 0)
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 @pytest.fixture
-def dcp(tmp_path: pathlib.Path) -> pathlib.Path:
+def dcp(tmp_path: Path) -> Path:
     state = {"model": {"w": torch.arange(6.0).reshape(2, 3)}, "optim": {"lr": 0.1}, "step": 7}
     foreign_samples.save_dcp(state, tmp_path / "dcp")
     return tmp_path / "dcp"
 
 
-def test_dcp_becomes_a_torch_file_and_back_by_command(
-    dcp: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+def test_dcp_becomes_a_torch_file_and_back_by_command_whole_or_in_part(
+    dcp: Path, tmp_path: Path, command: Command
 ) -> None:
-    code, out, _ = run(capsys, "convert", dcp, tmp_path / "a.pt", "--to", "torch")
-    assert code == 0
-    assert "dcp to torch, 1 tensors, 2 objects" in out
+    code, out, _ = command("convert", dcp, tmp_path / "a.pt", "--to", "torch")
+    assert code == 0 and "dcp to torch, 1 tensors, 2 objects" in out
     found = torch.load(tmp_path / "a.pt", weights_only=True)
     assert (found["step"], found["optim"]) == (7, {"lr": 0.1})
-    assert run(capsys, "convert", tmp_path / "a.pt", tmp_path / "again", "--to", "dcp")[0] == 0
+    code, out, _ = command("convert", tmp_path / "a.pt", tmp_path / "again", "--to", "dcp", "--no-read-back")
+    assert code == 0 and "compared, not read back" in out
     target: Any = {"model": {"w": torch.zeros(2, 3)}, "optim": {"lr": 0}, "step": 0}
     foreign_samples.load_dcp(target, tmp_path / "again")
     assert torch.equal(target["model"]["w"], torch.arange(6.0).reshape(2, 3))
     assert (target["optim"]["lr"], target["step"]) == (0.1, 7)
+    assert command("convert", dcp, tmp_path / "b.pt", "--to", "torch", "--keys", "model", "--keys", "step")[0] == 0
+    assert set(torch.load(tmp_path / "b.pt", weights_only=True)) == {"model", "step"}
 
 
-def test_only_some_keys_of_a_dcp_directory_go_into_a_torch_file(
-    dcp: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(capsys, "convert", dcp, tmp_path / "a.pt", "--to", "torch", "--keys", "model", "--keys", "step")[0] == 0
-    assert set(torch.load(tmp_path / "a.pt", weights_only=True)) == {"model", "step"}
+def test_ls_says_what_other_libraries_directories_are(tmp_path: Path, command: Command) -> None:
+    state = {"x": torch.ones(2)}
+    foreign_samples.save_dcp(state, tmp_path / "a")
+    foreign_samples.save_dcp(state, tmp_path / "deep" / "b")
+    with asyncckpt.SyncCheckpointer(rank_info=asyncckpt.RankInfo(0, 1)) as checkpointer:
+        checkpointer.save(state, tmp_path / "ours")
+    expected = {"ours": ("committed", "asyncckpt"), "a": ("foreign", "dcp")}
+    for options, more in ((), {}), (("-r",), {"b": ("foreign", "dcp")}):
+        code, rows = command.json("ls", tmp_path, *options)
+        assert code == 0
+        assert {os.path.basename(row["path"]): (row["state"], row["kind"]) for row in rows} == expected | more
+    code, out, _ = command("ls", tmp_path / "a")
+    assert code == 0 and "foreign: dcp" in out
 
 
 @pytest.mark.parametrize(
@@ -76,9 +75,9 @@ def test_only_some_keys_of_a_dcp_directory_go_into_a_torch_file(
 def test_exit_codes_say_what_went_wrong(
     arguments: tuple[str, ...],
     code: int,
-    dcp: pathlib.Path,
-    tmp_path: pathlib.Path,
-    capsys: pytest.CaptureFixture[str],
+    dcp: Path,
+    tmp_path: Path,
+    command: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -86,120 +85,57 @@ def test_exit_codes_say_what_went_wrong(
     torch.save({"x": torch.ones(1000)}, "damaged.pt")
     data = (tmp_path / "damaged.pt").read_bytes()
     (tmp_path / "damaged.pt").write_bytes(data[: len(data) // 2])
-    found, _, err = run(capsys, "convert", *arguments)
+    found, _, err = command("convert", *arguments)
     assert found == code
     assert err
     assert not (tmp_path / "x").exists()
 
 
-def test_names_are_renamed_from_the_command_line(
-    dcp: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_are_renamed_from_the_command_line(dcp: Path, tmp_path: Path, command: Command) -> None:
     (tmp_path / "map.json").write_text(json.dumps({"step": "epoch"}))
     arguments = ("--rename", "model.=net.", "--key-map", tmp_path / "map.json", "--keys", "model", "--keys", "step")
-    code, out, _ = run(capsys, "convert", dcp, tmp_path / "a", "--to", "asyncckpt", *arguments, "--json")
+    code, out, _ = command("convert", dcp, tmp_path / "a", "--to", "asyncckpt", *arguments, "--json")
     assert code == 0
     assert json.loads(out)["tensors"] == 1
     assert asyncckpt.open_checkpoint(tmp_path / "a").keys() == ["net.w", "epoch"]
 
 
-def test_what_is_left_out_and_changed_is_printed(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_left_out_and_changed_is_printed(tmp_path: Path, command: Command) -> None:
     weight = torch.ones(3)
     torch.save({"w": weight, "tied": weight, "step": 3}, tmp_path / "a.pt")
-    code, _, err = run(capsys, "convert", tmp_path / "a.pt", tmp_path / "b", "--to", "safetensors")
+    code, _, err = command("convert", tmp_path / "a.pt", tmp_path / "b", "--to", "safetensors")
     assert code == 1
     assert "step" in err
-    code, out, _ = run(capsys, "convert", tmp_path / "a.pt", tmp_path / "b", "--to", "safetensors", "--partial")
+    code, out, _ = command("convert", tmp_path / "a.pt", tmp_path / "b", "--to", "safetensors", "--partial")
     assert code == 0
     assert "left out: step" in out
     assert "tied (= w)" in out
 
 
-def test_a_sentence_with_very_many_names_is_cut_and_json_has_it_whole(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sentence_with_very_many_names_is_cut_and_json_has_it_whole(tmp_path: Path, command: Command) -> None:
     names = [f"parameter-{n}" for n in range(1000)]
     torch.save({name: torch.nn.Parameter(torch.ones(1)) for name in names}, tmp_path / "a.pt")
-    code, out, _ = run(capsys, "convert", tmp_path / "a.pt", tmp_path / "b", "--to", "asyncckpt")
+    code, out, _ = command("convert", tmp_path / "a.pt", tmp_path / "b", "--to", "asyncckpt")
     assert code == 0
     (line,) = (line for line in out.splitlines() if "changed" in line)
     assert names[100] in line and names[999] not in line and line.endswith("... (--json prints all)")
-    _, out, _ = run(capsys, "convert", tmp_path / "a.pt", tmp_path / "c", "--to", "asyncckpt", "--json")
+    _, out, _ = command("convert", tmp_path / "a.pt", tmp_path / "c", "--to", "asyncckpt", "--json")
     (said,) = json.loads(out)["changed"]
     assert said.endswith(", ".join(names))
 
 
-def test_diff_of_equal_and_of_different_checkpoints(
-    dcp: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(capsys, "convert", dcp, tmp_path / "a", "--to", "asyncckpt")
-    code, out, _ = run(capsys, "diff", dcp, tmp_path / "a")
+def test_diff_of_equal_and_of_different_checkpoints(dcp: Path, tmp_path: Path, command: Command) -> None:
+    command("convert", dcp, tmp_path / "a", "--to", "asyncckpt")
+    code, out, _ = command("diff", dcp, tmp_path / "a")
     assert (code, out) == (0, "equal: 3 leaves\n")
     state = {"model": {"w": torch.arange(6.0).reshape(2, 3) * 2}, "optim": {"lr": 0.1}, "step": 8}
     torch.save(state, tmp_path / "b.pt")
-    code, out, _ = run(capsys, "diff", dcp, tmp_path / "b.pt")
+    code, out, _ = command("diff", dcp, tmp_path / "b.pt")
     assert code == 1
     assert "2 of 3 leaves differ" in out
     assert out.splitlines()[2].split() == ["model.w", "value", "float32[2,", "3]", "float32[2,", "3]", "5"]
-    code, out, _ = run(capsys, "diff", dcp, tmp_path / "b.pt", "--json", "--fast")
+    code, out, _ = command("diff", dcp, tmp_path / "b.pt", "--json", "--fast")
     assert [row["fqn"] for row in json.loads(out)["differences"]] == ["step"]
-    assert run(capsys, "diff", dcp, tmp_path / "b.pt", "--keys", "optim")[0] == 0
-    assert run(capsys, "diff", dcp, tmp_path / "absent")[0] == 4
-    assert run(capsys, "diff", dcp, tmp_path / "b.pt", "--keys", "absent")[0] == 1
-
-
-@pytest.mark.parametrize("kind", foreign_samples.KINDS)
-def test_inspect_and_verify_take_any_kind(
-    kind: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = foreign_samples.write(kind, tmp_path)
-    code, out, _ = run(capsys, "inspect", path)
-    assert code == 0
-    assert f"kind: {'torch' if kind == 'legacy' else kind}" in out
-    assert "[300, 1000]" in out
-    code, out, _ = run(capsys, "inspect", path, "--json")
-    described = json.loads(out)
-    assert described["nbytes"] >= 1_200_000
-    assert len({shard["name"] for shard in described["shards"]}) == len(described["shards"])
-    code, out, _ = run(capsys, "verify", path, "--json")
-    assert code == 0
-    (row,) = json.loads(out)
-    assert (row["state"], row["kind"]) == ("ok", "torch" if kind == "legacy" else kind)
-    assert bool(row["unchecked"]) == (kind in ("legacy", "safetensors", "hf"))
-
-
-def test_verify_of_a_damaged_dcp_directory_names_file_and_tensor(
-    dcp: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = dcp / "__0_0.distcp"
-    data = bytearray(file.read_bytes())
-    data[data.find(torch.arange(6.0).numpy().tobytes()) + 5] ^= 1
-    file.write_bytes(data)
-    code, out, _ = run(capsys, "verify", dcp)
-    assert code == 3
-    assert "'model.w'" in out
-    assert "__0_0.distcp" in out
-
-
-@pytest.mark.parametrize("recursive", [False, True])
-def test_ls_says_what_other_libraries_directories_are(
-    recursive: bool, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    state = {"x": torch.ones(2)}
-    foreign_samples.save_dcp(state, tmp_path / "a")
-    foreign_samples.save_dcp(state, tmp_path / "deep" / "b")
-    with asyncckpt.SyncCheckpointer(rank_info=asyncckpt.RankInfo(0, 1)) as checkpointer:
-        checkpointer.save(state, tmp_path / "ours")
-    assert main(["ls", str(tmp_path), *(["-r"] if recursive else []), "--json"]) == 0
-    rows = {os.path.basename(row["path"]): (row["state"], row["kind"]) for row in json.loads(capsys.readouterr().out)}
-    expected = {"ours": ("committed", "asyncckpt"), "a": ("foreign", "dcp")}
-    assert rows == (expected | {"b": ("foreign", "dcp")} if recursive else expected)
-    assert main(["ls", str(tmp_path / "a")]) == 0
-    assert "foreign: dcp" in capsys.readouterr().out
-
-
-def test_what_is_not_read_back_is_said(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({"x": torch.ones(9)}, tmp_path / "a")
-    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "dcp", "--no-read-back"]) == 0
-    assert "compared, not read back" in capsys.readouterr().out
-    assert asyncckpt.load(tmp_path / "b")["x"].sum() == 9
+    assert command("diff", dcp, tmp_path / "b.pt", "--keys", "optim")[0] == 0
+    assert command("diff", dcp, tmp_path / "absent")[0] == 4
+    assert command("diff", dcp, tmp_path / "b.pt", "--keys", "absent")[0] == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ METRICS = {"loss": math.nan, "limit": math.inf, "floor": -math.inf}
 
 
 @pytest.fixture(autouse=True)
-def checkpoints(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them in the working directory; tensors, objects and metrics hold NaN and infinities; and no worker."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

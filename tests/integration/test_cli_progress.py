@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import pathlib
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ class Stream(io.StringIO):
 
 
 @pytest.fixture(autouse=True)
-def checkpoints(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them, in the working directory, which differ in nothing."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TERM", "xterm")
@@ -130,7 +130,7 @@ def test_a_fast_verify_reads_too_little_to_show(monkeypatch: pytest.MonkeyPatch)
     assert run(monkeypatch, ["verify", "one", "--fast"], is_terminal=True)[1] == ""
 
 
-def test_a_command_that_fails_clears_its_line(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_fails_clears_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (shard,) = (tmp_path / "one").glob("*.safetensors")
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pathlib
 import pty
 import shlex
 import signal
@@ -13,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from asyncckpt.storage.local import LocalStore
 from tests.leak_guard import fds_of
 from tests.torch_free_client import Client, Snapshot
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 RUN = (sys.executable, "-m", "asyncckpt", "run")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -59,13 +59,13 @@ os._exit(0)
 
 
 @pytest.fixture
-def environment(endpoint_dir: pathlib.Path) -> dict[str, str]:
+def environment(endpoint_dir: Path) -> dict[str, str]:
     """The environment of `asyncckpt run`; endpoints that it makes up are below `endpoint_dir`."""
     path = os.pathsep.join(map(str, (ROOT, ROOT / ".typing", ROOT / "tests")))
     return {**os.environ, "PYTHONPATH": path, "XDG_RUNTIME_DIR": str(endpoint_dir), "PYTHONUNBUFFERED": "1"}
 
 
-def leftovers(directory: pathlib.Path) -> list[str]:
+def leftovers(directory: Path) -> list[str]:
     """Return what is left where sockets are made."""
     return [str(p.relative_to(directory)) for p in directory.rglob("*") if not p.is_dir()]
 
@@ -105,11 +105,11 @@ def ended(run: subprocess.Popen[str], code: int) -> str:
     return said
 
 
-def lines(path: pathlib.Path) -> list[str]:
+def lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def recorder(record: pathlib.Path, *ending: str) -> tuple[str, ...]:
+def recorder(record: Path, *ending: str) -> tuple[str, ...]:
     return (sys.executable, "-c", RECORDER, str(record), *ending)
 
 
@@ -127,7 +127,7 @@ def recorder(record: pathlib.Path, *ending: str) -> tuple[str, ...]:
     ],
 )
 def test_exit_code_is_the_commands_and_nothing_is_left(
-    environment: dict[str, str], endpoint_dir: pathlib.Path, words: tuple[str, ...], code: int
+    environment: dict[str, str], endpoint_dir: Path, words: tuple[str, ...], code: int
 ) -> None:
     assert call(environment, *words).returncode == code
     assert leftovers(endpoint_dir) == []
@@ -148,7 +148,7 @@ def test_exit_code_is_the_commands_and_nothing_is_left(
 )
 def test_wrong_options_are_usage_errors_and_the_command_does_not_run(
     environment: dict[str, str],
-    endpoint_dir: pathlib.Path,
+    endpoint_dir: Path,
     options: tuple[str, ...],
     words: tuple[str, ...],
     says: str,
@@ -166,7 +166,7 @@ def test_an_endpoint_that_is_served_already_is_left_alone(environment: dict[str,
 
 
 def test_a_worker_that_ends_before_it_answers_is_exit_code_5(
-    environment: dict[str, str], endpoint_dir: pathlib.Path, tmp_path: pathlib.Path
+    environment: dict[str, str], endpoint_dir: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "asyncckpt_worker").mkdir()
     (tmp_path / "asyncckpt_worker" / "__init__.py").write_text("raise SystemExit('broken installation')")
@@ -180,7 +180,7 @@ def test_a_worker_that_ends_before_it_answers_is_exit_code_5(
 
 
 def test_worker_is_our_child_in_its_own_session_and_inherits_nothing(
-    environment: dict[str, str], endpoint: str, endpoint_dir: pathlib.Path, tmp_path: pathlib.Path
+    environment: dict[str, str], endpoint: str, endpoint_dir: Path, tmp_path: Path
 ) -> None:
     secret = os.open(tmp_path / "secret", os.O_RDWR | os.O_CREAT)
     os.set_inheritable(secret, True)
@@ -191,7 +191,7 @@ def test_worker_is_our_child_in_its_own_session_and_inherits_nothing(
         os.close(secret)
     try:
         worker = RealWorker(endpoint)
-        fields = pathlib.Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
         assert int(fields[1]) == run.pid
         assert os.getsid(worker.pid) == os.getpgid(worker.pid) == worker.pid
         assert os.readlink(f"/proc/{worker.pid}/cwd") == "/"
@@ -199,7 +199,7 @@ def test_worker_is_our_child_in_its_own_session_and_inherits_nothing(
         log = str(endpoint_dir / "w.log")
         assert (held["0"], held["1"], held["2"]) == (os.devnull, log, log)
         assert str(tmp_path / "secret") not in held.values()
-        blocked = pathlib.Path(f"/proc/{worker.pid}/status").read_text().partition("SigBlk:")[2].split()[0]
+        blocked = Path(f"/proc/{worker.pid}/status").read_text().partition("SigBlk:")[2].split()[0]
         assert int(blocked, 16) == 0
         wait_until(lambda: lines(tmp_path / "record"), "the command runs")
     finally:
@@ -210,7 +210,7 @@ def test_worker_is_our_child_in_its_own_session_and_inherits_nothing(
 
 
 def test_options_reach_the_worker_with_absolute_paths(
-    environment: dict[str, str], endpoint: str, tmp_path: pathlib.Path
+    environment: dict[str, str], endpoint: str, tmp_path: Path
 ) -> None:
     script = shlex.join([sys.executable, "-m", "asyncckpt", "worker", "status", "--json"])
     options = ("--root", "runs", "--log-file", "worker.log", "--log-format", "json", "--endpoint", endpoint)
@@ -224,7 +224,7 @@ def test_options_reach_the_worker_with_absolute_paths(
 
 
 def test_a_worker_that_dies_is_started_again_with_the_same_options(
-    environment: dict[str, str], endpoint: str, tmp_path: pathlib.Path
+    environment: dict[str, str], endpoint: str, tmp_path: Path
 ) -> None:
     options = ("--endpoint", endpoint, "--root", str(tmp_path))
     with begun(environment, *recorder(tmp_path / "record", "SIGTERM"), options=options) as run:
@@ -251,7 +251,7 @@ def test_a_worker_that_dies_is_started_again_with_the_same_options(
 
 
 def test_a_worker_whose_run_was_killed_ends_after_the_idle_time_and_not_before(
-    environment: dict[str, str], endpoint: str, tmp_path: pathlib.Path
+    environment: dict[str, str], endpoint: str, tmp_path: Path
 ) -> None:
     options = ("--endpoint", endpoint, "--idle-exit-s", "0.2")
     with begun(environment, *recorder(tmp_path / "record", "SIGTERM"), options=options) as run:
@@ -267,13 +267,13 @@ def test_a_worker_whose_run_was_killed_ends_after_the_idle_time_and_not_before(
 
 
 def _children(pid: int) -> list[int]:
-    return [int(p) for p in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 # ---- the drain
 
 
-def test_saves_in_flight_are_finished_after_the_command(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+def test_saves_in_flight_are_finished_after_the_command(environment: dict[str, str], tmp_path: Path) -> None:
     done = call(environment, sys.executable, "-c", SAVES, str(tmp_path / "a"), "1", str(200 << 20))
     assert done.returncode == 0, done.stderr
     assert read_manifest(str(tmp_path / "a"), LocalStore()).step == 5
@@ -281,7 +281,7 @@ def test_saves_in_flight_are_finished_after_the_command(environment: dict[str, s
 
 
 def test_unfinished_saves_are_named_and_the_exit_code_stays_the_commands(
-    environment: dict[str, str], endpoint_dir: pathlib.Path, tmp_path: pathlib.Path
+    environment: dict[str, str], endpoint_dir: Path, tmp_path: Path
 ) -> None:
     save = shlex.join([sys.executable, "-c", SAVES, str(tmp_path / "a"), "2", "1000"])  # the other rank never comes
     done = call(environment, "sh", "-c", f"{save}; exit 9", options=("--drain-timeout-s", "0.5"))
@@ -292,7 +292,7 @@ def test_unfinished_saves_are_named_and_the_exit_code_stays_the_commands(
     assert log in done.stderr
 
 
-def test_a_second_signal_ends_a_drain_that_takes_long(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+def test_a_second_signal_ends_a_drain_that_takes_long(environment: dict[str, str], tmp_path: Path) -> None:
     words = (sys.executable, "-c", SAVES, str(tmp_path / "a"), "2", "1000")
     with begun(environment, *words, options=("--drain-timeout-s", "300")) as run:
         assert run.stderr is not None
@@ -305,7 +305,7 @@ def test_a_second_signal_ends_a_drain_that_takes_long(environment: dict[str, str
 
 
 def test_a_worker_that_a_trainer_has_started_in_the_place_of_a_dead_one_is_drained_too(
-    environment: dict[str, str], endpoint: str, tmp_path: pathlib.Path
+    environment: dict[str, str], endpoint: str, tmp_path: Path
 ) -> None:
     patient = "import sys, asyncckpt.cli.commands.run as run; run.RESTART_DELAYS_S = (60.0,); "
     patient += "from asyncckpt.cli import main; sys.exit(main())"
@@ -320,24 +320,24 @@ def test_a_worker_that_a_trainer_has_started_in_the_place_of_a_dead_one_is_drain
         (tmp_path / "go").touch()
         said = ended(run, 0)
     assert read_manifest(str(tmp_path / "a"), LocalStore()).step == 5 and "unfinished" not in said
-    assert not pathlib.Path(socket_path(endpoint)).exists(), "the other one has exited"
+    assert not Path(socket_path(endpoint)).exists(), "the other one has exited"
 
 
 # ---- the log
 
 
 def test_a_warning_is_told_of_and_both_logs_stay_also_where_the_older_one_has_it(
-    environment: dict[str, str], endpoint_dir: pathlib.Path
+    environment: dict[str, str], endpoint_dir: Path
 ) -> None:
     rotate = 'log="${ASYNCCKPT_ENDPOINT#ipc://}"; log="${log%.sock}.log"; mv "$log" "$log.1"; echo new >"$log"; '
     line = "2026-01-02 03:04:05.678 WARNING the disk is slow"
     done = call(environment, "sh", "-c", f'{rotate} echo "{line}" >>"$log.1"; exit 7')
     assert done.returncode == 7 and "has warnings or errors" in done.stderr, done.stderr
-    assert sorted(pathlib.Path(name).suffix for name in leftovers(endpoint_dir)) == [".1", ".log"]
+    assert sorted(Path(name).suffix for name in leftovers(endpoint_dir)) == [".1", ".log"]
 
 
 def test_warnings_of_earlier_runs_in_a_log_that_is_named_are_not_told_again(
-    environment: dict[str, str], tmp_path: pathlib.Path
+    environment: dict[str, str], tmp_path: Path
 ) -> None:
     log = tmp_path / "worker.log"
     log.write_text("2026-01-02 03:04:05.678 WARNING the disk is slow\n")
@@ -346,7 +346,7 @@ def test_warnings_of_earlier_runs_in_a_log_that_is_named_are_not_told_again(
     assert "drained" in log.read_text()
 
 
-def test_a_log_may_be_a_pipe_whose_reader_gets_all_of_it(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+def test_a_log_may_be_a_pipe_whose_reader_gets_all_of_it(environment: dict[str, str], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE, text=True) as reader:
         done = call(environment, "true", options=("--log-file", str(tmp_path / "pipe")))
@@ -365,7 +365,7 @@ def test_what_the_command_leaves_in_the_place_of_the_log_does_not_cost_its_exit_
 # ---- signals
 
 
-def test_every_signal_is_passed_on_once(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+def test_every_signal_is_passed_on_once(environment: dict[str, str], tmp_path: Path) -> None:
     record = tmp_path / "record"
     traps = "".join(f"trap 'echo {n.name} >>{record}' {n.name.removeprefix('SIG')}; " for n in SIGNALS[1:])
     script = f"trap 'echo SIGINT >>{record}; exit 3' INT; {traps} echo ready >>{record}; while :; do sleep 0.05; done"
@@ -398,9 +398,7 @@ def on_a_terminal(environment: dict[str, str], *words: str) -> Iterator[tuple[su
             os.close(ours)
 
 
-def test_the_terminals_interrupt_is_not_passed_on_a_second_time(
-    environment: dict[str, str], tmp_path: pathlib.Path
-) -> None:
+def test_the_terminals_interrupt_is_not_passed_on_a_second_time(environment: dict[str, str], tmp_path: Path) -> None:
     record = tmp_path / "record"
     with on_a_terminal(environment, *RUN, "--", *recorder(record, "SIGQUIT")) as (run, terminal):
         wait_until(lambda: lines(record) == ["ready"], "the command runs")
@@ -412,9 +410,7 @@ def test_the_terminals_interrupt_is_not_passed_on_a_second_time(
     assert lines(record) == ["ready", "SIGINT", "SIGQUIT"]
 
 
-def test_a_hangup_that_only_the_sessions_leader_gets_is_passed_on(
-    environment: dict[str, str], tmp_path: pathlib.Path
-) -> None:
+def test_a_hangup_that_only_the_sessions_leader_gets_is_passed_on(environment: dict[str, str], tmp_path: Path) -> None:
     record = tmp_path / "record"
     with on_a_terminal(environment, *RUN, "--", *recorder(record, "SIGHUP")) as (run, terminal):
         wait_until(lambda: lines(record) == ["ready"], "the command runs")
@@ -423,7 +419,7 @@ def test_a_hangup_that_only_the_sessions_leader_gets_is_passed_on(
     assert lines(record) == ["ready", "SIGHUP"]
 
 
-def test_a_signal_while_the_worker_starts_ends_it(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+def test_a_signal_while_the_worker_starts_ends_it(environment: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "asyncckpt_worker").mkdir()
     (tmp_path / "asyncckpt_worker" / "__init__.py").write_text("")
     (tmp_path / "asyncckpt_worker" / "cli.py").write_text(
@@ -447,7 +443,7 @@ def test_worker_start_takes_the_options_of_the_command(environment: dict[str, st
 
 
 def test_a_directory_that_is_called_like_the_package_hides_no_worker(
-    environment: dict[str, str], endpoint: str, tmp_path: pathlib.Path
+    environment: dict[str, str], endpoint: str, tmp_path: Path
 ) -> None:
     for name in ("asyncckpt", "asyncckpt_worker"):
         (tmp_path / name).mkdir()

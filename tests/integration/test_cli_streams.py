@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,11 +55,14 @@ STREAMS: dict[str, tuple[str, dict[str, str]]] = {
     "nobody reads": ("pipe", UNBUFFERED),
     "C locale": ("", C_LOCALE),
 }
+SLOW = ("diff", "convert", "report")
+"""They import torch, or draw: not with every combination."""
+
 LOST = ("full stdout", "both full", "full stdout, closed stderr", "nobody reads")
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("there") / "runs"
     root.mkdir()
     with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
@@ -97,7 +100,7 @@ def test_every_command_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("command", TABLE)
-def test_a_command_ends_in_order_whatever_its_streams_are(root: pathlib.Path, command: str) -> None:
+def test_a_command_ends_in_order_whatever_its_streams_are(root: Path, command: str) -> None:
     def one(streams: str) -> str | None:
         new = root.parent / f"new-{abs(hash((command, streams)))}"
         words = command.format(root=root, bad=root.parent / "bad", new=new)
@@ -108,25 +111,26 @@ def test_a_command_ends_in_order_whatever_its_streams_are(root: pathlib.Path, co
         made = new.with_suffix(".pt").exists() if "{new}.pt" in command else True
         return f"{streams}: code {code}, expected {expected}, {made=}; {said}" if wrong or not made else None
 
+    streams = ["all closed", "both full", "nobody reads"] if command.split(maxsplit=1)[0] in SLOW else list(STREAMS)
     with ThreadPoolExecutor(2) as pool:
-        failures = [failure for failure in pool.map(one, STREAMS) if failure]
+        failures = [failure for failure in pool.map(one, streams) if failure]
     assert not failures, "\n\n".join(failures)
 
 
-def test_what_ascii_cannot_say_is_escaped(root: pathlib.Path) -> None:
+def test_what_ascii_cannot_say_is_escaped(root: Path) -> None:
     for environ in (ASCII, C_LOCALE):
         code, said = ended(f"inspect {root}/a", "", environ)
         assert code == 0 and NAME.encode("ascii", "backslashreplace").decode() in said and said.isascii()
 
 
-def test_a_full_stdout_is_said_on_stderr_and_a_reader_that_has_gone_is_not(root: pathlib.Path) -> None:
+def test_a_full_stdout_is_said_on_stderr_and_a_reader_that_has_gone_is_not(root: Path) -> None:
     code, said = ended(f"ls {root}", ">/dev/full", {})
     assert code == 1 and said.count("\n") == 1 and "No space left on device" in said
     for environ in ({}, UNBUFFERED):
         assert ended(f"ls {root}", "pipe", environ) == (1, "")
 
 
-def test_what_a_command_opens_never_takes_the_number_of_a_closed_stream(root: pathlib.Path) -> None:
+def test_what_a_command_opens_never_takes_the_number_of_a_closed_stream(root: Path) -> None:
     child = (
         "import os, sys; sys.exit(0 if all(os.readlink(f'/proc/self/fd/{n}') == os.devnull for n in range(3)) else 9)"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import pty
 import re
 import select
@@ -12,8 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+
+from asyncckpt.cli import main
+from asyncckpt.cli.commands import top
 
 DEADLINE_S = 60.0
 WITHOUT_RICH = "import sys; sys.modules['rich'] = None; from asyncckpt.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -34,7 +37,7 @@ def drawn_until(master: int, holds: Callable[[str], bool]) -> str:
     [(WITH_RICH, "xterm"), (WITH_RICH, "dumb"), (WITHOUT_RICH, "xterm")],
     ids=["rich", "dumb terminal", "no rich"],
 )
-def test_a_terminal_is_left_as_it_was_and_ctrl_c_ends_it(program: str, terminal: str, tmp_path: pathlib.Path) -> None:
+def test_a_terminal_is_left_as_it_was_and_ctrl_c_ends_it(program: str, terminal: str, tmp_path: Path) -> None:
     if program == WITH_RICH:
         pytest.importorskip("rich")
     (tmp_path / "private").mkdir(mode=0o700)
@@ -95,3 +98,25 @@ def test_ctrl_c_ends_it_at_whatever_moment_it_comes() -> None:
         [sys.executable, "-c", UNDER_WAY], check=False, capture_output=True, text=True, timeout=DEADLINE_S
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_interrupt_in_the_middle_of_a_destructor_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    n_asked = 0
+
+    def ask(_endpoint: str) -> None:
+        nonlocal n_asked
+        n_asked += 1
+        assert n_asked == 1, "the interrupt was lost"
+        Interrupted()
+
+    monkeypatch.setattr(top, "_asked", ask)
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["top", "--interval", "0.1", "--endpoint", "ipc:///nowhere/w.sock"]) == 0
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, inherited)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 import signal
-import subprocess
-import sys
-import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,25 +13,27 @@ from real_worker import DEADLINE_S, RealWorker, wait_until
 
 import asyncckpt
 from asyncckpt.protocol.identity import start_ticks
+from tests.warm_python import WarmPython
 
 TRAINER = """
-    import os, signal, sys, torch
-    from asyncckpt import AsyncCheckpointer
-    endpoint, directory = sys.argv[1:]
-    class Numbers(torch.utils.data.Dataset):
-        def __len__(self):
-            return 1000
-        def __getitem__(self, number):
-            return torch.tensor([number, os.getpid()])
-    checkpointer = AsyncCheckpointer(endpoint=endpoint)
-    state = {"w": torch.arange(1_000_000.0)}
-    checkpointer.save(state, f"{directory}/0").written.result(60)
-    loader = torch.utils.data.DataLoader(Numbers(), num_workers=1, multiprocessing_context="fork")
-    batches = iter(loader)  # forked while a slot is mapped, with the worker's socket open
-    (_, pid), = next(batches).tolist()
-    checkpointer.save(state, f"{directory}/1").written.result(60)
-    print(pid, flush=True)
-    sys.stdin.readline()
+import os, signal, sys, torch, warnings
+from asyncckpt import AsyncCheckpointer
+warnings.simplefilter("ignore")
+endpoint, directory = sys.argv[1:]
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1000
+    def __getitem__(self, number):
+        return torch.tensor([number, os.getpid()])
+checkpointer = AsyncCheckpointer(endpoint=endpoint)
+state = {"w": torch.arange(1_000_000.0)}
+checkpointer.save(state, f"{directory}/0").written.result(60)
+loader = torch.utils.data.DataLoader(Numbers(), num_workers=1, multiprocessing_context="fork")
+batches = iter(loader)  # forked while a slot is mapped, with the worker's socket open
+(_, pid), = next(batches).tolist()
+checkpointer.save(state, f"{directory}/1").written.result(60)
+print(pid, flush=True)
+sys.stdin.readline()
 """
 
 
@@ -42,7 +41,7 @@ def slots_of(pid: int) -> set[int]:
     """Return the inodes of the slots that a process has mapped or holds open."""
     found = set()
     try:
-        for line in pathlib.Path(f"/proc/{pid}/maps").read_text().splitlines():
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             if "memfd:asyncckpt" in line:
                 found.add(int(line.split()[4]))
         for fd in os.listdir(f"/proc/{pid}/fd"):
@@ -61,14 +60,12 @@ def holders_of(slots: set[int]) -> list[int]:
 
 @pytest.mark.parametrize("way", ["ends", "killed"])
 def test_a_data_loader_s_process_keeps_no_memory_and_no_socket_of_a_trainer_that_is_gone(
-    worker: RealWorker, endpoint_dir: pathlib.Path, tmp_path: pathlib.Path, way: str
+    worker: RealWorker, endpoint_dir: Path, tmp_path: Path, way: str, warm_python: WarmPython
 ) -> None:
-    program = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(TRAINER), worker.endpoint, str(tmp_path)]
-    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
+    with warm_python.talking(TRAINER, worker.endpoint, str(tmp_path)) as (trainer, stdin, stdout):
         began = None
         try:
-            assert trainer.stdin and trainer.stdout
-            loader = int(trainer.stdout.readline())
+            loader = int(stdout.readline())
             began = start_ticks(loader)
             slots = slots_of(trainer.pid)
             assert began is not None and slots
@@ -78,8 +75,8 @@ def test_a_data_loader_s_process_keeps_no_memory_and_no_socket_of_a_trainer_that
                 trainer.kill()
                 worker.kill()
             else:
-                trainer.stdin.write("go\n")
-                trainer.stdin.flush()
+                stdin.write("go\n")
+                stdin.flush()
             assert trainer.wait(DEADLINE_S) == (-signal.SIGKILL if way == "killed" else 0)
             if way == "killed":
                 assert start_ticks(loader) == began, "it lives on"

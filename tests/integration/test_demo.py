@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import pathlib
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,8 @@ from asyncckpt.cli.commands import demo
 from asyncckpt.cli.commands.demo import Crash, DemoFailedError
 from asyncckpt.protocol.identity import start_ticks
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 HANGS = (sys.executable, "-c", "import time; time.sleep(600)")
-TALKS_AND_HANGS = (sys.executable, "-c", "import time; print('weights', flush=True); time.sleep(600)")
 DEAF_WITH_CHILD = (
     sys.executable,
     "-c",
@@ -31,8 +31,8 @@ DEAF_WITH_CHILD = (
 def test_a_short_demo_holds_from_end_to_end(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-    endpoint_dir: pathlib.Path,
-    tmp_path: pathlib.Path,
+    endpoint_dir: Path,
+    tmp_path: Path,
 ) -> None:
     for name, value in (("STEPS", 6), ("EVERY", 2), ("CRASH_AT", 4), ("STALL_NBYTES", 4_000_000)):
         monkeypatch.setattr(demo, name, value)
@@ -45,27 +45,27 @@ def test_a_short_demo_holds_from_end_to_end(
     assert [p for p in endpoint_dir.rglob("*") if p.is_socket()] == []
 
 
-def test_a_directory_that_is_in_use_is_refused(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "crashed").mkdir()
-    assert demo.run(argparse.Namespace(dir=str(tmp_path))) == 1
-    assert "exists already" in capsys.readouterr().err
-
-
-def test_it_says_at_once_what_it_will_prove_and_a_disk_without_room_is_named_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+def test_what_keeps_it_from_running_is_named_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(demo, "NEEDED_NBYTES", 1 << 60)
     monkeypatch.setattr(demo, "_play", lambda directory, environment: pytest.fail("it began"))
+    (tmp_path / "used" / "crashed").mkdir(parents=True)
+    assert demo.run(argparse.Namespace(dir=str(tmp_path / "used"))) == 1
+    assert "exists already" in capsys.readouterr().err
+    monkeypatch.setattr(demo, "NEEDED_NBYTES", 1 << 60)
     assert demo.run(argparse.Namespace(dir=str(tmp_path))) == 1
     out, err = capsys.readouterr()
     assert "minutes" in out.splitlines()[0] and "loses nothing" in out
     assert f"the disk that holds {tmp_path} is full" in err and "--dir" in err
 
 
-def test_a_failure_on_a_disk_that_has_become_full_names_the_disk(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+def test_a_failure_on_a_disk_that_has_become_full_names_the_disk_and_bytecode_is_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def fails(directory: pathlib.Path, environment: object) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+
+    def fails(directory: Path, environment: dict[str, str]) -> None:
+        assert "PYTHONDONTWRITEBYTECODE" not in environment and environment["PATH"] == os.environ["PATH"]
         monkeypatch.setattr(demo, "FULL_DISK_NBYTES", 1 << 60)
         raise DemoFailedError("the worker did not commit")
 
@@ -75,35 +75,33 @@ def test_a_failure_on_a_disk_that_has_become_full_names_the_disk(
     assert f"the disk that holds {tmp_path} is full" in err and "worker" not in err
 
 
-def test_bytecode_is_written_whatever_the_environment_says(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    seen: list[dict[str, str]] = []
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    monkeypatch.setattr(demo, "_play", lambda directory, environment: seen.append(environment))
-    assert demo.run(argparse.Namespace(dir=str(tmp_path))) == 0
-    assert "PYTHONDONTWRITEBYTECODE" not in seen[0] and seen[0]["PATH"] == os.environ["PATH"]
-
-
-def test_a_line_says_every_few_seconds_that_it_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert demo.SAY_EVERY_S < 5
-    monkeypatch.setattr(demo, "SAY_EVERY_S", 0.05)
-    monkeypatch.setattr(demo, "RUN_TIMEOUT_S", 2.0)
-    with pytest.raises(DemoFailedError):
-        demo.child(HANGS, os.environ)
-    assert capsys.readouterr().out.count("   ... ") >= 2
-
-
 # ---- children
 
 
-@pytest.mark.parametrize("command", [HANGS, TALKS_AND_HANGS])
-def test_a_training_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]) -> None:
-    monkeypatch.setattr(demo, "RUN_TIMEOUT_S", 0.5)
-    with pytest.raises(DemoFailedError, match=r"longer than 0\.5 s, and was killed"):
-        demo.child(command, os.environ)
+def failed_check(line: str) -> None:
+    raise DemoFailedError(line)
+
+
+@pytest.mark.parametrize(
+    ("code", "on_line", "match"),
+    [
+        ("import time; time.sleep(600)", None, r"longer than 1\.5 s, and was killed"),
+        ("import time; print('weights', flush=True); time.sleep(600)", None, r"longer than 1\.5 s, and was killed"),
+        ("import time; print('weights', flush=True); time.sleep(600)", failed_check, "weights"),
+        ("raise SystemExit('the reason')", None, "ended with 1"),
+    ],
+)
+def test_a_training_that_hangs_or_fails_is_ended_and_shows_what_it_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: str, on_line: Any, match: str
+) -> None:
+    assert demo.SAY_EVERY_S < 5
+    monkeypatch.setattr(demo, "SAY_EVERY_S", 0.05)
+    monkeypatch.setattr(demo, "RUN_TIMEOUT_S", 1.5 if "longer" in match else 60.0)
+    with pytest.raises(DemoFailedError, match=match):
+        demo.child((sys.executable, "-c", code), os.environ, on_line=on_line)
+    out, err = capsys.readouterr()
+    assert "longer" not in match or out.count("   ... ") >= 2, "a line says every few seconds that it goes on"
+    assert "ended" not in match or "the reason" in err
 
 
 def test_what_a_deaf_training_has_started_is_killed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,20 +114,6 @@ def test_what_a_deaf_training_has_started_is_killed_with_it(monkeypatch: pytest.
         if seen:
             break
     assert start_ticks(int(seen[0])) is None
-
-
-def test_a_failed_check_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(line: str) -> None:
-        raise DemoFailedError(line)
-
-    with pytest.raises(DemoFailedError, match="weights"):
-        demo.child(TALKS_AND_HANGS, os.environ, on_line=check)
-
-
-def test_a_training_that_fails_shows_what_it_said(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(DemoFailedError, match="ended with 1"):
-        demo.child((sys.executable, "-c", "raise SystemExit('the reason')"), os.environ)
-    assert "the reason" in capsys.readouterr().err
 
 
 def test_a_verify_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +135,7 @@ def frozen() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def crash_of(checkpoint: pathlib.Path, worker: int, *, pids: tuple[int, ...], said: str) -> None:
+def crash_of(checkpoint: Path, worker: int, *, pids: tuple[int, ...], said: str) -> None:
     crash = Crash(checkpoint)
     for rank, pid in enumerate(pids):
         crash.read(f"rank {rank}: process {pid}")
@@ -175,7 +159,7 @@ NOBODY = (1 << 22, (1 << 22) + 1)
 )
 def test_a_crash_that_proves_nothing_fails_the_demo(
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: pathlib.Path,
+    tmp_path: Path,
     frozen: subprocess.Popen[bytes],
     pids: tuple[int, ...],
     said: str,
@@ -187,7 +171,7 @@ def test_a_crash_that_proves_nothing_fails_the_demo(
         crash_of(tmp_path, frozen.pid, pids=pids, said=said)
 
 
-def test_a_commit_before_the_crash_fails_the_demo(tmp_path: pathlib.Path, frozen: subprocess.Popen[bytes]) -> None:
+def test_a_commit_before_the_crash_fails_the_demo(tmp_path: Path, frozen: subprocess.Popen[bytes]) -> None:
     (tmp_path / "manifest.json").touch()
     with pytest.raises(DemoFailedError, match="before the crash"):
         crash_of(tmp_path, frozen.pid, pids=NOBODY, said="staged=True written=False")

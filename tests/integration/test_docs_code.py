@@ -6,20 +6,17 @@ So do the examples in docstrings.
 from __future__ import annotations
 
 import ast
-import os
-import pathlib
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
+import documented_code
 import pytest
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
+from documented_code import ROOT, blocks, run
 
 LIGHTNING = """
 import lightning, torch
@@ -49,11 +46,6 @@ data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 64
 """
 
 
-def blocks(page: str, kind: str = "python") -> list[str]:
-    text = (DOCS / f"{page}.md").read_text()
-    return re.findall(rf"^```{re.escape(kind)}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
 def examples() -> Iterator[tuple[str, str]]:
     """Yield the place and the code of each `Example:` in a docstring of the packages."""
     for path in sorted([*(ROOT / "asyncckpt").rglob("*.py"), *(ROOT / "worker").rglob("*.py")]):
@@ -68,23 +60,13 @@ def examples() -> Iterator[tuple[str, str]]:
 @pytest.fixture
 def environment(_leak_guard: object) -> Iterator[dict[str, str]]:
     """A job of its own, whose worker ends with the test."""
-    scripts = [str(pathlib.Path(sys.executable).parent), sysconfig.get_path("scripts"), os.environ["PATH"]]
-    given = {"ASYNCCKPT_JOB": "docs", "CUDA_VISIBLE_DEVICES": "", "PATH": os.pathsep.join(scripts)}
-    environment = {**os.environ, **given}
-    yield environment
+    found = documented_code.environment("docs")
+    yield found
     drain = [sys.executable, "-m", "asyncckpt", "worker", "drain"]
-    subprocess.run(drain, env=environment, capture_output=True, timeout=60, check=False)
+    subprocess.run(drain, env=found, capture_output=True, timeout=60, check=False)
 
 
-def run(command: list[str], directory: pathlib.Path, environment: dict[str, str], timeout_s: float = 120) -> str:
-    done = subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
-    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-    return done.stdout
-
-
-def test_quickstart_concepts_and_what_comes_from_dcp_run(tmp_path: pathlib.Path, environment: dict[str, str]) -> None:
+def test_quickstart_concepts_and_what_comes_from_dcp_run(tmp_path: Path, environment: dict[str, str]) -> None:
     first, *others = blocks("quickstart")
     pages = ("concepts", "migration/dcp", "migration/torch_checkpointing")
     code = [first, first, "assert step == 30", *others, *(block for page in pages for block in blocks(page))]
@@ -101,7 +83,7 @@ def test_quickstart_concepts_and_what_comes_from_dcp_run(tmp_path: pathlib.Path,
         run(line.removeprefix("$ ").split(), tmp_path, environment)
 
 
-def test_the_examples_in_docstrings_run(tmp_path: pathlib.Path, environment: dict[str, str]) -> None:
+def test_the_examples_in_docstrings_run(tmp_path: Path, environment: dict[str, str]) -> None:
     found = dict(examples())
     assert "asyncckpt/dcp/__init__.py:1" in found
     for number, code in enumerate(found.values()):
@@ -109,9 +91,7 @@ def test_the_examples_in_docstrings_run(tmp_path: pathlib.Path, environment: dic
         run([sys.executable, "-c", code], tmp_path / str(number), environment)
 
 
-def test_the_guides_for_one_process_run_one_after_the_other(
-    tmp_path: pathlib.Path, environment: dict[str, str]
-) -> None:
+def test_the_guides_for_one_process_run_one_after_the_other(tmp_path: Path, environment: dict[str, str]) -> None:
     pages = ("saving", "resuming", "overlap", "manager", "dcp")
     code = [block for page in pages for block in blocks(f"guides/{page}")]
     assert len(code) == 8
@@ -129,9 +109,7 @@ def test_the_guides_for_one_process_run_one_after_the_other(
         run(line.removeprefix("$ ").split(), tmp_path, environment)
 
 
-def test_what_comes_from_torch_checkpointing_is_what_its_page_says(
-    tmp_path: pathlib.Path, environment: dict[str, str]
-) -> None:
+def test_what_comes_from_torch_checkpointing_is_what_its_page_says(tmp_path: Path, environment: dict[str, str]) -> None:
     pytest.importorskip("torch_checkpointing", reason="`make bench-compare` installs torch_checkpointing")
     (before,) = blocks("migration/torch_checkpointing", 'python title="before"')
     body = "".join(f"    {line}\n" for line in f"model = torch.nn.Linear(16, 4)\n{before}".splitlines())
@@ -150,7 +128,7 @@ def test_what_comes_from_torch_checkpointing_is_what_its_page_says(
     ],
 )
 def test_a_training_begun_with_the_frameworks_own_checkpoints_goes_on_with_ours(
-    page: str, needs: tuple[str, ...], prelude: str, made: str, tmp_path: pathlib.Path, environment: dict[str, str]
+    page: str, needs: tuple[str, ...], prelude: str, made: str, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     for module in needs:
         pytest.importorskip(module, reason=f"`make test-frameworks` installs {module}")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-import pathlib
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from storage_samples import flip_byte, shard_paths
 from worker_here import Here
 
 import asyncckpt
-from asyncckpt import AsyncCheckpointer, CheckpointManager, PerRank, RngState, SyncCheckpointer
+from asyncckpt import AsyncCheckpointer, CheckpointManager, PerRank, RngState, SaveHandle, SyncCheckpointer
 from asyncckpt.errors import (
     CheckpointerClosedError,
     CheckpointExistsError,
@@ -32,6 +32,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.manager.root_lock import ROOT_LOCK_NAME
 
+Managers = Callable[..., CheckpointManager]
 STEPS = 12
 
 
@@ -98,7 +99,7 @@ def own_numbers() -> Iterator[None]:
 
 
 @pytest.fixture
-def manager(shared_worker: RealWorker, tmp_path: pathlib.Path) -> Iterator[Callable[..., CheckpointManager]]:
+def manager(shared_worker: RealWorker, tmp_path: Path) -> Iterator[Managers]:
     """Makes managers of the test's root, and closes them."""
     made: list[CheckpointManager] = []
 
@@ -120,6 +121,13 @@ def save(manager: CheckpointManager, *steps: int, **more: Any) -> None:
         manager.wait()
 
 
+def written(handle: SaveHandle | None) -> SaveHandle:
+    """Wait until a save that was due is written; return it."""
+    assert handle is not None
+    handle.written.result(DEADLINE_S)
+    return handle
+
+
 def loaded(manager: CheckpointManager, step: int | None = None) -> int:
     """Return the step that is restored, which its tensor must agree with."""
     state = {"w": torch.zeros(300), "step": -1}
@@ -131,9 +139,7 @@ def loaded(manager: CheckpointManager, step: int | None = None) -> int:
 # ---- a training -----------------------------------------------------------------------------------------------------
 
 
-def test_a_training_goes_on_bit_for_bit_with_all_that_it_has(
-    manager: Callable[..., CheckpointManager], own_numbers: None
-) -> None:
+def test_a_training_goes_on_bit_for_bit_with_all_that_it_has(manager: Managers, own_numbers: None) -> None:
     whole = Training()
     while whole.train() < STEPS:
         pass
@@ -154,7 +160,7 @@ def test_a_training_goes_on_bit_for_bit_with_all_that_it_has(
     assert again.weights() == expected
 
 
-def test_restore_sets_the_masters_that_the_checkpoint_lacks(manager: Callable[..., CheckpointManager]) -> None:
+def test_restore_sets_the_masters_that_the_checkpoint_lacks(manager: Managers) -> None:
     class Halved(torch.optim.SGD):
         """Steps on float32 masters of its weights, and does not save them."""
 
@@ -173,7 +179,7 @@ def test_restore_sets_the_masters_that_the_checkpoint_lacks(manager: Callable[..
     weight, other = (torch.nn.Parameter(torch.full((4,), x).bfloat16()) for x in (3.0, 7.0))
     model, target = torch.nn.ParameterList([weight]), torch.nn.ParameterList([other])
     with manager() as managed:
-        managed.save(1, {"model": model, "optimizer": Halved(weight)}).written.result(DEADLINE_S)  # type: ignore[union-attr]
+        written(managed.save(1, {"model": model, "optimizer": Halved(weight)}))
         restored = Halved(other)
         managed.restore({"model": target, "optimizer": restored})
     Halved(weight).step()
@@ -184,9 +190,7 @@ def test_restore_sets_the_masters_that_the_checkpoint_lacks(manager: Callable[..
 # ---- which one ------------------------------------------------------------------------------------------------------
 
 
-def test_a_broken_one_is_passed_over_and_that_is_said(
-    manager: Callable[..., CheckpointManager], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broken_one_is_passed_over_and_that_is_said(manager: Managers, caplog: pytest.LogCaptureFixture) -> None:
     with manager(quarantine=True) as managed:
         save(managed, 1, 2)
         newest = os.path.join(managed.root, "step-00000002")
@@ -198,7 +202,7 @@ def test_a_broken_one_is_passed_over_and_that_is_said(
         assert "passed over" in caplog.text and managed.all_steps() == [1]
 
 
-def test_a_step_is_restored_or_nothing(manager: Callable[..., CheckpointManager]) -> None:
+def test_a_step_is_restored_or_nothing(manager: Managers) -> None:
     with manager() as managed:
         save(managed, 1, 2)
         assert [loaded(managed, step) for step in (1, 2)] == [1, 2]
@@ -210,7 +214,7 @@ def test_a_step_is_restored_or_nothing(manager: Callable[..., CheckpointManager]
             managed.restore({"w": torch.zeros(300)}, 1, source="disk")
 
 
-def test_what_is_in_memory_only_comes_first(endpoint: str, tmp_path: pathlib.Path) -> None:
+def test_what_is_in_memory_only_comes_first(endpoint: str, tmp_path: Path) -> None:
     with closing(Here(endpoint)) as here, CheckpointManager(tmp_path, endpoint=endpoint) as managed:
         save(managed, 1)
         here.storage.flows.clear()
@@ -225,7 +229,7 @@ def test_what_is_in_memory_only_comes_first(endpoint: str, tmp_path: pathlib.Pat
 
 
 def test_after_a_rollback_the_new_branch_is_newest_and_the_old_future_goes_first(
-    manager: Callable[..., CheckpointManager], caplog: pytest.LogCaptureFixture
+    manager: Managers, caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager() as managed:
         save(managed, 1, 2, 3, 4)
@@ -247,11 +251,11 @@ def test_after_a_rollback_the_new_branch_is_newest_and_the_old_future_goes_first
         assert managed.all_steps() == [1, 2, 6, 7], "what is broken and what was abandoned has gone first"
 
 
-def test_a_step_saved_again_takes_the_old_one_s_place(manager: Callable[..., CheckpointManager]) -> None:
+def test_a_step_saved_again_takes_the_old_one_s_place(manager: Managers) -> None:
     with manager() as managed:
         save(managed, 1, 2)
         loaded(managed, 1)
-        managed.save(2, {"w": torch.full((300,), 2.0), "step": 2, "more": 1}).written.result(DEADLINE_S)  # type: ignore[union-attr]
+        written(managed.save(2, {"w": torch.full((300,), 2.0), "step": 2, "more": 1}))
         found = managed.restore()
         assert found is not None and found.state_dict["more"] == 1
     with AsyncCheckpointer(endpoint=managed.checkpointer._endpoint) as given:  # type: ignore[arg-type]
@@ -262,7 +266,7 @@ def test_a_step_saved_again_takes_the_old_one_s_place(manager: Callable[..., Che
         given.wait()
 
 
-def test_a_pinned_step_outlives_a_rollback_that_saves_it_again(manager: Callable[..., CheckpointManager]) -> None:
+def test_a_pinned_step_outlives_a_rollback_that_saves_it_again(manager: Managers) -> None:
     with manager(max_to_keep=2) as managed:
         save(managed, 1, 2)
         managed.pin(2)
@@ -276,7 +280,7 @@ def test_a_pinned_step_outlives_a_rollback_that_saves_it_again(manager: Callable
 
 
 def test_who_saves_beside_another_training_without_restoring_is_warned_once(
-    manager: Callable[..., CheckpointManager], caplog: pytest.LogCaptureFixture
+    manager: Managers, caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager() as managed:
         save(managed, 1, 2)
@@ -293,7 +297,7 @@ def test_who_saves_beside_another_training_without_restoring_is_warned_once(
 # ---- what stays -----------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_the_best_the_pinned_and_those_of_the_period_stay(manager: Callable[..., CheckpointManager]) -> None:
+def test_the_newest_the_best_the_pinned_and_those_of_the_period_stay(manager: Managers) -> None:
     options: dict[str, Any] = {"max_to_keep": 2, "best_fn": lambda metrics: metrics["loss"], "keep_period": 5}
     with manager(**options) as managed:
         for step in range(1, 9):
@@ -314,7 +318,7 @@ def test_the_newest_the_best_the_pinned_and_those_of_the_period_stay(manager: Ca
 
 
 def test_a_loss_that_is_no_number_fails_no_save_and_is_never_the_best(
-    manager: Callable[..., CheckpointManager],
+    manager: Managers,
 ) -> None:
     with manager(max_to_keep=2, best_fn=lambda metrics: metrics["loss"], best_mode="max") as managed:
         for step, loss in enumerate([torch.tensor(0.5), math.nan, math.inf, torch.tensor(0.25)], 1):
@@ -323,26 +327,22 @@ def test_a_loss_that_is_no_number_fails_no_save_and_is_never_the_best(
 
 
 def test_home_made_masters_that_no_checkpoint_holds_are_pointed_out(
-    manager: Callable[..., CheckpointManager], caplog: pytest.LogCaptureFixture
+    manager: Managers, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
     copies = [one.detach().clone().float() for one in model.parameters()]
     state = {"model": model, "optimizer": torch.optim.SGD(copies, lr=0.1, momentum=0.9)}
     with manager() as managed:
-        handle = managed.save(1, state)
-        assert handle is not None
-        handle.written.result(DEADLINE_S)
+        written(managed.save(1, state))
         managed.restore(state)
         assert "restore did not change 2 of the parameters" in caplog.text
         caplog.clear()
-        handle = managed.save(2, {**state, "copies": copies})
-        assert handle is not None
-        handle.written.result(DEADLINE_S)
+        written(managed.save(2, {**state, "copies": copies}))
         managed.restore({**state, "copies": copies})
     assert "restore did not change" not in caplog.text
 
 
-def test_nothing_goes_before_a_newer_one_is_committed(worker: RealWorker, tmp_path: pathlib.Path) -> None:
+def test_nothing_goes_before_a_newer_one_is_committed(worker: RealWorker, tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "runs", endpoint=worker.endpoint, max_to_keep=1) as managed:
         save(managed, 1)
         with worker.frozen():
@@ -354,7 +354,7 @@ def test_nothing_goes_before_a_newer_one_is_committed(worker: RealWorker, tmp_pa
         assert managed.all_steps() == [2]
 
 
-def test_a_synchronous_checkpointer_is_managed_alike(tmp_path: pathlib.Path) -> None:
+def test_a_synchronous_checkpointer_is_managed_alike(tmp_path: Path) -> None:
     with SyncCheckpointer() as given:
         with CheckpointManager(tmp_path, checkpointer=given, max_to_keep=2, step_format="checkpoint-{step}") as managed:
             save(managed, 1, 2, 3)
@@ -398,7 +398,7 @@ def test_a_synchronous_checkpointer_is_managed_alike(tmp_path: pathlib.Path) -> 
     ],
 )
 def test_settings_that_make_no_sense_are_refused(
-    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, options: dict[str, Any], field: str
+    checkpointer: AsyncCheckpointer, tmp_path: Path, options: dict[str, Any], field: str
 ) -> None:
     where: dict[str, Any] = {"endpoint": checkpointer._endpoint}
     if "checkpointer" in options:
@@ -408,10 +408,9 @@ def test_settings_that_make_no_sense_are_refused(
     assert caught.value.field == field
 
 
-def test_an_unknown_setting_is_told_its_nearest_name(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"unknown field 'max_to_kep'; the nearest is 'max_to_keep'; .*endpoint.*slots"
-    ):
+def test_an_unknown_setting_is_told_its_nearest_name(tmp_path: Path) -> None:
+    said = r"unknown field 'max_to_kep'; the nearest is 'max_to_keep'; .*endpoint.*slots"
+    with pytest.raises(ConfigError, match=said):
         CheckpointManager(tmp_path, max_to_kep=3)
 
 
@@ -431,14 +430,14 @@ def test_an_unknown_setting_is_told_its_nearest_name(tmp_path: pathlib.Path) -> 
     ],
 )
 def test_any_policy_is_a_reason_to_save_and_without_one_every_step_is_saved(
-    manager: Callable[..., CheckpointManager], options: dict[str, Any], expected: list[int]
+    manager: Managers, options: dict[str, Any], expected: list[int]
 ) -> None:
     with manager(**options) as managed:
         assert [step for step in range(6) if managed.should_save(step)] == expected
 
 
 def test_should_save_makes_few_calls_and_none_of_the_operating_system(
-    manager: Callable[..., CheckpointManager],
+    manager: Managers,
 ) -> None:
     calls: list[str] = []
 
@@ -463,9 +462,7 @@ def test_should_save_makes_few_calls_and_none_of_the_operating_system(
     assert len(calls) <= 3 * 12, calls
 
 
-def test_the_interval_is_suggested_in_the_log(
-    manager: Callable[..., CheckpointManager], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_interval_is_suggested_in_the_log(manager: Managers, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "asyncckpt")
     with manager(mtbf_s=3600.0) as managed:
         save(managed, *range(1, 7))
@@ -476,7 +473,7 @@ def test_the_interval_is_suggested_in_the_log(
 
 
 def test_after_the_signal_the_last_save_is_staged_and_the_worker_finishes_it(
-    worker: RealWorker, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+    worker: RealWorker, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before, root = signal.getsignal(signal.SIGUSR1), tmp_path / "runs"
     options: dict[str, Any] = {"save_interval_steps": 100, "preemption_signal": signal.SIGUSR1, "grace_s": 0.5}
@@ -494,7 +491,7 @@ def test_after_the_signal_the_last_save_is_staged_and_the_worker_finishes_it(
 
 
 def test_what_is_not_staged_within_the_grace_is_said(
-    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, gate: Gate, caplog: pytest.LogCaptureFixture
+    checkpointer: AsyncCheckpointer, tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = torch.nn.Linear(100, 100)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -510,19 +507,19 @@ def test_what_is_not_staged_within_the_grace_is_said(
     checkpointer.detach()
 
 
-def test_nobody_told_to_stop_never_stops(manager: Callable[..., CheckpointManager]) -> None:
+def test_nobody_told_to_stop_never_stops(manager: Managers) -> None:
     with manager() as managed:
         assert not any(managed.reached_preemption(step) for step in range(5))
         with pytest.raises(ConfigError, match="preemption_signal"):
             managed.preempt()
 
 
-def test_arguments_that_no_part_takes_are_refused(manager: Callable[..., CheckpointManager]) -> None:
+def test_arguments_that_no_part_takes_are_refused(manager: Managers) -> None:
     with manager() as managed, pytest.raises(ConfigError, match="unheard_of"):
         managed.save(1, {"w": torch.zeros(3)}, unheard_of=3)
 
 
-def test_waiting_ends_at_its_timeout(worker: RealWorker, tmp_path: pathlib.Path) -> None:
+def test_waiting_ends_at_its_timeout(worker: RealWorker, tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, endpoint=worker.endpoint) as managed:
         save(managed, 1)
         with worker.frozen():
@@ -532,7 +529,7 @@ def test_waiting_ends_at_its_timeout(worker: RealWorker, tmp_path: pathlib.Path)
         managed.wait()
 
 
-def test_a_closed_manager_says_so(manager: Callable[..., CheckpointManager]) -> None:
+def test_a_closed_manager_says_so(manager: Managers) -> None:
     managed = manager()
     for _ in range(2):
         managed.close()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
-import pathlib
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import rank_processes
@@ -25,7 +24,10 @@ from asyncckpt.cli import main
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, ConfigError, DirectoryInUseError
 from asyncckpt.manager import retention_thread
 from asyncckpt.manager.root_lock import ROOT_LOCK_NAME
+from tests.warm_python import WarmProcess, WarmPython
 
+Managers = Callable[..., CheckpointManager]
+Holding = Callable[[int], contextlib.AbstractContextManager["Other"]]
 HOLD = """
 import sys, torch, asyncckpt
 manager = asyncckpt.CheckpointManager(sys.argv[1], endpoint=sys.argv[2], preemption_signal=())
@@ -38,12 +40,12 @@ manager.close()
 
 
 @pytest.fixture
-def root(tmp_path: pathlib.Path) -> pathlib.Path:
+def root(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
 @pytest.fixture
-def manager(shared_worker: RealWorker, root: pathlib.Path) -> Iterator[Callable[..., CheckpointManager]]:
+def manager(shared_worker: RealWorker, root: Path) -> Iterator[Managers]:
     """Makes managers of the test's root, and closes them."""
     made: list[CheckpointManager] = []
 
@@ -75,30 +77,49 @@ def restore(manager: CheckpointManager, step: int | None = None, **options: Any)
     return None if found is None else found.step
 
 
-def damage(root: pathlib.Path, step: int) -> None:
+def damage(root: Path, step: int) -> None:
     """Flip the last byte of its data: its sizes and indexes are as they were."""
     shard = shard_paths(str(root / f"step-{step:08d}"))[0]
     flip_byte(shard, os.path.getsize(shard) - 1)
 
 
-def holding(root: pathlib.Path, worker: RealWorker, step: int) -> subprocess.Popen[bytes]:
-    """Another process that has saved to `root`, and lives on."""
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(root), worker.endpoint, str(step)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert other.stdout is not None and other.stdout.readline() == b"saved\n"
-    return other
+@dataclasses.dataclass
+class Other:
+    """Another process that has saved to the root, and lives on."""
+
+    process: WarmProcess
+    stdin: IO[str]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def end(self) -> None:
+        self.stdin.close()
+        assert self.process.wait(DEADLINE_S) == 0
+
+
+@pytest.fixture
+def holding(warm_python: WarmPython, shared_worker: RealWorker, root: Path) -> Holding:
+    """Starts another process that saves a step."""
+
+    @contextlib.contextmanager
+    def held(step: int) -> Iterator[Other]:
+        arguments = (str(root), shared_worker.endpoint, str(step))
+        with warm_python.talking(HOLD, *arguments) as (process, stdin, stdout):
+            assert stdout.readline() == "saved\n"
+            yield Other(process, stdin)
+
+    return held
 
 
 # ---- two managers ---------------------------------------------------------------------------------------------------
 
 
 def test_a_second_manager_is_refused_at_its_first_save_by_name_and_may_read_before_and_after(
-    manager: Callable[..., CheckpointManager], shared_worker: RealWorker, root: pathlib.Path
+    manager: Managers, holding: Holding, root: Path
 ) -> None:
-    with holding(root, shared_worker, 1) as other, manager(max_to_keep=1) as second:
+    with holding(1) as other, manager(max_to_keep=1) as second:
         wait_until(lambda: second.all_steps() == [1], "it is committed")
         assert restore(second) == 1
         for _ in range(2):
@@ -106,14 +127,14 @@ def test_a_second_manager_is_refused_at_its_first_save_by_name_and_may_read_befo
                 second.save(2, state_of(2))
             assert (raised.value.pid, raised.value.path) == (other.pid, str(root)) and raised.value.host
         assert restore(second) == 1 and second.all_steps() == [1] and second.latest_step() == 1
-        other.communicate(b"", timeout=DEADLINE_S)
+        other.end()
         assert not (root / ROOT_LOCK_NAME).exists()
         save(second, 2)
         assert second.all_steps() == [2]
     assert not (root / ROOT_LOCK_NAME).exists()
 
 
-def test_who_only_restores_takes_nothing_and_removes_nothing(manager: Callable[..., CheckpointManager]) -> None:
+def test_who_only_restores_takes_nothing_and_removes_nothing(manager: Managers) -> None:
     with manager() as training:
         save(training, 1, 2, 3)
         with manager(max_to_keep=1) as reader:
@@ -125,7 +146,7 @@ def test_who_only_restores_takes_nothing_and_removes_nothing(manager: Callable[.
         assert os.listdir(reader.root).count(ROOT_LOCK_NAME) == 0
 
 
-def test_two_managers_of_one_process_take_turns(manager: Callable[..., CheckpointManager]) -> None:
+def test_two_managers_of_one_process_take_turns_unless_they_mean_to_share(manager: Managers, root: Path) -> None:
     first, second = manager(), manager()
     save(first, 1)
     with pytest.raises(DirectoryInUseError, match="close what saves there first"):
@@ -133,10 +154,15 @@ def test_two_managers_of_one_process_take_turns(manager: Callable[..., Checkpoin
     first.close()
     save(second, 2)
     second.close()
-    assert manager().all_steps() == [1, 2]
+    first, second = manager(shared=True), manager(shared=True)
+    save(first, 3)
+    save(second, 4)
+    assert first.all_steps() == [1, 2, 3, 4] and not (root / ROOT_LOCK_NAME).exists()
+    with pytest.raises(ConfigError, match="shared"):
+        manager(shared=1)
 
 
-def test_a_manager_that_was_dropped_gives_the_root_back(shared_worker: RealWorker, root: pathlib.Path) -> None:
+def test_a_manager_that_was_dropped_gives_the_root_back(shared_worker: RealWorker, root: Path) -> None:
     for step in (1, 2, 3):
         dropped = CheckpointManager(root, endpoint=shared_worker.endpoint, max_to_keep=1, preemption_signal=())
         save(dropped, step)
@@ -150,7 +176,7 @@ def test_a_manager_that_was_dropped_gives_the_root_back(shared_worker: RealWorke
 
 @pytest.mark.parametrize("becomes", ["another one's", "nobody's", "released"])
 def test_what_is_lost_while_a_checkpoint_is_read_back_is_not_removed(
-    manager: Callable[..., CheckpointManager], root: pathlib.Path, monkeypatch: pytest.MonkeyPatch, becomes: str
+    manager: Managers, root: Path, monkeypatch: pytest.MonkeyPatch, becomes: str
 ) -> None:
     def stopped_for_long(*arguments: Any) -> bool:
         if becomes == "released":
@@ -173,7 +199,7 @@ def test_what_is_lost_while_a_checkpoint_is_read_back_is_not_removed(
 
 @pytest.mark.parametrize("is_taken", [False, True])
 def test_a_lock_whose_file_was_removed_is_taken_again_before_anything_goes(
-    manager: Callable[..., CheckpointManager], shared_worker: RealWorker, root: pathlib.Path, is_taken: bool
+    manager: Managers, holding: Holding, root: Path, is_taken: bool
 ) -> None:
     with manager(max_to_keep=1) as one:
         for step in (1, 2):
@@ -183,7 +209,7 @@ def test_a_lock_whose_file_was_removed_is_taken_again_before_anything_goes(
         one._retention._policy = manager()._retention._policy
         save(one, 4)
         (root / ROOT_LOCK_NAME).unlink()
-        with holding(root, shared_worker, 5) if is_taken else contextlib.nullcontext() as other:
+        with holding(5) if is_taken else contextlib.nullcontext() as other:
             one._retention._policy = manager(max_to_keep=1)._retention._policy
             for _ in range(2):
                 one._retention.request_prune()
@@ -196,12 +222,12 @@ def test_a_lock_whose_file_was_removed_is_taken_again_before_anything_goes(
                 one._retention.request_prune()
                 one.wait()
                 there = one.all_steps()
-                other.communicate(b"", timeout=DEADLINE_S)
+                other.end()
         assert [step for step in there if step < 5] == ([3, 4] if is_taken else [4])
 
 
 def test_an_interrupt_while_the_last_state_is_saved_closes_the_manager_all_the_same(
-    manager: Callable[..., CheckpointManager], root: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    manager: Managers, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(error: BaseException) -> bool:
         raise KeyboardInterrupt
@@ -217,27 +243,19 @@ def test_an_interrupt_while_the_last_state_is_saved_closes_the_manager_all_the_s
 
 
 def test_after_a_killed_one_the_next_saves_at_once_while_the_worker_may_still_write(
-    manager: Callable[..., CheckpointManager], shared_worker: RealWorker, root: pathlib.Path
+    manager: Managers, holding: Holding, root: Path
 ) -> None:
-    with holding(root, shared_worker, 1) as other:
-        other.kill()
+    with holding(1) as other:
+        other.process.kill()
+        other.process.wait(DEADLINE_S)
     assert (root / ROOT_LOCK_NAME).exists()
     with manager() as again:
         save(again, 2)
         assert again.all_steps() == [1, 2], "the dead one's save was not lost either"
 
 
-def test_those_that_mean_to_share_a_root_do(manager: Callable[..., CheckpointManager]) -> None:
-    first, second = manager(shared=True), manager(shared=True)
-    save(first, 1)
-    save(second, 2)
-    assert first.all_steps() == [1, 2] and not os.path.exists(os.path.join(first.root, ROOT_LOCK_NAME))
-    with pytest.raises(ConfigError, match="shared"):
-        manager(shared=1)
-
-
 def test_the_file_of_the_lock_is_nothing_that_a_command_lists_counts_or_removes(
-    manager: Callable[..., CheckpointManager], root: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    manager: Managers, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with manager() as training:
         save(training, 1, 2)
@@ -273,14 +291,14 @@ def refused(rank: int, root: str, endpoint: str) -> list[Any]:
 
 @pytest.mark.parametrize("group", [True, False])
 def test_ranks_are_all_refused_by_the_name_of_who_has_it(
-    shared_worker: RealWorker, root: pathlib.Path, group: bool
+    shared_worker: RealWorker, holding: Holding, root: Path, group: bool
 ) -> None:
     environ = {"MASTER_PORT": f"{root}"}
-    with holding(root, shared_worker, 1) as other:
+    with holding(1) as other:
         arguments = (str(root), shared_worker.endpoint)
         with rank_processes.running(2, refused, *arguments, group=group, environ=environ) as ranks:
             assert ranks.results() == [["DirectoryInUseError", other.pid]] * 2
-        other.communicate(b"", timeout=DEADLINE_S)
+        other.end()
     with rank_processes.running(2, refused, *arguments, group=group, environ={"MASTER_PORT": f"{root}2"}) as ranks:
         assert ranks.results() == [["saved"]] * 2
     assert not (root / ROOT_LOCK_NAME).exists()
@@ -297,7 +315,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_a_run_went_on_from_stays_until_a_newer_one_of_its_own_has_been_read_back(
-    manager: Callable[..., CheckpointManager], root: pathlib.Path, policy: str, caplog: pytest.LogCaptureFixture
+    manager: Managers, root: Path, policy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     more = {"metrics": {"loss": 1.0}} if policy == "the best" else {}
     with manager() as first:
@@ -319,7 +337,7 @@ def test_what_a_run_went_on_from_stays_until_a_newer_one_of_its_own_has_been_rea
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("by", ["the manager", "another manager", "asyncckpt prune"])
 def test_nobody_removes_it_while_all_that_the_run_has_saved_since_is_damaged(
-    manager: Callable[..., CheckpointManager], root: pathlib.Path, policy: str, by: str
+    manager: Managers, root: Path, policy: str, by: str
 ) -> None:
     metrics = {"metrics": {"loss": 1.0}} if policy == "the best" else {}
     with manager() as first:
@@ -356,9 +374,7 @@ def test_nobody_removes_it_while_all_that_the_run_has_saved_since_is_damaged(
         assert last.all_steps() == ([2, 6] if policy == "the best" else [6])
 
 
-def test_a_failed_first_save_removes_nothing_of_what_was_restored_by_its_step(
-    manager: Callable[..., CheckpointManager], root: pathlib.Path
-) -> None:
+def test_a_failed_first_save_removes_nothing_of_what_was_restored_by_its_step(manager: Managers, root: Path) -> None:
     with manager() as first:
         save(first, 1, 2, 3)
     with manager(max_to_keep=1) as second:
@@ -372,7 +388,7 @@ def test_a_failed_first_save_removes_nothing_of_what_was_restored_by_its_step(
         assert second.all_steps() == [5]
 
 
-def test_of_a_chain_of_restarts_only_the_last_origin_is_kept(manager: Callable[..., CheckpointManager]) -> None:
+def test_of_a_chain_of_restarts_only_the_last_origin_is_kept(manager: Managers) -> None:
     for step in range(1, 6):
         with manager(max_to_keep=1) as one:
             assert restore(one) == (step - 1 or None)
@@ -380,9 +396,7 @@ def test_of_a_chain_of_restarts_only_the_last_origin_is_kept(manager: Callable[.
             assert one.all_steps() == [step]
 
 
-def test_no_save_waits_while_a_checkpoint_is_read_back(
-    manager: Callable[..., CheckpointManager], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_save_waits_while_a_checkpoint_is_read_back(manager: Managers, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, go = threading.Event(), threading.Event()
 
     def slow(*arguments: Any) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pathlib
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import mounts
 import pytest
@@ -25,9 +25,9 @@ from asyncckpt.integrations._export_queue import ExportJob, Kind, jobs_in
 
 
 @pytest.fixture
-def saver(worker: real_worker.RealWorker) -> Iterator[BackgroundSaver]:
+def saver(shared_worker: real_worker.RealWorker) -> Iterator[BackgroundSaver]:
     """A saver of this test alone."""
-    found = BackgroundSaver(endpoint=worker.endpoint)
+    found = BackgroundSaver(endpoint=shared_worker.endpoint)
     yield found
     found.close(real_worker.DEADLINE_S)
 
@@ -38,7 +38,7 @@ def files(value: float) -> dict[str, Pieces]:
     return {"state.pt": capture_torch_save(state), "log.json": (json.dumps(value).encode(),), "sub/empty": (b"",)}
 
 
-def value_at(path: pathlib.Path) -> float:
+def value_at(path: Path) -> float:
     """Return what a checkpoint of `files` was made of; fails unless it is whole."""
     state = torch.load(path / "state.pt", weights_only=True)
     found = float(state["w"][0])
@@ -47,7 +47,7 @@ def value_at(path: pathlib.Path) -> float:
     return found
 
 
-def test_what_was_staged_is_published_with_its_values_of_then(saver: BackgroundSaver, tmp_path: pathlib.Path) -> None:
+def test_what_was_staged_is_published_with_its_values_of_then(saver: BackgroundSaver, tmp_path: Path) -> None:
     tensor = torch.ones(100_000)
     saver.save(tmp_path / "one", {"x.pt": capture_torch_save(tensor)}, step=1)
     tensor.zero_()
@@ -58,7 +58,7 @@ def test_what_was_staged_is_published_with_its_values_of_then(saver: BackgroundS
     assert os.listdir(tmp_path) == ["one"]
 
 
-def test_a_target_is_replaced_in_one_step_and_by_the_last_save(saver: BackgroundSaver, tmp_path: pathlib.Path) -> None:
+def test_a_target_is_replaced_in_one_step_and_by_the_last_save(saver: BackgroundSaver, tmp_path: Path) -> None:
     for value in range(4):
         saver.save(tmp_path / "same", files(value), step=value)
     while saver.pending():
@@ -69,36 +69,39 @@ def test_a_target_is_replaced_in_one_step_and_by_the_last_save(saver: Background
     assert value_at(tmp_path / "same") == 3
 
 
-def test_a_file_is_published_as_a_file(saver: BackgroundSaver, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("name", ["x.ckpt", "é" * 120, "x" * 255])
+def test_a_file_or_a_directory_is_replaced_whatever_its_name(name: str, saver: BackgroundSaver, tmp_path: Path) -> None:
     for value in (1.0, 2.0):
-        saver.save(tmp_path / "x.ckpt", {"x": capture_torch_save({"v": value})}, step=1, kind="file")
+        if name == "x.ckpt":
+            saver.save(tmp_path / name, {"x": capture_torch_save({"v": value})}, step=1, kind="file")
+        else:
+            saver.save(tmp_path / name, files(value), step=1)
         saver.wait(real_worker.DEADLINE_S)
-        assert torch.load(tmp_path / "x.ckpt") == {"v": value}
-
-
-@pytest.mark.parametrize("name", ["é" * 120, "x" * 255])
-def test_a_name_may_be_as_long_as_the_file_system_lets_it(
-    name: str, saver: BackgroundSaver, tmp_path: pathlib.Path
-) -> None:
-    for value in (1.0, 2.0):
-        saver.save(tmp_path / name, files(value), step=1)
-        saver.wait(real_worker.DEADLINE_S)
-        assert value_at(tmp_path / name) == value
+        path = tmp_path / name
+        assert torch.load(path) == {"v": value} if name == "x.ckpt" else value_at(path) == value
     saver.discard(tmp_path / name)
     assert not (tmp_path / name).exists()
 
 
-def test_a_killed_exporter_leaves_nothing_under_the_name_and_the_next_start_publishes(
-    saver: BackgroundSaver, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    told = ExporterProcess.submit
+def kill_exporters(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
+    """Kill the exporter each time that it is told of a job, so many times; return the process of each job."""
+    told, pids = ExporterProcess.submit, list[int]()
 
     def tell_and_kill(self: ExporterProcess, job: ExportJob, fd: int | None, *, timeout_s: float) -> int | None:
-        pid = told(self, job, fd, timeout_s=timeout_s)
-        os.kill(pid or 0, signal.SIGKILL)
-        return pid
+        pids.append(told(self, job, fd, timeout_s=timeout_s) or 0)
+        if len(pids) <= times:
+            os.kill(pids[-1], signal.SIGKILL)
+            real_worker.wait_until(lambda: not self.is_alive(pids[-1]), "the exporter is gone")
+        return pids[-1]
 
     monkeypatch.setattr(ExporterProcess, "submit", tell_and_kill)
+    return pids
+
+
+def test_killed_exporters_leave_nothing_under_the_name_and_the_next_start_publishes(
+    saver: BackgroundSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kill_exporters(monkeypatch, 100)
     real_worker.written(saver.save(tmp_path / "one", files(1.0), step=1))
     assert saver.wait(real_worker.DEADLINE_S) == []
     assert "was not published" in caplog.text and not (tmp_path / "one").exists()
@@ -107,27 +110,40 @@ def test_a_killed_exporter_leaves_nothing_under_the_name_and_the_next_start_publ
 
 
 def test_an_exporter_that_is_killed_is_followed_by_another_that_publishes_what_it_was_told(
-    saver: BackgroundSaver, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    saver: BackgroundSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told, pids = ExporterProcess.submit, list[int | None]()
-
-    def tell_and_kill_the_first(
-        self: ExporterProcess, job: ExportJob, fd: int | None, *, timeout_s: float
-    ) -> int | None:
-        pids.append(told(self, job, fd, timeout_s=timeout_s))
-        if len(pids) == 1:
-            os.kill(pids[0] or 0, signal.SIGKILL)
-        return pids[-1]
-
-    monkeypatch.setattr(ExporterProcess, "submit", tell_and_kill_the_first)
+    pids = kill_exporters(monkeypatch, 1)
     saver.save(tmp_path / "one", files(1.0), step=1)
     assert saver.wait(real_worker.DEADLINE_S) == [str(tmp_path / "one")]
     assert value_at(tmp_path / "one") == 1.0 and len(set(pids)) == 2
     assert not any(record.levelname == "ERROR" for record in caplog.records)
 
 
+def test_an_older_save_that_could_not_be_published_is_never_put_over_a_newer_one(
+    saver: BackgroundSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill_exporters(monkeypatch, 1)
+    for value in (1.0, 2.0):
+        saver.save(tmp_path / "same", files(value), step=1)
+    saver.wait(real_worker.DEADLINE_S)
+    assert value_at(tmp_path / "same") == 2.0
+    saver.recover(tmp_path)
+    assert value_at(tmp_path / "same") == 2.0 and os.listdir(tmp_path) == ["same"]
+
+
+def test_a_save_that_fails_leaves_no_job_and_the_next_one_works(saver: BackgroundSaver, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"."):
+        saver.save("/proc/nowhere/one", files(1.0), step=1)
+    with pytest.raises(UnsupportedLeafError):
+        saver.save(tmp_path / "one", {}, step=1, kind="dcp", state={"x": object()})
+    assert not jobs_in(str(tmp_path / ".asyncckpt"))
+    saver.save(tmp_path / "two", files(2.0), step=2)
+    saver.wait(real_worker.DEADLINE_S)
+    assert value_at(tmp_path / "two") == 2.0
+
+
 def test_a_checkpoint_that_cannot_be_published_is_said_and_those_after_it_are_published(
-    saver: BackgroundSaver, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+    saver: BackgroundSaver, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saver.save(tmp_path / "one", {"a": (b"1",), "a/b": (b"2",)}, step=1)  # a file, and a directory of its name
     saver.save(tmp_path / "two", files(2.0), step=2)
@@ -140,7 +156,7 @@ def test_a_checkpoint_that_cannot_be_published_is_said_and_those_after_it_are_pu
 
 @mounts.needs_root
 def test_what_a_full_disk_kept_from_being_published_is_published_when_there_is_room(
-    saver: BackgroundSaver, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+    saver: BackgroundSaver, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     weights = torch.arange(500_000.0)
     with mounts.tmpfs(tmp_path / "disk", "size=8m") as disk:
@@ -159,7 +175,7 @@ def test_what_a_full_disk_kept_from_being_published_is_published_when_there_is_r
 
 @mounts.needs_root
 def test_a_disk_that_is_too_full_for_anything_costs_that_save_and_not_the_training(
-    saver: BackgroundSaver, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+    saver: BackgroundSaver, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with mounts.tmpfs(tmp_path / "disk", "size=8m") as disk:
         with open(disk / "other", "wb", buffering=0) as other, contextlib.suppress(OSError):
@@ -183,9 +199,11 @@ def _saves_and_hangs(rank: int, endpoint: str, target: str) -> None:
 
 
 def test_a_trainer_that_is_killed_right_after_staging_has_its_checkpoint_published(
-    worker: real_worker.RealWorker, tmp_path: pathlib.Path
+    shared_worker: real_worker.RealWorker, tmp_path: Path
 ) -> None:
-    with rank_processes.running(1, _saves_and_hangs, worker.endpoint, str(tmp_path / "one"), group=False) as ranks:
+    with rank_processes.running(
+        1, _saves_and_hangs, shared_worker.endpoint, str(tmp_path / "one"), group=False
+    ) as ranks:
         assert ranks.receive(0) == "staged"
         ranks.kill()
     real_worker.wait_until((tmp_path / "one").exists, "the exporter publishes")
@@ -193,19 +211,8 @@ def test_a_trainer_that_is_killed_right_after_staging_has_its_checkpoint_publish
     real_worker.wait_until(lambda: os.listdir(tmp_path) == ["one"], "nothing else stays that stock tools may trip over")
 
 
-def test_a_save_that_fails_leaves_no_job_and_the_next_one_works(
-    saver: BackgroundSaver, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(OSError, match=r"."):
-        saver.save("/proc/nowhere/one", files(1.0), step=1)
-    saver.save(tmp_path / "two", files(2.0), step=2)
-    saver.wait(real_worker.DEADLINE_S)
-    assert value_at(tmp_path / "two") == 2.0
-
-
 def test_discarded_is_what_was_published_before_and_only_after_the_next_one_is(
-    saver: BackgroundSaver, tmp_path: pathlib.Path
+    saver: BackgroundSaver, tmp_path: Path
 ) -> None:
     saver.save(tmp_path / "one", files(1.0), step=1)
     saver.wait(real_worker.DEADLINE_S)
@@ -221,15 +228,6 @@ def test_discarded_is_what_was_published_before_and_only_after_the_next_one_is(
     assert not (tmp_path / "three").exists() and (tmp_path / "two").exists()
 
 
-def test_discarded_before_it_is_saved_again_it_stays(saver: BackgroundSaver, tmp_path: pathlib.Path) -> None:
-    saver.save(tmp_path / "last", files(1.0), step=1)
-    saver.discard(tmp_path / "last")
-    saver.save(tmp_path / "last", files(2.0), step=2)
-    saver.wait(real_worker.DEADLINE_S)
-    saver.poll()
-    assert value_at(tmp_path / "last") == 2.0
-
-
 def _both_save(rank: int, endpoint: str, target: str) -> list[str]:
     saver = BackgroundSaver(endpoint=endpoint)
     content = {f"rng_{rank}.json": (str(rank).encode(),)} | (dict(files(4.0)) if rank == 0 else {})
@@ -238,8 +236,8 @@ def _both_save(rank: int, endpoint: str, target: str) -> list[str]:
     return sorted(os.listdir(target)) if rank == 0 else []
 
 
-def test_each_rank_adds_its_own_files(worker: real_worker.RealWorker, tmp_path: pathlib.Path) -> None:
-    found = rank_processes.run(2, _both_save, worker.endpoint, str(tmp_path / "one"))
+def test_each_rank_adds_its_own_files(shared_worker: real_worker.RealWorker, tmp_path: Path) -> None:
+    found = rank_processes.run(2, _both_save, shared_worker.endpoint, str(tmp_path / "one"))
     assert found[0] == ["log.json", "rng_0.json", "rng_1.json", "state.pt", "sub"]
     assert value_at(tmp_path / "one") == 4.0 and (tmp_path / "one" / "rng_1.json").read_text() == "1"
 
@@ -259,41 +257,17 @@ def _settle(rank: int, endpoint: str, target: str) -> bool:
     return is_there
 
 
-def test_no_rank_goes_on_before_rank_0_has_published(worker: real_worker.RealWorker, tmp_path: pathlib.Path) -> None:
-    with rank_processes.running(2, _settle, worker.endpoint, str(tmp_path / "one")) as ranks:
+def test_no_rank_goes_on_before_rank_0_has_published(shared_worker: real_worker.RealWorker, tmp_path: Path) -> None:
+    with rank_processes.running(2, _settle, shared_worker.endpoint, str(tmp_path / "one")) as ranks:
         assert ranks.receive(0) == "stopped" and not (tmp_path / "one").exists()
         ranks.send(0, "go on")
         assert ranks.results() == [True, True]
 
 
-def test_an_older_save_that_could_not_be_published_is_never_put_over_a_newer_one(
-    saver: BackgroundSaver, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told, killed = ExporterProcess.submit, list[int]()
-
-    def tell_and_kill_the_first(
-        self: ExporterProcess, job: ExportJob, fd: int | None, *, timeout_s: float
-    ) -> int | None:
-        pid = told(self, job, fd, timeout_s=timeout_s) or 0
-        if not killed:
-            killed.append(pid)
-            os.kill(pid, signal.SIGKILL)
-            real_worker.wait_until(lambda: not self.is_alive(pid), "the exporter is gone")
-        return pid
-
-    monkeypatch.setattr(ExporterProcess, "submit", tell_and_kill_the_first)
-    saver.save(tmp_path / "same", files(1.0), step=1)
-    saver.save(tmp_path / "same", files(2.0), step=2)
-    saver.wait(real_worker.DEADLINE_S)
-    assert value_at(tmp_path / "same") == 2.0
-    saver.recover(tmp_path)
-    assert value_at(tmp_path / "same") == 2.0 and os.listdir(tmp_path) == ["same"]
-
-
 @pytest.mark.parametrize("kind", ["directory", "dcp"])
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_an_export_that_is_killed_after_its_rename_is_not_undone_by_the_next_start(
-    saver: BackgroundSaver, kind: Kind, can_exchange: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    saver: BackgroundSaver, kind: Kind, can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class KilledError(Exception):
         """What stands for a SIGKILL."""
@@ -317,12 +291,3 @@ def test_an_export_that_is_killed_after_its_rename_is_not_undone_by_the_next_sta
         assert value_at(tmp_path / "last") == value and os.listdir(tmp_path) == ["last"]
         if kind == "dcp":
             assert asyncckpt.load(tmp_path / "last")["value"].tolist() == [value] * 10
-
-
-def test_a_state_that_cannot_be_stored_leaves_no_job(saver: BackgroundSaver, tmp_path: pathlib.Path) -> None:
-    with pytest.raises(UnsupportedLeafError):
-        saver.save(tmp_path / "one", {}, step=1, kind="dcp", state={"x": object()})
-    assert not jobs_in(str(tmp_path / ".asyncckpt"))
-    saver.save(tmp_path / "two", files(2.0), step=2)
-    saver.wait(real_worker.DEADLINE_S)
-    assert value_at(tmp_path / "two") == 2.0

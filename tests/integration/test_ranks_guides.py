@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import rank_processes
 import real_worker
 import torch
+from documented_code import blocks
 from real_worker import manifest_of
-from test_docs_code import blocks
 
 import asyncckpt
 
@@ -30,14 +30,12 @@ def runs_the_guide(rank: int, page: str, directory: str) -> dict[str, Any]:
     }
 
 
-def run(page: str, directory: pathlib.Path, worker: real_worker.RealWorker) -> list[dict[str, Any]]:
+def run(page: str, directory: Path, worker: real_worker.RealWorker) -> list[dict[str, Any]]:
     environ = {"ASYNCCKPT_ENDPOINT": worker.endpoint}
     return rank_processes.run(2, runs_the_guide, page, str(directory), environ=environ)
 
 
-def test_stock_checkpoints_are_saved_by_the_worker(
-    tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker
-) -> None:
+def test_stock_checkpoints_are_saved_by_the_worker(tmp_path: Path, shared_worker: real_worker.RealWorker) -> None:
     before = shared_worker.status()["counters"].get("saves_committed", 0)
     assert [said["step"] for said in run("dcp", tmp_path, shared_worker)] == [300, 300]
     assert shared_worker.status()["counters"]["saves_committed"] == before + 1
@@ -46,16 +44,14 @@ def test_stock_checkpoints_are_saved_by_the_worker(
 
 
 def test_several_ranks_write_one_checkpoint_and_resume_from_it(
-    tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker
+    tmp_path: Path, shared_worker: real_worker.RealWorker
 ) -> None:
     for step in (1, 2):
         assert [said["step"] for said in run("several-ranks", tmp_path, shared_worker)] == [step, step]
         assert manifest_of(tmp_path / f"runs/ranks/step-{step}")["world_size"] == 2
 
 
-def test_shards_are_saved_as_they_are_and_loaded_whole(
-    tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker
-) -> None:
+def test_shards_are_saved_as_they_are_and_loaded_whole(tmp_path: Path, shared_worker: real_worker.RealWorker) -> None:
     for said in run("sharded-states", tmp_path, shared_worker):
         assert [tuple(t.shape) for t in said["loaded"]] == [(4, 16), (4,)]
         assert all(torch.equal(a, b) for a, b in zip(said["trained"], said["loaded"], strict=True))

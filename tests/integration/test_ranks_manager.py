@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import pathlib
 import random
 import shutil
 import signal
+from pathlib import Path
 from typing import Any
 
 import interrupted
@@ -26,7 +26,7 @@ TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
 @pytest.mark.parametrize("kind", interrupted.WORLD_SIZES)
 def test_a_training_that_was_told_to_stop_and_killed_ends_as_one_that_never_was(
-    shared_worker: RealWorker, tmp_path: pathlib.Path, kind: str, rng: random.Random
+    shared_worker: RealWorker, tmp_path: Path, kind: str, rng: random.Random
 ) -> None:
     signals, steps = rng.sample([TERM, KILL], 2), 5 * interrupted.EVERY  # the last run saves, and so removes as well
     print(interrupted.interrupted(kind, tmp_path, shared_worker.endpoint, steps=steps, rng=rng, signals=signals))
@@ -52,7 +52,7 @@ def stop_somewhere(rank: int, root: str, endpoint: str, tells: int) -> int:
 @pytest.mark.parametrize("group", [True, False])
 @pytest.mark.parametrize("tells", [0, 1])
 def test_ranks_that_wait_for_nobody_stop_at_the_same_step_when_one_is_told(
-    shared_worker: RealWorker, tmp_path: pathlib.Path, group: bool, tells: int
+    shared_worker: RealWorker, tmp_path: Path, group: bool, tells: int
 ) -> None:
     environ = {"MASTER_PORT": f"{tmp_path}"}
     arguments = (str(tmp_path), shared_worker.endpoint, tells)
@@ -75,9 +75,7 @@ def due(rank: int, root: str, endpoint: str, steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize("group", [True, False])
-def test_rank_0_s_clock_says_when_to_save_on_all_ranks(
-    shared_worker: RealWorker, tmp_path: pathlib.Path, group: bool
-) -> None:
+def test_rank_0_s_clock_says_when_to_save_on_all_ranks(shared_worker: RealWorker, tmp_path: Path, group: bool) -> None:
     environ = {"MASTER_PORT": f"{tmp_path}"}
     arguments = (str(tmp_path), shared_worker.endpoint, 3000)
     with rank_processes.running(2, due, *arguments, group=group, environ=environ) as ranks:
@@ -106,13 +104,13 @@ def restored(rank: int, root: str, endpoint: str) -> dict[str, Any]:
 
 
 def test_all_ranks_go_on_from_the_same_step_and_all_say_what_was_broken(
-    shared_worker: RealWorker, tmp_path: pathlib.Path
+    shared_worker: RealWorker, tmp_path: Path
 ) -> None:
     with rank_processes.running(2, restored, str(tmp_path), shared_worker.endpoint) as ranks:
         for rank in range(2):
             assert ranks.receive(rank) == "saved"
         for file in shard_paths(str(tmp_path / "step-00000003"))[:1]:
-            flip_byte(file, -1 + pathlib.Path(file).stat().st_size)
+            flip_byte(file, -1 + Path(file).stat().st_size)
         for rank in range(2):
             ranks.send(rank, "go on")
         assert ranks.results() == [{"step": 2, "skipped": [3]}] * 2
@@ -123,7 +121,7 @@ def run_example(rank: int, arguments: list[str]) -> float:
         return managed.main(arguments)
 
 
-def test_the_example_goes_on_bit_for_bit(shared_worker: RealWorker, tmp_path: pathlib.Path) -> None:
+def test_the_example_goes_on_bit_for_bit(shared_worker: RealWorker, tmp_path: Path) -> None:
     arguments = ["--dir", str(tmp_path / "a"), "--steps", "12", "--every", "4"]
     losses = []
     for _ in range(2):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
 import signal
+from pathlib import Path
 
 import rank_processes
 from rank_processes import talk
@@ -26,7 +26,7 @@ def _told_in_the_first_step(rank: int) -> int:
     return step
 
 
-def test_a_rank_that_is_still_in_its_first_step_keeps_none_from_stopping(tmp_path: pathlib.Path) -> None:
+def test_a_rank_that_is_still_in_its_first_step_keeps_none_from_stopping(tmp_path: Path) -> None:
     environ = {"MASTER_PORT": f"{tmp_path}"}
     with rank_processes.running(2, _told_in_the_first_step, environ=environ) as ranks:
         assert ranks.receive(0) == "stops"
@@ -51,7 +51,7 @@ def _one_ends_early(rank: int) -> list[int]:
     return stopped
 
 
-def test_a_rank_that_has_ended_keeps_none_from_stopping(tmp_path: pathlib.Path) -> None:
+def test_a_rank_that_has_ended_keeps_none_from_stopping(tmp_path: Path) -> None:
     environ = {"MASTER_PORT": f"{tmp_path}"}
     with rank_processes.running(2, _one_ends_early, environ=environ) as ranks:
         assert ranks.receive(1) == "ended"

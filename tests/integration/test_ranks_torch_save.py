@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,7 +139,7 @@ def load(rank: int, path: str, world_size: int, ways: list[tuple[int, str]]) -> 
     ],
 )
 def test_one_rank_reads_and_every_rank_gets_its_shards(
-    world_size: int, ways: list[tuple[int, str]], tmp_path: pathlib.Path
+    world_size: int, ways: list[tuple[int, str]], tmp_path: Path
 ) -> None:
     torch.save(saved_state(), tmp_path / "a.pt")
     found = rank_processes.run(world_size, load, str(tmp_path / "a.pt"), world_size, ways)
@@ -160,7 +160,7 @@ def load_one(rank: int, path: str, world_size: int) -> int:
     return counted.received
 
 
-def test_a_rank_receives_its_own_shard_and_no_more(tmp_path: pathlib.Path) -> None:
+def test_a_rank_receives_its_own_shard_and_no_more(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(128_000.0).reshape(1000, 128), "other": torch.ones(100_000)}, tmp_path / "a.pt")
     found = rank_processes.run(3, load_one, str(tmp_path / "a.pt"), 3)
     shard = 334 * 128 * 4
@@ -242,7 +242,7 @@ def failing_read(read: Any, at: int) -> Any:
     return failing
 
 
-def test_a_failure_ends_the_load_on_all_ranks_and_the_group_goes_on(tmp_path: pathlib.Path) -> None:
+def test_a_failure_ends_the_load_on_all_ranks_and_the_group_goes_on(tmp_path: Path) -> None:
     torch.save(saved_state(), tmp_path / "a.pt")
     assert rank_processes.run(2, fail, str(tmp_path / "a.pt"), timeout_s=60) == [(FAILURES, "loaded")] * 2
 
@@ -254,7 +254,7 @@ def load_part(rank: int, path: str) -> Any:
     return state["absent"].tolist(), state["note"]
 
 
-def test_what_the_file_lacks_stays_where_the_planner_allows_it(tmp_path: pathlib.Path) -> None:
+def test_what_the_file_lacks_stays_where_the_planner_allows_it(tmp_path: Path) -> None:
     torch.save(saved_state(), tmp_path / "a.pt")
     assert rank_processes.run(2, load_part, str(tmp_path / "a.pt")) == [([3.0, 3.0], "mine")] * 2
 
@@ -279,7 +279,7 @@ def load_in_a_group(rank: int, path: str) -> list[str]:
     return found
 
 
-def test_a_part_of_the_ranks_loads_and_the_one_that_reads_must_be_among_them(tmp_path: pathlib.Path) -> None:
+def test_a_part_of_the_ranks_loads_and_the_one_that_reads_must_be_among_them(tmp_path: Path) -> None:
     torch.save(saved_state(), tmp_path / "a.pt")
     found = rank_processes.run(3, load_in_a_group, str(tmp_path / "a.pt"))
     assert found == [[], ["loaded", "ConfigError"], ["loaded", "ConfigError"]]
@@ -331,7 +331,7 @@ def fail_on_nodes(rank: int, good: str, bad: dict[str, str]) -> dict[str, tuple[
     return found
 
 
-def test_a_failure_on_one_node_ends_the_load_on_all_and_the_group_goes_on(tmp_path: pathlib.Path) -> None:
+def test_a_failure_on_one_node_ends_the_load_on_all_and_the_group_goes_on(tmp_path: Path) -> None:
     torch.save(saved_state(), tmp_path / "a.pt")
     torch.save({"other": 1}, tmp_path / "other.pt")
     (tmp_path / "damaged.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-300])

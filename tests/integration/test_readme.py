@@ -3,42 +3,20 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import re
 import shutil
-import subprocess
 import sys
-import sysconfig
+from pathlib import Path
 
 import pytest
-
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
-README = (REPOSITORY / "README.md").read_text()
-
-
-def blocks(kind: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    return [text for found_kind, text in found if found_kind == kind]
-
-
-@pytest.fixture
-def environment(endpoint: str) -> dict[str, str]:
-    scripts = [str(pathlib.Path(sys.executable).parent), sysconfig.get_path("scripts"), os.environ["PATH"]]
-    return {**os.environ, "ASYNCCKPT_JOB": "readme", "PATH": os.pathsep.join(scripts)}
-
-
-def run(command: list[str], directory: pathlib.Path, environment: dict[str, str]) -> None:
-    done = subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+from documented_code import README, ROOT, blocks_in, environment, run
 
 
 def test_it_is_short_and_shows_code_early() -> None:
     assert len(README.splitlines()) <= 150
     assert len(README.split()) <= 1200
     assert README.splitlines().index("```python") < 40
-    assert len((REPOSITORY / "CHANGELOG.md").read_text().splitlines()) <= 60
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 60
 
 
 def test_it_says_things_in_the_order_in_which_a_newcomer_asks() -> None:
@@ -50,7 +28,7 @@ def test_it_says_things_in_the_order_in_which_a_newcomer_asks() -> None:
     before, _, _ = README.partition("## Save and resume")
     assert before.count("\n- **") == 3 and "It is not" in before
     assert re.search(r"make demo .* minutes\nmake test .* minutes", before)
-    first, *_ = blocks("python")
+    first, *_ = blocks_in(README, "python")
     assert len(first.splitlines()) <= 20 and "restore_latest" in first and "attach" not in first
     assert README.partition("\n## Limits\n")[2].partition("\n## ")[0].count("\n- ") <= 6
 
@@ -61,38 +39,39 @@ def test_the_table_of_figures_is_explained_where_it_stands() -> None:
     assert len(re.findall(r"^\| \S", table.partition("<!-- end -->")[0], re.MULTILINE)) == 6  # a head and five rows
 
 
-def test_python_block_saves_resumes_and_the_commands_answer(
-    tmp_path: pathlib.Path, environment: dict[str, str]
-) -> None:
-    if shutil.which("asyncckpt", path=environment["PATH"]) is None:
+def test_python_block_saves_resumes_and_the_commands_answer(tmp_path: Path) -> None:
+    environ = environment("readme")
+    if shutil.which("asyncckpt", path=environ["PATH"]) is None:
         pytest.skip("the package is not installed, so there are no commands")
-    code = "\n".join(blocks("python"))  # a training, and the same with a manager
+    code = "\n".join(blocks_in(README, "python"))  # a training, and the same with a manager
     table = README.partition("\n## Commands\n")[2].partition("\n## ")[0]
     commands = re.findall(r"`(asyncckpt [^`]+)`", table)
     named = {"ls", "inspect", "verify", "du", "diff", "convert", "prune", "doctor", "gc", "report", "top", "worker"}
     assert {c.split()[1] for c in commands} == named
-    run([sys.executable, "-c", code], tmp_path, environment)
+    run([sys.executable, "-c", code], tmp_path, environ)
     assert (tmp_path / "runs/a/step-300/manifest.json").exists()
     assert (tmp_path / "runs/managed/step-00000600/manifest.json").exists()
-    run([sys.executable, "-c", code], tmp_path, environment)  # both resume
+    run([sys.executable, "-c", code], tmp_path, environ)  # both resume
     assert (tmp_path / "runs/managed/step-00000900/manifest.json").exists()
     for command in commands:
-        run(command.split(), tmp_path, environment)
+        run(command.split(), tmp_path, environ)
 
 
 def test_every_shell_block_runs_in_a_test_and_every_target_is_there() -> None:
-    guide = (REPOSITORY / "docs/guides/several-ranks.md").read_text()
-    assert [block for block in blocks("sh") if f"```sh\n{block}```" not in guide] == []  # test_readme_launch runs those
-    (targets,) = blocks("")
-    makefile = (REPOSITORY / "Makefile").read_text()
+    guide = (ROOT / "docs/guides/several-ranks.md").read_text()
+    assert [
+        block for block in blocks_in(README, "sh") if f"```sh\n{block}```" not in guide
+    ] == []  # test_readme_launch runs those
+    (targets,) = blocks_in(README, "")
+    makefile = (ROOT / "Makefile").read_text()
     for line in targets.splitlines():
         assert f"\n{line.split()[1]}:" in makefile
 
 
 def test_every_link_leads_to_a_file() -> None:
     for target in re.findall(r"\]\(([^)#]+)[)#]", README):
-        assert (REPOSITORY / target).exists(), f"README.md links to {target}, which does not exist"
+        assert (ROOT / target).exists(), f"README.md links to {target}, which does not exist"
 
 
 def test_figures_are_those_of_the_result_file() -> None:
-    run([sys.executable, "-m", "benchmarks.report", "--check"], REPOSITORY, dict(os.environ))
+    run([sys.executable, "-m", "benchmarks.report", "--check"], ROOT, dict(os.environ))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import re
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from documented_code import ROOT, blocks_in, run
 from real_worker import manifest_of
 
-GUIDE = (pathlib.Path(__file__).resolve().parents[2] / "docs/guides/several-ranks.md").read_text()
 COMMANDS = {
     "asyncckpt": "asyncckpt",
     "asyncckpt-worker": "asyncckpt_worker",
@@ -22,12 +21,12 @@ COMMANDS = {
 
 def scripts() -> list[str]:
     """Return the shell scripts of the section."""
-    section = GUIDE.partition("\n## Starting the job\n")[2].partition("\n## ")[0]
-    return re.findall(r"^```sh\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    guide = (ROOT / "docs/guides/several-ranks.md").read_text()
+    return blocks_in(guide.partition("\n## Starting the job\n")[2].partition("\n## ")[0], "sh")
 
 
 @pytest.fixture
-def environment(endpoint_dir: pathlib.Path, tmp_path: pathlib.Path) -> dict[str, str]:
+def environment(endpoint_dir: Path, tmp_path: Path) -> dict[str, str]:
     """The commands by their names, installed or not, and everything else in private places."""
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -38,21 +37,7 @@ def environment(endpoint_dir: pathlib.Path, tmp_path: pathlib.Path) -> dict[str,
     return {**os.environ, "PATH": path, "XDG_RUNTIME_DIR": str(endpoint_dir), "OMP_NUM_THREADS": "1"}
 
 
-def run(script: str, directory: pathlib.Path, environment: dict[str, str]) -> str:
-    done = subprocess.run(
-        ["bash", "-euc", script],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
-    return done.stdout
-
-
-def left(directory: pathlib.Path) -> set[str]:
+def left(directory: Path) -> set[str]:
     return {p.name for p in directory.rglob("*") if not p.is_dir()}
 
 
@@ -60,21 +45,20 @@ def test_there_are_three_scripts() -> None:
     assert [s.split()[-1] for s in scripts()] == ["40", "drain", "--json"]
 
 
-def test_asyncckpt_run_as_the_guide_shows_it(
-    tmp_path: pathlib.Path, environment: dict[str, str], endpoint_dir: pathlib.Path
-) -> None:
-    said = run(scripts()[0], tmp_path, environment)
+def test_asyncckpt_run_as_the_guide_shows_it(tmp_path: Path, environment: dict[str, str], endpoint_dir: Path) -> None:
+    said = run(["bash", "-euc", scripts()[0]], tmp_path, environment)
     assert len(set(re.findall(r"rank \d: weights sha256 (\w+)", said))) == 1
     assert manifest_of(tmp_path / "runs/gpt/step-000040")["world_size"] == 2
     assert left(endpoint_dir) == set()
 
 
 def test_a_worker_beside_torchrun_and_how_to_ask_it_as_the_guide_shows_them(
-    tmp_path: pathlib.Path, environment: dict[str, str], endpoint_dir: pathlib.Path
+    tmp_path: Path, environment: dict[str, str], endpoint_dir: Path
 ) -> None:
     beside, ask = scripts()[1].replace("/run/user/$UID/asyncckpt", str(endpoint_dir)), scripts()[2]
     before, _, drain = beside.rstrip().rpartition("\n")
-    said = run(f"{before}\necho ASKED\n{ask}{drain}\nwait $!", tmp_path, environment)
+    script = f"{before}\necho ASKED\n{ask}{drain}\nwait $!"
+    said = run(["bash", "-euc", script], tmp_path, environment)
     answers = said.partition("ASKED\n")[2]
     status, end = json.JSONDecoder().raw_decode(answers)
     listed, _ = json.JSONDecoder().raw_decode(answers[end:].lstrip())

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
-
 import pytest
-import torch
 
-import asyncckpt
 from asyncckpt import cli
 from asyncckpt_worker import cli as worker_cli
 
@@ -73,17 +69,3 @@ def test_the_worker_refuses_them_with_the_same_words(option: str, capsys: pytest
     with pytest.raises(SystemExit) as ended:
         worker_cli.main([option])
     assert ended.value.code == 2 and "expected" in capsys.readouterr().err
-
-
-def test_keys_take_no_positional_argument_and_are_repeated(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
-        for name in ("a", "b"):
-            checkpointer.save({"model": {"w": torch.ones(3)}, "step": 1, "name": name}, name)
-    assert cli.main(["convert", "--to", "torch", "--keys", "model", "--keys", "step", "a", "c.pt"]) == 0
-    assert set(torch.load("c.pt")) == {"model", "step"}
-    assert cli.main(["diff", "--keys", "model", "a", "b"]) == 0
-    assert cli.main(["diff", "--keys", "name", "a", "b"]) == 1
-    capsys.readouterr()

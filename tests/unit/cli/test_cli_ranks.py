@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from command_calls import Command
 from many_ranks import save_ranks
 from storage_samples import flip_byte, shard_paths
 
-from asyncckpt import PerRank, cli
+from asyncckpt import PerRank
 
 
 @pytest.fixture(scope="module")
@@ -26,17 +27,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_ranks(tmp_path_factory.mktemp("ranks") / "c", states, step=5, block_nbytes=4096)
 
 
-def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
-    code = cli.main(list(args))
-    return code, capsys.readouterr().out
-
-
 def rows_of(out: str) -> list[list[str]]:
     return [line.split() for line in out.splitlines() if line]
 
 
-def test_inspect_shows_who_has_what_in_a_row_each(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out = run(capsys, "inspect", path)
+def test_inspect_shows_who_has_what_in_a_row_each(path: str, command: Command) -> None:
+    code, out, _ = command("inspect", path)
     rows = rows_of(out)
     assert code == 0
     assert "world_size: 4" in out and "tensors: 7" in out
@@ -47,8 +43,8 @@ def test_inspect_shows_who_has_what_in_a_row_each(path: str, capsys: pytest.Capt
     assert ["step", "5", "0-3"] in rows and ["seen", "2", "2"] in rows and ["own.s", "3", "3"] in rows
 
 
-def test_inspect_as_json_tells_ranks_parts_and_boxes(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out = run(capsys, "inspect", "--json", path)
+def test_inspect_as_json_tells_ranks_parts_and_boxes(path: str, command: Command) -> None:
+    code, out, _ = command("inspect", "--json", path)
     found = json.loads(out)
     tensors: dict[str, Any] = {t["fqn"]: t for t in found["tensors"]}
     assert code == 0
@@ -63,15 +59,15 @@ def test_inspect_as_json_tells_ranks_parts_and_boxes(path: str, capsys: pytest.C
     assert not any(o["per_rank"] for o in found["objects"] if o["fqn"] == "seen")
 
 
-def test_ls_tells_the_number_of_ranks(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out = run(capsys, "ls", "--json", os.path.dirname(path))
+def test_ls_tells_the_number_of_ranks(path: str, command: Command) -> None:
+    code, out, _ = command("ls", "--json", os.path.dirname(path))
     assert code == 0 and [(r["state"], r["ranks"]) for r in json.loads(out)] == [("committed", 4)]
 
 
 def test_verify_reads_every_rank_and_names_the_file_that_is_damaged(
-    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    path: str, tmp_path: Path, command: Command
 ) -> None:
-    code, out = run(capsys, "verify", path)
+    code, out, _ = command("verify", path)
     assert code == 0 and "7 tensors" in out
     copy = tmp_path / "c"
     copy.mkdir()
@@ -79,6 +75,6 @@ def test_verify_reads_every_rank_and_names_the_file_that_is_damaged(
         (copy / name).write_bytes((Path(path) / name).read_bytes())
     shard = shard_paths(str(copy))[2]
     flip_byte(shard, os.path.getsize(shard) - 1)
-    code, out = run(capsys, "verify", "--json", str(copy))
+    code, out, _ = command("verify", "--json", str(copy))
     (fault,) = json.loads(out)[0]["faults"]
     assert code == 3 and fault["file"] == os.path.basename(shard) and fault["fqn"] in ("w", "own.t@rank2")

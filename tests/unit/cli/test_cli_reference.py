@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import pathlib
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from asyncckpt import cli
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
+REPOSITORY = Path(__file__).resolve().parents[3]
 LISTING = {
     "ls",
     "inspect",
@@ -86,7 +86,7 @@ def test_what_no_command_is_called_for_loads_few_modules(arguments: list[str]) -
     assert done.returncode == 0, done.stderr
 
 
-def test_a_command_loads_no_other_command(tmp_path: pathlib.Path) -> None:
+def test_a_command_loads_no_other_command(tmp_path: Path) -> None:
     code = (
         f"import sys\nfrom asyncckpt import cli\ncli.main(['du', {str(tmp_path)!r}])\n"
         "print(*(name for name in cli.COMMANDS if f'asyncckpt.cli.commands.{name}' in sys.modules))"

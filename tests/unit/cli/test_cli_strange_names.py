@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\ud800-\udfff]")
 
 
 @pytest.fixture
-def evil(tmp_path: pathlib.Path) -> list[pathlib.Path]:
+def evil(tmp_path: Path) -> list[Path]:
     """Checkpoints whose names and metadata are orders to a terminal; of ours, and of another format."""
     header = {f"w{EVIL}\ud800\n": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "__metadata__": {"a": EVIL}}
     raw = json.dumps(header).encode()
@@ -30,7 +30,7 @@ def evil(tmp_path: pathlib.Path) -> list[pathlib.Path]:
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "ls", "diff"])
 def test_names_that_are_orders_to_a_terminal_are_shown_and_not_given(
-    evil: list[pathlib.Path], capsys: pytest.CaptureFixture[str], command: str
+    evil: list[Path], capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     for path in evil:
         paths = [str(path), str(path.parent / "d")] if command == "diff" else [str(path)]
@@ -41,7 +41,7 @@ def test_names_that_are_orders_to_a_terminal_are_shown_and_not_given(
 
 
 def test_a_message_about_a_damaged_file_is_shown_the_same_way(
-    evil: list[pathlib.Path], capsys: pytest.CaptureFixture[str]
+    evil: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     shard = next(evil[1].glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
@@ -60,7 +60,7 @@ def test_a_message_about_a_damaged_file_is_shown_the_same_way(
     ],
 )
 def test_an_empty_path_as_of_a_variable_that_is_not_set_is_wrong_usage_and_changes_nothing(
-    command: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
         for name in ("a", "b"):
@@ -74,7 +74,7 @@ def test_an_empty_path_as_of_a_variable_that_is_not_set_is_wrong_usage_and_chang
 
 @pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', "[" * 200_000, "\ufeff{}"])
 def test_a_map_of_keys_that_is_none_is_wrong_usage(
-    text: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "map").write_text(text, encoding="utf-8")
     arguments = ["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "dcp"]

@@ -8,10 +8,10 @@ import fcntl
 import itertools
 import json
 import os
-import pathlib
 import shutil
 import signal
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import mounts
@@ -37,22 +37,22 @@ from asyncckpt.integrations._export_queue import (
 )
 
 
-def staged(root: pathlib.Path, target: str = "one", *, committed: bool = True) -> ExportJob:
+def staged(root: Path, target: str = "one", *, committed: bool = True) -> ExportJob:
     """Return a job on disk; its checkpoint is committed, but damaged."""
     job = job_for(str(root / target), f"{target}.x.1")
     os.makedirs(job.native)
     if committed:
-        pathlib.Path(job.native, MANIFEST_NAME).write_text("{}")
+        Path(job.native, MANIFEST_NAME).write_text("{}")
     os.close(job.write() or 0)
     return job
 
 
-def test_a_job_is_read_as_it_was_written(tmp_path: pathlib.Path) -> None:
+def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
     job = staged(tmp_path)
     assert read_job(job.path) == job and jobs_in(os.path.dirname(job.path)) == [job]
 
 
-def test_a_directory_that_was_moved_with_its_jobs_leads_to_itself_only(tmp_path: pathlib.Path) -> None:
+def test_a_directory_that_was_moved_with_its_jobs_leads_to_itself_only(tmp_path: Path) -> None:
     staged(tmp_path / "a")
     os.rename(tmp_path / "a", tmp_path / "b")
     (found,) = jobs_in(str(tmp_path / "b" / QUEUE_NAME))
@@ -60,7 +60,7 @@ def test_a_directory_that_was_moved_with_its_jobs_leads_to_itself_only(tmp_path:
     assert found.native == str(tmp_path / "b" / QUEUE_NAME / "one.x.1")
 
 
-def test_a_job_of_somebody_else_removes_and_publishes_nothing_outside_its_directory(tmp_path: pathlib.Path) -> None:
+def test_a_job_of_somebody_else_removes_and_publishes_nothing_outside_its_directory(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis").write_text("long work")
@@ -77,35 +77,24 @@ def test_a_job_of_somebody_else_removes_and_publishes_nothing_outside_its_direct
     [
         *("", "{", "[]", "1", '{"target": 1}', "[" * 100_000, "\ud800"),
         *(json.dumps({"target": name, "kind": "directory"}) for name in ("/", "/x/..", QUEUE_NAME)),
+        *(os.mkfifo, os.mkdir, lambda path: path.symlink_to(staged(path.parent).path)),
     ],
 )
-def test_what_is_no_job_is_none(text: str, tmp_path: pathlib.Path) -> None:
+def test_what_is_no_job_is_none_and_is_not_waited_for(text: Any, tmp_path: Path) -> None:
     path = tmp_path / "x.job"
-    path.write_bytes(text.encode(errors="surrogatepass"))
+    path.write_bytes(text.encode(errors="surrogatepass")) if isinstance(text, str) else text(path)
     assert read_job(str(path)) is None
 
 
-@pytest.mark.parametrize("kind", ["fifo", "link", "directory"])
-def test_what_is_no_file_is_no_job_and_is_not_waited_for(kind: str, tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "x.job"
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "link":
-        path.symlink_to(staged(tmp_path).path)
-    else:
-        path.mkdir()
-    assert read_job(str(path)) is None
-
-
-def test_what_is_staged_for_a_job_that_we_do_not_understand_stays(tmp_path: pathlib.Path) -> None:
+def test_what_is_staged_for_a_job_that_we_do_not_understand_stays(tmp_path: Path) -> None:
     job = staged(tmp_path)
-    pathlib.Path(job.path).write_text('{"version": 9}')
+    Path(job.path).write_text('{"version": 9}')
     assert finish_exports(os.path.dirname(job.path), timeout_s=1.0) == []
     assert job.is_committed and job.is_open
 
 
 def test_one_that_fails_stays_and_the_start_goes_on(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = staged(tmp_path)
 
@@ -117,14 +106,14 @@ def test_one_that_fails_stays_and_the_start_goes_on(
     assert "a plan that makes no sense" in caplog.text and job.is_committed and job.is_open
 
 
-def test_one_that_was_never_committed_is_removed(tmp_path: pathlib.Path) -> None:
+def test_one_that_was_never_committed_is_removed(tmp_path: Path) -> None:
     job = staged(tmp_path, committed=False)
     assert finish_exports(os.path.dirname(job.path), timeout_s=1.0) == []
     assert os.listdir(tmp_path) == []
 
 
 def test_one_that_its_exporter_has_not_begun_with_is_left_to_it_and_removed_when_the_exporter_is_killed(
-    tmp_path: pathlib.Path,
+    tmp_path: Path,
 ) -> None:
     first, second, exporter = (
         staged(tmp_path, "first", committed=False),
@@ -141,7 +130,7 @@ def test_one_that_its_exporter_has_not_begun_with_is_left_to_it_and_removed_when
 
 
 def test_a_directory_that_is_called_like_the_package_hides_nothing_from_the_exporter(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, exporter, start = staged(tmp_path), ExporterProcess(), subprocess.Popen
     (tmp_path / "root" / "asyncckpt").mkdir(parents=True)
@@ -157,7 +146,7 @@ def test_a_directory_that_is_called_like_the_package_hides_nothing_from_the_expo
 
 
 def test_what_a_kill_leaves_of_a_removal_has_no_name_and_goes_at_the_next_start(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "one"
     (target / "sub").mkdir(parents=True)
@@ -169,7 +158,7 @@ def test_what_a_kill_leaves_of_a_removal_has_no_name_and_goes_at_the_next_start(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_removal_leaves_nothing_whatever_it_removes(tmp_path: pathlib.Path) -> None:
+def test_a_removal_leaves_nothing_whatever_it_removes(tmp_path: Path) -> None:
     (tmp_path / "directory" / "sub").mkdir(parents=True)
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
@@ -179,7 +168,7 @@ def test_a_removal_leaves_nothing_whatever_it_removes(tmp_path: pathlib.Path) ->
 
 
 @mounts.needs_root
-def test_a_disk_that_is_too_full_for_another_directory_is_made_room_on(tmp_path: pathlib.Path) -> None:
+def test_a_disk_that_is_too_full_for_another_directory_is_made_room_on(tmp_path: Path) -> None:
     with mounts.tmpfs(tmp_path / "disk", "nr_inodes=16") as disk:
         (disk / "one").mkdir()
         with contextlib.suppress(OSError):
@@ -216,11 +205,11 @@ def full(number: int = errno.ENOSPC) -> Exception:
 
 
 def test_what_failed_for_a_reason_that_may_pass_is_tried_again_ever_later_and_then_published(
-    tmp_path: pathlib.Path,
+    tmp_path: Path,
 ) -> None:
     job, disk = staged(tmp_path), Disk(*(full() for _ in range(9)))
     disk.retries.attempt(job)
-    assert pathlib.Path(job.failure_path).read_text().endswith(WILL_RETRY)
+    assert Path(job.failure_path).read_text().endswith(WILL_RETRY)
     while job.is_open:
         disk.now += 0.5
         disk.retries.retry_due()
@@ -230,15 +219,15 @@ def test_what_failed_for_a_reason_that_may_pass_is_tried_again_ever_later_and_th
     assert not job.is_open and not os.path.exists(job.failure_path)
 
 
-def test_what_will_not_pass_is_not_tried_again(tmp_path: pathlib.Path) -> None:
+def test_what_will_not_pass_is_not_tried_again(tmp_path: Path) -> None:
     job, disk = staged(tmp_path), Disk(full(errno.ENOTDIR))
     disk.retries.attempt(job)
     disk.retries.retry_due(last=True)
     assert len(disk.done) == 1
-    assert not pathlib.Path(job.failure_path).read_text().endswith(WILL_RETRY) and job.is_open
+    assert not Path(job.failure_path).read_text().endswith(WILL_RETRY) and job.is_open
 
 
-def test_a_try_that_takes_long_is_followed_by_a_longer_rest(tmp_path: pathlib.Path) -> None:
+def test_a_try_that_takes_long_is_followed_by_a_longer_rest(tmp_path: Path) -> None:
     job, disk = staged(tmp_path), Disk(full())
 
     def slow(job: ExportJob) -> None:
@@ -256,7 +245,7 @@ def test_a_try_that_takes_long_is_followed_by_a_longer_rest(tmp_path: pathlib.Pa
 
 
 def test_a_job_is_written_although_another_process_removes_the_empty_queue(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rename, removed = os.replace, list[str]()
 
@@ -272,34 +261,27 @@ def test_a_job_is_written_although_another_process_removes_the_empty_queue(
     assert read_job(job.path) == job and removed and os.listdir("/proc/self/fd") == before
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_job_on_a_file_system_without_locks_is_done_all_the_same(
-    number: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["no call", "no support", "NFS"])
+def test_a_job_is_locked_where_that_can_be_done_and_else_done_all_the_same(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("asyncckpt.integrations._export_queue.fcntl.flock", refuse)
-    fd = staged(tmp_path).lock()
-    assert fd is not None
-    os.close(fd)
-
-
-def test_a_job_is_locked_as_nfs_wants_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flock = fcntl.flock
 
-    def of_nfs(fd: int, how: int) -> None:
+    def of_another(fd: int, how: int) -> None:
+        if kind != "NFS":
+            number = errno.ENOSYS if kind == "no call" else errno.EOPNOTSUPP
+            raise OSError(number, os.strerror(number))
         if how & fcntl.LOCK_EX and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
             raise OSError(errno.EBADF, "flock(2): on NFS an exclusive lock needs a file that is open for writing")
         flock(fd, how)
 
-    monkeypatch.setattr("asyncckpt.integrations._export_queue.fcntl.flock", of_nfs)
+    monkeypatch.setattr("asyncckpt.integrations._export_queue.fcntl.flock", of_another)
     fd = staged(tmp_path).lock()
     assert fd is not None
     os.close(fd)
 
 
-def test_at_the_end_each_is_tried_once_more_unless_a_newer_one_has_taken_its_place(tmp_path: pathlib.Path) -> None:
+def test_at_the_end_each_is_tried_once_more_unless_a_newer_one_has_taken_its_place(tmp_path: Path) -> None:
     old, new, disk = staged(tmp_path, "old"), staged(tmp_path, "new"), Disk(full(), full())
     disk.retries.attempt(old)
     disk.retries.attempt(new)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +36,7 @@ class Exporter:
 
     def fail(self, said: str = f"no room{WILL_RETRY}") -> None:
         """Say why the newest job cannot be done."""
-        pathlib.Path(self.told[-1].failure_path).write_text(said)
+        Path(self.told[-1].failure_path).write_text(said)
 
     def publish(self) -> None:
         """Do the newest job."""
@@ -74,7 +74,7 @@ def saver(exporter: Exporter, monkeypatch: pytest.MonkeyPatch) -> BackgroundSave
 
 
 @pytest.fixture
-def late(saver: BackgroundSaver, exporter: Exporter, tmp_path: pathlib.Path) -> str:
+def late(saver: BackgroundSaver, exporter: Exporter, tmp_path: Path) -> str:
     """The target of a save that a full disk keeps from being published."""
     target = str(tmp_path / "a")
     saver.save(target, {}, step=1)
@@ -90,7 +90,7 @@ def test_one_that_comes_late_is_reported_once(saver: BackgroundSaver, exporter: 
 
 
 def test_one_whose_reason_found_no_room_on_the_disk_is_late_too(
-    saver: BackgroundSaver, exporter: Exporter, tmp_path: pathlib.Path
+    saver: BackgroundSaver, exporter: Exporter, tmp_path: Path
 ) -> None:
     saver.save(tmp_path / "a", {}, step=1)
     exporter.fail("")
@@ -117,7 +117,7 @@ def test_one_that_is_saved_again_stays_when_it_comes_late(
 
 
 def test_what_is_published_stays_while_what_is_to_replace_it_is_late(
-    saver: BackgroundSaver, exporter: Exporter, tmp_path: pathlib.Path
+    saver: BackgroundSaver, exporter: Exporter, tmp_path: Path
 ) -> None:
     saver.save(tmp_path / "old", {}, step=1)
     exporter.publish()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import os
-import pathlib
 import random
+from pathlib import Path
 from typing import Any
 
 import foreign_samples
@@ -55,7 +55,7 @@ def random_state(source: random.Random, depth: int = 0, tensors: list[torch.Tens
 
 @pytest.mark.parametrize("seed", range(N_STATES))
 @pytest.mark.parametrize("source", ["asyncckpt", "torch", "dcp"])
-def test_a_random_state_is_the_same_state_after_conversions(source: str, seed: int, tmp_path: pathlib.Path) -> None:
+def test_a_random_state_is_the_same_state_after_conversions(source: str, seed: int, tmp_path: Path) -> None:
     state = random_state(random.Random(seed))
     if source == "asyncckpt":
         with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
@@ -99,13 +99,13 @@ OTHERS: dict[str, Any] = {
 }
 
 
-def outline(state: dict[str, Any], path: pathlib.Path) -> Outline:
+def outline(state: dict[str, Any], path: Path) -> Outline:
     torch.save(state, path)
     return outline_of(read_any(str(path), Files()), Files())
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_what_has_another_nesting_is_noticed(what: str, tmp_path: pathlib.Path) -> None:
+def test_what_has_another_nesting_is_noticed(what: str, tmp_path: Path) -> None:
     wanted = outline(STATE, tmp_path / "a")
     assert other_nesting(wanted, outline(STATE, tmp_path / "b")) is None
     (changed,) = OTHERS[what]
@@ -113,7 +113,7 @@ def test_what_has_another_nesting_is_noticed(what: str, tmp_path: pathlib.Path) 
     assert name == changed
 
 
-def test_other_versions_are_noticed(tmp_path: pathlib.Path) -> None:
+def test_other_versions_are_noticed(tmp_path: Path) -> None:
     module = collections.OrderedDict(STATE["m"])
     module._metadata = {"": {"version": 99}}  # type: ignore[attr-defined]
     wanted, other = outline(STATE, tmp_path / "a"), outline({**STATE, "m": module}, tmp_path / "b")
@@ -122,7 +122,7 @@ def test_other_versions_are_noticed(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("to", KEEPING)
 def test_a_target_with_another_nesting_is_not_put_into_place(
-    to: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save({"d": collections.OrderedDict(a=1, b=torch.ones(2))}, tmp_path / "a")
     target_of = convert._Conversion._target
@@ -150,7 +150,7 @@ OPENED: dict[str, tuple[Any, ...]] = {
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("to", [*KEEPING, "dcp"])
 @pytest.mark.parametrize("what", OPENED)
-def test_containers_of_one_name_are_not_taken_for_each_other(what: str, to: str, tmp_path: pathlib.Path) -> None:
+def test_containers_of_one_name_are_not_taken_for_each_other(what: str, to: str, tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from in_process_writer import StorageWriter
 

@@ -242,11 +242,13 @@ def test_what_a_tensor_was_besides_its_elements_is_reported_once(to: str, work: 
         "plain": base[:4],
         "every_second": base[::2],
         "same": torch.ones(1).expand(5),
+        "turned": torch.arange(8.0).to(torch.bfloat16).view(2, 4).t(),
+        "eights": torch.arange(8).to(torch.float8_e4m3fn),
     }
     assert work.changed(state, to) == {
         "a Parameter became a tensor: frozen, learnt",
         "requires_grad is not kept: graph",
-        "a tensor that was strided otherwise became row-major: image, learnt, every_second, same",
+        "a tensor that was strided otherwise became row-major: image, learnt, every_second, same, turned",
         VIEWS + "every_second, learnt, plain",
     }
     for name, tensor in read_by_stock_tools(to, work / "b").items():

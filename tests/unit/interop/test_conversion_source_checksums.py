@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pathlib
 import struct
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -50,22 +50,22 @@ def states_by_name() -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def save_torch(state: dict[str, Any], path: pathlib.Path) -> pathlib.Path:
+def save_torch(state: dict[str, Any], path: Path) -> Path:
     torch.save(state, path)
     return path
 
 
-def save_dcp(state: dict[str, Any], path: pathlib.Path) -> pathlib.Path:
+def save_dcp(state: dict[str, Any], path: Path) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(state, checkpoint_id=path)
     return path / "__0_0.distcp"
 
 
-SAVES: dict[str, Callable[[dict[str, Any], pathlib.Path], pathlib.Path]] = {"torch": save_torch, "dcp": save_dcp}
+SAVES: dict[str, Callable[[dict[str, Any], Path], Path]] = {"torch": save_torch, "dcp": save_dcp}
 
 
-def flip(file: pathlib.Path, found: bytes, rng: Random) -> None:
+def flip(file: Path, found: bytes, rng: Random) -> None:
     """Flip one bit in a place whose bytes are known."""
     data = bytearray(file.read_bytes())
     at = data.find(found)
@@ -78,7 +78,7 @@ def flip(file: pathlib.Path, found: bytes, rng: Random) -> None:
 @pytest.mark.parametrize("name", list(states_by_name()))
 @pytest.mark.parametrize("kind", list(SAVES))
 def test_a_flipped_bit_of_the_source_is_named_and_leaves_no_target(
-    kind: str, name: str, to: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, rng: Random
+    kind: str, name: str, to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: Random
 ) -> None:
     monkeypatch.setattr(copy_pipeline, "WINDOW_NBYTES", BLOCK_NBYTES)
     state = states_by_name()[name]
@@ -97,7 +97,7 @@ def test_a_flipped_bit_of_the_source_is_named_and_leaves_no_target(
 
 
 @pytest.mark.parametrize("kind", list(SAVES))
-def test_a_flipped_bit_of_a_value_that_is_no_tensor_is_found(kind: str, tmp_path: pathlib.Path, rng: Random) -> None:
+def test_a_flipped_bit_of_a_value_that_is_no_tensor_is_found(kind: str, tmp_path: Path, rng: Random) -> None:
     file = SAVES[kind]({"w": torch.ones(2), "name": "a text that is long enough"}, tmp_path / "source")
     flip(file, b"a text that is long enough", rng)
     with pytest.raises(CorruptCheckpointError) as caught:
@@ -109,7 +109,7 @@ def test_a_flipped_bit_of_a_value_that_is_no_tensor_is_found(kind: str, tmp_path
 
 
 @pytest.mark.parametrize("kind", list(SAVES))
-def test_what_is_not_chosen_may_be_damaged(kind: str, tmp_path: pathlib.Path, rng: Random) -> None:
+def test_what_is_not_chosen_may_be_damaged(kind: str, tmp_path: Path, rng: Random) -> None:
     file = SAVES[kind]({"a": torch.arange(9.0), "w": marked(500)}, tmp_path / "source")
     flip(file, struct.pack("<f", MARK) * 50, rng)
     asyncckpt.convert(tmp_path / "source", tmp_path / "out", to="torch", keys=["a"])
@@ -117,7 +117,7 @@ def test_what_is_not_chosen_may_be_damaged(kind: str, tmp_path: pathlib.Path, rn
 
 
 @pytest.mark.parametrize("kind", list(SAVES))
-def test_an_archive_whose_writer_left_them_out_is_converted(kind: str, tmp_path: pathlib.Path) -> None:
+def test_an_archive_whose_writer_left_them_out_is_converted(kind: str, tmp_path: Path) -> None:
     state = {"a": torch.arange(9.0), "w": marked(500)}
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
@@ -133,7 +133,7 @@ def test_an_archive_whose_writer_left_them_out_is_converted(kind: str, tmp_path:
 @pytest.mark.parametrize("name", ["large", "views", "tied"])
 @pytest.mark.parametrize("kind", list(SAVES))
 def test_what_passes_in_its_order_is_not_read_again(
-    kind: str, name: str, to: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, name: str, to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copy_pipeline, "WINDOW_NBYTES", BLOCK_NBYTES)
     SAVES[kind](states_by_name()[name], tmp_path / "source")

@@ -7,12 +7,12 @@ import functools
 import io
 import json
 import os
-import pathlib
 import pickle
 import struct
 import warnings
 import zipfile
 import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +62,7 @@ def entries(archive: bytes) -> dict[str, bytes]:
     return {name: file.read(name) for name in file.namelist()}
 
 
-def test_a_torch_file_has_the_entries_that_torch_save_writes(tmp_path: pathlib.Path) -> None:
+def test_a_torch_file_has_the_entries_that_torch_save_writes(tmp_path: Path) -> None:
     state = training_state()
     torch.save(state, tmp_path / "archive.pt")
     asyncckpt.convert(tmp_path / "archive.pt", tmp_path / "b", to="torch")
@@ -81,7 +81,7 @@ def test_a_torch_file_has_the_entries_that_torch_save_writes(tmp_path: pathlib.P
     [b"", [b"", (b"", {b""})], {b"": 1, (1, b""): b""}, [{"a": b""}], collections.OrderedDict({b"": 2})],
     ids=repr,
 )
-def test_empty_bytes_are_read_by_torch_load_too(value: Any, tmp_path: pathlib.Path) -> None:
+def test_empty_bytes_are_read_by_torch_load_too(value: Any, tmp_path: Path) -> None:
     """The pickle that `torch.save` itself writes of them is refused with `weights_only=True`."""
     with asyncckpt.SyncCheckpointer() as checkpointer:
         checkpointer.save({"v": value, "w": torch.ones(2)}, tmp_path / "a")
@@ -91,7 +91,7 @@ def test_empty_bytes_are_read_by_torch_load_too(value: Any, tmp_path: pathlib.Pa
 
 
 @pytest.mark.parametrize("computes", [False, True])
-def test_every_checksum_is_written_whatever_torch_is_told(computes: bool, tmp_path: pathlib.Path) -> None:
+def test_every_checksum_is_written_whatever_torch_is_told(computes: bool, tmp_path: Path) -> None:
     torch.save({"a": torch.arange(10.0)}, tmp_path / "a")
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(computes)
@@ -105,7 +105,7 @@ def test_every_checksum_is_written_whatever_torch_is_told(computes: bool, tmp_pa
         assert all(entry.CRC for entry in file.infolist())
 
 
-def test_the_items_of_a_dcp_directory_are_archives_without_a_wrong_checksum(tmp_path: pathlib.Path) -> None:
+def test_the_items_of_a_dcp_directory_are_archives_without_a_wrong_checksum(tmp_path: Path) -> None:
     state = {"w": torch.randn(30, 7), "same": torch.randn(30, 7), "n": 5, "t": (torch.ones(3), "x"), "e": torch.ones(0)}
     torch.save(state, tmp_path / "a")
     asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="dcp", max_shard_bytes=900)
@@ -123,7 +123,7 @@ def test_the_items_of_a_dcp_directory_are_archives_without_a_wrong_checksum(tmp_
     states.assert_same(target, state)
 
 
-def test_beyond_4_gib_the_fields_of_zip64_are_right(tmp_path: pathlib.Path) -> None:
+def test_beyond_4_gib_the_fields_of_zip64_are_right(tmp_path: Path) -> None:
     """Source and target are holes: zeros that take no room on the disk."""
     nbytes = (4 << 30) + 4096
     header = {"large": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import pathlib
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import foreign_samples
@@ -24,19 +24,19 @@ pytest.importorskip("numpy")
 STATE = {"a": {"w": torch.arange(3.0), "v": torch.ones(2)}, "n": 5}
 
 
-def opened(path: pathlib.Path) -> list[torch.Tensor]:
+def opened(path: Path) -> list[torch.Tensor]:
     found = asyncckpt.open_checkpoint(path)
     return [found.tensor(name) for name in found.tensors]
 
 
-READERS: list[Callable[[pathlib.Path], Any]] = [
+READERS: list[Callable[[Path], Any]] = [
     asyncckpt.load,
     opened,
     lambda path: asyncckpt.convert(path, path.parent / "target", to="torch"),
 ]
 
 
-def with_planner_data(path: pathlib.Path, change: Callable[[dict[str, Any]], Any]) -> pathlib.Path:
+def with_planner_data(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
     """Write `STATE`, and change what its planner has kept."""
     foreign_samples.save_dcp(STATE, path)
     metadata = pickle.loads((path / ".metadata").read_bytes())
@@ -61,7 +61,7 @@ def with_planner_data(path: pathlib.Path, change: Callable[[dict[str, Any]], Any
     ],
 )
 def test_planner_data_of_another_planner_cost_the_nesting_alone_and_are_named(
-    change: Callable[[dict[str, Any]], Any], names: str | None, flat: list[str], tmp_path: pathlib.Path
+    change: Callable[[dict[str, Any]], Any], names: str | None, flat: list[str], tmp_path: Path
 ) -> None:
     path = with_planner_data(tmp_path / "d", change)
     found = asyncckpt.load(path)
@@ -73,7 +73,7 @@ def test_planner_data_of_another_planner_cost_the_nesting_alone_and_are_named(
     assert said == ([] if names is None else [f"what a planner keeps that is no path was not read: {names}"])
 
 
-def test_a_leaf_without_a_name_and_without_a_path_is_read(tmp_path: pathlib.Path) -> None:
+def test_a_leaf_without_a_name_and_without_a_path_is_read(tmp_path: Path) -> None:
     foreign_samples.save_dcp({"": torch.ones(2)}, tmp_path / "d")
     metadata = pickle.loads((tmp_path / "d" / ".metadata").read_bytes())
     metadata.planner_data[""] = ()
@@ -81,7 +81,7 @@ def test_a_leaf_without_a_name_and_without_a_path_is_read(tmp_path: pathlib.Path
     assert torch.equal(asyncckpt.load(tmp_path / "d")[""], torch.ones(2))
 
 
-def test_a_path_through_another_leaf_costs_the_nesting_alone(tmp_path: pathlib.Path) -> None:
+def test_a_path_through_another_leaf_costs_the_nesting_alone(tmp_path: Path) -> None:
     state: dict[str, Any] = {"d": {"1": torch.ones(1), 1: {"k": torch.ones(2), "n": 3}}, "w": torch.ones(3)}
     foreign_samples.save_dcp(state, tmp_path / "d")
     found = asyncckpt.load(tmp_path / "d")
@@ -96,7 +96,7 @@ def test_a_path_through_another_leaf_costs_the_nesting_alone(tmp_path: pathlib.P
     ("key", "what"), [("k" * (MAX_KEY_CHARS + 1), "characters"), (".".join("d" * MAX_DEPTH), "nested deeper")]
 )
 def test_names_that_no_structure_of_ours_has_are_unsupported(
-    key: str, what: str, read: Callable[[pathlib.Path], Any], tmp_path: pathlib.Path
+    key: str, what: str, read: Callable[[Path], Any], tmp_path: Path
 ) -> None:
     state: dict[str, Any] = {"w": torch.ones(1)}
     for part in reversed(key.split(".")):
@@ -147,7 +147,7 @@ def places_in(metadata: Metadata) -> list[Callable[[Any], None]]:
 
 
 @pytest.mark.parametrize("value", OF_ANOTHER_TYPE, ids=lambda value: type(value).__name__)
-def test_values_of_other_types_in_metadata_are_refused_or_change_no_tensor(value: Any, tmp_path: pathlib.Path) -> None:
+def test_values_of_other_types_in_metadata_are_refused_or_change_no_tensor(value: Any, tmp_path: Path) -> None:
     path = tmp_path / "d"
     foreign_samples.save_dcp(STATE, path)
     sound = (path / ".metadata").read_bytes()
@@ -164,7 +164,7 @@ def test_values_of_other_types_in_metadata_are_refused_or_change_no_tensor(value
 
 @pytest.mark.parametrize("state", [(), (5,), (None, torch.float32), 5, "x", [], {}], ids=repr)
 def test_properties_of_tensors_without_a_dtype_are_refused(
-    state: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    state: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     foreign_samples.save_dcp(STATE, tmp_path / "d")
     metadata = pickle.loads((tmp_path / "d" / ".metadata").read_bytes())
@@ -177,7 +177,7 @@ def test_properties_of_tensors_without_a_dtype_are_refused(
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("state", [{"w": torch.ones(3)}, STATE], ids=["one tensor", "several"])
 def test_items_in_safetensors_are_unsupported_and_not_damaged(
-    state: dict[str, Any], read: Callable[[pathlib.Path], Any], tmp_path: pathlib.Path
+    state: dict[str, Any], read: Callable[[Path], Any], tmp_path: Path
 ) -> None:
     filesystem = pytest.importorskip("torch.distributed.checkpoint.filesystem")
     if not hasattr(filesystem, "SerializationFormat"):

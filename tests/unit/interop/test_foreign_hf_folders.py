@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from asyncckpt.errors import CheckpointExistsError, CorruptCheckpointError, Unsu
 D = "diffusion_pytorch_model"
 
 
-def write(path: pathlib.Path, **tensors: torch.Tensor) -> None:
+def write(path: Path, **tensors: torch.Tensor) -> None:
     kinds = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
     header, data = {}, b""
     for name, tensor in tensors.items():
@@ -28,11 +28,11 @@ def write(path: pathlib.Path, **tensors: torch.Tensor) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-def index(path: pathlib.Path, **where: str) -> None:
+def index(path: Path, **where: str) -> None:
     path.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": where}))
 
 
-def fill(folder: pathlib.Path, names: dict[str, dict[str, float]]) -> None:
+def fill(folder: Path, names: dict[str, dict[str, float]]) -> None:
     """Write files: the values of their tensors by name; of fp16 variants as such; an index names them by `files`."""
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -98,7 +98,7 @@ READ: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", READ)
 def test_the_variant_without_a_suffix_is_read_by_everything(
-    tmp_path: pathlib.Path, name: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "f"
     fill(folder, READ[name])
@@ -129,7 +129,7 @@ CHOOSE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CHOOSE)
 def test_of_several_models_the_files_to_choose_from_are_listed_and_each_loads(
-    tmp_path: pathlib.Path, name: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "f"
     fill(folder, CHOOSE[name])
@@ -149,7 +149,7 @@ def test_of_several_models_the_files_to_choose_from_are_listed_and_each_loads(
         assert asyncckpt.load(folder / one)
 
 
-def test_the_index_of_a_variant_loads_as_a_path(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_index_of_a_variant_loads_as_a_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "f"
     fill(folder, READ["sharded variants"])
     path = folder / "model.safetensors.index.fp16.json"
@@ -167,19 +167,19 @@ def test_the_index_of_a_variant_loads_as_a_path(tmp_path: pathlib.Path, capsys: 
         asyncckpt.convert(tmp_path / "hf", path, to="torch", overwrite=True)
 
 
-def test_a_folder_whose_name_is_that_of_an_index_is_a_folder(tmp_path: pathlib.Path) -> None:
+def test_a_folder_whose_name_is_that_of_an_index_is_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "model.safetensors.index.json"
     fill(folder, READ["sharded variants"])
     assert torch.equal(asyncckpt.load(folder)["a"], torch.full((2,), 1.0))
 
 
-def test_a_shard_that_an_index_names_and_is_not_there_is_still_damage(tmp_path: pathlib.Path) -> None:
+def test_a_shard_that_an_index_names_and_is_not_there_is_still_damage(tmp_path: Path) -> None:
     fill(tmp_path / "f", READ["sharded variants"])
     (tmp_path / "f" / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CorruptCheckpointError, match="00002"):
         asyncckpt.load(tmp_path / "f")
 
 
-def test_files_of_several_names_without_a_tensor_in_common_are_one_checkpoint(tmp_path: pathlib.Path) -> None:
+def test_files_of_several_names_without_a_tensor_in_common_are_one_checkpoint(tmp_path: Path) -> None:
     fill(tmp_path / "f", {"one.safetensors": {"a": 1}, "two.safetensors": {"b": 2}})
     assert sorted(asyncckpt.load(tmp_path / "f")) == ["a", "b"]

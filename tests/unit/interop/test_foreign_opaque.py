@@ -10,11 +10,11 @@ import dataclasses
 import enum
 import io
 import json
-import pathlib
 import pickle
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import foreign_samples
@@ -90,7 +90,7 @@ def training_state() -> dict[str, Any]:
     }
 
 
-def save(kind: str, state: Any, work: Workdir, name: str = "a") -> pathlib.Path:
+def save(kind: str, state: Any, work: Workdir, name: str = "a") -> Path:
     if kind == "dcp":
         foreign_samples.save_dcp(state, work / name)
         return work / name
@@ -98,14 +98,14 @@ def save(kind: str, state: Any, work: Workdir, name: str = "a") -> pathlib.Path:
 
 
 @pytest.fixture(params=["torch", "legacy", "dcp"])
-def path(request: pytest.FixtureRequest, work: Workdir) -> pathlib.Path:
+def path(request: pytest.FixtureRequest, work: Workdir) -> Path:
     return save(request.param, training_state(), work)
 
 
 UNREAD = {"args": "argparse.Namespace", "options": f"{HERE}.Options", "buffer": "_io.BytesIO"}
 
 
-def test_what_stands_beside_objects_that_are_not_read_is_loaded_by_keys_and_into_a_target(path: pathlib.Path) -> None:
+def test_what_stands_beside_objects_that_are_not_read_is_loaded_by_keys_and_into_a_target(path: Path) -> None:
     for keys in (["model"], ["model", "step"], "model.w"):
         found = asyncckpt.load(path, keys=keys)
         assert torch.equal(found["model"]["w"], torch.arange(6.0).reshape(2, 3))
@@ -118,7 +118,7 @@ def test_what_stands_beside_objects_that_are_not_read_is_loaded_by_keys_and_into
     assert not plan.fits
 
 
-def test_loading_everything_names_all_that_is_not_read_and_changes_nothing(path: pathlib.Path) -> None:
+def test_loading_everything_names_all_that_is_not_read_and_changes_nothing(path: Path) -> None:
     with pytest.raises(UnsupportedFormatError) as caught:
         asyncckpt.load(path)
     assert caught.value.found == "argparse.Namespace"  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ def test_loading_everything_names_all_that_is_not_read_and_changes_nothing(path:
     assert target["step"] == 0
 
 
-def test_an_open_checkpoint_lists_them_and_refuses_each_by_name(path: pathlib.Path) -> None:
+def test_an_open_checkpoint_lists_them_and_refuses_each_by_name(path: Path) -> None:
     with asyncckpt.open_checkpoint(path) as found:
         assert dict(found.unread) == UNREAD
         assert set(found.unread) < set(found.keys())
@@ -143,7 +143,7 @@ def test_an_open_checkpoint_lists_them_and_refuses_each_by_name(path: pathlib.Pa
                 assert caught.value.found == kind  # type: ignore[attr-defined]
 
 
-def test_inspect_and_verify_list_them_by_name(path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_and_verify_list_them_by_name(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["inspect"], ["verify"], ["verify", "--fast"]):
         assert main([*command, str(path)]) == 0
         said = capsys.readouterr().out
@@ -157,7 +157,7 @@ def test_inspect_and_verify_list_them_by_name(path: pathlib.Path, capsys: pytest
 
 
 def test_diff_compares_the_rest_and_says_of_what_it_knows_the_class_alone(
-    path: pathlib.Path, work: Workdir, capsys: pytest.CaptureFixture[str]
+    path: Path, work: Workdir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = training_state()
     state["options"] = {"lr": 0.1}
@@ -185,7 +185,7 @@ def test_a_conversion_refuses_them_all_by_name_or_leaves_them_out_if_told_so(kin
     assert not work.convert(to, keys=["model"], overwrite=True).left_out
 
 
-def unread(value: Any, directory: pathlib.Path, kind: str = "torch", **options: Any) -> dict[str, str]:
+def unread(value: Any, directory: Path, kind: str = "torch", **options: Any) -> dict[str, str]:
     target = directory / f"{kind}.pt"
     torch.save(value, target, _use_new_zipfile_serialization=kind == "torch", **options)
     with asyncckpt.open_checkpoint(target) as found:
@@ -214,21 +214,21 @@ def unread(value: Any, directory: pathlib.Path, kind: str = "torch", **options: 
 )
 @pytest.mark.parametrize(("kind", "protocol"), [("torch", 2), ("torch", 4), ("legacy", 2)])
 def test_the_smallest_leaf_around_an_object_is_not_read(
-    kind: str, protocol: int, value: Any, expected: dict[str, str], tmp_path: pathlib.Path
+    kind: str, protocol: int, value: Any, expected: dict[str, str], tmp_path: Path
 ) -> None:
     LivingState.calls.clear()
     assert unread(value, tmp_path, kind, pickle_protocol=protocol) == expected
     assert not LivingState.calls
 
 
-def test_what_tells_of_its_class_in_another_way_is_named_by_it(tmp_path: pathlib.Path) -> None:
+def test_what_tells_of_its_class_in_another_way_is_named_by_it(tmp_path: Path) -> None:
     assert unread({"a": WithKeywords()}, tmp_path, pickle_protocol=4) == {"a": f"{HERE}.WithKeywords"}
     assert unread({"a": Outer.Inner()}, tmp_path) == {"a": f"{HERE}.Outer.Inner"}
     data = b"\x80\x02ctorch._utils\n_rebuild_wrapper_subclass\ncm\nC\nK\x01\x86R."
     assert unpickle_data(data, KNOWN, opaque=True)[0].name == "m.C"
 
 
-def test_tensor_subclasses_and_tensors_of_unknown_sorts_are_not_read_one_by_one(tmp_path: pathlib.Path) -> None:
+def test_tensor_subclasses_and_tensors_of_unknown_sorts_are_not_read_one_by_one(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = {
@@ -245,13 +245,13 @@ def test_tensor_subclasses_and_tensors_of_unknown_sorts_are_not_read_one_by_one(
     assert torch.equal(asyncckpt.load(tmp_path / "torch.pt", keys=["plain"])["plain"], torch.ones(2))
 
 
-def test_the_same_object_at_two_places_is_named_at_both(tmp_path: pathlib.Path) -> None:
+def test_the_same_object_at_two_places_is_named_at_both(tmp_path: Path) -> None:
     options = Options()
     options.weights = options
     assert unread({"a": options, "b": [options, torch.ones(1)], "c": 1}, tmp_path).keys() == {"a", "b.0"}
 
 
-def test_a_container_in_one_dcp_item_keeps_its_other_members(tmp_path: pathlib.Path) -> None:
+def test_a_container_in_one_dcp_item_keeps_its_other_members(tmp_path: Path) -> None:
     foreign_samples.save_dcp({"a": {(1, 2): Options()}, "x": torch.ones(2), "groups": [Options(), 5]}, tmp_path / "d")
     with asyncckpt.open_checkpoint(tmp_path / "d") as found:
         assert set(found.unread.values()) == {f"{HERE}.Options"}
@@ -260,7 +260,7 @@ def test_a_container_in_one_dcp_item_keeps_its_other_members(tmp_path: pathlib.P
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_dcp_tensor_of_its_own_class_is_named_where_it_is_read(tmp_path: pathlib.Path) -> None:
+def test_a_dcp_tensor_of_its_own_class_is_named_where_it_is_read(tmp_path: Path) -> None:
     foreign_samples.save_dcp({"w": torch.ones(2).as_subclass(Weights), "x": torch.ones(2)}, tmp_path / "d")
     assert torch.equal(asyncckpt.load(tmp_path / "d", keys=["x"])["x"], torch.ones(2))
     with pytest.raises(UnsupportedFormatError, match="'w'") as caught:
@@ -268,7 +268,7 @@ def test_a_dcp_tensor_of_its_own_class_is_named_where_it_is_read(tmp_path: pathl
     assert caught.value.found == f"{HERE}.Weights"  # type: ignore[attr-defined]
 
 
-def test_versions_of_a_module_that_cannot_be_read_cost_the_versions_alone(tmp_path: pathlib.Path) -> None:
+def test_versions_of_a_module_that_cannot_be_read_cost_the_versions_alone(tmp_path: Path) -> None:
     weights: Any = collections.OrderedDict(w=torch.ones(2))
     weights._metadata = {"": Options()}
     torch.save({"model": weights}, tmp_path / "a.pt")
@@ -278,13 +278,13 @@ def test_versions_of_a_module_that_cannot_be_read_cost_the_versions_alone(tmp_pa
     assert any("versions, were not read" in said and "Options" in said for said in report.changed)
 
 
-def test_arrays_of_objects_are_not_read(tmp_path: pathlib.Path) -> None:
+def test_arrays_of_objects_are_not_read(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     value = {"a": numpy.array([None, "x"], dtype=object), "b": numpy.ones(2)}
     assert unread(value, tmp_path) == {"a": "numpy.ndarray"}
 
 
-def test_what_an_older_file_says_of_an_unknown_storage_is_named(tmp_path: pathlib.Path) -> None:
+def test_what_an_older_file_says_of_an_unknown_storage_is_named(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = {"w": torch.ones(1), "q": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}
@@ -294,7 +294,7 @@ def test_what_an_older_file_says_of_an_unknown_storage_is_named(tmp_path: pathli
     assert caught.value.found == "torch.QInt8Storage"  # type: ignore[attr-defined]
 
 
-def test_names_of_classes_are_fit_for_a_terminal_and_short(tmp_path: pathlib.Path) -> None:
+def test_names_of_classes_are_fit_for_a_terminal_and_short(tmp_path: Path) -> None:
     for name in ("a\x1b[2Jb", "x" * 10_000, "\ud800", "a\nb"):
         found, _ = unpickle_data(b"\x80\x04\x8c\x01m" + pickled_text(name) + b"\x93.", KNOWN, opaque=True)
         assert isinstance(found, OpaqueGlobal)
@@ -336,7 +336,7 @@ ENDLESS: dict[str, bytes] = {
 }
 
 
-def test_opaque_globals_take_no_more_time_stack_or_memory_than_their_length_warrants(tmp_path: pathlib.Path) -> None:
+def test_opaque_globals_take_no_more_time_stack_or_memory_than_their_length_warrants(tmp_path: Path) -> None:
     for name, data in ENDLESS.items():
         torch_archive(tmp_path / name, data)
     code = """
@@ -376,7 +376,7 @@ HOSTILE_ANYWHERE: tuple[bytes, ...] = (
 
 @pytest.mark.parametrize("data", HOSTILE_ANYWHERE)
 def test_whatever_is_done_to_an_opaque_global_nothing_is_imported_or_run(
-    data: bytes, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     codecs.lookup("cp437")  # zipfile decodes names by it, and so imports it with the first file
@@ -411,7 +411,7 @@ def mutated(sound: bytes, rng: Any) -> Iterator[bytes]:
         yield bytes(data)
 
 
-def test_random_bytes_around_opaque_globals_raise_nothing_but_errors_of_ours(rng: Any, tmp_path: pathlib.Path) -> None:
+def test_random_bytes_around_opaque_globals_raise_nothing_but_errors_of_ours(rng: Any, tmp_path: Path) -> None:
     sound = pickle.dumps({"a": Options(), "b": {Color.RED: [Names(x=1), {Color.RED}]}, "c": 1}, 4)
     for data in mutated(sound, rng):
         with contextlib.suppress(UnpicklingError):
@@ -420,7 +420,7 @@ def test_random_bytes_around_opaque_globals_raise_nothing_but_errors_of_ours(rng
             unread_leaves(read_torch_file(str(torch_archive(tmp_path / "a.pt", data)), Files()))
 
 
-def test_metadata_of_a_dcp_directory_hold_no_opaque_globals(tmp_path: pathlib.Path) -> None:
+def test_metadata_of_a_dcp_directory_hold_no_opaque_globals(tmp_path: Path) -> None:
     foreign_samples.save_dcp({"x": torch.ones(2)}, tmp_path / "d")
     metadata = pickle.loads((tmp_path / "d" / ".metadata").read_bytes())
     metadata.planner_data["x"] = Options()
@@ -430,7 +430,7 @@ def test_metadata_of_a_dcp_directory_hold_no_opaque_globals(tmp_path: pathlib.Pa
 
 
 @pytest.mark.parametrize("bit", ["conj", "neg"])
-def test_a_tensor_with_a_bit_that_is_not_resolved_is_a_leaf_that_is_not_read(bit: str, tmp_path: pathlib.Path) -> None:
+def test_a_tensor_with_a_bit_that_is_not_resolved_is_a_leaf_that_is_not_read(bit: str, tmp_path: Path) -> None:
     unresolved = torch.ones(3, dtype=torch.complex64).conj()
     unresolved = unresolved if bit == "conj" else unresolved.imag
     assert unresolved.is_conj() if bit == "conj" else unresolved.is_neg()

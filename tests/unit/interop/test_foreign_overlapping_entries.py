@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import io
-import pathlib
 import pickle
 import struct
 import zipfile
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,13 +64,13 @@ def entries_of(data: bytes) -> dict[str, Any]:
 
 
 @pytest.fixture
-def overlapping(tmp_path: pathlib.Path) -> pathlib.Path:
+def overlapping(tmp_path: Path) -> Path:
     path = tmp_path / "a.pt"
     path.write_bytes(archive(lambda begin, end: end - begin, 300))
     return path
 
 
-def test_an_archive_whose_headers_lie_together_and_claim_nothing_is_read(tmp_path: pathlib.Path) -> None:
+def test_an_archive_whose_headers_lie_together_and_claim_nothing_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(archive(lambda *_: 0, 3))
     states.assert_same(asyncckpt.load(tmp_path / "a.pt"), {f"t{n}": torch.zeros(0) for n in range(3)})
 
@@ -84,14 +84,14 @@ def test_an_archive_whose_headers_lie_together_and_claim_nothing_is_read(tmp_pat
     ],
     ids=["read_any", "load", "convert"],
 )
-def test_entries_that_overlap_are_refused(read: Callable[[pathlib.Path], Any], overlapping: pathlib.Path) -> None:
+def test_entries_that_overlap_are_refused(read: Callable[[Path], Any], overlapping: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match="overlap") as caught:
         read(overlapping)
     assert str(overlapping) in str(caught.value)
     assert [path.name for path in overlapping.parent.iterdir()] == ["a.pt"]
 
 
-def test_verify_reads_nothing_of_entries_that_overlap(overlapping: pathlib.Path) -> None:
+def test_verify_reads_nothing_of_entries_that_overlap(overlapping: Path) -> None:
     verdict = verify_any(str(overlapping), FILES)
     assert (verdict.state, verdict.read_nbytes) == ("corrupt", 0)
     assert "overlap" in str(verdict.faults[0])
@@ -119,7 +119,7 @@ def test_two_names_for_one_header_are_refused() -> None:
 
 @pytest.mark.parametrize("alignment", [1, 64, 4096])
 @pytest.mark.parametrize("has_crcs", [True, False])
-def test_what_torch_writes_is_read_however_it_aligns(alignment: int, has_crcs: bool, tmp_path: pathlib.Path) -> None:
+def test_what_torch_writes_is_read_however_it_aligns(alignment: int, has_crcs: bool, tmp_path: Path) -> None:
     config = pytest.importorskip("torch.utils.serialization").config
     if not hasattr(config.save, "storage_alignment"):
         pytest.skip("this torch aligns storages as it likes")
@@ -136,9 +136,7 @@ def test_what_torch_writes_is_read_however_it_aligns(alignment: int, has_crcs: b
 
 @pytest.mark.parametrize("more", [-66, -16, -8, -1, 1, 8, 16, 64])
 @pytest.mark.parametrize("field", [26, 28], ids=["length of the name", "length of the extra field"])
-def test_a_local_header_that_moves_the_bytes_of_its_entry_is_refused(
-    field: int, more: int, tmp_path: pathlib.Path
-) -> None:
+def test_a_local_header_that_moves_the_bytes_of_its_entry_is_refused(field: int, more: int, tmp_path: Path) -> None:
     """Nothing sums up a local header: its lengths must agree with where the next one begins."""
     torch.save({"a": torch.arange(500.0), "b": torch.arange(100, 600.0)}, tmp_path / "a.pt")
     data = bytearray((tmp_path / "a.pt").read_bytes())
@@ -152,7 +150,7 @@ def test_a_local_header_that_moves_the_bytes_of_its_entry_is_refused(
     assert verify_any(str(tmp_path / "a.pt"), FILES).state == "corrupt"
 
 
-def test_a_local_header_that_points_beyond_an_item_of_dcp_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_local_header_that_points_beyond_an_item_of_dcp_is_refused(tmp_path: Path) -> None:
     save({"k": torch.ones(2, 3)}, FileSystemWriter(tmp_path / "d"))
     file = tmp_path / "d" / "__0_0.distcp"
     data = bytearray(file.read_bytes())
@@ -163,7 +161,7 @@ def test_a_local_header_that_points_beyond_an_item_of_dcp_is_refused(tmp_path: p
         asyncckpt.load(tmp_path / "d")
 
 
-def test_items_of_dcp_that_overlap_are_refused(tmp_path: pathlib.Path) -> None:
+def test_items_of_dcp_that_overlap_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "dcp"
     save({"a": torch.ones(300), "b": torch.zeros(300)}, FileSystemWriter(path))
     metadata = pickle.loads((path / ".metadata").read_bytes())

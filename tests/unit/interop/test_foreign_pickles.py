@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import pathlib
 import pickle
 import struct
 import subprocess
 import sys
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import foreign_samples
@@ -94,7 +94,7 @@ NAMES = {"reduce": "test_foreign_pickles.called", "eval": "builtins.eval", "geta
 @pytest.mark.parametrize("opaque", [False, True])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_pickle_is_refused_and_nothing_runs(
-    name: str, opaque: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    name: str, opaque: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     CALLS.clear()
@@ -169,7 +169,7 @@ ENDLESS: dict[str, bytes] = {
 }
 
 
-def test_a_pickle_takes_no_more_time_stack_or_memory_than_its_length_warrants(tmp_path: pathlib.Path) -> None:
+def test_a_pickle_takes_no_more_time_stack_or_memory_than_its_length_warrants(tmp_path: Path) -> None:
     for name, data in ENDLESS.items():
         (tmp_path / name).write_bytes(data)
     code = """
@@ -196,15 +196,13 @@ for name in os.listdir(sys.argv[1]):
     ],
     ids=["doubled over and over", "inside itself"],
 )
-def test_a_container_without_an_end_is_refused(
-    pickled: bytes, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_container_without_an_end_is_refused(pickled: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pickle_tree, "MAX_TENSORS", 10_000)
     with pytest.raises(UnsupportedFormatError):
         asyncckpt.load(torch_archive(tmp_path / "a.pt", pickled))
 
 
-def test_a_tensor_beyond_its_storage_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_tensor_beyond_its_storage_is_refused(tmp_path: Path) -> None:
     stream = io.BytesIO()
     torch.save({"x": torch.ones(4)}, stream)
     data = stream.getvalue().replace(b"K\x04\x85", b"K\x09\x85")
@@ -266,7 +264,7 @@ def test_random_bytes_raise_nothing_but_the_one_error(rng: Any) -> None:
             unpickle_data(bytes(data), KNOWN, storage_of)
 
 
-def test_reading_a_pickle_imports_neither_pickle_nor_torch(tmp_path: pathlib.Path) -> None:
+def test_reading_a_pickle_imports_neither_pickle_nor_torch(tmp_path: Path) -> None:
     torch.save({"x": torch.ones(2)}, tmp_path / "a.pt")
     code = (
         "import sys; from asyncckpt.cli import main; code = main(['inspect', sys.argv[1]]);"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import pathlib
 import pickle
 import random
 import shutil
 import struct
 import warnings
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import foreign_samples
@@ -46,7 +45,7 @@ FILES = Files()
 
 
 @pytest.mark.parametrize("kind", foreign_samples.KINDS)
-def test_an_empty_target_gets_the_nesting_back(kind: str, samples: dict[str, pathlib.Path]) -> None:
+def test_an_empty_target_gets_the_nesting_back(kind: str, samples: dict[str, Path]) -> None:
     found, expected = asyncckpt.load(samples[kind]), foreign_samples.expected(kind)
     if kind in ("torch", "legacy"):
         assert found["optim"]["param_groups"][0]["betas"] == (0.9, 0.999)
@@ -79,7 +78,7 @@ def _same(found: Any, expected: Any, where: str = "") -> None:
         assert found == expected, where
 
 
-def test_a_target_of_another_device_type_and_dtype_is_filled(samples: dict[str, pathlib.Path]) -> None:
+def test_a_target_of_another_device_type_and_dtype_is_filled(samples: dict[str, Path]) -> None:
     model = foreign_samples.model()
     target = {"model": {"large": torch.zeros(300, 1000, dtype=torch.float64), "transposed": torch.zeros(6, 8).t()}}
     target["model"]["transposed"] = torch.zeros(8, 6).t()
@@ -89,7 +88,7 @@ def test_a_target_of_another_device_type_and_dtype_is_filled(samples: dict[str, 
 
 
 @pytest.mark.parametrize("kind", foreign_samples.KINDS)
-def test_keys_choose_and_unknown_ones_are_named(kind: str, samples: dict[str, pathlib.Path]) -> None:
+def test_keys_choose_and_unknown_ones_are_named(kind: str, samples: dict[str, Path]) -> None:
     name = "large" if kind in ("safetensors", "hf") else "model.large"
     found = asyncckpt.load(samples[kind], keys=[name])
     assert list(found.get("model", found)) == ["large"]
@@ -101,7 +100,7 @@ def test_keys_choose_and_unknown_ones_are_named(kind: str, samples: dict[str, pa
     assert caught.value.keys == ["absent"]  # type: ignore[attr-defined]
 
 
-def test_key_map_and_mismatches_work_as_for_ours(samples: dict[str, pathlib.Path]) -> None:
+def test_key_map_and_mismatches_work_as_for_ours(samples: dict[str, Path]) -> None:
     target = {"module.large": torch.zeros(300, 1000)}
     asyncckpt.load(samples["safetensors"], target, key_map=lambda name: name.removeprefix("module."))
     states.assert_same(target["module.large"], foreign_samples.model()["large"])
@@ -114,7 +113,7 @@ def test_key_map_and_mismatches_work_as_for_ours(samples: dict[str, pathlib.Path
 @pytest.mark.parametrize("kind", foreign_samples.KINDS)
 @pytest.mark.parametrize("low_memory", [True, False])
 def test_a_sharded_target_is_filled_from_a_file_that_knows_no_shards(
-    kind: str, low_memory: bool, samples: dict[str, pathlib.Path]
+    kind: str, low_memory: bool, samples: dict[str, Path]
 ) -> None:
     whole = foreign_samples.model()
     large = asyncckpt.ShardedSlice(torch.zeros(100, 500), (300, 1000), (50, 500))
@@ -127,7 +126,7 @@ def test_a_sharded_target_is_filled_from_a_file_that_knows_no_shards(
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.complex128])
 def test_boxes_of_a_file_without_checksums_are_read_through_their_gaps_bit_for_bit(
-    dtype: torch.dtype, tmp_path: pathlib.Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read_plan, "THROUGH_STEP_NBYTES", 4096)
     raw = torch.randint(0, 256, (40 * 6 * 90 * dtype.itemsize,), dtype=torch.uint8)
@@ -142,21 +141,10 @@ def test_boxes_of_a_file_without_checksums_are_read_through_their_gaps_bit_for_b
         assert torch.equal(target.tensor.view(torch.uint8), box.view(torch.uint8))
 
 
-def test_columns_of_a_large_dcp_item_come_from_the_disk(tmp_path: pathlib.Path, rng: random.Random) -> None:
-    value = torch.randint(0, 1 << 31, (900, 4096), dtype=torch.int32)
-    foreign_samples.save_dcp({"note": "x" * rng.randrange(1, 99), "w": value}, tmp_path / "c")
-    with (tmp_path / "c" / "__0_0.distcp").open("rb") as opened:
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    first = rng.randrange(2000)
-    target = asyncckpt.ShardedSlice(torch.zeros(900, 2048, dtype=torch.int32), (900, 4096), (0, first))
-    asyncckpt.load(tmp_path / "c", {"w": target})
-    assert torch.equal(target.tensor, value[:, first : first + 2048])
-
-
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float64, torch.complex128])
 def test_rows_of_a_dcp_directory_reach_scattered_targets_wherever_its_items_begin(
-    dtype: torch.dtype, cached: bool, tmp_path: pathlib.Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, cached: bool, tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Files, "resident", lambda *_: cached)
     raw = torch.randint(0, 256, (400 * 512 * dtype.itemsize,), dtype=torch.uint8)
@@ -170,7 +158,7 @@ def test_rows_of_a_dcp_directory_reach_scattered_targets_wherever_its_items_begi
         assert torch.equal(found, value[first : first + n].contiguous().view(torch.uint8))
 
 
-def test_nothing_there_is_said_as_for_ours(tmp_path: pathlib.Path) -> None:
+def test_nothing_there_is_said_as_for_ours(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
         asyncckpt.load(tmp_path / "absent.pt")
     (tmp_path / "notes").write_text("x")
@@ -183,7 +171,7 @@ def test_nothing_there_is_said_as_for_ours(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("kind", foreign_samples.KINDS)
 def test_slices_are_read_and_tensors_are_mapped_to_which_writes_stay_private(
-    kind: str, samples: dict[str, pathlib.Path]
+    kind: str, samples: dict[str, Path]
 ) -> None:
     opened = asyncckpt.open_checkpoint(samples[kind])
     prefix = "" if kind in ("safetensors", "hf") else "model."
@@ -204,7 +192,7 @@ def test_slices_are_read_and_tensors_are_mapped_to_which_writes_stay_private(
     states.assert_same(opened.tensor(f"{prefix}large"), foreign_samples.model()["large"])
 
 
-def test_objects_are_looked_up_by_name(samples: dict[str, pathlib.Path]) -> None:
+def test_objects_are_looked_up_by_name(samples: dict[str, Path]) -> None:
     opened = asyncckpt.open_checkpoint(samples["dcp"])
     assert opened.objects["optim.param_groups.0.betas"] == (0.9, 0.999)
     assert (opened.step, opened.world_size) == (7, 1)
@@ -225,7 +213,7 @@ def test_a_tensor_of_our_own_shards_is_mapped(work: Workdir) -> None:
 # ---- sharded --------------------------------------------------------------------------------------------------------
 
 
-def test_shards_of_dcps_hugging_face_writer_are_put_together(tmp_path: pathlib.Path) -> None:
+def test_shards_of_dcps_hugging_face_writer_are_put_together(tmp_path: Path) -> None:
     whole = torch.arange(24.0).reshape(6, 4)
     from safetensors.torch import save_file
 
@@ -239,7 +227,7 @@ def test_shards_of_dcps_hugging_face_writer_are_put_together(tmp_path: pathlib.P
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")
-def test_a_tensor_without_elements_may_have_no_chunk(tmp_path: pathlib.Path) -> None:
+def test_a_tensor_without_elements_may_have_no_chunk(tmp_path: Path) -> None:
     state = {"empty": torch.zeros(0, 3), "full": torch.arange(5)}
     dcp.save(state, checkpoint_id=tmp_path / "c")
     listing = tmp_path / "c" / ".metadata"
@@ -253,7 +241,7 @@ def test_a_tensor_without_elements_may_have_no_chunk(tmp_path: pathlib.Path) -> 
 
 
 @pytest.mark.parametrize(("value", "expected"), [(torch.ones(2), {"value": 0}), ([1, torch.ones(2)], {0: 1, 1: 0})])
-def test_what_is_no_dict_becomes_one(value: Any, expected: dict[Any, Any], tmp_path: pathlib.Path) -> None:
+def test_what_is_no_dict_becomes_one(value: Any, expected: dict[Any, Any], tmp_path: Path) -> None:
     torch.save(value, tmp_path / "a.pt")
     assert list(asyncckpt.load(tmp_path / "a.pt")) == list(expected)
 
@@ -261,7 +249,7 @@ def test_what_is_no_dict_becomes_one(value: Any, expected: dict[Any, Any], tmp_p
 # ---- refused --------------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_of_each_rank_without_collectives_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+def test_a_checkpoint_of_each_rank_without_collectives_is_refused_by_name(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     with warnings.catch_warnings():
@@ -273,7 +261,7 @@ def test_a_checkpoint_of_each_rank_without_collectives_is_refused_by_name(tmp_pa
         assert caught.value.found == "__0.metadata"
 
 
-def test_an_uncommitted_checkpoint_of_ours_is_no_hugging_face_directory(tmp_path: pathlib.Path) -> None:
+def test_an_uncommitted_checkpoint_of_ours_is_no_hugging_face_directory(tmp_path: Path) -> None:
     with asyncckpt.SyncCheckpointer(rank_info=asyncckpt.RankInfo(0, 1)) as checkpointer:
         checkpointer.save({"x": torch.ones(3)}, tmp_path / "a")
     (tmp_path / "a" / "manifest.json").unlink()
@@ -284,7 +272,7 @@ def test_an_uncommitted_checkpoint_of_ours_is_no_hugging_face_directory(tmp_path
 @pytest.mark.parametrize("kind", foreign_samples.KINDS)
 @pytest.mark.parametrize("keep", [0.98, 0.5, 0.01])
 def test_a_file_that_was_cut_short_is_an_error_of_ours(
-    kind: str, keep: float, samples: dict[str, pathlib.Path], tmp_path: pathlib.Path
+    kind: str, keep: float, samples: dict[str, Path], tmp_path: Path
 ) -> None:
     path = tmp_path / samples[kind].name
     (shutil.copytree if samples[kind].is_dir() else shutil.copy)(samples[kind], path)
@@ -296,7 +284,7 @@ def test_a_file_that_was_cut_short_is_an_error_of_ours(
 
 
 def test_a_flipped_byte_anywhere_never_raises_anything_but_our_errors(
-    samples: dict[str, pathlib.Path], tmp_path: pathlib.Path, rng: Any
+    samples: dict[str, Path], tmp_path: Path, rng: Any
 ) -> None:
     state = {"a": torch.arange(6.0), "s": [1, "x", b"y"], "d": {"k": torch.ones(2, 3).t()}}
     torch.save(state, tmp_path / "a.pt")
@@ -318,7 +306,7 @@ def test_a_flipped_byte_anywhere_never_raises_anything_but_our_errors(
     ("kind", "checked"), [("torch", "ok"), ("dcp", "ok"), *((k, "") for k in ("legacy", "safetensors", "hf"))]
 )
 def test_verify_finds_a_flipped_byte_by_its_crc_and_says_where_there_is_none(
-    kind: str, checked: bool, samples: dict[str, pathlib.Path], work: Workdir
+    kind: str, checked: bool, samples: dict[str, Path], work: Workdir
 ) -> None:
     verdict = verify_any(str(samples[kind]), FILES)
     assert verdict.state == "ok" and ("no checksums" in verdict.unchecked) == (not checked)
@@ -333,7 +321,7 @@ def test_verify_finds_a_flipped_byte_by_its_crc_and_says_where_there_is_none(
 
 
 @pytest.mark.parametrize("name", [b"archive/data/0", b"archive/data.pkl"])
-def test_verify_finds_an_item_in_which_no_tensor_can_be_found(name: bytes, tmp_path: pathlib.Path) -> None:
+def test_verify_finds_an_item_in_which_no_tensor_can_be_found(name: bytes, tmp_path: Path) -> None:
     """No checksum covers the names in the directory of an archive."""
     foreign_samples.save_dcp({"a": torch.zeros(10), "b": torch.ones(10)}, tmp_path / "d")
     file = tmp_path / "d" / "__0_0.distcp"
@@ -359,20 +347,20 @@ def test_verify_finds_an_item_in_which_no_tensor_can_be_found(name: bytes, tmp_p
         {"__metadata__": {"x": 1}, "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}},
     ],
 )
-def test_a_safetensors_header_that_lies_is_refused(header: dict[str, Any], tmp_path: pathlib.Path) -> None:
+def test_a_safetensors_header_that_lies_is_refused(header: dict[str, Any], tmp_path: Path) -> None:
     text = json.dumps(header).encode()
     (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     with pytest.raises(CorruptCheckpointError):
         asyncckpt.load(tmp_path / "a.safetensors")
 
 
-def test_two_leaves_of_one_name_are_refused(tmp_path: pathlib.Path) -> None:
+def test_two_leaves_of_one_name_are_refused(tmp_path: Path) -> None:
     torch.save({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, tmp_path / "a.pt")
     with pytest.raises(DuplicateNameError):
         asyncckpt.load(tmp_path / "a.pt")
 
 
-def test_a_torchscript_archive_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_torchscript_archive_is_refused(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is deprecated
         torch.jit.save(torch.jit.script(torch.nn.Linear(2, 3)), tmp_path / "a.pt")
@@ -386,7 +374,7 @@ def test_a_torchscript_archive_is_refused(tmp_path: pathlib.Path) -> None:
             asyncckpt.load(tmp_path / name)
 
 
-def test_an_archive_that_was_packed_again_is_refused(tmp_path: pathlib.Path) -> None:
+def test_an_archive_that_was_packed_again_is_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as file, zipfile.ZipFile(tmp_path / "b.pt", "w") as packed:
         for entry in file.infolist():
@@ -395,7 +383,7 @@ def test_an_archive_that_was_packed_again_is_refused(tmp_path: pathlib.Path) -> 
         asyncckpt.load(tmp_path / "b.pt")
 
 
-def test_one_element_that_claims_to_be_terabytes_is_refused_and_smaller_ones_are_read(tmp_path: pathlib.Path) -> None:
+def test_one_element_that_claims_to_be_terabytes_is_refused_and_smaller_ones_are_read(tmp_path: Path) -> None:
     torch.save({"x": torch.ones(1).expand(1 << 45)}, tmp_path / "a")
     with pytest.raises(UnsupportedFormatError, match="repeats"):
         asyncckpt.load(tmp_path / "a")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import builtins
 import collections
-import pathlib
 import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,9 +46,7 @@ protocols = pytest.mark.parametrize("protocol", [2, 4])
 
 @protocols
 @pytest.mark.parametrize("what", KEPT)
-def test_a_value_comes_back_from_the_file_and_from_what_it_becomes(
-    what: str, protocol: int, tmp_path: pathlib.Path
-) -> None:
+def test_a_value_comes_back_from_the_file_and_from_what_it_becomes(what: str, protocol: int, tmp_path: Path) -> None:
     value = KEPT[what]()
     torch.save({"x": value, "t": torch.ones(1)}, tmp_path / "a", pickle_protocol=protocol)
     report = asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="asyncckpt")
@@ -63,7 +61,7 @@ def test_a_value_comes_back_from_the_file_and_from_what_it_becomes(
 
 @protocols
 @pytest.mark.parametrize("name", FACTORIES)
-def test_a_defaultdict_keeps_what_makes_its_missing_values(name: str, protocol: int, tmp_path: pathlib.Path) -> None:
+def test_a_defaultdict_keeps_what_makes_its_missing_values(name: str, protocol: int, tmp_path: Path) -> None:
     factory = getattr(builtins, name) if "." not in name else getattr(collections, name.partition(".")[2])
     torch.save({"x": collections.defaultdict(factory, a=1)}, tmp_path / "a", pickle_protocol=protocol)
     found = asyncckpt.load(tmp_path / "a")["x"]
@@ -71,16 +69,14 @@ def test_a_defaultdict_keeps_what_makes_its_missing_values(name: str, protocol: 
 
 
 @pytest.mark.parametrize("key", [1 << 20_000, (1, 1 << 20_000)], ids=["a number", "a number in a tuple"])
-def test_a_key_of_more_digits_than_python_writes_out_blocks_tensors_behind_it_alone(
-    key: Any, tmp_path: pathlib.Path
-) -> None:
+def test_a_key_of_more_digits_than_python_writes_out_blocks_tensors_behind_it_alone(key: Any, tmp_path: Path) -> None:
     torch.save({"x": {key: 5}, "y": {key: torch.ones(1)}, "t": torch.ones(1)}, tmp_path / "a")
     assert asyncckpt.load(tmp_path / "a", keys=["x", "t"]) == {"x": {key: 5}, "t": torch.ones(1)}
     with pytest.raises(UnsupportedFormatError, match="y: tensor, not read"):
         asyncckpt.load(tmp_path / "a")
 
 
-def test_a_dict_whose_keys_have_no_form_is_one_leaf_also_at_the_top_level(tmp_path: pathlib.Path) -> None:
+def test_a_dict_whose_keys_have_no_form_is_one_leaf_also_at_the_top_level(tmp_path: Path) -> None:
     torch.save({1j: 5, "t": 6}, tmp_path / "plain")
     assert asyncckpt.load(tmp_path / "plain") == {1j: 5, "t": 6}
     torch.save({1j: torch.ones(1), "t": torch.ones(1)}, tmp_path / "tensors")
@@ -93,7 +89,7 @@ def test_a_dict_whose_keys_have_no_form_is_one_leaf_also_at_the_top_level(tmp_pa
 
 @protocols
 @pytest.mark.parametrize("what", UNREAD)
-def test_a_value_that_is_not_read_blocks_itself_alone(what: str, protocol: int, tmp_path: pathlib.Path) -> None:
+def test_a_value_that_is_not_read_blocks_itself_alone(what: str, protocol: int, tmp_path: Path) -> None:
     torch.save({"x": UNREAD[what](), "t": torch.ones(1)}, tmp_path / "a", pickle_protocol=protocol)
     with pytest.raises(UnsupportedFormatError, match="numpy scalar"):
         asyncckpt.load(tmp_path / "a")
@@ -104,7 +100,7 @@ def test_a_value_that_is_not_read_blocks_itself_alone(what: str, protocol: int, 
 
 
 @pytest.mark.parametrize("name", [b"npu", b"cuda"])
-def test_a_device_that_this_torch_may_lack_blocks_itself_alone(name: bytes, tmp_path: pathlib.Path) -> None:
+def test_a_device_that_this_torch_may_lack_blocks_itself_alone(name: bytes, tmp_path: Path) -> None:
     torch.save({"x": torch.device("cpu:1"), "t": torch.ones(1)}, tmp_path / "a", pickle_protocol=2)
     data = (tmp_path / "a").read_bytes()
     place = data.index(b"cdevice") if b"cdevice" in data else data.index(b"device")
@@ -123,7 +119,7 @@ def _pickle_of(archive: bytes) -> bytes:
     return archive[start : archive.index(b"PK\x07\x08", start)]
 
 
-def test_arrays_that_are_one_stay_one(tmp_path: pathlib.Path) -> None:
+def test_arrays_that_are_one_stay_one(tmp_path: Path) -> None:
     array = np.arange(5)
     torch.save({"a": array, "b": array, "c": array.copy()}, tmp_path / "a")
     asyncckpt.convert(tmp_path / "a", tmp_path / "b", to="asyncckpt")
