@@ -48,10 +48,10 @@ def test_a_short_demo_holds_from_end_to_end(
 def test_what_keeps_it_from_running_is_named_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(demo, "_play", lambda directory, environment: pytest.fail("it began"))
     (tmp_path / "used" / "crashed").mkdir(parents=True)
     assert demo.run(argparse.Namespace(dir=str(tmp_path / "used"))) == 1
     assert "exists already" in capsys.readouterr().err
+    monkeypatch.setattr(demo, "_play", lambda directory, environment: pytest.fail("it began"))
     monkeypatch.setattr(demo, "NEEDED_NBYTES", 1 << 60)
     assert demo.run(argparse.Namespace(dir=str(tmp_path))) == 1
     out, err = capsys.readouterr()
@@ -85,10 +85,10 @@ def failed_check(line: str) -> None:
 @pytest.mark.parametrize(
     ("code", "on_line", "match"),
     [
-        ("import time; time.sleep(600)", None, r"longer than 1\.5 s, and was killed"),
-        ("import time; print('weights', flush=True); time.sleep(600)", None, r"longer than 1\.5 s, and was killed"),
+        ("import time; time.sleep(600)", print, r"longer than 1\.5 s, and was killed"),
+        ("import time; print('weights', flush=True); time.sleep(600)", print, r"longer than 1\.5 s, and was killed"),
         ("import time; print('weights', flush=True); time.sleep(600)", failed_check, "weights"),
-        ("raise SystemExit('the reason')", None, "ended with 1"),
+        ("raise SystemExit('the reason')", print, "ended with 1"),
     ],
 )
 def test_a_training_that_hangs_or_fails_is_ended_and_shows_what_it_said(

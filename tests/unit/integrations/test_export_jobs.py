@@ -47,11 +47,6 @@ def staged(root: Path, target: str = "one", *, committed: bool = True) -> Export
     return job
 
 
-def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
-    job = staged(tmp_path)
-    assert read_job(job.path) == job and jobs_in(os.path.dirname(job.path)) == [job]
-
-
 def test_a_directory_that_was_moved_with_its_jobs_leads_to_itself_only(tmp_path: Path) -> None:
     staged(tmp_path / "a")
     os.rename(tmp_path / "a", tmp_path / "b")
@@ -104,12 +99,6 @@ def test_one_that_fails_stays_and_the_start_goes_on(
     monkeypatch.setattr("asyncckpt.integrations._export.export", broken)
     assert finish_exports(os.path.dirname(job.path), timeout_s=1.0) == []
     assert "a plan that makes no sense" in caplog.text and job.is_committed and job.is_open
-
-
-def test_one_that_was_never_committed_is_removed(tmp_path: Path) -> None:
-    job = staged(tmp_path, committed=False)
-    assert finish_exports(os.path.dirname(job.path), timeout_s=1.0) == []
-    assert os.listdir(tmp_path) == []
 
 
 def test_one_that_its_exporter_has_not_begun_with_is_left_to_it_and_removed_when_the_exporter_is_killed(

@@ -18,7 +18,7 @@ import json, pathlib, sys, threading
 import torch
 import asyncckpt
 
-root, kinds = Path(sys.argv[1]), sys.argv[2:]
+root, kinds = pathlib.Path(sys.argv[1]), sys.argv[2:]
 torch.save({"model": {f"w{n}": torch.ones(30, 100) for n in range(8)}, "step": 3, "lr": [0.1, 2]}, root / "torch")
 for kind in kinds:
     if kind != "torch":

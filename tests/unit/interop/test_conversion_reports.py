@@ -84,6 +84,7 @@ SAID: dict[str, tuple[Any, tuple[str, ...], dict[str, Any], set[str]]] = {
         {"partial": True},
         {"lists that lack members became dicts of texts of their numbers: l"},
     ),
+    "slices in a list of ours": ({"l": [X, slice(1, 2), Y]}, ("asyncckpt",), {"partial": True}, set()),
     "a list that is a file": (
         [X, Y, Z],
         ("torch",),
