@@ -10,6 +10,9 @@ import sys
 import sysconfig
 from collections.abc import Mapping
 
+import pytest
+from command_calls import Command
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -38,3 +41,14 @@ def run(command: list[str], directory: pathlib.Path, environ: Mapping[str, str],
     )
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout
+
+
+def commands_answer(command: Command, lines: list[str], directory: pathlib.Path, environ: Mapping[str, str]) -> None:
+    """Call each `asyncckpt ...` in a directory, in this process; all must go well."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(directory)
+        patched.setenv("ASYNCCKPT_JOB", environ["ASYNCCKPT_JOB"])
+        for line in lines:
+            program, *words = line.removeprefix("$ ").split()
+            code, out, err = command(*words)
+            assert (program, code) == ("asyncckpt", 0), f"{line}: {out}{err}"

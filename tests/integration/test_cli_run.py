@@ -436,12 +436,6 @@ def test_a_signal_while_the_worker_starts_ends_it(environment: dict[str, str], t
 # ---- the other way to start one
 
 
-def test_worker_start_takes_the_options_of_the_command(environment: dict[str, str], endpoint: str) -> None:
-    command = [sys.executable, "-m", "asyncckpt", "worker", "start", "--endpoint", endpoint, "--idle-exit-s", "0.05"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0 and "idle" in done.stderr, done.stderr
-
-
 def test_a_directory_that_is_called_like_the_package_hides_no_worker(
     environment: dict[str, str], endpoint: str, tmp_path: Path
 ) -> None:

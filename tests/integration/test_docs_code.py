@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -16,7 +15,8 @@ from pathlib import Path
 
 import documented_code
 import pytest
-from documented_code import ROOT, blocks, run
+from command_calls import Command
+from documented_code import ROOT, blocks, commands_answer, run
 
 LIGHTNING = """
 import lightning, torch
@@ -66,7 +66,9 @@ def environment(_leak_guard: object) -> Iterator[dict[str, str]]:
     subprocess.run(drain, env=found, capture_output=True, timeout=60, check=False)
 
 
-def test_quickstart_concepts_and_what_comes_from_dcp_run(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_quickstart_concepts_and_what_comes_from_dcp_run(
+    tmp_path: Path, environment: dict[str, str], command: Command
+) -> None:
     first, *others = blocks("quickstart")
     pages = ("concepts", "migration/dcp", "migration/torch_checkpointing")
     code = [first, first, "assert step == 30", *others, *(block for page in pages for block in blocks(page))]
@@ -77,10 +79,8 @@ def test_quickstart_concepts_and_what_comes_from_dcp_run(tmp_path: Path, environ
     quick = {"quick/step-10", "quick/step-20", "quick/step-30"}
     managed = {"managed/step-00000020", "managed/step-00000030"}
     assert made == quick | managed | {"concepts/step-1", "new/step-200", "both/step-200", "here/step-100"}
-    if shutil.which("asyncckpt", path=environment["PATH"]) is None:
-        pytest.skip("the package is not installed, so there are no commands")
-    for line in "".join(blocks("quickstart", "console")).splitlines():
-        run(line.removeprefix("$ ").split(), tmp_path, environment)
+    lines = "".join(blocks("quickstart", "console")).splitlines()
+    commands_answer(command, lines, tmp_path, environment)
 
 
 def test_the_examples_in_docstrings_run(tmp_path: Path, environment: dict[str, str]) -> None:
@@ -91,7 +91,9 @@ def test_the_examples_in_docstrings_run(tmp_path: Path, environment: dict[str, s
         run([sys.executable, "-c", code], tmp_path / str(number), environment)
 
 
-def test_the_guides_for_one_process_run_one_after_the_other(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_the_guides_for_one_process_run_one_after_the_other(
+    tmp_path: Path, environment: dict[str, str], command: Command
+) -> None:
     pages = ("saving", "resuming", "overlap", "manager", "dcp")
     code = [block for page in pages for block in blocks(f"guides/{page}")]
     assert len(code) == 8
@@ -103,10 +105,8 @@ def test_the_guides_for_one_process_run_one_after_the_other(tmp_path: Path, envi
         *(f"managed/step-{step:08d}" for step in (100, 200, 300)),
         *("overlap/step-10", "overlap/step-20", "dcp/step-300"),
     }
-    if shutil.which("asyncckpt", path=environment["PATH"]) is None:
-        pytest.skip("the package is not installed, so there are no commands")
-    for line in "".join(blocks("guides/converting", "console")).splitlines():
-        run(line.removeprefix("$ ").split(), tmp_path, environment)
+    lines = "".join(blocks("guides/converting", "console")).splitlines()
+    commands_answer(command, lines, tmp_path, environment)
 
 
 def test_what_comes_from_torch_checkpointing_is_what_its_page_says(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from overlapping import Gate
 from real_worker import DEADLINE_S, RealWorker, manifest_of, wait_until
 from storage_samples import flip_byte, shard_paths
 from worker_here import Here
@@ -488,23 +487,6 @@ def test_after_the_signal_the_last_save_is_staged_and_the_worker_finishes_it(
         managed.close()
     assert signal.getsignal(signal.SIGUSR1) is before
     wait_until(lambda: asyncckpt.latest_checkpoint(root) == str(root / "step-00000003"), "the worker has finished it")
-
-
-def test_what_is_not_staged_within_the_grace_is_said(
-    checkpointer: AsyncCheckpointer, tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = torch.nn.Linear(100, 100)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    checkpointer.attach(optimizer)
-    with CheckpointManager(tmp_path, checkpointer=checkpointer, preemption_signal=(), grace_s=0.2) as managed:
-        managed.preempt()
-        assert managed.reached_preemption(1)
-        handle = managed.save(1, {"model": model})
-        assert handle is not None and not handle.staged.done()
-        assert "step 1 was not staged within the grace time of 0.2 s" in caplog.text
-        gate.open()
-        handle.written.result(DEADLINE_S)
-    checkpointer.detach()
 
 
 def test_nobody_told_to_stop_never_stops(manager: Managers) -> None:

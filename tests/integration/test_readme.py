@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 from pathlib import Path
 
-import pytest
-from documented_code import README, ROOT, blocks_in, environment, run
+from command_calls import Command
+from documented_code import README, ROOT, blocks_in, commands_answer, environment, run
 
 
 def test_it_is_short_and_shows_code_early() -> None:
@@ -39,10 +38,8 @@ def test_the_table_of_figures_is_explained_where_it_stands() -> None:
     assert len(re.findall(r"^\| \S", table.partition("<!-- end -->")[0], re.MULTILINE)) == 6  # a head and five rows
 
 
-def test_python_block_saves_resumes_and_the_commands_answer(tmp_path: Path) -> None:
+def test_python_block_saves_resumes_and_the_commands_answer(tmp_path: Path, command: Command) -> None:
     environ = environment("readme")
-    if shutil.which("asyncckpt", path=environ["PATH"]) is None:
-        pytest.skip("the package is not installed, so there are no commands")
     code = "\n".join(blocks_in(README, "python"))  # a training, and the same with a manager
     table = README.partition("\n## Commands\n")[2].partition("\n## ")[0]
     commands = re.findall(r"`(asyncckpt [^`]+)`", table)
@@ -53,8 +50,7 @@ def test_python_block_saves_resumes_and_the_commands_answer(tmp_path: Path) -> N
     assert (tmp_path / "runs/managed/step-00000600/manifest.json").exists()
     run([sys.executable, "-c", code], tmp_path, environ)  # both resume
     assert (tmp_path / "runs/managed/step-00000900/manifest.json").exists()
-    for command in commands:
-        run(command.split(), tmp_path, environ)
+    commands_answer(command, commands, tmp_path, environ)
 
 
 def test_every_shell_block_runs_in_a_test_and_every_target_is_there() -> None:

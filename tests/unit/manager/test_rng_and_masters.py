@@ -107,21 +107,6 @@ def mixed(seed: int, *, saves_masters: bool) -> tuple[torch.nn.Parameter, MixedP
     return weight, MixedPrecision([weight], saves_masters=saves_masters)
 
 
-def test_without_masters_in_the_checkpoint_the_next_step_is_as_if_it_began_with_these_weights() -> None:
-    weight, optimizer = mixed(0, saves_masters=False)
-    twin, never_interrupted = mixed(0, saves_masters=False)
-    other, restored = mixed(1, saves_masters=False)
-    masters = MasterParams([restored, 3, None])
-    restored.load_state_dict(optimizer.state_dict())
-    other.data.copy_(weight)
-    assert masters.refresh() == 1
-    restored.step()
-    never_interrupted.step()
-    assert torch.equal(other, twin), "the first step after the load undoes it"
-    optimizer.step()
-    assert torch.equal(weight, twin)
-
-
 def test_masters_that_were_loaded_stay_to_the_last_bit() -> None:
     weight, optimizer = mixed(0, saves_masters=True)
     for _ in range(3):
@@ -171,16 +156,6 @@ def test_each_known_form_of_masters_is_understood_and_those_that_are_spared_stay
     assert len(master_pairs(optimizer)) == 1
     assert refresh_master_params(optimizer, but=[master]) == 0 and torch.equal(master, torch.zeros(3))
     assert refresh_master_params(optimizer) == 1 and torch.equal(master, torch.ones(3))
-
-
-def test_parameters_that_a_load_does_not_reach_are_counted() -> None:
-    """The usual home-made mixed precision: the optimizer has only the copies, and a checkpoint has none of them."""
-    model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
-    copies = [one.detach().clone().float() for one in model.parameters()]
-    home_made, usual = torch.optim.SGD(copies, lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
-    both = [MasterParams([model, one]) for one in (home_made, usual)]
-    model.load_state_dict({name: torch.ones_like(one) for name, one in model.state_dict().items()})
-    assert [one.untouched() for one in both] == [2, 0]
 
 
 def test_a_plain_optimizer_keeps_none() -> None:
