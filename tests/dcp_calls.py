@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,3 +56,21 @@ def erased(value: Any) -> Any:
 def reason(error: CheckpointException) -> BaseException:
     """Return what went wrong on the first rank that failed."""
     return error.failures[min(error.failures)][0]
+
+
+def failed_save(state: dict[str, Any], writer: Any, **options: Any) -> Any:
+    """Save, and return what it fails with."""
+    return _failure(lambda: save(state, writer, **options))
+
+
+def failed_load(state: dict[str, Any], reader: Any, **options: Any) -> Any:
+    """Load, and return what it fails with."""
+    return _failure(lambda: load(state, reader, **options))
+
+
+def _failure(call: Callable[[], Any]) -> BaseException:
+    try:
+        call()
+    except CheckpointException as error:
+        return reason(error)
+    raise AssertionError("it did not fail")

@@ -49,7 +49,7 @@ DEVICES: Group = {
 """tests/unit/staging/test_staging_device_points.py."""
 
 COMPARED: Group = {mode: ("device: samples fetched",) for mode in ("blocking", "overlap", "device")}
-"""tests/unit/staging/test_staging_samples.py."""
+"""tests/unit/staging/test_staging_device_points.py."""
 
 RANKS: Group = {
     "first save": ("ranks: meeting", "ranks: introduced", "ranks: exchanged", "ranks: linked", "ranks: agreed"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pathlib
 import pickle
 import random
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -115,13 +115,6 @@ def test_small_tensors_are_copied_before_save_returns_large_ones_behind_it(
     assert checkpointer.save({"small": small.detach()}, tmp_path / "b").staged.done()
 
 
-def test_blocking_stays_blocking_with_an_optimizer_attached(shared_worker: RealWorker, tmp_path: pathlib.Path) -> None:
-    model, optimizer = linear()
-    with AsyncCheckpointer(endpoint=shared_worker.endpoint, staging="blocking") as checkpointer:
-        checkpointer.attach(optimizer)
-        assert checkpointer.save(state_of(model, optimizer), tmp_path / "a").staged.done()
-
-
 def test_overlap_by_name_copies_everything_later_and_the_fence_says_when(
     shared_worker: RealWorker, tmp_path: pathlib.Path, gate: Gate
 ) -> None:
@@ -139,52 +132,17 @@ def test_overlap_by_name_copies_everything_later_and_the_fence_says_when(
     states.assert_same(asyncckpt.load(tmp_path / "a"), expected)
 
 
-def test_what_no_optimizer_owns_is_copied_before_save_returns(
-    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, gate: Gate
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_every_leaf_that_is_copied_behind_the_training_comes_back_bit_for_bit(
+    shared_worker: RealWorker, tmp_path: pathlib.Path, gate: Gate
 ) -> None:
-    model, optimizer = linear()
-    other, other_optimizer = linear()
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)  # in param_groups, but nothing the optimizer owns
-    checkpointer.attach(optimizer)
-    rng = torch.get_rng_state()
-    state = {**state_of(model, optimizer), "other": state_of(other, other_optimizer), "rng": rng, "log": [1, {"x": 2}]}
-    expected = frozen(state)
-    handle = checkpointer.save(state, tmp_path / "a")
-    optimizer.param_groups[0]["lr"].fill_(7.0)
-    model(torch.randn(8, 64))  # the batch norm's statistics and counter
-    backward(other)
-    other_optimizer.step()
-    rng.fill_(3)
-    state["log"].append("later")
-    state["log"][1]["x"] = 3
-    assert not handle.staged.done()
-    gate.open()
-    written(handle)
-    states.assert_same(asyncckpt.load(tmp_path / "a"), expected)
-
-
-def test_state_that_comes_with_the_first_step_and_new_groups_are_owned(
-    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, gate: Gate
-) -> None:
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.Adam(model.parameters())
-    checkpointer.attach(optimizer)
-    gate.open()
-    written(checkpointer.save(state_of(model, optimizer), tmp_path / "empty"))
-    backward(model)
-    optimizer.step()
-    added = torch.nn.Linear(4, 4)
-    optimizer.add_param_group({"params": added.parameters()})
-    backward(added)
-    optimizer.step()
-    gate.close()
-    handle = checkpointer.save(state_of(model, optimizer, added=added.state_dict()), tmp_path / "a")
-    assert gate.reached.wait(DEADLINE_S)
-    (slot,) = slots_of(checkpointer)
-    _, rest = slot.views.split(slot.views._split[0])
-    assert len(rest.small) == 4 + 4 * 3, "four parameters, and three tensors of state for each"
-    gate.open()
-    written(handle)
+    state = states.every_leaf()
+    with AsyncCheckpointer(endpoint=shared_worker.endpoint, staging="overlap") as checkpointer:
+        handle = checkpointer.save(state, tmp_path / "a")
+        assert gate.reached.wait(DEADLINE_S) and not handle.staged.done()
+        gate.open()
+        written(handle)
+    states.assert_same(asyncckpt.load(tmp_path / "a"), state)
 
 
 # ---- what waits
@@ -197,130 +155,242 @@ class Twice(torch.optim.AdamW):
         return super().step(closure)
 
 
-def stepped(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
+class Wrapper(torch.optim.Optimizer):
+    """As some frameworks wrap optimizers: `Optimizer.__init__()` never runs."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
 
 
-def stepped_by_a_scaler(optimizer: torch.optim.Optimizer) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.zeros(()))
-    scaler.step(optimizer)
+class Changed:
+    """Attached, with a state and a change of it: each method makes another one and returns what does the change.
 
+    Attributes:
+        state: What is saved.
+        at_once: The most tensors of it that are copied before `save()` returns; None: any number.
+    """
 
-def stepped_beside_a_schedule(optimizer: torch.optim.Optimizer) -> None:
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    optimizer.step()
-    schedule.step()
+    def __init__(self, checkpointer: AsyncCheckpointer, path: pathlib.Path) -> None:
+        self.checkpointer, self.path = checkpointer, path
+        self.at_once: int | None = None
 
+    def attached(
+        self, kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, **options: Any
+    ) -> torch.optim.Optimizer:
+        """Make a model and an attached optimizer with state."""
+        self.model = torch.nn.Linear(8, 8)
+        optimizer = kind(self.model.parameters(), **{"lr": 0.1, **options})
+        for _ in range(2):
+            backward(self.model)
+            optimizer.step()
+        self.checkpointer.attach(optimizer, optimizer, self.model)
+        self.state = state_of(self.model, optimizer)
+        return optimizer
 
-def stepped_when_compiled(optimizer: torch.optim.Optimizer) -> None:
-    def train_step() -> None:
+    def adamw(self) -> Any:
+        return self.attached().step
+
+    def adamw_fused(self) -> Any:
+        return self.attached(fused=True).step
+
+    def adamw_foreach(self) -> Any:
+        return self.attached(foreach=True).step
+
+    def sgd(self) -> Any:
+        return self.attached(torch.optim.SGD, momentum=0.9).step
+
+    def hooks_that_fire_twice(self) -> Any:
+        return self.attached(Twice).step
+
+    def a_scaler(self) -> Any:
+        optimizer, scaler = self.attached(), torch.amp.GradScaler("cpu")
+        scaler.scale(torch.zeros(()))
+        return lambda: scaler.step(optimizer)
+
+    def a_schedule(self) -> Any:
+        optimizer = self.attached()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return lambda: [optimizer.step(), schedule.step()]
+
+    def compiled(self, **options: Any) -> Any:
+        optimizer = self.attached(**options)
+
+        def train_step() -> None:
+            optimizer.step()
+
+        return torch.compile(train_step, backend="eager")
+
+    def compiled_and_fused(self) -> Any:
+        return self.compiled(fused=True)
+
+    def lbfgs(self) -> Any:
+        """Its state has lists of tensors."""
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=4)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 8)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+        self.checkpointer.attach(optimizer)
+        self.state = state_of(model, optimizer)
+        return lambda: optimizer.step(closure)  # type: ignore[arg-type]
+
+    def inside_of_a_wrapper(self) -> Any:
+        return Wrapper(self.attached()).step
+
+    def a_shallow_copy(self) -> Any:
+        self.optimizer = self.attached(fused=True)
+        other = copy.copy(self.optimizer)
+        assert not other._optimizer_step_pre_hooks
+        return other.step
+
+    def a_shallow_copy_of_one_that_is_gone(self) -> Any:
+        optimizer = self.attached(fused=True)
+
+        def step() -> None:  # after the save
+            nonlocal optimizer
+            other = copy.copy(optimizer)
+            del optimizer
+            gc.collect()
+            other.step()
+
+        return step
+
+    def another_optimizer_of_the_same_parameters(self) -> Any:
+        self.optimizer = self.attached()
+        other = torch.optim.AdamW(self.model.parameters(), lr=0.1, fused=True)
+        backward(self.model)
+        return other.step
+
+    def the_optimizer_s_load_state_dict(self) -> Any:
+        optimizer = self.attached()
+        state = copy.deepcopy(optimizer.state_dict())
+        return lambda: optimizer.load_state_dict(state)
+
+    def the_module_s_load_state_dict(self) -> Any:
+        self.optimizer = self.attached()
+        return lambda: self.model.load_state_dict({k: torch.zeros_like(v) for k, v in self.state["model"].items()})
+
+    def a_submodule_s_load_state_dict(self) -> Any:
+        self.model, self.optimizer = linear()
+        self.checkpointer.attach(self.optimizer, self.model)
+        self.state = state_of(self.model, self.optimizer)
+        part = self.model.get_submodule("0")
+        return lambda: part.load_state_dict({"weight": torch.ones(64, 64), "bias": torch.ones(64)})
+
+    def a_load_into_the_tensors(self) -> Any:
+        self.optimizer = self.attached()
+        with asyncckpt.SyncCheckpointer() as other:
+            other.save({"model": {k: torch.zeros_like(v) for k, v in self.state["model"].items()}}, self.path)
+        return lambda: self.checkpointer.load(self.path, {"model": self.model.state_dict()})
+
+    def state_and_groups_that_come_later(self) -> Any:
+        model, added = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        optimizer = torch.optim.Adam(model.parameters())
+        self.checkpointer.attach(optimizer)
+        optimizer.add_param_group({"params": added.parameters()})
+        for one in (model, added):
+            backward(one)
         optimizer.step()
+        self.state, self.at_once = state_of(model, optimizer, added=added.state_dict()), 0
+        return optimizer.step
 
-    torch.compile(train_step, backend="eager")()
-
-
-def loaded(optimizer: torch.optim.Optimizer) -> None:
-    state = copy.deepcopy(optimizer.state_dict())
-    optimizer.load_state_dict(state)
-
-
-def trained(kind: type[torch.optim.Optimizer], **options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = torch.nn.Linear(8, 8)
-    optimizer = kind(model.parameters(), lr=0.1, **options)
-    for _ in range(2):
+    def lazy_modules(self) -> Any:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LazyLinear(3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.checkpointer.attach(optimizer, model)
         backward(model)
+        self.state, self.at_once = state_of(model, optimizer), 0
+        return optimizer.step
+
+    def ties_and_views(self) -> Any:
+        flat = torch.nn.Parameter(torch.arange(100_000.0))
+        optimizer = torch.optim.SGD([flat], lr=1.0)
+        flat.grad = torch.ones_like(flat)
+        self.checkpointer.attach(optimizer)
+        row = flat.detach().view(100, 1000)[7]
+        self.state, self.at_once = (
+            {"flat": flat.detach(), "again": flat.detach(), "row": row, "data": flat.data[5:9]},
+            0,
+        )
+        return optimizer.step
+
+    def flat_and_tied_weights(self) -> Any:
+        model = torch.nn.Module()
+        model.embedding, model.rnn, model.head = (
+            torch.nn.Embedding(9, 30),
+            torch.nn.LSTM(30, 30),
+            torch.nn.Linear(30, 9),
+        )
+        model.head.weight = model.embedding.weight
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    return model, optimizer
+        self.checkpointer.attach(optimizer)
+        self.state, self.at_once = state_of(model, optimizer), 0
+        return optimizer.step
+
+    def state_of_every_dtype_and_layout(self) -> Any:
+        weight, flat = torch.nn.Parameter(torch.randn(300, 700).t()), torch.arange(1000.0)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        optimizer.state[weight] = {
+            **{str(dtype): states.tensor_of(dtype, (7, 300), 5) for dtype in states.ALL_DTYPES},
+            "transposed": torch.randn(400, 300).t(),
+            "strided": torch.randn(400, 300)[::2, 1::3],
+            "expanded": torch.arange(3.0).expand(4, 3),
+            "zero_dim": torch.tensor(3, dtype=torch.int64),
+            "empty": torch.empty(0, 4),  # it has no memory, and so no owner
+            "overlapping": [flat[:600], flat[400:]],
+            "same": [flat, flat],
+        }
+        self.checkpointer.attach(optimizer)
+        weight.grad = torch.ones_like(weight)
+        self.state, self.at_once = {"w": weight.detach(), "optim": optimizer.state_dict()}, 1
+        return optimizer.step
+
+
+CHANGES = [name for name in vars(Changed) if name != "attached" and not name.startswith("_")]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")  # the compiler's own
-@pytest.mark.parametrize(
-    ("kind", "options", "change"),
-    [
-        (torch.optim.AdamW, {}, stepped),
-        (torch.optim.AdamW, {"fused": True}, stepped),
-        (torch.optim.AdamW, {"foreach": True}, stepped),
-        (torch.optim.SGD, {"momentum": 0.9}, stepped),
-        (Twice, {}, stepped),
-        (torch.optim.AdamW, {}, stepped_by_a_scaler),
-        (torch.optim.AdamW, {}, stepped_beside_a_schedule),
-        (torch.optim.AdamW, {}, stepped_when_compiled),
-        (torch.optim.AdamW, {"fused": True}, stepped_when_compiled),
-        (torch.optim.AdamW, {}, loaded),
-    ],
-)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+@pytest.mark.parametrize("by", CHANGES)
 def test_a_change_by_the_optimizer_waits_for_the_copies(
-    checkpointer: AsyncCheckpointer,
-    tmp_path: pathlib.Path,
-    gate: Gate,
-    kind: type[torch.optim.Optimizer],
-    options: dict[str, Any],
-    change: Callable[[torch.optim.Optimizer], None],
+    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, gate: Gate, by: str
 ) -> None:
-    model, optimizer = trained(kind, **options)
-    checkpointer.attach(optimizer, optimizer)
-    state = state_of(model, optimizer)
-    expected = frozen(state)
-    handle = checkpointer.save(state, tmp_path / "a")
-    with gate.held_back(lambda: change(optimizer)):
-        states.assert_same(frozen(state), expected)
+    changed = Changed(checkpointer, tmp_path / "other")
+    change = getattr(changed, by)()
+    expected = frozen(changed.state)
+    handle = checkpointer.save(changed.state, tmp_path / "a")
+    assert gate.reached.wait(DEADLINE_S)
+    (slot,) = slots_of(checkpointer)
+    now, _ = slot.views.split(slot.views._split[0])
+    assert changed.at_once is None or len(now.large) + len(now.small) <= changed.at_once
+    with gate.held_back(change):
+        states.assert_same(frozen(changed.state), expected)
         assert not handle.staged.done()
     assert handle.staged.done()
     written(handle)
     states.assert_same(asyncckpt.load(tmp_path / "a"), expected)
 
 
-def test_lbfgs_waits_and_its_lists_of_tensors_are_owned(
-    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, gate: Gate
-) -> None:
-    model = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=4)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.ones(4, 8)).square().mean()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)  # type: ignore[arg-type]
-    checkpointer.attach(optimizer)
-    state = state_of(model, optimizer)
-    expected = frozen(state)
-    handle = checkpointer.save(state, tmp_path / "a")
-    with gate.held_back(lambda: optimizer.step(closure)):  # type: ignore[arg-type]
-        assert not handle.staged.done()
-    written(handle)
-    states.assert_same(asyncckpt.load(tmp_path / "a"), expected)
-
-
-def test_loading_into_an_attached_module_and_into_a_state_dict_waits(
+def test_forward_backward_zero_grad_and_other_optimizers_wait_for_nothing(
     checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, gate: Gate
 ) -> None:
     model, optimizer = linear()
-    gate.open()
-    checkpointer.attach(optimizer, model)
-    written(checkpointer.save({"model": model.state_dict()}, tmp_path / "before"))
-    loaders: list[Callable[[], Any]] = [
-        lambda: model.load_state_dict({k: torch.zeros_like(v) for k, v in model.state_dict().items()}),
-        lambda: model.get_submodule("0").load_state_dict({"weight": torch.ones(64, 64), "bias": torch.ones(64)}),
-        lambda: checkpointer.load(tmp_path / "before", {"model": model.state_dict()}),
-    ]
-    for n, load in enumerate(loaders):
-        state = state_of(model, optimizer)
-        expected = frozen(state)
-        gate.close()
-        handle = checkpointer.save(state, tmp_path / str(n))
-        with gate.held_back(load):
-            assert not handle.staged.done()
-        written(handle)
-        states.assert_same(asyncckpt.load(tmp_path / str(n)), expected)
-
-
-def test_forward_backward_and_zero_grad_wait_for_nothing(
-    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, gate: Gate
-) -> None:
-    model, optimizer = linear()
+    other_model, other = linear()
     checkpointer.attach(optimizer)
     state = state_of(model, optimizer)
     expected = frozen(state)
@@ -328,6 +398,8 @@ def test_forward_backward_and_zero_grad_wait_for_nothing(
     optimizer.zero_grad()
     backward(model)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    backward(other_model)
+    other.step()
     assert not gate.waited.is_set()
     assert not handle.staged.done()
     gate.open()
@@ -335,43 +407,55 @@ def test_forward_backward_and_zero_grad_wait_for_nothing(
     states.assert_same(asyncckpt.load(tmp_path / "a"), expected)
 
 
+def assert_no_hooks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_load_state_dict_pre_hooks
+    assert not any(m._load_state_dict_pre_hooks for m in model.modules())
+
+
 def test_detaching_waits_and_leaves_no_hook(
     checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, gate: Gate
 ) -> None:
     model, optimizer = linear()
-    checkpointer.attach(optimizer, model)
+    checkpointer.attach(optimizer, model, model)
+    checkpointer.attach(model.get_submodule("0"), torch.nn.Sequential(model))
     handle = checkpointer.save(state_of(model, optimizer), tmp_path / "a")
     with gate.held_back(checkpointer.detach):
         assert not handle.staged.done()
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not optimizer._optimizer_load_state_dict_pre_hooks
-    assert not any(m._load_state_dict_pre_hooks for m in model.modules())
+    assert_no_hooks(model, optimizer)
     checkpointer.detach()
     written(handle)
 
 
-def test_closing_takes_the_hooks_away_and_an_attached_optimizer_can_be_copied_and_dropped(
+def test_what_is_attached_can_be_copied_and_pickled_and_has_no_hooks_once_it_is_closed(
     shared_worker: RealWorker, tmp_path: pathlib.Path
 ) -> None:
     model, optimizer = linear()
     with AsyncCheckpointer(endpoint=shared_worker.endpoint) as checkpointer:
-        checkpointer.attach(optimizer)
-        copied = copy.deepcopy(optimizer)
-        pickled = pickle.loads(pickle.dumps(optimizer))
-        for other in (copied, pickled):
+        checkpointer.attach(optimizer, model)
+        copied = [copy.deepcopy(model), copy.deepcopy(optimizer)]
+        for other_model, other in (
+            copied,
+            copy.deepcopy((model, optimizer)),
+            pickle.loads(pickle.dumps((model, optimizer))),
+        ):
             assert not other._optimizer_step_pre_hooks
+            other_model.load_state_dict(model.state_dict())
+            other.load_state_dict(optimizer.state_dict())
         written(checkpointer.save(state_of(model, optimizer), tmp_path / "a"))
-    assert not optimizer._optimizer_step_pre_hooks
+    assert_no_hooks(model, optimizer)
     backward(model)
     optimizer.step()
 
 
-@pytest.mark.parametrize("wrong", [3, None, torch.zeros(1), torch.nn.Linear])
+@pytest.mark.parametrize("wrong", [3, None, torch.zeros(1), torch.nn.Linear, Wrapper])
 def test_only_optimizers_and_modules_can_be_attached(checkpointer: AsyncCheckpointer, wrong: Any) -> None:
-    _, optimizer = linear()
-    with pytest.raises(ConfigError, match="attach"):
-        checkpointer.attach(optimizer, wrong)
-    assert not optimizer._optimizer_step_pre_hooks, "all or none"
+    model, optimizer = linear()
+    is_wrapper = wrong is Wrapper
+    with pytest.raises(ConfigError, match=r"Wrapper .* attach the one inside" if is_wrapper else "attach") as caught:
+        checkpointer.attach(model, optimizer, Wrapper(optimizer) if is_wrapper else wrong)
+    assert caught.value.field == "attach"
+    assert_no_hooks(model, optimizer)  # all or none
 
 
 # ---- point in time
@@ -397,25 +481,6 @@ def test_a_second_save_waits_its_turn_and_both_are_right(
     assert order == [1, 2]
     states.assert_same(asyncckpt.load(tmp_path / "1"), expected)
     states.assert_same(asyncckpt.load(tmp_path / "2"), {**expected, "note": "second"})
-
-
-def test_ties_and_views_of_owned_tensors_are_owned(
-    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, gate: Gate
-) -> None:
-    flat = torch.nn.Parameter(torch.arange(100_000.0))
-    optimizer = torch.optim.SGD([flat], lr=1.0)
-    checkpointer.attach(optimizer)
-    state = {"flat": flat, "again": flat.detach(), "row": flat.detach().view(100, 1000)[7], "data": flat.data[5:9]}
-    expected = frozen({k: v.detach() for k, v in state.items()})
-    handle = checkpointer.save(state, tmp_path / "a")
-    (slot,) = slots_of(checkpointer)
-    now, _ = slot.views.split(slot.views._split[0])
-    assert not now.large and not now.small
-    flat.grad = torch.ones_like(flat)
-    with gate.held_back(optimizer.step):
-        pass
-    written(handle)
-    states.assert_same(asyncckpt.load(tmp_path / "a"), expected)
 
 
 class Case:
@@ -555,17 +620,3 @@ def test_no_change_after_save_ever_shows(
         for name, handle in handles.items():
             written(handle)
             states.assert_same(asyncckpt.load(tmp_path / name), expected[name], f"case {name} of seed {seed}, {part}")
-
-
-def test_the_copier_s_thread_lives_no_longer_than_its_copies(
-    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, gate: Gate
-) -> None:
-    model, optimizer = linear()
-    checkpointer.attach(optimizer)
-    handles = [checkpointer.save(state_of(model, optimizer), tmp_path / str(n)) for n in range(2)]
-    assert [t.name for t in threading.enumerate()].count("asyncckpt-overlap") == 1
-    gate.open()
-    for handle in handles:
-        written(handle)
-    checkpointer.close()
-    assert "asyncckpt-overlap" not in [t.name for t in threading.enumerate()]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import states
 import torch
-from real_worker import DEADLINE_S, RealWorker, wait_until
+from real_worker import DEADLINE_S, RealWorker, slots_of, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, SyncCheckpointer
@@ -97,18 +97,6 @@ def test_a_synchronous_save_goes_the_same_way(
     assert over == {not fields}, "blocking ones where either setting says so"
 
 
-def test_a_load_into_tensors_waits_for_their_copies(
-    shared_worker: RealWorker, device: SimulatedDevice, tmp_path: pathlib.Path
-) -> None:
-    state = {"w": device.put(torch.arange(50_000.0), 0)}
-    with AsyncCheckpointer(endpoint=shared_worker.endpoint, staging="overlap") as checkpointer:
-        checkpointer.save(state, tmp_path / "a").written.result(DEADLINE_S)
-        handle = checkpointer.save(state, tmp_path / "b")
-        checkpointer.load(tmp_path / "a", state)
-        assert handle.staged.exception(0) is None
-        handle.written.result(DEADLINE_S)
-
-
 @pytest.mark.parametrize("on_worker_loss", ["fail", "resubmit"])
 def test_the_worker_s_death_under_a_device_s_copies_unmaps_nothing_too_early(
     worker: RealWorker, device: SimulatedDevice, tmp_path: pathlib.Path, on_worker_loss: str
@@ -119,10 +107,11 @@ def test_the_worker_s_death_under_a_device_s_copies_unmaps_nothing_too_early(
         checkpointer.save(state, tmp_path / "a").written.result(DEADLINE_S)
         device.frozen = True
         handle = checkpointer.save(state, tmp_path / "b")
-        slot = _slot_of(checkpointer)
+        (slot,) = slots_of(checkpointer)
         session = slot.session
         worker.kill()
-        wait_until(lambda: _is_known(checkpointer, slot, session, on_worker_loss), "the loss is known")
+        is_known = {"fail": lambda: slot.orphaned, "resubmit": lambda: slot.session != session}[on_worker_loss]
+        wait_until(is_known, "the loss is known")
         assert device.registered, "it is still pinned, and mapped: copies are in flight"
         device.frozen = False
         if on_worker_loss == "fail":
@@ -130,23 +119,3 @@ def test_the_worker_s_death_under_a_device_s_copies_unmaps_nothing_too_early(
         else:
             handle.written.result(DEADLINE_S)
             states.assert_same(asyncckpt.load(tmp_path / "b"), expected)
-
-
-def _is_known(checkpointer: Any, slot: Any, session: str, on_worker_loss: str) -> bool:
-    if on_worker_loss == "fail":
-        return bool(slot.orphaned)
-    return bool(slot.session != session)
-
-
-def _slot_of(checkpointer: Any) -> Any:
-    (slot,) = checkpointer._process.pool._slots
-    return slot
-
-
-def test_the_settings_come_from_the_environment_too(
-    shared_worker: RealWorker, device: SimulatedDevice, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ASYNCCKPT_USE_PINNED_MEMORY", "0")
-    with AsyncCheckpointer(endpoint=shared_worker.endpoint) as checkpointer:
-        checkpointer.save({"w": device.put(torch.ones(9), 0)}, tmp_path / "a").written.result(DEADLINE_S)
-    assert not any(call.name == "register" for call in device.calls)

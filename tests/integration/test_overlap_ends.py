@@ -19,11 +19,11 @@ import pytest
 import states
 import torch
 from exit_times import assert_exits_in_time
-from overlapping import Gate, backward, linear, state_of
-from real_worker import DEADLINE_S, RealWorker, manifest_of, slots_of, wait_until, written
+from overlapping import COPIER, Gate, backward, linear, state_of
+from real_worker import DEADLINE_S, RealWorker, slots_of, wait_until, written
 
 import asyncckpt
-from asyncckpt import AsyncCheckpointer
+from asyncckpt import AsyncCheckpointer, SyncCheckpointer
 from asyncckpt.errors import (
     CheckpointerClosedError,
     ForkedError,
@@ -34,10 +34,46 @@ from asyncckpt.errors import (
     WorkerUnavailableError,
 )
 from asyncckpt.protocol import save_phases
+from asyncckpt.save_handle import SaveHandle
 from asyncckpt.save_tracker import SaveTracker
 from asyncckpt.staging import overlap
 from asyncckpt.staging.cpu_copy import SlotImage
 from asyncckpt.staging.deferred_copy import BackgroundCopier
+
+
+class Training:
+    """A small model whose optimizer is attached to a checkpointer."""
+
+    def __init__(self, checkpointer: AsyncCheckpointer, root: pathlib.Path) -> None:
+        self.checkpointer, self.root = checkpointer, root
+        self.model, self.optimizer = linear()
+        backward(self.model)
+        checkpointer.attach(self.optimizer)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return next(self.model.parameters())
+
+    def state(self) -> dict[str, Any]:
+        return state_of(self.model, self.optimizer)
+
+    def save(self, name: str, **options: Any) -> SaveHandle:
+        return self.checkpointer.save(self.state(), self.root / name, **options)
+
+    def is_committed(self, name: str) -> bool:
+        return (self.root / name / "manifest.json").exists()
+
+    def assert_failed(self, handle: SaveHandle, error: type[BaseException], name: str) -> Any:
+        """All three futures hold one error of that kind, and nothing was published."""
+        found = handle.written.exception(DEADLINE_S)
+        assert type(found) is error, found
+        assert handle.staged.exception(0) is found and handle.durable.exception(0) is found
+        assert not self.is_committed(name)
+        return found
+
+    def assert_next_works(self, name: str = "next") -> None:
+        written(self.save(name))
+        states.assert_same(asyncckpt.load(self.root / name), self.state())
 
 
 @pytest.fixture
@@ -47,141 +83,83 @@ def checkpointer(shared_worker: RealWorker) -> Any:
         yield found
 
 
-def assert_failed(handle: Any, error: type[BaseException], path: pathlib.Path) -> Any:
-    """All three futures hold one error of that kind, and nothing was published."""
-    found = handle.written.exception(DEADLINE_S)
-    assert type(found) is error, found
-    assert handle.staged.exception(0) is found and handle.durable.exception(0) is found
-    assert not (path / "manifest.json").exists()
-    return found
-
-
-def assert_next_works(checkpointer: AsyncCheckpointer, state: dict[str, Any], path: pathlib.Path) -> None:
-    written(checkpointer.save(state, path))
-    states.assert_same(asyncckpt.load(path), state)
+@pytest.fixture
+def training(checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path) -> Training:
+    return Training(checkpointer, tmp_path)
 
 
 # ---- torn snapshots
 
 
-def in_place(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def in_place(training: Training) -> str:
     with torch.no_grad():
-        next(model.parameters()).mul_(2)
+        training.weight.mul_(2)
     return "model.0.weight"
 
 
-def through_a_view(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    next(model.parameters()).detach()[3, 4:7] = 1.0
+def through_a_view(training: Training) -> str:
+    training.weight.detach()[3, 4:7] = 1.0
     return "model.0.weight"
 
 
-def in_the_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    next(iter(optimizer.state.values()))["exp_avg_sq"].zero_()
+def in_the_state(training: Training) -> str:
+    next(iter(training.optimizer.state.values()))["exp_avg_sq"].zero_()
     return "optim.state.0.exp_avg_sq"
 
 
-def by_a_module_that_is_not_attached(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    model.load_state_dict({k: torch.zeros_like(v) for k, v in model.state_dict().items()})
+def by_a_module_that_is_not_attached(training: Training) -> str:
+    training.model.load_state_dict({k: torch.zeros_like(v) for k, v in training.model.state_dict().items()})
     return "model.0.weight"
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        in_place,
-        through_a_view,
-        in_the_state,
-        by_a_module_that_is_not_attached,
-    ],
-)
+def by_a_load_of_another_checkpointer(training: Training) -> str:
+    weights = training.state()["model"]
+    with SyncCheckpointer() as other:
+        other.save({"model": {k: torch.zeros_like(v) for k, v in weights.items()}}, training.root / "other")
+    asyncckpt.load(training.root / "other", {"model": weights})
+    return "model.0.weight"
+
+
+WRITES = [
+    in_place,
+    through_a_view,
+    in_the_state,
+    by_a_module_that_is_not_attached,
+    by_a_load_of_another_checkpointer,
+]
+
+
+@pytest.mark.parametrize("data", [False, True], ids=["", "of .data, which has counters of its own"])
+@pytest.mark.parametrize("write", WRITES)
 def test_a_write_past_the_hooks_fails_that_save_and_only_that(
-    checkpointer: AsyncCheckpointer,
-    tmp_path: pathlib.Path,
-    gate: Gate,
-    write: Callable[[torch.nn.Module, torch.optim.Optimizer], str],
+    training: Training, gate: Gate, write: Callable[[Training], str], data: bool
 ) -> None:
-    model, optimizer = linear()
-    backward(model)
-    checkpointer.attach(optimizer)
-    handle = checkpointer.save(state_of(model, optimizer), tmp_path / "torn", step=7)
-    fqn = write(model, optimizer)
+    state = training.state()
+    if data:
+        state["model"] = {name: parameter.data for name, parameter in training.model.named_parameters()}
+    handle = training.checkpointer.save(state, training.root / "torn", step=7)
+    fqn = write(training)
     gate.open()
-    error = assert_failed(handle, SnapshotTornError, tmp_path / "torn")
-    assert (error.fqn, error.step, error.path) == (fqn, 7, str(tmp_path / "torn"))
+    error = training.assert_failed(handle, SnapshotTornError, "torn")
+    assert (error.fqn, error.step, error.path) == (fqn, 7, str(training.root / "torn"))
     assert error.save_id == str(handle.save_id)
     assert isinstance(error, RuntimeError)
-    assert_next_works(checkpointer, state_of(model, optimizer), tmp_path / "next")
+    training.assert_next_works()
 
 
-def test_loading_from_elsewhere_into_a_model_that_is_being_copied_tears(
-    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, gate: Gate
+def test_a_write_between_two_saves_tears_the_first_only(
+    shared_worker: RealWorker, tmp_path: pathlib.Path, gate: Gate
 ) -> None:
-    model, optimizer = linear()
-    gate.open()
-    written(checkpointer.save(state_of(model, optimizer), tmp_path / "before"))
-    checkpointer.attach(optimizer)
-    gate.close()
-    handle = checkpointer.save(state_of(model, optimizer), tmp_path / "torn")
-    asyncckpt.load(tmp_path / "before", state_of(model, optimizer))
-    gate.open()
-    assert_failed(handle, SnapshotTornError, tmp_path / "torn")
-
-
-def test_a_state_dict_of_data_is_watched_by_the_optimizer_s_own_counters(
-    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, gate: Gate
-) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(10))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    checkpointer.attach(optimizer)
-    handle = checkpointer.save({"w": parameter.data}, tmp_path / "torn")  # .data has a counter of its own
-    with torch.no_grad():
-        parameter.add_(1)
-    gate.open()
-    assert assert_failed(handle, SnapshotTornError, tmp_path / "torn").fqn == "w"
-
-
-@pytest.mark.parametrize("when", ["before its copy", "after its copy"])
-def test_digests_find_writes_that_no_counter_sees(
-    shared_worker: RealWorker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
-    model, optimizer = linear()
-    copy, writing = SlotImage.copy, [False]
-
-    def copy_and_write(image: SlotImage, tensors: Any, work: Any, *options: Any) -> None:
-        behind = writing[0] and threading.current_thread().name == "asyncckpt-overlap"
-        if behind and when == "before its copy":
-            next(model.parameters()).data.add_(1)
-        copy(image, tensors, work, *options)
-        if behind and when == "after its copy":
-            next(model.parameters()).data.add_(1)
-
-    monkeypatch.setattr(SlotImage, "copy", copy_and_write)
-    for check, error in (("off", None), ("sample", SnapshotTornError), ("hash", SnapshotTornError)):
-        with AsyncCheckpointer(endpoint=shared_worker.endpoint, overlap_check=check) as checkpointer:
-            checkpointer.attach(optimizer)
-            writing[0] = False
-            written(checkpointer.save(state_of(model, optimizer), tmp_path / f"{check}-quiet"))
-            writing[0] = True
-            handle = checkpointer.save(state_of(model, optimizer), tmp_path / check)
-            found = handle.written.exception(DEADLINE_S)
-            assert found is None if error is None else type(found) is error
-            if found is not None:
-                assert found.fqn == "model.0.weight"  # type: ignore[attr-defined]
-                assert not (tmp_path / check / "manifest.json").exists()
-
-
-@pytest.mark.parametrize("check", ["off", "sample", "hash"])
-def test_a_step_s_own_writes_never_tear(shared_worker: RealWorker, tmp_path: pathlib.Path, check: str) -> None:
-    model, optimizer = linear(fused=True)
-    with AsyncCheckpointer(endpoint=shared_worker.endpoint, overlap_check=check) as checkpointer:
-        checkpointer.attach(optimizer)
-        for n in range(20):
-            handle = checkpointer.save(state_of(model, optimizer), tmp_path / str(n))
-            backward(model)
-            optimizer.step()
-            assert handle.staged.exception(0) is None
-        checkpointer.wait(DEADLINE_S)
-        assert handle.written.exception(0) is None
+    with AsyncCheckpointer(endpoint=shared_worker.endpoint, slots=3) as checkpointer:
+        training = Training(checkpointer, tmp_path)
+        torn = training.save("torn")
+        in_place(training)
+        second = training.save("second")
+        gate.open()
+        written(second)
+        training.assert_failed(torn, SnapshotTornError, "torn")
+        states.assert_same(asyncckpt.load(tmp_path / "second"), training.state())
+        training.assert_next_works()
 
 
 # ---- failing copies
@@ -191,127 +169,119 @@ def test_a_step_s_own_writes_never_tear(shared_worker: RealWorker, tmp_path: pat
     "raised", [RuntimeError("cannot copy"), MemoryError(), SystemExit(3), KeyboardInterrupt(), OSError(5, "x")]
 )
 def test_what_the_copy_raises_ends_on_the_futures(
-    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException
+    training: Training, monkeypatch: pytest.MonkeyPatch, raised: BaseException
 ) -> None:
-    model, optimizer = linear()
-    checkpointer.attach(optimizer)
     copy = SlotImage.copy
 
     def broken(image: SlotImage, tensors: Any, work: Any, *options: Any) -> None:
-        if threading.current_thread().name == "asyncckpt-overlap":
+        if threading.current_thread().name == COPIER:
             raise raised
         copy(image, tensors, work, *options)
 
     with monkeypatch.context() as patch:
         patch.setattr(SlotImage, "copy", broken)
-        handle = checkpointer.save(state_of(model, optimizer), tmp_path / "failed")
-        optimizer.step()  # waits, and goes on
-        error = assert_failed(handle, StagingError, tmp_path / "failed")
+        handle = training.save("failed")
+        training.optimizer.step()  # waits, and goes on
+        error = training.assert_failed(handle, StagingError, "failed")
     assert repr(raised) in repr(error.__cause__)
-    assert checkpointer.pending() == []
-    assert_next_works(checkpointer, state_of(model, optimizer), tmp_path / "next")
+    assert training.checkpointer.pending() == []
+    training.assert_next_works()
+
+
+@pytest.mark.parametrize("owner", [BackgroundCopier, threading.Thread], ids=["where it is taken", "where it starts"])
+def test_a_copy_that_cannot_be_begun_fails_that_save_only(
+    training: Training, monkeypatch: pytest.MonkeyPatch, owner: type
+) -> None:
+    def broken(*_: Any) -> None:
+        raise MemoryError("no room for a thread")
+
+    written(training.save("before"))
+    for n in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, "submit" if owner is BackgroundCopier else "start", broken)
+            handle = training.save(f"failed-{n}")
+        error = training.assert_failed(handle, StagingError, f"failed-{n}")
+        assert isinstance(error.__cause__, MemoryError)
+        assert training.checkpointer.pending() == []
+        training.assert_next_works(f"next-{n}")
 
 
 def test_where_no_thread_can_be_started_the_copy_is_made_in_save(
-    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = linear()
-    checkpointer.attach(optimizer)
-    written(checkpointer.save(state_of(model, optimizer), tmp_path / "before"))
-
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
+    written(training.save("before"))
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        handle = checkpointer.save(state_of(model, optimizer), tmp_path / "a")
+        handle = training.save("a")
         assert handle.staged.done()
     written(handle)
-    assert_next_works(checkpointer, state_of(model, optimizer), tmp_path / "next")
+    training.assert_next_works()
 
 
 def test_a_copy_that_outlasts_the_fence_is_given_up_and_training_goes_on(
-    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    training: Training, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overlap.Fence.wait, "__defaults__", (0.1,))
-    model, optimizer = linear()
-    checkpointer.attach(optimizer)
-    handle = checkpointer.save(state_of(model, optimizer), tmp_path / "late")
-    weight = next(model.parameters()).detach().clone()
-    backward(model)
-    optimizer.step()
-    assert not torch.equal(weight, next(model.parameters()).detach()), "the step was made"
+    handle = training.save("late")
+    weight = training.weight.detach().clone()
+    training.optimizer.step()
+    assert not torch.equal(weight, training.weight.detach()), "the step was made"
     assert not handle.staged.done()
     gate.open()
-    assert "0.1 s" in str(assert_failed(handle, StagingError, tmp_path / "late"))
-    assert_next_works(checkpointer, state_of(model, optimizer), tmp_path / "next")
+    assert "0.1 s" in str(training.assert_failed(handle, StagingError, "late"))
+    training.assert_next_works()
 
 
-@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("where", ["before the copy is begun", "after it has begun"])
 def test_an_interrupted_save_leaves_nothing_behind(
-    checkpointer: AsyncCheckpointer,
-    tmp_path: pathlib.Path,
-    gate: Gate,
-    monkeypatch: pytest.MonkeyPatch,
-    interrupt: type[BaseException],
-    where: str,
+    training: Training, gate: Gate, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    model, optimizer = linear()
     gate.open()
-    checkpointer.attach(optimizer)
-    written(checkpointer.save(state_of(model, optimizer), tmp_path / "before"))
+    written(training.save("before"))
     take = BackgroundCopier._enqueue
+    for n, interrupt in enumerate((KeyboardInterrupt, SystemExit, KeyboardInterrupt)):
 
-    def raise_interrupt(*_: Any) -> None:
-        raise interrupt
+        def interrupted(*arguments: Any, interrupt: type[BaseException] = interrupt) -> None:
+            if where == "after it has begun":
+                take(*arguments)
+                assert gate.reached.wait(DEADLINE_S)
+            raise interrupt
 
-    def take_and_raise(copier: BackgroundCopier, copy: Any) -> None:
-        take(copier, copy)
-        assert gate.reached.wait(DEADLINE_S)
-        raise interrupt
-
-    for n in range(3):
         gate.close()
         with monkeypatch.context() as patch:
-            if where == "after it has begun":
-                patch.setattr(BackgroundCopier, "_enqueue", take_and_raise)
-            else:
-                patch.setattr(SaveTracker, "add", raise_interrupt)
+            owner, name = (BackgroundCopier, "_enqueue") if where == "after it has begun" else (SaveTracker, "add")
+            patch.setattr(owner, name, interrupted)
             with pytest.raises(interrupt):
-                checkpointer.save(state_of(model, optimizer), tmp_path / f"interrupted-{n}")
-        (slot,) = slots_of(checkpointer)
+                training.save(f"interrupted-{n}")
+        (slot,) = slots_of(training.checkpointer)
         assert (slot.user is not None) is (where == "after it has begun"), "freed under a copy, or never"
         gate.open()
-        optimizer.step()
-        assert_next_works(checkpointer, state_of(model, optimizer), tmp_path / f"next-{n}")
-    assert checkpointer.pending() == []
-    assert [p.name for p in tmp_path.glob("interrupted-*/manifest.json")] == []
+        training.optimizer.step()
+        training.assert_next_works(f"next-{n}")
+        assert not training.is_committed(f"interrupted-{n}")
+    assert training.checkpointer.pending() == []
 
 
 def test_an_interrupted_start_of_the_thread_leaves_nothing_behind(
-    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = linear()
-    checkpointer.attach(optimizer)
     start = threading.Thread.start
+    for n, starts in enumerate((False, True, False)):
 
-    def before(thread: threading.Thread) -> None:
-        if thread.name == "asyncckpt-overlap":
-            raise KeyboardInterrupt
-        start(thread)
+        def interrupted(thread: threading.Thread, starts: bool = starts) -> None:
+            if starts or thread.name != COPIER:
+                start(thread)
+            if thread.name == COPIER:
+                raise KeyboardInterrupt
 
-    def after(thread: threading.Thread) -> None:
-        start(thread)
-        if thread.name == "asyncckpt-overlap":
-            raise KeyboardInterrupt
-
-    for n, interrupted in enumerate((before, after, before)):
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                checkpointer.save(state_of(model, optimizer), tmp_path / f"interrupted-{n}")
-        assert_next_works(checkpointer, state_of(model, optimizer), tmp_path / f"next-{n}")
+                training.save(f"interrupted-{n}")
+        training.assert_next_works(f"next-{n}")
 
 
 # ---- policies, callbacks
@@ -320,37 +290,31 @@ def test_an_interrupted_start_of_the_thread_leaves_nothing_behind(
 def test_the_policy_decides_while_the_only_slot_is_being_copied_into(
     shared_worker: RealWorker, tmp_path: pathlib.Path, gate: Gate
 ) -> None:
-    model, optimizer = linear()
     with AsyncCheckpointer(endpoint=shared_worker.endpoint, slots=1, on_busy="skip") as checkpointer:
-        checkpointer.attach(optimizer)
-        first = checkpointer.save(state_of(model, optimizer), tmp_path / "1")
-        second = checkpointer.save(state_of(model, optimizer), tmp_path / "2")
-        assert isinstance(second.staged.exception(0), SaveSkippedError)
+        training = Training(checkpointer, tmp_path)
+        first = training.save("1")
+        assert isinstance(training.save("2").staged.exception(0), SaveSkippedError)
         gate.open()
         written(first)
 
 
-def test_a_callback_in_the_copier_s_thread_cannot_save_or_wait(
-    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, gate: Gate
-) -> None:
-    model, optimizer = linear()
-    checkpointer.attach(optimizer)
-    found: list[Any] = []
+def test_a_callback_in_the_copier_s_thread_cannot_save_or_wait(training: Training, gate: Gate) -> None:
+    checkpointer, found = training.checkpointer, list[Any]()
 
     def call(_: Any) -> None:
         for work in (
-            lambda: checkpointer.save({}, tmp_path / "x"),
+            lambda: training.save("x"),
             lambda: checkpointer.wait(1),
             checkpointer.close,
             checkpointer.fence,
-            optimizer.step,
+            training.optimizer.step,
         ):
             try:
                 work()
             except Exception as error:
                 found.append(type(error))
 
-    handle = checkpointer.save(state_of(model, optimizer), tmp_path / "a")
+    handle = training.save("a")
     handle.staged.add_done_callback(call)
     gate.open()
     written(handle)
@@ -361,54 +325,57 @@ def test_a_callback_in_the_copier_s_thread_cannot_save_or_wait(
 # ---- the end of things
 
 
-def test_closing_waits_for_a_copy_and_its_commit(shared_worker: RealWorker, tmp_path: pathlib.Path, gate: Gate) -> None:
-    model, optimizer = linear()
-    checkpointer = AsyncCheckpointer(endpoint=shared_worker.endpoint)
-    checkpointer.attach(optimizer)
-    handle = checkpointer.save(state_of(model, optimizer), tmp_path / "a")
+def test_closing_waits_for_a_copy_and_its_commit(training: Training, gate: Gate) -> None:
+    handle = training.save("a")
     timer = threading.Timer(0.2, gate.open)
     timer.start()
-    checkpointer.close()
+    training.checkpointer.close()
     timer.join()
     assert handle.written.exception(0) is None
 
 
 def test_closing_gives_up_a_copy_that_takes_too_long_and_unmaps_nothing_under_it(
-    shared_worker: RealWorker, tmp_path: pathlib.Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    training: Training, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncckpt.staging.overlap.CLOSE_S", 0.1)
-    model, optimizer = linear()
-    checkpointer = AsyncCheckpointer(endpoint=shared_worker.endpoint)
-    checkpointer.attach(optimizer)
-    handle = checkpointer.save(state_of(model, optimizer), tmp_path / "a")
+    monkeypatch.setattr(overlap, "CLOSE_S", 0.1)
+    handle = training.save("a")
     assert gate.reached.wait(DEADLINE_S)
-    (slot,) = slots_of(checkpointer)
-    checkpointer.close(timeout_s=0.1)
+    (slot,) = slots_of(training.checkpointer)
+    training.checkpointer.close(timeout_s=0.1)
     assert isinstance(handle.written.exception(0), CheckpointerClosedError)
     assert not slot.memory.mapping.closed, "the copier still writes to it"
     gate.open()
     wait_until(lambda: slot.memory.mapping.closed, "unmapped when the copy has ended")
-    assert not (tmp_path / "a" / "manifest.json").exists()
+    assert not training.is_committed("a")
     with pytest.raises(CheckpointerClosedError):
-        checkpointer.fence()
-    optimizer.step()
+        training.checkpointer.fence()
+    training.optimizer.step()
 
 
-def test_leaving_by_an_exception_waits_until_all_is_staged(
-    shared_worker: RealWorker, tmp_path: pathlib.Path, gate: Gate
+@pytest.mark.parametrize("is_staged", [True, False])
+def test_leaving_by_an_exception_waits_for_staged_as_long_as_an_exit_would(
+    shared_worker: RealWorker, tmp_path: pathlib.Path, gate: Gate, is_staged: bool
 ) -> None:
-    model, optimizer = linear()
-    state = state_of(model, optimizer)
     timer = threading.Timer(0.2, gate.open)
+    began = time.monotonic()
     with pytest.raises(ZeroDivisionError), AsyncCheckpointer(endpoint=shared_worker.endpoint) as checkpointer:
-        checkpointer.attach(optimizer)
-        handle = checkpointer.save(state, tmp_path / "a")
-        timer.start()
+        training = Training(checkpointer, tmp_path)
+        handle = training.save("a")
+        assert gate.reached.wait(DEADLINE_S)
+        if is_staged:
+            timer.start()
         raise ZeroDivisionError
-    timer.join()
-    assert handle.staged.exception(0) is None
-    wait_until((tmp_path / "a" / "manifest.json").exists, "the worker commits what was staged")
-    states.assert_same(asyncckpt.load(tmp_path / "a"), state)
+    took_s = time.monotonic() - began
+    gate.open()
+    error = handle.staged.exception(DEADLINE_S)
+    if is_staged:
+        timer.join()
+        assert error is None
+        wait_until(lambda: training.is_committed("a"), "the worker commits what was staged")
+        states.assert_same(asyncckpt.load(tmp_path / "a"), training.state())
+    else:
+        assert isinstance(error, CheckpointerClosedError)
+        assert took_s < 60.0, "5 s, on a machine that others use too"
 
 
 def end_of(path: pathlib.Path, worker: RealWorker) -> str:
@@ -512,107 +479,78 @@ def test_a_forked_child_steps_without_waiting_for_the_parent_s_copies(
     states.assert_same(asyncckpt.load(tmp_path / "a"), state)
 
 
-def test_a_worker_that_dies_under_a_copy_fails_that_save_and_the_next_one_works(
-    worker: RealWorker, tmp_path: pathlib.Path, gate: Gate
+@pytest.mark.parametrize("on_worker_loss", ["fail", "resubmit"])
+def test_a_worker_that_dies_under_a_copy_is_replaced_and_gets_the_snapshot_unless_that_is_to_fail(
+    worker: RealWorker, tmp_path: pathlib.Path, gate: Gate, on_worker_loss: str
 ) -> None:
-    model, optimizer = linear()
-    with AsyncCheckpointer(endpoint=worker.endpoint, on_worker_loss="fail") as checkpointer:
-        gate.open()
-        checkpointer.attach(optimizer)
-        written(checkpointer.save(state_of(model, optimizer), tmp_path / "before"))
-        gate.close()
-        handle = checkpointer.save(state_of(model, optimizer), tmp_path / "lost")
-        assert gate.reached.wait(DEADLINE_S)
-        (slot,) = slots_of(checkpointer)
-        worker.kill()
-        wait_until(lambda: slot.orphaned, "the trainer knows")
-        assert not slot.memory.mapping.closed
-        gate.open()
-        assert isinstance(handle.written.exception(DEADLINE_S), WorkerUnavailableError)
-        wait_until(lambda: slot.memory.mapping.closed, "unmapped when the copy has ended")
-        optimizer.step()
-        assert_next_works(checkpointer, state_of(model, optimizer), tmp_path / "next")
-    assert not (tmp_path / "lost" / "manifest.json").exists()
-
-
-def test_a_worker_that_dies_under_a_copy_is_replaced_and_gets_the_snapshot_when_it_is_sealed(
-    worker: RealWorker, tmp_path: pathlib.Path, gate: Gate
-) -> None:
-    model, optimizer = linear()
-    with AsyncCheckpointer(endpoint=worker.endpoint) as checkpointer:
-        checkpointer.attach(optimizer)
-        state = state_of(model, optimizer)
-        expected = copy.deepcopy(state)
-        handle = checkpointer.save(state, tmp_path / "kept")
+    with AsyncCheckpointer(endpoint=worker.endpoint, on_worker_loss=on_worker_loss) as checkpointer:
+        training = Training(checkpointer, tmp_path)
+        expected = copy.deepcopy(training.state())
+        handle = training.save("a")
         assert gate.reached.wait(DEADLINE_S)
         (slot,) = slots_of(checkpointer)
         session = slot.session
         worker.kill()
-        wait_until(lambda: slot.session != session, "another worker has the slot")
-        assert handle.phase == "staging"
-        gate.open()
-        written(handle)
-        optimizer.step()
-        states.assert_same(asyncckpt.load(tmp_path / "kept"), expected)
+        if on_worker_loss == "fail":
+            wait_until(lambda: slot.orphaned, "the trainer knows")
+            assert not slot.memory.mapping.closed
+            gate.open()
+            assert isinstance(handle.written.exception(DEADLINE_S), WorkerUnavailableError)
+            wait_until(lambda: slot.memory.mapping.closed, "unmapped when the copy has ended")
+            assert not training.is_committed("a")
+            training.optimizer.step()
+        else:
+            wait_until(lambda: slot.session != session, "another worker has the slot")
+            assert handle.phase == "staging"
+            gate.open()
+            written(handle)
+            training.optimizer.step()
+            states.assert_same(asyncckpt.load(tmp_path / "a"), expected)
+        training.assert_next_works()
 
 
 def test_a_checkpointer_dropped_under_a_copy_ends_when_it_has_ended(
     shared_worker: RealWorker, tmp_path: pathlib.Path, gate: Gate
 ) -> None:
-    model, optimizer = linear()
-    checkpointer = AsyncCheckpointer(endpoint=shared_worker.endpoint)
-    checkpointer.attach(optimizer)
-    handle = checkpointer.save(state_of(model, optimizer), tmp_path / "a")
+    training = Training(AsyncCheckpointer(endpoint=shared_worker.endpoint), tmp_path)
+    handle = training.save("a")
     with pytest.warns(ResourceWarning, match="without close") as said:
-        del checkpointer
+        del training.checkpointer
         time.sleep(0.2)  # for a session that would end at once
         gate.open()
         assert handle.staged.exception(DEADLINE_S) is None
         wait_until(lambda: gc.collect() is not None and said.list, "it is collected")
-    wait_until((tmp_path / "a" / "manifest.json").exists, "what was staged is committed")
-    optimizer.step()
+    wait_until(lambda: training.is_committed("a"), "what was staged is committed")
+    training.optimizer.step()
 
 
-def test_an_attached_optimizer_is_not_kept_alive(checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path) -> None:
-    model, optimizer = linear()
-    checkpointer.attach(optimizer)
-    written(checkpointer.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "a"))
-    moment = weakref.ref(optimizer.state[next(model.parameters())]["exp_avg"])
-    del optimizer
+def test_neither_an_attached_optimizer_nor_what_was_saved_is_kept_alive(training: Training) -> None:
+    written(training.save("a"))
+    moment = weakref.ref(training.optimizer.state[training.weight]["exp_avg"])
+    weight = weakref.ref(training.weight)
+    del training.optimizer
     gc.collect()
     assert moment() is None
-    assert checkpointer.save({"model": model.state_dict()}, tmp_path / "b").staged.done(), "nobody owns it any more"
-
-
-def test_a_save_that_has_been_copied_keeps_nothing_of_the_state(
-    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path
-) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(100_000))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    checkpointer.attach(optimizer)
-    handle = checkpointer.save({"w": parameter.detach()}, tmp_path / "a")
-    written(handle)
-    watched = weakref.ref(parameter)
-    del parameter, optimizer
+    handle = training.checkpointer.save({"model": training.model.state_dict()}, training.root / "b")
+    assert handle.staged.done(), "nobody owns it any more"
+    del training.model
     gc.collect()
-    assert watched() is None
-    assert manifest_of(tmp_path / "a")["save_id"] == str(handle.save_id)
+    assert weight() is None
 
 
 # ---- memory that is swapped away
 
 
 def test_swapping_a_parameters_memory_behind_the_copy_never_shows(
-    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, gate: Gate
 ) -> None:
-    weight = torch.nn.Parameter(torch.randn(3_000_000))
+    weight = torch.nn.Parameter(torch.randn(1_000_000))
     expected = weight.detach().clone()
     optimizer = torch.optim.SGD([weight], lr=0.1)
     checkpointer.attach(optimizer)
-    gate = Gate(monkeypatch)
     handle = checkpointer.save({"w": weight}, tmp_path / "a")
     assert gate.reached.wait(DEADLINE_S)
-    weight.data = torch.zeros(3_000_000)  # the old memory is nobody's now but the copy's
+    weight.data = torch.zeros(1_000_000)  # the old memory is nobody's now but the copy's
     gate.open()
     written(handle)
     assert torch.equal(asyncckpt.load(tmp_path / "a")["w"], expected)
@@ -622,13 +560,13 @@ def test_swapping_a_parameters_memory_behind_the_copy_never_shows(
 def test_memory_that_goes_away_under_the_copy_fails_that_save_and_no_process(
     checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    weight = torch.nn.Parameter(torch.randn(30_000_000))
+    weight = torch.nn.Parameter(torch.randn(6_000_000))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     checkpointer.attach(optimizer)
     reached, swapped, start = threading.Event(), threading.Event(), SlotImage._start_threads
 
     def held(image: SlotImage, options: Any) -> None:  # it knows by now where the bytes are
-        if threading.current_thread().name == "asyncckpt-overlap":
+        if threading.current_thread().name == COPIER:
             reached.set()
             assert swapped.wait(DEADLINE_S)
         start(image, options)
@@ -641,32 +579,16 @@ def test_memory_that_goes_away_under_the_copy_fails_that_save_and_no_process(
     else:
         weight.untyped_storage().resize_(8)
     swapped.set()
-    assert assert_failed(handle, SnapshotTornError, tmp_path / "torn").fqn == "w"
+    error = handle.written.exception(DEADLINE_S)
+    assert isinstance(error, SnapshotTornError) and error.fqn == "w"
     if how == "resize":
         weight.untyped_storage().resize_(weight.nbytes)
-    assert_next_works(checkpointer, {"w": weight}, tmp_path / "next")
-
-
-def test_the_step_of_another_optimizer_over_the_same_parameters_waits(
-    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = linear()
-    checkpointer.attach(optimizer)
-    other = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    backward(model)
-    gate = Gate(monkeypatch)
-    state = state_of(model, optimizer)
-    expected = {name: value.clone() for name, value in state["model"].items()}
-    handle = checkpointer.save(state, tmp_path / "a")
-    assert gate.reached.wait(DEADLINE_S)
-    with gate.held_back(other.step):
-        pass
-    written(handle)
-    states.assert_same(dict(asyncckpt.load(tmp_path / "a", keys=["model"])["model"]), expected)
+    written(checkpointer.save({"w": weight}, tmp_path / "next"))
+    states.assert_same(asyncckpt.load(tmp_path / "next"), {"w": weight})
 
 
 def test_buffers_beside_owned_parameters_in_one_storage_are_copied_at_once(
-    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, gate: Gate
 ) -> None:
     flat = torch.arange(100.0)
     weight = torch.nn.Parameter(torch.zeros(50))
@@ -674,7 +596,6 @@ def test_buffers_beside_owned_parameters_in_one_storage_are_copied_at_once(
     buffer = flat[50:]
     optimizer = torch.optim.SGD([weight], lr=0.1)
     checkpointer.attach(optimizer)
-    gate = Gate(monkeypatch)
     handle = checkpointer.save({"w": weight, "buffer": buffer}, tmp_path / "a")
     assert gate.reached.wait(DEADLINE_S)
     flat[50:] = -1.0

@@ -189,7 +189,7 @@ def same(found: Any, expected: Any) -> None:
         assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
 
 
-@pytest.mark.parametrize("n_workers", [0, 1, 2])
+@pytest.mark.parametrize("n_workers", [0, 2])
 def test_what_four_ranks_save_others_load_in_other_arrangements(
     tmp_path: pathlib.Path, request: pytest.FixtureRequest, n_workers: int
 ) -> None:
@@ -378,8 +378,7 @@ def save_wrappers(rank: int, root: str, endpoints: Endpoints, who: tuple[int, ..
     return found
 
 
-@pytest.mark.parametrize("who", [(0, 1), (1,), (0,)])
-@pytest.mark.parametrize("n_workers", [0, 1])
+@pytest.mark.parametrize(("who", "n_workers"), [((0, 1), 0), ((1,), 1), ((0,), 1)])
 def test_a_wrapper_subclass_on_any_rank_is_refused_by_name_on_all_and_nothing_is_begun(
     tmp_path: pathlib.Path, request: pytest.FixtureRequest, n_workers: int, who: tuple[int, ...]
 ) -> None:
@@ -507,7 +506,7 @@ def save_coordinated_by_the_last(rank: int, root: str, endpoints: Endpoints) -> 
         _save_state_dict({**state, "step": number}, writer, coordinator_rank=2, planner=planner)
 
 
-@pytest.mark.parametrize("n_workers", [0, 1, 2])
+@pytest.mark.parametrize("n_workers", [0, 2])
 def test_any_rank_may_coordinate(tmp_path: pathlib.Path, request: pytest.FixtureRequest, n_workers: int) -> None:
     workers = request.getfixturevalue("workers")[:n_workers] if n_workers else []
     endpoints = tuple(worker.endpoint for worker in workers) or None

@@ -16,7 +16,7 @@ import torch
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, PerRank, ShardedSlice, SyncCheckpointer
 from asyncckpt.cli import main
-from asyncckpt.errors import AsyncCkptError, RanksDisagreeError, UnsupportedLeafError
+from asyncckpt.errors import AsyncCkptError, RanksDisagreeError
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint
 
@@ -122,7 +122,7 @@ def test_stock_dcp_reshards_an_uneven_fsdp2_checkpoint(
     path = str(tmp_path / "a")
     environ = {"ASYNCCKPT_ENDPOINT": shared_worker.endpoint}
     expected = rank_processes.run(saved_by, save_fsdp2, path, environ=environ)[0]
-    for world_size in (1, 2, 4):
+    for world_size in (1, 4):
         assert all(rank_processes.run(world_size, load_stock, path, expected))
     assert load_ours(0, path, expected)
 
@@ -159,16 +159,6 @@ def test_a_worker_writes_it_and_every_command_knows_it(
         where = tmp_path if command == "ls" else tmp_path / "a"
         assert main([command, str(where)]) == 0
     assert "dcp" in capsys.readouterr().out
-
-
-def test_what_cannot_be_held_is_refused_before_a_slot_is_taken(
-    tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker
-) -> None:
-    with AsyncCheckpointer(endpoint=shared_worker.endpoint, layout="dcp") as checkpointer:
-        with pytest.raises(UnsupportedLeafError, match=r"'a\.b'.*layout='dcp'"):
-            checkpointer.save({"a": {"b": (torch.ones(1),)}}, tmp_path / "a")
-        checkpointer.save({"a": 1}, tmp_path / "b").written.result(60)
-    assert not (tmp_path / "a").exists()
 
 
 def test_a_worker_that_is_killed_leaves_nothing_that_anybody_takes_for_a_checkpoint(

@@ -16,9 +16,14 @@ from typing import Any
 import in_process_writer
 import pytest
 import rank_processes
+import states
 import torch
 
 import asyncckpt
+from asyncckpt import dtypes
+from asyncckpt.dtypes import stored_as
+from asyncckpt.storage.contents import read_contents
+from asyncckpt.storage.files import Files
 
 stock_reading = pytest.importorskip(
     "stock_reading", reason="torch.distributed.checkpoint needs numpy", exc_type=ImportError
@@ -135,3 +140,25 @@ def test_stock_tools_alone_read_every_bit(way: str, read: dict[str, str]) -> Non
     if read[way].startswith("skip: "):
         pytest.skip(read[way].removeprefix("skip: "))
     assert read[way] == "same"
+
+
+def test_safetensors_opens_every_shard_and_finds_every_tensor(tmp_path: pathlib.Path) -> None:
+    from safetensors import safe_open
+
+    state, path = states.every_leaf(), tmp_path / "a"
+    with asyncckpt.SyncCheckpointer(rank_info=asyncckpt.RankInfo(0, 1), files_per_rank=3) as checkpointer:
+        checkpointer.save(state, path)
+    shards, found = sorted(path.glob("*.safetensors")), {}
+    assert len(shards) == 3
+    for shard in shards:
+        with safe_open(shard, framework="pt") as file:
+            assert "DCP_SHARDING_INFO" in file.metadata()
+            for key in file.keys():  # noqa: SIM118
+                assert key not in found
+                found[key] = file.get_tensor(key)
+    assert set(found) == set(read_contents(str(path), Files()).tensors)
+    for name, tensor in states.every_tensor().items():
+        dtype_name = str(tensor.dtype).removeprefix("torch.")
+        assert tuple(found[f"tensors.{name}"].shape) == stored_as(dtype_name, tuple(tensor.shape))[1]
+        if name not in ("parameter", "large") and dtypes.DTYPES[dtype_name].safetensors is not None:
+            states.assert_same(found[f"tensors.{name}"], state["tensors"][name])

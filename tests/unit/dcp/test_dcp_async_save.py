@@ -1,8 +1,12 @@
-"""Stock `dcp.async_save` through `StorageWriter` in one process: alone, failing, and again with the same writer."""
+"""Stock `dcp.async_save` through `StorageWriter` in one process: failing, staged once, and one save at a time."""
 
 from __future__ import annotations
 
 import errno
+import os
+import signal
+import threading
+import types
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -15,9 +19,12 @@ import storage_samples
 import torch
 import torch.distributed.checkpoint as dcp
 from in_process_writer import StorageWriter
+from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import asyncckpt
+from asyncckpt.dcp.storage_writer import OneAtATime, Stager
 from asyncckpt.errors import CommitUnknownError, SaveFailedError
 from asyncckpt.storage.files import Files
 
@@ -51,29 +58,33 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path) -> None:
     assert torch.equal(target["a"], torch.arange(100_000.0)) and target["step"] == 5
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.__getitem__)
-@pytest.mark.parametrize(("method", "at"), [("pwrite", ""), ("fsync", ""), ("open", ".index"), ("open", "manifest")])
-def test_a_failure_is_the_future_s_and_nothing_is_listed(tmp_path: Path, method: str, at: str, code: int) -> None:
+FAILURES: list[tuple[str, str, int, type[Exception]]] = [
+    *((method, at, code, SaveFailedError) for method, at, code in (
+        ("pwrite", "", errno.ENOSPC), ("pwrite", "", errno.EIO), ("fsync", "", errno.EIO),
+        ("open", ".index", errno.ENOSPC), ("open", "manifest", errno.ENOSPC), ("open", "manifest", errno.EIO),
+    )),
+    ("link", "manifest", errno.EIO, CommitUnknownError),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "at", "code", "kind"), FAILURES)
+def test_a_failure_is_the_future_s_and_nothing_is_listed(
+    tmp_path: Path, method: str, at: str, code: int, kind: type[Exception]
+) -> None:
     writer = StorageWriter(tmp_path / "step-1")
     writer._files = files = storage_samples.failing(method, code, at=at)
     error = begin({"a": torch.ones(1000)}, writer).exception(DEADLINE_S)
     assert files.failed == method
     assert isinstance(error, CheckpointException)
-    reason = dcp_calls.reason(error)
-    assert isinstance(reason, SaveFailedError) and reason.code == errno.errorcode[code]
-    assert reason.path == str(tmp_path / "step-1")
-    assert asyncckpt.latest_checkpoint(tmp_path) is None
+    reason: Any = dcp_calls.reason(error)
+    assert type(reason) is kind and reason.path == str(tmp_path / "step-1")
+    if kind is SaveFailedError:
+        assert reason.code == errno.errorcode[code]
+        assert asyncckpt.latest_checkpoint(tmp_path) is None
     writer._files = Files()
     begin({"a": torch.zeros(1000)}, writer).result(DEADLINE_S)
     assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "step-1")
     assert torch.equal(asyncckpt.load(tmp_path / "step-1")["a"], torch.zeros(1000))
-
-
-def test_a_manifest_that_nobody_knows_of_is_the_future_s_error(tmp_path: Path) -> None:
-    writer = StorageWriter(tmp_path / "step-1")
-    writer._files = storage_samples.failing("link", errno.EIO, at="manifest")
-    error = begin({"a": torch.ones(3)}, writer).exception(DEADLINE_S)
-    assert isinstance(error, CheckpointException) and isinstance(dcp_calls.reason(error), CommitUnknownError)
 
 
 def test_one_writer_with_its_staged_copies_serves_several_saves(tmp_path: Path) -> None:
@@ -95,3 +106,105 @@ def test_one_writer_with_its_staged_copies_serves_several_saves(tmp_path: Path) 
         assert found["step"] == number and bool((found["a"] == number).all())
         assert bool((found["inner"]["b"] == number).all())
     assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "step-3")
+
+
+# ---- the stager
+
+
+class Copies(TorchDispatchMode):
+    """Counts the elements that are copied into another tensor."""
+
+    n_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            self.n_elements += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"a": torch.full((30, 40), value), "b": [{"c": torch.full((7,), value)}, value], "s": torch.tensor(value)}
+
+
+def assert_is(staged: dict[str, Any], value: float) -> None:
+    assert torch.equal(staged["a"], state(value)["a"])
+    assert torch.equal(staged["b"][0]["c"], state(value)["b"][0]["c"])
+    assert (staged["b"][1], staged["s"].item()) == (value, value)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_state_is_copied_once(cached: bool) -> None:
+    stager = Stager(cache_staged_state_dict=cached)
+    kept = []
+    for value in (1.0, 2.0):
+        given = state(value)
+        with Copies() as copies:
+            staged = stager.stage(given)
+        assert copies.n_elements == 30 * 40 + 7 + 1
+        given["a"].zero_()
+        assert_is(staged, value)
+        kept.append(staged["a"].data_ptr())
+    assert (kept[0] == kept[1]) or not cached
+
+
+def test_a_torch_without_the_name_that_allocates_stages_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock: Any = staging.BlockingAsyncStager.stage
+    with_the_name = types.FunctionType(stock.__code__, dict(vars(staging)))
+    monkeypatch.setattr(staging.BlockingAsyncStager, "stage", with_the_name)
+    monkeypatch.delattr(staging, "_create_cpu_state_dict")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    stager = Stager(cache_staged_state_dict=True)
+    for value in (1.0, 2.0):
+        assert_is(stager.stage(state(value)), value)
+
+
+# ---- one save of a writer at a time
+
+
+class Interrupted:
+    """A lock at whose taking, or giving back, Ctrl-C comes once."""
+
+    def __init__(self, before: bool) -> None:
+        self._lock, self._before, self._came = threading.Lock(), before, False
+
+    def _interrupt(self) -> None:
+        if not self._came:
+            self._came = True
+            signal.raise_signal(signal.SIGINT)
+
+    def acquire(self, blocking: bool = True) -> bool:
+        if self._before:
+            self._interrupt()
+        taken = self._lock.acquire(blocking)
+        self._interrupt()
+        return taken
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_interrupt_where_a_step_begins_leaves_nobody_in_it(before: bool) -> None:
+    one = OneAtATime()
+    one._at_work = Interrupted(before)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt), one.beginning():
+        pytest.fail("not reached")
+    with one.beginning():
+        pass
+    with one.going_on():
+        pass
+
+
+def test_a_forked_child_does_not_go_on_with_its_parent_s_save() -> None:
+    one = OneAtATime()
+    with one.beginning():
+        if not (pid := os.fork()):
+            code = 1
+            try:
+                with one.beginning():
+                    pass
+                with one.going_on():
+                    code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

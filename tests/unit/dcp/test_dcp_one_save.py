@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 import asyncckpt
 from asyncckpt.dcp import storage_reader
-from asyncckpt.dcp.storage_reader import Coordinators, OwnSave, SaveRead, check_same_save, compare_saves, found_in
+from asyncckpt.dcp.storage_reader import OwnSave, SaveRead, compare_saves, found_in
 from asyncckpt.errors import CorruptCheckpointError, RanksDisagreeError
 from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.storage import contents
@@ -199,46 +199,30 @@ def test_an_overwrite_before_it_is_told_is_found(kind: str, tmp_path: pathlib.Pa
     assert caught.value.file == changed.name
 
 
-def test_ranks_of_one_save_keep_their_plans() -> None:
-    plans = [plan("a", SaveRead("/c", "1", HERE, "x")), plan("b", SaveRead("/c", "1", ELSEWHERE, "y"))]
-    assert compare_saves(plans, "a", SaveRead("/c", "1", HERE, "x")) == plans
+ONE, TWO = SaveRead("/c", "1", HERE), SaveRead("/c", "2", HERE)
+SAME = [SaveRead("/c", "1", HERE, "x"), SaveRead("/c", "1", ELSEWHERE, "y")]
+OWN_PATHS = [ONE, SaveRead("/d", "2", HERE)]
+OTHER_TIMES = [SaveRead("/c", "1", HERE, "x"), SaveRead("/c", "1", HERE, "y")]
 
 
-@pytest.mark.parametrize(("coordinator", "ranks"), [(0, [0, 2]), (1, [1, 2]), (2, [0, 2])])
-def test_the_first_rank_that_differs_from_the_coordinator_is_named(coordinator: int, ranks: list[int]) -> None:
-    founds = [SaveRead("/c", "1", HERE), SaveRead("/c", "1", HERE), SaveRead("/c", "2", HERE)]
-    with pytest.raises(RanksDisagreeError, match="saves 1 and 2") as caught:
-        compare_saves([plan(str(n), f) for n, f in enumerate(founds)], str(coordinator), founds[coordinator])
-    assert (caught.value.path, caught.value.ranks) == ("/c", ranks)
-
-
-def test_ranks_with_paths_of_their_own_load_what_they_were_told_to() -> None:
-    plans = [plan("a", SaveRead("/c", "1", HERE)), plan("b", SaveRead("/d", "2", HERE))]
-    assert compare_saves(plans, "a", SaveRead("/c", "1", HERE)) == plans
-
-
-def test_files_of_other_times_are_named_so() -> None:
-    plans = [plan("a", SaveRead("/c", "1", HERE, "x")), plan("b", SaveRead("/c", "1", HERE, "y"))]
-    with pytest.raises(RanksDisagreeError, match="files of different times"):
-        compare_saves(plans, "a", SaveRead("/c", "1", HERE, "x"))
+@pytest.mark.parametrize("founds", [SAME, OWN_PATHS])
+def test_ranks_of_one_save_or_with_paths_of_their_own_keep_their_plans(founds: list[SaveRead]) -> None:
+    plans = [plan(str(n), found) for n, found in enumerate(founds)]
+    assert compare_saves(plans, "0", founds[0]) == plans
 
 
 @pytest.mark.parametrize(
-    "given",
-    [None, "a planner's", OwnSave("earlier", SaveRead("/c", "1", HERE)), Coordinators(SaveRead("/c", "1", HERE))],
+    ("founds", "coordinator", "ranks", "said"),
+    [
+        ([ONE, ONE, TWO], 0, [0, 2], "saves 1 and 2"),
+        ([ONE, ONE, TWO], 1, [1, 2], "saves 1 and 2"),
+        ([ONE, ONE, TWO], 2, [0, 2], "saves 1 and 2"),
+        (OTHER_TIMES, 0, [0, 1], "files of different times"),
+    ],
 )
-def test_plans_of_a_planner_s_own_take_what_the_coordinator_has_found(given: Any) -> None:
-    mine = SaveRead("/c", "2", HERE)
-    plans = compare_saves([LoadPlan([], storage_data=given)] * 2, "now", mine)
-    assert [one.storage_data for one in plans] == [Coordinators(mine)] * 2
-    check_same_save(plans[1], SaveRead("/c", "2", ELSEWHERE))
-    with pytest.raises(RanksDisagreeError, match="saves 2 and 3") as caught:
-        check_same_save(plans[1], SaveRead("/c", "3", HERE))
-    assert caught.value.ranks is None
-
-
-@pytest.mark.parametrize("given", [None, "a planner's", OwnSave("earlier", SaveRead("/c", "1", HERE))])
-def test_one_rank_alone_and_kept_plans_are_not_compared(given: Any) -> None:
-    plans = [LoadPlan([], storage_data=given)]
-    assert compare_saves(plans, "now", SaveRead("/c", "2", HERE)) == plans
-    check_same_save(plans[0], SaveRead("/c", "2", HERE))
+def test_the_first_rank_that_differs_from_the_coordinator_is_named(
+    founds: list[SaveRead], coordinator: int, ranks: list[int], said: str
+) -> None:
+    with pytest.raises(RanksDisagreeError, match=said) as caught:
+        compare_saves([plan(str(n), f) for n, f in enumerate(founds)], str(coordinator), founds[coordinator])
+    assert (caught.value.path, caught.value.ranks) == ("/c", ranks)

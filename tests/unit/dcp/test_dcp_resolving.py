@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 import asyncckpt
 from asyncckpt.dcp import direct_save, tensor_stream
 from asyncckpt.dcp.direct_save import CallersResolves
-from asyncckpt.dcp.tensor_stream import WrittenTensor, settle
 from asyncckpt.storage import rank_writer
 from tests.simulated_device import SimulatedDevice
 
@@ -132,15 +131,6 @@ def test_tensors_are_made_in_order_whoever_asks_first() -> None:
     serving.serve(work)
     assert found == [3, 0, 1, 3, 5]
     assert made == [0, 1, 2, 3, 3, 4, 5], "the second time it is made again"
-
-
-def test_an_error_of_the_work_is_raised() -> None:
-    def work() -> None:
-        raise OSError("disk")
-
-    with pytest.raises(OSError, match="disk"):
-        CallersResolves([]).serve(work)
-    assert not our_threads()
 
 
 class Interrupt:
@@ -250,34 +240,6 @@ def test_a_planner_that_has_failed_is_asked_no_more() -> None:
     serving.serve(work)
     assert made == [0, 1, 2]
     assert errors == ["no such thing"] * 3
-
-
-@pytest.mark.parametrize("settles", [True, False])
-def test_what_kernels_still_make_is_written_when_it_is_made(settles: bool, rng: random.Random) -> None:
-    """The planner's kernels are in a stream of its thread that no other thread's stream waits for."""
-    device = SimulatedDevice(rng)
-    found: list[bool] = []
-    for number in range(1, 51):
-        elements = device.put(torch.zeros(4096, dtype=torch.uint8), 0)
-        mine = device.new_stream(0)
-
-        def resolve(elements: torch.Tensor = elements, number: int = number) -> torch.Tensor:
-            device.launch(0, lambda: elements.fill_(number))
-            return elements
-
-        serving = CallersResolves([resolve], partial(settle, device=device) if settles else lambda made: None)
-        written = WrittenTensor(serving.resolves()[0], 4096, device)
-        memory = torch.zeros(4096, dtype=torch.uint8)
-
-        def work(written: WrittenTensor = written, memory: torch.Tensor = memory) -> None:
-            assert written.on_device()
-            written.read(0, 4096, memory.data_ptr())
-
-        with device.on_stream(mine):
-            serving.serve(work)
-        found.append(bool((memory == number).all()))
-    assert not device.violations
-    assert all(found) == settles
 
 
 def test_a_save_waits_for_the_kernels_of_its_planner(

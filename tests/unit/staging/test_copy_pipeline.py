@@ -19,9 +19,8 @@ import asyncckpt
 from asyncckpt import RankInfo, SyncCheckpointer
 from asyncckpt.format.checksums import BLOCK_NBYTES, block_digest
 from asyncckpt.format.layout import Payload
-from asyncckpt.format.torch_zip import combined_crc32
 from asyncckpt.interop import copy_pipeline, verify_target
-from asyncckpt.interop.copy_pipeline import OutputFile, Run, Target, windows_of, write_files
+from asyncckpt.interop.copy_pipeline import OutputFile, Run, Target, write_files
 from asyncckpt.interop.source_reader import SourceReader
 from asyncckpt.interop.sources.verify import verify_any
 from asyncckpt.storage.files import Files
@@ -79,35 +78,6 @@ def large_sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib
             root / "torch", root / kind, to=kind, max_shard_bytes=None if kind == "safetensors" else 900_000
         )
     return {kind: root / kind for kind in SOURCES}
-
-
-# ---- windows --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_windows_hold_every_byte_of_a_file_once(seed: int) -> None:
-    random = Random(seed)
-    pieces = tuple(
-        Payload(n, random.choice((0, 1, 7, 64, 300, 1000)))
-        if random.random() < 0.5
-        else random.randbytes(random.randrange(90))
-        for n in range(random.randrange(30))
-    )
-    file = OutputFile(name="", pieces=pieces)
-    contents = {n: random.randbytes(piece.nbytes) for n, piece in enumerate(pieces) if isinstance(piece, Payload)}
-    expected = b"".join(contents[n] if isinstance(piece, Payload) else piece for n, piece in enumerate(pieces))
-    found = bytearray(file.nbytes)
-    taken = 0
-    for window in windows_of(file, 128):
-        assert window.end - window.start == 128 or window.end == file.nbytes
-        for at, text in window.texts:
-            found[at : at + len(text)] = text
-            taken += len(text)
-        for run in window.runs:
-            assert window.start <= run.at < run.at + run.nbytes <= window.end
-            found[run.at : run.at + run.nbytes] = contents[run.piece][run.start : run.start + run.nbytes]
-            taken += run.nbytes
-    assert (bytes(found), taken) == (expected, file.nbytes)
 
 
 class Elements:
@@ -176,12 +146,6 @@ def test_who_waits_for_a_checksum_is_told_when_another_thread_fails(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncckpt-convert")]
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 7, 4096, 100_003])
-def test_the_checksum_of_two_runs_is_that_of_all_their_bytes(nbytes: int, rng: Random) -> None:
-    first, second = rng.randbytes(rng.randrange(2000)), rng.randbytes(nbytes)
-    assert combined_crc32(zlib.crc32(first), zlib.crc32(second), nbytes) == zlib.crc32(first + second)
-
-
 @pytest.mark.parametrize("stretch_blocks", [1, 2, 1000])
 def test_all_files_are_read_back_whatever_a_pass_holds(
     stretch_blocks: int, large_sources: dict[str, pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -213,30 +177,6 @@ def test_all_files_are_read_back_whatever_a_pass_holds(
             held[name] = offset + nbytes
     files = [file for file in (tmp_path / "x").iterdir() if not file.name.startswith(".")]
     assert held == {file.name: file.stat().st_size for file in files}
-
-
-@pytest.mark.parametrize("source", ["asyncckpt", "dcp", "torch", "safetensors"])
-def test_a_window_of_one_tensor_is_read_in_one_call(
-    source: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    window = 8 * BLOCK_NBYTES
-    torch.save({"t": torch.arange(6 * window // 4, dtype=torch.int32)}, tmp_path / "torch")
-    if source != "torch":
-        asyncckpt.convert(tmp_path / "torch", tmp_path / source, to=source)
-    monkeypatch.setattr(copy_pipeline, "WINDOW_NBYTES", window)
-    reads: list[tuple[int, int]] = []
-
-    def preadv(files: Files, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
-        if threading.current_thread().name.startswith("asyncckpt-convert") and len(buffers[0]) > 4096:
-            reads.append((offset, len(buffers[0])))
-        return real(files, fd, buffers, offset, flags)
-
-    real = Files.preadv
-    monkeypatch.setattr(Files, "preadv", preadv)
-    monkeypatch.setattr(Files, "resident", lambda files, fd, offset, nbytes: False)
-    asyncckpt.convert(tmp_path / source, tmp_path / "x", to="hf", read_back=False)
-    assert len(reads) <= 7, f"six windows and the rest of the last: {reads}"
-    assert sum(nbytes >= window - BLOCK_NBYTES for _, nbytes in reads) == 6
 
 
 def test_windows_without_a_checksums_place_wait_for_no_earlier_one(

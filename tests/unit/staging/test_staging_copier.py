@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from asyncckpt.async_checkpointer import hand_over  # noqa: E402
-from asyncckpt.client.pending_saves import StagedSnapshot, WriteFuture  # noqa: E402
-from asyncckpt.errors import AsyncCkptError, StagingError  # noqa: E402
-from asyncckpt.format.names import SaveId  # noqa: E402
-from asyncckpt.save_handle import SaveHandle  # noqa: E402
-from asyncckpt.staging.deferred_copy import BackgroundCopier, DeferredCopy  # noqa: E402
+from asyncckpt.async_checkpointer import hand_over
+from asyncckpt.client.pending_saves import StagedSnapshot, WriteFuture
+from asyncckpt.errors import AsyncCkptError, StagingError
+from asyncckpt.format.names import SaveId
+from asyncckpt.save_handle import SaveHandle
+from asyncckpt.staging.deferred_copy import BackgroundCopier, DeferredCopy
 
 SAVE_ID = SaveId(1, 2, "0123456789ab")
 DEADLINE_S = 60.0
@@ -26,22 +24,20 @@ class Job:
 
     has_work = False
 
-    def __init__(self, raised: BaseException | None = None) -> None:
+    def __init__(self, raised: BaseException | None) -> None:
         self.raised = raised
 
     def run(self, careful: bool = False) -> None:
         if self.raised is not None:
             raise self.raised
 
-    def cancel(self) -> None:
-        pass
+    def cancel(self) -> None: ...
 
 
 class Check:
     """Sees nothing."""
 
-    def check(self) -> None:
-        pass
+    def check(self) -> None: ...
 
     def source_storage_ptrs(self) -> set[int]:
         return {7}
@@ -50,7 +46,7 @@ class Check:
 class Process:
     """Returns a future, or raises."""
 
-    def __init__(self, raised: BaseException | None = None) -> None:
+    def __init__(self, raised: BaseException | None) -> None:
         self.raised, self.future = raised, WriteFuture()
 
     def write(self, *_: Any, **__: Any) -> Any:
@@ -58,8 +54,7 @@ class Process:
             raise self.raised
         return self.future
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
 
 class Save:

@@ -10,110 +10,94 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from overlapping import copy_all_behind
+from simulated_ranks import Ranks
+from simulated_saves import Saver, bits, note_seals, ranks_saver, two_devices, use_small_pieces
 
-torch = pytest.importorskip("torch")
+from asyncckpt.basics.failpoints import observed
+from asyncckpt.errors import AsyncCkptError
+from asyncckpt.format.checksums import block_digest
+from asyncckpt.protocol.samples import decode_samples
+from tests.failing_process import ACTIONS, At, fail, kill
+from tests.failpoint_groups import COMPARED, DEVICES, cases
+from tests.simulated_device import SimulatedDevice
 
-from overlapping import copy_all_behind  # noqa: E402
-from simulated_saves import Saver, bits, note_seals, two_devices, use_small_pieces  # noqa: E402
-
-from asyncckpt.basics.failpoints import observed  # noqa: E402
-from asyncckpt.errors import AsyncCkptError  # noqa: E402
-from asyncckpt.memory.slot import SlotControl  # noqa: E402
-from tests.failing_process import ACTIONS, At, fail, kill  # noqa: E402
-from tests.failpoint_groups import DEVICES, cases  # noqa: E402
-from tests.simulated_device import SimulatedDevice  # noqa: E402
-
-
-@pytest.fixture
-def device(rng: random.Random) -> Iterator[SimulatedDevice]:
-    with two_devices(rng) as made:
-        yield made
+CASES = cases(DEVICES) + cases(COMPARED)
 
 
-@pytest.fixture
-def saver(device: SimulatedDevice, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Saver]:
-    copy_all_behind(monkeypatch.setattr)
-    use_small_pieces(monkeypatch)
-    note_seals(device, monkeypatch)
-    made = Saver(device, staging=request.param, slots=1, slot_timeout_s=30)
-    yield made
-    device.drain()
-    made.close()
+@pytest.fixture(autouse=True)
+def _small_and_behind() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        copy_all_behind(patch.setattr)
+        use_small_pieces(patch)
+        yield
 
 
-@pytest.fixture
-def state(device: SimulatedDevice) -> dict[str, Any]:
-    tensors = {"large": torch.randn(12_000), **{f"small{n}": torch.randn(n + 1) for n in range(30)}}
+def made(device: SimulatedDevice, staging: str) -> tuple[Saver, dict[str, Any]]:
+    """Return a saver that is rank 0 of two, which compare samples of their replicas, and what it saves."""
+    tensors = {"large": torch.randn(12_000), "d": torch.randn(7), **{f"small{n}": torch.randn(n + 1) for n in range(9)}}
     placed = {name: device.put(tensor, 0) for name, tensor in tensors.items()}
-    return {**placed, "other": device.put(torch.randn(5_000), 1), "host": torch.randn(1000)}
+    state = {**placed, "other": device.put(torch.randn(5_000), 1), "host": torch.randn(1000)}
+    ranks = Ranks(2)
+    ranks.exchange([state, state])
+    return ranks_saver(device, ranks, staging=staging, slots=1, slot_timeout_s=30), state
 
 
 def assert_saved(saver: Saver, state: dict[str, Any]) -> None:
+    """The next save holds what rank 0 writes of the state, and the digests of what was saved."""
     handle = saver.save(state)
     assert saver.ended(handle) is None
     saver.know(state)
-    assert saver.content(handle) == {name: bits(tensor) for name, tensor in state.items()}
+    content = saver.content(handle)
+    assert content and content == {name: bits(state[name]) for name in content}
+    found = decode_samples(saver.process.asked[str(handle.save_id)].samples)
+    assert found["d"].digest == block_digest(bits(state["d"]))
 
 
 @pytest.mark.parametrize("action", ["raise", "refuse", "sleep"])
-@pytest.mark.parametrize(("saver", "point"), cases(DEVICES), indirect=["saver"])
+@pytest.mark.parametrize(("staging", "point"), CASES)
 def test_an_error_or_a_wait_between_copies_costs_the_save_at_most(
-    saver: Saver, device: SimulatedDevice, state: dict[str, Any], point: str, action: str
+    device: SimulatedDevice, staging: str, point: str, action: str
 ) -> None:
     def refuse() -> None:
         raise RuntimeError("CUDA error: simulated")
 
-    do = {"raise": fail, "refuse": refuse, "sleep": ACTIONS["sleep"]}[action]
-    for visit in (1, 1 if point == "device: copied" else 2):  # of the two devices
-        observer = At(point, do, visit)
+    saver, state = made(device, staging)
+    for visit in (1, 2) if point == "device: copying" else (1,):  # of the two devices
+        observer = At(point, {"raise": fail, "refuse": refuse, "sleep": ACTIONS["sleep"]}[action], visit)
         with observed(observer):
             handle = saver.save(state)
             error = saver.ended(handle)
         assert observer.met
         assert isinstance(error, AsyncCkptError | OSError) if action != "sleep" else error is None, error
-        assert not (error is not None and str(handle.save_id) in saver.process.written), "it is not sealed"
+        assert (str(handle.save_id) in saver.process.written) is (error is None), "what is not whole is not sealed"
         assert_saved(saver, state)
     assert device.current == 0
+    device.drain()
+    saver.close()
 
 
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    """torch's own do not live on in a forked child, which would wait for them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def save_twice(staging: str, point: str, seals: pathlib.Path, rng: random.Random) -> None:
-    """Be a trainer that is killed in its second save; notes each seal."""
-    seal = SlotControl.seal
-
-    def noted(control: SlotControl, *arguments: Any) -> None:
-        with seals.open("a") as file:
-            file.write("sealed\n")
-        seal(control, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SlotControl, "seal", noted)
-        copy_all_behind(patch.setattr)
-        device = SimulatedDevice(rng)
-        saver = Saver(device, staging=staging, slots=1, slot_timeout_s=30)
-        state = {"a": device.put(torch.randn(12_000), 0), "b": device.put(torch.randn(5_000), 1)}
-        assert_saved(saver, state)
-        with observed(At(point, kill)):
-            saver.ended(saver.save(state))
-
-
-@pytest.mark.parametrize(("staging", "point"), cases(DEVICES))
+@pytest.mark.parametrize(("staging", "point"), CASES)
 def test_a_process_that_ends_between_copies_has_sealed_nothing(
-    tmp_path: pathlib.Path, rng: random.Random, staging: str, point: str, _one_thread: None
+    tmp_path: pathlib.Path, rng: random.Random, staging: str, point: str
 ) -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            save_twice(staging, point, tmp_path / "seals", rng)
+            torch.set_num_threads(1)  # torch's own do not live on in a forked child, which would wait for them
+            with two_devices(rng) as device, pytest.MonkeyPatch.context() as patch:
+                note_seals(device, patch)
+                saver, state = made(device, staging)
+                assert_saved(saver, state)
+
+                def die() -> None:
+                    (tmp_path / "seals").write_text(str([call.name for call in device.calls].count("seal")))
+                    kill()
+
+                with observed(At(point, die)):
+                    saver.ended(saver.save(state))
         finally:
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, f"{point} was not reached"
-    assert (tmp_path / "seals").read_text() == "sealed\n", "the first one alone"
+    assert (tmp_path / "seals").read_text() == "1", "the first one alone"

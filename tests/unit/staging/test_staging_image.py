@@ -11,18 +11,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from simulated_saves import bits as bits_of
 
-torch = pytest.importorskip("torch")
-
-from asyncckpt.client.slot_stream import Watermark  # noqa: E402
-from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_OFFSET  # noqa: E402
-from asyncckpt.format.names import SaveId  # noqa: E402
-from asyncckpt.memory.mapping import Mapping  # noqa: E402
-from asyncckpt.memory.slot import STAGED_OFFSET  # noqa: E402
-from asyncckpt.planning.planner import PlanCache  # noqa: E402
-from asyncckpt.staging import cpu_copy, memcopy  # noqa: E402
-from asyncckpt.staging.cpu_copy import LARGE_NBYTES, SlotImage  # noqa: E402
-from asyncckpt.staging.memcopy import PIECE_NBYTES  # noqa: E402
+from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_OFFSET
+from asyncckpt.format.names import SaveId
+from asyncckpt.memory.mapping import Mapping
+from asyncckpt.memory.slot import STAGED_OFFSET
+from asyncckpt.planning.planner import PlanCache
+from asyncckpt.staging import cpu_copy, memcopy
+from asyncckpt.staging.cpu_copy import LARGE_NBYTES, SlotImage
+from asyncckpt.staging.memcopy import PIECE_NBYTES
 
 SAVE_ID = SaveId(3, 7, "0123456789ab")
 DIRTY = 0xA5
@@ -61,15 +60,25 @@ def staged() -> Iterator[Staged]:
     one.close()
 
 
-def bits(tensor: Any) -> bytes:
-    return bytes(tensor.detach().contiguous().flatten().view(torch.uint8).tolist())
+@pytest.fixture
+def helped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second thread helps with five small tensors or more."""
+    monkeypatch.setattr(cpu_copy, "HELPED_FROM", 5)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+
+
+SMALL = {str(n): torch.full((100,), float(n)) for n in range(7)}
+
+
+def bits(state: dict[str, Any]) -> list[bytes]:
+    return [bits_of(tensor) for tensor in state.values()]
 
 
 def test_views_of_larger_storages_store_only_their_own_elements(staged: Staged) -> None:
     storage = torch.arange(1 << 16, dtype=torch.float32)
     state = {"row": storage.view(256, 256)[3], "column": storage.view(256, 256)[:, 5], "few": storage[10:20:2]}
     found = staged.stage(state)
-    assert found == [bits(t) for t in state.values()]
+    assert found == bits(state)
     assert staged.plan.tensor_nbytes == (256 + 256 + 5) * 4
 
 
@@ -85,48 +94,27 @@ def test_small_and_large_contiguous_and_strided_tensors_are_copied(staged: Stage
         "empty": torch.zeros(0, 4),
         "every other": torch.randn(2 * LARGE_NBYTES)[::2],
     }
-    assert staged.stage(state) == [bits(t) for t in state.values()]
+    for _ in range(2):
+        assert staged.stage(state) == bits(state)
+        for tensor in state.values():
+            tensor.add_(1)  # which replaces every byte of the first
 
 
-def test_a_second_fill_replaces_every_byte_of_the_first(staged: Staged) -> None:
-    first = {"a": torch.zeros(LARGE_NBYTES), "b": torch.zeros(3)}
-    staged.stage(first)
-    second = {"a": torch.full((LARGE_NBYTES,), -1.0), "b": torch.full((3,), 2.0)}
-    assert staged.stage(second) == [bits(t) for t in second.values()]
+def refuse(*_: Any) -> None:
+    raise RuntimeError("can't start new thread")
 
 
-def test_large_tensors_are_moved_by_several_threads(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_copy.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    movers, real = set(), cpu_copy.copy_all
-    both = threading.Barrier(2, timeout=60)
-
-    def noted(moves: Any, *pace: Any) -> None:
-        movers.add(threading.current_thread())
-        if len(moves) > 2:
-            both.wait()  # each has begun before any can have finished
-        real(moves, *pace)
-
-    monkeypatch.setattr(cpu_copy, "MAX_THREADS", 2)
-    monkeypatch.setattr(cpu_copy, "copy_all", noted)
-    state = {"a": torch.arange(8 << 20, dtype=torch.int32)}
-    assert staged.stage(state) == [bits_of_large(state["a"])]
-    assert len(movers) == 2
-
-
-def bits_of_large(tensor: Any) -> bytes:
-    import ctypes
-
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-
-
-@pytest.mark.parametrize("startable", [True, False])
-def test_many_small_tensors_are_shared_with_a_second_thread(
-    staged: Staged, monkeypatch: pytest.MonkeyPatch, startable: bool
+def test_where_no_thread_can_be_started_the_caller_copies_alone(
+    staged: Staged, helped: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_copy, "HELPED_FROM", 5)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    if not startable:
-        monkeypatch.setattr(threading.Thread, "start", _refuse)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    state = {"a": torch.arange(8 << 20, dtype=torch.int32), **SMALL}
+    assert staged.stage(state) == bits(state)
+
+
+def test_many_small_tensors_are_shared_with_a_second_thread_whose_error_is_raised(
+    staged: Staged, helped: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copied_by: list[str] = []
     batch = cpu_copy._copy_batch
 
@@ -135,43 +123,25 @@ def test_many_small_tensors_are_shared_with_a_second_thread(
         batch(targets, sources)
 
     monkeypatch.setattr(cpu_copy, "_copy_batch", noted)
-    state = {str(n): torch.full((100,), float(n)) for n in range(7)}
-    assert staged.stage(state) == [bits(t) for t in state.values()]
-    assert sorted(copied_by) == (["MainThread", "asyncckpt-copy"] if startable else ["MainThread"])
-
-
-def _refuse(thread: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
-
-
-def test_an_error_of_the_thread_that_helps_is_raised_and_the_next_copy_works(
-    staged: Staged, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu_copy, "HELPED_FROM", 5)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    state = {str(n): torch.full((100,), float(n)) for n in range(7)}
-    staged.stage(state)
-    batch = cpu_copy._copy_batch
+    assert staged.stage(SMALL) == bits(SMALL)
+    assert sorted(copied_by) == ["MainThread", "asyncckpt-copy"]
 
     def fails(targets: list[Any], sources: list[Any]) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("mine")
         batch(targets, sources)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(cpu_copy, "_copy_batch", fails)
-        with pytest.raises(RuntimeError, match="mine"):
-            staged.stage(state)
-    assert staged.stage(state) == [bits(t) for t in state.values()]
+    monkeypatch.setattr(cpu_copy, "_copy_batch", fails)
+    with pytest.raises(RuntimeError, match="mine"):
+        staged.stage(SMALL)
+    monkeypatch.setattr(cpu_copy, "_copy_batch", batch)
+    assert staged.stage(SMALL) == bits(SMALL)
 
 
 def test_a_helper_that_ctrl_c_hid_while_it_started_copies_nothing_any_more(
-    staged: Staged, monkeypatch: pytest.MonkeyPatch
+    staged: Staged, helped: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_copy, "HELPED_FROM", 5)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    old = {str(n): torch.full((100,), float(n)) for n in range(7)}
-    staged.stage(old)
+    staged.stage(SMALL)
     hidden: list[threading.Thread] = []
 
     def interrupted(thread: threading.Thread) -> None:
@@ -181,39 +151,31 @@ def test_a_helper_that_ctrl_c_hid_while_it_started_copies_nothing_any_more(
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            staged.stage({name: value + 1 for name, value in old.items()})
+            staged.stage({name: value + 1 for name, value in SMALL.items()})
     tensors = staged.image.targets(range(7))
-    before = [bits(tensor) for tensor in tensors]
+    before = [bits_of(tensor) for tensor in tensors]
     (late,) = hidden
     late.run()
-    assert [bits(tensor) for tensor in tensors] == before
-    assert staged.stage(old) == [bits(t) for t in old.values()]
+    assert [bits_of(tensor) for tensor in tensors] == before
+    assert staged.stage(SMALL) == bits(SMALL)
 
 
-def test_only_tensors_that_are_large_enough_may_be_copied_later(staged: Staged) -> None:
-    few = cpu_copy.DEFERRED_FROM_NBYTES // 4
-    staged.stage({"small": torch.zeros(few - 1), "large": torch.zeros(few), "more": torch.zeros(2 * few)})
-    assert staged.image.deferrable == [1, 2]
-
-
-def test_no_thread_is_left_when_torch_cannot_copy(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"a": torch.zeros(8 << 20), "b": torch.zeros(3)}
+def test_when_torch_cannot_copy_no_thread_and_no_move_is_left(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"a": torch.zeros(8 << 20), "b": torch.zeros(3), "strided": torch.arange(60_000.0).view(300, 200).t()}
     staged.stage(state)
-
-    def broken(*_: Any) -> None:
-        raise RuntimeError("cannot copy")
-
-    monkeypatch.setattr(cpu_copy.torch, "_foreach_copy_", broken)
     before = set(threading.enumerate())
-    with pytest.raises(RuntimeError, match="cannot copy"):
-        staged.stage(state)
-    assert set(threading.enumerate()) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_copy.torch, "_foreach_copy_", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            staged.stage(state)
+    assert set(threading.enumerate()) == before and not staged.image._queue
+    assert staged.stage(state) == bits(state)
 
 
 def test_parameters_hang_no_autograd_history_on_the_slot(staged: Staged) -> None:
     parameter = torch.nn.Parameter(torch.randn(16))
     for _ in range(3):
-        assert staged.stage({"p": parameter}) == [bits(parameter)]
+        assert staged.stage({"p": parameter}) == [bits_of(parameter)]
     assert all(t.grad_fn is None and not t.requires_grad for t in staged.image._targets)
 
 
@@ -237,19 +199,7 @@ def test_dtypes_that_torch_copies_badly_keep_their_bits(staged: Staged) -> None:
     dtypes = [getattr(torch, name) for name in names if hasattr(torch, name)]
     raw = torch.arange(256, dtype=torch.uint8)
     state = {str(d): raw.view(d) for d in dtypes}
-    assert staged.stage(state) == [bits(raw)] * len(dtypes)
-
-
-def test_where_no_thread_can_be_started_the_caller_copies_alone(
-    staged: Staged, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(cpu_copy.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    state = {"a": torch.arange(8 << 20, dtype=torch.int32)}
-    assert staged.stage(state) == [bits_of_large(state["a"])]
+    assert staged.stage(state) == [bits_of(raw)] * len(dtypes)
 
 
 def test_an_interrupt_is_raised_only_when_nothing_moves_any_more(
@@ -272,43 +222,6 @@ def test_an_interrupt_is_raised_only_when_nothing_moves_any_more(
             staged.stage(state)
     assert len(interrupts) == 3
     assert not [t for t in threading.enumerate() if t.name == "asyncckpt-copy"]
-
-
-def test_an_error_leaves_no_move_for_the_next_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gc
-
-    from asyncckpt.memory.mapping import Mapping as Memory
-    from asyncckpt.planning.planner import PlanCache
-    from asyncckpt.staging import cpu_copy
-
-    plans = PlanCache(files_per_rank=1)
-    state = {"large": torch.arange(40_000.0), "strided": torch.arange(60_000.0).view(300, 200).t()}
-    plan, flat = plans.plan_for(state)
-    memory = Memory(-1, 4096 + plan.body_nbytes)
-    try:
-        image = cpu_copy.SlotImage(memory.address, plan)
-        with monkeypatch.context() as patch:
-            patch.setattr(image, "_copy_by_torch", lambda *_, **__: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                image.fill(flat.tensors, SaveId(1, 2, "0123456789ab"))
-        assert not image._queue
-    finally:
-        del image
-        gc.collect()
-        memory.close()
-
-
-def test_a_copy_whose_watermark_cannot_be_told_leaves_no_move_for_the_next_one(staged: Staged) -> None:
-    image, tensors = prepared(staged, {"a": torch.arange(100_000.0), "small": torch.arange(5)})
-
-    def tell(nbytes: int) -> None:
-        raise OSError(errno.EIO, "nobody is told")
-
-    with pytest.raises(OSError, match="nobody is told"):
-        image.copy(tensors, image._all, True, Watermark(0, 1 << 62, tell))
-    assert not image._queue and image._queue.on_copied is None
-    image.copy(tensors, image._all)
-    assert torch.equal(image._targets[0], tensors[image._numbers[0]])
 
 
 # ---- how hard a copy works
@@ -398,32 +311,21 @@ class Gone:
         return self._mapping.address
 
 
-@pytest.mark.parametrize("refusal", [errno.ENOSYS, errno.EPERM])
-def test_where_a_sandbox_refuses_a_careful_copy_it_is_made_all_the_same(
+@pytest.mark.parametrize("refusal", [errno.ENOSYS, errno.EPERM, errno.EFAULT])
+def test_where_the_kernel_refuses_a_careful_copy_it_is_made_all_the_same(
     monkeypatch: pytest.MonkeyPatch, refusal: int
 ) -> None:
+    """In a sandbox; and EFAULT for memory that a driver has mapped, such as tensors that torch has pinned."""
+
     def refused(*_: Any) -> int:
         ctypes.set_errno(refusal)
         return -1
 
-    source, target = torch.arange(100_000), torch.zeros(100_000, dtype=torch.int64)
-    monkeypatch.setattr(memcopy, "_read", refused)
-    memcopy.careful_copy(target.data_ptr(), source.data_ptr(), 800_000)
-    assert torch.equal(target, source)
-
-
-def test_memory_that_only_its_own_process_can_read_is_copied_carefully_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel answers EFAULT for what a driver has mapped: tensors that torch has pinned."""
-
-    def fault(*_: Any) -> int:
-        ctypes.set_errno(errno.EFAULT)
-        return -1
-
     source, target = torch.arange(400_000), torch.zeros(400_000, dtype=torch.int64)
-    with open("/proc/self/maps") as maps:  # the kernel's clock is mapped like that everywhere
+    with open("/proc/self/maps") as maps:  # the kernel's clock is mapped like a driver's memory everywhere
         for clock in (int(line.partition("-")[0], 16) for line in maps if line.endswith("[vvar]\n")):
             memcopy.careful_copy(target.data_ptr(), clock, 4096)
-    monkeypatch.setattr(memcopy, "_read", fault)
+    monkeypatch.setattr(memcopy, "_read", refused)
     memcopy.careful_copy(target.data_ptr(), source.data_ptr(), 3_200_000)
     assert torch.equal(target, source)
 

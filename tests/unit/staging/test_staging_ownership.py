@@ -1,18 +1,19 @@
-"""Which tensors attached optimizers own, and what a watch on them sees."""
+"""What may be copied behind the training: tensors that attached optimizers own, watched, where a core is idle."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from asyncckpt.errors import SnapshotTornError  # noqa: E402
-from asyncckpt.format.names import SaveId  # noqa: E402
-from asyncckpt.staging.mutation_check import MutationCheck, Source  # noqa: E402
-from asyncckpt.staging.optimizer_ownership import AttachedOptimizers  # noqa: E402
-from asyncckpt.state_dict.flatten import flatten  # noqa: E402
+from asyncckpt.errors import ConfigError, SnapshotTornError
+from asyncckpt.format.names import SaveId
+from asyncckpt.staging.mutation_check import MutationCheck, Source
+from asyncckpt.staging.optimizer_ownership import AttachedOptimizers
+from asyncckpt.staging.overlap import LOCAL_RANKS, has_idle_core, local_ranks
+from asyncckpt.state_dict.flatten import flatten
 
 SAVE_ID = SaveId(1, 2, "0123456789ab")
 
@@ -32,24 +33,15 @@ def test_parameters_and_state_are_owned_and_nothing_else() -> None:
     optimizer.param_groups[0]["lr"] = lr
     state = optimizer.state[parameter]
     state["nested"] = {"deep": [weights, "x"]}
+    state["sparse"], state["empty"] = torch.eye(3).to_sparse(), torch.empty(0)
     owners = AttachedOptimizers()
     assert not owners
     assert owners.add(optimizer)
     assert not owners.add(optimizer)
     assert owners
-    tensors = [
-        parameter,
-        other,
-        lr,
-        state["step"],
-        weights,
-        parameter.grad,
-        torch.empty(0),
-        state["exp_avg"][1:],
-        parameter.data,
-    ]
+    tensors = [parameter, other, lr, state["step"], weights, parameter.grad, torch.empty(0), state["exp_avg"][1:]]
     numbers, own = owners.owned(tensors)
-    assert numbers == {0, 3, 4, 7, 8}
+    assert numbers == {0, 3, 4, 7}
     assert {id(t) for t in own} == {id(t) for t in (parameter, state["step"], weights, state["exp_avg"])}
     assert owners.owned(tensors)[0] is numbers, "the very same object, so that its owner recognises it at once"
     owners.clear()
@@ -76,16 +68,6 @@ def test_an_optimizer_whose_step_has_lost_its_hooks_owns_nothing(
     for _ in range(2):
         assert owners.owned([parameter])[0] == frozenset()
     assert [r.message for r in caplog.records if "hooks of Adam.step()" in r.message] == [caplog.records[0].message]
-
-
-def test_sparse_and_empty_tensors_are_nobody_s() -> None:
-    parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = stepped(parameter)
-    optimizer.state[parameter]["sparse"] = torch.eye(3).to_sparse()
-    optimizer.state[parameter]["empty"] = torch.empty(0)
-    owners = AttachedOptimizers()
-    owners.add(optimizer)
-    assert owners.owned([torch.empty(0), parameter])[0] == {1}
 
 
 def test_new_groups_and_state_and_storages_are_looked_up_every_time() -> None:
@@ -152,3 +134,49 @@ def test_memory_that_is_swapped_or_resized_is_a_change(how: str) -> None:
     with pytest.raises(SnapshotTornError, match="share_memory_") as caught:
         found.check()
     assert caught.value.facts()["fqn"] == "b"
+
+
+# ---- which cores are to spare
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "ranks", "spare"),
+    [
+        (2, 2, None, False),
+        (2, 1, None, True),
+        (2, 1, "2", False),
+        (1, 1, None, False),
+        (64, 64, "1", False),
+        (64, 7, "8", True),
+        (64, 8, "8", False),
+    ],
+)
+def test_cores_that_no_rank_s_threads_use_are_to_spare(
+    monkeypatch: pytest.MonkeyPatch, cores: int, threads: int, ranks: str | None, spare: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.delenv(LOCAL_RANKS, raising=False)
+    if ranks is not None:
+        monkeypatch.setenv(LOCAL_RANKS, ranks)
+    assert has_idle_core() is spare
+
+
+def test_where_a_gpu_computes_the_host_s_cores_are_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 10_000)
+    assert has_idle_core()
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"), [("3", 3), ("0", 1), ("", 1), ("-2", 1), ("many", 1), ("\u0663", 1), (None, 1)]
+)
+def test_what_a_launcher_says_of_the_node_s_ranks(text: str | None, ranks: int) -> None:
+    assert local_ranks({} if text is None else {LOCAL_RANKS: text}) == ranks
+
+
+def test_more_digits_than_python_reads_are_a_typed_error() -> None:
+    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE has 5000 digits") as caught:
+        local_ranks({LOCAL_RANKS: "9" * 5000})
+    assert caught.value.field == LOCAL_RANKS

@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import pathlib
 import random
-import signal
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from simulated_ranks import Ranks
+from simulated_saves import bits, ranks_saver, two_devices
 
-torch = pytest.importorskip("torch")
+from asyncckpt.format.checksums import block_digest
+from asyncckpt.planning.replica_checks import sample_digests
+from asyncckpt.protocol.samples import decode_samples
+from tests.simulated_device import SimulatedDevice
 
-from overlapping import copy_all_behind  # noqa: E402
-from simulated_ranks import Ranks  # noqa: E402
-from simulated_saves import Saver, bits, note_seals, ranks_saver, two_devices  # noqa: E402
-
-from asyncckpt.basics.failpoints import observed  # noqa: E402
-from asyncckpt.errors import AsyncCkptError  # noqa: E402
-from asyncckpt.format.checksums import block_digest  # noqa: E402
-from asyncckpt.planning.replica_checks import sample_digests  # noqa: E402
-from asyncckpt.protocol.samples import decode_samples  # noqa: E402
-from tests.failing_process import ACTIONS, At, fail, kill  # noqa: E402
-from tests.failpoint_groups import COMPARED, cases  # noqa: E402
-from tests.simulated_device import SimulatedDevice  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def all_behind() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:  # of its own: tests undo theirs
-        copy_all_behind(patch.setattr)
-        yield
-
-
-@pytest.fixture
-def device(rng: random.Random) -> Iterator[SimulatedDevice]:
-    with two_devices(rng) as made:
-        yield made
+pytestmark = pytest.mark.usefixtures("all_behind")
 
 
 def replicas(device: SimulatedDevice) -> dict[str, Any]:
@@ -116,69 +94,3 @@ def test_samples_of_what_no_optimizer_owns_are_of_the_save_whatever_comes_next(p
         assert {name: found[name].digest for name in expected} == expected
         device.drain()
         saver.close()
-
-
-# ---- the named instant when they have come over --------------------------------------------------------------------
-
-
-def compared(device: SimulatedDevice, mode: str) -> tuple[Saver, dict[str, Any]]:
-    """Return a saver that is rank 0 of two, and what it saves."""
-    state = replicas(device)
-    del state["b"]  # as above
-    ranks = Ranks(2)
-    ranks.exchange([state, state])
-    return ranks_saver(device, ranks, staging=mode, slots=1, slot_timeout_s=30), state
-
-
-def is_told(saver: Saver, state: dict[str, Any]) -> bool:
-    """Save, and say whether the request has the digests of what was saved."""
-    handle = saver.save(state)
-    assert saver.ended(handle) is None
-    found = decode_samples(saver.process.asked[str(handle.save_id)].samples)
-    return bool(found["d"].digest == block_digest(bits(state["d"])))
-
-
-@pytest.mark.parametrize("action", ["raise", "refuse", "sleep"])
-@pytest.mark.parametrize(("mode", "point"), cases(COMPARED))
-def test_an_error_or_a_wait_when_samples_have_come_over_costs_the_save_at_most(
-    device: SimulatedDevice, mode: str, point: str, action: str
-) -> None:
-    def refuse() -> None:
-        raise RuntimeError("CUDA error: simulated")
-
-    saver, state = compared(device, mode)
-    observer = At(point, {"raise": fail, "refuse": refuse, "sleep": ACTIONS["sleep"]}[action])
-    with observed(observer):
-        handle = saver.save(state)
-        error = saver.ended(handle)
-    assert observer.met
-    assert isinstance(error, AsyncCkptError | OSError) if action != "sleep" else error is None, error
-    assert (str(handle.save_id) in saver.process.written) is (error is None), "what is not whole is not sealed"
-    assert is_told(saver, state)
-    device.drain()
-    saver.close()
-
-
-@pytest.mark.parametrize(("mode", "point"), cases(COMPARED))
-def test_a_process_that_ends_when_samples_have_come_over_has_sealed_nothing(
-    tmp_path: pathlib.Path, rng: random.Random, mode: str, point: str
-) -> None:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            torch.set_num_threads(1)
-            with two_devices(rng) as device, pytest.MonkeyPatch.context() as patch:
-                note_seals(device, patch)
-                saver, state = compared(device, mode)
-                assert is_told(saver, state)
-
-                def die() -> None:
-                    (tmp_path / "seals").write_text(str([call.name for call in device.calls].count("seal")))
-                    kill()
-
-                with observed(At(point, die)):
-                    saver.ended(saver.save(state))
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, f"{point} was not reached"
-    assert (tmp_path / "seals").read_text() == "1", "the first one alone"

@@ -21,16 +21,11 @@ def _each_byte_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_stream, "STEP_NBYTES", 1)
 
 
-def test_what_lies_before_the_first_piece_is_there_at_once() -> None:
+@pytest.mark.parametrize(("pieces", "filled"), [([150, 120], 20), ([], 100)])
+def test_what_lies_before_the_first_piece_is_there_at_once(pieces: list[int], filled: int) -> None:
     mark, told = marked(100, 200)
-    mark.expect([150, 120])
-    assert told == [20]
-
-
-def test_without_pieces_everything_is_there() -> None:
-    mark, told = marked(100, 200)
-    mark.expect([])
-    assert told == [100]
+    mark.expect(pieces)
+    assert told == [filled]
 
 
 def test_a_piece_counts_once_all_before_it_are_copied() -> None:

@@ -21,7 +21,7 @@ from asyncckpt import ShardedSlice
 from asyncckpt.errors import DuplicateNameError, UnsupportedLeafError
 from asyncckpt.format import state_tree as trees
 from asyncckpt.format.structure import decode_structure
-from asyncckpt.planning.planner import PlanCache, make_plan, signature_of
+from asyncckpt.planning.planner import PlanCache
 from asyncckpt.state_dict.flatten import flatten
 from asyncckpt.state_dict.leaf_codecs import decode_leaf, encode_leaves
 from asyncckpt.state_dict.unflatten import unflatten
@@ -57,24 +57,6 @@ def test_random_structures_come_back_as_they_were(rng: random.Random) -> None:
     for _ in range(150):
         state = states.StateMaker(rng).state()
         states.assert_same(rebuilt(state), state)
-
-
-@pytest.mark.parametrize("name", sorted(states.every_object()))
-def test_object_comes_back_with_type_and_bits(name: str) -> None:
-    value = states.every_object()[name]
-    states.assert_same(rebuilt({"x": value})["x"], value)
-
-
-@pytest.mark.parametrize("name", sorted(states.every_tensor()))
-def test_tensor_comes_back_with_dtype_shape_and_bits(name: str) -> None:
-    value = states.every_tensor()[name]
-    states.assert_same(rebuilt({"x": value})["x"], value)
-
-
-def test_every_dtype_of_the_table_is_known_to_this_torch_or_refused_by_name() -> None:
-    for dtype in states.ALL_DTYPES:
-        flat = flatten({"x": states.tensor_of(dtype, (4,))})
-        assert make_plan(flat, signature_of(flat), files_per_rank=1).n_tensors == 1
 
 
 def test_module_state_dict_keeps_its_metadata() -> None:
@@ -186,6 +168,7 @@ REFUSED = {
     "object in a set": lambda: {Custom()},
     "sparse": lambda: torch.eye(3).to_sparse(),
     "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
     "meta": lambda: torch.ones(2, device="meta"),
     "tensor subclass": lambda: torch.ones(2).as_subclass(Subclass),
     "lazy parameter": torch.nn.parameter.UninitializedParameter,
@@ -206,6 +189,7 @@ def store(state: Any) -> None:
     encode_leaves(flat)
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 @pytest.mark.parametrize("what", sorted(REFUSED))
@@ -215,14 +199,6 @@ def test_unsupported_leaf_is_refused_with_its_path(what: str) -> None:
     assert caught.value.leaf.startswith("model.layers.1.3")
     assert repr(caught.value.leaf) in str(caught.value)
     assert isinstance(caught.value, TypeError)
-
-
-@pytest.mark.filterwarnings("ignore:.*quantize.*")
-@pytest.mark.filterwarnings("ignore:.*quantized.*")
-def test_quantized_tensor_is_refused() -> None:
-    tensor = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
-    with pytest.raises(UnsupportedLeafError, match="'q'"):
-        store({"q": tensor})
 
 
 @pytest.mark.parametrize("state", [None, 5, [torch.ones(1)], torch.ones(1), "abc", torch.nn.Linear(1, 1)])
@@ -240,29 +216,19 @@ class Frozen:
     n: int = 1
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        torch.float32,
-        frozenset({1}),
-        1j,
-        Colour.RED,
-        Frozen(),
-        math.nan,
-        (1, math.nan),
-        (1, frozenset()),
-        datetime.date(2024, 1, 1),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("allow_pickle", [False, True])
-def test_keys_that_have_no_form_are_refused_by_path_and_type(key: Any, allow_pickle: bool) -> None:
-    with pytest.raises(
-        UnsupportedLeafError, match="keys are str, int of 63 bits, float but NaN, bool, bytes, None, and"
-    ) as caught:
-        flatten({"a": {key: 1}}, allow_pickle=allow_pickle)
-    assert caught.value.leaf == f"a.{key!r}"
-    assert caught.value.type_name == type(key).__name__
+UNFORMED: list[Any] = [torch.float32, frozenset({1}), 1j, Colour.RED, Frozen(), math.nan, datetime.date(2024, 1, 1)]
+UNFORMED += [(1, math.nan), (1, frozenset())]
+
+
+@pytest.mark.parametrize("key", UNFORMED, ids=str)
+def test_keys_that_have_no_form_are_refused_by_path_and_type(key: Any) -> None:
+    for allow_pickle in (False, True):
+        with pytest.raises(
+            UnsupportedLeafError, match="keys are str, int of 63 bits, float but NaN, bool, bytes, None, and"
+        ) as caught:
+            flatten({"a": {key: 1}}, allow_pickle=allow_pickle)
+        assert caught.value.leaf == f"a.{key!r}"
+        assert caught.value.type_name == type(key).__name__
 
 
 @pytest.mark.parametrize("key", [1 << 20_000, (1, -(1 << 20_000))], ids=["a number", "in a tuple"])
@@ -271,31 +237,21 @@ def test_numbers_of_more_digits_than_python_writes_out_are_refused_as_keys(key: 
         flatten({"a": {key: 1}})
 
 
+@pytest.mark.parametrize("value", [torch.ones(1), {}], ids=["a leaf", "a container without any"])
 @pytest.mark.parametrize("key", [1 << 63, -(1 << 63), "x" * 5000, "\ud800"])
-def test_keys_that_the_index_cannot_hold_are_refused(key: Any) -> None:
+def test_keys_that_the_index_cannot_hold_are_refused(key: Any, value: Any) -> None:
     with pytest.raises(UnsupportedLeafError, match="out of range"):
-        store({"a": {key: torch.ones(1)}})
+        store({"a": {key: value}})
 
 
-@pytest.mark.parametrize("key", [1 << 63, "\ud800"])
-def test_a_container_without_leaves_does_not_hide_a_bad_key(key: Any) -> None:
-    with pytest.raises(UnsupportedLeafError, match="out of range"):
-        store({"a": {key: {}}})
-
-
-def test_cycles_are_refused() -> None:
-    loop: dict[str, Any] = {}
-    loop["self"] = loop
-    with pytest.raises(UnsupportedLeafError, match="inside itself"):
-        flatten(loop)
-    ring: list[Any] = [torch.ones(1)]
-    ring.append(ring)
-    with pytest.raises(UnsupportedLeafError, match="inside itself"):
-        flatten({"x": ring})
-    flat: list[Any] = [1]
-    flat.append(flat)
-    with pytest.raises(UnsupportedLeafError):
-        store({"x": flat})
+@pytest.mark.parametrize(
+    ("make", "said"), [(dict, "inside itself"), (lambda: [torch.ones(1)], "inside itself"), (lambda: [1], None)]
+)
+def test_cycles_are_refused(make: Any, said: str | None) -> None:
+    loop = make()
+    loop.append(loop) if isinstance(loop, list) else loop.update(self=loop)
+    with pytest.raises(UnsupportedLeafError, match=said):
+        store({"x": loop})
 
 
 @pytest.mark.parametrize("leaf", [1, torch.ones(1), [[[[1]]]], [b"x"]])
@@ -313,19 +269,6 @@ def test_what_is_not_too_deep_can_be_read_back_and_the_rest_is_refused(leaf: Any
         tree = decode_structure(plan.structure).tree
         unflatten(tree, flat.tensors, [decode_leaf(r, no_pickle) for r in raw])
     assert refused
-
-
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_deep_flat_sequences_come_back_or_are_refused(kind: type) -> None:
-    value: Any = kind([1])
-    for _ in range(100):
-        value = kind([value])
-        try:
-            states.assert_same(rebuilt({"x": value}), {"x": value})
-        except UnsupportedLeafError:
-            break
-    else:
-        pytest.fail("a hundred levels were accepted")
 
 
 @pytest.mark.parametrize("state", [{"a.b": 1, "a": {"b": 2}}, {1: 1, "1": 2}, {"a": [torch.ones(1)], "a.0": 2}])
