@@ -472,7 +472,7 @@ def test_without_room_on_a_device_the_save_is_staged_as_auto_does_it_and_that_is
             assert handle.staged.done(), "blocking, since no optimizer is attached"
             assert saver.ended(handle) is None and saver.content(handle) == expected
     said = [r.message for r in caplog.records if "no room" in r.message]
-    assert len(said) == (why != "nothing lies on a device") and all("the device (device" in message for message in said)
+    assert len(said) == (why != "nothing lies on a device") and all("on the device (" in message for message in said)
 
 
 @pytest.mark.parametrize("saver", [DEVICE], indirect=True)
