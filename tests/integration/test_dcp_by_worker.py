@@ -7,9 +7,6 @@ import logging
 import os
 import pickle
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +36,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint
+from tests.warm_python import WarmPython
 
 
 @pytest.fixture
@@ -334,13 +332,10 @@ future.result(60)
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_trainer_that_is_killed_once_all_is_sealed_loses_nothing(
-    worker: real_worker.RealWorker, tmp_path: Path, when: str
+    worker: real_worker.RealWorker, warm_python: WarmPython, tmp_path: Path, when: str
 ) -> None:
     path = tmp_path / "c"
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(TRAINER), worker.endpoint, str(path), when], check=False, timeout=120
-    )
-    assert done.returncode == -signal.SIGKILL
+    assert warm_python.run(TRAINER, worker.endpoint, str(path), when).returncode == -signal.SIGKILL
     real_worker.wait_until(lambda: not worker.status()["sessions"] and not worker.status()["jobs"], "all has ended")
     if when == "after":
         real_worker.wait_until((path / "manifest.json").exists, "it is committed")

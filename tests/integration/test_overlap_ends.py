@@ -28,7 +28,6 @@ from asyncckpt.errors import (
     CheckpointerClosedError,
     ForkedError,
     ReentrantCallError,
-    SaveSkippedError,
     SnapshotTornError,
     StagingError,
     WorkerUnavailableError,
@@ -39,6 +38,7 @@ from asyncckpt.save_tracker import SaveTracker
 from asyncckpt.staging import overlap
 from asyncckpt.staging.cpu_copy import SlotImage
 from asyncckpt.staging.deferred_copy import BackgroundCopier
+from tests.warm_python import WarmPython
 
 
 class Training:
@@ -287,17 +287,6 @@ def test_an_interrupted_start_of_the_thread_leaves_nothing_behind(
 # ---- policies, callbacks
 
 
-def test_the_policy_decides_while_the_only_slot_is_being_copied_into(
-    shared_worker: RealWorker, tmp_path: pathlib.Path, gate: Gate
-) -> None:
-    with AsyncCheckpointer(endpoint=shared_worker.endpoint, slots=1, on_busy="skip") as checkpointer:
-        training = Training(checkpointer, tmp_path)
-        first = training.save("1")
-        assert isinstance(training.save("2").staged.exception(0), SaveSkippedError)
-        gate.open()
-        written(first)
-
-
 def test_a_callback_in_the_copier_s_thread_cannot_save_or_wait(training: Training, gate: Gate) -> None:
     checkpointer, found = training.checkpointer, list[Any]()
 
@@ -323,15 +312,6 @@ def test_a_callback_in_the_copier_s_thread_cannot_save_or_wait(training: Trainin
 
 
 # ---- the end of things
-
-
-def test_closing_waits_for_a_copy_and_its_commit(training: Training, gate: Gate) -> None:
-    handle = training.save("a")
-    timer = threading.Timer(0.2, gate.open)
-    timer.start()
-    training.checkpointer.close()
-    timer.join()
-    assert handle.written.exception(0) is None
 
 
 def test_closing_gives_up_a_copy_that_takes_too_long_and_unmaps_nothing_under_it(
@@ -434,14 +414,15 @@ def test_an_exit_waits_for_the_copies_but_five_seconds_only(
         assert asyncckpt.load(tmp_path / "a")["model"]["weight"].shape == (1000, 1000)
 
 
-def test_a_trainer_killed_under_a_copy_publishes_nothing(shared_worker: RealWorker, tmp_path: pathlib.Path) -> None:
+def test_a_trainer_killed_under_a_copy_publishes_nothing(
+    shared_worker: RealWorker, warm_python: WarmPython, tmp_path: pathlib.Path
+) -> None:
     program = textwrap.dedent(EXIT) + "time.sleep(600)\n"
-    arguments = [sys.executable, "-c", program, shared_worker.endpoint, str(tmp_path), "never"]
-    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL) as trainer:
-        try:  # what the worker has not been told when a trainer is killed, nobody tells it
-            wait_until(lambda: str(tmp_path / "a") in paths_of(shared_worker), "the worker knows of the save")
-        finally:
-            trainer.kill()
+    trainer = warm_python.start(program, shared_worker.endpoint, str(tmp_path), "never")
+    try:  # what the worker has not been told when a trainer is killed, nobody tells it
+        wait_until(lambda: str(tmp_path / "a") in paths_of(shared_worker), "the worker knows of the save")
+    finally:
+        trainer.close()
     assert end_of(tmp_path / "a", shared_worker) == save_phases.ABANDONED
     assert not (tmp_path / "a" / "manifest.json").exists()
     wait_until(lambda: not shared_worker.status()["slots"], "its slot is freed")

@@ -15,6 +15,7 @@ from typing import Any
 import dcp_calls
 import pytest
 import rank_processes
+import real_worker
 import storage_samples
 import torch
 import torch.distributed as dist
@@ -463,13 +464,13 @@ def test_an_async_save_that_fails_on_one_rank_fails_on_all_and_lists_nothing(tmp
 # ---- another process ------------------------------------------------------------------------------------------------
 
 
-def save_in_another_process(rank: int, root: str, endpoints: Endpoints) -> None:
+def save_in_another_process(rank: int, root: str, endpoint: str) -> None:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # may have children
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    writer = writer_to(f"{root}/0", endpoints, sync_files=False)
-    for number in range(2):
+    by_worker, by_itself = (writer_to(f"{root}/0", where, sync_files=False) for where in ((endpoint,), None))
+    for number, writer in enumerate((by_worker, by_worker, by_itself)):
         x = distribute_tensor(torch.arange(8.0) + number, init_device_mesh("cpu", (2,)), [Shard(0)])
         future = dcp.async_save(
             {"x": x, "step": number},
@@ -480,16 +481,14 @@ def save_in_another_process(rank: int, root: str, endpoints: Endpoints) -> None:
         future.result(90)
 
 
-@pytest.mark.parametrize("by_worker", [False, True])
-def test_async_save_writes_in_another_process(
-    tmp_path: pathlib.Path, request: pytest.FixtureRequest, by_worker: bool
+def test_async_save_writes_in_another_process_by_a_worker_and_by_itself(
+    tmp_path: pathlib.Path, worker: real_worker.RealWorker
 ) -> None:
-    endpoints = (request.getfixturevalue("worker").endpoint,) if by_worker else None
-    rank_processes.run(2, save_in_another_process, str(tmp_path), endpoints, timeout_s=120)
-    for number in range(2):
+    rank_processes.run(2, save_in_another_process, str(tmp_path), worker.endpoint, timeout_s=120)
+    for number in range(3):
         found = asyncckpt.load(tmp_path / str(number))
         same(found, {"x": torch.arange(8.0) + number, "step": number})
-    assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "1")
+    assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "2")
 
 
 # ---- another coordinator --------------------------------------------------------------------------------------------

@@ -106,26 +106,30 @@ def test_closing_while_another_thread_stages_leaves_its_memory_mapped(
         assert way == "exit" or "ended" in done.stdout
 
 
-def test_a_trainer_that_was_stopped_keeps_its_worker(shared_worker: RealWorker, tmp_path: pathlib.Path) -> None:
+def test_a_trainer_that_was_stopped_keeps_its_worker(
+    shared_worker: RealWorker, warm_python: WarmPython, tmp_path: pathlib.Path
+) -> None:
     program = """
-        import sys, torch, asyncckpt
+        import os, sys, time, torch, asyncckpt
         endpoint, directory = sys.argv[1:]
         with asyncckpt.AsyncCheckpointer(endpoint=endpoint, worker_timeout_s=3.0) as checkpointer:
             name = checkpointer._process._connection.session.name
-            print("ready", flush=True)
-            sys.stdin.readline()
+            os.mkdir(f"{directory}/ready")
+            while not os.path.exists(f"{directory}/go on"):
+                time.sleep(0.01)
             checkpointer.save({"x": torch.ones(3)}, f"{directory}/a").written.result(60)
             assert checkpointer._process._connection.session.name == name, "the session was given up"
     """
-    arguments = [sys.executable, "-c", textwrap.dedent(program), shared_worker.endpoint, str(tmp_path)]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
-        assert trainer.stdin is not None and trainer.stdout is not None
-        assert trainer.stdout.readline() == "ready\n"
+    trainer = warm_python.start(textwrap.dedent(program), shared_worker.endpoint, str(tmp_path))
+    try:
+        wait_until((tmp_path / "ready").exists, "it has its worker")
         trainer.send_signal(signal.SIGSTOP)
         threading.Event().wait(4.0)  # longer than worker_timeout_s: that is the case
         trainer.send_signal(signal.SIGCONT)
-        trainer.communicate("\n", timeout=60)
-    assert trainer.returncode == 0
+        (tmp_path / "go on").mkdir()
+        assert trainer.wait(60) == 0
+    finally:
+        trainer.close()
 
 
 def test_a_worker_that_was_given_up_and_woke_keeps_no_session_of_before(

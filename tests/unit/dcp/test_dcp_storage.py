@@ -550,14 +550,6 @@ def test_planner_data_that_make_no_sense_are_damage(tmp_path: Path, planner_data
         StorageReader(tmp_path / "c").read_metadata()
 
 
-def test_foreign_files_and_stock_checkpoints_beside_it_stay(tmp_path: Path) -> None:
-    dcp_calls.save({"a": torch.ones(3)}, dcp.FileSystemWriter(str(tmp_path / "c")))
-    before = set(os.listdir(tmp_path / "c"))
-    dcp_calls.save({"a": torch.zeros(3)}, StorageWriter(tmp_path / "c"))
-    assert before < set(os.listdir(tmp_path / "c"))
-    assert torch.equal(dcp_calls.load({"a": torch.zeros(3)}, dcp.FileSystemReader(tmp_path / "c"))["a"], torch.ones(3))
-
-
 @pytest.mark.parametrize("what", ["shard", "index", "manifest", "nothing"])
 def test_damage_is_a_typed_error(tmp_path: Path, what: str) -> None:
     path = tmp_path / "c"
