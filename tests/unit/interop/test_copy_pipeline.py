@@ -179,6 +179,30 @@ def test_all_files_are_read_back_whatever_a_pass_holds(
     assert held == {file.name: file.stat().st_size for file in files}
 
 
+@pytest.mark.parametrize("source", ["asyncckpt", "dcp", "torch", "safetensors"])
+def test_a_window_of_one_tensor_is_read_in_one_call(
+    source: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    window = 8 * BLOCK_NBYTES
+    torch.save({"t": torch.arange(6 * window // 4, dtype=torch.int32)}, tmp_path / "torch")
+    if source != "torch":
+        asyncckpt.convert(tmp_path / "torch", tmp_path / source, to=source)
+    monkeypatch.setattr(copy_pipeline, "WINDOW_NBYTES", window)
+    reads: list[tuple[int, int]] = []
+
+    def preadv(files: Files, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+        if threading.current_thread().name.startswith("asyncckpt-convert") and len(buffers[0]) > 4096:
+            reads.append((offset, len(buffers[0])))
+        return real(files, fd, buffers, offset, flags)
+
+    real = Files.preadv
+    monkeypatch.setattr(Files, "preadv", preadv)
+    monkeypatch.setattr(Files, "resident", lambda files, fd, offset, nbytes: False)
+    asyncckpt.convert(tmp_path / source, tmp_path / "x", to="hf", read_back=False)
+    assert len(reads) <= 7, f"six windows and the rest of the last: {reads}"
+    assert sum(nbytes >= window - BLOCK_NBYTES for _, nbytes in reads) == 6
+
+
 def test_windows_without_a_checksums_place_wait_for_no_earlier_one(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from simulated_saves import bits as bits_of
 
+from asyncckpt.client.slot_stream import Watermark
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_OFFSET
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.mapping import Mapping
@@ -222,6 +223,19 @@ def test_an_interrupt_is_raised_only_when_nothing_moves_any_more(
             staged.stage(state)
     assert len(interrupts) == 3
     assert not [t for t in threading.enumerate() if t.name == "asyncckpt-copy"]
+
+
+def test_a_copy_whose_watermark_cannot_be_told_leaves_no_move_for_the_next_one(staged: Staged) -> None:
+    image, tensors = prepared(staged, {"a": torch.arange(100_000.0), "small": torch.arange(5)})
+
+    def tell(nbytes: int) -> None:
+        raise OSError(errno.EIO, "nobody is told")
+
+    with pytest.raises(OSError, match="nobody is told"):
+        image.copy(tensors, image._all, True, Watermark(0, 1 << 62, tell))
+    assert not image._queue and image._queue.on_copied is None
+    image.copy(tensors, image._all)
+    assert torch.equal(image._targets[0], tensors[image._numbers[0]])
 
 
 # ---- how hard a copy works

@@ -268,6 +268,11 @@ def test_nonsense_of_a_registered_type_is_refused_by_leaf(
         flatten({"a": {"w": Framework()}})
 
 
+def test_a_type_that_is_none_cannot_be_registered() -> None:
+    with pytest.raises(TypeError):
+        register_shard_type("Framework", to_shards, print)  # type: ignore[arg-type]
+
+
 def test_overlapping_boxes_are_found_whatever_their_order() -> None:
     boxes = [((0, 0), (2, 2)), ((2, 0), (1, 2)), ((0, 2), (3, 1)), ((1, 1), (0, 0))]
     assert find_overlap(boxes) is None
