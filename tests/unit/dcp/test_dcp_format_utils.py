@@ -113,6 +113,13 @@ def test_a_source_that_is_missing_or_something_else_is_an_error(tmp_path: pathli
     assert not (tmp_path / "x").exists()
 
 
+def test_names_are_looked_up_when_they_are_used() -> None:
+    assert set(asyncckpt.dcp.__all__) <= set(dir(asyncckpt.dcp))
+    assert all(hasattr(asyncckpt.dcp, name) for name in asyncckpt.dcp.__all__)
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = asyncckpt.dcp.no_such
+
+
 # ---- one process ----------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import errno
 import io
-import itertools
 import json
 import pathlib
 import random
@@ -372,7 +371,8 @@ def test_at_every_instant_both_kinds_of_readers_find_a_whole_checkpoint_or_none(
 
 
 @pytest.mark.parametrize("standing", ["", "dcp", "safetensors"])
-@pytest.mark.parametrize(("code", "late"), list(zip(CODES, itertools.cycle([False, True]), strict=False)))
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
 @pytest.mark.parametrize("every", [59, pytest.param(1, marks=pytest.mark.soak)])
 def test_whatever_call_fails_nobody_is_shown_half_a_checkpoint(
     tmp_path: pathlib.Path, standing: str, late: bool, code: int, every: int, rng: random.Random
