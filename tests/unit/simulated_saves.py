@@ -210,6 +210,16 @@ class Saver:
         self.plan, flat = self.stager.plans.plan_for(state)
         self.fqns = flat.fqns
 
+    def expect(self, state: Mapping[str, Any]) -> dict[str, bytes]:
+        """Return what a save of tensors must hold, as they are now."""
+        self.know(state)
+        return {name: bits(tensor) for name, tensor in state.items()}
+
+    def assert_holds(self, handle: SaveHandle, expected: Mapping[str, bytes]) -> None:
+        """The save ends well, and its slot holds that."""
+        assert self.ended(handle) is None
+        assert self.content(handle) == expected
+
     def close(self) -> None:
         """End as a checkpointer does."""
         self.stager.close()

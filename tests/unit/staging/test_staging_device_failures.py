@@ -49,9 +49,7 @@ def saver(
 
 def assert_saved(saver: Saver, state: dict[str, Any]) -> None:
     handle = saver.save(state)
-    assert saver.ended(handle) is None
-    saver.know(state)
-    assert saver.content(handle) == {name: bits(tensor) for name, tensor in state.items()}
+    saver.assert_holds(handle, saver.expect(state))
 
 
 CALLS = [

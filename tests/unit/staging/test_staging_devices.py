@@ -210,8 +210,7 @@ def test_save_and_fence_return_while_no_kernel_has_run(
     saver: Saver, device: SimulatedDevice, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch, few_nbytes: int
 ) -> None:
     monkeypatch.setattr(copy_engine, "FEW_NBYTES", few_nbytes)
-    expected = {name: bits(tensor) for name, tensor in state.items()}
-    saver.know(state)
+    expected = saver.expect(state)
     device.frozen = True
     handle = saver.save(state)
     saver.stager.overlap.fence.wait()
@@ -222,8 +221,7 @@ def test_save_and_fence_return_while_no_kernel_has_run(
             device.launch(index, partial(tensor.data.fill_, 7.0))
     assert not handle.staged.done() and device.busy
     device.frozen = False
-    assert saver.ended(handle) is None
-    assert saver.content(handle) == expected
+    saver.assert_holds(handle, expected)
 
 
 def test_before_a_load_even_the_devices_copies_are_waited_for(
@@ -271,16 +269,14 @@ def test_a_state_that_is_not_contiguous_needs_no_room_for_another_one(
 def test_sources_live_until_their_copies_have_ended(
     saver: Saver, device: SimulatedDevice, state: dict[str, Any]
 ) -> None:
-    saver.know(state)
-    expected = {name: bits(tensor) for name, tensor in state.items()}
+    expected = saver.expect(state)
     watched = [StorageWeakRef(state[name].untyped_storage()) for name in ("large", "small3", "other")]
     device.frozen = True
     handle = saver.save(state)
     state.clear()
     assert not any(storage.expired() for storage in watched)
     device.frozen = False
-    assert saver.ended(handle) is None
-    assert saver.content(handle) == expected
+    saver.assert_holds(handle, expected)
     assert all(storage.expired() for storage in watched), "and no longer"
 
 
@@ -392,8 +388,7 @@ def test_everything_may_change_as_soon_as_save_has_returned(
     saver: Saver, device: SimulatedDevice, state: dict[str, Any]
 ) -> None:
     for _ in range(2):
-        expected = {name: bits(tensor) for name, tensor in state.items()}
-        saver.know(state)
+        expected = saver.expect(state)
         device.frozen = True
         handle = saver.save(state)
         assert not handle.staged.done() and device.busy, "nobody has waited for a kernel"
@@ -406,8 +401,7 @@ def test_everything_may_change_as_soon_as_save_has_returned(
                 device.launch(index, partial(tensor.data.fill_, 7))
         device.frozen = False
         device.some()
-        assert saver.ended(handle) is None
-        assert saver.content(handle) == expected
+        saver.assert_holds(handle, expected)
         device.drain()
     assert not device.violations
 
@@ -462,15 +456,14 @@ def test_without_room_on_a_device_the_save_is_staged_as_auto_does_it_and_that_is
         device.memory_of = DeviceMemory(free=RESERVE_NBYTES + 1000, reserved=0, allocated=0, peak=0)
     elif why == "nothing lies on a device":
         state = {"w": torch.ones(5)}
-    expected = {name: bits(tensor) for name, tensor in state.items()}
-    saver.know(state)
+    expected = saver.expect(state)
     with caplog.at_level(logging.WARNING, "asyncckpt"):
         for _ in range(2):
             if why == "memory refuses":
                 device.fail("allocate", 1)
             handle = saver.save(state)
             assert handle.staged.done(), "blocking, since no optimizer is attached"
-            assert saver.ended(handle) is None and saver.content(handle) == expected
+            saver.assert_holds(handle, expected)
     said = [r.message for r in caplog.records if "no room" in r.message]
     assert len(said) == (why != "nothing lies on a device") and all("on the device (" in message for message in said)
 
@@ -505,10 +498,9 @@ def test_a_failing_copy_on_the_device_fails_that_save_and_no_other(
 ) -> None:
     device.fail("copy", 0)
     assert saver.ended(saver.save(state)) is not None
-    saver.know(state)
-    expected = {name: bits(tensor) for name, tensor in state.items()}
+    expected = saver.expect(state)
     handle = saver.save(state)
-    assert saver.ended(handle) is None and saver.content(handle) == expected
+    saver.assert_holds(handle, expected)
 
 
 # ---- what CUDA is asked to do, as far as that can be seen without a GPU

@@ -378,8 +378,7 @@ def test_steps_behind_the_fence_never_tear_what_lies_on_devices(
     saver: Saver, device: SimulatedDevice, small_pieces: None, state: dict[str, Any]
 ) -> None:
     for n in range(6):
-        saver.know(state)
-        expected = {name: bits(tensor) for name, tensor in state.items()}
+        expected = saver.expect(state)
         handle = saver.save(state)
         device.some()
         saver.stager.overlap.fence.wait()
