@@ -20,14 +20,14 @@ from asyncckpt.sharding.shard_types import Sharded
 from asyncckpt.state_dict.flatten import flatten
 
 pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
     """Rank 3 of four."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
     try:
         yield init_device_mesh("cpu", (2, 2))
@@ -36,15 +36,11 @@ def mesh() -> Iterator[Any]:
 
 
 def dtensor(local: torch.Tensor, mesh: Any, *placements: Any, shape: tuple[int, ...]) -> Any:
-    from torch.distributed.tensor import DTensor
-
     size = {"shape": torch.Size(shape), "stride": torch.empty(shape).stride()}
     return DTensor.from_local(local, mesh, placements, run_check=False, **size)
 
 
 def test_a_dtensor_is_its_local_tensor_and_where_it_lies(mesh: Any) -> None:
-    from torch.distributed.tensor import Replicate, Shard
-
     local = torch.arange(6.0).view(2, 3)
     found = shards_of(dtensor(local, mesh, Replicate(), Shard(0), shape=(5, 3)))
     assert isinstance(found, Sharded)
@@ -57,8 +53,6 @@ def test_a_dtensor_is_its_local_tensor_and_where_it_lies(mesh: Any) -> None:
 
 @pytest.mark.parametrize("kind", [ShardedSlice, FlatShard])
 def test_a_dtensor_inside_a_description_by_hand_is_refused_by_its_name(mesh: Any, kind: Any) -> None:
-    from torch.distributed.tensor import Shard
-
     inner = dtensor(torch.arange(2.0), mesh, Shard(0), Shard(0), shape=(8,))
     described = kind(inner, (8,), (0,) if kind is ShardedSlice else 0)
     with pytest.raises(UnsupportedLeafError, match=r"'w'.*its tensor is a DTensor.*to_local\(\)") as caught:
@@ -70,8 +64,6 @@ def test_a_dtensor_inside_a_description_by_hand_is_refused_by_its_name(mesh: Any
 def test_tied_targets_of_two_saved_tensors_are_compared_in_what_this_rank_holds(
     tmp_path: Path, mesh: Any, rows: int
 ) -> None:
-    from torch.distributed.tensor import Shard
-
     with asyncckpt.SyncCheckpointer(fsync=False, rank_info=RankInfo(0, 1)) as checkpointer:
         state = {"x": torch.ones(rows), "y": torch.zeros(rows), "z": torch.ones(rows)}
         state["z"][0] = 5  # which is another rank's
@@ -87,16 +79,12 @@ def test_tied_targets_of_two_saved_tensors_are_compared_in_what_this_rank_holds(
 
 
 def test_what_is_a_partial_sum_is_refused_by_leaf(mesh: Any) -> None:
-    from torch.distributed.tensor import Partial, Shard
-
     with pytest.raises(UnsupportedLeafError, match="Partial") as caught:
         flatten({"a": [{"w": dtensor(torch.ones(2, 3), mesh, Partial(), Shard(0), shape=(4, 3))}, torch.ones(1)]})
     assert caught.value.leaf == "a.0.w"
 
 
 def test_a_local_tensor_that_is_not_what_the_placements_say_is_refused(mesh: Any) -> None:
-    from torch.distributed.tensor import Replicate, Shard
-
     with pytest.raises(UnsupportedLeafError, match=r"shape \[4, 3\], which is not this rank's share of \[4, 3\]"):
         flatten({"w": dtensor(torch.ones(4, 3), mesh, Replicate(), Shard(0), shape=(4, 3))})
     with pytest.raises(UnsupportedLeafError, match=r"shape \[1, 3\]"):
@@ -104,9 +92,6 @@ def test_a_local_tensor_that_is_not_what_the_placements_say_is_refused(mesh: Any
 
 
 def test_a_rank_outside_of_the_mesh_holds_nothing(mesh: Any) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Shard
-
     other = DeviceMesh("cpu", [0, 1])
     found = shards_of(dtensor(torch.ones(0), other, Shard(0), shape=(4, 3)))
     assert isinstance(found, Sharded) and found.shards == () and found.global_shape == (4, 3)
@@ -114,8 +99,6 @@ def test_a_rank_outside_of_the_mesh_holds_nothing(mesh: Any) -> None:
 
 @pytest.mark.parametrize("rows", [8, 2])
 def test_tied_dtensors_are_one_also_where_this_rank_holds_none_of_it(mesh: Any, rows: int) -> None:
-    from torch.distributed.tensor import Shard
-
     buffer = torch.zeros(24)
     local = buffer[: 6 if rows == 8 else 0].view(-1, 3)
     tied = dtensor(local, mesh, Shard(0), Shard(0), shape=(rows, 3))
@@ -127,8 +110,6 @@ def test_tied_dtensors_are_one_also_where_this_rank_holds_none_of_it(mesh: Any, 
 
 
 def test_the_plan_is_found_again_for_equal_placements_only(mesh: Any) -> None:
-    from torch.distributed.tensor import Replicate, Shard
-
     plans = PlanCache(files_per_rank=1)
     state = {"w": dtensor(torch.ones(2, 3), mesh, Replicate(), Shard(0), shape=(4, 3))}
     plans.plan_for(state)
@@ -141,8 +122,6 @@ def test_the_plan_is_found_again_for_equal_placements_only(mesh: Any) -> None:
 
 
 def test_what_an_optimizer_owns_of_a_dtensor_is_its_local_tensor(mesh: Any) -> None:
-    from torch.distributed.tensor import Replicate, Shard
-
     from asyncckpt.staging.optimizer_ownership import AttachedOptimizers, storage_ptrs
 
     local = torch.ones(2, 3)
