@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import importlib
 import io
 import json
 import pathlib
@@ -140,7 +141,7 @@ def test_nothing_of_ours_is_needed_to_read_it(tmp_path: pathlib.Path, monkeypatc
         for name in [name for name in sys.modules if name.partition(".")[0].startswith("asyncckpt")]:
             patch.setitem(sys.modules, name, None)  # it cannot be imported, by what is unpickled either
         with pytest.raises(ImportError):
-            import asyncckpt.dcp
+            importlib.import_module("asyncckpt.dcp")
         dcp.load(target, checkpoint_id=str(tmp_path / "a"), no_dist=True)
     assert target["epoch"] == 3 and target["model"]["embed"].any()
     found = asyncckpt.load(tmp_path / "a")  # and we take it for what it is then
