@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from simulated_workers import result_of
-from worker_bench import FIRST, REQUEST, SECOND
+from worker_bench import FIRST, REQUEST, SECOND, Bench
 
 from asyncckpt.format.layout import SAVE_ID_OFFSET, save_id_bytes
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.storage.shard_writer import PRINT_NBYTES, first_block
+from asyncckpt_worker.core import actions as ac
+from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.core.events import Contents
 from asyncckpt_worker.core.model import Committed
 from asyncckpt_worker.core.nodes.tables import pack_result, unpack_result
@@ -121,3 +123,32 @@ def test_a_print_that_is_none_is_refused(wrong: Any) -> None:
 
 
 # ---- the core
+
+
+# ---- the core
+
+
+def commits(bench: Bench, number: int, contents: Contents | None) -> Any:
+    """Let a save be committed; return what its row reports, and the warnings."""
+    save_id, path = f"000001-{number:08d}-aaaaaaaaaaaa", f"/ckpt/{number}"
+    bench.begin(1, save_id, number, path=path, step=number)
+    bench.feed(ev.Prepared, key=(save_id, 0))
+    bench.submit(1, save_id, number)
+    bench.read(1, save_id, number, path=path, step=number)
+    bench.feed(ev.Written, key=(save_id, 0), result=object())
+    actions = bench.core.handle(ev.Published(now=0.0, save_id=save_id, contents=contents))
+    return bench.row(save_id)["report"], [a for a in actions if isinstance(a, ac.Log) and a.level == "warning"]
+
+
+def test_a_save_is_compared_with_the_one_before_and_warned_of_if_nothing_has_changed() -> None:
+    bench = Bench()
+    bench.hello()
+    bench.slot()
+    same = Contents(ONE, ONE)
+    assert commits(bench, 1, same) == ({}, [])
+    report, (warning,) = commits(bench, 2, same)
+    assert report == {"same_tensors_as_step": 1, "unchanged": True}
+    assert warning.count == "saves_unchanged" and "step 2" in warning.text and "step 1" in warning.text
+    assert commits(bench, 3, Contents(ONE, OTHER)) == ({"same_tensors_as_step": 2}, [])
+    assert commits(bench, 4, None) == ({}, [])
+    assert commits(bench, 5, same) == ({}, []), "what nothing is known of is compared with nothing"
