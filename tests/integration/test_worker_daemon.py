@@ -192,6 +192,30 @@ def test_slot_reopened_under_the_writer_fails_the_save(endpoint: str, tmp_path: 
     assert not (tmp_path / "a" / MANIFEST_NAME).exists()
 
 
+class FullDisk(Files):
+    """statvfs says that nothing is left."""
+
+    def statvfs(self, path: str) -> os.statvfs_result:
+        found = list(os.statvfs(path))
+        found[3] = found[4] = 1
+        return os.statvfs_result(found)
+
+
+def test_full_disk_fails_before_anything_is_written(endpoint: str, tmp_path: pathlib.Path) -> None:
+    with running(endpoint, FullDisk()), session(endpoint) as (client, slot, snapshot):
+        error = failed(client.save(slot, snapshot, str(tmp_path / "a")))
+    assert error.code == "ENOSPC" and "free space" in str(error)  # type: ignore[attr-defined]
+    assert not (tmp_path / "a").exists(), "its directory was made for it, and goes with it"
+
+
+def test_slot_of_an_impossible_size_is_refused(endpoint: str) -> None:
+    with running(endpoint), Client(endpoint) as client:
+        client.hello()
+        with pytest.raises(SaveFailedError, match="slot"):
+            client.allocate(4097)
+        client.allocate(1 << 20)
+
+
 @pytest.mark.parametrize("method", ["prepared", "written", "take_up", "begin"])
 def test_bug_of_the_brain_costs_one_save_and_not_the_worker(
     endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, method: str
