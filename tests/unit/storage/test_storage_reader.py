@@ -49,6 +49,19 @@ class Gathered:
             self.pieces += 1
 
 
+class Rows(Gathered):
+    """A sink that takes whole rows of `every` bytes, or steps of 40,000 where a row is longer."""
+
+    def __init__(self, nbytes: int, every: int) -> None:
+        super().__init__(nbytes)
+        self.unit = every if every <= 40_000 else 40_000
+
+    def deliver(self, position: int, address: int, nbytes: int) -> None:
+        assert position % self.unit == 0
+        assert nbytes % self.unit == 0 or position + nbytes == len(self.data)
+        super().deliver(position, address, nbytes)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, bytes]]:
     """A checkpoint of three shards, and its tensors' bytes."""
@@ -456,15 +469,13 @@ def test_ranges_of_a_file_that_was_cut_short_are_not_taken_for_zeros(own: str, c
         read_shards(own, SAVE_ID, [request], files=Cutting(), verify=False)
 
 
-@pytest.mark.parametrize(("threads", "expected"), [(1, 1), (2, 2), (4, 4), (6, 6)])
-def test_as_many_threads_as_were_asked_for_read_from_the_disk_at_once_and_no_more(
-    tmp_path: Path, threads: int, expected: int
-) -> None:
+@pytest.mark.parametrize("threads", [1, 2, 4, 6])
+def test_as_many_threads_as_were_asked_for_read_from_the_disk_at_once_and_no_more(tmp_path: Path, threads: int) -> None:
     class Slow(Uncached):
         def __init__(self) -> None:
             super().__init__()
             self.now = self.most = self.begun = 0
-            self.meeting = threading.Barrier(expected)
+            self.meeting = threading.Barrier(threads)
 
         def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
             if len(buffers[0]) < MIB:
@@ -473,7 +484,7 @@ def test_as_many_threads_as_were_asked_for_read_from_the_disk_at_once_and_no_mor
                 self.now += 1
                 self.most = max(self.most, self.now)
                 self.begun += 1
-                first = self.begun <= expected
+                first = self.begun <= threads
             if first:
                 self.meeting.wait(60)
             with self.lock:
@@ -486,7 +497,7 @@ def test_as_many_threads_as_were_asked_for_read_from_the_disk_at_once_and_no_mor
         files = Slow()
         fqns = tuple(snapshot.values)
         assert read(path, fqns, files, threads=threads, extent_nbytes=2 * MIB) == snapshot.values
-    assert files.most == expected
+    assert files.most == threads
 
 
 @pytest.mark.parametrize("said", [False, True], ids=["cold", "cold, and not ours to know"])
@@ -534,18 +545,11 @@ def test_a_range_that_is_read_through_comes_in_whole_rows_without_advice(
         def advise_random(self, fd: int) -> None:
             self.advised += 1
 
-    class Rows(Gathered):
-        def deliver(self, position: int, address: int, nbytes: int) -> None:
-            unit = every if every <= 40_000 else 40_000
-            assert position % unit == 0
-            assert nbytes % unit == 0 or position + nbytes == len(self.data)
-            super().deliver(position, address, nbytes)
-
     contents = read_contents(saved[0], Files())
     ((_, chunk),) = contents.tensors["t00"].chunks
     index = contents.ranks[0].index
     nbytes = min(nbytes, chunk.nbytes - 5)
-    sink, files = Rows(nbytes), Advised()
+    sink, files = Rows(nbytes, every), Advised()
     wanted = [Wanted(chunk.offset_bytes + 5, nbytes, "t00", sink, 1, every)]
     request = ShardRequest(shard=index.shards[chunk.part], block_nbytes=index.block_nbytes, wanted=wanted)
     read_shards(saved[0], SAVE_ID, [request], files=files, threads=threads, verify=False)
@@ -636,10 +640,7 @@ def test_dense_rows_come_whole_and_by_whole_pages_wherever_they_begin(
     monkeypatch.setattr(read_plan, "THROUGH_STEP_NBYTES", 40_000)
     reads: list[tuple[int, int]] = []
 
-    class Cold(RecordingFiles):
-        def resident(self, fd: int, offset: int, nbytes: int) -> bool:
-            return False
-
+    class Cold(Uncached):
         def open(self, path: str, flags: int, mode: int = 0o666) -> int:
             if flags & os.O_DIRECT:
                 if not direct:
@@ -651,18 +652,11 @@ def test_dense_rows_come_whole_and_by_whole_pages_wherever_they_begin(
             reads.append((offset, sum(map(len, buffers))))
             return super().preadv(fd, buffers, offset, flags)
 
-    class Rows(Gathered):
-        def deliver(self, position: int, address: int, nbytes: int) -> None:
-            unit = every if every <= 40_000 else 40_000
-            assert position % unit == 0
-            assert nbytes % unit == 0 or position + nbytes == len(self.data)
-            super().deliver(position, address, nbytes)
-
     value = os.urandom(1_000_001)
     (tmp_path / "x").write_bytes(value)
     shard = ShardRecord(name="x", nbytes=len(value), digests=b"")
     at = (4999, len(value) - nbytes)  # the second ends with the file
-    sinks = [Rows(nbytes) for _ in at]
+    sinks = [Rows(nbytes, every) for _ in at]
     wanted = [Wanted(start, nbytes, "t", sink, 1, every, True) for start, sink in zip(at, sinks, strict=True)]
     request = ShardRequest(shard=shard, block_nbytes=4096, wanted=wanted)
     read_shards(str(tmp_path), None, [request], files=Cold(), threads=1, verify=False)
