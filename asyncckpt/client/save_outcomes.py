@@ -28,9 +28,10 @@ Send = Callable[[Callable[[int], messages.Message]], "Future[messages.Message] |
 class Outcomes:
     """The outcomes of one run's saves, as its worker tells them with every `Saves` message. Thread-safe.
 
-    An outcome is *lost* if this rank cannot learn it any more: the worker has forgotten it before this rank was told.
-    It is *assumed* if all workers may have died that knew it, after one of them has told that the save was committed:
-    then the ranks do not meet after it, as far as this one is concerned. It refuses if others come; see `at_loss`.
+    An outcome is *lost* if this rank cannot learn it any more: the worker has forgotten it before this rank was told,
+    or all workers may have died that knew it, after one of them has told that the save failed. It is *assumed* if all
+    workers may have died that knew it, after one of them has told that the save was committed: then the ranks do not
+    meet after it, as far as this one is concerned. It refuses if others come; see `at_loss`.
 
     Attributes:
         losses: How often a worker was lost.
@@ -44,7 +45,8 @@ class Outcomes:
         self._meet: dict[int, bool] = {}
         self._lost_below = -1
         self.losses = 0
-        self._committed: dict[int, float] = {}
+        self._ended: dict[int, tuple[float, bool]] = {}
+        self._lost: set[int] = set()
         self._heard_since: float | None = None
         self.at_loss: int | None = None
 
@@ -54,7 +56,7 @@ class Outcomes:
             if not run:
                 return  # the worker does not know yet in which run the session saves
             if run != self._run:
-                self._run, self._meet, self._committed, self._lost_below = run, {}, {}, -1
+                self._run, self._meet, self._ended, self._lost, self._lost_below = run, {}, {}, set(), -1
             if self._heard_since is None:
                 self._heard_since = time.monotonic()
             if len(outcomes) == MAX_OUTCOMES and outcomes[0][0] not in self._meet:
@@ -73,27 +75,31 @@ class Outcomes:
             self.at_loss = max(self._meet, default=-1)
             self._changed.notify_all()
 
-    def committed(self, run: str, sequence: int) -> None:
-        """A worker has told that a save was committed; how it has ended on all ranks may come with that, or later."""
+    def ended(self, run: str, sequence: int, *, committed: bool) -> None:
+        """A worker has told that a save was committed, or has failed; its outcome may come with that, or later."""
         with self._changed:
             if run == self._run:
-                self._committed.setdefault(sequence, time.monotonic())
-                for old in list(self._committed)[:-MAX_KNOWN]:
-                    del self._committed[old]
+                self._ended.setdefault(sequence, (time.monotonic(), committed))
+                for old in list(self._ended)[:-MAX_KNOWN]:
+                    del self._ended[old]
+                    self._lost.discard(old)
 
-    def assumed_in_s(self, run: str, sequence: int) -> float:
-        """Assume the outcome of a save if nobody has told it for long enough.
+    def given_up_in_s(self, run: str, sequence: int) -> float:
+        """Assume the outcome of a committed save, or count that of a failed one as lost, if nobody tells it.
 
         Returns:
-            Seconds until it may be assumed; infinite if it may not, by what is known now.
+            Seconds until that is done; infinite if it is not to be done, by what is known now.
         """
         with self._changed:
-            told = self._committed.get(sequence) if run == self._run else None
+            told = self._ended.get(sequence) if run == self._run else None
             if told is None or self.at_loss is None or self._heard_since is None:
                 return math.inf
-            left = max(told, self._heard_since) + ASSUMED_AFTER_S - time.monotonic()
-            if left <= 0:
+            at, committed = told
+            left = max(at, self._heard_since) + ASSUMED_AFTER_S - time.monotonic()
+            if left <= 0 and committed:
                 self._meet.setdefault(sequence, False)
+            elif left <= 0 and sequence not in self._meet:
+                self._lost.add(sequence)
             return max(0.0, left)
 
     def get(self, run: str, sequence: int) -> bool | None:
@@ -104,7 +110,10 @@ class Outcomes:
     def is_lost(self, run: str, sequence: int) -> bool:
         """Return whether the outcome of a save is lost."""
         with self._changed:
-            return run == self._run and sequence not in self._meet and sequence < self._lost_below
+            return run == self._run and sequence not in self._meet and self._is_forgotten(sequence)
+
+    def _is_forgotten(self, sequence: int) -> bool:
+        return sequence < self._lost_below or sequence in self._lost
 
     def wait(self, run: str, sequence: int, losses: int, timeout_s: float) -> None:
         """Wait until the outcome of a save is known, or lost, or a worker was, at most `timeout_s`.
@@ -117,7 +126,7 @@ class Outcomes:
         """
 
         def has_come() -> bool:
-            known = run == self._run and (sequence in self._meet or sequence < self._lost_below)
+            known = run == self._run and (sequence in self._meet or self._is_forgotten(sequence))
             return known or self.losses != losses
 
         with self._changed:

@@ -235,9 +235,9 @@ class WorkerClient(CheckpointProcess):
                 self.run.differs(str((error.get("fields") or {}).get("fqn")))
             if row["phase"] in (save_phases.FAILED, save_phases.ABANDONED) and row["save_id"] not in self._failed:
                 self._failed.append(row["save_id"])
-            if row["phase"] == save_phases.COMMITTED and not self.run.alone:
-                save_id = SaveId.parse(row["save_id"])
-                self.run.outcomes.committed(save_id.run_id, save_id.sequence)
+            if row["phase"] in save_phases.ENDED and not self.run.alone:
+                save_id, committed = SaveId.parse(row["save_id"]), row["phase"] == save_phases.COMMITTED
+                self.run.outcomes.ended(save_id.run_id, save_id.sequence, committed=committed)
             self._pending.news(row)
 
     def _ask_hook(self, snapshot: StagedSnapshot) -> None:

@@ -19,6 +19,7 @@ import torch
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.gc_control import collect_garbage, gc_paused
 from asyncckpt.client.pending_saves import StagedSnapshot
+from asyncckpt.client.save_outcomes import ASSUMED_AFTER_S
 from asyncckpt.client.slot import Slot, describe_save
 from asyncckpt.client.slot_pool import ANSWER_S, SlotPool
 from asyncckpt.client.worker_client import WorkerClient
@@ -294,25 +295,28 @@ class SlotStager(CheckpointStager):
             SlotTimeoutError, SaveSkippedError, SlotBusyError: As the policy says.
             WorkerUnavailableError: There is no worker that could tell.
         """
-        ranks, config = self._ranks, self._config
-        deadline = time.monotonic() + config.slot_timeout_s
-        losses = ranks.outcomes.losses
+        ranks, outcomes, config = self._ranks, self._ranks.outcomes, self._config
+        began = time.monotonic()
+        deadline, losses = began + config.slot_timeout_s, outcomes.losses
         if ranks.agreement is not None or ranks.in_doubt:
             self._process.connect()  # else nobody tells it how saves have ended, nor hears that it refuses this one
         while (awaited := ranks.awaits(save_id.sequence)) is not None:
-            limit_s = deadline - time.monotonic()
+            limit = deadline
             if config.on_busy != "wait":  # what is not in one of this rank's slots ends as soon as the worker answers
-                limit_s = 0.0 if self._process.pool.is_in_use else min(limit_s, ANSWER_S)
-            assumed_in_s = ranks.outcomes.assumed_in_s(ranks.run_id, awaited)
-            is_assumed = assumed_in_s <= limit_s
-            ranks.outcomes.wait(ranks.run_id, awaited, losses, min(assumed_in_s, limit_s))
-            if ranks.awaits(save_id.sequence) != awaited or (is_assumed and ranks.outcomes.losses == losses):
+                limit = began if self._process.pool.is_in_use else min(deadline, began + ANSWER_S)
+            left_s = limit - time.monotonic()
+            # In steps: when an outcome is given up depends on when the worker was first heard.
+            step_s = min(outcomes.given_up_in_s(ranks.run_id, awaited), ASSUMED_AFTER_S)
+            outcomes.wait(ranks.run_id, awaited, losses, max(0.0, min(step_s, left_s)))
+            if ranks.awaits(save_id.sequence) != awaited:
                 continue
-            if ranks.outcomes.losses == losses or time.monotonic() >= deadline:
+            if outcomes.losses != losses and time.monotonic() < deadline:
+                # With nothing in flight of its own, this rank looks for another worker itself.
+                losses = outcomes.losses
+                self._process.connect()
+                began = time.monotonic()
+            elif left_s <= step_s:
                 raise _not_ended(save_id, awaited, ranks.window, config, step=step, path=path)
-            # The worker was lost while this rank waited, with nothing in flight of its own for which another is found.
-            losses = ranks.outcomes.losses
-            self._process.connect()
 
     def close(self) -> None:
         """Give up copies that still run, and take the hooks away; the slots belong to the process."""

@@ -17,6 +17,7 @@ from asyncckpt.client.save_outcomes import Outcomes  # noqa: E402
 from asyncckpt.config import CheckpointerConfig  # noqa: E402
 from asyncckpt.errors import SlotTimeoutError  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
+from asyncckpt.staging import stager  # noqa: E402
 from asyncckpt.staging.stager import SlotStager  # noqa: E402
 
 RUN = "0" * 12
@@ -39,15 +40,16 @@ class Process:
 
 def waits(process: Process, slot_timeout_s: float) -> None:
     def awaits(sequence: int) -> int | None:
-        return 0 if process.outcomes.get(RUN, 0) is None else None
+        known = process.outcomes.get(RUN, 0) is not None or process.outcomes.is_lost(RUN, 0)
+        return None if known else 0
 
     ranks = SimpleNamespace(
         agreement=object(), in_doubt=False, outcomes=process.outcomes, run_id=RUN, window=1, awaits=awaits
     )
-    stager: Any = SimpleNamespace(
+    waiting: Any = SimpleNamespace(
         _ranks=ranks, _process=process, _config=CheckpointerConfig(slot_timeout_s=slot_timeout_s)
     )
-    SlotStager._await_outcome(stager, SaveId(1, 1, RUN), 1, "/x")
+    SlotStager._await_outcome(waiting, SaveId(1, 1, RUN), 1, "/x")
 
 
 @pytest.mark.parametrize("tells", [2, 4])
@@ -68,10 +70,10 @@ def test_what_was_committed_is_taken_to_ask_for_no_meeting_if_all_have_died_that
     monkeypatch.setattr(save_outcomes, "ASSUMED_AFTER_S", 0.3)
     found = Outcomes()
     found.take(RUN, [(-1, False)])
-    found.committed(RUN, 0)
-    assert found.assumed_in_s(RUN, 0) == math.inf, "its worker lives, and tells it"
+    found.ended(RUN, 0, committed=True)
+    assert found.given_up_in_s(RUN, 0) == math.inf, "its worker lives, and tells it"
     found.worker_lost()
-    assert found.assumed_in_s(RUN, 0) == math.inf, "nobody is there who could know it"
+    assert found.given_up_in_s(RUN, 0) == math.inf, "nobody is there who could know it"
     process = Process(found, tells=0)
     process.connect = lambda: found.take(RUN, [(-1, False)])  # type: ignore[method-assign]
     began = time.monotonic()
@@ -81,10 +83,29 @@ def test_what_was_committed_is_taken_to_ask_for_no_meeting_if_all_have_died_that
     assert found.get(RUN, 0) is False, "what was assumed holds: the others are told by refusals"
 
 
-def test_of_a_save_that_was_not_committed_nothing_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("committed", "known"), [(True, False), (False, None)])
+def test_the_next_worker_is_heard_only_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, committed: bool, known: bool | None
+) -> None:
+    for module in (save_outcomes, stager):
+        monkeypatch.setattr(module, "ASSUMED_AFTER_S", 0.3)
+    found = Outcomes()
+    found.take(RUN, [(-1, False)])
+    found.ended(RUN, 0, committed=committed)
+    found.worker_lost()
+    process = Process(found, tells=0)
+    heard = threading.Timer(0.5, found.take, (RUN, [(-1, False)]))
+    process.connect = heard.start  # type: ignore[method-assign]
+    began = time.monotonic()
+    waits(process, 600.0)
+    assert 0.7 < time.monotonic() - began < 60
+    assert found.get(RUN, 0) is known and found.is_lost(RUN, 0) is not committed
+
+
+def test_of_a_save_of_which_no_end_was_told_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_outcomes, "ASSUMED_AFTER_S", 0.0)
     found = Outcomes()
     found.take(RUN, [(-1, False)])
     found.worker_lost()
     found.take(RUN, [(-1, False)])
-    assert found.assumed_in_s(RUN, 0) == math.inf and found.get(RUN, 0) is None
+    assert found.given_up_in_s(RUN, 0) == math.inf and found.get(RUN, 0) is None
