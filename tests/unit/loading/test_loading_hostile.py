@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,11 @@ from typing import Any
 import msgpack
 import pytest
 import torch
+from format_samples import reseal
 
 import asyncckpt
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
-from asyncckpt.format.checksums import file_checksum
-from asyncckpt.format.manifest import encode_manifest
 from asyncckpt.loading.load import load
-from asyncckpt.storage.catalog import read_manifest
-from asyncckpt.storage.local import LocalStore
 
 TYPED = (CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError)
 
@@ -31,15 +27,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
         checkpointer.save(state, path)
     return path
-
-
-def reseal(path: Path, index: bytes) -> None:
-    """Put `index` in the place of the rank's, and a manifest that vouches for it."""
-    manifest = read_manifest(str(path), LocalStore())
-    (record,) = manifest.ranks
-    record = dataclasses.replace(record, index_nbytes=len(index), index_checksum=file_checksum(index))
-    (path / record.index_name).write_bytes(index)
-    (path / "manifest.json").write_bytes(encode_manifest(dataclasses.replace(manifest, ranks=(record,))))
 
 
 def changed(value: Any, rng: random.Random) -> Any:

@@ -20,7 +20,7 @@ import foreign_samples
 import msgpack
 import pytest
 import torch
-from test_loading_hostile import reseal
+from format_samples import reseal
 
 import asyncckpt
 from asyncckpt.errors import AsyncCkptError, CorruptCheckpointError, InsufficientMemoryError, UnsupportedFormatError
