@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -74,6 +75,9 @@ def nested(leaves: Mapping[str, Node], planner_data: Any, hole: Callable[[], Nod
     except ValueError:  # paths that contradict
         return "d", tuple(part for pair in leaves.items() for part in pair)
 
+
+DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+"""What torch's own reader and writer say of metadata; None: this torch has no versions."""
 
 _IN_TREE = {"$": "paths"}
 _logger = logging.getLogger("asyncckpt.dcp")
@@ -202,11 +206,13 @@ class Described:
         for fqn in self._values:
             known[fqn] = self.about(fqn)
         save_id = str(self.contents.manifest.save_id)
-        return Metadata(
+        found = Metadata(
             state_dict_metadata=known,
             planner_data=self._planner_data(),
             storage_meta=StorageMeta(checkpoint_id=self.contents.path, save_id=save_id, load_id=load_id),
         )
+        found.version = DCP_VERSION
+        return found
 
     def _planner_data(self) -> Any:
         try:

@@ -25,6 +25,7 @@ from asyncckpt.basics.deferred_signals import signals_deferred
 from asyncckpt.basics.paths import absolute_path, is_local_path
 from asyncckpt.config import CheckpointerConfig, check_keywords
 from asyncckpt.dcp.direct_save import InProcess
+from asyncckpt.dcp.saved_metadata import DCP_VERSION
 from asyncckpt.dcp.worker_save import FIELDS, ByWorker
 from asyncckpt.dcp.worker_session import Offer, Ticket, forget_tickets, received_ticket
 from asyncckpt.dcp.write_plan import WriteOptions, chunks_in, refuse_wrappers, sorted_out, tensor_leaves
@@ -377,6 +378,7 @@ class StorageWriter(TorchStorageWriter, Stager):
                 (by_worker or self._in_this_process()).finish(metadata, results)
         metadata.storage_data = chunks_in(results)
         metadata.storage_meta = self.storage_meta()
+        metadata.version = DCP_VERSION
 
     def storage_meta(self) -> StorageMeta | None:
         """Return where the checkpoint goes, and its save id once it has one."""

@@ -21,6 +21,7 @@ from in_process_writer import StorageWriter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.planner import WriteItemType
 
 import asyncckpt
@@ -423,6 +424,14 @@ def test_ids_are_local_paths(tmp_path: Path, kind: Any) -> None:
     assert one.checkpoint_id == str(tmp_path / "a")
     one.reset(tmp_path / "b")
     assert one.checkpoint_id == str(tmp_path / "b")
+
+
+def test_metadata_name_the_version_of_torch_s_format(tmp_path: Path) -> None:
+    written = dcp_calls.save({"w": torch.ones(2)}, StorageWriter(tmp_path))
+    assert written.version == StorageReader(tmp_path).read_metadata().version == CURRENT_DCP_VERSION
+    planner = DefaultLoadPlanner()
+    dcp_calls.load({"w": torch.zeros(2)}, StorageReader(tmp_path), planner=planner)
+    assert planner.metadata is not None and planner.metadata.version == CURRENT_DCP_VERSION
 
 
 def test_the_result_says_what_was_saved_and_where(tmp_path: Path) -> None:
