@@ -1,7 +1,8 @@
 """Planners for stock `dcp.save` and `dcp.load`, with any storage: sharded values by the boxes that they hold.
 
-DTensor on any mesh (also where a local tensor is several boxes), `ShardedSlice`, `FlatShard`, `ShardedTensor` and
-registered types; all other leaves are the default planners' business.
+DTensor on any mesh (also where a local tensor is several boxes), `ShardedSlice`, `FlatShard`, `ShardedTensor`,
+registered types, and tensors that give their chunks by torch's protocol for checkpoints, as `LocalShardsWrapper` in a
+DTensor does; all other leaves are the default planners' business.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 
-from asyncckpt.dcp.write_plan import ShardsOf, described, flattened
+from asyncckpt.dcp.write_plan import ShardsOf, described, flattened, is_checkpointable
 from asyncckpt.errors import (
     AliasMismatchError,
     CorruptCheckpointError,
@@ -152,7 +153,7 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
                 _init_state_dict(made)
                 leaves[fqn] = made[fqn]
                 put(state_dict, paths[fqn], made[fqn])
-        self.state_dict = _fillable(described(leaves))
+        self.state_dict = _fillable(leaves)
         self.mappings = paths if self.flatten_state_dict else {}
 
     def create_local_plan(self) -> LoadPlan:
@@ -168,7 +169,7 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
         if self.flatten_state_dict and missing:
             older, paths = flattened(self.original_state_dict, as_torch_2_3=True)
             if missing & set(older):  # saved by torch 2.3 or earlier, which named leaves otherwise
-                self.state_dict, self.mappings = _fillable(described(older)), paths
+                self.state_dict, self.mappings = _fillable(older), paths
         for name in _empty_places(self.original_state_dict):
             below = sum(fqn.startswith(f"{name}.") for fqn in missing)
             if below:
@@ -300,16 +301,19 @@ def _named_key(item: ReadItem) -> tuple[str, _Key]:
 
 def _is_meta(value: torch.Tensor) -> bool:
     """Whether torch makes memory for a tensor. Types with shards are not asked: of some, torch refuses to say it."""
-    return describer_of(type(value)) in (None, describe_dtensor) and value.is_meta
+    if describer_of(type(value)) not in (None, describe_dtensor) or is_checkpointable(value):
+        return False
+    return value.is_meta
 
 
 def _fillable(leaves: dict[str, Any]) -> dict[str, Any]:
-    """Return `leaves`.
+    """Return `leaves` as `described` does for a target.
 
     Raises:
-        UnsupportedLeafError: A shard has no memory.
+        UnsupportedLeafError, OverlappingShardsError: As `described`; or a shard has no memory.
     """
-    for fqn, leaf in leaves.items():
+    found = described(leaves, is_target=True)
+    for fqn, leaf in found.items():
         for shard in leaf.shards if isinstance(leaf, ShardsOf) else ():
             if shard.tensor.is_meta:
                 kind = leaf.found.type_name
@@ -319,7 +323,7 @@ def _fillable(leaves: dict[str, Any]) -> dict[str, Any]:
                     leaf=fqn,
                     type_name=kind,
                 )
-    return leaves
+    return found
 
 
 _Key = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]

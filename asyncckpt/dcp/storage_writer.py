@@ -8,14 +8,14 @@ import inspect
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
@@ -28,9 +28,24 @@ from asyncckpt.dcp.direct_save import InProcess
 from asyncckpt.dcp.saved_metadata import DCP_VERSION
 from asyncckpt.dcp.worker_save import FIELDS, ByWorker
 from asyncckpt.dcp.worker_session import Offer, Ticket, forget_tickets, received_ticket
-from asyncckpt.dcp.write_plan import WriteOptions, chunks_in, refuse_wrappers, sorted_out, tensor_leaves
+from asyncckpt.dcp.write_plan import (
+    WriteOptions,
+    chunks_in,
+    chunks_to_save,
+    is_checkpointable,
+    refuse_wrappers,
+    sorted_out,
+    tensor_leaves,
+)
 from asyncckpt.distributed.process_group import find_rank_info
-from asyncckpt.errors import AsyncCkptError, ConfigError, ReentrantCallError, SaveFailedError, UnsupportedLeafError
+from asyncckpt.errors import (
+    AsyncCkptError,
+    ConfigError,
+    DuplicateNameError,
+    ReentrantCallError,
+    SaveFailedError,
+    UnsupportedLeafError,
+)
 from asyncckpt.format.names import SaveId
 from asyncckpt.storage import catalog
 from asyncckpt.storage.files import Files, save_failure
@@ -102,18 +117,75 @@ class OneAtATime:
             self._forget()
 
 
+class StagedChunks(torch.Tensor):
+    """Copies of the chunks of a checkpointable tensor, with the methods by which stock planners ask a tensor for them.
+
+    It is a tensor because torch looks for the methods in tensors only; it has no elements of its own.
+    """
+
+    _items: Sequence[WriteItem]
+    _copies: Sequence[torch.Tensor]
+
+    @staticmethod
+    def __new__(cls, items: Sequence[WriteItem], copies: Sequence[torch.Tensor]) -> StagedChunks:
+        self = torch.Tensor._make_subclass(cls, torch.empty(0, device="cpu"))
+        self._items, self._copies = items, copies
+        return self
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        indexes = [dataclasses.replace(item.index, fqn=fqn) for item in self._items]
+        return [dataclasses.replace(item, index=index) for item, index in zip(self._items, indexes, strict=True)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return next(
+            copy for item, copy in zip(self._items, self._copies, strict=True) if item.index.offset == index.offset
+        )
+
+
+def _replaced(value: Any, replace: Callable[[str, Any], Any], name: str = "") -> Any:
+    """Return nested dicts and lists with what `replace` gives for names and values; None: what is there stays."""
+    found = replace(name, value)
+    if found is not None:
+        return found
+    if isinstance(value, dict):
+        return {key: _replaced(member, replace, f"{name}.{key}" if name else str(key)) for key, member in value.items()}
+    if type(value) is list:
+        return [_replaced(member, replace, f"{name}.{number}") for number, member in enumerate(value)]
+    return value
+
+
 class Stager(BlockingAsyncStager):
-    """As torch's, which keeps its copies in pinned memory only, and fails where there is no device to pin it for."""
+    """As torch's, which keeps its copies in pinned memory only, and fails where there is no device to pin it for.
+
+    A checkpointable tensor is copied chunk by chunk, and `StagedChunks` takes its place.
+    """
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy on the CPU; the state itself where the save will be refused for a tensor subclass in it.
 
         IMPORTANT: it is not refused here. The other ranks may have no such tensor, and would wait for this one.
         """
+        items: dict[str, list[WriteItem]] = {}
+
+        def chunks_of(fqn: str, value: Any) -> list[torch.Tensor] | None:
+            if not is_checkpointable(value):
+                return None
+            found = list(chunks_to_save(fqn, value))
+            items[fqn] = [item for item, _ in found]
+            return [chunk.detach() for _, chunk in found]
+
         try:
-            refuse_wrappers(tensor_leaves(state_dict))
-        except UnsupportedLeafError:
+            refuse_wrappers((fqn, value) for fqn, value in tensor_leaves(state_dict) if not is_checkpointable(value))
+            chunks = _replaced(state_dict, chunks_of)
+        except (UnsupportedLeafError, DuplicateNameError):
             return state_dict
+        if not items:
+            return self._copied(state_dict)
+        return _replaced(  # type: ignore[no-any-return]
+            self._copied(chunks), lambda fqn, value: StagedChunks(items[fqn], value) if fqn in items else None
+        )
+
+    def _copied(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         if self.cache_staged_state_dict and self.state_dict_cache is None and not torch.accelerator.is_available():
             # Where torch has dropped this name, which is its own, the first copy is made twice.
             allocate = getattr(staging, "_create_cpu_state_dict", BlockingAsyncStager().stage)
@@ -257,8 +329,10 @@ class StorageWriter(TorchStorageWriter, Stager):
         Raises:
             ConfigError: `use_collectives=False`: ranks that do not meet have no common commit.
             ReentrantCallError: As `reset`.
-            UnsupportedLeafError: A tensor subclass whose elements do not lie in its memory; `leaf` is its FQN. Or torch
-                makes no real tensors here, in FakeTensorMode.
+            UnsupportedLeafError: A tensor subclass whose elements do not lie in its memory, and that gives no chunks
+                that do (`torch.distributed._checkpointable`); `leaf` is its FQN. Or torch makes no real tensors here,
+                in FakeTensorMode.
+            DuplicateNameError: A tensor that gives its chunks has a name that is reserved for tensors of one rank.
         """
         check_memory_is_real("dcp.save")
         with self._one.beginning():

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint._traverse import traverse_state_dict, traverse_state_dict_v_2_3
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import (
     ReadItem,
@@ -23,16 +23,19 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from asyncckpt.dcp.tensor_stream import Resolve
-from asyncckpt.errors import DuplicateNameError, OverlappingShardsError, UnsupportedLeafError
+from asyncckpt.errors import AsyncCkptError, DuplicateNameError, OverlappingShardsError, UnsupportedLeafError
 from asyncckpt.format.layout import BoxSpec, Layout, build_layout
 from asyncckpt.format.names import MAX_PARTS, SaveId, is_reserved, shard_name
 from asyncckpt.format.objects import UnknownTypeError, encode_value, pickled
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
+from asyncckpt.sharding.dtensor import describe_dtensor
 from asyncckpt.sharding.registry import describer_of, is_torch_shard_type, local_tensors, notify_filled
-from asyncckpt.sharding.shard_types import LocalShard, Sharded, unsupported_shard, with_fqn, with_leaf
+from asyncckpt.sharding.shard_types import LocalShard, Sharded, describe_parts, unsupported_shard, with_fqn, with_leaf
 from asyncckpt.state_dict.flatten import PLAIN_TENSORS, SCALARS
 from asyncckpt.state_dict.leaf_codecs import encode_torch
 from asyncckpt.state_dict.numpy_values import encode_scalar
@@ -148,18 +151,23 @@ def _is_looked_for(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or describer_of(type(value)) is not None
 
 
-def described(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def described(leaves: Mapping[str, Any], *, is_target: bool = False) -> dict[str, Any]:
     """Return `leaves` with a `ShardsOf` for each value of a type that has shards, also where all of it is here.
+
+    Checkpointable tensors get one in a target. To be saved, they stay as they are: stock planners ask them for their
+    items, and for the elements of one chunk at a time, which some make only then.
 
     Raises:
         UnsupportedLeafError: Invalid shards, or shards in what torch stores as one object; `leaf` is the FQN.
         OverlappingShardsError: Two shards of one value share elements.
     """
-    return {fqn: _described(fqn, value) for fqn, value in leaves.items()}
+    return {fqn: _described(fqn, value, is_target) for fqn, value in leaves.items()}
 
 
-def _described(fqn: str, value: Any) -> Any:
+def _described(fqn: str, value: Any, is_target: bool) -> Any:
     try:
+        if is_checkpointable(value):
+            return _chunks_of(fqn, value) if is_target else value
         if describer_of(type(value)) is not None:
             return _shards_of(value)
         for member in _members(value):
@@ -196,6 +204,64 @@ def _found_in(value: Any) -> Sharded | torch.Tensor:
     describe = describer_of(type(value))
     assert describe is not None
     return describe(value)
+
+
+def is_checkpointable(value: Any) -> bool:
+    """Whether a tensor, or the local tensor of a DTensor, gives its chunks by torch's protocol for checkpoints.
+
+    The protocol is `torch.distributed._checkpointable`: stock planners take write items, chunks and their elements from
+    the methods of such a tensor. A DTensor has these methods itself; what counts is whether its local tensor has them.
+    """
+    if not isinstance(value, torch.Tensor) or type(value) in PLAIN_TENSORS:
+        return False
+    describe = describer_of(type(value))
+    if describe not in (None, describe_dtensor):
+        return False
+    local = value if describe is None else getattr(value, "_local_tensor", None)
+    return hasattr(local, "__get_tensor_shard__")
+
+
+def chunks_to_save(fqn: str, value: torch.Tensor) -> Iterator[tuple[WriteItem, torch.Tensor]]:
+    """Yield the write items of a checkpointable tensor as torch's planner makes them, each with its elements.
+
+    Raises:
+        UnsupportedLeafError: A chunk cannot be stored, or a method of the tensor failed.
+        DuplicateNameError: A name that is reserved for tensors of one rank.
+    """
+    try:
+        for item in create_default_local_save_plan({fqn: value}, True).items:
+            spec = _spec(item)
+            yield item, _elements_in(find_state_dict_object({fqn: value}, item.index), spec)
+    except AsyncCkptError:
+        raise
+    except Exception as error:  # whatever the methods of the tensor raise
+        kind = type(value).__name__
+        raise UnsupportedLeafError(
+            f"state dict leaf {fqn!r} of type {kind} cannot be stored: it does not give its chunks: "
+            f"{type(error).__name__}: {error}",
+            leaf=fqn,
+            type_name=kind,
+        ) from error
+
+
+def _chunks_of(fqn: str, value: Any) -> ShardsOf:
+    """Return what a load fills of a checkpointable tensor."""
+    kind, shape = type(value).__name__, tuple(value.shape)
+    parts = []
+    if describer_of(type(value)) is None or value.device_mesh.get_coordinate() is not None:
+        try:
+            for chunk in _create_chunk_list(value):
+                if 0 not in chunk.sizes:  # a rank without elements may give such a chunk, with any number of dimensions
+                    tensor = value.__get_tensor_shard__(MetadataIndex(fqn, chunk.offsets))
+                    parts.append((next(iter(local_tensors(tensor)), tensor), chunk.offsets, chunk.sizes))
+        except Exception as error:  # whatever the methods of the tensor raise
+            text = f"it does not give its chunks: {type(error).__name__}: {error}"
+            raise unsupported_shard(kind, text) from error
+    for tensor, _, _ in parts:
+        if is_wrapper(tensor):
+            raise unsupported_shard(kind, f"a chunk of it is a {type(tensor).__name__}, {_STANDS_FOR}")
+    none = Sharded(value.dtype, shape, (), None, kind)
+    return ShardsOf(value, describe_parts(kind, shape, parts) if parts else none)
 
 
 def _members(value: Any) -> Iterable[Any]:
@@ -351,15 +417,20 @@ def _spec(item: WriteItem) -> BoxSpec:
 
 
 def refuse_wrappers(leaves: Iterable[tuple[str, Any]]) -> None:
-    """Refuse tensors of subclasses whose elements are not their memory's.
+    """Refuse tensors of subclasses whose elements are not their memory's, unless they give chunks that are.
 
     Args:
         leaves: Names and values, as a planner has them: of a sharded one, what this process holds counts.
 
     Raises:
         UnsupportedLeafError: Naming the first.
+        DuplicateNameError: A checkpointable tensor has a name that is reserved for tensors of one rank.
     """
     for fqn, value in leaves:
+        if is_checkpointable(value):
+            for _ in chunks_to_save(fqn, value):
+                pass
+            continue
         for tensor in _parts_of(value):
             if is_wrapper(tensor):
                 raise _wrapper(fqn, tensor)
@@ -403,12 +474,30 @@ def check_target(path: str, item: ReadItem, target: torch.Tensor) -> None:
         raise UnsupportedLeafError(text, leaf=fqn, type_name=kind)
 
 
-def bytes_of(tensor: torch.Tensor, spec: BoxSpec) -> torch.Tensor:
+def bytes_of(tensor: Any, spec: BoxSpec) -> torch.Tensor:
     """Return the elements of what a planner resolved as a flat uint8 tensor on its device: a copy only if need be.
 
     Raises:
         UnsupportedLeafError: It is not what the plan says, or has no elements that can be copied.
     """
+    tensor = _elements_in(tensor, spec)
+    with torch.no_grad():
+        found = flat_bytes(tensor)
+        assert found.numel() == spec.nbytes == math.prod(spec.sizes) * tensor.itemsize
+        return found
+
+
+def _elements_in(tensor: Any, spec: BoxSpec) -> torch.Tensor:
+    """Return the tensor whose memory holds the elements of what a planner resolved.
+
+    Raises:
+        UnsupportedLeafError: It is not what the plan says, or has no elements that can be copied.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        kind = type(tensor).__name__
+        raise UnsupportedLeafError(
+            f"the planner resolves the tensor {spec.fqn!r} to a {kind}", leaf=spec.fqn, type_name=kind
+        )
     tensor = next(iter(local_tensors(tensor)), tensor)
     if is_wrapper(tensor):
         raise _wrapper(spec.fqn, tensor)
@@ -423,10 +512,7 @@ def bytes_of(tensor: torch.Tensor, spec: BoxSpec) -> torch.Tensor:
             leaf=spec.fqn,
             type_name=str(tensor.dtype),
         )
-    with torch.no_grad():
-        found = flat_bytes(tensor)
-        assert found.numel() == spec.nbytes == math.prod(spec.sizes) * tensor.itemsize
-        return found
+    return tensor  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -514,13 +600,7 @@ def _result(item: WriteItem, nbytes: int, stored: object) -> WriteResult:
 
 
 def _elements(planner: SavePlanner, item: WriteItem, spec: BoxSpec) -> torch.Tensor:
-    found = planner.resolve_data(item)
-    if not isinstance(found, torch.Tensor):
-        kind = type(found).__name__
-        raise UnsupportedLeafError(
-            f"the planner resolves the tensor {spec.fqn!r} to a {kind}", leaf=spec.fqn, type_name=kind
-        )
-    return bytes_of(found, spec)
+    return bytes_of(planner.resolve_data(item), spec)
 
 
 def _entries(specs: list[BoxSpec], layout: Layout) -> tuple[TensorEntry, ...]:

@@ -336,6 +336,98 @@ def test_sharded_tensors_of_several_shards_or_none_and_whole_values_go_by_the_sh
     assert torch.equal(asyncckpt.load(tmp_path / "1")["t"][0], torch.arange(33.0).view(11, 3))
 
 
+# ---- tensors that give their chunks ---------------------------------------------------------------------------------
+
+
+TABLE = torch.arange(11 * 6.0).view(11, 6)
+LAYOUTS: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # by rank: first row, first column, rows, columns
+    "columns on each": {0: [(0, 0, 7, 2), (0, 2, 7, 4)], 1: [(7, 0, 4, 5), (7, 5, 4, 1)]},
+    "columns of the other": {0: [(0, 0, 2, 3), (0, 3, 2, 3)], 1: [(2, 0, 9, 6)]},
+    "none on rank 0": {1: [(0, 0, 11, 1), (0, 1, 11, 5)]},
+}
+
+
+def local_shards(value: torch.Tensor, boxes: list[tuple[int, int, int, int]], *, is_target: bool) -> DTensor:
+    """Return a DTensor over what this rank holds: boxes of a matrix, or, of a vector, their rows."""
+    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+
+    starts = [(row, column)[: value.dim()] for row, column, _, _ in boxes]
+    shards = [value[row : row + n, column : column + m] for row, column, n, m in boxes if value.dim() == 2]
+    shards += [value[row : row + n] for row, _, n, _ in boxes if value.dim() == 1]
+    shards = [torch.zeros_like(shard) if is_target else shard.clone() for shard in shards]
+    mesh, wrapper = init_device_mesh("cpu", (dist.get_world_size(),)), LocalShardsWrapper(shards, starts)
+    return DTensor.from_local(
+        wrapper,
+        mesh,
+        [Shard(0)],
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),  # type: ignore[arg-type]
+    )
+
+
+def tables(name: str, *, is_target: bool = False) -> dict[str, Any]:
+    """Return a state of an embedding and its optimizer's, which has a row for each of the embedding's rows."""
+    boxes = LAYOUTS[name].get(dist.get_rank(), []) if dist.get_world_size() == 2 else [(0, 0, 11, 4), (0, 4, 11, 2)]
+    vector = local_shards(TABLE[:, 0].bfloat16().contiguous(), boxes[:1], is_target=is_target)
+    return {
+        "e": {"table": local_shards(TABLE, boxes, is_target=is_target)},
+        "o": {"sum": vector},
+        "n": 0 if is_target else 7,
+    }
+
+
+def assert_filled(state: dict[str, Any]) -> None:
+    assert state["n"] == 7
+    expected_of = {"table": TABLE, "sum": TABLE[:, 0].bfloat16()}
+    for name, value in {**state["e"], **state.get("o", {})}.items():
+        local, expected = value._local_tensor, expected_of[name]
+        for shard, chunk in zip(local.local_shards(), local.local_chunks, strict=bool(local.local_shards())):
+            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            assert torch.equal(shard, expected[box]) and shard.dtype == expected.dtype
+
+
+def save_and_load_tables(rank: int, root: str, endpoints: Endpoints) -> None:
+    for number, name in enumerate(LAYOUTS):
+        planner = ShardedSavePlanner() if number % 2 else None
+        dcp.save(tables(name), storage_writer=writer_to(f"{root}/{name}", endpoints), planner=planner)
+        future = dcp.async_save(
+            tables(name), storage_writer=writer_to(f"{root}/async {name}", endpoints), planner=planner
+        )
+        future.result(60)  # type: ignore[union-attr]
+        dcp.save(tables(name), checkpoint_id=f"{root}/stock {name}", planner=ShardedSavePlanner())
+    load_tables(rank, root)
+
+
+def load_tables(rank: int, root: str) -> None:
+    for name, other in zip(LAYOUTS, [*LAYOUTS][1:] + [*LAYOUTS][:1], strict=True):
+        for path in (name, f"async {name}"):
+            state = tables(other, is_target=True)
+            dcp.load(state, storage_reader=StorageReader(f"{root}/{path}"), planner=ShardedLoadPlanner())
+            assert_filled(state)
+        state = tables(other, is_target=True)
+        dcp.load(state, storage_reader=dcp.FileSystemReader(f"{root}/stock {name}"), planner=ShardedLoadPlanner())
+        assert_filled(state)
+        state = tables(other, is_target=True)
+        if other == "none on rank 0" and dist.get_world_size() == 2:
+            del state["o"]  # an empty part has two dimensions, of a vector too, for which torch's planner fails
+        dcp.load(state, storage_reader=StorageReader(f"{root}/{name}"))
+        assert_filled(state)
+
+
+@pytest.mark.parametrize("n_workers", [0, 1])
+def test_dtensors_over_local_shards_are_saved_and_loaded_by_their_chunks_on_any_number_of_ranks(
+    tmp_path: pathlib.Path, request: pytest.FixtureRequest, n_workers: int
+) -> None:
+    endpoints = (request.getfixturevalue("worker").endpoint,) if n_workers else None
+    root = str(tmp_path)
+    rank_processes.run(2, save_and_load_tables, root, endpoints)
+    rank_processes.run(1, load_tables, root)
+    for name in LAYOUTS:
+        found = asyncckpt.load(f"{root}/{name}")
+        same(found, {"e": {"table": TABLE}, "o": {"sum": TABLE[:, 0].bfloat16()}, "n": 7})
+
+
 # ---- what cannot be stored ------------------------------------------------------------------------------------------
 
 
