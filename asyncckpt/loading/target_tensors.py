@@ -134,10 +134,9 @@ def refuse_read_only(placements: Sequence[Placement], names: Callable[[], Sequen
     """
     by_page: dict[int, tuple[int, int]] = {}  # one tensor of each page: memory is protected by pages
     for number, (_, tensor, _, _) in enumerate(placements):
-        address = tensor.data_ptr()
-        page = address // mmap.PAGESIZE
-        if page not in by_page and tensor.is_cpu and tensor.numel():
-            by_page[page] = address, number
+        if tensor.is_cpu and tensor.numel():  # tensors of some other devices have no address to be asked for
+            address = tensor.data_ptr()
+            by_page.setdefault(address // mmap.PAGESIZE, (address, number))
     closed = read_only(address for address, _ in by_page.values())
     if refused := [number for address, number in by_page.values() if address in closed]:
         fqn = names()[min(refused)]

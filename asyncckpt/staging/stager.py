@@ -296,14 +296,14 @@ class SlotStager(CheckpointStager):
             WorkerUnavailableError: There is no worker that could tell.
         """
         ranks, outcomes, config = self._ranks, self._ranks.outcomes, self._config
-        began = time.monotonic()
-        deadline, losses = began + config.slot_timeout_s, outcomes.losses
+        deadline, losses = time.monotonic() + config.slot_timeout_s, outcomes.losses
         if ranks.agreement is not None or ranks.in_doubt:
             self._process.connect()  # else nobody tells it how saves have ended, nor hears that it refuses this one
+        connected = time.monotonic()
         while (awaited := ranks.awaits(save_id.sequence)) is not None:
             limit = deadline
             if config.on_busy != "wait":  # what is not in one of this rank's slots ends as soon as the worker answers
-                limit = began if self._process.pool.is_in_use else min(deadline, began + ANSWER_S)
+                limit = connected if self._process.pool.is_in_use else min(deadline, connected + ANSWER_S)
             left_s = limit - time.monotonic()
             # In steps: when an outcome is given up depends on when the worker was first heard.
             step_s = min(outcomes.given_up_in_s(ranks.run_id, awaited), ASSUMED_AFTER_S)
@@ -314,7 +314,7 @@ class SlotStager(CheckpointStager):
                 # With nothing in flight of its own, this rank looks for another worker itself.
                 losses = outcomes.losses
                 self._process.connect()
-                began = time.monotonic()
+                connected = time.monotonic()
             elif left_s <= step_s:
                 raise _not_ended(save_id, awaited, ranks.window, config, step=step, path=path)
 

@@ -38,7 +38,7 @@ class Process:
             threading.Timer(0.05, self.outcomes.worker_lost).start()
 
 
-def waits(process: Process, slot_timeout_s: float) -> None:
+def waits(process: Process, slot_timeout_s: float, **settings: Any) -> None:
     def awaits(sequence: int) -> int | None:
         known = process.outcomes.get(RUN, 0) is not None or process.outcomes.is_lost(RUN, 0)
         return None if known else 0
@@ -47,7 +47,7 @@ def waits(process: Process, slot_timeout_s: float) -> None:
         agreement=object(), in_doubt=False, outcomes=process.outcomes, run_id=RUN, window=1, awaits=awaits
     )
     waiting: Any = SimpleNamespace(
-        _ranks=ranks, _process=process, _config=CheckpointerConfig(slot_timeout_s=slot_timeout_s)
+        _ranks=ranks, _process=process, _config=CheckpointerConfig(slot_timeout_s=slot_timeout_s, **settings)
     )
     SlotStager._await_outcome(waiting, SaveId(1, 1, RUN), 1, "/x")
 
@@ -109,3 +109,16 @@ def test_of_a_save_of_which_no_end_was_told_nothing_is_given_up(monkeypatch: pyt
     found.worker_lost()
     found.take(RUN, [(-1, False)])
     assert found.given_up_in_s(RUN, 0) == math.inf and found.get(RUN, 0) is None
+
+
+def test_the_start_of_a_worker_does_not_count_as_waiting_for_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stager, "ANSWER_S", 0.5)
+    process = Process(Outcomes(), tells=0)
+
+    def connect() -> None:
+        time.sleep(0.7)
+        threading.Timer(0.05, process.outcomes.take, (RUN, [(0, False)])).start()
+
+    process.connect = connect  # type: ignore[method-assign]
+    waits(process, 600.0, on_busy="skip")
+    assert process.outcomes.get(RUN, 0) is False
