@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -30,6 +29,7 @@ from asyncckpt.config import RankInfo
 from asyncckpt.dcp.write_plan import TAG, encode_exactly, planner_bytes, saved_bytes
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import MissingKeysError, PickledLeafError
+from asyncckpt.format.dcp import DCP_VERSION
 from asyncckpt.format.manifest import PLANNER_KEY, Manifest
 from asyncckpt.format.names import MANIFEST_NAME
 from asyncckpt.format.state_tree import MAX_DEPTH, Node, Path, form_in, fqn_of, leaves, python_key, tree_of
@@ -75,9 +75,6 @@ def nested(leaves: Mapping[str, Node], planner_data: Any, hole: Callable[[], Nod
     except ValueError:  # paths that contradict
         return "d", tuple(part for pair in leaves.items() for part in pair)
 
-
-DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-"""What torch's own reader and writer say of metadata; None: this torch has no versions."""
 
 _IN_TREE = {"$": "paths"}
 _logger = logging.getLogger("asyncckpt.dcp")

@@ -25,7 +25,6 @@ from asyncckpt.basics.deferred_signals import signals_deferred
 from asyncckpt.basics.paths import absolute_path, is_local_path
 from asyncckpt.config import CheckpointerConfig, check_keywords
 from asyncckpt.dcp.direct_save import InProcess
-from asyncckpt.dcp.saved_metadata import DCP_VERSION
 from asyncckpt.dcp.worker_save import FIELDS, ByWorker
 from asyncckpt.dcp.worker_session import Offer, Ticket, forget_tickets, received_ticket
 from asyncckpt.dcp.write_plan import (
@@ -46,6 +45,7 @@ from asyncckpt.errors import (
     SaveFailedError,
     UnsupportedLeafError,
 )
+from asyncckpt.format.dcp import DCP_VERSION
 from asyncckpt.format.names import SaveId
 from asyncckpt.storage import catalog
 from asyncckpt.storage.files import Files, save_failure

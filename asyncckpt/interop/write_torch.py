@@ -14,7 +14,7 @@ import torch
 from torch.utils.serialization import config as torch_config
 
 from asyncckpt.errors import DuplicateNameError, InsufficientMemoryError, UnsupportedLeafError
-from asyncckpt.format.dcp import is_terminal, item_pickle, items_of
+from asyncckpt.format.dcp import DCP_VERSION, is_terminal, item_pickle, items_of
 from asyncckpt.format.layout import Payload
 from asyncckpt.format.names import DCP_METADATA_NAME
 from asyncckpt.format.objects import decode_value
@@ -318,7 +318,7 @@ def dcp_target(outline: Outline, files: Files, max_shard_nbytes: int | None) -> 
     Tied tensors share their item. Names are those that stock `dcp.load` looks for.
     """
     from torch.distributed.checkpoint import metadata as dcp
-    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     shards = _Shards(max_shard_nbytes)
     entries: dict[str, Any] = {}
@@ -345,7 +345,8 @@ def dcp_target(outline: Outline, files: Files, max_shard_nbytes: int | None) -> 
         entries[fqn] = dcp.TensorStorageMetadata(properties=properties, size=shape, chunks=[chunk])
         storage[dcp.MetadataIndex(fqn, start, 0)] = _StorageInfo(*places[number])
     paths = {fqn_of(path): path for path, _, _ in items}
-    metadata = dcp.Metadata(entries, planner_data=paths, storage_data=storage, version=CURRENT_DCP_VERSION)
+    metadata = dcp.Metadata(entries, planner_data=paths, storage_data=storage)
+    metadata.version = DCP_VERSION
     described = OutputFile(name=DCP_METADATA_NAME, pieces=(pickle.dumps(metadata),))
     return Target(files=[*shards.output_files(), described], is_directory=True)
 
