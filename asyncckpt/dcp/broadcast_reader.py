@@ -22,7 +22,7 @@ from asyncckpt.distributed.process_group import machine
 from asyncckpt.distributed.user_group import UserGroup
 from asyncckpt.errors import ConfigError
 from asyncckpt.loading.broadcast import Broadcast
-from asyncckpt.loading.broadcast_plan import Part, Transfer, assign_reads, by_rank
+from asyncckpt.loading.broadcast_plan import MessagePart, Transfer, assign_reads, transfers_by_rank
 from asyncckpt.loading.fetch import thread_count
 
 
@@ -33,14 +33,14 @@ class Route:
     Attributes:
         world_size: Ranks of the group; 1: nothing is sent.
         reader: The rank of the group that reads for this one; maybe itself.
-        takers: The others that it reads for.
+        receivers: The others that it reads for.
         names: The reader only: the FQNs that they want.
         transfers: Those in which this rank takes part.
     """
 
     world_size: int
     reader: int
-    takers: tuple[int, ...]
+    receivers: tuple[int, ...]
     names: tuple[str, ...]
     transfers: tuple[Transfer, ...]
 
@@ -53,15 +53,15 @@ def plan_routes(plans: Sequence[LoadPlan], readers: Sequence[int]) -> list[Route
         readers: By rank, who reads for it.
     """
     wanted = [[box for item in plan.items if (box := box_of_item(item)) is not None] for plan in plans]
-    transfers = by_rank(assign_reads(wanted, readers), len(plans))
+    transfers = transfers_by_rank(assign_reads(wanted, readers), len(plans))
     served = {reader: [rank for rank, other in enumerate(readers) if other == reader] for reader in set(readers)}
     names = {
         reader: tuple(dict.fromkeys(item.storage_index.fqn for rank in ranks for item in plans[rank].items))
         for reader, ranks in served.items()
     }
-    takers = {reader: tuple(rank for rank in ranks if rank != reader) for reader, ranks in served.items()}
+    receivers = {reader: tuple(rank for rank in ranks if rank != reader) for reader, ranks in served.items()}
     return [
-        Route(len(plans), reader, takers[reader], names[reader] if rank == reader else (), tuple(transfers[rank]))
+        Route(len(plans), reader, receivers[reader], names[reader] if rank == reader else (), tuple(transfers[rank]))
         for rank, reader in enumerate(readers)
     ]
 
@@ -192,7 +192,7 @@ class BroadcastingTorchSaveReader(StorageReader):
         targets = PlanTargets(path, plan, planner, facts)
 
         def check() -> None:
-            broadcast.pass_bytes(found, route.reader, route.takers)
+            broadcast.broadcast_bytes(found, route.reader, route.receivers)
             facts.update(decode_facts(found))
             targets.check()
 
@@ -203,11 +203,11 @@ class BroadcastingTorchSaveReader(StorageReader):
         broadcast.agree(check)
         broadcast.agree(targets.begin)
 
-        def read(part: Part, room: torch.Tensor) -> None:
+        def read(part: MessagePart, buffer: torch.Tensor) -> None:
             fqn, offsets, _ = part.box
             starts = [o + inner for o, inner in zip(offsets, part.offsets, strict=True)]
             box = tuple(slice(start, start + n) for start, n in zip(starts, part.sizes, strict=True))
-            opened[0].read(fqn, box, room)
+            opened[0].read(fqn, box, buffer)
 
         itemsizes = {fqn: fact.dtype.itemsize for fqn, fact in facts.items() if fact.dtype is not None}
         broadcast.stream(route.transfers, itemsizes, read, targets.put)

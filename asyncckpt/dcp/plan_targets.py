@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from asyncckpt.dcp.file_leaves import Fact
 from asyncckpt.dcp.write_plan import check_target
 from asyncckpt.errors import LeafTypeMismatchError, MissingKeysError, ShapeMismatchError
-from asyncckpt.loading.broadcast_plan import Box, Part
+from asyncckpt.loading.broadcast_plan import Box, MessagePart
 from asyncckpt.torch_tensors import CARRIERS
 
 
@@ -105,7 +105,7 @@ class PlanTargets:
             elif 0 in item.lengths:
                 self._planner.commit_tensor(item, self._target(number))
 
-    def put(self, part: Part, data: torch.Tensor) -> None:
+    def put(self, part: MessagePart, data: torch.Tensor) -> None:
         """Put a part of a box into the items that want the box, and commit those that are complete with it.
 
         Args:

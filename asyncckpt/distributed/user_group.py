@@ -13,7 +13,7 @@ from asyncckpt.errors import SaveFailedError
 
 
 class UserGroup:
-    """A `loading.broadcast.Carrier` over gloo, NCCL or whatever else the group has.
+    """A `loading.broadcast.Transport` over gloo, NCCL or whatever else the group has.
 
     The group's own timeout bounds every call; deadlines are not looked at. Only messages end another rank's wait: the
     connections are the user's, and with NCCL a receive cannot be given up.
@@ -32,7 +32,7 @@ class UserGroup:
         self.device = torch.device("cpu") if group is None else _device_of(group)
 
     def gather(self, payload: bytes, deadline: float) -> list[bytes]:
-        """As of `Carrier`.
+        """As of `Transport`.
 
         Raises:
             SaveFailedError: The connection to another rank is lost, or one is too late.
@@ -47,7 +47,7 @@ class UserGroup:
     def broadcast(
         self, message: torch.Tensor, ranks: Sequence[int], root: int, deadline: float
     ) -> Callable[[], None] | None:
-        """As of `Carrier`: to the whole group at once, else to each; `message` is on `device` of those that get it.
+        """As of `Transport`: to the whole group at once, else to each; `message` is on `device` of those that get it.
 
         Raises:
             SaveFailedError: The connection to another rank is lost, or one is too late.

@@ -1,4 +1,7 @@
-"""Which rank reads which boxes for which others, and how their bytes are cut into messages. Pure."""
+"""The plan of a broadcast: which rank reads which boxes for which others, and how their bytes are cut into messages.
+
+Pure: all ranks compute the same plan from the same input.
+"""
 
 from __future__ import annotations
 
@@ -16,73 +19,80 @@ Box = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Stored name of a tensor, offsets and sizes in elements."""
 
 ALIGN_NBYTES = 64
-"""Parts begin at multiples of it in their message."""
+"""Each part begins at a multiple of this in its message."""
 
 
-class Wish(NamedTuple):
-    """What one rank wants: its boxes with their dtypes, and whether it can pass on the bytes that it reads."""
+class ReadRequest(NamedTuple):
+    """The boxes that one rank needs.
+
+    Attributes:
+        save_id: ID of the save that it loads.
+        boxes: By box, the dtype, and whether the rank can send the bytes that it reads to other ranks.
+    """
 
     save_id: str
     boxes: dict[Box, tuple[str, bool]]
 
 
-def encode_wish(wish: Wish) -> bytes:
-    """Return the bytes of what a rank wants."""
-    boxes = [[*box, dtype, gives] for box, (dtype, gives) in wish.boxes.items()]
-    return bytes(msgpack.packb([wish.save_id, boxes]))
+def encode_request(request: ReadRequest) -> bytes:
+    """Return a request as msgpack."""
+    boxes = [[*box, dtype, can_send] for box, (dtype, can_send) in request.boxes.items()]
+    return bytes(msgpack.packb([request.save_id, boxes]))
 
 
-def decode_wish(data: bytes) -> Wish:
-    """Return what a rank wants."""
+def decode_request(data: bytes) -> ReadRequest:
+    """Return the request that `encode_request` gave these bytes for."""
     save_id, boxes = msgpack.unpackb(data, use_list=False)
-    return Wish(save_id, {(fqn, offsets, sizes): (dtype, gives) for fqn, offsets, sizes, dtype, gives in boxes})
+    return ReadRequest(
+        save_id, {(fqn, offsets, sizes): (dtype, can_send) for fqn, offsets, sizes, dtype, can_send in boxes}
+    )
 
 
 class Transfer(NamedTuple):
-    """Boxes that one rank reads and the same others get.
+    """Boxes that one rank reads and sends to the same other ranks.
 
     Attributes:
         reader: The rank that reads them.
-        takers: The ranks that get them, ascending, without the reader; none: it reads for itself.
-        boxes: In the order in which they are read and sent.
+        receivers: The ranks that receive them, ascending, without the reader; empty: the reader reads for itself only.
+        boxes: The boxes, in the order in which they are read and sent.
     """
 
     reader: int
-    takers: tuple[int, ...]
+    receivers: tuple[int, ...]
     boxes: tuple[Box, ...]
 
 
-def balance_reads(wishes: Sequence[Wish]) -> list[Transfer]:
-    """Give every box that several ranks want to one of them, largest first to the one that reads the least so far.
+def balance_reads(requests: Sequence[ReadRequest]) -> list[Transfer]:
+    """Assign every box that several ranks need to one of them, largest first, to the one that reads the least so far.
 
-    Boxes that only one rank wants, or that none of them can pass on, are in no transfer: each rank reads them itself.
+    Boxes that only one rank needs, or that no rank can send, are in no transfer: each rank reads them itself.
 
     Args:
-        wishes: By rank. The result does not depend on the order in which a rank names its boxes.
+        requests: Requests by rank. The result does not depend on the order of a request's boxes.
 
     Returns:
-        The transfers, in the order in which all ranks go through them.
+        The transfers, in the order in which all ranks process them.
     """
     holders: dict[Box, list[int]] = {}
-    for rank, wish in enumerate(wishes):
-        for box in wish.boxes:
+    for rank, request in enumerate(requests):
+        for box in request.boxes:
             holders.setdefault(box, []).append(rank)
-    loads = [0] * len(wishes)
+    loads = [0] * len(requests)
     shared: list[tuple[int, Box, list[int]]] = []
     for box, ranks in holders.items():
-        givers = [rank for rank in ranks if wishes[rank].boxes[box][1]]
-        nbytes = math.prod(box[2]) * DTYPES[wishes[ranks[0]].boxes[box][0]].itemsize
-        if len(ranks) > 1 and givers:
-            shared.append((nbytes, box, givers))
+        senders = [rank for rank in ranks if requests[rank].boxes[box][1]]
+        nbytes = math.prod(box[2]) * DTYPES[requests[ranks[0]].boxes[box][0]].itemsize
+        if len(ranks) > 1 and senders:
+            shared.append((nbytes, box, senders))
         else:
             for rank in ranks:
                 loads[rank] += nbytes
     groups: dict[tuple[int, ...], dict[int, list[Box]]] = {}
-    for nbytes, box, givers in sorted(shared, key=lambda item: (-item[0], item[1])):
-        reader = min(givers, key=lambda rank: (loads[rank], rank))
+    for nbytes, box, senders in sorted(shared, key=lambda item: (-item[0], item[1])):
+        reader = min(senders, key=lambda rank: (loads[rank], rank))
         loads[reader] += nbytes
         groups.setdefault(tuple(holders[box]), {}).setdefault(reader, []).append(box)
-    # IMPORTANT: all ranks go through groups and readers in one order; else two would wait for each other.
+    # IMPORTANT: all ranks process groups and readers in the same order. Otherwise two ranks would wait for each other.
     return [
         Transfer(reader, tuple(rank for rank in ranks if rank != reader), tuple(boxes))
         for ranks, by_reader in sorted(groups.items())
@@ -91,14 +101,16 @@ def balance_reads(wishes: Sequence[Wish]) -> list[Transfer]:
 
 
 def assign_reads(wanted: Sequence[Iterable[Box]], readers: Sequence[int]) -> list[Transfer]:
-    """Let given ranks read everything: what all ranks want first, then by name, in the order in which they want it.
+    """Let given ranks read everything: first the boxes that all ranks need, then the others by name.
+
+    Boxes of one name keep the order in which the ranks need them.
 
     Args:
-        wanted: By rank, its boxes.
+        wanted: By rank, the boxes that it needs.
         readers: By rank, the rank that reads for it; a reader reads for itself.
 
     Returns:
-        The transfers, those of one reader in the order in which it sends them.
+        The transfers; those of one reader are in the order in which it sends them.
     """
     transfers: list[Transfer] = []
     for reader in sorted(set(readers)):
@@ -108,32 +120,34 @@ def assign_reads(wanted: Sequence[Iterable[Box]], readers: Sequence[int]) -> lis
             for box in wanted[rank]:
                 names.setdefault(box[0], {}).setdefault(box, set()).add(rank)
         found = [(tuple(sorted(ranks - {reader})), box) for boxes in names.values() for box, ranks in boxes.items()]
-        # IMPORTANT: what goes to all first. A rank that was told of a failure leaves, and would be missed by a later
-        # collective broadcast.
+        # IMPORTANT: boxes for all ranks come first, since they are sent by a collective broadcast. A rank that was told
+        # of a failure leaves, and a later collective broadcast would wait for it.
         found.sort(key=lambda item: len(item[0]) != len(readers) - 1)
-        for takers, group in itertools.groupby(found, key=lambda item: item[0]):
-            transfers.append(Transfer(reader, takers, tuple(box for _, box in group)))
+        for receivers, group in itertools.groupby(found, key=lambda item: item[0]):
+            transfers.append(Transfer(reader, receivers, tuple(box for _, box in group)))
     return transfers
 
 
-def by_rank(transfers: Iterable[Transfer], world_size: int) -> list[list[Transfer]]:
-    """Return by rank the transfers in which it takes part."""
+def transfers_by_rank(transfers: Iterable[Transfer], world_size: int) -> list[list[Transfer]]:
+    """Return, for each rank, the transfers in which it is the reader or a receiver."""
     found: list[list[Transfer]] = [[] for _ in range(world_size)]
     for transfer in transfers:
-        for rank in (transfer.reader, *transfer.takers):
+        for rank in (transfer.reader, *transfer.receivers):
             found[rank].append(transfer)
     return found
 
 
-class Part(NamedTuple):
-    """A run of the row-major order of a box that is itself a box, and where its bytes lie in a message.
+class MessagePart(NamedTuple):
+    """A part of a box, and where its bytes are in a message.
+
+    A part is a box itself, and its elements are consecutive in the row-major order of the whole box.
 
     Attributes:
         box: The whole box.
-        offsets, sizes: Of the part, in elements, counted from the start of the box.
-        position: The part's first byte, counted from the start of the box.
-        start, nbytes: Its bytes in the message.
-        is_last: The box ends with it.
+        offsets, sizes: The part, in elements; offsets are relative to the box.
+        position: Offset of the part's first byte in the row-major bytes of the box.
+        start, nbytes: Offset and length of its bytes in the message.
+        is_last: Whether it is the last part of the box.
     """
 
     box: Box
@@ -146,32 +160,34 @@ class Part(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What is sent at once.
+    """The bytes that are sent in one call.
 
     Attributes:
-        transfer: Between which ranks.
-        parts: One behind the other; at least one.
+        transfer: The transfer that it belongs to.
+        parts: The parts in it, in order; at least one.
     """
 
     transfer: Transfer
-    parts: list[Part]
+    parts: list[MessagePart]
 
     @property
     def nbytes(self) -> int:
-        """Length of all parts with what lies between them."""
+        """Length of the message: all parts and the padding between them."""
         return self.parts[-1].start + self.parts[-1].nbytes
 
 
-def messages(transfers: Iterable[Transfer], itemsizes: Mapping[str, int], message_nbytes: int) -> Iterator[Message]:
-    """Cut transfers into messages; boxes of one transfer share them.
+def cut_into_messages(
+    transfers: Iterable[Transfer], itemsizes: Mapping[str, int], message_nbytes: int
+) -> Iterator[Message]:
+    """Cut transfers into messages. A message may hold parts of several boxes of one transfer.
 
     Args:
-        transfers: In order.
-        itemsizes: Bytes of an element, by name; boxes of other names are left out, and boxes without elements.
-        message_nbytes: No message is longer; at least an element.
+        transfers: The transfers, in the order in which they are processed.
+        itemsizes: Bytes of an element by stored name. Boxes of other names, and boxes without elements, are left out.
+        message_nbytes: Maximum length of a message; at least the size of one element.
     """
     for transfer in transfers:
-        parts: list[Part] = []
+        parts: list[MessagePart] = []
         end = 0
         for part in _parts(transfer.boxes, itemsizes, message_nbytes):
             start = -(-end // ALIGN_NBYTES) * ALIGN_NBYTES
@@ -184,8 +200,8 @@ def messages(transfers: Iterable[Transfer], itemsizes: Mapping[str, int], messag
             yield Message(transfer, parts)
 
 
-def _parts(boxes: Collection[Box], itemsizes: Mapping[str, int], limit_nbytes: int) -> Iterator[Part]:
-    """Cut boxes into parts of at most `limit_nbytes`; none has a place in a message yet."""
+def _parts(boxes: Collection[Box], itemsizes: Mapping[str, int], limit_nbytes: int) -> Iterator[MessagePart]:
+    """Cut boxes into parts of at most `limit_nbytes`. The caller sets where each starts in its message."""
     for box in boxes:
         fqn, _, sizes = box
         if fqn not in itemsizes or 0 in sizes:
@@ -196,5 +212,5 @@ def _parts(boxes: Collection[Box], itemsizes: Mapping[str, int], limit_nbytes: i
             region = region_of(slices, sizes, fqn)
             nbytes = math.prod(region.counts) * itemsize
             is_last = position + nbytes == box_nbytes
-            yield Part(box, region.offsets, region.counts, position, 0, nbytes, is_last)
+            yield MessagePart(box, region.offsets, region.counts, position, 0, nbytes, is_last)
             position += nbytes

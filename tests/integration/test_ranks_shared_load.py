@@ -132,7 +132,7 @@ def _fails(rank: int, path: str, how: str) -> tuple[str, Any, str, float]:
     if how == "absent" and rank == 1:
         return "absent", None, "", 0.0
     if how == "absent":
-        broadcast.ARRIVE_TIMEOUT_S = 1.5
+        broadcast.JOIN_TIMEOUT_S = 1.5
     if how == "receiving" and rank == 1:
 
         def broken(placement: Any) -> Any:
@@ -141,7 +141,7 @@ def _fails(rank: int, path: str, how: str) -> tuple[str, Any, str, float]:
 
             return take
 
-        broadcast._taker = broken
+        broadcast._writer = broken
     try:
         asyncckpt.load(path, target, **{"redundant_reads": "broadcast", **options})
     except Exception as error:
@@ -218,9 +218,9 @@ def test_a_rank_that_does_not_load_is_named(saved: str) -> None:
 
 
 def _again(rank: int, path: str, how: str) -> tuple[str, str]:
-    arrive_s = broadcast.ARRIVE_TIMEOUT_S
+    join_s = broadcast.JOIN_TIMEOUT_S
     first = _fails(rank, path, how)
-    broadcast.ARRIVE_TIMEOUT_S = arrive_s
+    broadcast.JOIN_TIMEOUT_S = join_s
     dist.barrier()
     began = time.monotonic()
     second = _fails(rank, path, "not at all")
