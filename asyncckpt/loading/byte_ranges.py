@@ -1,7 +1,8 @@
-"""Which byte ranges of which files hold what is wanted of a saved tensor, and which tensors they go into.
+"""Which byte ranges of which files hold the requested part of a saved tensor, and which tensors they are read into.
 
-What is wanted of a row-major chunk is a set of runs of bytes. Runs whose distance is less than a unit of reading are
-read as one range, since no unit lies between them; so their number is bounded by the length of the chunk in units.
+The requested part of a row-major chunk is a set of runs of bytes. Two runs are read as one range if the gap between
+them is shorter than the unit of reading (a page, or a block with one checksum), since no whole unit could be skipped.
+So the number of ranges is bounded by the length of the chunk in units.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from asyncckpt.storage.read_plan import EXACT_BELOW_NBYTES, Sink, Wanted
 from asyncckpt.torch_tensors import torch_dtype
 
 MAX_RANGES = 65_536
-"""The most ranges of one chunk, if only needed bytes are read; above it whole blocks are. Chosen, not measured."""
+"""Maximum number of ranges of one chunk. If there would be more, whole blocks are read. Chosen, not measured."""
 
 
 class Region(NamedTuple):
-    """What slices select of a tensor.
+    """The elements of a tensor that slices select.
 
     Attributes:
-        offsets, counts, steps: The first element, the number of elements and their distance, in each dimension.
-        shape: The shape of the result, which lacks the dimensions that an int has selected from.
+        offsets, counts, steps: In each dimension, the first index, the number of indices and their distance.
+        shape: Shape of the result. As in indexing, a dimension that an int selects from is dropped.
     """
 
     offsets: tuple[int, ...]
@@ -46,12 +47,11 @@ class Piece(NamedTuple):
     """A part of a region within one chunk, in elements.
 
     Attributes:
-        start, length: The range of the chunk, gaps included.
-        offsets, sizes: The box of the wanted elements in what the region selects.
-        strides: The distances of the wanted elements in the range. Of several ranges: in the ranges put one behind the
-            other, without what is between them.
-        times: The number of ranges.
-        every: The distance from the start of one range to the next.
+        start, length: The range of the chunk to read, gaps included.
+        offsets, sizes: The box that the requested elements form in the result of the region.
+        strides: Strides of the requested elements in the range; with several ranges, in the concatenated ranges.
+        times: Number of ranges.
+        every: Distance from the start of one range to the start of the next.
     """
 
     start: int
@@ -64,12 +64,12 @@ class Piece(NamedTuple):
 
 
 def region_of(slices: Any, shape: tuple[int, ...], fqn: str) -> Region:
-    """Return what `slices` select of a tensor of `shape`, as indexing it would.
+    """Return the region that `slices` select of a tensor of `shape`, with the rules of indexing.
 
     Args:
         slices: An int, a slice with a positive step, `...`, or a tuple or list of them; None selects everything.
-        shape: The shape of the tensor, in elements.
-        fqn: Its name, for messages.
+        shape: Shape of the tensor, in elements.
+        fqn: The tensor's name, for messages.
 
     Raises:
         ConfigError: Too many dimensions, an int out of range, a step below 1, or anything else.
@@ -101,7 +101,7 @@ def region_of(slices: Any, shape: tuple[int, ...], fqn: str) -> Region:
 
 
 def slab_slices(shape: tuple[int, ...], limit: int) -> Iterator[tuple[Any, ...]]:
-    """Yield slices that cut a tensor into runs of its row-major order, of at most `limit` elements each."""
+    """Yield slices that cut a tensor into boxes of at most `limit` elements, each a run of its row-major order."""
     row = math.prod(shape[1:])
     if not shape or row * shape[0] <= limit:
         yield (...,)
@@ -132,17 +132,17 @@ def _refused(slices: Any, fqn: str, why: str) -> ConfigError:
 
 
 def pieces_of(chunk: Chunk, region: Region, *, itemsize: int, unit: int, exact_below: int = 0) -> Iterator[Piece]:
-    """Yield the pieces of `chunk` that make its part of a region.
+    """Yield the pieces of `chunk` that lie in a region.
 
     Args:
         chunk: A chunk of a tensor.
-        region: What is wanted of the same tensor.
+        region: The requested region of the same tensor.
         itemsize: Bytes of an element.
-        unit: Runs whose distance in bytes is less go into one piece.
-        exact_below: Runs that are shorter, in bytes, and equally far apart make one piece of several ranges.
+        unit: Runs with a shorter gap between them, in bytes, are joined into one piece.
+        exact_below: Evenly spaced runs that are shorter, in bytes, become one piece with several ranges.
 
     Yields:
-        Pieces that cover every wanted element of the chunk once.
+        Pieces that together cover every requested element of the chunk once.
     """
     low = [max(0, -((o - c) // step)) for o, c, step in zip(region.offsets, chunk.offsets, region.steps, strict=True)]
     high = [
@@ -166,13 +166,13 @@ def pieces_of(chunk: Chunk, region: Region, *, itemsize: int, unit: int, exact_b
 def pieces_to_read(
     chunk: Chunk, region: Region, *, itemsize: int, block_nbytes: int, verify: bool, unit: int = PAGE_NBYTES
 ) -> Sequence[Piece]:
-    """Return the pieces of `chunk` that are read for a region.
+    """Return the pieces of `chunk` to read for a region.
 
     Args:
         chunk, region, itemsize: The arguments of `pieces_of`.
-        block_nbytes: The bytes of the chunk that have one checksum.
-        verify: Whether whole blocks are read; else runs whose distance is less than `unit` go into one range.
-        unit: A number of bytes: a page, as no storage reads less, or more.
+        block_nbytes: Bytes of a block, which has one checksum.
+        verify: Whether whole blocks are read. If not, runs with a gap shorter than `unit` are joined.
+        unit: A number of bytes: at least a page, since no storage reads less.
     """
     whole = whole_chunk_piece(chunk, region)
     if whole is not None:
@@ -188,9 +188,10 @@ def pieces_to_read(
 def chunks_near(
     chunks: Iterable[tuple[int, Chunk]], region: Region, shape: tuple[int, ...]
 ) -> Iterable[tuple[int, Chunk]]:
-    """Return those of a tensor's (rank, chunk) that meet a region in its narrowest dimension: by far the fewest.
+    """Return those of a tensor's (rank, chunk) pairs that overlap a region in the dimension that it restricts most.
 
-    This is quick, since each of a thousand tensors may have thousands of chunks.
+    A quick filter, which may return chunks that do not overlap the region: each of a thousand tensors may have
+    thousands of chunks.
     """
     if not shape or 0 in region.counts:
         return chunks
@@ -203,7 +204,7 @@ def chunks_near(
 
 
 def whole_chunk_piece(chunk: Chunk, region: Region) -> Piece | None:
-    """Return all of a chunk as one piece if it lies in a region without steps; else None."""
+    """Return a whole chunk as one piece if it lies in the region, which must have no steps; else None."""
     offsets = []
     for o, count, step, c, size in zip(
         region.offsets, region.counts, region.steps, chunk.offsets, chunk.sizes, strict=True
@@ -220,12 +221,12 @@ def whole_region(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Region:
 
 
 class _Cutter:
-    """Cuts what is wanted of a chunk where it has wide gaps; lengths in elements.
+    """Cuts the requested elements of a chunk into pieces, at wide gaps. Lengths are in elements.
 
     Args:
-        strides: The distances of the wanted elements in the chunk.
-        unit: The length from which on a gap is wide.
-        exact_below: Runs that are shorter go together.
+        strides: Strides of the requested elements in the chunk.
+        unit: Minimum length of a wide gap.
+        exact_below: Shorter runs that are evenly spaced become one piece with several ranges.
     """
 
     def __init__(self, strides: tuple[int, ...], unit: float, exact_below: int) -> None:
@@ -247,7 +248,7 @@ class _Cutter:
             yield from self.cut(start + at * every, (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :]), one)
 
     def _widest_gap(self, sizes: tuple[int, ...]) -> int:
-        """Return the most elements that lie between two neighbours of any dimension."""
+        """Return the length of the widest gap between neighbouring elements of a box, in any dimension."""
         widest, inner = 0, 1
         for size, stride in zip(sizes[::-1], self._strides[::-1], strict=True):
             if size > 1:
@@ -262,8 +263,8 @@ def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
 
 
 THROUGH_GAPS_BELOW_NBYTES = 16 << 10
-"""Of files without checksums: what lies in narrower gaps is read too, and left out when the rest is copied, for that
-takes less time than a call of its own for every run. The same on two cores for runs of 8 KiB, 8 KiB apart."""
+"""For files without checksums: narrower gaps are read too and dropped when the rest is copied, which takes less time
+than one system call for each run. Measured on two cores: equal times for runs of 8 KiB that are 8 KiB apart."""
 
 
 class Placement(NamedTuple):
@@ -271,9 +272,10 @@ class Placement(NamedTuple):
 
     Attributes:
         saved: The saved tensor.
-        target: The tensor, which has the shape of the box.
-        offsets: Where the box begins in the saved tensor, in elements.
-        address: The address to which all stored bytes of the whole tensor go as they are; None: nobody has looked.
+        target: The plain tensor, which has the shape of the box.
+        offsets: Offsets of the box in the saved tensor, in elements.
+        address: Address in the target to which the stored bytes of the whole tensor can be read without conversion;
+            None: not determined.
     """
 
     saved: SavedTensor
@@ -290,7 +292,7 @@ class Placement(NamedTuple):
 def ranges_by_file(
     contents: Contents, placements: Iterable[Placement], verify: bool
 ) -> dict[tuple[int, int], list[Wanted]]:
-    """Return the ranges of each file, named by (rank, part), that all placements need."""
+    """Return the byte ranges that all placements need, by file; a file is named by (rank, part)."""
     found: defaultdict[tuple[int, int], list[Wanted]] = defaultdict(list)
     for placement in placements:
         (fqn, dtype_name, shape, chunks), target, _, address = placement
@@ -298,7 +300,7 @@ def ranges_by_file(
         if address is not None and sizes == shape:
             found[rank, part].append(Wanted(offset_bytes, nbytes, fqn, address))
             continue
-        if sizes == shape == target.shape and takes_bytes(target, torch_dtype(dtype_name)):  # as `ranges_of`
+        if sizes == shape == target.shape and takes_bytes(target, torch_dtype(dtype_name)):  # as in `ranges_of`
             found[rank, part].append(Wanted(offset_bytes, nbytes, fqn, target.data_ptr()))
             continue
         for file, wanted in ranges_of(contents, placement, verify):
@@ -307,7 +309,7 @@ def ranges_by_file(
 
 
 def ranges_of(contents: Contents, placement: Placement, verify: bool) -> Iterable[tuple[tuple[int, int], Wanted]]:
-    """Return ((rank, part), range of that file) for all that goes into one target, which must stay alive until then."""
+    """Return ((rank, part), range of that file) for one placement, whose target must stay alive until they are read."""
     (fqn, dtype_name, shape, chunks), target, _, _ = placement
     dtype, (rank, (part, offset_bytes, nbytes, _, sizes)) = torch_dtype(dtype_name), chunks[0]
     if sizes == shape == target.shape and takes_bytes(target, dtype):  # the usual case, without the calculations
@@ -318,19 +320,19 @@ def ranges_of(contents: Contents, placement: Placement, verify: bool) -> Iterabl
 def wanted_ranges(
     contents: Contents, saved: SavedTensor, region: Region, target: torch.Tensor, dtype: torch.dtype, *, verify: bool
 ) -> Iterator[tuple[tuple[int, int], Wanted]]:
-    """Yield the ranges of the files, each named by (rank, part), that hold a region of a tensor.
+    """Yield ((rank, part), range of that file) for the ranges that hold a region of a tensor.
 
     Args:
         contents, saved: The checkpoint, and the saved tensor.
-        region: What is wanted of it.
+        region: The requested region.
         target: The tensor to fill; its shape is the `counts` of the region.
-        dtype: The dtype of the stored elements, or one of the same width if the target has that too.
+        dtype: Dtype of the stored elements, or another dtype of the same width if the target has that dtype.
         verify: Whether whole blocks are read, so that their checksums can be compared.
     """
     if not target.numel():
         return
     foreign = contents.source is not None
-    verify = verify and not foreign  # of another format nothing could be compared
+    verify = verify and not foreign  # other formats have no checksums to compare
     unit = THROUGH_GAPS_BELOW_NBYTES if foreign else PAGE_NBYTES
     direct = takes_bytes(target, dtype)
     shape, itemsize = tuple(target.shape), dtype.itemsize
@@ -354,14 +356,14 @@ def wanted_ranges(
 
 
 def _row(piece: Piece) -> int:
-    """Return the elements from one row of a piece with gaps to the next; 0 of one without gaps."""
+    """Return the distance from one row of a piece to the next, in elements; 0 if the piece has no gaps."""
     if piece.length == math.prod(piece.sizes):
         return 0
     return next(stride for size, stride in zip(piece.sizes, piece.strides, strict=True) if size > 1)
 
 
 def _run_start(piece: Piece, shape: tuple[int, ...]) -> int | None:
-    """Return the number of a piece's first element in a row-major tensor, if it is one run there; else None."""
+    """Return the index of a piece's first element in the row-major target if the piece is one run there; else None."""
     if piece.length * piece.times != math.prod(piece.sizes):
         return None
     return flat_start(piece.offsets, piece.sizes, shape)
@@ -372,12 +374,12 @@ SavedBox = tuple[SavedTensor, tuple[int, ...], tuple[int, ...]]
 
 
 def box_of(placement: Placement) -> SavedBox:
-    """Return what of the checkpoint a placement reads."""
+    """Return the box of the checkpoint that a placement reads."""
     return placement.saved, placement.offsets, tuple(placement.target.shape)
 
 
 def needed_nbytes(boxes: Iterable[SavedBox]) -> int:
-    """Return the bytes of boxes; one that occurs twice, or belongs to a tensor that is there whole, counts once."""
+    """Return the total bytes of boxes. A box that occurs twice, or whose whole tensor occurs too, counts once."""
     found: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], int]] = {}
     whole: dict[str, int] = {}
     for saved, offsets, sizes in boxes:

@@ -1,8 +1,8 @@
-"""Containers of a target that differ from what was saved: empty ones, lists of another length, and absent subtrees.
+"""Containers of a target that differ from the saved ones: empty ones, lists of another length, and absent subtrees.
 
-A leaf of the target that is an empty container or None takes everything that was saved below its name. A list that was
-saved with more members than the target's takes the additional ones, if they are objects. Any other list or tuple of
-another length is refused: none is cut or padded.
+An empty container or None in the target takes everything that was saved below its name. A list of the target that is
+shorter than the saved one takes the additional members, if they are objects. Any other list or tuple of another length
+is refused: none is cut or padded.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def is_empty_object(value: Any) -> bool:
 def container_mismatch(
     node: Node, value: Any, found: Node, fqn: str, path: str
 ) -> LeafTypeMismatchError | ShapeMismatchError | None:
-    """Return why a leaf of the target cannot take a container that was saved; None if it can.
+    """Return the error if a leaf of the target cannot take a saved container; None if it can.
 
     Args:
         node: The node of the leaf: an empty mapping or an object.
         value: The object.
-        found: The node that was saved under its name.
-        fqn: Its name in the target.
+        found: The node that was saved under the leaf's name.
+        fqn: The leaf's FQN in the target.
         path: The checkpoint's path, for messages.
     """
     if node[0] in MAPPINGS:
@@ -52,7 +52,7 @@ def container_mismatch(
 
 
 def selected_part(node: Node, selection: Selection, path: Path, fqn: str) -> Node | None:
-    """Return the selected part of the saved `node`, for an empty container at `path`; None: nothing of it is selected.
+    """Return the selected part of the saved `node`, for an empty container at `path`; None: nothing in it is selected.
 
     Raises:
         ConfigError: The selection would shorten a list.
@@ -60,7 +60,7 @@ def selected_part(node: Node, selection: Selection, path: Path, fqn: str) -> Nod
     part = selected(node, selection, path)
     if part is not None and _is_cut(node, part):
         raise ConfigError(
-            f"keys names a part of a list in {fqn!r}, which is empty in the target: name the whole list",
+            f"keys selects a part of a list in {fqn!r}, which is empty in the target; name the whole list in keys",
             field="keys",
         )
     return part
@@ -74,11 +74,11 @@ def _is_cut(node: Node, part: Node) -> bool:
 
 
 def appended_members(node: Node, found: Node, key: Key, parent: Node) -> tuple[Node, ...] | None:
-    """Return the saved members that a shorter list of a target takes after its own; None: it cannot take them.
+    """Return the saved members that are appended to a shorter list of a target; None: the lengths must be equal.
 
-    A history grows while a training runs, so objects at the end of a list are taken. The length of a tuple, of a list
-    whose additional members hold tensors, and of an optimizer's groups is part of the structure and must not change. A
-    deque may be full.
+    Lists of objects, such as a loss history, grow while a training runs, so additional objects at the end are taken.
+    The length of a tuple, of a list whose additional members hold tensors, and of an optimizer's groups is part of the
+    structure and must not change. A deque with a `maxlen` may have no room.
 
     Args:
         node: The node of the list in the target.
@@ -96,7 +96,7 @@ def appended_members(node: Node, found: Node, key: Key, parent: Node) -> tuple[N
 
 
 def is_returned_state(node: Node) -> bool:
-    """Whether a node is what `state_dict()` of a module or an optimizer gives."""
+    """Whether a node is the state that `state_dict()` of a module or an optimizer returned."""
     return (node[0] == "o" and node[2] is not None) or _is_optimizer_state(node)
 
 
@@ -114,17 +114,17 @@ def without_per_rank(node: Node) -> Node:
 def absent_subtrees(
     states: Collection[Path], missing: Iterable[Path], found: Iterable[Path], is_module: Callable[[Path], bool]
 ) -> list[str]:
-    """Return the FQNs of the parts of a target of which nothing was found; that of the whole target is empty.
+    """Return the FQNs of the subtrees of a target of which nothing was found; "" stands for the whole target.
 
-    A part is a container at the top level of the target, or one under a string key at any level. A module, and what
-    `state_dict()` of a module or an optimizer returned, is one part as a whole. So is the whole target if several of
-    its leaves are missing.
+    These subtrees are considered: a container at the top level of the target, and a container under a string key at any
+    level. A module, and a state that `state_dict()` of a module or an optimizer returned, is considered only as a
+    whole. The whole target is considered if several of its leaves are missing.
 
     Args:
-        states: Paths of what `state_dict()` returned.
+        states: Paths of states that `state_dict()` returned.
         missing: Paths of leaves that the checkpoint lacks.
-        found: Paths of leaves that it has.
-        is_module: Whether a module is at a path.
+        found: Paths of leaves that the checkpoint has.
+        is_module: Returns whether a module is at a path.
     """
     kept = {at[:length] for at in found for length in range(len(at))}
     missing = list(missing)
@@ -145,7 +145,7 @@ def absent_subtrees(
 
 
 def leaf_mismatch(fqn: str, saved: str, wanted: str, path: str) -> LeafTypeMismatchError:
-    """Return the error for a leaf of another kind than was saved."""
+    """Return the error for a leaf whose kind differs from the saved one."""
     return LeafTypeMismatchError(
         f"{path}: {fqn!r} was saved as {_article(saved)}, the target has {_article(wanted)} there; nothing was changed",
         path=path,
@@ -156,7 +156,7 @@ def leaf_mismatch(fqn: str, saved: str, wanted: str, path: str) -> LeafTypeMisma
 
 
 def length_mismatch(fqn: str, saved: int, wanted: int, path: str) -> ShapeMismatchError:
-    """Return the error for a list of another length than was saved."""
+    """Return the error for a list whose length differs from the saved one."""
     return ShapeMismatchError(
         f"{path}: the list {fqn!r} was saved with {saved} members, the target has {wanted}; nothing was changed. Give "
         "the target as many, or an empty list, which takes all of them",

@@ -1,14 +1,14 @@
 """Reads saved tensors: into targets, into new tensors, or a part of one; in one pass over the files that are needed.
 
-Targets are filled directly as the bytes are read, or from a copy of all of them. Directly, a load needs no memory
-beside its targets but the readers' buffers. By way of a copy (`low_memory=False`), which takes as much memory again as
-the targets that are there, all that is read has been verified before the first of these targets changes; and what goes
-to a GPU is copied from pinned memory, at the speed of its bus. Targets that share memory are filled last, one after the
-other.
+Targets are filled in one of two ways. With `low_memory=True` bytes are read directly into the targets; the load needs
+only the readers' buffers in addition. With `low_memory=False` everything is first read into one copy, which takes as
+much memory as the existing targets: all bytes have been verified before the first existing target changes, and bytes
+for a GPU are copied from pinned memory, at the speed of its bus. Targets that share memory are filled last, one after
+the other.
 
 In a checkpoint of another format the chunks are located first; then they are read like ranges of our files. Elements
-that are not row-major in their file are gathered: the part of the file that holds them is read, and what is wanted of
-it is delivered in row-major order.
+that are not row-major in their file are gathered: the part of the file that holds them is read, and the requested
+elements are delivered in row-major order.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Ranges = Mapping[tuple[int, int], Sequence[Wanted]]
 def read_foreign(
     contents: Contents, ranges: Ranges, files: Files, *, threads: int, buffer: memoryview | None = None
 ) -> None:
-    """Read ranges of a checkpoint of another format; a part of its files has no checksum to be compared with.
+    """Read ranges of a checkpoint of another format. No checksums are compared: other formats have none for a range.
 
     Args:
         contents: The checkpoint.
@@ -62,10 +62,10 @@ def read_foreign(
         buffer: The buffer that `storage.reader.read_shards` reads into; None: its own.
 
     Raises:
-        CorruptCheckpointError: What is there is not what the structure says, or was changed meanwhile.
+        CorruptCheckpointError: A file does not match the structure, or was changed while it was read.
         OSError: The files cannot be read.
 
-    Blocks: for the reads. Host memory: a tensor that is gathered, once; else a few extents.
+    Blocks: for the reads. Host memory: for tensors that are gathered, one whole tensor; else a few extents.
     """
     source = contents.source
     assert source is not None
@@ -86,14 +86,16 @@ def read_foreign(
         if isinstance(location, Strided):
             _read_strided(contents, location, wanted, files, threads)
     shards = contents.ranks[0].index.shards
-    # IMPORTANT: after the reads. Files are opened anew for each, by name, and a trainer may put the next save there.
+    # IMPORTANT: after the reads. Each read opens its file by name, and a trainer may replace the files meanwhile.
     source.check_unchanged(
         files, [shards[location.part].name for location in locations if not isinstance(location, Inline)]
     )
 
 
 def _located(wanted: Wanted, start: int) -> Wanted:
-    """Return a range of a file, whose elements may begin anywhere: then it comes in rows, which cuts none."""
+    """Return a range at its offset in the file. If its elements are not aligned there, it is read row by row, so that
+    no element is cut.
+    """
     offset, sink = wanted.offset + start, wanted.sink
     if isinstance(sink, BoxWriter) and not wanted.every:
         return wanted._replace(offset=offset, every=sink.row_nbytes(offset), dense=True)
@@ -134,19 +136,19 @@ def read_span(contents: Contents, location: Strided, address: int, fqn: str, fil
 
 
 def _address_of(data: bytes) -> int:
-    """Return the address of bytes that stay alive: a copy, for each window of a long array, would take too long."""
+    """Return the address of bytes, which must stay alive. Copying them for each window of a long array is too slow."""
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
 def _deliver_rows(wanted: Sequence[Wanted], address: int) -> None:
-    """Give each range its bytes of the row-major elements at `address`."""
+    """Deliver to each range its bytes of the row-major elements at `address`."""
     for offset, nbytes, _, sink, times, every, _ in wanted:
         for n in range(times if nbytes else 0):
             _deliver(sink, n * nbytes, address + offset + n * every, nbytes)
 
 
 def _deliver(sink: int | Sink | None, position: int, address: int, nbytes: int) -> None:
-    """Give a range the bytes at `address`, which belong at `position` of it."""
+    """Deliver the bytes at `address`, which belong at `position` of the range of `sink`."""
     if isinstance(sink, int):
         copy_bytes(sink + position, address, nbytes)
     elif sink is not None:
@@ -162,22 +164,22 @@ def _corrupt(contents: Contents, part: int, fqn: str, what: str) -> CorruptCheck
 
 
 _MAX_NBYTES = 1 << 62
-"""Beyond it torch counts no bytes."""
+"""torch cannot represent the size of larger tensors."""
 
 _NO_MEMORY = ("allocate memory", "out of memory", "not enough memory")
-"""How torch says it: a plain RuntimeError on the CPU, one of its subclasses on a GPU."""
+"""Parts of the messages by which torch reports a failed allocation: RuntimeError on the CPU, a subclass on a GPU."""
 
 
 def thread_count(threads: int | None) -> int:
     """Check the argument `threads`; None takes the default.
 
     Raises:
-        ConfigError: No positive integer.
+        ConfigError: It is not a positive integer.
     """
     if threads is None:
         return DEFAULT_THREADS
     if type(threads) is not int or threads < 1:
-        raise ConfigError(f"threads={threads!r}: a positive integer is wanted", field="threads", value=repr(threads))
+        raise ConfigError(f"threads={threads!r}: expected a positive integer", field="threads", value=repr(threads))
     return threads
 
 
@@ -189,12 +191,14 @@ def tensor_for(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Return an uninitialised tensor for `saved`, or for a box of it of `shape`. Check the shards' lengths before.
+    """Return an uninitialised tensor for `saved`, or for a box of it of `shape`.
+
+    Check the lengths of the shard files first: a damaged index might name a huge shape.
 
     Raises:
-        CorruptCheckpointError: torch makes no tensor of such a shape, which nobody can have saved.
+        CorruptCheckpointError: torch cannot make a tensor of the saved shape, so it cannot have been saved.
         InsufficientMemoryError: There is no room for it.
-        UnsupportedLeafError: This torch has no such dtype.
+        UnsupportedLeafError: The installed torch has no such dtype.
     """
     wanted = saved.global_shape if shape is None else shape
     dtype = dtype or torch_dtype(saved.dtype)
@@ -203,7 +207,7 @@ def tensor_for(
     except RuntimeError as error:
         nbytes = math.prod(wanted) * dtype.itemsize
         if 0 in saved.global_shape or nbytes > _MAX_NBYTES:
-            detail = f"torch makes no tensor of shape {list(saved.global_shape)}"
+            detail = f"torch cannot make a tensor of shape {list(saved.global_shape)}"
             raise CorruptCheckpointError(
                 f"{path}: tensor {saved.fqn!r}: {detail}", path=path, fqn=saved.fqn, detail=detail
             ) from error
@@ -272,10 +276,11 @@ def read_files(
 
 
 def strided_view(contents: Contents, saved: SavedTensor, files: Files, *, threads: int) -> torch.Tensor | None:
-    """Return a tensor that is not row-major in its file, read whole, as integers or complex128 of its width.
+    """Read a tensor that is not row-major in its file as a whole.
 
     Returns:
-        None for any other.
+        A view with the tensor's strides, whose dtype is an integer, or complex128, of the same width. None: the tensor
+        is row-major in its file, and was not read.
 
     Raises:
         CorruptCheckpointError: The file is not what the structure says.
@@ -295,7 +300,7 @@ def strided_view(contents: Contents, saved: SavedTensor, files: Files, *, thread
 
 
 SLAB_NBYTES = 32 << 20
-"""How much is compared or sent at a time. Chosen, not measured."""
+"""Bytes that are compared or sent at a time. Chosen, not measured."""
 
 
 def read_tensor(
@@ -308,21 +313,21 @@ def read_tensor(
     verify: bool,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return what `slices` select of a tensor: a new, contiguous one on the CPU.
+    """Read the part of a tensor that `slices` select. Returns a contiguous tensor on the CPU.
 
     Args:
         contents: The checkpoint.
         saved: The tensor.
-        slices: What `byte_ranges.region_of` takes.
+        slices: As for `byte_ranges.region_of`.
         files: The storage seam.
         threads: Reading threads.
-        verify: Read whole blocks and compare their checksums; False reads the pages that are needed.
-        out: Bytes of host memory, enough and aligned, that the result is put into; None: new memory.
+        verify: Whether whole blocks are read and their checksums compared; False reads only the needed pages.
+        out: A byte tensor in host memory, large enough and aligned, for the result; None: new memory.
 
     Raises:
-        ConfigError: Slices that make no sense.
+        ConfigError: `slices` do not fit the tensor.
         CorruptCheckpointError: The files differ from what was saved.
-        UnsupportedLeafError: This torch lacks the dtype.
+        UnsupportedLeafError: The installed torch lacks the dtype.
         OSError: The files cannot be read.
     """
     region = region_of(slices, saved.global_shape, saved.fqn)
@@ -349,8 +354,8 @@ class Filler:
         files: The storage seam.
         threads: Reading threads; None: the default of `storage.reader`.
         verify: Whether whole blocks are read and their checksums compared.
-        low_memory: Whether targets are filled directly; False: by way of a copy.
-        shared: The ranks that read once what several of them want; None: each reads for itself.
+        low_memory: Whether targets are filled directly; False: from a copy of everything.
+        shared: The load that ranks share, so that each tensor is read once; None: each rank reads for itself.
     """
 
     def __init__(
@@ -367,10 +372,10 @@ class Filler:
         self._threads, self._verify, self._low_memory = threads, verify, low_memory
 
     def check_ties(self, ties: Sequence[Tie], how: str = ONE_TENSOR) -> None:
-        """Check that targets with two names can hold what was saved under each; changes nothing.
+        """Check that the values saved under the two names of each tie are equal. Changes nothing.
 
         Raises:
-            AliasMismatchError: One cannot.
+            AliasMismatchError: Two values differ.
             CorruptCheckpointError, OSError: The same as from `storage.reader.read_shards`.
         """
         check_ties(ties, self._read_files, self._contents.path, how)
@@ -383,13 +388,13 @@ class Filler:
         *,
         alone: bool = False,
     ) -> None:
-        """Fill targets, tell autograd which tensors changed, and registered types that all their shards are in.
+        """Fill targets, tell autograd which tensors changed, and call `from_shards` of registered types.
 
         Args:
             existing: Targets of the user.
-            new: Tensors that were made for this load, which nobody has seen yet.
+            new: Tensors that were made for this load; the user has no reference to them yet.
             plain: Plain tensors of the user that are filled whole.
-            alone: Whether this rank reads for itself, whatever the others do.
+            alone: Whether this rank reads for itself even in a shared load.
 
         Raises:
             CorruptCheckpointError, OSError: The same as from `storage.reader.read_shards`.
@@ -405,7 +410,8 @@ class Filler:
         if aliased:
             changed, unseen = _without(changed, aliased, 0), _without(unseen, aliased, len(changed))
         if self._low_memory:
-            # Before too: a snapshot that is copied out of a target learns of the change only if it comes first.
+            # Also before the reads: a deferred copy of a snapshot out of a target detects a change by the version, so
+            # the version must change before the elements do.
             bump_versions(watched)
             self._read(changed + unseen, alone=alone)
         else:
@@ -436,22 +442,22 @@ class Filler:
 
 
 def _without(placements: Sequence[Placement], numbers: Sequence[int], first: int) -> list[Placement]:
-    """Return `placements`, which are counted from `first` on, without some of them."""
+    """Return `placements`, numbered from `first`, without those whose numbers are in `numbers`."""
     left_out = set(numbers)
     return [placement for n, placement in enumerate(placements, first) if n not in left_out]
 
 
 def bump_versions(changed: Sequence[torch.Tensor]) -> None:
-    """Tell autograd that tensors change, none of them of inference mode."""
+    """Tell autograd that tensors change. None of them may be an inference tensor."""
     try:
         torch.autograd.graph.increment_version(changed)
-    except (TypeError, RuntimeError):  # a torch that takes them one by one
+    except (TypeError, RuntimeError):  # torch versions that take one tensor only
         for tensor in changed:
             torch.autograd.graph.increment_version(tensor)
 
 
 def _host_copies(placements: Sequence[Placement]) -> list[Placement]:
-    """Return the same placements in one new piece of host memory, pinned where something goes to a GPU."""
+    """Return placements of the same boxes in new host memory, one allocation; pinned if a target is on a GPU."""
     starts, at = [], 0
     for saved, target, _, _ in placements:
         starts.append(at)
@@ -463,7 +469,8 @@ def _host_copies(placements: Sequence[Placement]) -> list[Placement]:
             memory = new_tensor((at,), torch.uint8, torch.device("cpu"))
     except RuntimeError as error:
         raise InsufficientMemoryError(
-            f"low_memory=False copies {at} bytes first, and there is no room for them; use low_memory=True: {error}",
+            f"low_memory=False needs {at:,} bytes of host memory for a copy, which cannot be allocated; use "
+            f"low_memory=True: {error}",
             nbytes=at,
         ) from error
     staged = []

@@ -1,4 +1,4 @@
-"""Which leaves are asked for (`keys`), how target names become saved names (`key_map`), and hints on missing ones."""
+"""Which leaves are requested (`keys`), how target names map to saved names (`key_map`), and hints on missing keys."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from asyncckpt.errors import ConfigError
 from asyncckpt.format.state_tree import Node, fqn_of
 
 OTHER_RANKS_ONLY: Node = ("-",)
-"""Takes the place of a member of a sequence that belongs to another rank than the reader: the others keep theirs."""
+"""Stands for a member of a sequence that belongs to another rank than the reader, so that the other members keep their
+indices."""
 
 
 def key_list(keys: str | Iterable[str] | None) -> list[str] | None:
     """Check the argument `keys`.
 
     Raises:
-        ConfigError: It holds something else than str.
+        ConfigError: A key is not a str.
     """
     if keys is None:
         return None
     found = [keys] if isinstance(keys, str) else list(keys)
     wrong = [k for k in found if not isinstance(k, str)]
     if wrong:
-        raise ConfigError(f"keys holds {wrong[0]!r}: FQNs and prefixes are str, such as 'model'", field="keys")
+        raise ConfigError(f"keys holds {wrong[0]!r}: expected FQNs and prefixes as str, such as 'model'", field="keys")
     return found
 
 
@@ -38,7 +39,7 @@ def prefixes(fqn: str) -> list[str]:
 
 
 class Selection:
-    """FQNs and prefixes that a user asked for; None asks for everything."""
+    """The FQNs and prefixes that a user requests; None requests everything."""
 
     def __init__(self, keys: Iterable[str] | None) -> None:
         self._keys = None if keys is None else set(keys)
@@ -56,13 +57,13 @@ class Selection:
         return self._keys is not None and any(key.startswith(fqn + ".") for key in self._keys)
 
     @property
-    def in_vain(self) -> bool:
+    def is_without_match(self) -> bool:
         """Whether there are keys, and none of them has selected anything so far."""
         return bool(self._keys) and not self._used
 
     @property
     def everything(self) -> bool:
-        """Whether nothing was left out."""
+        """Whether no keys were given, so that everything is selected."""
         return self._keys is None
 
     def unused(self) -> list[str]:
@@ -71,7 +72,7 @@ class Selection:
 
 
 def selected(node: Node, selection: Selection, path: tuple[Any, ...] = ()) -> Node | None:
-    """Return `node` with the leaves that `selection` names, and the containers around them; None without any."""
+    """Return `node` with the selected leaves and the containers around them only; None: no leaf is selected."""
     kind = node[0]
     if node is OTHER_RANKS_ONLY:
         return None
@@ -97,10 +98,10 @@ _MAX_SHOWN = 4
 
 
 def renamer(key_map: KeyMap | None) -> Callable[[str], str]:
-    """Return what gives the saved FQN for one of the target.
+    """Return a function that maps an FQN of the target to the saved FQN.
 
     Raises:
-        ConfigError: `key_map` is neither a mapping nor callable; or gives something else than a name, when called.
+        ConfigError: `key_map` is neither a mapping nor callable. The function raises it if `key_map` returns no str.
     """
     if key_map is None:
         return lambda fqn: fqn
@@ -115,7 +116,7 @@ def renamer(key_map: KeyMap | None) -> Callable[[str], str]:
     def renamed(fqn: str) -> str:
         found = table.get(fqn, fqn) if isinstance(table, Mapping) else table(fqn)
         if not isinstance(found, str):
-            raise ConfigError(f"key_map gives {found!r} for {fqn!r}: expected a name", field="key_map")
+            raise ConfigError(f"key_map returns {found!r} for {fqn!r}: expected a str", field="key_map")
         return found
 
     return renamed
@@ -124,34 +125,34 @@ def renamer(key_map: KeyMap | None) -> Callable[[str], str]:
 def missing_hint(
     missing: Sequence[str], saved_fqns: Collection[str], key_map: KeyMap | None, present: Collection[str] = ()
 ) -> str:
-    """Return advice on keys of the target that were not saved; an empty string where there is none.
+    """Return advice on keys of the target that were not saved; "" if there is none.
 
     Args:
-        missing: The keys, as the target has them.
-        saved_fqns: What the checkpoint has.
+        missing: The missing keys, by their FQNs in the target.
+        saved_fqns: FQNs in the checkpoint.
         key_map: The argument of the load.
-        present: Keys of the target that were saved, as the target has them.
+        present: Keys that were saved, by their FQNs in the target.
     """
     rename = renamer(key_map)
     looked_for = {}
     for key in missing:
-        with contextlib.suppress(Exception):  # what `keys` selects in vain need be no name that a function knows
+        with contextlib.suppress(Exception):  # an unused key need not be a name that the user's function can map
             looked_for[key] = rename(key)
     if isinstance(key_map, Mapping) and key_map:
         reverse = next(((old, new) for old, new in key_map.items() if new in looked_for and old in saved_fqns), None)
         if reverse is not None:
             return (
-                f"; key_map goes from the target's names to the saved ones, and {reverse[0]!r}: {reverse[1]!r} in it "
-                f"is the other way round: write {reverse[1]!r}: {reverse[0]!r}"
+                f"; key_map maps the target's names to the saved ones, and its entry {reverse[0]!r}: {reverse[1]!r} "
+                f"is reversed: write {reverse[1]!r}: {reverse[0]!r}"
             )
     other = next(((key, name) for key, name in looked_for.items() if key != name), None)
     if other is not None:
-        return f"; by key_map {other[0]!r} was looked for as {other[1]!r}, and no such name was saved"
+        return f"; key_map maps {other[0]!r} to {other[1]!r}, and nothing was saved under that name"
     return _prefix_hint(missing, saved_fqns, present)
 
 
 def _prefix_hint(missing: Sequence[str], saved_fqns: Iterable[str], present: Collection[str]) -> str:
-    """Return advice when missing keys differ from saved ones by a wrapper's prefix only; else an empty string."""
+    """Return advice if missing keys differ from saved ones only by a wrapper's prefix; else ""."""
     bare = {_unwrapped(fqn): fqn for fqn in saved_fqns}
     names = {key: bare[_unwrapped(key)] for key in missing if bare.get(_unwrapped(key), key) != key}
     if not names:
@@ -161,14 +162,14 @@ def _prefix_hint(missing: Sequence[str], saved_fqns: Iterable[str], present: Col
     where = "the target" if key.count(wrapper) > found.count(wrapper) else "the checkpoint"
     count = "all" if len(names) == len(missing) else str(len(names))
     return (
-        f"; {count} of them are there under another name: only {where} has the prefix {wrapper!r} ({key!r} is wanted, "
-        f"{found!r} was saved): use the bare model's state_dict(), or pass "
+        f"; {count} of them were saved under another name: only {where} has the prefix {wrapper!r} (the target has "
+        f"{key!r}, the checkpoint {found!r}): use the bare model's state_dict(), or pass "
         f"key_map={_advised_map(names, wrapper, present)}"
     )
 
 
 def _advised_map(names: Mapping[str, str], wrapper: str, present: Collection[str]) -> str:
-    """Return a `key_map` as source: from `names` to theirs, which leaves those that are `present` as they are."""
+    """Return the source of a `key_map` that maps `names` and does not change the names in `present`."""
     key, found = next(iter(names.items()))
     common = next((n for n, (a, b) in enumerate(zip(key, found, strict=False)) if a != b), min(len(key), len(found)))
     before = key[: key.rfind(".", 0, common) + 1]

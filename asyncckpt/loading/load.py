@@ -68,104 +68,106 @@ def load(
 ) -> Any:
     """Load a committed checkpoint: into `state_dict`, or into a new one.
 
-    Everything but the data is checked before anything is changed: structure, shapes, types, that every element of
-    every tensor is there exactly once, lengths of the files. An error in the data themselves, found while reading,
-    leaves some targets filled and others not. So may an error in a load hook of a module: see below.
+    All checks that need no tensor data come first: structure, shapes, types, file lengths, and that every element of
+    every tensor was saved exactly once. If one of them fails, nothing has been changed. An error in the tensor data,
+    found while reading, leaves some targets filled and others not. So may an error in a load hook of a module.
 
     A load hook of a module is a hook of `load_state_dict`, or an override of `_load_from_state_dict`, in the module or
-    a submodule. It is given the saved names, values and versions, as by a stock `load_state_dict`, including names that
-    the module does not have. Keys that are missing after it has run are missing keys of the load. A module whose load
-    hooks may make an entry that was not saved is filled first, and nothing else changes until it is known whether the
-    entry is missing. Plain tensors for load hooks from outside torch are read into memory of their own, in addition to
-    what `low_memory` allows; sharded ones are filled in place.
+    a submodule. As in a stock `load_state_dict`, it is given the saved names, values and versions, including names that
+    the module does not have. Keys that are missing after it has run are missing keys of the load. If a load hook of a
+    module may create an entry that was not saved, the module is filled first, and nothing else changes until it is
+    known whether the entry is missing. Plain tensors for load hooks from outside torch are read into new memory, in
+    addition to the limit of `low_memory`; sharded tensors are filled in place.
 
-    Of values that differ between the ranks that saved them, a rank gets its own number's at equal world size; else, or
-    where its number has none, the lowest rank's, which is logged. `PerRank` values go to the same rank number only; a
-    new dict has them bare, a `PerRank` in `state_dict` stays one.
+    Where the saving ranks had different values, a rank loads the values of its own rank number if the world size is the
+    same. At another world size, or if that rank had none, it loads those of the lowest rank; this is logged. `PerRank`
+    values are loaded by the same rank number only: a new dict holds the plain value, a `PerRank` in `state_dict` gets a
+    new value.
 
     Args:
         path: The checkpoint's directory.
         state_dict: The target; only its own keys are read. None: a new dict, in which nesting, key types, aliases and
             objects are as they were saved, and states of modules and optimizers are dicts.
-            Tensors are filled in place, on their devices and with their dtypes: plain ones, DTensor, `ShardedSlice`,
-            `FlatShard`, `ShardedTensor` and registered types. Only what this process holds is read, however many ranks
-            saved it, in whatever pieces. numpy arrays are filled in place if they are writable and dtype and shape are
-            the saved ones, else replaced. Other objects are replaced.
-            Empty places take all that was saved below their name: an empty dict or list (also `state_dict` itself) the
-            members, None a new value. A list of objects that was saved with more members grows, which is logged; any
-            other list or tuple must have as many members as were saved.
-            Objects with a `load_state_dict()` are given the whole state that was saved under their name. The tensors of
-            a module are filled in place before that, in the bare module, and what the module has and the checkpoint
-            lacks is missing; so is what its own state names and it does not take. Where something was saved for a
-            parameter or buffer that is None, or for a submodule without members, a warning names it. A module whose
-            state holds dicts or lists is given new values only. The state that an optimizer keeps for its parameters
-            has the dtypes that were saved.
-            Tensors that share memory hold what was saved under each of their names, or the load fails. Two names of one
+            Tensors are filled in place, on their devices and with their dtypes: plain tensors, DTensor, `ShardedSlice`,
+            `FlatShard`, `ShardedTensor` and registered types. Only the parts that this process holds are read, however
+            many ranks saved the tensor and however it was cut. A numpy array is filled in place if it is writable and
+            has the saved dtype and shape, else replaced. Other objects are replaced.
+            An empty dict or list (also `state_dict` itself) takes all members that were saved below its name, and None
+            is replaced by the saved value. A list of objects that was saved with more members grows, which is logged;
+            any other list or tuple must have the saved number of members.
+            An object with a `load_state_dict()` is given the whole state that was saved under its name. The tensors of
+            a module are filled in place before that, in the bare module. Entries that the module has and the checkpoint
+            lacks are missing keys; so are entries of its own state that its `load_state_dict()` does not take. If
+            something was saved for a parameter or buffer that is None, or for a submodule without members, a warning
+            names it. A module whose state holds dicts or lists is given new values only. The state that an optimizer
+            keeps for its parameters has the saved dtypes.
+            Tensors that share memory hold the saved value of each of their names, or the load fails. Two names of one
             tensor are filled from one saved tensor, or from two with equal values; a name that was not saved is filled
-            by the other one. Other views that share elements are read again and compared after they were filled.
-        keys: FQNs, or prefixes: "model" selects "model" and everything below it. None takes everything. Keys of which
-            not one selects anything are an error, `strict` or not.
-        default_map_location: Where tensors that have no target go: a device, a string, a dict or a callable, as
-            `torch.load` takes them; the saved location is always "cpu". None: the CPU.
-        strict: Whether keys that the target has and the checkpoint lacks are an error; False logs them, and they stay
-            as they are. Either way it is an error if nothing was saved of a whole part: of a container at the top level
-            or, at any level, under a string key; of an object with a `load_state_dict()`, or what the `state_dict()` of
-            a module or an optimizer returned; or of the target, if several of its leaves are missing. With `keys` only
-            what they select counts.
-        verify: False reads only the bytes that are needed, and gaps of less than a page between them, and checks no
-            checksum. What is read is at most 1.1 times what is needed, counted in whole pages of 4 KiB: of rows that
-            are shorter than a page, the pages that they lie in.
-        source: "auto" takes what this node's worker still holds of this very checkpoint from its memory, and the rest
-            from disk; where nothing was committed yet, or could not be, the newest snapshot that all ranks have staged
-            there. "memory": from memory only; the newest such snapshot, committed or not. "disk": asks no worker.
-            No worker is started. Bytes from memory are verified like others, but for a snapshot that has no checksums
-            yet: of that it is proven that nobody wrote to it since it was staged.
-        threads: Reading threads. None takes 4, or what earlier loads of this user found to be faster on the device.
-        low_memory: True takes at most 256 MB of host memory beside the targets. False reads and verifies everything
-            into one piece of memory first, pinned where something goes to a GPU, and then copies: faster to a GPU,
-            and an error in the data is found before any target changes.
-        redundant_reads: "each": every rank reads what it wants. "broadcast": what several ranks of the default process
-            group want is read by one of them and passed on, over gloo. Every rank must call it, whatever it wants; one
-            that fails ends it on all.
-        key_map: From the target's FQNs to the saved ones: a dict (other names stay) or a callable. Of an object that
-            takes its state whole, its own FQN is looked up.
-        allow_pickle: Unpickles leaves that were saved with `allow_pickle=True`. DANGER: unpickling runs whatever the
-            checkpoint says; whoever could write there gets your process.
+            through the other one. Other views that share elements are read again and compared after they are filled.
+        keys: FQNs or prefixes: "model" selects "model" and everything below it. None selects everything. It is an error
+            if none of the keys selects anything, also with `strict=False`.
+        default_map_location: Device of tensors that have no target: a device, a string, a dict or a callable, as for
+            `torch.load`; the saved location is always "cpu". None: the CPU.
+        strict: Whether keys that the target has and the checkpoint lacks are an error. False logs them, and they keep
+            their values. It is always an error if nothing was saved of a whole subtree: a container at the top level
+            or, at any level, under a string key; an object with a `load_state_dict()`; a state that the `state_dict()`
+            of a module or an optimizer returned; or the whole target, if several of its leaves are missing. With `keys`
+            only selected leaves count.
+        verify: Whether checksums are compared. False reads only the needed bytes, and gaps of less than a page between
+            them: at most 1.1 times the needed bytes, counted in whole pages of 4 KiB. Of rows that are shorter than a
+            page, the pages that hold them are read.
+        source: "auto" reads from the memory of this node's worker what it still holds of this checkpoint, and the rest
+            from disk; if no checkpoint is committed at `path`, it reads the newest snapshot that all ranks have staged
+            for `path`. "memory" reads the newest such snapshot, committed or not, from memory only. "disk" asks no
+            worker. No worker is started. Bytes from memory are verified like others. A snapshot that has no checksums
+            yet cannot be verified; instead it is checked that nobody has written to it since it was staged.
+        threads: Reading threads. None takes 4, or the number that earlier loads of this user found to be faster on the
+            device.
+        low_memory: True needs at most 256 MB of host memory in addition to the targets. False first reads and verifies
+            everything into one copy, which is pinned if a target is on a GPU. It is faster for targets on a GPU, and an
+            error in the data is found before any target changes.
+        redundant_reads: "each": every rank reads all that it needs. "broadcast": what several ranks of the default
+            process group need is read by one of them and sent to the others, over gloo. Every rank must call it,
+            whatever it needs. If one rank fails, all fail.
+        key_map: Maps the target's FQNs to the saved ones: a dict (other names stay) or a callable. For an object that
+            takes its state as a whole, the object's FQN is mapped.
+        allow_pickle: Whether leaves that were saved with `allow_pickle=True` are unpickled. DANGER: unpickling runs
+            code from the checkpoint. Whoever can write to it can run code in this process.
 
     Returns:
         `state_dict`, or the new one.
 
     Raises:
-        CheckpointNotFoundError: Nothing is there.
-        CheckpointNotCommittedError: A save was begun there and never committed.
-        CorruptCheckpointError: Something differs from what was saved; file, FQN and byte range where they apply.
-        UnsupportedFormatError: Written by a newer version. Or of another format, and leaves that are wanted hold
-            objects of classes that are not on the list of what may be read: names all. Leave them out by `keys`.
-        SnapshotUnavailableError: `source="memory"`, and no worker holds all of it.
-        MissingKeysError: `strict` and keys are missing, or no key of `keys` or nothing of a whole part is there; lists
-            all of them, and says which wrapper's prefix explains it, and what `key_map` to pass. Or the checkpoint was
-            overwritten meanwhile, by one that lacks what had been read.
-        ShapeMismatchError: A tensor was saved with another shape; of sharded ones the global shapes are compared. Or a
-            list or tuple was saved with another length. Or a load hook of a module made it of another shape.
-        LeafTypeMismatchError: A tensor meets an object, or a leaf a container that cannot take its place.
-        PerRankUnavailableError: `PerRank` values were asked for, and their ranks are others than this one: at another
-            world size, all of them. Leave them out by `keys`. At equal world size a new dict is silently without those
-            of other ranks.
-        AliasMismatchError: Tensors of the target share memory, or objects are one, and the values that were saved under
+        CheckpointNotFoundError: There is nothing at `path`.
+        CheckpointNotCommittedError: A save to `path` began and was never committed.
+        CorruptCheckpointError: A file differs from what was saved; has file, FQN and byte range if they apply.
+        UnsupportedFormatError: Written by a newer version. Or it is of another format, and requested leaves hold
+            objects of classes that are not on the list of readable ones; names all of them. Leave them out by `keys`.
+        SnapshotUnavailableError: `source="memory"`, and no worker holds the whole snapshot.
+        MissingKeysError: `strict` and keys are missing; or none of `keys` selects anything; or a whole subtree is
+            missing. Lists all of them. Names the wrapper's prefix if that explains it, and the `key_map` to pass. Or
+            the checkpoint was overwritten during the load, by one that lacks what had been read.
+        ShapeMismatchError: A tensor was saved with another shape; of sharded tensors the global shapes are compared. Or
+            a list or tuple was saved with another length. Or a load hook of a module changed the shape of an entry.
+        LeafTypeMismatchError: The saved leaf is an object and the target's a tensor, or the reverse; or one is a leaf
+            and the other a container that cannot replace it.
+        PerRankUnavailableError: Requested `PerRank` values belong to other ranks; at another world size, all of them
+            do. Leave them out by `keys`. At the same world size, a new dict silently lacks those of other ranks.
+        AliasMismatchError: Tensors of the target share memory, or two names are one object, and the values saved under
             their names differ.
-        UnsupportedLeafError: The target holds something that no checkpoint can, or tensors without memory (meta, fake);
-            or this torch lacks a dtype, or makes no real tensors here, in FakeTensorMode.
+        UnsupportedLeafError: The target holds a leaf that no checkpoint can hold, or tensors without memory (meta,
+            fake). Or the installed torch lacks a dtype, or FakeTensorMode is active.
         OverlappingShardsError: The shards of a target tensor share elements.
         SharedLoadError: `redundant_reads="broadcast"`, and another rank failed.
-        PlanTimeoutError: `redundant_reads="broadcast"`, and some ranks do not load.
-        InsufficientMemoryError: There is no room for a tensor without a target, or for what `low_memory=False` copies.
-        UnsupportedPathError: A URL, or no path at all.
-        PickledLeafError: A leaf was pickled, and `allow_pickle` is False, or it does not unpickle.
-        StateLoadError: An object of the target did not take its state, or a registered type its shards; everything else
+        PlanTimeoutError: `redundant_reads="broadcast"`, and some ranks have not called `load`.
+        InsufficientMemoryError: There is no room for a tensor without a target, or for the copy of `low_memory=False`.
+        UnsupportedPathError: `path` is a URL, or not a path.
+        PickledLeafError: A leaf was pickled and `allow_pickle` is False, or it does not unpickle.
+        StateLoadError: `load_state_dict()` of an object, or `from_shards` of a registered type, raised; everything else
             has been filled.
-        ConfigError: An argument that makes no sense; a target tensor whose elements lie upon each other; a place that
-            would have to be replaced in a mapping that cannot be changed; `keys` that name a part of an object that
-            takes its state whole, or of a list that is empty in the target.
+        ConfigError: An argument is invalid; or elements of a target tensor share memory; or a value would have to be
+            replaced in a container that cannot be changed; or `keys` selects a part of an object that takes its state
+            as a whole, or of a list that is empty in the target.
         OSError: The files cannot be read.
 
     Blocks: for the reads.
@@ -192,7 +194,7 @@ _logger = logging.getLogger("asyncckpt.loading")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """The options of a load, with their defaults; `load` says what they mean. `plan_load` takes a part of them."""
+    """The options of a load, with their defaults; `load` documents them. `plan_load` takes some of them."""
 
     map_location: MapLocation = None
     keys: str | Iterable[str] | None = None
@@ -209,7 +211,7 @@ class LoadOptions:
         """Return the same options, with `keys` as a list.
 
         Raises:
-            ConfigError: One makes no sense.
+            ConfigError: An option is invalid.
         """
         return replace(
             self,
@@ -225,18 +227,18 @@ _OPTIONS = frozenset(one.name for one in fields(LoadOptions))
 
 
 class DefaultReader(CheckpointReader):
-    """Reads checkpoints in asyncckpt's own format, and in those that `asyncckpt.interop.sources` knows.
+    """Reads checkpoints in asyncckpt's own format, and in the formats that `asyncckpt.interop.sources` reads.
 
-    It has no state but `retry_state`; without that, several threads may use it.
+    Its only state is `retry_state`; without one, several threads may use it.
 
     Args:
         files: The storage seam.
-        rank_info: Which rank reads; None finds out at each read, as a checkpointer does.
+        rank_info: The rank that reads; None: determined at each read, as a checkpointer does.
         allow_pickle: The default of `read`'s argument.
-        endpoint: The endpoint of the worker that may hold snapshots in memory; None: that of this user's worker of
-            this job.
-        retry_state: What earlier reads have left in the one target that this reader is for: each read must fill all of
-            that, and adds its own. None: every read is for a target of its own.
+        endpoint: Endpoint of the worker that may hold snapshots in memory; None: of this user's worker of this job.
+        retry_state: State that is kept between reads into one target, so that the target never holds values of two
+            checkpoints: each read must fill everything that earlier ones have filled. None: each read has a target of
+            its own.
     """
 
     def __init__(
@@ -262,19 +264,19 @@ class DefaultReader(CheckpointReader):
         """Read the checkpoint at `path`.
 
         Args:
-            path: Its directory.
+            path: The checkpoint's directory.
             state_dict: The target; None: a new state dict is built.
-            map_location: Where tensors without a target go.
+            map_location: Device of tensors without a target.
             **options: The other options of `LoadOptions`. Arguments and errors are those of `asyncckpt.load`.
 
         Returns:
-            The state dict that was filled, or a new one; and the missing keys, as the target names them.
+            The filled or new state dict; and the missing keys, by their FQNs in the target.
         """
         reader = find_rank_info(self._rank_info)
         retry_state = self._retry_state or RetryState()
         if options.get("allow_pickle") is None:
             options["allow_pickle"] = self._allow_pickle
-        # From here on the other ranks of a broadcast are told of an error.
+        # From here on, an error is sent to the other ranks of a broadcast.
         with _broadcast(options.get("redundant_reads", "each"), reader) as shared, gc_paused():
             unknown = options.keys() - _OPTIONS
             if unknown:
@@ -290,12 +292,13 @@ class DefaultReader(CheckpointReader):
                 one = _Load(found, wanted, reader, retry_state.touched, shared)
                 return one.into_new() if state_dict is None else one.into_target(state_dict)
 
-            # In a broadcast all ranks would have to start again together, and one of them reads for all.
+            # IMPORTANT: no retry in a broadcast. One rank reads for others, so all would have to start again together.
             return read_from_source(directory, wanted.source, self._endpoint, self._files, use, once=shared is not None)
 
 
 def _flag(name: str, value: Any) -> bool:
-    if type(value) is not bool:  # what lets code in is not guessed
+    # `allow_pickle` allows code to run, so a value of another type must not count as true.
+    if type(value) is not bool:
         raise ConfigError(f"{name}={value!r}: expected True or False", field=name)
     return value
 
@@ -306,9 +309,9 @@ def _broadcast(redundant_reads: str, reader: RankInfo) -> contextlib.AbstractCon
     if redundant_reads == "broadcast":
         return SharedReads(reader)
     wrong = ConfigError(
-        f"redundant_reads={redundant_reads!r}: 'each' or 'broadcast' is wanted", field="redundant_reads"
+        f"redundant_reads={redundant_reads!r}: expected 'each' or 'broadcast'", field="redundant_reads"
     )
-    with contextlib.suppress(ConfigError, SharedLoadError), SharedReads(reader):  # where the others may wait
+    with contextlib.suppress(ConfigError, SharedLoadError), SharedReads(reader):  # tells ranks that already wait
         raise wrong
     raise wrong
 
@@ -318,10 +321,10 @@ class _Load:
 
     Args:
         source: The checkpoint.
-        options: What is wanted of it, checked.
+        options: The options of the load, checked.
         reader: The rank that reads.
-        touched: FQNs of the target that hold values of another checkpoint by now; added to.
-        shared: The ranks that read once what several of them want; None: each reads for itself.
+        touched: FQNs of the target that may already hold values of a checkpoint; this load adds its own.
+        shared: The load that ranks share, so that each tensor is read once; None: each rank reads for itself.
     """
 
     def __init__(
@@ -376,11 +379,11 @@ class _Load:
         self._touched |= {new.fqn for new in matches.replaced}
         for new in holders:
             load_object_state(new.holder, values.build(new.node), new.fqn, self._path, converted)
-        self._report_late(late, "the rest of the target is filled")
+        self._report_late(late, "the rest of the target has been filled")
         return state_dict, [*matches.report.missing, *undecided, *late]
 
     def _check(self, matches: Matches, selection: Selection) -> None:
-        """Refuse what cannot be loaded, and log what a load changes in another way than one may expect."""
+        """Raise if the load must fail, and log what it does that a user may not expect, such as conversions."""
         report = matches.report
         self._refuse_unavailable(report.unavailable)
         refuse_without_memory(matches.without_memory, self._path)
@@ -390,7 +393,7 @@ class _Load:
         self._refuse_unequal(matches)
         self._refuse_mix(report)
         present = [*report.filled, *(new.fqn for new in matches.replaced)]
-        is_error = self._options.strict or selection.in_vain or bool(report.absent_subtrees)
+        is_error = self._options.strict or selection.is_without_match or bool(report.absent_subtrees)
         self._report_missing(report.missing, selection, present, report.absent_subtrees, is_error=is_error)
         self._report_containers(matches)
         self._report_converted(report.converted)
@@ -399,7 +402,7 @@ class _Load:
         self._filler.check_ties(matches.ties)
 
     def _fill_undecided(self, matches: Matches) -> list[str]:
-        """Fill the modules whose load hooks decide what is missing, before anything else; return missing keys."""
+        """Fill the modules whose load hooks decide which keys are missing, before all others; return missing keys."""
         missing: list[str] = []
         for module in matches.undecided:
             replaced = _below(matches.replaced, module)
@@ -408,11 +411,11 @@ class _Load:
             for new in replaced:
                 matches.targets.replace_at(new.path, values.build(new.node))
             missing += self._load_modules([module])
-            self._report_late(missing, "values of this module have changed, and nothing after it in the target")
+            self._report_late(missing, "values of this module have changed, those of nothing behind it in the target")
         return missing
 
     def _load_modules(self, modules: Iterable[ModuleTarget]) -> list[str]:
-        """Call `load_state_dict()` of modules, and return what they say is missing."""
+        """Call `load_state_dict()` of modules, and return the keys that they report as missing."""
         return [name for module in modules if module.was_found for name in module.load(self._path, self._object_at)]
 
     def _report_late(self, missing: list[str], state: str) -> None:
@@ -420,7 +423,7 @@ class _Load:
             return
         if not self._options.strict:
             _logger.warning(
-                "%s: %d keys are missing after modules have loaded what was saved: %s",
+                "%s: %d keys are missing after load_state_dict() of their modules, and keep their values: %s",
                 self._path,
                 len(missing),
                 _shown(missing),
@@ -428,8 +431,8 @@ class _Load:
             return
         names = "\n  ".join(missing)
         raise MissingKeysError(
-            f"{self._path}: {len(missing)} keys are missing after load_state_dict() of their module, with its hooks, "
-            f"has taken what was saved; {state}. Pass strict=False if they may stay as they are:\n  {names}",
+            f"{self._path}: {len(missing)} keys are missing after load_state_dict() of their module and its hooks have "
+            f"run; {state}. Pass strict=False if they may keep their values:\n  {names}",
             path=self._path,
             keys=list(missing),
         )
@@ -439,10 +442,10 @@ class _Load:
         selection = Selection(self._options.keys)
         tree = selected(self._saved.tree, selection) or ("d", ())
         missing = selection.unused()
-        # At equal world size, what only other ranks have is left out, unless it was asked for by name.
+        # At the same world size, leaves that only other ranks have are left out, unless `keys` names them.
         wanted = Selection(missing if self._saved.reader_rank is not None else self._options.keys)
         self._refuse_unavailable([fqn for fqn in self._saved.other_ranks_only if fqn in wanted])
-        is_error = self._options.strict or selection.in_vain
+        is_error = self._options.strict or selection.is_without_match
         self._report_missing(missing, selection, is_error=is_error)
         tree = self._saved.without_other_ranks(tree)
         values = self._new_values([tree], {})
@@ -452,20 +455,19 @@ class _Load:
         return values.build(tree), missing
 
     def _refuse_mix(self, report: MatchReport) -> None:
-        """What was read of a checkpoint that was given up must be read again, or the target is of two saves."""
+        """Raise unless this load refills all that an abandoned read has filled. Else the target would mix two saves."""
         mixed = sorted(self._touched.intersection(report.missing))
         if mixed:
             raise MissingKeysError(
-                f"{self._path} has no {mixed[0]!r}, which was filled from a checkpoint that was given up (it was "
-                "overwritten while it was read, or is broken): the target now holds values of both; load again, into a "
-                "fresh state",
+                f"{self._path} has no {mixed[0]!r}, which has been filled from another checkpoint (overwritten while "
+                "it was read, or damaged): the target now holds values of both; load again, into a new state",
                 path=self._path,
                 keys=mixed,
             )
         self._touched.update(report.filled)
 
     def _refuse_unequal(self, matches: Matches) -> None:
-        """Check that what was saved under two names of one container or object of the target is equal."""
+        """Check that the values saved under two names of one container or object of the target are equal."""
         ties: list[Tie] = []
         for first, one, fqn, other in matches.same_object:
             pairs: list[tuple[SavedTensor, SavedTensor]] = []
@@ -478,7 +480,7 @@ class _Load:
         self._filler.check_ties(ties, ONE_OBJECT)
 
     def _are_equal(self, one: Node, other: Node, pairs: list[tuple[SavedTensor, SavedTensor]]) -> bool:
-        """Whether two nodes have one value, if each of `pairs`, which are added to, has one."""
+        """Whether two nodes are equal, provided that the tensors of each pair in `pairs` are. Adds to `pairs`."""
         if one == other:
             return True
         if len(one) != len(other) or one[0] != other[0]:
@@ -521,21 +523,21 @@ class _Load:
         hint = missing_hint(missing, self._saved.leaves, self._options.key_map, present)
         if is_error:
             names = "\n  ".join(missing)
-            absent, advice = "", "Rename them by key_map, or pass strict=False if they may stay as they are"
-            kind, members = self._saved.tree[:2]  # of a torch file all may be one leaf
+            absent, advice = "", "Rename them by key_map, or pass strict=False if they may keep their values"
+            kind, members = self._saved.tree[:2]  # a torch file may be a single leaf
             tops = _shown([str(key) for key in members[::2]] if kind in ("d", "o") else [])
-            if selection.in_vain:
+            if selection.is_without_match:
                 advice = (
-                    f"Correct keys: none of them selects anything, which is an error with strict=False too. The "
+                    f"Correct keys: none of them selects anything, which is an error also with strict=False. The "
                     f"checkpoint has at its top level {tops}. It lacks"
                 )
             elif absent_subtrees:
                 advice = (
-                    "Rename them by key_map, or leave them out of the target or by keys: a part of which nothing is "
-                    "found is an error with strict=False too"
+                    "Rename them by key_map, or leave them out of the target or by keys: a subtree of which nothing "
+                    "was saved is an error also with strict=False"
                 )
                 parts = _shown([fqn or "the whole target" for fqn in absent_subtrees])
-                absent = f", nothing at all of {parts} (at its top level it has {tops})"
+                absent = f", and nothing was saved of {parts} (its top level has {tops})"
             raise MissingKeysError(
                 f"{path}: {len(missing)} keys are not in the checkpoint{absent}{hint}; nothing was changed. {advice}:\n"
                 f"  {names}",
@@ -543,7 +545,7 @@ class _Load:
                 keys=list(missing),
             )
         _logger.warning(
-            "%s: %d keys are not in the checkpoint and stay as they are: %s%s",
+            "%s: %d keys are not in the checkpoint and keep their values: %s%s",
             path,
             len(missing),
             _shown(missing),
@@ -556,23 +558,23 @@ class _Load:
             _logger.warning("%s: nothing was saved for %s, which stays empty", self._path, _shown(empty))
         if vacant:
             _logger.warning(
-                "%s: something was saved for %s, where the module has None or no members; it stays so",
+                "%s: what was saved for %s is not loaded: the module has None or no members there",
                 self._path,
                 _shown(vacant),
             )
         if matches.extended_lists:
             longer = [f"{new.fqn} (by {len(new.node[1])})" for new in matches.extended_lists]
             _logger.warning(
-                "%s: lists of the target were extended by members that were saved: %s", self._path, _shown(longer)
+                "%s: lists of the target were extended by saved members: %s", self._path, _shown(longer)
             )
 
     def _report_factories(self, parts: Iterable[tuple[Path, Node]]) -> None:
-        """Log what is made new, by its path in `parts`, and lacks the factory of its defaultdicts."""
+        """Log the defaultdicts among new values, given as (path, node), whose factory could not be stored."""
         found = [at for path, node in parts for at, inner in mappings(node, path) if has_lost_factory(inner)]
         if found:
             _logger.warning(
-                "%s: %d defaultdicts come back with no default_factory, %r first: theirs could not be stored; fill a "
-                "target that has its own",
+                "%s: %d defaultdicts, first %r, are loaded without default_factory, which could not be stored; load "
+                "into a target whose defaultdicts have one",
                 self._path,
                 len(found),
                 fqn_of(found[0]),
@@ -581,7 +583,7 @@ class _Load:
     def _report_converted(self, names: Sequence[str]) -> None:
         if names:
             _logger.warning(
-                "%s: %d tensors are converted to the dtype of their target, %s first", self._path, len(names), names[0]
+                "%s: %d tensors are converted to the dtype of their target, first %s", self._path, len(names), names[0]
             )
 
 

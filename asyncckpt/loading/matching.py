@@ -1,8 +1,8 @@
-"""A target against what was saved: which saved leaf fills which leaf of the target, checked before anything changes.
+"""Matches a target with a checkpoint: which saved leaf fills which leaf of the target. Nothing is changed here.
 
-In most restarts the target is exactly what was saved: the same tree of plain containers and tensors. One walk along
-both trees finds that out (`exact_placements`), and no name has to be looked up. Everything else, and everything that is
-refused, is matched leaf by leaf and by name (`_Matcher`), in one walk over the target's tree.
+In most restarts the target has exactly the saved structure: the same tree of plain containers and tensors. One walk
+along both trees checks this (`exact_placements`), and no name has to be looked up. All other targets, and all that are
+refused, are matched leaf by leaf and by name (`_Matcher`), in one walk over the target's tree.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class Replacement(NamedTuple):
     """A part of the target that gets a new value.
 
     Attributes:
-        path: Its path in the target.
-        fqn: Its FQN in the target.
+        path: Path of the part in the target.
+        fqn: FQN of the part in the target.
         node: The part of the saved tree that the value is built from.
-        holder: The object that is given the value by `load_state_dict`; None: the value takes the place.
+        holder: The object that is given the value by `load_state_dict`; None: the value replaces the part.
     """
 
     path: Path
@@ -76,21 +76,21 @@ class Replacement(NamedTuple):
 
 @dataclass(slots=True)
 class MatchReport:
-    """What a caller is told of a match. Names are FQNs of the target, unless something else is said.
+    """The result of a match for the caller. Names are FQNs of the target, unless stated otherwise.
 
     Attributes:
         missing: Leaves that were not saved; and keys that select nothing. A tensor that is filled under another name is
             not missing.
-        absent_subtrees: Modules, other objects and subtrees of which nothing was found at all; "" is the whole target.
-        unavailable: Leaves that only other ranks than the reader have, as their own.
+        absent_subtrees: Modules, other objects and subtrees of which nothing was saved; "" is the whole target.
+        unavailable: Leaves that are `PerRank` values of other ranks than the reader.
         staying_empty: Empty dicts for which a checkpoint of another format has nothing.
-        ignored_vacant: Parameters and buffers that are None, and submodules without members, below which something was
+        ignored_vacant: Parameters and buffers that are None, and submodules without members, for which something was
             saved.
-        decided_by_hooks: Tensors with two names under which two were saved, in a module whose load hooks may make
-            others of them.
+        decided_by_hooks: Tensors with two names under which two tensors were saved, in a module whose load hooks may
+            change the entries.
         converted: Tensors whose dtype differs from the saved one.
         filled: Tensors and arrays that are filled in place.
-        read_leaves: Everything that is read, by its saved FQN.
+        read_leaves: Every leaf that is read, by its saved FQN.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -110,16 +110,17 @@ class Matches:
 
     Attributes:
         targets: The target.
-        report: What the caller is told of it.
-        placements: What is read into plain tensors that are filled whole, as they are.
-        tensors: What is read into all other tensors; one with several names is there once.
+        report: The result for the caller.
+        placements: Placements of plain tensors that are filled whole and without conversion.
+        tensors: Fillings of all other tensors; a tensor with several names occurs once.
         ties: Tensors with two names under which two tensors were saved: filled from the first, if both are equal.
-        replaced: What is made new: object leaves, arrays of another shape, states of objects.
-        extended_lists: Lists that take more members than they have; their nodes hold those.
-        reused_tensors: By saved tensor number: the existing tensor that a part of `replaced` is read into.
-        same_object: What fills one container or object of the target under two names: FQN and saved node of both.
-        undecided: Modules whose load hooks decide what of them is missing; their tensors are not in `tensors`.
-        without_memory: FQN and tensor of all that is filled and has no memory.
+        replaced: Parts that get a new value: object leaves, arrays of another shape, states of objects.
+        extended_lists: Lists that are extended; their nodes hold the additional members.
+        reused_tensors: By saved tensor number, the existing tensor that a part of `replaced` is read into.
+        same_object: For each container or object of the target that is filled under two names: FQN and saved node, FQN
+            and saved node.
+        undecided: Modules whose load hooks decide which entries are missing; their tensors are not in `tensors`.
+        without_memory: FQN and tensor of each tensor that would be filled and has no memory.
     """
 
     targets: Targets
@@ -160,10 +161,10 @@ def match_target(
         UnsupportedLeafError: The target holds something that a checkpoint cannot.
         OverlappingShardsError: The shards of a target tensor share elements.
         ShapeMismatchError: A tensor was saved with another global shape, or a list or tuple with another length.
-        LeafTypeMismatchError: A tensor meets an object, or a leaf a container; or the target's dtype is of a kind that
-            cannot hold such values: integers for floating point numbers, say.
-        ConfigError: A target tensor whose elements share memory, so that it cannot be filled; `selection`
-            names a part of an object that takes its state as a whole.
+        LeafTypeMismatchError: One leaf is a tensor and the other an object, or one is a container; or the target's
+            dtype cannot hold the saved values, such as an integer dtype for floating point numbers.
+        ConfigError: Elements of a target tensor share memory, so that it cannot be filled; or `selection` names a part
+            of an object that takes its state as a whole.
     """
     targets = Targets(state_dict)
     if key_map is None and selection.everything:
@@ -175,38 +176,38 @@ def match_target(
     return _Matcher(targets, saved, selection, rename, path, refuse).match(flat)
 
 
-# ---- a target that is exactly what was saved
+# ---- targets with exactly the saved structure
 
 _KINDS = {"d": dict, "o": OrderedDict, "l": list, "t": tuple}
 _Objects = list[tuple[Path, Node]]
 
 
 def exact_placements(state_dict: Any, saved: SavedTree) -> tuple[list[Placement], _Objects] | None:
-    """Match a target that is exactly what was saved: the numbers of the leaves are then the same on both sides.
+    """Match a target that has exactly the saved structure, so that leaves have the same numbers on both sides.
 
     Args:
         state_dict: The target.
         saved: The checkpoint.
 
     Returns:
-        What is read into which tensor, and path and saved node of each object leaf. None: the target is not exactly
-        what was saved, or something of it is refused.
+        The placements of all tensors, and path and saved node of each object leaf. None: the structure differs, or a
+        leaf cannot be filled; `_Matcher` decides then.
     """
-    along = _WalkAlong()
-    if not along.walk(saved.tree, state_dict, ()):
+    walk = _ParallelWalk()
+    if not walk.is_same(saved.tree, state_dict, ()):
         return None
-    numbers, values = along.numbers, along.values
+    numbers, values = walk.numbers, walk.values
     if numbers != list(range(len(saved.tensors))):
         first = _first_values(numbers, values)
         if len(first) != len(saved.tensors) or first.keys() != set(range(len(first))):
             return None
         values = [first[number] for number in range(len(first))]
     placements = _placements(values, saved)
-    return None if placements is None else (placements, along.objects)
+    return None if placements is None else (placements, walk.objects)
 
 
-class _WalkAlong:
-    """One walk along a saved tree and a target.
+class _ParallelWalk:
+    """One walk along a saved tree and a target at the same time.
 
     Attributes:
         numbers, values: The saved number and the target's value of each tensor so far.
@@ -217,10 +218,10 @@ class _WalkAlong:
         self.numbers: list[int] = []
         self.values: list[torch.Tensor] = []
         self.objects: _Objects = []
-        self._seen: set[int] = set()  # ids of containers; one that is there twice is left to `_Matcher`
+        self._seen: set[int] = set()  # IDs of containers; a container that occurs twice is left to `_Matcher`
 
-    def walk(self, node: Node, value: Any, path: Path) -> bool:
-        """Return whether the saved `node` and the target's `value`, both at `path`, are the same."""
+    def is_same(self, node: Node, value: Any, path: Path) -> bool:
+        """Return whether the saved `node` and the target's `value`, both at `path`, have the same structure."""
         kind = node[0]
         if kind == "T":
             self.numbers.append(node[1])
@@ -230,7 +231,7 @@ class _WalkAlong:
             self.objects.append((path, node))
             return type(value) in SCALARS or (type(value) in (list, tuple) and is_plain_sequence(value))
         if type(value) is not _KINDS.get(kind) or len(node) > (3 if kind == "o" else 2):
-            return False  # a form of its own among them: `_Matcher` asks no target for its type
+            return False  # also containers with a form, such as a Counter, whatever the target is: `_Matcher` decides
         if id(value) in self._seen and value != ():
             return False
         self._seen.add(id(value))
@@ -250,12 +251,12 @@ class _WalkAlong:
             self.values += inner
             return True
         return all(
-            self.walk(child, member, (*path, key)) for child, member, key in zip(nodes, inner, keys, strict=True)
+            self.is_same(child, member, (*path, key)) for child, member, key in zip(nodes, inner, keys, strict=True)
         )
 
 
 def _first_values(numbers: list[int], values: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return the tensors by number; none where one number has two of them."""
+    """Return the tensors by number; empty if a number has two tensors."""
     found: dict[int, torch.Tensor] = {}
     for number, value in zip(numbers, values, strict=True):
         if found.setdefault(number, value) is not value:
@@ -264,10 +265,10 @@ def _first_values(numbers: list[int], values: list[torch.Tensor]) -> dict[int, t
 
 
 def _placements(values: list[torch.Tensor], saved: SavedTree) -> list[Placement] | None:
-    """Look at each tensor once; None where one cannot be filled as it is, or two of them are one."""
+    """Return the placement of each tensor; None if one cannot be filled without conversion, or two share an address."""
     dtypes = {name: torch_dtype(name) for name in {tensor.dtype for tensor in saved.tensors}}
     origins = {shape: (0,) * len(shape) for shape in {tensor.global_shape for tensor in saved.tensors}}
-    placed = partial(tuple.__new__, Placement)  # as `Placement(...)`, for half of its time
+    placed = partial(tuple.__new__, Placement)  # the same as `Placement(...)` in half the time
     found: list[Placement] = []
     addresses: set[int] = set()
     empty: set[int] = set()
@@ -279,7 +280,7 @@ def _placements(values: list[torch.Tensor], saved: SavedTree) -> list[Placement]
             return None
         try:
             address, is_row_major = value.data_ptr(), value.is_contiguous()
-        except RuntimeError:  # it has none, inside vmap, say
+        except RuntimeError:  # it has no address, for example inside vmap
             return None
         if address < NO_ADDRESS_BELOW:
             address = address_of(value)
@@ -302,18 +303,18 @@ def _exact_matches(targets: Targets, saved: SavedTree, placements: list[Placemen
     return Matches(targets, report, placements=placements, replaced=replaced)
 
 
-# ---- any other target
+# ---- all other targets
 
 
 class TargetLeaf(NamedTuple):
-    """A leaf of the target; an empty mapping is one too, since it takes what was saved below its name.
+    """A leaf of the target. An empty mapping is a leaf too, since it takes everything that was saved below its name.
 
     Attributes:
-        path: Its path.
-        fqn: Its FQN.
+        path: Path of the leaf.
+        fqn: FQN of the leaf.
         node: Its node in the target's tree.
-        holder: The container in which the value is, a `PerRank` marked as such.
-        key: The key of the value there.
+        holder: The container that holds the value; the value may be in a `PerRank`.
+        key: The key of the value in `holder`.
     """
 
     path: Path
@@ -331,7 +332,7 @@ class _TargetTree:
         targets: The target.
 
     Attributes:
-        leaves: Every leaf in the order of the target; not the target itself if it is empty.
+        leaves: All leaves, in the order of the target. An empty target has none.
         containers: The node of every container by path, without `PerRank` marks.
     """
 
@@ -342,7 +343,7 @@ class _TargetTree:
         self._walk(tree, (), "")
 
     def _walk(self, node: Node, path: Path, prefix: str) -> None:
-        """`prefix`: the beginning of the names below `node`: empty, or with a dot at its end."""
+        """`prefix`: prefix of the FQNs below `node`; empty, or with a dot at its end."""
         self.containers[path] = node
         holder = self._targets.value_at(path)
         for key, marked in members(node):
@@ -356,12 +357,12 @@ class _TargetTree:
             self.leaves.append(TargetLeaf(at, f"{prefix}{key}", child, holder, python_key(key)))
 
     def states(self) -> set[Path]:
-        """Return the paths of what `state_dict()` of modules and optimizers has returned."""
+        """Return the paths of the states that `state_dict()` of modules and optimizers has returned."""
         return {path for path, node in self.containers.items() if is_returned_state(node)}
 
 
 class _Matcher:
-    """Matches the leaves of a target one after the other.
+    """Matches the leaves of a target, one after the other.
 
     Args:
         targets: The target.
@@ -382,16 +383,17 @@ class _Matcher:
         self._report = self._matches.report
         self._saved, self._selection, self._rename = saved, selection, rename
         self._path, self._refuse = path, refuse
-        # The target's tensor: by which FQN, and which saved tensors its names have. And of a registered type, whose
-        # parts may be copies: the first number of each value.
+        # By number of a target tensor: the first FQN under which it is filled, and the numbers of the saved tensors.
         self._filled: dict[int, tuple[str, list[int]]] = {}
+        # By ID of a value, its first number: a registered type may give copies as parts, which get new numbers.
         self._values: dict[int, int] = {}
-        self._made_new: dict[int, tuple[str, int, ModuleTarget]] = {}  # the target's tensor: by whose load hooks
+        # By number of a target tensor: FQN, number of the saved tensor, and the module whose load hooks get it.
+        self._made_new: dict[int, tuple[str, int, ModuleTarget]] = {}
         self._absent_tensors: list[TargetLeaf] = []
-        self._claimed: set[int] = set()  # ids of empty containers that one leaf fills already
-        self._owners: dict[tuple[int, Any], tuple[str, Node]] = {}
+        self._claimed: set[int] = set()  # IDs of empty containers that another leaf already fills
+        self._owners: dict[tuple[int, Any], tuple[str, Node]] = {}  # see `_record_owner`
         self._absent_paths: list[Path] = []  # of leaves that the checkpoint lacks
-        self._empty_paths: list[Path] = []  # of empty containers that were saved as such
+        self._empty_paths: list[Path] = []  # of empty containers that were saved as empty
         self._filled_paths: list[Path] = []
 
     def match(self, flat: Flattened) -> Matches:
@@ -407,7 +409,7 @@ class _Matcher:
         self._resolve_ties()
         if self._absent_paths:
             found = [*self._filled_paths, *(new.path for new in self._matches.replaced), *self._empty_paths]
-            found += [module.path for module in self._matches.undecided]  # which say by themselves what they lack
+            found += [module.path for module in self._matches.undecided]  # `ModuleTarget.load` reports what they lack
             self._report.absent_subtrees += absent_subtrees(
                 tree.states(), self._absent_paths, found, self._targets.is_module
             )
@@ -418,7 +420,7 @@ class _Matcher:
         return fqn if self._rename is None else self._rename(fqn)
 
     def _match_leaf(self, leaf: TargetLeaf, value: Any) -> None:
-        """Match one leaf; `value`: that of an object leaf."""
+        """Match one leaf; `value`: the value of an object leaf."""
         path, fqn, node, _, _ = leaf
         selection, module = self._selection, self._targets.module_at(path)
         if module is not None and self._match_module_entry(module, leaf):
@@ -452,13 +454,13 @@ class _Matcher:
         )
 
     def _record_owner(self, owner: tuple[int, Any], fqn: str, node: Node) -> None:
-        """Record that `node` fills what is known by the ID of an object and the keys below it."""
+        """Record that `node` fills the part that is identified by the ID of an object and the keys below that."""
         first, other = self._owners.setdefault(owner, (fqn, node))
         if first != fqn:
             self._matches.same_object.append((first, other, fqn, node))
 
     def _replace(self, leaf: TargetLeaf, node: Node) -> None:
-        """Let the new value of `node` take the place of a leaf.
+        """Record that a leaf is replaced by the value of `node`.
 
         Raises:
             ConfigError: The container of the leaf cannot be changed.
@@ -470,20 +472,20 @@ class _Matcher:
             immutable = None if stays else self._targets.immutable_container_at(path)
             if immutable is not None:
                 raise ConfigError(
-                    f"target {fqn!r} lies in a {immutable}, which cannot be changed, and what was saved takes its "
-                    "place: pass a dict or a list",
+                    f"target {fqn!r} is in a {immutable}, which cannot be changed, but its value must be replaced by "
+                    "the saved one: pass a dict or a list",
                     field="state_dict",
                     value=fqn,
                 )
         self._claimed.add(id(value))
         if has_lost_factory(node) and isinstance(unwrap_per_rank(value), MutableMapping):
-            node = node[:2]  # a mapping that is there keeps its own
+            node = node[:2]  # a mapping of the target keeps its own factory
         is_inner = isinstance(holder, tuple) or isinstance(value, PerRank)
         self._record_owner(self._targets.owner_of(path) if is_inner else (id(holder), (key,)), fqn, node)
         self._matches.replaced.append(Replacement(path, fqn, node))
 
     def _extend_lists(self, tree: _TargetTree) -> None:
-        """Let lists of the target take the members that were saved beyond theirs; refuse all other lengths."""
+        """Record which lists of the target are extended by saved members; refuse all other differences in length."""
         for path, node in tree.containers.items():
             if node[0] not in SEQUENCES:
                 continue
@@ -504,7 +506,7 @@ class _Matcher:
             self._matches.extended_lists.append(Replacement(path, fqn, ("l", appended)))
 
     def _saved_list_name(self, fqn: str, node: Node) -> str:
-        """Return the saved name of a list: `key_map` is asked for names of leaves only."""
+        """Return the saved name of a list. Since `key_map` maps names of leaves only, its first leaf is mapped."""
         if self._rename is None:
             return fqn
         below = fqn_of(_first_leaf(node))
@@ -512,30 +514,30 @@ class _Matcher:
         return renamed[: -len(below) - 1] if renamed.endswith("." + below) else fqn
 
     def _match_module_entry(self, module: ModuleTarget, leaf: TargetLeaf) -> bool:
-        """Match a leaf of a module if its load hooks decide on it; False: it is a leaf like any other."""
+        """Match a leaf of a module if the module's load hooks decide on it; False: match it like any other leaf."""
         path, fqn, node, _, _ = leaf
         if fqn not in self._selection:
             return False
         name, saved_fqn = module.name_of(fqn), self._saved_name(fqn)
         module.saved_fqns[name] = saved_fqn
-        there = self._saved.node_at(saved_fqn)
+        entry = self._saved.node_at(saved_fqn)
         own = module.own_value(name)
-        if there is None:
+        if entry is None:
             if self._saved.is_other_ranks_only(saved_fqn) or not module.defer_to_hooks(name):
                 return False
             self._record_without_memory(fqn, own)
             return True
         module.record_saved(name, saved_fqn)
-        if node[0] != "T" or not module.needs_new_value(name, node, there[1], self._saved):
+        if node[0] != "T" or not module.needs_new_value(name, node, entry[1], self._saved):
             return False
         self._record_without_memory(fqn, own)
-        self._give_new_value(module, Replacement(path, fqn, self._saved.without_other_ranks(there[1])), there)
-        if there[1][0] == "T":
-            self._tie_new_value(module, self._values.setdefault(id(own), node[1]), target_tensor(own, fqn), there[1][1])
+        self._give_new_value(module, Replacement(path, fqn, self._saved.without_other_ranks(entry[1])), entry)
+        if entry[1][0] == "T":
+            self._tie_new_value(module, self._values.setdefault(id(own), node[1]), target_tensor(own, fqn), entry[1][1])
         return True
 
     def _tie_new_value(self, module: ModuleTarget, own: int, target: TargetTensor, found: int) -> None:
-        """Tie a tensor that a module's load hooks fill to the other names in the target under which it is filled."""
+        """Record a tie between a tensor that a module's load hooks fill and its other names in the target."""
         tensor = self._saved.tensors[found]
         if target.global_shape != tensor.global_shape:
             return
@@ -550,8 +552,8 @@ class _Matcher:
             Tie(fqn, target.fqn, self._saved.tensors[n], tensor, target.shards) for fqn, n in pairs if n != found
         ]
 
-    def _give_new_value(self, module: ModuleTarget, new: Replacement, there: tuple[Path, Node]) -> None:
-        at, node = there
+    def _give_new_value(self, module: ModuleTarget, new: Replacement, entry: tuple[Path, Node]) -> None:
+        at, node = entry
         self._record_read(node, at)
         self._matches.replaced.append(new)
         if node[0] == "T":
@@ -564,21 +566,21 @@ class _Matcher:
             self._matches.without_memory.append((fqn, value))
 
     def _finish_module(self, module: ModuleTarget) -> None:
-        """Match what was saved of a module and it does not have, and say what of it is undecided."""
+        """Match saved entries that a module does not have, and record whether it is undecided."""
         matches, report = self._matches, self._report
         for name, saved_fqn, node in list(module.extra_saved_entries(self._saved, report.read_leaves)):
             fqn = f"{module.fqn}.{name}"
-            there = self._saved.node_at(saved_fqn)
-            if there is None or fqn not in self._selection:
+            entry = self._saved.node_at(saved_fqn)
+            if entry is None or fqn not in self._selection:
                 continue
             module.record_saved(name, saved_fqn)
             new = Replacement((*module.path, name), fqn, self._saved.without_other_ranks(node))
-            self._give_new_value(module, new, there)
+            self._give_new_value(module, new, entry)
         for name in module.vacant:
             fqn = f"{module.fqn}.{name}".removesuffix(".")
             saved_fqn = self._saved_name(fqn)
-            there = self._saved.node_at(saved_fqn) or self._saved.gathered(saved_fqn)
-            below = [] if there is None or fqn not in self._selection else leaves(there[1], there[0])
+            entry = self._saved.node_at(saved_fqn) or self._saved.dict_of_prefix(saved_fqn)
+            below = [] if entry is None or fqn not in self._selection else leaves(entry[1], entry[0])
             if any(inner is not OTHER_RANKS_ONLY and fqn_of(leaf) not in report.read_leaves for leaf, inner in below):
                 report.ignored_vacant.append(fqn)
         module.resolve_ties()
@@ -592,7 +594,7 @@ class _Matcher:
             matches.tensors += module.tensors
 
     def _match_object(self, leaf: TargetLeaf, value: Any, module: ModuleTarget | None) -> None:
-        """Match an object that takes its state as a whole, or an entry of a module's state that does.
+        """Match an object that takes its state as a whole; also such an entry of a module's state.
 
         Raises:
             ConfigError: `selection` names a part of it.
@@ -601,7 +603,10 @@ class _Matcher:
         saved, matches = self._saved, self._matches
         if fqn not in self._selection:
             if self._selection.reaches_into(fqn):
-                raise ConfigError(f"keys names a part of {fqn!r}, whose state is loaded as a whole", field="keys")
+                raise ConfigError(
+                    f"keys selects a part of {fqn!r}, whose state is loaded as a whole; name {fqn!r} in keys",
+                    field="keys",
+                )
             return
         holder = None if isinstance(value, ReplacedEntry) else value
         others = [one for one in saved.other_ranks_only if one == saved_fqn or one.startswith(saved_fqn + ".")]
@@ -615,13 +620,13 @@ class _Matcher:
                 self._report.absent_subtrees.append(fqn)
             self._absent_paths.append(path)
             return
-        if saved.reader_rank is None:  # at equal world size, what only other ranks have is left out, as in a new dict
+        if saved.reader_rank is None:  # at the same world size, leaves of other ranks are left out, as in a new dict
             self._report.unavailable += others
         at, node = found
         self._record_read(node, at)
         new = Replacement(path, fqn, saved.without_other_ranks(node), holder)
         matches.replaced.append(new)
-        if isinstance(holder, torch.optim.Optimizer):  # it moves its state to its parameters
+        if isinstance(holder, torch.optim.Optimizer):  # it moves its state to its parameters' devices
             params = [param for group in holder.param_groups for param in group["params"]]
             matches.without_memory += [(fqn, param) for param in params if why_no_memory(param) is not None]
         numbers = {inner_path: inner[1] for inner_path, inner in leaves(node) if inner[0] == "T"}
@@ -632,7 +637,7 @@ class _Matcher:
         self._record_owner(owner, fqn, new.node)
 
     def _record_absent(self, leaf: TargetLeaf, saved_fqn: str) -> None:
-        """Say what there is in the place of `saved_fqn`, which the checkpoint does not have."""
+        """Record why a leaf of the target, saved as `saved_fqn`, is not in the checkpoint."""
         path, fqn, node, holder, key = leaf
         saved, report = self._saved, self._report
         self._targets.leave_as_is(unwrap_per_rank(holder[key]))
@@ -651,35 +656,35 @@ class _Matcher:
                 self._absent_tensors.append(leaf)
 
     def _match_container(self, leaf: TargetLeaf, value: Any, saved_fqn: str) -> None:
-        """Match a leaf with a container that was saved: an empty mapping, or the object `value`, may take all of it."""
+        """Match a leaf with a saved container: an empty mapping, or the object `value`, may take all of it."""
         path, fqn, node, _, _ = leaf
-        there, is_whole = self._saved.node_at(saved_fqn), fqn in self._selection
-        if there is None and node[0] in ("O", *MAPPINGS):
-            there = self._saved.gathered(saved_fqn)
-        if there is None:
+        entry, is_whole = self._saved.node_at(saved_fqn), fqn in self._selection
+        if entry is None and node[0] in ("O", *MAPPINGS):
+            entry = self._saved.dict_of_prefix(saved_fqn)
+        if entry is None:
             if is_whole:
                 self._record_absent(leaf, saved_fqn)
             return
         if node[0] in ("O", *MAPPINGS):
-            error = container_mismatch(node, value, there[1], fqn, self._path)
+            error = container_mismatch(node, value, entry[1], fqn, self._path)
         else:
-            error = leaf_mismatch(fqn, kind_of(there[1]), kind_of(node), self._path)
+            error = leaf_mismatch(fqn, kind_of(entry[1]), kind_of(node), self._path)
         if error is not None:
             self._refuse(error)
             return
-        part = there[1] if is_whole else selected_part(there[1], self._selection, path, fqn)
+        part = entry[1] if is_whole else selected_part(entry[1], self._selection, path, fqn)
         if part is not None:
-            self._fill_empty(leaf, part, there[0])
+            self._fill_empty(leaf, part, entry[0])
 
     def _match_empty_target(self) -> None:
-        """Match a target that is empty as a whole."""
+        """Match a target that is an empty mapping."""
         whole = TargetLeaf((), "", ("d", ()), None, None)
         self._fill_empty(whole, selected(self._saved.tree, self._selection) or ("d", ()), ())
 
     def _fill_empty(self, leaf: TargetLeaf, node: Node, at: Path) -> None:
-        """Let an empty container of the target take `node`, which was saved at `at`."""
+        """Record that an empty container of the target takes `node`, which was saved at path `at`."""
         fqn, saved, saved_fqn = leaf.fqn, self._saved, fqn_of(at)
-        if saved.reader_rank is None:  # at equal world size, what only other ranks have is left out, as in a new dict
+        if saved.reader_rank is None:  # at the same world size, leaves of other ranks are left out, as in a new dict
             others = [one for one in saved.other_ranks_only if one.startswith(saved_fqn)]
             inside = [one[len(saved_fqn) :] for one in others if not at or one[len(saved_fqn) :].startswith(".")]
             self._report.unavailable += [fqn + name for name in inside if fqn + name in self._selection]
@@ -689,7 +694,7 @@ class _Matcher:
         self._replace(leaf, saved.without_other_ranks(node))
 
     def _match_tensor(self, leaf: TargetLeaf, found: int) -> None:
-        """Match a leaf with tensor number `found`."""
+        """Match a leaf with saved tensor number `found`."""
         path, fqn, node, holder, key = leaf
         matches, value, tensor = self._matches, holder[key], self._saved.tensors[found]
         if type(value) not in PLAIN_TENSORS:
@@ -732,7 +737,7 @@ class _Matcher:
         self._report.filled.append(leaf.fqn)
 
     def _resolve_ties(self) -> None:
-        """Count leaves that were not saved as filled where their tensor is filled under another name."""
+        """Count leaves that were not saved as filled if their tensor is filled under another name."""
         for leaf in self._absent_tensors:
             path, fqn, node, holder, key = leaf
             own = node[1] if node[0] == "N" else self._values.get(id(unwrap_per_rank(holder[key])), node[1])
@@ -753,7 +758,7 @@ def _first_leaf(node: Node) -> Path:
 
 
 def _is_object(node: Node, found: Node) -> bool:
-    """Whether the leaf is replaced: on no side is a tensor; two arrays are looked at more closely."""
+    """Whether the leaf is replaced: neither the target's nor the saved leaf is a tensor, and not both are arrays."""
     return "T" not in (node[0], found[0]) and (node[0], found[0]) != ("N", "N")
 
 

@@ -1,8 +1,8 @@
-"""Modules of the target: which of their tensors are filled in place, and what their load hooks are given.
+"""Modules of the target: which of their tensors are filled in place, and which entries their load hooks are given.
 
-A parameter or buffer that was saved under its own name, with its own shape, is filled in place. A load hook of a module
-is a hook of `load_state_dict`, or an override of `_load_from_state_dict`. It is called by `load_state_dict` with the
-names and versions that were saved, as in a load of stock torch. The entries that it is given are:
+A parameter or buffer that was saved under its name in the module, with the same shape, is filled in place. A load hook
+of a module is a hook of `load_state_dict`, or an override of `_load_from_state_dict`. As in stock torch,
+`load_state_dict` calls it with the saved names and versions. The entries that it is given are:
 
 - New tensors for names that the module does not have, or has with another shape, if a load hook sees these names.
 - New tensors for plain tensors that a load hook from outside torch sees. Such a hook may keep the module's own value,
@@ -10,8 +10,8 @@ names and versions that were saved, as in a load of stock torch. The entries tha
 - The module's own tensors, already filled, for everything else. `load_state_dict` copies them onto themselves, which
   costs nothing.
 
-Load hooks may also make entries that were not saved out of others. Whether these are missing is known only after the
-hooks have run.
+Load hooks may also create entries that were not saved from others that were. Whether these are missing is known only
+after the hooks have run.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from asyncckpt.torch_tensors import flat_bytes, plain_parameter
 
 _EXTRA_STATE = "_extra_state"  # torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 _NORM = torch.nn.modules.batchnorm._NormBase
-_COUNTED = "num_batches_tracked"
-"""The only change that torch's normalisations make to a state: they add this name, which early versions lacked."""
+_ADDED_BY_NORM = "num_batches_tracked"
+"""torch's normalisation modules change a state only by adding this name, which early versions of torch did not save."""
 
 _COLLECTIONS = frozenset(
     getattr(torch.nn, name) for name in ("Sequential", "ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
@@ -53,7 +53,7 @@ class ReplacedEntry:
     """Marks an entry of a module's state that is replaced, not filled in place.
 
     Attributes:
-        value: The current value in the module.
+        value: The module's current value of the entry.
     """
 
     __slots__ = ("value",)
@@ -66,9 +66,9 @@ class _LoadHook(NamedTuple):
     """A load hook of a submodule.
 
     Attributes:
-        prefix: Prefix of the names that it sees, with a dot at its end; empty: it sees all.
-        is_foreign: Whether it is not torch's own.
-        names: The names that it may add, below the prefix; None: any.
+        prefix: Prefix of the names that the hook sees, with a dot at its end; empty: it sees all.
+        is_foreign: Whether the hook's code is outside torch.
+        names: The names below the prefix that it may add; None: any.
     """
 
     prefix: str
@@ -76,7 +76,7 @@ class _LoadHook(NamedTuple):
     names: frozenset[str] | None
 
     def may_make(self, name: str) -> bool:
-        """Whether it may make an entry that was not saved."""
+        """Whether the hook may create the entry `name` if it was not saved."""
         return name.startswith(self.prefix) and (self.names is None or name[len(self.prefix) :] in self.names)
 
 
@@ -85,18 +85,18 @@ class ModuleTarget:
 
     Args:
         module: The module, or a wrapper around it.
-        path: Its path in the target.
+        path: Path of the module in the target.
 
     Raises:
-        StateDictError: Its `state_dict()` raised.
+        StateDictError: The module's `state_dict()` raised.
 
     Attributes:
         bare: The module without wrappers.
-        path, fqn: Its path and name in the target.
-        state: The entries to fill, under the bare model's names; None: its state is not a flat mapping of names.
+        path, fqn: Path and FQN of the module in the target.
+        state: The entries to fill, under the bare module's names; None: the state is not a flat mapping of names.
         tensors: The tensors that are filled in place, in the order of matching.
-        undecided: Names that were not saved, and that the module's load hooks may make of other entries.
-        saved_fqns: For each of its own names, the saved FQN under which it is looked for.
+        undecided: Names that were not saved, and that the module's load hooks may create.
+        saved_fqns: For each name of the module, the FQN under which it is looked up in the checkpoint.
     """
 
     def __init__(self, module: torch.nn.Module, path: Path) -> None:
@@ -122,7 +122,7 @@ class ModuleTarget:
         self._hooks = _load_hooks_in(self.bare, self._names)
 
     def name_of(self, fqn: str) -> str:
-        """Return the bare module's name of an entry whose FQN in the target is `fqn`."""
+        """Return the name in the bare module of an entry whose FQN in the target is `fqn`."""
         return fqn[len(self.fqn) + 1 :]
 
     def needs_new_value(self, name: str, node: Node, found: Node, saved: SavedTree) -> bool:
@@ -130,7 +130,7 @@ class ModuleTarget:
 
         Args:
             name: The entry's name.
-            node, found: Its leaf in the target, and the one that was saved.
+            node, found: Node of the entry in the target, and the saved node.
             saved: The checkpoint.
         """
         reach = [hook for hook in self._hooks if name.startswith(hook.prefix)]
@@ -138,8 +138,8 @@ class ModuleTarget:
             return bool(reach)
         target, tensor = target_tensor(self._own[name], name), saved.tensors[found[1]]
         if target.global_shape != tensor.global_shape:
-            one_of_a_scalar = (target.global_shape, tensor.global_shape) == ((), (1,))  # which load_state_dict takes
-            return bool(reach) or one_of_a_scalar
+            is_scalar_as_vector = (target.global_shape, tensor.global_shape) == ((), (1,))  # load_state_dict accepts it
+            return bool(reach) or is_scalar_as_vector
         if not target.holds_values_of(tensor):
             return bool(reach)
         return target.is_whole and any(hook.is_foreign for hook in reach)
@@ -154,14 +154,14 @@ class ModuleTarget:
             return target_tensor(torch.empty_like(own, dtype=dtype, requires_grad=False), "")
 
     def record_saved(self, name: str, saved_fqn: str) -> None:
-        """Record that an entry was saved: `load` gives it to the module."""
+        """Record that an entry was saved, so that `load` passes it to the module."""
         assert self.state is not None
         self.state.setdefault(name, None)
         self._recorded[name] = saved_fqn
         self._looked_for.add(name)
 
     def defer_to_hooks(self, name: str) -> bool:
-        """Return whether a load hook may make an entry that was not saved; if so, record the entry as undecided."""
+        """Return whether a load hook may create an entry that was not saved; if so, record the entry as undecided."""
         if not any(hook.may_make(name) for hook in self._hooks):
             return False
         self.undecided.append(name)
@@ -169,28 +169,29 @@ class ModuleTarget:
         return True
 
     def resolve_ties(self) -> None:
-        """Count undecided names as found whose tensor was found under another name."""
+        """Remove undecided names whose tensor was saved under another name."""
         found = {id(self._own.get(name)) for name in self._recorded}
         for name in [name for name in self.undecided if id(self._own[name]) in found]:
             self.undecided.remove(name)
             self._looked_for.discard(name)
 
     def own_value(self, name: str) -> Any:
-        """Return what the module has under a name."""
+        """Return the module's current value of an entry; None if it has no such entry."""
         return self._own.get(name)
 
     def owner_of(self, name: str) -> tuple[int, str]:
-        """Return what changes when an entry does: the id of the submodule that it is of, and its name there."""
+        """Return what identifies an entry under all its names: the ID of its submodule, and its name in that."""
         above, _, last = self._real[name].rpartition(".")
         try:
             return id(self.bare.get_submodule(above)), last
-        except AttributeError:  # the state has names of its own
+        except AttributeError:  # `state_dict()` uses names that are no attributes
             return id(self.bare), name
 
     @property
     def vacant(self) -> Iterator[str]:
-        """Yield the names of parameters and buffers that are None, and of submodules that may have members and have
-        none: empty for the module itself.
+        """Yield the names of parameters and buffers that are None, and of container modules without members.
+
+        The name of the module itself is empty.
         """
         for above, module in self.bare.named_modules(remove_duplicate=False):
             prefix = f"{self._names.of(above)}." if above else ""
@@ -202,7 +203,7 @@ class ModuleTarget:
 
     @property
     def was_found(self) -> bool:
-        """Whether anything of it was saved."""
+        """Whether any entry of the module was saved."""
         return bool(self._recorded)
 
     def extra_saved_entries(self, saved: SavedTree, taken: Container[str]) -> Iterator[tuple[str, str, Node]]:
@@ -210,7 +211,7 @@ class ModuleTarget:
 
         Args:
             saved: The checkpoint.
-            taken: Saved FQNs that already belong to something in the target.
+            taken: Saved FQNs that already fill a part of the target.
         """
         if not self._hooks:
             return
@@ -231,12 +232,12 @@ class ModuleTarget:
         """Call `load_state_dict` of the module with its state.
 
         Args:
-            path: The checkpoint's, for messages.
+            path: The checkpoint's path, for messages.
             object_at: Returns the value of an object of the checkpoint, by number.
 
         Returns:
-            FQNs that the module reports as missing, and that were not reported before; and of entries that its own
-            state has and it did not take.
+            FQNs that the module reports as missing and that were not reported before; and FQNs of entries that are in
+            the module's own state and that `load_state_dict` has ignored.
 
         Raises:
             ShapeMismatchError: A load hook made an entry of another shape.
@@ -245,7 +246,7 @@ class ModuleTarget:
         """
         given = self._given(object_at)
         options = {"strict": False} if takes_strict(self.bare) else {}
-        if not options:  # it is strict, and would refuse an incomplete state
+        if not options:  # without the argument it is strict, and would refuse an incomplete state
             for name, value in self._own.items():
                 given.setdefault(self._real[name], value)
         reports: list[tuple[list[str], list[str]]] = []
@@ -261,7 +262,7 @@ class ModuleTarget:
             fqn = f"{self.fqn}.{self._names.of(other[1])}"
             got, wanted = ([int(n) for n in other[i].split(",") if n.strip()] for i in (2, 3))
             raise ShapeMismatchError(
-                f"{path}: load_state_dict() of {self.fqn!r} gives tensor {fqn!r} shape {got}, the target has {wanted}; "
+                f"{path}: a load hook of {self.fqn!r} gives tensor {fqn!r} the shape {got}, the target has {wanted}; "
                 "values of this module may have changed. Build the module as it was when it was saved",
                 path=path,
                 fqn=fqn,
@@ -284,10 +285,16 @@ class ModuleTarget:
         return [names for names in found.values() if len(names) > 1]
 
     def _refuse_ties(self, last: Mapping[str, torch.Tensor], path: str) -> None:
-        """Check that a tensor with several names was given one value, if it has the value of one of them now.
+        """Check that each tensor with several names was given the same value under all of them.
+
+        A tensor that now has none of these values is not checked: the module has set it otherwise.
+
+        Args:
+            last: By name, the value that load hooks have left for it.
+            path: The checkpoint's path, for messages.
 
         Raises:
-            AliasMismatchError: It was not: the other values are lost.
+            AliasMismatchError: It was given different values, of which only one is left.
         """
         for names in self._tied():
             own = self._own[names[0]]
@@ -300,17 +307,17 @@ class ModuleTarget:
                 raise alias_mismatch(f"{self.fqn}.{one}", f"{self.fqn}.{two}", path, ONE_TENSOR, left)
 
     def _entries_not_taken(self, given: Mapping[str, Any], unexpected: Iterable[str]) -> list[str]:
-        """Return the names of the module's own state that it was given, and whose values it has not taken.
+        """Return the names in the module's own state that it was given and whose values it did not take.
 
-        A module may give its state names that it does not know when it loads. What was filled where it is is in its
-        place all the same; a copy that `state_dict()` made is not.
+        `state_dict()` of a module may return names that its `load_state_dict()` does not know. A tensor of the module
+        that was filled in place has its value nevertheless; a copy that `state_dict()` made is lost.
         """
         names = [name for name in map(self._names.of, unexpected) if name in self._own and name in self._recorded]
         if not names:
             return []
         try:
             now = {self._names.of(name): value for name, value in _live_state(self.bare).items()}
-        except Exception:  # raised by the module's code; what it has taken cannot be seen
+        except Exception:  # raised by the module's code: it is not known what it has taken
             return names
         return [name for name in names if not _is_same(given[self._real[name]], now.get(name))]
 
@@ -349,12 +356,14 @@ class ModuleTarget:
     def _aliased_entries_copied(
         self, given: Mapping[str, Any], reports: list[tuple[list[str], list[str]]], last: dict[str, torch.Tensor]
     ) -> Iterator[None]:
-        """Within the block, copy what load hooks make of the module's own tensors, and collect names; in `last`, by
-        name, what hooks have left for tensors that have several.
+        """Within the block, copy entries that load hooks have put under other names.
+
+        Also collects (missing, unexpected) names in `reports`; and in `last`, for tensors with several names, the value
+        that the hooks have left under each name.
 
         IMPORTANT: a tensor that shares memory with an entry of the module, and that a load hook has put under another
         name or made a view of, is copied before the first entry is written to. Otherwise two names that a load hook
-        swaps would get one value.
+        swaps would get the same value.
         """
         if not self._hooks:
             yield
@@ -381,8 +390,8 @@ class ModuleTarget:
         def report_names(module: Any, keys: Any) -> None:
             reports.append((list(keys.missing_keys), list(keys.unexpected_keys)))
 
-        coded = [m for m in self.bare.modules() if m is self.bare or _load_hook_of(m) is not None]
-        handles = [m.register_load_state_dict_pre_hook(copy_shared) for m in coded]  # type: ignore[no-untyped-call]
+        hooked = [m for m in self.bare.modules() if m is self.bare or _load_hook_of(m) is not None]
+        handles = [m.register_load_state_dict_pre_hook(copy_shared) for m in hooked]  # type: ignore[no-untyped-call]
         handles.append(self.bare.register_load_state_dict_post_hook(report_names))  # type: ignore[no-untyped-call]
         try:
             yield
@@ -397,17 +406,17 @@ class ModuleTarget:
 
 
 def _is_same(given: Any, now: Any) -> bool:
-    """Whether a module has what it was given: the same memory, or an equal value."""
+    """Whether a module's value `now` is the one that it was given: the same memory, or equal."""
     if isinstance(given, torch.Tensor) and isinstance(now, torch.Tensor):
         return bool(storages_of(given) & storages_of(now)) or (given.dtype == now.dtype and _is_equal(now, given))
     try:
         return type(given) is type(now) and bool(given == now)
-    except Exception:  # tensors in it, say
+    except Exception:  # for example, it holds tensors
         return False
 
 
 def _is_equal(own: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a tensor holds another one's values, in its own dtype."""
+    """Whether a tensor equals `value` converted to its dtype, bit by bit."""
     if own.shape != value.shape:
         return False
     pairs = zip(_parts(own), _parts(value), strict=False)
@@ -436,10 +445,10 @@ def _sharded_copy(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _live_state(module: torch.nn.Module) -> Any:
-    """Return a module's state with the parameters themselves: copying one onto itself costs nothing."""
+    """Return a module's state with the parameters themselves, not detached: copying one onto itself costs nothing."""
     try:
         return module.state_dict(keep_vars=True)
-    except TypeError:  # an own method of another signature
+    except TypeError:  # overridden with another signature
         return module.state_dict()
 
 
@@ -458,26 +467,26 @@ def _load_hooks_in(bare: torch.nn.Module, names: BareNames) -> list[_LoadHook]:
         hook = _load_hook_of(module, is_root=module is bare)
         if hook is not None:
             prefix = f"{names.of(name)}." if name else ""
-            # A post hook is given the missing names of the whole module.
+            # A post hook sees the missing names of the whole module.
             found.append(_LoadHook("" if module._load_state_dict_post_hooks else prefix, *hook))
     return found
 
 
 def _load_hook_of(module: torch.nn.Module, *, is_root: bool = False) -> tuple[bool, frozenset[str] | None] | None:
-    """Return whether a module's load hook is not torch's own, and the names that it adds; None: it has none."""
+    """Return whether a module's load hook is from outside torch, and the names that it adds; None: it has no hook."""
     hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
     where = [_defining_module(hook) for hook in hooks]
     if is_root and _function(module, "load_state_dict") is not torch.nn.Module.load_state_dict:
         where.append(_defining_module(module.load_state_dict))
     own = _function(module, "_load_from_state_dict")
-    counts = isinstance(module, _NORM) and _defining_module(own).startswith("torch.nn.")
-    if own is not torch.nn.Module._load_from_state_dict and not counts:
+    adds_count = isinstance(module, _NORM) and _defining_module(own).startswith("torch.nn.")
+    if own is not torch.nn.Module._load_from_state_dict and not adds_count:
         where.append(_defining_module(own))
     # Hooks of torch.distributed (FSDP) prepare the module and do not change the state.
     where = [home for home in where if not home.startswith("torch.distributed.")]
     if where:
         return any(home != "torch" and not home.startswith("torch.") for home in where), None
-    return (False, frozenset({_COUNTED})) if counts else None
+    return (False, frozenset({_ADDED_BY_NORM})) if adds_count else None
 
 
 def _function(module: torch.nn.Module, name: str) -> Any:
@@ -486,8 +495,8 @@ def _function(module: torch.nn.Module, name: str) -> Any:
 
 
 def _defining_module(hook: Any) -> str:
-    """Return the name of the Python module that a hook is written in."""
-    hook = getattr(hook, "hook", hook)  # torch wraps those that are given their module
+    """Return the name of the Python module in which a hook is defined."""
+    hook = getattr(hook, "hook", hook)  # torch's wrapper of hooks that take the module
     hook = getattr(hook, "func", hook)  # functools.partial
     return getattr(hook, "__module__", None) or type(hook).__module__
 
@@ -504,7 +513,7 @@ def _entries_below(saved: SavedTree, root: str) -> Iterator[tuple[str, str, Node
 
 
 def _walk(node: Node, prefix: str, root: str) -> Iterator[tuple[str, str, Node]]:
-    is_state = node[0] == "o" and node[2] is not None  # of a module, in which a container is one entry
+    is_state = node[0] == "o" and node[2] is not None  # a module's state, in which a container is one entry
     for key, child in zip(node[1][::2], node[1][1::2], strict=True):
         name = f"{prefix}{key}"
         if child is OTHER_RANKS_ONLY:
@@ -516,7 +525,7 @@ def _walk(node: Node, prefix: str, root: str) -> Iterator[tuple[str, str, Node]]
 
 
 def _metadata_of(saved: SavedTree, root: str) -> list[tuple[str, str, int]]:
-    """Return where a saved module's versions are stored: (prefix to cut off names, prefix to add, object number)."""
+    """Return where the versions of a saved module are stored: (prefix to remove, prefix to add, object number)."""
     found = []
     for above in ("", *prefixes(root), *([root] if root else [])):
         at = saved.node_at(above)
@@ -543,7 +552,7 @@ def state_load_error(error: Exception, value: Any, fqn: str, path: str) -> State
     """Return the error for an object whose `load_state_dict()` raised."""
     kind, detail = type(value).__name__, f"{type(error).__name__}: {error}"
     return StateLoadError(
-        f"{path}: load_state_dict() of {fqn!r}, a {kind}, refused what was saved: {detail}",
+        f"{path}: load_state_dict() of {fqn!r}, a {kind}, raised {detail}",
         path=path,
         fqn=fqn,
         type_name=kind,

@@ -1,4 +1,4 @@
-"""`asyncckpt.open_checkpoint`: a checkpoint of which only what is asked for is read."""
+"""`asyncckpt.open_checkpoint`: reads single tensors and objects of a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from asyncckpt.torch_tensors import check_memory_is_real, torch_dtype
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
-    """A saved tensor: dtype, global shape in elements, bytes, and the name under which the shards have it."""
+    """A saved tensor: dtype, global shape in elements, bytes, and its name in the shard files."""
 
     dtype: torch.dtype | str
     shape: tuple[int, ...]
@@ -43,18 +43,18 @@ class TensorInfo:
 
 
 class OpenCheckpoint:
-    """A committed checkpoint, seen by one rank as `load` would give it; made by `open_checkpoint`.
+    """A checkpoint as one rank sees it, with the values that `load` would give that rank. See `open_checkpoint`.
 
-    Manifest and indexes were read and checked; files are open while something is read only. Safe to use from several
-    threads. A context manager, for those who like to see where it ends.
+    Manifest and indexes have been read and checked; files are open only during reads. Safe to use from several threads.
+    A context manager that closes itself.
 
     Attributes:
-        path: Its directory, or file.
-        kind: `asyncckpt`; or of another format `dcp`, `torch`, `safetensors`, `hf`.
-        step: The training step, as the user counts; of another format its leaf `step`, -1 without one.
-        save_id: Of the save, as text; zeros for another format.
-        world_size: Ranks that saved it; 1 for another format.
-        metadata: The JSON that was given to `save`, or what the format keeps beside its tensors.
+        path: Directory or file of the checkpoint.
+        kind: `asyncckpt`; or for other formats `dcp`, `torch`, `safetensors`, `hf`.
+        step: The training step that was given to `save`; for other formats the leaf `step`, or -1.
+        save_id: ID of the save, as text; zeros for other formats.
+        world_size: Number of ranks that saved it; 1 for other formats.
+        metadata: The JSON metadata that was given to `save`; for other formats the metadata beside the tensors.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class OpenCheckpoint:
     def keys(self) -> list[str]:
         """Return the FQNs of all leaves, tensors and objects, in the order of the state dict.
 
-        Leaves that belong to other ranks are not among them.
+        Leaves that belong to other ranks are left out.
         """
         return list(self._saved.leaves)
 
@@ -83,13 +83,13 @@ class OpenCheckpoint:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Dtype, shape and size of each tensor by FQN, as this reader sees them; no tensor is read for it."""
+        """Dtype, shape and size of each tensor by FQN. Reads no tensor data."""
         found = self._saved.leaves.items()
         return {fqn: _info(self._saved.tensors[node[1]]) for fqn, node in found if node[0] == "T"}
 
     @cached_property
     def stored_tensors(self) -> Mapping[str, TensorInfo]:
-        """The same of every tensor in the shards, by stored name; those of one rank are called `fqn@rank3`."""
+        """The same for every tensor in the shard files, by stored name. Tensors of one rank are named `fqn@rank3`."""
         return {saved.fqn: _info(saved) for saved in self._saved.tensors}
 
     def tensor(
@@ -105,24 +105,25 @@ class OpenCheckpoint:
 
         Args:
             fqn: Its FQN, or its stored name, such as `x@rank3`.
-            slices: What indexing would take: ints, slices with positive steps, `...`, or a tuple of them. None: all.
-            verify: False reads the needed pages only, and checks no checksum.
+            slices: An index: ints, slices with positive steps, `...`, or a tuple of them. None: the whole tensor.
+            verify: Whether checksums are compared; False reads only the needed pages.
             threads: Reading threads; None takes 4.
-            mmap: Map the file instead of reading it, where the tensor lies in one piece: pages come in when they are
-                looked at, and no checksum is compared. What is written to the tensor stays in this process; the file
-                must not be cut short while it lives. Otherwise the tensor is read.
+            mmap: Whether to map the file instead of reading it, if the tensor is contiguous in one file: pages are read
+                when they are first accessed, and no checksum is compared. Writes to the tensor stay in this process.
+                The file must not be truncated while the tensor exists. Any other tensor is read.
 
         Returns:
             A new tensor on the CPU, of the saved dtype; contiguous unless it is mapped.
 
         Raises:
-            MissingKeysError: There is none of this name.
+            MissingKeysError: There is no tensor of this name.
             LeafTypeMismatchError: It is an object.
-            PerRankUnavailableError: It belongs to other ranks; ask for their stored names.
-            ConfigError: Slices or threads that make no sense.
+            PerRankUnavailableError: It belongs to other ranks; use their stored names.
+            ConfigError: `slices` or `threads` are invalid.
             CorruptCheckpointError: The files differ from what was saved.
-            SnapshotUnavailableError: It is in memory, and a living trainer has used that for another save; or closed.
-            UnsupportedLeafError: This torch lacks the dtype; or makes no real tensors here, in FakeTensorMode.
+            SnapshotUnavailableError: The snapshot is in memory, and its trainer has used the memory for another save;
+                or this was closed.
+            UnsupportedLeafError: The installed torch lacks the dtype; or FakeTensorMode is active.
             OSError: The files cannot be read.
 
         Blocks: for the reads.
@@ -130,7 +131,7 @@ class OpenCheckpoint:
         count, saved = thread_count(threads), self._found(fqn)
         check_memory_is_real("OpenCheckpoint.tensor")
         if mmap:
-            region_of(slices, saved.global_shape, fqn)  # refuses what reading would
+            region_of(slices, saved.global_shape, fqn)  # for the same errors as when the tensor is read
             mapped = mapped_tensor(self._contents, saved, self._files) if self._held is None else None
             if mapped is not None:
                 return mapped if slices is None else mapped[tuple(slices) if isinstance(slices, list) else slices]
@@ -138,11 +139,10 @@ class OpenCheckpoint:
 
     @cached_property
     def objects(self) -> Mapping[str, Any]:
-        """The leaves that are not tensors, by FQN, as this reader sees them; each is read when it is asked for.
+        """The leaves that are not tensors, by FQN. Each is read when it is looked up.
 
-        Looking one up raises `CorruptCheckpointError` where the file is damaged, `PerRankUnavailableError` for one that
-        belongs to other ranks, `PickledLeafError` for one that was pickled, `UnsupportedFormatError` for one of
-        `unread`.
+        A lookup raises `CorruptCheckpointError` if the file is damaged, `PerRankUnavailableError` if the object belongs
+        to other ranks, `PickledLeafError` if it was pickled, `UnsupportedFormatError` if it is in `unread`.
         """
         found = {fqn: node for fqn, node in self._saved.leaves.items() if node[0] != "T"}
         others = frozenset(self._saved.other_ranks_only)
@@ -150,11 +150,11 @@ class OpenCheckpoint:
 
     @cached_property
     def unread(self) -> Mapping[str, str]:
-        """Of another format, the objects that are not read, as their class is not on the list: FQN to class."""
+        """Objects of another format that cannot be read, since their class is not on the list: FQN to class."""
         return {fqn: found.kind for fqn, found in unread_leaves(self._contents).items()}
 
     def objects_of(self, rank: int) -> Mapping[str, Any]:
-        """Return the same of what one rank saved, that which belongs to it included.
+        """Return the objects that one rank saved, including its `PerRank` values.
 
         Raises:
             ConfigError: There was no such rank.
@@ -167,7 +167,7 @@ class OpenCheckpoint:
         def value(node: Node) -> Any:
             if node[0] == "O":
                 return self._objects.value(rank, node[1])
-            return self._hoisted(node[0], self._contents.tensors[structure.tensors[node[1]].fqn])
+            return self._tensor_as_object(node[0], self._contents.tensors[structure.tensors[node[1]].fqn])
 
         return _Objects(found, value, lambda fqn: None)
 
@@ -176,7 +176,7 @@ class OpenCheckpoint:
         if node is not None:
             if node[0] not in ("T", "N"):
                 raise LeafTypeMismatchError(
-                    f"{self.path}: {fqn!r} was saved as an object; read it by .objects[{fqn!r}]",
+                    f"{self.path}: {fqn!r} was saved as an object; read it with .objects[{fqn!r}]",
                     path=self.path,
                     fqn=fqn,
                     saved=kind_of(node),
@@ -195,9 +195,10 @@ class OpenCheckpoint:
     def _object(self, node: Node) -> Any:
         if node[0] == "O":
             return self._objects.value(*self._saved.object_at(node[1]))
-        return self._hoisted(node[0], self._saved.tensors[node[1]])
+        return self._tensor_as_object(node[0], self._saved.tensors[node[1]])
 
-    def _hoisted(self, kind: str, saved: SavedTensor) -> Any:
+    def _tensor_as_object(self, kind: str, saved: SavedTensor) -> Any:
+        """Return the bytes, or the numpy array, that is stored as a tensor."""
         check_memory_is_real("OpenCheckpoint.objects")
         found = self._read(saved, None, threads=DEFAULT_THREADS, verify=True)
         return bytes_of(found) if kind == "B" else array_of(found)
@@ -208,7 +209,7 @@ class OpenCheckpoint:
             return read_tensor(self._contents, saved, slices, self._files, threads=threads, verify=checked)
 
     def close(self) -> None:
-        """Let a snapshot in memory go, where it is one; of files none is open between reads. Twice is fine."""
+        """Release the snapshot in the worker's memory, if this reads one. May be called twice."""
         if self._held is not None:
             self._held.close()
 
@@ -223,7 +224,7 @@ class OpenCheckpoint:
 
 
 class _Objects(Mapping[str, Any]):
-    """Values by FQN, each made when it is asked for."""
+    """Values by FQN, each decoded when it is looked up."""
 
     def __init__(
         self,
@@ -269,23 +270,27 @@ def open_checkpoint(
     allow_pickle: bool = False,
     source: str = "auto",
 ) -> OpenCheckpoint:
-    """Open a checkpoint for reading single tensors and objects of it.
+    """Open a checkpoint, to read single tensors and objects of it.
 
     Args:
         path: The checkpoint's directory.
-        rank_info: Whose values to give where ranks have their own; None: this process's.
-        allow_pickle: Unpickles objects that were pickled, when they are looked up. DANGER: as for `load`.
-        source: "disk" opens what is committed. "auto" opens, where nothing is, the newest snapshot of the path that
-            all ranks have staged and this node's worker holds; it holds it until this is closed. "memory": only that.
+        rank_info: The rank whose values are given where ranks have different ones; None: this process's.
+        allow_pickle: Whether pickled objects are unpickled when they are looked up. DANGER: see `load`.
+        source: "disk" opens the committed checkpoint. "auto" does too; if none is committed, it opens the newest
+            snapshot for `path` that all ranks have staged and that this node's worker holds. The worker keeps it until
+            this is closed. "memory" opens such a snapshot only.
+
+    Returns:
+        The open checkpoint.
 
     Raises:
-        SnapshotUnavailableError: `source="memory"`, and no worker holds all of it.
-        CheckpointNotFoundError: Nothing is there.
-        CheckpointNotCommittedError: A save was begun there and never committed.
-        CorruptCheckpointError: Manifest or an index is damaged; or a tensor is not there exactly once.
+        SnapshotUnavailableError: `source="memory"`, and no worker holds the whole snapshot.
+        CheckpointNotFoundError: There is nothing at `path`.
+        CheckpointNotCommittedError: A save to `path` began and was never committed.
+        CorruptCheckpointError: The manifest or an index is damaged; or elements of a tensor are missing or duplicate.
         UnsupportedFormatError: Written by a newer version.
-        UnsupportedPathError: A URL, or no path at all.
-        ConfigError: A rank outside its world; or no number in RANK or WORLD_SIZE.
+        UnsupportedPathError: `path` is a URL, or not a path.
+        ConfigError: The rank is not below its world size; or RANK or WORLD_SIZE is not a number.
         OSError: The files cannot be read.
 
     Blocks: for reading the indexes.
@@ -296,17 +301,17 @@ def open_checkpoint(
 
 
 def mapped_tensor(contents: Contents, saved: SavedTensor, files: Files) -> torch.Tensor | None:
-    """Return a saved tensor as a private mapping of its file: nothing is read before it is looked at.
+    """Return a saved tensor as a private mapping of its file: pages are read when they are first accessed.
 
-    The mapping is copy on write: what is written to the tensor stays in this process. The file must not be cut short
-    while the tensor lives; a checkpoint of ours never is, only deleted, which a mapping survives.
+    The mapping is copy on write: writes to the tensor stay in this process. The file must not be truncated while the
+    tensor exists. asyncckpt never truncates a checkpoint's files; it deletes them, which a mapping survives.
 
     Returns:
-        None if the tensor is not in one piece of one file, or not aligned there.
+        None if the tensor is not contiguous in one file, or not aligned there.
 
     Raises:
-        CorruptCheckpointError: The file is not there in full.
-        UnsupportedLeafError: This torch lacks the dtype.
+        CorruptCheckpointError: The file is missing or too short.
+        UnsupportedLeafError: The installed torch lacks the dtype.
         OSError: It cannot be mapped.
     """
     dtype = torch_dtype(saved.dtype)

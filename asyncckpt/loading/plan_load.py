@@ -1,4 +1,4 @@
-"""`asyncckpt.plan_load`: what a load into a state dict would do, without reading data."""
+"""`asyncckpt.plan_load`: what a load into a state dict would do, without reading tensor data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from asyncckpt.torch_tensors import why_no_memory
 
 
 class MismatchedLeaf(NamedTuple):
-    """A leaf that a load would refuse: two shapes, or in words what was saved and what the target has."""
+    """A leaf that a load would refuse: its saved shape and the target's shape, or descriptions of both."""
 
     fqn: str
     saved: tuple[int, ...] | str
@@ -38,14 +38,14 @@ class LoadPlan:
 
     Attributes:
         missing: FQNs of the target, and keys, that are not in the checkpoint.
-        undecided: FQNs of entries of modules that are not there either, and that a load hook of the module may make of
-            what was saved; whether they are missing is known after the hook has run.
+        undecided: FQNs of module entries that are not in the checkpoint either, but that a load hook of the module may
+            create; whether they are missing is known after the hook has run.
         unexpected: Saved FQNs that the target does not have, of those that `keys` select.
-        mismatched: Leaves that a load would refuse; of another format also those that are wanted and cannot be read.
-        unavailable: FQNs of the target that belong to other ranks: `PerRankUnavailableError`.
-        shared: FQNs of target tensors that share memory and were saved as tensors of their own, and of what is in
-            one container or is one object: where the saved values differ, which only a load finds out, that is
-            `AliasMismatchError`.
+        mismatched: Leaves that a load would refuse; in another format also requested leaves that cannot be read.
+        unavailable: FQNs of the target that belong to other ranks; a load raises `PerRankUnavailableError`.
+        shared: FQNs of target tensors that share memory and were saved as separate tensors, and of parts of the target
+            that are one container or object. If the saved values differ, a load raises `AliasMismatchError`; only a
+            load compares them.
         nbytes: Bytes of the tensors, or of the parts that this process holds, that would be read; each counts once.
     """
 
@@ -59,7 +59,7 @@ class LoadPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the load would raise nothing, `strict` or not; but see `shared` and `undecided`."""
+        """Whether the load would succeed, `strict` or not, except for errors described at `shared` and `undecided`."""
         return not (self.missing or self.mismatched or self.unavailable)
 
 
@@ -72,22 +72,25 @@ def plan_load(
     rank_info: RankInfo | None = None,
     source: str = "auto",
 ) -> LoadPlan:
-    """Say what `load(path, state_dict)` would do. Reads manifest and indexes, no data; changes nothing.
+    """Plan `load(path, state_dict)`: reads manifest and indexes, no tensor data; changes nothing.
 
     Args:
-        path, state_dict, keys, key_map, source: The arguments of `load`. What is committed is planned by the indexes on
-            disk.
-        rank_info: Which rank loads; None: this process's.
+        path, state_dict, keys, key_map, source: The arguments of `load`. A committed checkpoint is planned with the
+            indexes on disk.
+        rank_info: The rank that loads; None: this process's.
+
+    Returns:
+        The plan.
 
     Raises:
-        SnapshotUnavailableError: `source="memory"`, and no worker holds all of it.
-        CheckpointNotFoundError: Nothing is there.
-        CheckpointNotCommittedError: A save was begun there and never committed.
-        CorruptCheckpointError: Manifest or an index is damaged; or a tensor is not there exactly once.
+        SnapshotUnavailableError: `source="memory"`, and no worker holds the whole snapshot.
+        CheckpointNotFoundError: There is nothing at `path`.
+        CheckpointNotCommittedError: A save to `path` began and was never committed.
+        CorruptCheckpointError: The manifest or an index is damaged; or elements of a tensor are missing or duplicate.
         UnsupportedFormatError: Written by a newer version.
-        UnsupportedLeafError: The target holds something that no checkpoint can. Tensors without memory are taken.
-        UnsupportedPathError: A URL, or no path at all.
-        ConfigError: An argument that makes no sense; a target tensor whose elements share memory.
+        UnsupportedLeafError: The target holds a leaf that no checkpoint can hold. Tensors without memory are accepted.
+        UnsupportedPathError: `path` is a URL, or not a path.
+        ConfigError: An argument is invalid; or elements of a target tensor share memory.
         OSError: The files cannot be read.
 
     Blocks: for reading the indexes.
@@ -103,7 +106,7 @@ def plan_load(
     mismatched = tuple(dict.fromkeys(_leaf(error) for error in refused)) + _unread(replaced, saved, contents)
     taken = {*report.read_leaves, *(leaf.fqn for leaf in mismatched)}
     new = [node[1] for one in replaced for _, node in leaves(one.node) if node[0] != "O"]
-    boxes = [_everything(saved.tensors[n]) for n in new if n not in matches.reused_tensors]
+    boxes = [_whole_box(saved.tensors[n]) for n in new if n not in matches.reused_tensors]
     reused = [(saved.tensors[n], matches.reused_tensors[n]) for n in new if n in matches.reused_tensors]
     undecided = [filling for module in matches.undecided for filling in module.tensors]
     fillings = [*matches.tensors, *undecided, *reused]
@@ -126,12 +129,12 @@ def plan_load(
     )
 
 
-def _everything(saved: SavedTensor) -> SavedBox:
+def _whole_box(saved: SavedTensor) -> SavedBox:
     return saved, (0,) * len(saved.global_shape), saved.global_shape
 
 
 def _unread(replaced: Iterable[Replacement], saved: SavedTree, contents: Contents) -> tuple[MismatchedLeaf, ...]:
-    """Return the leaves of another format that are wanted and were not read."""
+    """Return the requested leaves of another format that cannot be read."""
     if contents.source is None:
         return ()
     wanted = (leaf for new in replaced for leaf in leaves(new.node, new.path) if leaf[1][0] == "O")

@@ -1,11 +1,11 @@
-"""Where a load takes its bytes from: the worker's memory, if that holds the very checkpoint, else the disk.
+"""Where a load reads from: the worker's memory if that holds the requested checkpoint, else the disk.
 
-A checkpoint is asked for by its path. What is committed there says which save that is. Only while nothing is committed,
-the newest snapshot that all ranks have staged for the path takes its place. So every rank gets the same answer without
-talking to the others: a path and a save ID name one content.
+A checkpoint is requested by its path. The committed manifest at that path determines the save. Only if nothing is
+committed there, the newest snapshot that all ranks have staged for the path is used. So all ranks choose the same save
+without communication: path and save ID identify the content.
 
-A checkpoint may be overwritten while it is read. Then the load starts again with the new one, so that everything that
-is read belongs to one save.
+A checkpoint may be overwritten while it is read. Then the load starts again with the new one, so that all that is read
+belongs to one save.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from asyncckpt.storage.local import LocalStore
 
 SOURCES = ("auto", "memory", "disk")
 
-PATIENT_S = 10.0
-"""How long to wait for the worker's answer if the disk does not have the checkpoint. Chosen: the promise for a worker
-that hangs (P6)."""
+LONG_ANSWER_S = 10.0
+"""How long to wait for the worker's answer if the checkpoint is not on disk. Chosen: the limit that docs/guarantees.md
+(P6) promises for a worker that hangs."""
 
 MAX_ATTEMPTS = 10
 """A read gives up after this many saves in a row have overwritten what it was reading. Chosen, not measured."""
@@ -56,12 +56,12 @@ _logger = logging.getLogger("asyncckpt.loading")
 
 @dataclass(frozen=True, slots=True)
 class ReadSource:
-    """What a load reads.
+    """A checkpoint, and where its bytes are.
 
     Attributes:
-        contents: The manifest, indexes and structures of the checkpoint.
-        files: The storage seam that gives the bytes of its files.
-        has_checksums: Whether the bytes can be compared with checksums.
+        contents: Manifest, indexes and structures of the checkpoint.
+        files: The storage seam, through which its files are read.
+        has_checksums: Whether there are checksums of the bytes.
     """
 
     contents: Contents
@@ -74,11 +74,11 @@ Use = Callable[[ReadSource], T]
 
 @dataclass(slots=True)
 class RetryState:
-    """What several reads into one target have left behind.
+    """State of several reads into one target, of which the earlier ones may have failed.
 
     Attributes:
-        touched: FQNs of the target that hold values of one of these reads, or parts of them.
-        manifest: The manifest of the checkpoint that was read last.
+        touched: FQNs of the target that have been filled, at least in part, by one of these reads.
+        manifest: Manifest of the checkpoint that was read last.
     """
 
     touched: set[str] = field(default_factory=set)
@@ -117,21 +117,22 @@ def read_from_source(
     *,
     once: bool = False,
 ) -> T:
-    """Return what `use` makes of the checkpoint at `path`.
+    """Call `use` with the checkpoint at `path`, and return its result.
 
     Args:
-        path: The absolute path of the checkpoint.
+        path: Absolute path of the checkpoint.
         source: One of `SOURCES`.
-        endpoint: The worker's endpoint; None: that of this user's worker of this job.
+        endpoint: The worker's endpoint; None: of this user's worker of this job.
         files: The storage seam.
-        use: Does the reading. It is called again, with another source, if the first one turns out to lack something.
-        once: Whether `use` cannot be called again. Then what is committed is read from disk.
+        use: Reads the checkpoint. It is called again with another source if the first one turns out to be incomplete.
+        once: Whether `use` must not be called again. A committed checkpoint is then read from disk.
 
     Raises:
         SnapshotUnavailableError: `source` is "memory", and the worker does not hold the checkpoint.
         AsyncCkptError, OSError: Reading or `use` failed.
 
-    Blocks: for the worker's answer, if there is a worker: `ANSWER_S`, or `PATIENT_S` if the disk lacks the checkpoint.
+    Blocks: for the worker's answer, if there is a worker: at most `ANSWER_S`, or `LONG_ANSWER_S` if the checkpoint is
+        not on disk; and for `use`.
     """
     if source == "memory":
         return _read_uncommitted(path, source, endpoint, files, use, None)
@@ -151,7 +152,7 @@ def read_from_source(
 
 
 def read_consistent(path: str, files: Files, use: Callable[[Contents], T]) -> T:
-    """Return what `use` makes of the checkpoint at `path` on disk; start again if another save replaces it meanwhile.
+    """Call `use` with the checkpoint at `path` on disk, and return its result. Retry if another save replaces it.
 
     Raises:
         AsyncCkptError, OSError: `read_any` or `use` failed.
@@ -162,20 +163,20 @@ def read_consistent(path: str, files: Files, use: Callable[[Contents], T]) -> T:
         except CorruptCheckpointError as error:
             owner = owner_of(error.file or "")
             committed_save = standing_at(path, LocalStore(files)) if owner is not None else None
-            # If the file belongs to the save that is committed now, it really is missing or damaged.
+            # A file of the save that is committed now is not missing because of an overwrite: it is damaged.
             if owner is None or committed_save is None or committed_save.save_id == owner or attempt == MAX_ATTEMPTS:
                 raise
             _logger.info(
-                "%s was overwritten by save %s while it was read: reading that one", path, committed_save.save_id
+                "%s was overwritten by save %s while it was read: reading the new one", path, committed_save.save_id
             )
     raise AssertionError("the last attempt returns or raises")
 
 
 def _read_committed(path: str, save_id: str, endpoint: str | None, files: Files, use: Use[T]) -> T:
-    """Read a committed checkpoint, as much of it as possible from memory; every block is verified as on disk.
+    """Read a committed checkpoint: from memory what the worker holds, else from disk. All blocks are verified.
 
     Raises:
-        NotInMemory: The worker holds nothing of it, or not what it promised.
+        NotInMemory: The worker holds nothing of it, or its memory cannot be read.
     """
     with _hold_snapshots(path, endpoint, ANSWER_S) as (worker, found):
         mine = [s for s in found if str(s.save_id) == save_id]
@@ -189,28 +190,28 @@ def _read_committed(path: str, save_id: str, endpoint: str | None, files: Files,
                     raise NotInMemory(f"{path} was overwritten meanwhile")
                 with mapped.reading():
                     result = use(ReadSource(contents, overlaid))
-        except PlanTimeoutError:  # an OSError too, but it says nothing of the snapshot: another rank does not answer
+        except PlanTimeoutError:  # a subclass of OSError, but it means that another rank does not answer
             raise
         except (*ABSENT, CorruptCheckpointError, SnapshotUnavailableError, OSError) as error:
-            _logger.info("%s is read from disk: its snapshot in memory cannot be: %s", path, error)
+            _logger.info("%s is read from disk, since its snapshot in memory cannot be read: %s", path, error)
             raise NotInMemory(str(error)) from error
-        _logger.info("%s is loaded from the worker's memory (ranks %s)", path, _ranks(mine[0]))
+        _logger.info("%s was loaded from the worker's memory (ranks %s)", path, _ranks(mine[0]))
         return result
 
 
 def _read_uncommitted(
     path: str, source: str, endpoint: str | None, files: Files, use: Use[T], absent: AsyncCkptError | None
 ) -> T:
-    """Return what `use` makes of the newest snapshot that all ranks have staged.
+    """Call `use` with the newest snapshot that all ranks have staged, and return its result.
 
     Args:
         path, source, endpoint, files, use: The arguments of `read_from_source`.
-        absent: Why the checkpoint cannot be read from disk; None: nobody has looked there.
+        absent: The error by which the checkpoint cannot be read from disk; None: the disk was not tried.
 
     Raises:
         AsyncCkptError: `absent`, if the worker does not hold the checkpoint either.
-        SnapshotUnavailableError: The same without `absent`; or a living trainer has used the memory for another save
-            while it was read.
+        SnapshotUnavailableError: The worker does not hold it, and `absent` is None; or its trainer has used the memory
+            for another save during the read.
     """
     try:
         with _staged_source(path, source, endpoint, files) as (found, mapped), mapped.reading():
@@ -223,7 +224,7 @@ def _read_uncommitted(
 
 
 class HeldSnapshotReader:
-    """A snapshot in memory that stays open for many reads. Several threads may use it; they take turns."""
+    """A snapshot in memory that stays open for many reads. Thread-safe: one read at a time."""
 
     def __init__(self, stack: contextlib.ExitStack, mapped: MappedSnapshot) -> None:
         self._mapped, self._lock = mapped, threading.RLock()
@@ -231,10 +232,10 @@ class HeldSnapshotReader:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Surround a read.
+        """Return a context manager for one read.
 
         Raises:
-            SnapshotUnavailableError: A living trainer has used the memory for another save; or this was closed.
+            SnapshotUnavailableError: The snapshot's trainer has used the memory for another save; or this was closed.
         """
         with self._lock:
             if not self._end.alive:
@@ -252,13 +253,13 @@ class HeldSnapshotReader:
 def open_source(
     path: str, source: str, endpoint: str | None, files: Files
 ) -> tuple[ReadSource, HeldSnapshotReader | None]:
-    """Return a source for many small reads: what is committed on disk, else what is staged in memory.
+    """Return a source for many small reads: the checkpoint on disk, else the snapshot in memory.
 
     Args:
         path, source, endpoint, files: The arguments of `read_from_source`.
 
     Returns:
-        The source; and, if it is in memory, what holds it there.
+        The source; and, if it is in memory, the reader that keeps it there.
 
     Raises:
         SnapshotUnavailableError, AsyncCkptError, OSError: The same as from `read_from_source`.
@@ -283,10 +284,10 @@ def open_source(
 def _hold_snapshots(
     path: str, endpoint: str | None, answer_s: float
 ) -> Iterator[tuple[RecallSession, list[HeldSnapshot]]]:
-    """Ask the worker for snapshots of a path, and make it hold them during the `with` block.
+    """Ask the worker for snapshots of a path; it keeps them during the `with` block.
 
     Raises:
-        NotInMemory: There is no worker, or it does not answer, or it holds nothing of this path.
+        NotInMemory: There is no worker, or it does not answer, or it holds no snapshot of this path.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -295,7 +296,7 @@ def _hold_snapshots(
         except AsyncCkptError as error:
             raise NotInMemory(str(error)) from error
         if not found:
-            raise NotInMemory("it holds nothing of this path")
+            raise NotInMemory("it holds no snapshot of this path")
         yield worker, found
 
 
@@ -306,9 +307,9 @@ def _staged_source(
     """Map the newest snapshot of a path that all ranks have staged, whether its save was committed or not.
 
     Raises:
-        NotInMemory: There is none, or not all of it.
+        NotInMemory: There is none, or parts of it are missing.
     """
-    with _hold_snapshots(path, endpoint, PATIENT_S) as (worker, found), contextlib.ExitStack() as stack:
+    with _hold_snapshots(path, endpoint, LONG_ANSWER_S) as (worker, found), contextlib.ExitStack() as stack:
         newest = next((s for s in found if s.complete), found[0])
         if not newest.complete:
             raise NotInMemory(f"it lacks ranks {newest.missing[:20]} of save {newest.save_id}", newest)
@@ -320,13 +321,13 @@ def _staged_source(
             mapped = stack.enter_context(MappedSnapshot(newest, worker.worker.pid))
         except SnapshotUnavailableError as error:
             raise NotInMemory(str(error), newest) from error
-        state = "committed" if is_same else "not committed yet, or never"
+        state = "committed" if is_same else "not committed"
         _logger.info("%s: save %s, %s, is loaded from the worker's memory", path, newest.save_id, state)
         yield _source_of(mapped, files, committed=is_same), mapped
 
 
 def _source_of(mapped: MappedSnapshot, files: Files, *, committed: bool) -> ReadSource:
-    """Return a staged snapshot as a source; with the checksums that were taken of it, if these are on disk."""
+    """Return a staged snapshot as a source; with the checksums from the index on disk if it was committed."""
     overlaid = OverlaidFiles(files, mapped.staged)
     if committed:
         try:
@@ -334,13 +335,13 @@ def _source_of(mapped: MappedSnapshot, files: Files, *, committed: bool) -> Read
             if contents.manifest.save_id == mapped.staged.save_id:
                 return ReadSource(contents, overlaid)
         except (AsyncCkptError, OSError) as error:
-            _logger.info("%s: loaded without checksums: %s", mapped.staged.path, error)
+            _logger.info("%s: its checksums are not compared, since they cannot be read: %s", mapped.staged.path, error)
     return ReadSource(staged_contents(mapped.staged), overlaid, has_checksums=False)
 
 
 def _not_in_memory_error(path: str, why: NotInMemory) -> SnapshotUnavailableError:
     return SnapshotUnavailableError(
-        f"{path}: it is not in the memory of a worker: {why}; load it with source='auto', or 'disk'",
+        f"{path} is not in the memory of a worker: {why}; load it with source='auto' or 'disk'",
         path=path,
         save_id=None if why.snapshot is None else str(why.snapshot.save_id),
         missing_ranks=None if why.snapshot is None else why.snapshot.missing,
@@ -349,7 +350,7 @@ def _not_in_memory_error(path: str, why: NotInMemory) -> SnapshotUnavailableErro
 
 
 def _with_memory_hint(error: AsyncCkptError, path: str, endpoint: str | None) -> AsyncCkptError:
-    """Return an error that says that the checkpoint is not on disk, and that the worker's memory has it."""
+    """Return the error for a checkpoint that is not on disk; it says if the worker's memory holds it."""
     found = [s for s in held_snapshots(path, endpoint=endpoint) if s.path == path and s.complete]
     if not found:
         return error

@@ -1,9 +1,9 @@
 """A checkpoint as one reader sees it: its tree under one numbering, its objects, and new values built from them.
 
-The trees of all ranks that saved are joined, that of the reader's own rank number first, then the others in order; at
-one path the first wins. Mappings are joined by key, sequences of one kind and length member by member. What a rank has
-marked as its own (`PerRank`, node kind "r") is seen by the same rank number of a world of the same size only; for
-everybody else it belongs to other ranks only.
+The trees of all saving ranks are joined: first that of the reader's rank number, then the others in order; if several
+have a leaf at one path, the first is used. Mappings are joined by key, sequences of the same kind and length member by
+member. A `PerRank` value (node kind "r") is seen only by a reader with the same rank number and world size; for all
+other readers it belongs to other ranks.
 """
 
 from __future__ import annotations
@@ -38,19 +38,18 @@ _INNER = ("d", "o", "l", "t")
 
 
 class SavedTree:
-    """The leaves of a checkpoint as one reader sees them, whatever number of ranks has written them.
+    """The leaves of a checkpoint as one reader sees them, whatever number of ranks has saved it.
 
     Args:
         contents: The checkpoint.
         reader: The rank that reads.
 
     Attributes:
-        reader_rank: The rank whose values the reader gets first; None at another world size, when none is its own.
-        tree: The joined tree, without "r" nodes; its leaves number `tensors`, and objects for `object_at`.
+        reader_rank: The saving rank with the reader's rank number; None at another world size.
+        tree: The joined tree, without "r" nodes. Its leaves hold numbers of `tensors` and numbers for `object_at`.
         tensors: The saved tensors, by number.
-        keeps_empty_containers: Whether an empty container that was saved is in the tree;
-            other formats may lack a form for it.
-        is_single_rank: Whether one rank has saved, and it is the reader's own.
+        keeps_empty_containers: Whether empty containers are in the tree; other formats may not be able to store them.
+        is_single_rank: Whether only one rank has saved, and its number is the reader's.
     """
 
     def __init__(self, contents: Contents, reader: RankInfo) -> None:
@@ -71,30 +70,30 @@ class SavedTree:
         known: set[Node] = set()
         for rank in order:
             structure = contents.ranks[rank].structure
-            if structure.tree in known:  # an earlier one has every path of it
+            if structure.tree in known:  # an equal tree has been joined already
                 continue
             known.add(structure.tree)
             seen: Node | None = structure.tree
-            if rank or _has_per_rank(structure.tree):  # else its numbers are right already
+            if rank or _has_per_rank(structure.tree):  # else its numbers need no change
                 tensors = [numbers[entry.fqn] for entry in structure.tensors]
                 view = _RankView(tensors, self._first_objects[rank], own=rank == self.reader_rank)
-                seen = view.of(structure.tree, ())
+                seen = view.renumbered(structure.tree, ())
                 self._per_rank_names.update(dict.fromkeys(view.other_ranks_only))
             joined = seen if joined is None else joined if seen is None else _joined(joined, seen)
         self.tree: Node = joined or ("d", ())
 
     def restore_parameter_numbers(self, value_of: Callable[[int], Any]) -> None:
-        """Give the states of optimizers numbers as keys again, where they were saved under texts of them.
+        """In states of optimizers, turn parameter numbers that were saved as strings into integers again.
 
-        IMPORTANT: `dcp.save` makes these texts, and an optimizer would take its parameters' state for that of others.
+        IMPORTANT: `dcp.save` turns these keys into strings. An optimizer would not find its parameters' state.
 
         Args:
-            value_of: The value of an object, by its number.
+            value_of: Returns the value of an object, by its number.
         """
         self.tree = _with_parameter_numbers(self.tree, value_of)
 
     def object_at(self, number: int) -> tuple[int, int]:
-        """Return (rank, the rank's own number) of an object."""
+        """Return (rank, the object's number in that rank's structure) of an object."""
         rank = bisect_right(self._first_objects, number) - 1
         return rank, number - self._first_objects[rank]
 
@@ -104,21 +103,21 @@ class SavedTree:
         return named_leaves(self.tree)
 
     def node_at(self, fqn: str) -> tuple[Path, Node] | None:
-        """Return (typed path, node) of a leaf or container, an empty one too."""
+        """Return (typed path, node) of a leaf or container; None: there is none of this FQN."""
         return self._nodes.get(fqn)
 
-    def gathered(self, fqn: str) -> tuple[Path, Node] | None:
-        """Return (path, node) of a dict of all leaves whose names begin with `fqn`, where no container is called so.
+    def dict_of_prefix(self, fqn: str) -> tuple[Path, Node] | None:
+        """Return (path, node) of a dict of all leaves whose FQNs begin with `fqn` and a dot; None: there are none.
 
-        Other formats, and states of modules, have flat names with dots in them.
+        For names that are not containers: other formats, and states of modules, have flat names with dots in them.
         """
-        if fqn not in self._beginnings:
+        if fqn not in self._prefixes:
             return None
         below = [(name, node) for name, node in self.leaves.items() if name.startswith(f"{fqn}.")]
         return (fqn,), ("d", tuple(part for name, node in below for part in (name[len(fqn) + 1 :], node)))
 
     @cached_property
-    def _beginnings(self) -> set[str]:
+    def _prefixes(self) -> set[str]:
         return {prefix for fqn in self.leaves for prefix in prefixes(fqn)}
 
     @cached_property
@@ -130,7 +129,7 @@ class SavedTree:
 
     @cached_property
     def positions(self) -> dict[str, int]:
-        """The position of each leaf and container among all, by FQN."""
+        """Position of each leaf and container in the order of the tree, by FQN."""
         return {fqn: n for n, fqn in enumerate(self._nodes)}
 
     @cached_property
@@ -140,7 +139,7 @@ class SavedTree:
         return tuple(fqn for fqn in names if fqn not in self.leaves) if names else ()
 
     def is_other_ranks_only(self, fqn: str) -> bool:
-        """Whether `fqn`, which is neither leaf nor container of the tree, belongs to other ranks: or all in it does."""
+        """Whether `fqn`, which is not in the tree, is a leaf of other ranks, or a container of such leaves only."""
         if not self.other_ranks_only:
             return False
         return fqn in self._other_ranks_prefixes or not self._per_rank_names.keys().isdisjoint(prefixes(fqn))
@@ -150,12 +149,12 @@ class SavedTree:
         return {name for fqn in self.other_ranks_only for name in (fqn, *prefixes(fqn))}
 
     def without_other_ranks(self, node: Node) -> Node:
-        """Return `node`, a part of the tree, as a state dict is built from it."""
+        """Return `node`, a part of the tree, without members that stand for leaves of other ranks."""
         return _without_other_ranks(node) if self._per_rank_names else node
 
 
 def kind_of(node: Node) -> str:
-    """Name a node's kind for messages."""
+    """Return the name of a node's kind, for messages."""
     return "tensor" if node[0] == "T" else "container" if node[0] in _INNER else "object"
 
 
@@ -168,7 +167,7 @@ def _all_nodes(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
 
 def _with_parameter_numbers(node: Node, value_of: Callable[[int], Any]) -> Node:
     if node[0] not in _INNER or not any(child[0] in _INNER for _, child in members(node)):
-        return node  # no state of an optimizer, and none in it
+        return node  # neither a state of an optimizer nor a container of one
     if node[0] not in ("d", "o"):
         made = tuple(_with_parameter_numbers(member, value_of) for member in node[1])
         return (node[0], made, *node[2:]) if any(a is not b for a, b in zip(made, node[1], strict=True)) else node
@@ -188,12 +187,12 @@ def _with_parameter_numbers(node: Node, value_of: Callable[[int], Any]) -> Node:
 
 
 def _parameter_numbers(groups: Node, value_of: Callable[[int], Any]) -> set[int]:
-    """Return by which numbers the groups of an optimizer know its parameters; none, where they know them by names."""
+    """Return the parameter numbers in an optimizer's saved groups; empty if the groups hold names."""
     leaves_of_groups = [
         node for path, node in leaves(groups) if node[0] == "O" and len(path) > 1 and path[1] == "params"
     ]
     numbers: set[int] = set()
-    with contextlib.suppress(AsyncCkptError, OSError):  # who asks for what cannot be read is told then
+    with contextlib.suppress(AsyncCkptError, OSError):  # a leaf that cannot be read is reported when it is requested
         for node in leaves_of_groups:
             value = value_of(node[1])
             numbers.update(one for one in (value if isinstance(value, list) else [value]) if type(one) is int)
@@ -208,20 +207,20 @@ class _RankView:
     """One rank's tree under the numbering of all ranks.
 
     Args:
-        tensors: The number of each of the rank's tensors.
-        first_object: What its object numbers are counted from.
+        tensors: For each of the rank's tensor numbers, the common number.
+        first_object: Common number of the rank's object 0.
         own: Whether it is the reader's own rank.
 
     Attributes:
-        other_ranks_only: FQNs of leaves that belong to this rank, if that is not the reader's.
+        other_ranks_only: FQNs of the rank's `PerRank` leaves, unless it is the reader's own rank.
     """
 
     def __init__(self, tensors: list[int], first_object: int, *, own: bool) -> None:
         self._tensors, self._first_object, self._own = tensors, first_object, own
         self.other_ranks_only: list[str] = []
 
-    def of(self, node: Node, path: Path) -> Node | None:
-        """Return `node` renumbered; None when there is nothing in it but what belongs to another rank."""
+    def renumbered(self, node: Node, path: Path) -> Node | None:
+        """Return `node` with common numbers; None if it holds only leaves that belong to another rank."""
         kind = node[0]
         if kind in ("T", "N", "B"):
             return (kind, self._tensors[node[1]])
@@ -229,17 +228,17 @@ class _RankView:
             return (kind, node[1] + self._first_object)
         if kind == "r":
             if self._own:
-                return self.of(node[1], path)
+                return self.renumbered(node[1], path)
             self.other_ranks_only += [fqn_of(leaf) for leaf, _ in leaves(node[1], path)]
             return None
         if kind in ("l", "t"):
-            members = [self.of(member, (*path, n)) for n, member in enumerate(node[1])]
+            members = [self.renumbered(member, (*path, n)) for n, member in enumerate(node[1])]
             if members and all(m is None for m in members):
                 return None
             return (kind, tuple(OTHER_RANKS_ONLY if m is None else m for m in members), *node[2:])
         items: list[Any] = []
         for key, child in zip(node[1][::2], node[1][1::2], strict=True):
-            seen = self.of(child, (*path, key))
+            seen = self.renumbered(child, (*path, key))
             if seen is not None:
                 items += (key, seen)
         if node[1] and not items:
@@ -272,13 +271,12 @@ def _without_other_ranks(node: Node) -> Node:
 
 
 class SavedObjects:
-    """The leaves of a checkpoint that are not tensors, read rank by rank when they are first wanted, and kept.
+    """The objects of a checkpoint: leaves that are not tensors. Each rank's file is read when needed, and cached.
 
     Args:
         contents: The checkpoint.
         files: The storage seam.
-        allow_pickle: Whether leaves that were pickled are unpickled, which runs whatever they say; else they are
-            refused.
+        allow_pickle: Whether pickled leaves are unpickled, which can run any code; else they are refused.
     """
 
     def __init__(self, contents: Contents, files: Files, *, allow_pickle: bool = False) -> None:
@@ -286,7 +284,7 @@ class SavedObjects:
         self._read: dict[int, list[Any]] = {}
 
     def raw(self, rank: int) -> list[Any]:
-        """Return the JSON forms of `rank`'s objects, by its own numbers.
+        """Return the JSON forms of `rank`'s objects, by their numbers in its structure.
 
         Raises:
             CorruptCheckpointError: The file is damaged or missing.
@@ -298,12 +296,12 @@ class SavedObjects:
         return self._read[rank]
 
     def value(self, rank: int, number: int) -> Any:
-        """Return the value of `rank`'s object `number`, a new one each time.
+        """Decode `rank`'s object `number`. Returns a new value at each call.
 
         Raises:
             CorruptCheckpointError: The file is damaged or missing; or the object does not decode.
-            PickledLeafError: It was pickled, and may not be unpickled, or cannot.
-            UnsupportedFormatError: Written by a newer version; or of another format, and not read.
+            PickledLeafError: It was pickled, and unpickling is not allowed, or failed.
+            UnsupportedFormatError: Written by a newer version; or an object of another format that cannot be read.
             OSError: The file cannot be read.
         """
         self.refuse_unread([(rank, number)])
@@ -326,13 +324,13 @@ class SavedObjects:
             raise corrupt(self._contents.path, name, f"object {number} does not decode: {error}") from error
 
     def refuse_unread(self, numbers: Iterable[tuple[int, int]]) -> None:
-        """Refuse leaves of another format that are wanted and were not read.
+        """Refuse requested leaves of another format that cannot be read.
 
         Args:
-            numbers: (rank, the rank's own number) of objects that are wanted.
+            numbers: (rank, number in the rank's structure) of the requested objects.
 
         Raises:
-            UnsupportedFormatError: Some were not read; names all of them.
+            UnsupportedFormatError: Some cannot be read; names all of them.
         """
         if self._contents.source is None:
             return
@@ -343,7 +341,7 @@ class SavedObjects:
     def _refusal(self, rank: int, number: int, kind: str, failure: str | None = None) -> PickledLeafError:
         path, fqn = self._contents.path, object_fqn(self._contents.ranks[rank].structure.tree, number)
         if failure is None:
-            why = "and unpickling runs code. Pass allow_pickle=True if you trust who wrote it, or leave it out by keys"
+            why = "and unpickling runs code. Pass allow_pickle=True if you trust its author, or leave it out by keys"
         else:
             why = f"and unpickling it failed: {failure}"
         return PickledLeafError(
@@ -368,13 +366,12 @@ def per_rank_unavailable(
         f" and {len(fqns) - MAX_SHOWN} more" if len(fqns) > MAX_SHOWN else ""
     )
     if saved.reader_rank is None:
-        why = f"were saved by each of {n_ranks} ranks for itself, this is rank {reader.rank} of {reader.world_size}"
+        why = f"are PerRank values of {n_ranks} ranks, and this is rank {reader.rank} of {reader.world_size}"
     else:
         why = f"belong to other ranks than {saved.reader_rank}"
     return PerRankUnavailableError(
         f"{path}: {shown} {why}; nothing was changed. Load the rest by naming it, as in keys=['model', 'optim'], "
-        "or read any rank's with "
-        "open_checkpoint(path): .objects_of(rank), and .tensor(name + '@rank0')",
+        "or read the values of any rank with open_checkpoint(path): .objects_of(rank), and .tensor(name + '@rank0')",
         path=path,
         keys=list(fqns),
         saved=n_ranks,
@@ -385,10 +382,10 @@ def per_rank_unavailable(
 def report_rank_differences(
     contents: Contents, saved: SavedTree, objects: SavedObjects, files: Files, found: Iterable[tuple[str, Node]]
 ) -> None:
-    """Log which of `found` (FQN and leaf of `saved`) come from another rank, while ranks hold different values.
+    """Log which leaves (FQN and node in `found`) are read from another rank although the ranks' values differ.
 
     Raises:
-        CorruptCheckpointError, UnsupportedFormatError, OSError: An objects file cannot be compared.
+        CorruptCheckpointError, UnsupportedFormatError, OSError: An objects file cannot be read.
     """
     differing: list[str] = []
     numbers: dict[str, int] = {}
@@ -405,7 +402,7 @@ def report_rank_differences(
             f" and {len(differing) - MAX_SHOWN} more" if len(differing) > MAX_SHOWN else ""
         )
         _logger.warning(
-            "%s: %d values were stored for each of the %d ranks that saved them, and are taken from the lowest one: %s",
+            "%s: %d values differ between the %d ranks that saved them; those of the lowest rank are loaded: %s",
             contents.path,
             len(differing),
             len(contents.ranks),
@@ -416,7 +413,7 @@ def report_rank_differences(
 def _differing_objects(
     contents: Contents, saved: SavedTree, objects: SavedObjects, files: Files, numbers: dict[str, int]
 ) -> list[str]:
-    """Return the FQNs of objects that another rank than theirs holds with another value."""
+    """Return the FQNs of objects whose value on another rank differs from the one that is loaded."""
     chosen: dict[str, str] = {}
     sources: set[int] = set()
     for fqn, number in numbers.items():
@@ -428,7 +425,7 @@ def _differing_objects(
         return []
     differing: dict[str, None] = {}
     wanted_in: dict[Node, dict[str, int]] = {}
-    # The files of one save that have one checksum are equal, and equal trees give them one meaning.
+    # Object files with equal checksums are equal, and with equal trees they hold equal values.
     known = {(contents.ranks[r].index.objects.checksum, contents.ranks[r].structure.tree) for r in sources}
     if len(sources) > 1:
         known = set()
@@ -450,23 +447,23 @@ def _differing_objects(
 
 
 class NewValues:
-    """New values for parts of the saved tree: allocated, then read, then put together.
+    """New values for parts of the saved tree: the tensors are allocated, then filled by the caller, then built in.
 
-    What is one tensor in the checkpoint is one in all that `build` returns.
+    A saved tensor becomes one tensor in all values that `build` returns.
 
     Args:
         nodes: The parts that will be built.
         saved, objects: The checkpoint.
-        path: Its path, for messages.
-        map_location: Where the tensors go; arrays and bytes stay in host memory.
-        reused: By saved tensor number: existing tensors that are filled instead of new ones.
+        path: The checkpoint's path, for messages.
+        map_location: Device of the tensors; arrays and bytes stay in host memory.
+        reused: By saved tensor number, existing tensors that are filled instead of new ones.
 
     Raises:
-        CorruptCheckpointError, PickledLeafError, UnsupportedFormatError, UnsupportedLeafError, OSError: Something
-            cannot be made.
+        CorruptCheckpointError, PickledLeafError, UnsupportedFormatError, UnsupportedLeafError, OSError: An object
+            cannot be decoded, or a tensor cannot be allocated.
 
     Attributes:
-        fillings: What is to be read into what, before anything is built.
+        fillings: Saved tensors and the tensors to read them into, before anything is built.
         leaves: The leaves of all nodes, and the `_metadata` of OrderedDicts.
     """
 
@@ -500,7 +497,7 @@ class NewValues:
         self._unflattener: Unflattener | None = None
 
     def build(self, node: Node) -> Any:
-        """Return the value of one of the nodes, after `fillings` have been read."""
+        """Return the value of one of the nodes. Call it after `fillings` have been read."""
         if self._unflattener is None:
             if callable(self._map_location):
                 self._tensors |= {n: relocated(self._tensors[n], self._map_location) for n in self._moved}
@@ -509,7 +506,7 @@ class NewValues:
 
 
 class _ByNumber(Sequence[Any]):
-    """Values by number, for the numbers that are there."""
+    """Presents a dict of values by number as a sequence."""
 
     def __init__(self, values: dict[int, Any]) -> None:
         self._values = values

@@ -1,10 +1,10 @@
-"""Tensors of a target, whatever their type: which plain tensors in them are filled, and which of them share memory.
+"""Tensors of a target, of any type: which plain tensors in them are filled, and which of them share memory.
 
 A tie is one tensor with two names. It is filled from one saved tensor, or from two with equal values, which are
 compared before anything changes. Other views that share memory (transposed, reshaped, a slice of a fused tensor, the
-imaginary part of a complex one) are filled one after the other; then each is compared with what was saved under its
-name. Tensors that interleave without sharing an element, such as the columns of one matrix, are recognised by their
-strides.
+imaginary part of a complex tensor) are filled one after the other; then each is compared with the value that was saved
+under its name. Tensors that interleave without sharing an element, such as the columns of a matrix, are recognised by
+their strides.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class TargetTensor(NamedTuple):
 
     Attributes:
         value: The leaf.
-        fqn: Its name in the target; "" where nobody has named it.
+        fqn: FQN of the leaf in the target; "" if it has none.
         dtype, global_shape: Dtype and shape of the whole tensor.
-        shards: What this process holds of it; may be empty.
+        shards: The parts that this process holds; may be empty.
     """
 
     value: Any
@@ -53,28 +53,28 @@ class TargetTensor(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the value itself is what is filled."""
+        """Whether `value` itself is the plain tensor that is filled."""
         return len(self.shards) == 1 and self.shards[0].tensor is self.value
 
     def takes(self, saved: SavedTensor) -> bool:
-        """Whether `saved` can be filled in as it is: shape and dtype are the same."""
+        """Whether it has the shape and dtype of `saved`."""
         return (self.dtype, self.global_shape) == (getattr(torch, saved.dtype, None), saved.global_shape)
 
     def holds_values_of(self, saved: SavedTensor) -> bool:
-        """Whether the dtype is of a kind that can hold the values of `saved`, if with fewer digits."""
+        """Whether the dtype can hold the values of `saved`, possibly with less precision."""
         return torch.can_cast(torch_dtype(saved.dtype), self.dtype)
 
 
 def target_tensor(value: Any, fqn: str) -> TargetTensor:
-    """Return what is filled of `value`.
+    """Return the plain tensors of `value` that are filled.
 
     Args:
         value: A tensor, or a value of a type that has shards.
-        fqn: Its name, for messages; "" if it has none.
+        fqn: Its FQN, for messages; "" if it has none.
 
     Raises:
-        UnsupportedLeafError: Its shards cannot be what they say.
-        OverlappingShardsError: They share elements.
+        UnsupportedLeafError: Its shards are inconsistent.
+        OverlappingShardsError: Its shards share elements.
     """
     if type(value) in PLAIN_TENSORS:
         shape = tuple(value.shape)
@@ -102,7 +102,7 @@ def refuse_without_memory(tensors: Iterable[tuple[str, torch.Tensor]], path: str
     """Refuse to load into tensors that have no memory.
 
     Args:
-        tensors: FQN, and what is filled.
+        tensors: (FQN, tensor) of the tensors that are to be filled.
         path: The checkpoint's path, for messages.
 
     Raises:
@@ -130,29 +130,29 @@ def refuse_read_only(placements: Sequence[Placement], names: Callable[[], Sequen
         path: The checkpoint's path, for messages.
 
     Raises:
-        UnsupportedLeafError: One is; names it.
+        UnsupportedLeafError: One is; names the first.
     """
-    by_page: dict[int, tuple[int, int]] = {}  # one tensor of each page: memory is protected by pages
+    by_page: dict[int, tuple[int, int]] = {}  # one tensor per page: memory is protected by pages
     for number, (_, tensor, _, _) in enumerate(placements):
-        if tensor.is_cpu and tensor.numel():  # tensors of some other devices have no address to be asked for
+        if tensor.is_cpu and tensor.numel():  # tensors on some other devices have no address
             address = tensor.data_ptr()
             by_page.setdefault(address // mmap.PAGESIZE, (address, number))
     closed = read_only(address for address, _ in by_page.values())
     if refused := [number for address, number in by_page.values() if address in closed]:
         fqn = names()[min(refused)]
         raise UnsupportedLeafError(
-            f"{path}: nothing can be loaded into target tensor {fqn!r}: its memory is mapped read-only, such as a "
-            "file by numpy.memmap(mode='r'); nothing was changed. Map it with mode 'c' or 'r+', or pass a clone()",
+            f"{path}: nothing can be loaded into target tensor {fqn!r}: its memory is mapped read-only, for example by "
+            "numpy.memmap(mode='r'); nothing was changed. Map it with mode 'c' or 'r+', or pass a clone()",
             leaf=fqn,
             type_name="Tensor",
         )
 
 
 def check_fillable(target: TargetTensor, fqn: str) -> None:
-    """Refuse a tensor whose elements share memory.
+    """Refuse a tensor whose elements share memory with each other.
 
     Raises:
-        ConfigError: It is expanded, or is a view in which elements lie upon each other (`unfold`, `as_strided`).
+        ConfigError: It is expanded, or a view with overlapping elements (`unfold`, `as_strided`).
     """
     for tensor, _ in target.shards:
         if shares_own_memory(tensor):
@@ -164,24 +164,24 @@ def check_fillable(target: TargetTensor, fqn: str) -> None:
 
 
 def shares_own_memory(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor lie upon each other, so that it cannot hold one value for each."""
+    """Whether elements of a tensor share memory with each other, so that it cannot hold arbitrary values."""
     if tensor.is_contiguous() or not tensor.numel():
         return False
-    reach, overlaps = 0, False  # in elements: how far the dimensions of smaller strides reach
+    reach, overlaps = 0, False  # reach: distance to the last element of all dimensions with smaller strides
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
         if stride == 0:
             return True
         overlaps |= stride <= reach
         reach += stride * (size - 1)
-    return overlaps and _has_doubles(tensor)
+    return overlaps and _has_equal_offsets(tensor)
 
 
-def _has_doubles(tensor: torch.Tensor) -> bool:
-    """Whether two elements have one place; in a view whose dimensions are interleaved they need not."""
-    places = torch.zeros((), dtype=torch.int64, device="cpu")
+def _has_equal_offsets(tensor: torch.Tensor) -> bool:
+    """Whether two elements have the same offset. Overlapping ranges of dimensions alone do not prove it."""
+    offsets = torch.zeros((), dtype=torch.int64, device="cpu")
     for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
-        places = places.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
-    ordered = places.flatten().sort().values
+        offsets = offsets.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
+    ordered = offsets.flatten().sort().values
     return bool((ordered[1:] == ordered[:-1]).any())
 
 
@@ -190,7 +190,7 @@ Filling = tuple[SavedTensor, TargetTensor]
 
 
 def placements_of(fillings: Iterable[Filling]) -> list[Placement]:
-    """Return what is read into which plain tensor; parts without elements are left out."""
+    """Return a placement for each plain tensor of the fillings; tensors without elements are left out."""
     return [
         Placement(saved, tensor, offsets)
         for saved, target in fillings
@@ -200,24 +200,24 @@ def placements_of(fillings: Iterable[Filling]) -> list[Placement]:
 
 
 def placement_names(plain: Iterable[Placement], fillings: Iterable[Filling]) -> list[str]:
-    """Return the target's names of `plain`, which have those that were saved, and of what `placements_of` returns."""
+    """Return the FQNs in the target of `plain`, which are the saved FQNs, and of `placements_of(fillings)`."""
     parts = [target.fqn or saved.fqn for saved, target in fillings for tensor, _ in target.shards if tensor.numel()]
     owned = ((saved.fqn, split_per_rank_name(saved.fqn)) for saved, _, _, _ in plain)
     return [*(fqn if own is None else own[0] for fqn, own in owned), *parts]
 
 
 def converted_storages(fillings: Iterable[Filling]) -> dict[int, bool]:
-    """Return by address of its storage, for each value that is filled, whether what was saved has another dtype."""
+    """Return, by address of the storages of each filled value, whether the saved tensor has another dtype."""
     return {
         at: target.dtype != torch_dtype(saved.dtype) for saved, target in fillings for at in storages_of(target.value)
     }
 
 
 def notify_shard_types(fillings: Iterable[Filling], path: str) -> None:
-    """Tell the values of registered types, once each, that all their shards are filled.
+    """Call `from_shards` of each filled value of a registered type, once.
 
     Args:
-        fillings: What was filled.
+        fillings: The fillings of the load.
         path: The checkpoint's path, for messages.
 
     Raises:
@@ -231,7 +231,7 @@ def notify_shard_types(fillings: Iterable[Filling], path: str) -> None:
         except Exception as error:
             kind, detail = type(target.value).__name__, f"{type(error).__name__}: {error}"
             raise StateLoadError(
-                f"{path}: from_shards() of {saved.fqn!r}, a {kind}, refused what was saved: {detail}",
+                f"{path}: from_shards() of {saved.fqn!r}, a {kind}, raised {detail}",
                 path=path,
                 fqn=saved.fqn,
                 type_name=kind,
@@ -240,7 +240,7 @@ def notify_shard_types(fillings: Iterable[Filling], path: str) -> None:
 
 
 def storages_of(value: Any) -> set[int]:
-    """Return the addresses of the storages that a tensor of any type lies in; none for what has no elements here."""
+    """Return the addresses of the storages of a tensor of any type; empty if it has no elements in this process."""
     try:
         tensors = [tensor for tensor, _ in target_tensor(value, "").shards]
     except AsyncCkptError:
@@ -249,28 +249,31 @@ def storages_of(value: Any) -> set[int]:
 
 
 WINDOW_NBYTES = 16 << 20
-"""How much is compared at once. It takes a few times as much host memory, whatever the tensors' sizes."""
+"""Bytes that are compared at once. It takes a few times as much host memory, whatever the tensors' sizes."""
 
 MAX_PAIRS = 100_000
-"""How many pairs of tensors are compared by their strides, which takes 0.5 s. Further pairs are treated as if they
-shared memory: they are compared with what was saved."""
+"""Maximum number of pairs of tensors whose strides are compared, which takes 0.5 s. Further pairs are treated as if
+they shared memory: they are read again and compared."""
 
 Read = Callable[[Sequence[Placement]], None]
 """Reads boxes of saved tensors into plain ones."""
 
 Window = tuple[int, Placement]
-"""A box of one of several targets, by its number."""
+"""(number of a target, a box of that target)"""
 
 _CPU = torch.device("cpu")
 
 
-# ---- which targets share memory
+# ---- Which targets share memory
 
 
 class MemoryExtent(NamedTuple):
-    """The addresses of a tensor's elements: from `start` to before `end`, `itemsize` bytes at each of `steps`.
+    """The addresses of a tensor's elements.
 
-    `steps`: (stride in bytes, number of indices) of each dimension with more than one index and a stride other than 0.
+    Attributes:
+        start, end: Address of the first byte, and address behind the last byte.
+        itemsize: Bytes of an element.
+        steps: (stride in bytes, size) of each dimension whose size is above 1 and whose stride is not 0.
     """
 
     start: int
@@ -289,8 +292,8 @@ def memory_extent_of(tensor: torch.Tensor) -> MemoryExtent:
 def find_aliased(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the positions of the tensors that may share memory with another one, ascending.
 
-    Tensors that certainly share none are left out: those whose address ranges are disjoint, and slices of one tensor
-    that have no element in common.
+    Tensors that share none are left out if this can be proven: their address ranges are disjoint, or they are slices of
+    one tensor without a common element.
     """
     spans = [
         (t.data_ptr(), t.data_ptr() + t.nbytes if t.is_contiguous() else memory_extent_of(t).end, n)
@@ -311,9 +314,9 @@ def find_aliased(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _aliased_numbers(extents: Iterable[tuple[MemoryExtent, int]]) -> set[int]:
-    """Return the numbers of those of the ascending `extents` that may share memory."""
+    """Return the numbers of those extents that may share memory; `extents` are sorted by start."""
     found: set[int] = set()
-    reaching: list[tuple[MemoryExtent, int]] = []  # those that reach beyond where the current one begins
+    reaching: list[tuple[MemoryExtent, int]] = []  # earlier extents that end behind the start of the current one
     n_pairs = 0
     for extent, number in extents:
         reaching = [one for one in reaching if one[0].end > extent.start]
@@ -327,7 +330,7 @@ def _aliased_numbers(extents: Iterable[tuple[MemoryExtent, int]]) -> set[int]:
 
 
 def are_disjoint(one: MemoryExtent, other: MemoryExtent) -> bool:
-    """Whether two tensors certainly share no byte.
+    """Whether it is proven that two tensors share no byte.
 
     The outer dimensions of both repeat with a common period. Within one period, the bytes that the inner dimensions of
     one tensor span must be disjoint from those of the other.
@@ -344,20 +347,21 @@ def are_disjoint(one: MemoryExtent, other: MemoryExtent) -> bool:
 
 
 def _inner_nbytes(extent: MemoryExtent, least: int) -> int:
-    """Return the bytes that an extent spans without the dimensions whose step is `least` or more."""
+    """Return the bytes that an extent spans in the dimensions whose step is below `least`."""
     return extent.itemsize + sum(step * (n - 1) for step, n in extent.steps if step < least)
 
 
-# ---- whether these can hold what was saved
+# ---- Whether targets that share memory can hold the saved values
 
 
 class Tie(NamedTuple):
     """A tensor of the target with two names under which two tensors were saved.
 
     Attributes:
-        fqn, other_fqn: The names, as the target has them.
-        saved, other: What was saved under them, of one global shape.
-        shards: What this process holds of the target: plain tensors with their offsets, whose memory is not looked at.
+        fqn, other_fqn: The two FQNs in the target.
+        saved, other: The tensors that were saved under them; their global shapes are equal.
+        shards: The parts of the target that this process holds: plain tensors with their offsets. Only shapes and
+            dtypes are used, not the memory.
     """
 
     fqn: str
@@ -372,16 +376,16 @@ ONE_OBJECT = "are one object, or lie in one container, of the target"
 
 
 def check_ties(ties: Sequence[Tie], read: Read, path: str, how: str = ONE_TENSOR) -> None:
-    """Check that what was saved under both names of each tie is equal, bit by bit, in the target's dtype.
+    """Check that the two saved tensors of each tie are equal, bit by bit, in the target's dtype.
 
     Args:
-        ties: What is compared, as far as this process holds it.
+        ties: The ties. Only the parts that this process holds are compared.
         read: Reads boxes of saved tensors.
         path: The checkpoint's path, for messages.
-        how: In which way the two names are one, for messages.
+        how: How the two names are related, for messages.
 
     Raises:
-        AliasMismatchError: Two differ.
+        AliasMismatchError: Two tensors differ.
 
     Blocks: for the reads.
     """
@@ -395,16 +399,16 @@ def check_ties(ties: Sequence[Tie], read: Read, path: str, how: str = ONE_TENSOR
 
 
 def fill_aliased(placements: Sequence[Placement], names: Sequence[str], read: Read, path: str) -> None:
-    """Fill targets that share memory, one after the other, and check that each holds what was saved under its name.
+    """Fill targets that share memory, one after the other, and check that each holds its saved value afterwards.
 
     Args:
-        placements: What is filled.
-        names: The FQN of each, as the target has them.
+        placements: The placements to fill.
+        names: FQN of each in the target.
         read: Reads boxes of saved tensors.
         path: The checkpoint's path, for messages.
 
     Raises:
-        AliasMismatchError: A target does not, since another one with other values shares its memory.
+        AliasMismatchError: Two targets share memory, and their saved values differ.
 
     Blocks: for the reads; everything is read twice.
     """
@@ -417,36 +421,36 @@ def fill_aliased(placements: Sequence[Placement], names: Sequence[str], read: Re
             other = find_overwriter(n, window.target, value, targets)
             if other is not None:
                 one, two = (names[m] for m in sorted((n, other)))
-                left = "the tensors of the target are filled, these with values of both; its objects are as they were"
+                left = "the target's tensors have been filled, these two with a mix of both; its objects are unchanged"
                 raise alias_mismatch(one, two, path, "share memory in the target", left)
 
 
 def find_overwriter(
     number: int, target: torch.Tensor, value: torch.Tensor, filled: Sequence[torch.Tensor]
 ) -> int | None:
-    """Return the number of the tensor that has overwritten another one of several.
+    """Return the number of the tensor that has overwritten a part of `target`.
 
     Args:
-        number: Position in `filled` of the tensor that is checked.
-        target: That tensor, or a box of it.
-        value: What was filled in.
-        filled: All of them, in the order in which they were filled.
+        number: Position of `target` in `filled`.
+        target: The tensor that is checked, or a box of it.
+        value: The value that it was filled with.
+        filled: All filled tensors, in the order in which they were filled.
 
     Returns:
-        The position of the last tensor in `filled` that has an element at the first byte that differs; None: `target`
-        holds `value`.
+        Position of the last tensor in `filled` that has an element at the first byte that differs. None: `target` holds
+        `value`.
     """
-    place = _first_difference(target, value)
-    if place is None:
+    address = _first_difference(target, value)
+    if address is None:
         return None
     return max(
-        (n for n, one in enumerate(filled) if n != number and _contains_byte(memory_extent_of(one), place)),
+        (n for n, one in enumerate(filled) if n != number and _contains_byte(memory_extent_of(one), address)),
         default=number,
     )
 
 
 def _batches(parts: Iterable[Window]) -> Iterator[list[Window]]:
-    """Cut targets into boxes, and group these so that no group has more than `WINDOW_NBYTES`."""
+    """Cut targets into boxes, and yield groups of boxes of at most `WINDOW_NBYTES` each."""
     batch: list[Window] = []
     left = WINDOW_NBYTES
     for number, part in parts:
@@ -479,7 +483,7 @@ def _cut_to_windows(part: Placement, limit: int) -> Iterator[Placement]:
 
 
 def _values(batch: Sequence[Window], read: Read, device: torch.device | None = None) -> list[torch.Tensor]:
-    """Read what was saved in boxes, and return it in the dtypes of their targets, and on their devices or on one."""
+    """Read the saved values of boxes. Returns them in the targets' dtypes, on `device` or on the targets' devices."""
     found = [new_tensor(tuple(w.target.shape), torch_dtype(w.saved.dtype), _CPU) for _, w in batch]
     read([Placement(w.saved, value, w.offsets) for (_, w), value in zip(batch, found, strict=True)])
     return [
@@ -496,7 +500,7 @@ def _converted(value: torch.Tensor, dtype: torch.dtype, device: torch.device) ->
 
 
 def _first_difference(target: torch.Tensor, value: torch.Tensor) -> int | None:
-    """Return the address of the first byte of `target` that differs from `value`; None: none does."""
+    """Return the address of the first byte of `target` that differs from `value`; None: they are equal."""
     found, wanted = flat_bytes(target), flat_bytes(value)
     if torch.equal(found, wanted):
         return None
@@ -515,7 +519,7 @@ def _contains_byte(extent: MemoryExtent, address: int) -> bool:
     step, n = max(extent.steps)
     inner = list(extent.steps)
     inner.remove((step, n))
-    end = extent.end - step * (n - 1)  # of what lies at the first index
+    end = extent.end - step * (n - 1)  # end of the elements at the first index of this dimension
     first, last = max(0, -(-(address + 1 - end) // step)), min(n - 1, (address - extent.start) // step)
     return any(
         _contains_byte(MemoryExtent(extent.start + step * i, end + step * i, extent.itemsize, tuple(inner)), address)
@@ -524,10 +528,10 @@ def _contains_byte(extent: MemoryExtent, address: int) -> bool:
 
 
 def alias_mismatch(fqn: str, other_fqn: str, path: str, how: str, left: str) -> AliasMismatchError:
-    """Return the error for two names of the target whose saved values differ; `left`: what became of the target."""
+    """Return the error for two names of the target whose saved values differ; `left` says what has been changed."""
     return AliasMismatchError(
-        f"{path}: {fqn!r} and {other_fqn!r} {how}, and the values that were saved under them differ; {left}. Give each "
-        "memory of its own in the target, or leave one of them out by keys",
+        f"{path}: {fqn!r} and {other_fqn!r} {how}, and the values saved under these names differ; {left}. Make them "
+        "separate tensors or objects in the target, or leave one of them out by keys",
         path=path,
         fqn=fqn,
         other_fqn=other_fqn,

@@ -1,14 +1,15 @@
-"""A target state dict: where its values are, how new ones take their place, and how objects are given their state.
+"""A target state dict: where its values are, how new values replace them, and how objects are given their state.
 
-A module's tensors are filled in place, in the bare module, as far as `module_targets` says. Everything else in its
-state (what `get_extra_state` gave, parameters that are not yet initialised), and the whole state of any other object,
-is made new: a new optimizer has no state yet that could be filled. If it has one, the tensors that fit are filled, to
-save memory. Then all of them are given their state by `load_state_dict`.
+A module's tensors are filled in place, in the bare module; `module_targets` decides which. All other entries of its
+state (the result of `get_extra_state`, parameters that are not initialised yet), and the whole state of any other
+object, get new values: a new optimizer has no state yet that could be filled. If it has one, the tensors that fit are
+filled, to save memory. Then each object is given its state by `load_state_dict`.
 
 `torch.optim.Optimizer.load_state_dict` converts the state of a parameter to the parameter's dtype: a float32 moment of
 a bfloat16 parameter would be rounded, an integer would change its type. It also turns all mappings into dicts, and
-strings into lists. All of that is replaced by what was saved, if the conversion is the only thing that was done to it.
-What an object itself makes of its state stays; where a tensor has another dtype afterwards, that is logged.
+strings into lists. These conversions are undone: a converted value is replaced by the saved one, unless the optimizer
+has changed it in another way. Other changes that an object makes to its state are kept; if a tensor has another dtype
+afterwards, this is logged.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Targets:
         self._claimed_containers: set[int] = set()
 
     def open(self, value: Any, path: Path) -> Any:
-        """Return what of an object with a `state_dict()` is filled: of a module its state, else the object itself.
+        """Return the state of a module to fill; any other object with a `state_dict()` is returned itself.
 
         Raises:
             StateDictError: A module's `state_dict()` raised.
@@ -59,18 +60,18 @@ class Targets:
         return module.state
 
     def value_at(self, path: Path) -> Any:
-        """Return the value at a path; of a `PerRank`, the value in it."""
+        """Return the value at a path; for a `PerRank`, the value in it."""
         value, rest = self._located(path)
         for key in rest:
             value = unwrap_per_rank(value)[python_key(key)]
         return unwrap_per_rank(value)
 
     def is_module(self, path: Path) -> bool:
-        """Whether there is a module at a path, whose state is what is filled."""
+        """Whether there is a module at a path whose state is filled."""
         return path in self._modules
 
     def immutable_container_at(self, path: Path) -> str | None:
-        """Return the type of the container in which the value at a path cannot be replaced; None if it can be."""
+        """Return the type name of the immutable container in which a value cannot be replaced; None if it can be."""
         for container in reversed(self._containers(path)):
             if isinstance(container, (MutableSequence, MutableMapping, PerRank)):
                 return None
@@ -79,7 +80,7 @@ class Targets:
         return None if isinstance(self._root, MutableMapping) else type(self._root).__name__
 
     def owner_of(self, path: Path) -> tuple[int, Any]:
-        """Return what changes when the value at a path is replaced: the id of a container, and the keys below it."""
+        """Return what changes when the value at a path is replaced: the ID of a container, and the keys below it."""
         depth = len(path)
         for container in reversed(self._containers(path)):
             depth -= not isinstance(container, PerRank)
@@ -108,7 +109,7 @@ class Targets:
         _replace_at(root, rest, new, self._claimed_containers)
 
     def leave_as_is(self, container: Any) -> None:
-        """Let an empty container stay empty: under its other names, too, another container takes its place."""
+        """Keep an empty container empty: if it has other names, it is replaced there instead of filled."""
         self._claimed_containers.add(id(container))
 
     def _located(self, path: Path) -> tuple[Any, Path]:
@@ -135,7 +136,7 @@ class Targets:
 
 
 def is_loadable(value: Any) -> bool:
-    """Whether an object leaf of a target takes a state."""
+    """Whether an object leaf of a target is given a state by `load_state_dict`."""
     return isinstance(value, ReplacedEntry) or (
         hasattr(value, "state_dict") and callable(getattr(value, "load_state_dict", None))
     )
@@ -152,10 +153,10 @@ def _replace_at(value: Any, path: Path, new: Any, claimed: set[int]) -> Any:
     """Put `new` at `path` inside `value`: in place where the container allows it, rebuilding tuples.
 
     Args:
-        value: A container, or what is at the end of the path.
+        value: A container, or the value at the end of the path.
         path: The path inside `value`.
         new: The new value.
-        claimed: IDs of containers that take no members; added to.
+        claimed: IDs of containers that are not filled any more; extended here.
 
     Returns:
         `value`, or the tuple that replaces it. A `PerRank` stays one, and gets another value.
@@ -178,10 +179,10 @@ def _replace_at(value: Any, path: Path, new: Any, claimed: set[int]) -> Any:
 
 
 def _merged_into(old: Any, new: Any, claimed: set[int]) -> Any:
-    """Return what takes the place of `old`: itself, with the members of `new`, if it is empty.
+    """Return the value that replaces `old`: `old` itself with the members of `new` if it is empty, else `new`.
 
-    Everybody who holds an empty dict, list or deque of the target sees what was saved there. One that has several names
-    takes what was saved under the first of them; under the others there is a new container.
+    An empty dict, list or deque of the target is filled in place, so that other references to it see the members. If it
+    has several names, it is filled under the first; under the others a new container replaces it.
     """
     if id(old) in claimed:
         return new
@@ -216,8 +217,8 @@ def load_object_state(value: Any, state: Any, fqn: str, path: str, converted: Co
         state: The state that was saved.
         fqn: Its name, for messages.
         path: The checkpoint's path, for messages.
-        converted: The storages of tensors that this load has converted. The state of such a parameter stays converted:
-            this run resumes in another precision.
+        converted: The storages of tensors that this load has converted. The state of such a parameter stays converted,
+            since the run resumes in another precision.
 
     Raises:
         StateLoadError: `load_state_dict` raised.
@@ -227,7 +228,7 @@ def load_object_state(value: Any, state: Any, fqn: str, path: str, converted: Co
     entries = _entries(state) if isinstance(value, torch.optim.Optimizer) else []
     try:
         if isinstance(value, torch.nn.Module) and takes_strict(value):
-            value.load_state_dict(state, strict=False)  # what is missing has been reported, by the rules of `load`
+            value.load_state_dict(state, strict=False)  # missing keys have been handled by `load`
         else:
             value.load_state_dict(state)
     except Exception as error:
@@ -239,7 +240,7 @@ def load_object_state(value: Any, state: Any, fqn: str, path: str, converted: Co
 
 
 def may_call_state_dict(value: Any) -> bool:
-    """Whether `state_dict()` of an object surely waits for no other rank; else a load on one rank might never end."""
+    """Whether `state_dict()` of an object certainly runs no collective, for which a load on one rank would hang."""
     return not has_other_ranks() or getattr(type(value), "state_dict", None) is torch.optim.Optimizer.state_dict
 
 
@@ -263,14 +264,13 @@ def _undo_conversions(
         if not isinstance(state, dict) or any(converted.get(address) for address in storages_of(parameter)):
             continue
         for key in saved.keys() & state.keys():
-            if key != "step" or not isinstance(
-                saved[key], torch.Tensor
-            ):  # kernels need `step` in the form that the optimizer has made
+            # A tensor `step` stays as the optimizer has converted it: its kernels need that dtype and device.
+            if key != "step" or not isinstance(saved[key], torch.Tensor):
                 state[key] = _as_saved(saved[key], state[key], parameter)
 
 
 def _as_saved(saved: Any, loaded: Any, parameter: torch.Tensor) -> Any:
-    """Return what was saved where `loaded` is that after the conversions of torch's optimizers; else `loaded`."""
+    """Return `saved` if `loaded` differs from it only by the conversions of torch's optimizers; else `loaded`."""
     if isinstance(saved, torch.Tensor):
         return saved.to(loaded.device) if _is_converted(saved, loaded, parameter.dtype) else loaded
     if isinstance(saved, (str, bytes)):
@@ -287,7 +287,7 @@ def _as_saved(saved: Any, loaded: Any, parameter: torch.Tensor) -> Any:
 
 
 def _is_converted(saved: torch.Tensor, loaded: Any, dtype: torch.dtype) -> bool:
-    """Whether `loaded` has the values of `saved`, and that dtype in place of its own."""
+    """Whether `loaded` is `saved` converted to `dtype`."""
     if not isinstance(loaded, torch.Tensor) or saved.shape != loaded.shape:
         return False
     if loaded.dtype != dtype or saved.dtype == dtype:
@@ -297,7 +297,7 @@ def _is_converted(saved: torch.Tensor, loaded: Any, dtype: torch.dtype) -> bool:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """Return what this process holds of a tensor."""
+    """Return the local part of a DTensor; other tensors are returned as they are."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
 
 
@@ -313,7 +313,7 @@ def _dtypes(state: Any, path: Path = ()) -> dict[Path, torch.dtype]:
 
 
 def _report_dtypes(value: Any, saved: Mapping[Path, torch.dtype], fqn: str, path: str) -> None:
-    """Log which tensors of an object have another dtype than was saved, as far as its `state_dict()` shows."""
+    """Log which tensors of an object have another dtype than the saved one, according to its `state_dict()`."""
     if not may_call_state_dict(value):
         return
     try:
@@ -324,7 +324,7 @@ def _report_dtypes(value: Any, saved: Mapping[Path, torch.dtype], fqn: str, path
     if changed:
         at, dtype = changed[0]
         _log.warning(
-            "%s: load_state_dict() of %r, a %s, has converted %d of its tensors: %r was saved as %s and is %s now",
+            "%s: load_state_dict() of %r, a %s, has changed the dtype of %d tensors: %r was saved as %s and is %s now",
             path,
             fqn,
             type(value).__name__,
@@ -338,16 +338,17 @@ def _report_dtypes(value: Any, saved: Mapping[Path, torch.dtype], fqn: str, path
 def reusable_state_tensors(holder: Any, saved: Iterable[tuple[Path, SavedTensor]]) -> dict[Path, TargetTensor]:
     """Return the existing tensors that tensors of an optimizer's saved state are read into.
 
-    The tensors of an optimizer that has a state are filled in place, which saves the memory of a second state. One
-    without a state gets a new one; what it keeps of a sharded parameter must be sharded likewise, so that is made here.
+    The tensors of an optimizer that has a state are filled in place, which saves the memory of a second state. An
+    optimizer without a state gets a new one. Its tensors for sharded parameters must be sharded in the same way, so
+    they are made here.
 
     Args:
-        holder: The object that takes the state. None but an optimizer has such tensors.
+        holder: The object that takes the state. The result is empty unless it is an optimizer.
         saved: The tensors of its saved state, by their path in it.
 
     Returns:
-        By path: tensors of the saved shape and dtype. What shares memory with a parameter or another entry is not
-        among them.
+        Tensors of the saved shape and dtype, by path. Tensors that share memory with a parameter or another entry are
+        left out.
     """
     if not isinstance(holder, torch.optim.Optimizer):
         return {}
@@ -371,7 +372,7 @@ def reusable_state_tensors(holder: Any, saved: Iterable[tuple[Path, SavedTensor]
 
 
 def _unaliased_tensors(holder: torch.optim.Optimizer, values: list[tuple[Path, Any]]) -> dict[Path, TargetTensor]:
-    """Return those of the values (by path in the state) that share memory with no parameter and no other value."""
+    """Return those values (by path in the state) that share no memory with a parameter or another value."""
     storages = [storages_of(value) for _, value in values]
     shared = {at for group in holder.param_groups for p in group["params"] for at in storages_of(p)}
     shared |= {at for at, n in Counter(at for memory in storages for at in memory).items() if n > 1}
@@ -393,7 +394,7 @@ def _value_at(state: Any, path: Path) -> Any:
 
 
 def _sharded_like(parameter: torch.Tensor, saved: SavedTensor) -> TargetTensor | None:
-    """Return a new tensor that lies as a sharded parameter does, if `saved` has its shape."""
+    """Return a new tensor that is sharded like a parameter, if that is sharded and `saved` has its shape."""
     if shards_of(parameter) is None or tuple(parameter.shape) != saved.global_shape:
         return None
     dtype = getattr(torch, saved.dtype, None)

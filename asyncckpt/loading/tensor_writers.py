@@ -1,4 +1,4 @@
-"""Where loaded bytes go: straight into a tensor's memory if that is possible, else box by box; and new tensors."""
+"""Writes loaded bytes into tensors: directly into their memory if possible, else box by box. Makes new tensors."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _HUGE_PAGES_FROM_NBYTES = 4 << 20
 """Tensors of this size hold at least one aligned 2 MiB page inside."""
 
 _GRAIN = 32768
-"""From so many elements on, torch would call its own threads for a copy (at::internal::GRAIN_SIZE)."""
+"""torch uses several threads for copies of at least this many elements (at::internal::GRAIN_SIZE)."""
 
 _WIDE, _WIDE_NBYTES = torch.complex128, 16
-"""The widest elements; their copies keep every bit. IMPORTANT: only where they are aligned, or the process dies: also
-those that were saved as such."""
+"""The widest dtype; its copies keep every bit. IMPORTANT: use it only at aligned addresses, also for tensors that were
+saved as complex128. Otherwise the process crashes."""
 
 _PAGE_NBYTES = 4096
 _MADV_HUGEPAGE = 14
 
 _MADE_AS = {torch.complex32: torch.int32} if hasattr(torch, "complex32") else {}
-"""torch warns of a whole class of operators whenever it makes a tensor of such a dtype; a view of integers is quiet."""
+"""torch warns whenever it allocates a tensor of such a dtype, but not for a view of integers."""
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -43,27 +43,27 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 def tensor_over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that `like` would be with its elements in `storage`."""
+    """Return a tensor with the elements of `storage` and the dtype, shape and strides of `like`."""
     empty = torch.empty(0, dtype=_MADE_AS.get(like.dtype, like.dtype), device=storage.device)
     return _as_dtype(empty.set_(storage, 0, like.shape, like.stride()), like.dtype)
 
 
 def _as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor if tensor.dtype == dtype else tensor.view(dtype).detach()  # a tensor of its own to autograd
+    return tensor if tensor.dtype == dtype else tensor.view(dtype).detach()  # detached: for autograd it is no view
 
 
 def takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the stored bytes of a tensor of `dtype` are the target's memory as it is."""
+    """Whether the stored bytes of a tensor of `dtype` can be read into the target's memory without conversion."""
     return target.is_cpu and target.dtype == dtype and target.is_contiguous() and not _is_conj_or_neg(target)
 
 
 def _is_conj_or_neg(target: torch.Tensor) -> bool:
-    """Whether it is a conjugated or negated view, whose memory holds other values than it shows."""
+    """Whether it is a conjugated or negated view, whose memory holds other values than its elements."""
     return target.is_conj() or target.is_neg()
 
 
 def flat_start(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> int | None:
-    """Return the first element's number if the box is one run of the row-major tensor, else None."""
+    """Return the index of the box's first element if the box is one run of the row-major tensor, else None."""
     if sizes == shape:
         return 0
     stride, start, inner_is_whole = 1, 0, True
@@ -77,18 +77,18 @@ def flat_start(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[in
 
 
 class BoxWriter:
-    """Copies the elements of a box out of the bytes of its range, as these come: in pieces, in any order.
+    """Copies the bytes of a range into a box of a tensor. The bytes are delivered in pieces, in any order.
 
-    Nothing is kept between pieces, so what a load needs beside its targets does not grow with the ranges. Only a range
-    whose elements are not aligned in the file is gathered first.
+    Nothing is kept between pieces, so the memory that a load needs in addition to its targets does not grow with the
+    ranges. Only a range whose elements are not aligned in the file is gathered first.
 
     Args:
         target: The tensor.
-        offsets, sizes: The box of it, in elements.
-        dtype: The dtype of the stored elements.
-        nbytes: The length of the range.
-        strides: The strides of the box in the range, in elements, descending.
-        aligned: Whether no piece begins or ends inside an element.
+        offsets, sizes: The box in the tensor, in elements.
+        dtype: Dtype of the stored elements.
+        nbytes: Length of the range.
+        strides: Strides of the box in the range, in elements, descending.
+        aligned: Whether each piece begins and ends between elements.
     """
 
     __slots__ = ("_box", "_gathered", "_lock", "_missing", "_nbytes", "_wide")
@@ -111,7 +111,7 @@ class BoxWriter:
         self._lock = None if aligned else threading.Lock()
 
     def row_nbytes(self, offset: int) -> int:
-        """Return 0 if pages of a file hold whole elements where the range begins at `offset`, else what rows take."""
+        """Return 0 if a range that begins at `offset` of a file is aligned to elements, else the bytes of one row."""
         itemsize = self._box.dtype.itemsize
         if offset % itemsize == 0:
             return 0
@@ -119,7 +119,7 @@ class BoxWriter:
 
     def deliver(self, position: int, address: int, nbytes: int) -> None:
         if self._lock is None:
-            if address % self._box.dtype.itemsize:  # whole pages, or behind a range of narrower elements
+            if address % self._box.dtype.itemsize:  # in a buffer of whole pages, or behind a range of narrower elements
                 moved = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
                 copy_bytes(moved.data_ptr(), address, nbytes)
                 address = moved.data_ptr()
@@ -140,7 +140,7 @@ class BoxWriter:
 
 
 class _StridedBox(NamedTuple):
-    """The box of a target that a range holds, and how it lies in the range; in elements of `dtype`."""
+    """A box of a target, and its strides in a range; in elements of `dtype`."""
 
     target: torch.Tensor
     offsets: tuple[int, ...]
@@ -150,21 +150,21 @@ class _StridedBox(NamedTuple):
 
 
 def _as_wide_elements(box: _StridedBox) -> _StridedBox:
-    """Return the same bytes as elements of 16, where they are that in file and target; else the box itself.
+    """Return the box with elements of 16 bytes, if it is aligned to these in range and target; else the box itself.
 
-    Copies of fewer elements need fewer calls into torch, each of which gives the interpreter's lock away: two readers
-    that wait for it at every step took twice as long as their work.
+    Copies of fewer elements need fewer calls into torch. Each call releases the GIL: two readers that waited for it at
+    every call took twice as long as the copies.
     """
     target, offsets, sizes, strides, dtype = box
     n = _WIDE_NBYTES // dtype.itemsize
-    places = target.stride()
+    target_strides = target.stride()
     if n < 2 or not sizes or not target.is_cpu or target.dtype != dtype or _is_conj_or_neg(target):
         return box
-    if strides[-1] != 1 or places[-1] != 1 or target.data_ptr() % _WIDE_NBYTES:
+    if strides[-1] != 1 or target_strides[-1] != 1 or target.data_ptr() % _WIDE_NBYTES:
         return box
     if any(size % n for size in (offsets[-1], sizes[-1], target.shape[-1], target.storage_offset())):
         return box
-    if any(stride % n for stride in (*strides[:-1], *places[:-1])):
+    if any(stride % n for stride in (*strides[:-1], *target_strides[:-1])):
         return box
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         wide = target.detach().view(_WIDE)
@@ -176,29 +176,29 @@ def _as_wide_elements(box: _StridedBox) -> _StridedBox:
 
 
 def _write_elements(box: _StridedBox, first: int, elements: torch.Tensor) -> None:
-    """Take the elements of the range from number `first` on."""
+    """Copy `elements`, which begin at element `first` of the range, into the box."""
     target, end, strides = box.target, first + elements.numel(), box.strides
     boxes = boxes_within(box.sizes, strides, box.offsets, first, end)
     if not target.is_cpu or _is_conj_or_neg(target):
         for start, offsets, sizes in boxes:
             fill_box(target, offsets, elements.as_strided(sizes, strides, start - first))
         return
-    places, origin = target.stride(), target.storage_offset()
+    target_strides, origin = target.stride(), target.storage_offset()
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         into, out = [], []
         for found in boxes:
             for start, offsets, sizes in _slabs(strides, *found):
-                at = origin + sum(map(operator.mul, offsets, places))
-                into.append(target.as_strided(sizes, places, at))
+                at = origin + sum(map(operator.mul, offsets, target_strides))
+                into.append(target.as_strided(sizes, target_strides, at))
                 out.append(elements.as_strided(sizes, strides, start - first))
         if into:
-            torch._foreach_copy_(into, out)  # one call into torch, and out of the interpreter's lock
+            torch._foreach_copy_(into, out)  # one call into torch, which releases the GIL once
 
 
 def _slabs(
     strides: tuple[int, ...], start: int, offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Cut a box into such that torch copies each in this thread: the readers are as many as there should be."""
+    """Cut a box into smaller boxes that torch copies in this thread: there are enough reading threads already."""
     dim = next((d for d, n in enumerate(sizes) if n > 1), 0)
     n = sizes[dim] if sizes else 0
     step = max(1, (_GRAIN - 1) * n // max(1, math.prod(sizes)))
@@ -211,7 +211,7 @@ def _slabs(
 
 
 def elements_at(address: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the memory at `address` as a flat tensor: no copy."""
+    """Return the memory at `address` as a flat tensor, without a copy."""
     memory = (ctypes.c_char * nbytes).from_address(address)
     if dtype is _WIDE:
         return torch.frombuffer(memory, dtype=_WIDE)
@@ -221,13 +221,13 @@ def elements_at(address: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
 def boxes_within(
     sizes: tuple[int, ...], strides: tuple[int, ...], offsets: tuple[int, ...], low: int, high: int, start: int = 0
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Cut out of a strided box what lies in one run of its range.
+    """Yield the parts of a strided box that lie in one run of its range.
 
     Args:
         sizes, strides: The box in the range; the strides descend, and no two elements share an address.
-        offsets: The offsets of the box in its tensor.
-        low, high: The run, in elements of the range.
-        start: Where the box's first element lies in the range.
+        offsets: Offsets of the box in its tensor.
+        low, high: Start and end of the run, in elements of the range.
+        start: Position of the box's first element in the range.
 
     Yields:
         (position of the first element in the range, offsets in the tensor, sizes) of at most three boxes per dimension.
@@ -240,7 +240,7 @@ def boxes_within(
         return
     dim = next(d for d, n in enumerate(sizes) if n > 1)
     n, stride = sizes[dim], strides[dim]
-    inner = span - (n - 1) * stride  # of one member of this dimension
+    inner = span - (n - 1) * stride  # the span at one index of this dimension
     touched = range(max(0, (low - start - inner) // stride + 1), min(n, -((start - high) // stride)))
     whole = range(max(0, -((start - low) // stride)), min(n, (high - start - inner) // stride + 1))
 
@@ -259,7 +259,7 @@ def boxes_within(
 def fill_box(
     target: torch.Tensor, offsets: tuple[int, ...], values: torch.Tensor, *, non_blocking: bool = False
 ) -> None:
-    """Copy `values` into their box of `target`, converting dtype and device; autograd does not see it."""
+    """Copy `values` into their box of `target`, converting dtype and device; without autograd."""
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         box = target
         for dim, (offset, size) in enumerate(zip(offsets, values.shape, strict=True)):
@@ -271,11 +271,11 @@ def fill_box(
 MapLocation = (
     torch.device | str | Mapping[str, str] | Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | None
 )
-"""Where new tensors are made, in the forms that `torch.load` takes. Every saved location is "cpu"."""
+"""Device of new tensors, in the forms that `torch.load` accepts. Every saved location is "cpu"."""
 
 
 def device_of(map_location: MapLocation) -> torch.device:
-    """Return where new tensors are made. A callable decides later, from the CPU."""
+    """Return the device on which new tensors are made: the CPU for a callable, which moves them later."""
     if map_location is None or callable(map_location):
         return torch.device("cpu")
     if isinstance(map_location, Mapping):
@@ -286,7 +286,7 @@ def device_of(map_location: MapLocation) -> torch.device:
 def relocated(
     tensor: torch.Tensor, move: Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None]
 ) -> torch.Tensor:
-    """Return `tensor` where the callable `move` wants its storage."""
+    """Return `tensor` with the storage that the callable `move` returns for it."""
     storage = move(tensor.untyped_storage(), "cpu")
     if storage is None or storage.data_ptr() == tensor.untyped_storage().data_ptr():
         return tensor

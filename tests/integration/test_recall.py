@@ -142,7 +142,7 @@ def test_checkpoint_whose_memory_was_used_again_is_read_from_disk(
         written(saver.save(state_of(step), tmp_path / str(step)))
     assert [s.step for s in asyncckpt.held_snapshots(tmp_path)] == [2]
     assert is_state(asyncckpt.load(tmp_path / "1"), 1)
-    with pytest.raises(SnapshotUnavailableError, match="holds nothing of this path"):
+    with pytest.raises(SnapshotUnavailableError, match="holds no snapshot of this path"):
         asyncckpt.load(tmp_path / "1", source="memory")
 
 
@@ -490,7 +490,7 @@ def test_worker_that_hangs_costs_a_load_a_second_at_most(
     worker: real_worker.RealWorker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ASYNCCKPT_ENDPOINT", worker.endpoint)
-    monkeypatch.setattr(read_source, "PATIENT_S", 0.3)
+    monkeypatch.setattr(read_source, "LONG_ANSWER_S", 0.3)
     with SyncCheckpointer() as saver:
         saver.save(state_of(1), tmp_path / "a")
     with worker.frozen():

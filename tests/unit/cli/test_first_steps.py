@@ -95,7 +95,7 @@ def test_a_target_of_which_nothing_matches_stays_and_is_logged_or_refused(
 ) -> None:
     target = {"other": torch.zeros(3)}
     assert asyncckpt.load(saved, target, strict=False) is target and not target["other"].any()
-    assert "1 keys are not in the checkpoint and stay as they are: other" in caplog.text
+    assert "1 keys are not in the checkpoint and keep their values: other" in caplog.text
     with pytest.raises(MissingKeysError):
         asyncckpt.load(saved, target)
 
@@ -103,9 +103,9 @@ def test_a_target_of_which_nothing_matches_stays_and_is_logged_or_refused(
 @pytest.mark.parametrize(
     ("key_map", "words"),
     [
-        ({"x": "nowhere"}, "by key_map 'x' was looked for as 'nowhere'"),
-        (lambda fqn: "net." + fqn, "by key_map 'x' was looked for as 'net.x'"),
-        ({"w": "x"}, "the other way round: write 'x': 'w'"),
+        ({"x": "nowhere"}, "key_map maps 'x' to 'nowhere'"),
+        (lambda fqn: "net." + fqn, "key_map maps 'x' to 'net.x'"),
+        ({"w": "x"}, "is reversed: write 'x': 'w'"),
         ({}, "not in the checkpoint; nothing was changed"),
     ],
 )
@@ -120,7 +120,7 @@ def test_keys_that_were_selected_in_vain_are_none_that_key_map_must_know(saved: 
         asyncckpt.load(saved, {"x": torch.zeros(3)}, keys="nowhere", key_map={"x": "w"}.__getitem__)
 
 
-@pytest.mark.parametrize(("key_map", "words"), [(3, "key_map is a int"), (lambda fqn: 3, "key_map gives 3 for 'x'")])
+@pytest.mark.parametrize(("key_map", "words"), [(3, "key_map is a int"), (lambda fqn: 3, "key_map returns 3 for 'x'")])
 @pytest.mark.parametrize("ask", [asyncckpt.load, asyncckpt.plan_load])
 def test_a_key_map_that_is_none_is_refused(saved: Path, ask: Callable[..., Any], key_map: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
