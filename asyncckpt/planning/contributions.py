@@ -1,4 +1,4 @@
-"""What a rank tells the others about its state when they meet: contributions and their encoding. Pure; no torch."""
+"""Contributions: what each rank sends to the others about its state at a meeting, and its encoding. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TensorKey = tuple[str, str, tuple[int, ...]]
 """(FQN by the first path, dtype name, shape in elements) of a whole tensor."""
 
 _Memo = dict[bytes, Any]
-_JUNK = (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, msgpack.UnpackException)
+_DECODE_ERRORS = (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, msgpack.UnpackException)
 
 
 _TRIVIAL = b"\xff\xff\xff\xff"
 
 
 def tag_digest(digest: bytes, *, trivial: bool) -> bytes:
-    """Return an 8-byte digest tagged in its first four bytes with whether the tensor has a trivial value.
+    """Return an 8-byte digest whose first four bytes say whether the tensor has a trivial value.
 
     See `is_trivial_value`.
     """
@@ -37,21 +37,22 @@ def tag_digest(digest: bytes, *, trivial: bool) -> bytes:
 
 
 def is_trivial_value(digest: bytes) -> bool:
-    """Whether a tagged digest is that of a tensor of zeros only, or of ones only, as tensors are initialised.
+    """Whether a tagged digest is that of a tensor of zeros only, or of ones only: common initial values.
 
-    Equality proves little then: BatchNorm statistics at step 0, zero biases of hand-written tensor parallelism and
-    LoRA's B are equal on all ranks and yet are no replicas. Such tensors are compared once more, in a later save.
+    Tensors with equal trivial values need not be replicas: BatchNorm statistics at step 0, zero biases of hand-written
+    tensor parallelism and LoRA's B are equal on all ranks and become different. Such tensors are compared once more, in
+    a later save.
     """
     return digest.startswith(_TRIVIAL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contribution:
-    """What one rank tells the others of one structure.
+    """What one rank sends to the others about one structure.
 
     Attributes:
         tensors: Every whole tensor that is not `PerRank`, in the order of the state dict; FQNs are unique.
-        own_nbytes: Bytes of the tensors that are `PerRank`.
+        own_nbytes: Bytes of the `PerRank` tensors.
         digests: Aligned with `tensors`: the tagged 8-byte digest of the tensor's elements, or b"" without one.
         shards: Claims of the tensors of which this rank holds parts.
     """
@@ -76,7 +77,7 @@ class Contribution:
 
 
 def encode_contributions(contributions: Mapping[int, Contribution]) -> bytes:
-    """Return contributions by rank as msgpack, the same bytes on all ranks. Equal contributions are encoded once."""
+    """Encode contributions by rank as msgpack, to the same bytes on all ranks. Equal contributions are encoded once."""
     memo: dict[int, bytes] = {}
     first: dict[bytes, int] = {}
     found: dict[int, bytes | int] = {}
@@ -100,11 +101,11 @@ def decode_contributions(raw: Mapping[int, bytes]) -> dict[int, Contribution]:
             if type(rank) is not int or not 0 <= rank < MAX_RANKS or type(data) is not bytes:
                 raise ValueError("not a rank and its bytes")
             found[rank] = _decode(data, *memos)
-    except _JUNK as error:
-        text = f"the contribution of rank {rank} to the ranks' agreement does not decode: {error}"
+    except _DECODE_ERRORS as error:
+        text = f"the contribution of rank {rank} to the meeting of the ranks does not decode: {error}"
         raise ProtocolError(text, detail=str(error)) from error
     except AttributeError as error:
-        raise ProtocolError("contributions are not a map of ranks", detail=str(error)) from error
+        raise ProtocolError("contributions are not a mapping by rank", detail=str(error)) from error
     return found
 
 
@@ -143,31 +144,32 @@ def _decode(data: bytes, tensors_memo: _Memo, digests_memo: _Memo, shards_memo: 
 
 def _tensors(raw: Any) -> Iterator[TensorKey]:
     if not isinstance(raw, tuple) or len(raw) > MAX_TENSORS:
-        raise ValueError("tensors are not a list, or too many")
+        raise ValueError("tensors are not a list, or are too many")
     seen = set()
     for fqn, dtype, shape in raw:
         if type(fqn) is not str or fqn in seen:
-            raise ValueError(f"FQN {fqn!r} is no text, or occurs twice")
+            raise ValueError(f"FQN {fqn!r} is not a string, or occurs twice")
         if type(dtype) is not str or dtype not in DTYPES:
-            raise ValueError(f"tensor {fqn!r} of unknown dtype {dtype!r}")
+            raise ValueError(f"tensor {fqn!r} has the unknown dtype {dtype!r}")
         fits = isinstance(shape, tuple) and len(shape) <= MAX_DIMS
         if not fits or not all(type(n) is int and 0 <= n <= MAX_INT for n in shape):
-            raise ValueError(f"tensor {fqn!r} of shape {shape!r}")
+            raise ValueError(f"tensor {fqn!r} has the invalid shape {shape!r}")
         seen.add(fqn)
         yield fqn, dtype, shape
 
 
 def _digests(raw: Any) -> tuple[bytes, ...]:
     if not isinstance(raw, tuple) or not all(type(d) is bytes and len(d) in (0, DIGEST_NBYTES) for d in raw):
-        raise ValueError("digests are not a list of them")
+        raise ValueError(f"digests are not a list of {DIGEST_NBYTES}-byte digests")
     return raw
 
 
 def replica_candidates(contributions: Mapping[int, Contribution]) -> dict[int, tuple[int, ...]]:
-    """Return which tensors look like replicas, so that their digests must be compared.
+    """Return which tensors may be replicas, so that their digests must be compared.
 
     Returns:
-        For each rank positions in its `tensors`: of those that several ranks hold, all with one dtype and shape.
+        For each rank, positions in its `tensors`: of the tensors that several ranks hold, all with the same dtype and
+        shape.
     """
     holders: dict[int, int] = {}  # by identity of `tensors`, which many ranks share after `decode_contributions`
     lists: dict[int, Sequence[TensorKey]] = {}
@@ -197,15 +199,15 @@ def with_digests(contributions: Mapping[int, Contribution], digests: Mapping[int
         digests: By rank, 8 bytes for each of its `replica_candidates`, in their order.
 
     Raises:
-        ProtocolError: A rank gave another number of digests, or none.
+        ProtocolError: A rank sent a wrong number of digests.
     """
     memo: dict[tuple[int, bytes], tuple[bytes, ...]] = {}
     found = {}
     for rank, positions in replica_candidates(contributions).items():
         contribution, raw = contributions[rank], digests.get(rank)
         if type(raw) is not bytes or len(raw) != DIGEST_NBYTES * len(positions):
-            given = f"{len(raw)} bytes" if type(raw) is bytes else "nothing"
-            detail = f"rank {rank} gave {given} for the digests of {len(positions)} tensors"
+            sent = f"{len(raw)} bytes" if type(raw) is bytes else "nothing"
+            detail = f"rank {rank} sent {sent} for the digests of {len(positions)} tensors"
             raise ProtocolError(detail, detail=detail)
         key = (id(contribution.tensors), raw)
         if key not in memo:

@@ -1,10 +1,10 @@
-"""Replicas spread over the ranks that hold them, so that every rank writes about as much. Pure and deterministic.
+"""Divides replicas among the ranks that hold them, so that all ranks write about the same. Pure and deterministic.
 
-All replicas of one set of holders are one range of bytes. It is cut so that all holders write the same total, together
-with what each writes anyway; a holder that writes more than that anyway gets nothing. A replica of more than
-`CUT_NBYTES` may be cut between rows, smaller ones never, so each cut is moved to the nearest place where one is
-allowed: by half a grain at most. A grain is a small replica, `CUT_NBYTES` of a large one, or one row where that is
-more. So no rank writes more than one grain above the common total.
+All replicas with the same holders are treated as one range of bytes. It is cut so that all holders write the same
+total, including what each writes in any case; a holder whose own bytes exceed that total gets no share. Only a replica
+of more than `CUT_NBYTES` may be cut, and only between rows. So each cut is moved to the nearest allowed position, by at
+most half a grain. A grain is a whole small replica, or `CUT_NBYTES` of a large one, or one row if a row is larger. So
+no rank writes more than one grain above the common total.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 CUT_NBYTES = 1 << 20
-"""Replicas up to this size stay whole; larger ones are cut in pieces of about this size or more. Chosen, not measured:
-a smaller cut gains a millisecond of writing and costs a chunk in every reader."""
+"""Replicas up to this size are not cut; larger ones are cut into pieces of about this size or more. Chosen, not
+measured: a smaller piece saves a millisecond of writing and costs one more chunk in every read."""
 
 
 class Replica(NamedTuple):
-    """A tensor to spread: its bytes, and the number of rows between which it may be cut; 1: it may not be cut."""
+    """A replica to divide: its bytes, and its number of rows, between which it may be cut; 1: it may not be cut."""
 
     nbytes: int
     n_rows: int
@@ -34,10 +34,10 @@ class RowRange(NamedTuple):
 
 
 def row_dimension(shape: Sequence[int]) -> int | None:
-    """Return the first dimension that is larger than 1, whose rows are runs of bytes of a contiguous tensor.
+    """Return the first dimension that is larger than 1. In a contiguous tensor, its rows are runs of bytes.
 
     Returns:
-        None if there is nothing to cut: the tensor has one element, or none.
+        None if the tensor has at most one element, so that it cannot be cut.
     """
     if 0 in shape:
         return None
@@ -59,17 +59,17 @@ def replica_of(shape: tuple[int, ...], itemsize: int) -> Replica:
     return Replica(math.prod(shape) * itemsize, 1 if dimension is None else shape[dimension])
 
 
-def spread(
+def divide_replicas(
     sets: Mapping[tuple[int, ...], Sequence[Replica]], loads: Mapping[int, int]
 ) -> dict[tuple[int, ...], list[tuple[RowRange, ...]]]:
-    """Divide replicas among their holders, those with the fewest holders first: they have the least choice.
+    """Divide replicas among their holders. Replicas with few holders come first, since they have the least choice.
 
     Args:
-        sets: Replicas by their holders, as ascending ranks.
-        loads: By rank the bytes that it writes anyway; 0 for ranks that are not in it.
+        sets: Replicas by their holders; holders are ascending ranks.
+        loads: By rank, the bytes that it writes in any case; 0 for ranks that are not in it.
 
     Returns:
-        For each set, and each of its replicas in order, who writes which rows; all rows of it exactly once.
+        For each set of holders, and each of its replicas in order, which rank writes which rows; each row once.
     """
     filled = dict(loads)
     found = {}
@@ -83,9 +83,9 @@ def spread(
 
 
 def _quotas(holders: Iterable[int], loads: Mapping[int, int], nbytes: int) -> list[tuple[int, int]]:
-    """Return (rank, byte at which its share ends) of the ranks that get a share, ascending; the last is `nbytes`."""
+    """Return (rank, byte at which its share ends) for the ranks that get a share, ascending; the last is `nbytes`."""
     by_load = sorted((loads.get(rank, 0), rank) for rank in holders)
-    count, below = 0, 0  # the `count` least loaded ranks share: their own bytes are `below`
+    count, below = 0, 0  # the `count` ranks with the smallest loads get shares; `below` is the sum of their loads
     for load, _ in by_load:
         if count and load * count - below >= nbytes:
             break
@@ -106,7 +106,7 @@ def _cut(replicas: Sequence[Replica], ends: Sequence[tuple[int, int]]) -> list[t
         cuttable = nbytes > CUT_NBYTES and n_rows > 1
         grain = max(1, CUT_NBYTES * n_rows // nbytes) if cuttable else n_rows
         while ends[owner][1] < start + nbytes and owner + 1 < len(ends):
-            # The share of `owner` ends in here: at the nearest grain.
+            # The share of `owner` ends in this replica: cut it at the nearest grain.
             rank, end = ends[owner]
             grains = (2 * (end - start) * n_rows + grain * nbytes) // (2 * grain * nbytes)
             stop = min(n_rows, max(row, grains * grain))

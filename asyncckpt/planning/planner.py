@@ -1,4 +1,4 @@
-"""The plan of one rank: what it writes of a flattened state dict, and where that lies in its slot and files."""
+"""Plans one rank's saves: what it writes of a flattened state dict, and where in its slot and files."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class TensorWrite(NamedTuple):
     Attributes:
         key: FQN, dtype and global shape of the tensor.
         stored: Name under which it is written.
-        boxes: Boxes that are written, of the tensors that this rank holds.
-        shared: What is compared with other ranks.
+        boxes: Boxes to write, of the tensors that this rank holds.
+        shared: The tensor, or its boxes, that are compared with other ranks.
         is_unagreed: Whether the ranks have not agreed on this tensor yet.
-        origins: For a shard, aligned with `boxes`: where the part from which a box is cut begins in the global tensor.
+        origins: For a shard, aligned with `boxes`: offsets in the global tensor of the part that contains the box.
             Empty for a whole tensor.
     """
 
@@ -64,8 +64,8 @@ def shard_write(number: int, key: TensorKey, leaf: ShardLeaf, rank: int, agreeme
     else:
         claim = leaf.claim(fqn, dtype)
         if claim.boxes_of_rank(rank) != leaf.boxes:
-            text = f"rank {rank} of the checkpointer holds another shard of {fqn!r} than rank {rank} of its mesh"
-            raise ranks_disagree(text + "; number the ranks as torch.distributed does", [rank])
+            text = f"rank {rank} of the checkpointer holds a shard of {fqn!r} that another rank of its mesh should hold"
+            raise ranks_disagree(text + "; give the checkpointer the rank numbers of torch.distributed", [rank])
         assignment = agreement.shards.assignment(rank, claim)
     boxes, origins, shared = [], [], []
     for box, source, assigned in zip(leaf.boxes, leaf.sources, assignment.boxes, strict=True):
@@ -121,10 +121,10 @@ def signature_of(flat: Flattened) -> Signature:
 
 
 def contribution_of(flat: Flattened) -> Contribution:
-    """Return what this rank tells the others about `flat`, without digests.
+    """Return this rank's contribution for `flat`, without digests.
 
     Raises:
-        DuplicateNameError: Two paths join to one FQN, or a name is reserved for tensors of one rank.
+        DuplicateNameError: Two leaves have the same FQN, or a name is reserved for tensors of one rank.
         UnsupportedLeafError: The index cannot hold a key.
     """
     check_keys(flat.tree)
@@ -158,14 +158,14 @@ def make_plan(
         files_per_rank: Number of shard files to spread the tensors over.
         rank: Rank of this process.
         agreement: Agreement of the ranks; None: a single process.
-        max_shard_nbytes: Bytes that no shard file exceeds; None: no limit.
-        known: A plan of that structure under an earlier agreement. Its very layout is kept if nothing moves.
+        max_shard_nbytes: Maximum bytes of a shard file; None: no limit.
+        known: A plan of the same structure under an earlier agreement. Its layout object is reused if it is unchanged.
         layout: Format of the shard files, one of `format.names.LAYOUTS`.
 
     Raises:
         ConfigError: No number of files is enough for `max_shard_nbytes`.
-        DuplicateNameError: Two paths join to one FQN, or a name is reserved for tensors of one rank.
-        UnsupportedLeafError: The index cannot hold a key; or the layout has no form for a leaf.
+        DuplicateNameError: Two leaves have the same FQN, or a name is reserved for tensors of one rank.
+        UnsupportedLeafError: The index cannot hold a key; or the layout cannot store a leaf.
         RanksDisagreeError, OverlappingShardsError: The ranks contradict each other about a shard.
     """
     check_keys(flat.tree)
@@ -276,29 +276,29 @@ def _check_names(flat: Flattened) -> None:
         fqn = fqn_of(path)
         if fqn in seen:
             raise DuplicateNameError(
-                f"two leaves of the state dict are both called {fqn!r} once their keys are joined by dots "
-                f"(one of them is at {path!r}); rename a key",
+                f"two leaves of the state dict have the FQN {fqn!r}, in which dots join their keys (the second is at "
+                f"{path!r}); rename a key",
                 fqn=fqn,
             )
         if node[0] != "O" and is_reserved(fqn):
             raise DuplicateNameError(
-                f"the tensor {fqn!r} ends in '@rank' and a number: such names are reserved for tensors that belong to "
-                "one rank; rename the key",
+                f"the name of tensor {fqn!r} ends in '@rank' and a number, which is reserved for tensors of one rank; "
+                "rename the key",
                 fqn=fqn,
             )
         seen.add(fqn)
 
 
 class PlanCache:
-    """The last `MAX_PLANS` plans by structure, the least recently used replaced first. Not thread-safe.
+    """Plans by structure: an LRU cache of `MAX_PLANS` plans. Not thread-safe.
 
     Attributes:
-        agreement: Agreement of the ranks. After another one is set, each plan is adapted when it is next asked for.
+        agreement: Agreement of the ranks. After another one is set, each plan is updated when it is next used.
         n_plans_made: Number of layouts that were computed.
     """
 
     MAX_PLANS = 8
-    """Chosen, not measured: full state, weights only, a second model, and a margin."""
+    """Chosen, not measured: full state, weights only, a second model, and a reserve."""
 
     def __init__(
         self,
@@ -327,12 +327,12 @@ class PlanCache:
         """
         check_memory_is_real("save")
         flat = flatten(state_dict, state_dicts, allow_pickle=self._allow_pickle)
-        if self._layout == DCP:  # before the other ranks are met
+        if self._layout == DCP:  # raises before the ranks meet
             check_dcp_items(flat.tree)
         return flat
 
     def plan_for(self, state_dict: Any, state_dicts: StateDictCache | None = None) -> tuple[SavePlan, Flattened]:
-        """Flatten `state_dict` and return the plan of its structure, which is made when the structure is new.
+        """Flatten `state_dict` and return the plan of its structure, which is made if the structure is new.
 
         Args:
             state_dict: The state.
@@ -340,7 +340,7 @@ class PlanCache:
 
         Raises:
             UnsupportedLeafError: A leaf cannot be stored.
-            AsyncCkptError: As of `make_plan`.
+            AsyncCkptError: The same as from `make_plan`.
         """
         check_memory_is_real("save")
         state_dicts = state_dicts or StateDictCache()

@@ -1,4 +1,4 @@
-"""Comparing what several ranks hold: digests of whole tensors when ranks meet, of samples at every save."""
+"""Compares tensors that several ranks hold, by digests: of whole tensors at a meeting, of samples at every save."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from asyncckpt.state_dict.flatten import Flattened
 from asyncckpt.torch_tensors import flat_bytes
 
 MAX_THREADS = 4
-"""Memory bandwidth is the limit, as it is for copies (`staging.memcopy`)."""
+"""More threads do not help, since memory bandwidth is the limit, as for copies (`staging.memcopy`)."""
 
 THREADED_NBYTES = 16 << 20
-"""Several threads digest at least so many bytes. Chosen, not measured: one thread does it in a millisecond or two."""
+"""Minimum bytes for several threads. Chosen, not measured: one thread digests them in a millisecond or two."""
 
 TEMPORARY_NBYTES = 64 << 20
-"""A tensor on a device, or not in row-major order, is copied in parts of about this size and digested part by part."""
+"""A tensor that is on a device, or not row-major, is copied in parts of about this size and digested part by part."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By itemsize, the dtype as which bits are copied: some torch versions lack copy kernels of rarer dtypes."""
+"""By itemsize, the dtype that is used for copies: some torch versions lack copy kernels for rare dtypes."""
 
 
 class Samples(NamedTuple):
@@ -47,7 +47,8 @@ class Samples(NamedTuple):
         names: Name of each replica.
         split: One byte for each: 1 if several ranks write rows of it, else 0.
         digests: 8 bytes for each; zeros for windows on devices until `completed`.
-        device_windows: (position in `names`, bytes of the window on its device) of windows that the caller copies.
+        device_windows: (position in `names`, bytes of the window on its device) for windows that the caller copies to
+            the host.
     """
 
     names: list[str]
@@ -56,7 +57,7 @@ class Samples(NamedTuple):
     device_windows: Sequence[tuple[int, torch.Tensor]] = ()
 
     def completed(self, windows: Sequence[bytes]) -> Samples:
-        """Return these samples with the digests of the device windows, whose bytes are given in the same order."""
+        """Return these samples with the digests of the device windows. `windows`: their bytes, in the same order."""
         digests = bytearray(self.digests)
         for (n, _), raw in zip(self.device_windows, windows, strict=True):
             digests[DIGEST_NBYTES * n : DIGEST_NBYTES * (n + 1)] = block_digest(raw)
@@ -75,7 +76,7 @@ NO_SAMPLES = Samples([], b"", b"")
 def replica_digests(flat: Flattened, positions: Sequence[int]) -> bytes:
     """Return the tagged 8-byte digest of each tensor at `positions` of `contribution_of(flat).tensors`.
 
-    Blocks while it reads those tensors; several threads share many bytes.
+    Blocks: while it reads those tensors, with several threads if they are large.
 
     Raises:
         RuntimeError: From torch, when a tensor cannot be read.
@@ -85,9 +86,9 @@ def replica_digests(flat: Flattened, positions: Sequence[int]) -> bytes:
 
 
 def shard_digests(flat: Flattened, compared: Sequence[tuple[int, int | None]]) -> bytes:
-    """Return 8 bytes for each item of `ShardOwnership.compared_shards` for `contribution_of(flat).shards`.
+    """Return the 8-byte digest of each item of `ShardOwnership.compared_shards(contribution_of(flat).shards)`.
 
-    Blocks while it reads those shards; several threads share many bytes.
+    Blocks: while it reads those shards, with several threads if they are large.
 
     Raises:
         RuntimeError: From torch, when a shard cannot be read.
@@ -112,17 +113,18 @@ def sample_digests(
     """Digest the windows that every rank compares at save `sequence`.
 
     Args:
-        plan: Plan of this rank; without other ranks there is nothing to compare.
-        flat: The state, as `PlanCache.plan_for` gave it with `plan`; unchanged since.
+        plan: Plan of this rank. A plan for a single process has nothing to compare.
+        flat: The state that `PlanCache.plan_for` returned with `plan`; not modified since.
         sequence: Sequence number of the save ID.
-        is_on_device: Whether the windows of a tensor are left to the caller, since copying them waits for a device.
+        is_on_device: Returns whether the windows of a tensor are left to the caller, since copying them waits for a
+            device.
 
     Raises:
         RuntimeError: From torch, when a tensor cannot be read.
     """
     names: list[str] = []
     split, digests = bytearray(), []
-    elsewhere: list[tuple[int, torch.Tensor]] = []
+    not_addressable: list[tuple[int, torch.Tensor]] = []
     left: list[tuple[int, torch.Tensor]] = []
     due = [shared for schedule, shared in plan.shared.items() if sequence % schedule.period == schedule.position]
     for shared in itertools.chain.from_iterable(due):
@@ -137,17 +139,17 @@ def sample_digests(
             address = tensor.data_ptr() + window.start * shared.itemsize
             digests.append(block_digest(_memory(address, window.n * shared.itemsize)))
         else:
-            elsewhere.append((len(names), _elements(tensor, window)))
+            not_addressable.append((len(names), _elements(tensor, window)))
             digests.append(b"")
         names.append(shared.fqn)
         split.append(shared.split)
-    for n, raw in _fetched(elsewhere):
+    for n, raw in _copied_to_host(not_addressable):
         digests[n] = block_digest(raw)
     return Samples(names, bytes(split), b"".join(digests), left)
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of `tensor` as integers of the same width; as it is where there are none."""
+    """Return a view of `tensor` as integers of the same width; the tensor itself if there are none."""
     integer = _INTEGERS.get(tensor.element_size())
     return tensor.detach() if integer is None else tensor.detach().view(integer)
 
@@ -155,11 +157,11 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 _INITIALISED = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 _INITIALISED += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 _ONES = {dtype: int(bits_of(torch.ones((), dtype=dtype, device="cpu"))) for dtype in _INITIALISED}
-"""By dtype that tensors of ones are made of, the bits of one as an integer of the same width."""
+"""By dtype, the bits of the number one as an integer of the same width."""
 
 
 def replica_digest(tensor: torch.Tensor) -> bytes:
-    """Return the tagged digest by which a tensor is claimed to be a replica (`contributions.tag_digest`).
+    """Return the tagged digest of a tensor that may be a replica (`contributions.tag_digest`).
 
     Raises:
         RuntimeError: From torch, when the tensor cannot be read.
@@ -178,8 +180,8 @@ def _is_all_zeros_or_ones(tensor: torch.Tensor) -> bool:
         first = int(bits[(0,) * bits.dim()])
         if first not in (0, _ONES.get(tensor.dtype, 0)):
             return False
-        few = bits.select(0, bits.shape[0] - 1) if bits.dim() else bits  # of a large tensor that has been trained
-        return bool((few == first).all()) and bool((bits == first).all())
+        last = bits.select(0, bits.shape[0] - 1) if bits.dim() else bits  # a quick check that ends most comparisons
+        return bool((last == first).all()) and bool((bits == first).all())
 
 
 def _digests(tensors: Sequence[torch.Tensor], digest: Callable[[torch.Tensor], bytes] = replica_digest) -> bytes:
@@ -192,12 +194,12 @@ def _digests(tensors: Sequence[torch.Tensor], digest: Callable[[torch.Tensor], b
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:
-    """Return the 8-byte checksum of all elements in row-major order, wherever and however they sharding.
+    """Return the 8-byte digest of all elements in row-major order, for any device and memory layout.
 
     Raises:
         RuntimeError: From torch, when they cannot be read.
     """
-    with torch.no_grad():  # it is per thread
+    with torch.no_grad():  # in each digest thread: it applies to one thread only
         bits = bits_of(tensor)
         if bits.device.type == "cpu" and bits.is_contiguous():
             return block_digest(_memory(bits.data_ptr(), bits.numel() * bits.element_size()))
@@ -216,7 +218,7 @@ def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def _elements(tensor: torch.Tensor, window: Window) -> torch.Tensor:
-    """Return the window's bytes, where the tensor is."""
+    """Return the bytes of a window of a tensor, on the tensor's device."""
     with torch.no_grad():
         bits = bits_of(tensor)
         if bits.is_contiguous():
@@ -227,10 +229,10 @@ def _elements(tensor: torch.Tensor, window: Window) -> torch.Tensor:
         return flat_bytes(found)
 
 
-def _fetched(elsewhere: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, bytes]]:
-    """Return (position, bytes) of windows. Those of one device are copied together: each transfer waits for it."""
+def _copied_to_host(windows_by_position: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, bytes]]:
+    """Return (position, bytes) of windows. One transfer for each device, since each transfer waits for the device."""
     by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    for n, window in elsewhere:
+    for n, window in windows_by_position:
         by_device.setdefault(window.device, []).append((n, window))
     found = []
     for windows in by_device.values():
@@ -251,22 +253,22 @@ def exchange_and_compare_digests(
     *,
     compare: bool,
 ) -> Mapping[int, Contribution]:
-    """Digest what several ranks hold, exchange the digests, and compare those of shards.
+    """Digest the tensors that several ranks hold, exchange the digests, and compare those of shards.
 
     Args:
         agreement: Agreement before this meeting.
         contributions: Contributions of all ranks by rank; equal on all ranks.
         flat: State of this rank.
         rank: Rank of this process.
-        gather: Collective that takes this rank's digests and returns those of all ranks by rank.
-        compare: False takes tensors of one name for equal; `gather` is called with b"" then.
+        gather: Collective that takes this rank's digests and returns those of all ranks, by rank.
+        compare: False assumes that tensors of the same name are equal; `gather` is then called with b"".
 
     Returns:
-        `contributions` with the digests of what looks like replicas.
+        `contributions` with the digests of the replica candidates.
 
     Raises:
         ReplicaMismatchError, RanksDisagreeError, OverlappingShardsError: About shards; the same error on all ranks.
-        ProtocolError: A rank gave another number of digests.
+        ProtocolError: A rank sent a wrong number of digests.
         AsyncCkptError: From `gather`.
     """
     ownership = agreement.shards.extended(group_by_shards(contributions), {})
@@ -283,23 +285,24 @@ def exchange_and_compare_digests(
 
 
 _Compared = tuple[tuple[str, ...], tuple[int, ...] | int]
-"""What two runs of digests must have in common to be compared: (names, first holder on the grid, () for boxes)."""
+"""Key of the runs of digests that are compared with each other: (names, first holder on the grid; () for boxes)."""
 
 
 def compare_shards(
     ownership: ShardOwnership, contributions: Mapping[int, Contribution], digests: Mapping[int, bytes]
 ) -> None:
-    """Check that ranks that hold the same shards hold equal elements. Shards are declared copies: unequal ones are
-    an error, whatever they hold.
+    """Check that ranks that hold the same shard hold equal elements.
+
+    The ranks declare by mesh or offsets that these are copies, so a difference is always an error.
 
     Args:
-        ownership: Ownership that knows the claims of `contributions`.
+        ownership: Ownership that includes the claims of `contributions`.
         contributions: Contributions of all ranks by rank.
         digests: By rank, 8 bytes for each item of `ownership.compared_shards`, in its order.
 
     Raises:
         ReplicaMismatchError: Two ranks differ; the same error on all ranks.
-        ProtocolError: A rank gave another number of digests.
+        ProtocolError: A rank sent a wrong number of digests.
     """
     first: dict[_Compared, tuple[int, bytes]] = {}
     lists = {id(contribution.shards): contribution.shards for contribution in contributions.values()}
@@ -318,7 +321,7 @@ def compare_shards(
         known = runs[number, rank if number in mixed else -1]
         raw, end = digests[rank], known[-1].end if known else 0
         if len(raw) != end:
-            detail = f"rank {rank} gave {len(raw)} bytes for the digests of its shards, expected {end}"
+            detail = f"rank {rank} sent {len(raw)} bytes for the digests of its shards, expected {end}"
             raise ProtocolError(detail, detail=detail)
         for names, sharding, begin, stop in known:
             if isinstance(sharding, MeshSharding):
@@ -334,7 +337,7 @@ def compare_shards(
 
 
 class _Run(NamedTuple):
-    """Consecutive digests of one rank that belong to one grid, or one that belongs to a box.
+    """Consecutive digests of one rank for tensors on one grid, or a single digest of a box.
 
     Attributes:
         names: FQNs, or FQN and box.
@@ -349,15 +352,15 @@ class _Run(NamedTuple):
 
 
 def _has_mixed_shardings(ownership: ShardOwnership, claim: ShardClaim) -> bool:
-    """Whether a tensor is on a mesh here, and on an unequal mesh, or on none, on other ranks."""
+    """Whether a tensor is on a mesh in this claim, and on a different mesh or on none on other ranks."""
     return claim.grid is not None and isinstance(ownership.sharding_of(claim.fqn), BoxSharding)
 
 
 def _split_unequal_runs(runs: dict[tuple[int, int], list[_Run]]) -> dict[tuple[int, int], list[_Run]]:
     """Split the runs that do not have the same names on all ranks into one run for each name.
 
-    IMPORTANT: a run is compared with runs of the same names. Ranks that hold the same tensors in another order, or one
-    between them that others do not have, would else not be compared at all.
+    IMPORTANT: a run is compared only with runs of the same names. Otherwise ranks would not be compared at all if they
+    hold the same tensors in another order, or if one has an additional tensor between them.
     """
     distinct = {run.names for known in runs.values() for run in known if isinstance(run.sharding, MeshSharding)}
     counts = Counter(name for names in distinct for name in names)
@@ -379,7 +382,7 @@ def _singles(run: _Run) -> Iterator[_Run]:
 def _runs(ownership: ShardOwnership, claims: Sequence[ShardClaim], rank: int) -> list[_Run]:
     """Return the runs of a rank's digests."""
     found: list[_Run] = []
-    names: list[str] = []  # of the run that is being gathered
+    names: list[str] = []  # names of the current run
     last: MeshSharding | None = None
     begin = at = 0
 
@@ -411,10 +414,10 @@ def _mismatch(names: Sequence[str], one: bytes, other: bytes, *ranks: int) -> Re
     at = next(n for n in range(0, len(one), DIGEST_NBYTES) if one[n : n + 8] != other[n : n + 8]) // DIGEST_NBYTES
     fqn = names[min(at, len(names) - 1)] if len(one) > DIGEST_NBYTES else names[0]
     return ReplicaMismatchError(
-        f"ranks {ranks[0]} and {ranks[1]} hold the same shard of {fqn!r} by its mesh or its offsets, and its elements "
-        "differ; nothing was saved. If they are to be equal, synchronise them before saving; if they are different "
-        "tensors, give them different keys, or put them into PerRank as plain tensors; replicated='assume' takes "
-        "those of one rank",
+        f"ranks {ranks[0]} and {ranks[1]} hold the same shard of {fqn!r} according to its mesh or its offsets, but its "
+        "elements differ; nothing was saved. If they should be equal, synchronise them before saving. If they are "
+        "different tensors, give them different keys, or put them into PerRank as plain tensors. replicated='assume' "
+        "saves those of one rank without comparing",
         fqn=fqn,
         ranks=list(ranks),
     )

@@ -1,4 +1,4 @@
-"""Which replicas, and which bytes of them, the ranks compare at which save: a rotation, equal on all ranks. Pure."""
+"""Which replicas, and which bytes of them, the ranks compare at which save: in rotation, equal on all ranks. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import NamedTuple
 from asyncckpt.planning.contributions import TensorKey
 
 WINDOW_NBYTES = 4096
-"""Bytes that are compared of one tensor at one save; a multiple of every itemsize. Chosen, not measured."""
+"""Bytes of a tensor that are compared at one save; a multiple of every itemsize. Chosen, not measured."""
 
 SAMPLE_LIMIT = 2048
-"""Number of tensors that are compared at one save. Chosen: where no cache holds them, 2,000 windows take 6 to 9 ms of
-one core, 500 of them 1.2 ms, and 2,000 of 20,000 replicas at each save 8 ms."""
+"""Number of tensors that are compared at one save. Chosen: if they are in no cache, 2,000 windows take 6 to 9 ms of one
+core, 500 windows 1.2 ms, and 2,000 of 20,000 replicas at each save 8 ms."""
 
 
 class SampleSchedule(NamedTuple):
@@ -35,13 +35,13 @@ class Window(NamedTuple):
 def assign_schedules(holders: Mapping[TensorKey, frozenset[int]], limit: int) -> dict[TensorKey, SampleSchedule]:
     """Return the schedule of every replica.
 
-    All holders of a replica must compare it at the same saves, and no rank should compare many more than `limit`: the
-    period of a replica is that of the holder which has most replicas to compare.
+    All holders of a replica must compare it at the same saves, and no rank should compare many more than `limit`. So
+    the period of a replica is determined by the holder that holds the most replicas.
 
     Args:
-        holders: For each replica the ranks that hold it.
-        limit: Number of replicas that a rank compares at one save; it is one more for each set of holders that the
-            rank is in.
+        holders: For each replica, the ranks that hold it.
+        limit: Number of replicas that a rank compares at one save. Rounding adds up to one for each set of holders that
+            the rank is in.
     """
     sets: dict[frozenset[int], list[TensorKey]] = {}
     for key in sorted(holders):
@@ -58,9 +58,9 @@ def assign_schedules(holders: Mapping[TensorKey, frozenset[int]], limit: int) ->
 
 
 def window_of(schedule: SampleSchedule, n_elements: int, itemsize: int, sequence: int) -> Window | None:
-    """Return the window of a replica that is compared at save `sequence`; None: none, or it has no elements.
+    """Return the window of a replica that is compared at save `sequence`; None: it is not compared at that save.
 
-    All its windows are visited before the first comes again, and successive ones are far from one another.
+    All windows of a replica are compared before the first one is compared again; successive windows are far apart.
     """
     if not n_elements or sequence % schedule.period != schedule.position:
         return None
@@ -74,5 +74,7 @@ def window_of(schedule: SampleSchedule, n_elements: int, itemsize: int, sequence
 
 @functools.cache
 def stride_of(n_windows: int) -> int:
-    """Return a step that visits all windows: about 0.618 of their number, and coprime to it."""
+    """Return the distance between successive windows: about 0.618 of their number, and coprime to it, so that all are
+    visited.
+    """
     return next(n for n in itertools.count(max(1, int(n_windows * 0.618))) if math.gcd(n, n_windows) == 1)

@@ -1,7 +1,7 @@
-"""The plan of one rank's saves: what is computed once per structure of a state dict. Values only; no torch.
+"""The plan of one rank's saves, which is computed once per structure of a state dict. Values only; no torch.
 
 From the agreement of the ranks to bytes: `write_agreement` and `shard_ownership` give a rank an *assignment* for each
-tensor (which rows it writes, under which name); `planner` makes a *tensor write* of it, whose *tensor boxes* are what
+tensor (which rows it writes, under which name). `planner` turns it into a *tensor write* with *tensor boxes*, which
 staging copies, one for each chunk of the shard files.
 """
 
@@ -23,11 +23,11 @@ empty without shards. States with equal signatures share a plan."""
 
 
 class TensorBox(NamedTuple):
-    """What goes into one chunk: a box of one tensor; one run of bytes where the tensor is contiguous.
+    """The box of a tensor that is copied into one chunk; one run of bytes if the tensor is contiguous.
 
     Attributes:
         number: Index into `Flattened.tensors`.
-        offsets: Where the box begins in that tensor, in elements. Of a shard, in the part that this rank holds.
+        offsets: Offsets of the box in that tensor, in elements. For a shard, in the part that this rank holds.
         sizes: Shape of the box, in elements.
     """
 
@@ -40,10 +40,10 @@ class SharedTensor(NamedTuple):
     """A tensor, or a box of one, that other ranks claim to hold too.
 
     Attributes:
-        fqn: Name under which ranks compare it.
+        fqn: Name under which the ranks compare it.
         number: Index into `Flattened.tensors`.
         split: Whether several ranks write rows of it.
-        schedule: At which saves it is compared.
+        schedule: The saves at which it is compared.
         n_elements: Number of its elements.
         itemsize: Bytes of one element.
     """
@@ -63,16 +63,16 @@ class SavePlan:
     Attributes:
         signature: Signature of the structure that the plan was made for.
         layout: Parts and chunks of the shard files.
-        boxes: Aligned with the layout's chunks: what is copied into each.
-        specs: Aligned with `boxes`: which box of which stored tensor each is.
+        boxes: Aligned with the layout's chunks: the box that is copied into each.
+        specs: Aligned with `boxes`: the stored tensor, and the box's offsets and sizes in it.
         names: By tensor number, the name under which the tensor is stored.
-        structure: Bytes of `format.structure.encode_structure`.
-        n_tensors: Number of tensors whose first element this rank writes: summed over all ranks, every stored tensor
+        structure: Result of `format.structure.encode_structure`.
+        n_tensors: Number of tensors whose first element this rank writes. Summed over all ranks, every stored tensor
             counts once.
         tensor_nbytes: Bytes of tensors that this rank writes.
         agreement: Agreement of the ranks; None for a single process.
         unagreed: Numbers of the tensors on which the ranks have not agreed yet, so that they must meet.
-        shared: By schedule, what this rank compares with other ranks.
+        shared: By schedule, the tensors that this rank compares with other ranks.
     """
 
     signature: Signature
@@ -99,11 +99,11 @@ class SavePlan:
 
     @property
     def file_nbytes(self) -> int:
-        """Exact bytes of the shard files."""
+        """Total bytes of the shard files, without padding."""
         return sum(p.nbytes for p in self.layout.parts)
 
     def part_ranges(self) -> tuple[PartRange, ...]:
-        """Where each part lies in a slot: one after the other behind the head page."""
+        """Range of each part in a slot: one after the other, behind the head page."""
         ranges, offset = [], PAGE_NBYTES
         for part in self.layout.parts:
             ranges.append(PartRange(offset=offset, nbytes=part.nbytes))

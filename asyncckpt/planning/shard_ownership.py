@@ -1,11 +1,11 @@
-"""Who writes which shard: decided from what the ranks have reported, the same on all ranks. Pure; no torch.
+"""Which rank writes which shard: decided from the ranks' claims, the same on all ranks. Pure; no torch.
 
-A tensor on a grid needs no agreement to be stored rightly: the grid says who holds what, and a hash of its name which
-of the holders writes it. An agreement also knows of boxes that were given one by one. Copies that the ranks have
-compared whole, which they do when they meet, are split and balanced; before, one holder writes all of a box, so that
-no box is mixed of bytes that were never compared.
+A tensor on a grid can be stored without an agreement: the grid determines which ranks hold which part, and a hash of
+its name which of these writes it. Boxes that are described one by one need an agreement. Copies that the ranks have
+compared as a whole, at a meeting, are split and balanced between the holders. Before that, one holder writes the whole
+box, so that no stored box mixes bytes that were never compared.
 
-A shard is never stored for one rank only. A name about which the ranks contradict each other cannot be saved.
+A shard is never stored per rank. A name about which the ranks contradict each other cannot be saved.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import AsyncCkptError, OverlappingShardsError, RanksDisagreeError
 from asyncckpt.format.structure import Box, find_overlap
-from asyncckpt.planning.load_balancing import replica_of, spread
+from asyncckpt.planning.load_balancing import replica_of, divide_replicas
 from asyncckpt.planning.sample_schedule import SAMPLE_LIMIT, SampleSchedule
 from asyncckpt.sharding.mesh_layout import Grid, holders_in, nbytes_by_position, position_in
 from asyncckpt.sharding.shard_claims import ShardClaim
@@ -31,17 +31,17 @@ _Key = tuple[str, Box]
 
 
 class ReportedClaim(NamedTuple):
-    """A claim, and the ranks that have all reported it."""
+    """A claim, and the ranks that have made it."""
 
     ranks: tuple[int, ...]
     claim: ShardClaim
 
 
 class MeshSharding(NamedTuple):
-    """A tensor on a grid, all of whose ranks have reported it.
+    """A tensor on a grid; all ranks of the grid have reported it.
 
     Attributes:
-        grid: Which rank holds which part.
+        grid: The grid, which determines which rank holds which part.
         shape: Global shape, in elements.
         itemsize: Bytes of one element.
     """
@@ -57,11 +57,11 @@ class MeshSharding(NamedTuple):
 
 
 class BoxSharding(NamedTuple):
-    """A tensor whose boxes were given one by one.
+    """A tensor whose boxes are described one by one.
 
     Attributes:
         holders: The ranks that hold each box, ascending.
-        firsts: For each box the lowest rank that claims to come first (`ShardClaim.is_first`), if any does.
+        firsts: For each box, the lowest rank whose claim has `is_first`; boxes without one are left out.
         shape: Global shape, in elements.
         itemsize: Bytes of one element.
     """
@@ -85,7 +85,7 @@ class BoxAssignment(NamedTuple):
     """What a rank writes of one of its boxes.
 
     Attributes:
-        rows: The rows that it writes; empty: none.
+        rows: The rows that it writes; may be empty.
         shared: Whether other ranks hold the box too.
         split: Whether several ranks write rows of it.
     """
@@ -100,8 +100,8 @@ class ShardAssignment(NamedTuple):
 
     Attributes:
         boxes: Aligned with the boxes that the rank holds.
-        schedule: When its shared boxes are compared; None: never.
-        is_unagreed: Whether the ranks have not agreed on it, so that they must meet.
+        schedule: The saves at which its shared boxes are compared; None: never.
+        is_unagreed: Whether the ranks have not agreed on it yet, so that they must meet.
     """
 
     boxes: tuple[BoxAssignment, ...]
@@ -110,10 +110,10 @@ class ShardAssignment(NamedTuple):
 
 
 class ShardOwnership:
-    """Who writes which shard. Part of an `Agreement`; immutable.
+    """Which rank writes which shard. Part of an `Agreement`; immutable.
 
     Attributes:
-        conflicts: By FQN, the error of a name about which the ranks contradict each other.
+        conflicts: By FQN, the error for a name about which the ranks contradict each other.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -134,9 +134,10 @@ class ShardOwnership:
         """Return the ownership after a meeting.
 
         Args:
-            groups: (ranks, claims that each of them makes); of a name, the claims of all ranks that hold it.
-            base: By rank, the bytes that it writes besides shards.
-            whole: FQNs under which ranks hold whole tensors now. One that is claimed as well becomes a conflict.
+            groups: (ranks, claims that each of them makes). For each name, the claims of all ranks that hold it.
+            base: By rank, the bytes that it writes in addition to shards.
+            whole: FQNs under which ranks hold whole tensors now. If shards are claimed under one of them, too, that is
+                a conflict.
         """
         after = ShardOwnership(self._world_size)
         after._reported, after._shardings = dict(self._reported), dict(self._shardings)
@@ -158,10 +159,10 @@ class ShardOwnership:
                 after._shardings[fqn] = found
             if fqn in whole:
                 holders = [rank for ranks, _ in reports for rank in ranks]
-                text = f"ranks {holders[:4]} hold shards of {fqn!r}, others a plain tensor of that name"
-                text += "; describe it on all ranks, or give it another key"
+                text = f"ranks {holders[:4]} hold shards of {fqn!r}, other ranks a plain tensor of that name"
+                text += "; make it a shard on all ranks, or give it another key"
                 after.conflicts[fqn] = ranks_disagree(text, holders)
-        # What is shared as it was stays spread as it is, so that no layout changes.
+        # IMPORTANT: unchanged claims keep their assignments, so that no layout changes.
         after._base = self._base if after._reported == self._reported else {**self._base, **base}
         return after
 
@@ -169,7 +170,7 @@ class ShardOwnership:
         """Check that the ranks do not contradict each other.
 
         Raises:
-            RanksDisagreeError, OverlappingShardsError: They do; about the first such name.
+            RanksDisagreeError, OverlappingShardsError: They do; names the first such FQN.
         """
         if self.conflicts:
             raise self.conflicts[min(self.conflicts)]
@@ -180,7 +181,7 @@ class ShardOwnership:
         return self._reported.keys()
 
     def sharding_of(self, fqn: str) -> MeshSharding | BoxSharding | None:
-        """Return how a tensor is sharded; None: not known."""
+        """Return how a tensor is sharded; None: it is not known."""
         return self._shardings.get(fqn)
 
     def assignment(self, rank: int, claim: ShardClaim) -> ShardAssignment:
@@ -205,14 +206,14 @@ class ShardOwnership:
         return ShardAssignment(tuple(agreed[claim.fqn, box] for box in boxes), self._schedules.get(claim.fqn), False)
 
     def _default_assignment(self, rank: int, claim: ShardClaim, box: Box) -> BoxAssignment:
-        """Return what a rank writes of a box that is not agreed on: all that can be known without the other ranks.
+        """Return what a rank writes of a box on which the ranks have not agreed yet.
 
-        The holders of a box of a mesh are known, except for those on equal meshes of other ranks. Of these, and of
-        boxes that were given one by one, the same is assumed as for another tensor of that shape: the same ranks hold
-        its box. That is so for an optimizer's state, which comes after the first save.
+        The holders of a box of a mesh are known, except for those on equal meshes of other ranks. For these, and for
+        boxes that are described one by one, it is assumed that the same ranks hold the box as for another tensor of
+        that shape. This is true for an optimizer's state, which appears after the first save.
         """
-        wider = self._joined_grids
-        grid = claim.grid and wider.get((claim.grid, claim.shape), wider.get((claim.grid, None)))
+        joined = self._joined_grids
+        grid = claim.grid and joined.get((claim.grid, claim.shape), joined.get((claim.grid, None)))
         grid = grid or claim.grid
         if grid is None or position_in(grid, rank) is None:
             writer = self._first_holders.get((claim.shape, box), rank)
@@ -221,7 +222,7 @@ class ShardOwnership:
 
     @cached_property
     def _first_holders(self) -> dict[tuple[tuple[int, ...], Box], int | None]:
-        """By (global shape, box), the rank that comes first; None where that differs from tensor to tensor."""
+        """By (global shape, box), the rank in `BoxSharding.firsts`; None if it differs between tensors."""
         found: dict[tuple[tuple[int, ...], Box], int | None] = {}
         for sharding in self._shardings.values():
             if isinstance(sharding, BoxSharding):
@@ -234,10 +235,10 @@ class ShardOwnership:
     def _joined_grids(self) -> dict[tuple[Grid, tuple[int, ...] | None], Grid | None]:
         """By (claimed grid, global shape), the grid into which equal grids of several ranks were joined.
 
-        Shape None: for tensors of any shape. The value is None where it differs from tensor to tensor.
+        A shape of None stands for tensors of any shape. The value is None if it differs between tensors.
         """
         found: dict[tuple[Grid, tuple[int, ...] | None], Grid | None] = {}
-        seen: set[tuple[int, int, tuple[int, ...]]] = set()  # hashing a grid takes as long as it has ranks
+        seen: set[tuple[int, int, tuple[int, ...]]] = set()  # by ID: hashing a grid takes time for each rank
         for fqn, sharding in self._shardings.items():
             if not isinstance(sharding, MeshSharding):
                 continue
@@ -254,7 +255,7 @@ class ShardOwnership:
 
     @cached_property
     def loads(self) -> Mapping[int, int]:
-        """By rank, the bytes of shards that it writes, with replicas counted as evenly spread."""
+        """By rank, the bytes of shards that it writes, if replicas were divided evenly."""
         totals: dict[int, int] = {}
         add_grid_loads(totals, [one for one in self._shardings.values() if isinstance(one, MeshSharding)])
         for sharding in self._shardings.values():
@@ -290,7 +291,7 @@ class ShardOwnership:
         return {fqn: SampleSchedule(n % period, period) for n, fqn in enumerate(shared)}
 
     def _assignments(self, rank: int) -> dict[_Key, BoxAssignment]:
-        """Return what `rank` writes of all boxes that it shares with others, or that were given one by one."""
+        """Return what `rank` writes of all boxes that it shares with others or that are described one by one."""
         found = self._assignments_of_rank.get(rank)
         if found is not None:
             return found
@@ -312,14 +313,14 @@ class ShardOwnership:
         for holders, keys in groups.items():
             replicas = [replica_of(box[1], itemsize) for (_, box), itemsize in keys]
             loads = {r: self._base.get(r, 0) + self.loads.get(r, 0) for r in holders}
-            for (key, _), cut in zip(keys, spread({holders: replicas}, loads)[holders], strict=True):
+            for (key, _), cut in zip(keys, divide_replicas({holders: replicas}, loads)[holders], strict=True):
                 found[key] = _assignment_of(rank, cut)
         self._assignments_of_rank[rank] = found
         return found
 
     @cached_property
     def _box_assignments(self) -> dict[int, dict[_Key, BoxAssignment]]:
-        """By rank, what it writes of boxes that were given one by one."""
+        """By rank, what it writes of boxes that are described one by one."""
         found: dict[int, dict[_Key, BoxAssignment]] = {}
         sets: dict[tuple[int, ...], list[tuple[_Key, int]]] = {}
         for fqn in sorted(self._shardings):
@@ -333,7 +334,7 @@ class ShardOwnership:
                     sets.setdefault(ranks, []).append(((fqn, box), sharding.itemsize))
         loads = {rank: self._base.get(rank, 0) + n for rank, n in self.loads.items()}
         replicas = {ranks: [replica_of(box[1], size) for (_, box), size in keys] for ranks, keys in sets.items()}
-        for ranks, pieces in spread(replicas, loads).items():
+        for ranks, pieces in divide_replicas(replicas, loads).items():
             for (key, _), cut in zip(sets[ranks], pieces, strict=True):
                 for rank in ranks:
                     found.setdefault(rank, {})[key] = _assignment_of(rank, cut)
@@ -351,26 +352,26 @@ def _assignment_of(rank: int, cut: Iterable[tuple[int, int, int]]) -> BoxAssignm
 
 
 def _written_by_one(rank: int, fqn: str, holders: tuple[int, ...], box: Box) -> BoxAssignment:
-    """Return what `rank` writes of a box that one of its holders writes whole."""
+    """Return what `rank` writes of a box that a single holder writes."""
     return BoxAssignment(all_rows(box) if rank == default_writer(fqn, holders) else (), len(holders) > 1)
 
 
 def default_writer(fqn: str, holders: Sequence[int]) -> int:
-    """Return which of the ranks that hold a box writes it whole; of a name it is the same replica for all boxes."""
+    """Return which holder of a box writes it as a whole; for all boxes of a name it is the same replica."""
     return holders[zlib.crc32(fqn.encode()) % len(holders)]
 
 
 def resolve_sharding(
     reports: Sequence[ReportedClaim], world_size: int
 ) -> MeshSharding | BoxSharding | AsyncCkptError | None:
-    """Return how a tensor is sharded, by what ranks have reported of it.
+    """Return how a tensor is sharded according to the ranks' claims.
 
     Args:
         reports: All claims of one FQN; at least one.
         world_size: Number of ranks of the checkpointer.
 
     Returns:
-        None when not all ranks of its mesh have reported it; an error where ranks contradict each other.
+        None if not all ranks of its mesh have reported it; an error if ranks contradict each other.
     """
     first = reports[0].claim
     for _, claim in reports[1:]:
@@ -380,8 +381,8 @@ def resolve_sharding(
     grids = [claim.grid for _, claim in reports if claim.grid is not None]
     outside = [rank for grid in dict.fromkeys(grids) for rank in grid.ranks if rank >= world_size]
     if outside:
-        text = f"{first.fqn!r} lies on a mesh with rank {outside[0]}, the checkpointer has {world_size} ranks"
-        return ranks_disagree(text + "; ranks of the mesh must be the checkpointer's", outside)
+        text = f"{first.fqn!r} is on a mesh with rank {outside[0]}, but the checkpointer has {world_size} ranks"
+        return ranks_disagree(text + "; the mesh must use the checkpointer's ranks", outside)
     if len(grids) == len(reports):
         distinct = list(dict.fromkeys(grids))
         reporters = reports[0].ranks if len(reports) == 1 else tuple({r for ranks, _ in reports for r in ranks})
@@ -396,9 +397,9 @@ def resolve_sharding(
 
 @functools.lru_cache(256)
 def _joined(grids: tuple[Grid, ...]) -> Grid | None:
-    """Return equal grids of different ranks as one, with one more mesh dimension that replicates; None: not equal.
+    """Join equal grids of different ranks into one, with an additional replicated mesh dimension; None: not equal.
 
-    All tensors on equal grids get the very same object: what is done for each grid is done once.
+    The cache makes all tensors on equal grids share one object, so that values cached by grid are computed once.
     """
     ordered = sorted(grids, key=lambda grid: grid.ranks)
     ranks = tuple(itertools.chain.from_iterable(grid.ranks for grid in ordered))
@@ -426,8 +427,8 @@ def _box_sharding(reports: Sequence[ReportedClaim], itemsize: int) -> BoxShardin
     one, other = (f"offsets {list(box[0])} sizes {list(box[1])} on rank {min(holders[box])}" for box in found)
     fqn = reports[0].claim.fqn
     return OverlappingShardsError(
-        f"tensor {fqn!r}: two ranks hold some of the same elements in boxes that differ: {one}; {other}; correct "
-        "offsets and global shape, or give the tensors different keys",
+        f"tensor {fqn!r}: two ranks hold boxes that overlap but differ: {one}; {other}; correct offsets and global "
+        "shape, or give the tensors different keys",
         fqn=fqn,
         boxes=[one, other],
     )
@@ -437,9 +438,9 @@ def _unequal_tensors(reports: Sequence[ReportedClaim]) -> RanksDisagreeError:
     kinds = {(c.dtype, c.shape): ranks[0] for ranks, c in reversed(reports)}
     found = " but ".join(f"{dtype}{list(shape)} on rank {rank}" for (dtype, shape), rank in kinds.items())
     return ranks_disagree(
-        f"shards of {reports[0].claim.fqn!r} are parts of {found}; give one global shape and dtype on all ranks. "
-        "Optimizer states with integer keys mean other parameters on other pipeline stages: save what "
-        "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns, which has their names",
+        f"shards of {reports[0].claim.fqn!r} are parts of {found}; use the same global shape and dtype on all ranks. "
+        "In optimizer states, integer keys refer to different parameters on different pipeline stages: save the result "
+        "of torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, which has names as keys",
         list(kinds.values()),
     )
 
@@ -450,9 +451,9 @@ def ranks_disagree(text: str, ranks: Sequence[int]) -> RanksDisagreeError:
 
 
 def add_grid_loads(totals: dict[int, int], shardings: Sequence[MeshSharding]) -> None:
-    """Add to `totals`, by rank, the bytes that it holds of each tensor, divided by how many ranks hold the same.
+    """Add to `totals`, by rank, the bytes that it holds of each tensor, divided by the number of replicas.
 
-    Does not need the boxes of every rank.
+    Does not compute the boxes of every rank.
     """
     counts: dict[tuple[int, tuple[int, ...]], int] = {}
     grids: dict[int, Grid] = {}

@@ -1,6 +1,6 @@
-"""Tensors of which a process holds parts: DTensor, slices given by hand, flat ranges, types that users register.
+"""Tensors of which a process holds parts: DTensor, `ShardedSlice`, `FlatShard`, types that users register.
 
-`mesh_layout` and `shard_claims` are pure and import no torch. The others look at tensors, without copying elements and
-without a collective, except that `dtensor.local_tensor` waits for one that still fills a local tensor. Who writes
-which shard is decided in `asyncckpt.planning`.
+`mesh_layout` and `shard_claims` are pure and import no torch. The other modules inspect tensors. They copy no elements
+and start no collective, but `dtensor.local_tensor` waits for a collective that still fills a local tensor. Which rank
+writes which shard is decided in `asyncckpt.planning`.
 """

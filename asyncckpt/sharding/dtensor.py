@@ -12,13 +12,13 @@ from asyncckpt.sharding.mesh_layout import Grid
 from asyncckpt.sharding.shard_types import LocalShard, Sharded, unsupported_shard
 
 MAX_GRIDS = 4096
-"""Entries of the cache by identity of mesh and placements. A state has a few, the same ones at every save."""
+"""Maximum size of the cache of mesh positions. A state has a few, the same ones at every save."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class MeshPosition:
-    """The grid of one mesh and one tuple of placements, and the coordinate of this process on it; None: it has none."""
+    """The grid of a mesh and placements, and this process's coordinate on it; None if it is not in the mesh."""
 
     __slots__ = ("coordinate", "grid", "mesh", "placements")
 
@@ -33,23 +33,24 @@ class MeshPosition:
 
 
 _grids: dict[Grid, Grid] = {}
-_lies: dict[tuple[int, int], MeshPosition] = {}
+_mesh_positions: dict[tuple[int, int], MeshPosition] = {}
+"""By IDs of mesh and placements."""
 
 
 def mesh_position_of(spec: Any) -> MeshPosition:
-    """Return grid and coordinate of a tensor with this DTensorSpec.
+    """Return grid and coordinate for a DTensorSpec.
 
     Raises:
         UnsupportedLeafError: A placement is neither a shard nor a replica.
     """
     mesh, placements = spec.mesh, spec.placements
     key = id(mesh), id(placements)
-    found = _lies.get(key)
+    found = _mesh_positions.get(key)
     if found is None or found.mesh() is not mesh or found.placements is not placements:
-        if len(_lies) >= MAX_GRIDS:
-            _lies.clear()
+        if len(_mesh_positions) >= MAX_GRIDS:
+            _mesh_positions.clear()
             _grids.clear()
-        found = _lies[key] = MeshPosition(mesh, placements)
+        found = _mesh_positions[key] = MeshPosition(mesh, placements)
     return found
 
 
@@ -57,22 +58,22 @@ def describe_dtensor(value: Any) -> Sharded:
     """Return what this process holds of a DTensor.
 
     Raises:
-        UnsupportedLeafError: A placement is partial, or the local tensor is not what the placements say.
+        UnsupportedLeafError: A placement is partial, or the local tensor's shape does not match the placements.
     """
-    lie = mesh_position_of(value._spec)
+    position = mesh_position_of(value._spec)
     shape = tuple(value.shape)
     local = local_tensor(value)
-    if lie.coordinate is None:
-        return Sharded(value.dtype, shape, (), lie.grid, "DTensor")
-    if any(placement and placement[0] >= len(shape) for placement in lie.grid.placements):
+    if position.coordinate is None:
+        return Sharded(value.dtype, shape, (), position.grid, "DTensor")
+    if any(placement and placement[0] >= len(shape) for placement in position.grid.placements):
         raise unsupported_shard(
             "DTensor", f"its placements {value._spec.placements} do not fit its shape {list(shape)}"
         )
-    boxes = lie.grid.boxes(shape, lie.coordinate)
+    boxes = position.grid.boxes(shape, position.coordinate)
     if len(boxes) == 1 and tuple(local.shape) == boxes[0][1]:
-        return Sharded(local.dtype, shape, (LocalShard(local, boxes[0][0]),), lie.grid, "DTensor")
+        return Sharded(local.dtype, shape, (LocalShard(local, boxes[0][0]),), position.grid, "DTensor")
     shards = _cut(local, boxes, shape, value)
-    return Sharded(local.dtype, shape, shards, lie.grid, "DTensor", anchor=None if shards else local)
+    return Sharded(local.dtype, shape, shards, position.grid, "DTensor", anchor=None if shards else local)
 
 
 def local_tensor(value: Any) -> torch.Tensor:
@@ -92,7 +93,7 @@ def local_tensor(value: Any) -> torch.Tensor:
 
 
 def _cut(local: torch.Tensor, boxes: Any, shape: tuple[int, ...], value: Any) -> tuple[LocalShard, ...]:
-    """Cut the local tensor into its boxes, which follow one another in it in each dimension."""
+    """Cut the local tensor into its boxes, whose indices are concatenated there in each dimension."""
     starts: list[dict[int, int]] = []
     for d in range(len(shape)):
         sizes = {offsets[d]: sizes[d] for offsets, sizes in boxes}
@@ -102,9 +103,9 @@ def _cut(local: torch.Tensor, boxes: Any, shape: tuple[int, ...], value: Any) ->
             at += sizes[offset]
         starts.append(found)
         if boxes and at != local.shape[d]:
-            raise _unlike(value, local)
+            raise _wrong_shape(value, local)
     if not boxes and local.numel():
-        raise _unlike(value, local)
+        raise _wrong_shape(value, local)
     shards = []
     with torch.no_grad():
         for offsets, sizes in boxes:
@@ -116,10 +117,10 @@ def _cut(local: torch.Tensor, boxes: Any, shape: tuple[int, ...], value: Any) ->
     return tuple(shards)
 
 
-def _unlike(value: Any, local: torch.Tensor) -> Exception:
+def _wrong_shape(value: Any, local: torch.Tensor) -> Exception:
     return unsupported_shard(
         "DTensor",
-        f"its local tensor has shape {list(local.shape)}, which is not this rank's share of {list(value.shape)} by "
+        f"its local tensor has shape {list(local.shape)}, which is not this rank's part of {list(value.shape)} with "
         f"the placements {value._spec.placements} on a mesh of {tuple(value._spec.mesh.mesh.shape)}",
     )
 
@@ -137,15 +138,20 @@ def _placement(placement: Any) -> tuple[int, ...]:
 
 
 def local_tensor_on_grid(value: Any, grid: Grid | None, global_shape: tuple[int, ...]) -> torch.Tensor | None:
-    """Return the local tensor of a DTensor that is plainly on `grid` and of `global_shape`; None: look closer.
+    """Return the local tensor of a DTensor on `grid` and of `global_shape`.
 
     It runs for every tensor of every save, so it calls no Python code of torch.
+
+    Returns:
+        None if that cannot be determined by cached values; call `describe_dtensor` then.
     """
     spec = getattr(value, "_spec", None)
     if spec is None or grid is None:
         return None
-    lie = _lies.get((id(spec.mesh), id(spec.placements)))
-    if lie is None or lie.grid is not grid or lie.mesh() is not spec.mesh or lie.placements is not spec.placements:
+    position = _mesh_positions.get((id(spec.mesh), id(spec.placements)))
+    if position is None or position.grid is not grid:
+        return None
+    if position.mesh() is not spec.mesh or position.placements is not spec.placements:
         return None
     local = value._local_tensor
     return local if type(local) is torch.Tensor and value.shape == global_shape else None

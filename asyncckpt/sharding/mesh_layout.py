@@ -1,7 +1,8 @@
 """Which elements of a global tensor each rank of a device mesh holds. Pure index arithmetic; no torch.
 
 A placement is a tuple: `()` replicates over its mesh dimension, `(d,)` shards dimension d, `(d, factor)` shards it as
-torch's `_StridedShard` does. They apply in the order of the mesh's dimensions, each to what the ones before have left.
+torch's `_StridedShard` does. They are applied in the order of the mesh's dimensions, each to the part that the
+placements before it have left.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Run = tuple[int, int]
 
 
 class Grid(NamedTuple):
-    """How a tensor is sharded and replicated over a mesh. All ranks of the mesh have an equal one.
+    """How a tensor is sharded and replicated over a mesh. Equal on all ranks of the mesh.
 
     Attributes:
         mesh: Shape of the mesh.
@@ -50,7 +51,7 @@ class Grid(NamedTuple):
         return _boxes(self.mesh, self.placements, shape, coordinate)
 
     def replicas(self, position: int) -> tuple[int, ...]:
-        """Return the ranks that hold the same elements as the one at `position`, itself included, ascending."""
+        """Return the ranks that hold the same elements as the rank at `position`, itself included, ascending."""
         base, step, free = position, 1, []
         for size, placement in zip(reversed(self.mesh), reversed(self.placements), strict=True):
             if not placement:
@@ -79,7 +80,7 @@ def _boxes(
 
 
 def index_runs(length: int, shards: Sequence[tuple[int, int, int]]) -> tuple[Run, ...]:
-    """Return the indices of one dimension that a rank holds after it was sharded.
+    """Return the indices that a rank holds of a sharded dimension.
 
     Args:
         length: Length of the dimension.
@@ -129,7 +130,7 @@ _positions: dict[int, tuple[tuple[int, ...], Mapping[int, int]]] = {}
 
 
 def position_in(grid: Grid, rank: int) -> int | None:
-    """Return the index of `rank` in `grid.ranks`; None: it is not there."""
+    """Return the index of `rank` in `grid.ranks`; None: it is not in the grid."""
     known = _positions.get(id(grid.ranks))
     if known is None or known[0] is not grid.ranks:
         if len(_positions) > 256:
@@ -142,9 +143,9 @@ _holders: dict[tuple[int, int], tuple[Grid, tuple[int, ...]]] = {}
 
 
 def holders_in(grid: Grid, rank: int) -> tuple[int, ...]:
-    """Return the ranks of `grid` that hold what `rank` holds, ascending; empty when `rank` is not in it.
+    """Return the ranks of `grid` that hold the same elements as `rank`, ascending; empty if `rank` is not in the grid.
 
-    It is computed once for all tensors on this very grid.
+    Cached by the identity of `grid`.
     """
     known = _holders.get((id(grid), rank))
     if known is None or known[0] is not grid:
@@ -156,10 +157,10 @@ def holders_in(grid: Grid, rank: int) -> tuple[int, ...]:
 
 
 def nbytes_by_position(grid: Grid, shape: tuple[int, ...], itemsize: int) -> list[int]:
-    """Return for each index of `grid.ranks` the bytes that this rank holds of a tensor.
+    """Return, for each index of `grid.ranks`, the bytes that this rank holds of a tensor.
 
-    The length that is held of a dimension depends only on the mesh dimensions that shard it, so few values are
-    computed and multiplied.
+    The number of indices that a rank holds of a dimension depends only on the mesh dimensions that shard it, so few
+    values are computed and multiplied.
     """
     sharded = sorted({placement[0] for placement in grid.placements if placement})
     fixed = itemsize * math.prod(length for d, length in enumerate(shape) if d not in sharded)
@@ -175,7 +176,7 @@ def nbytes_by_position(grid: Grid, shape: tuple[int, ...], itemsize: int) -> lis
 
 @functools.lru_cache(64)
 def _numbers(mesh: tuple[int, ...], mesh_dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Return for each position of a mesh the row-major number of its coordinates in `mesh_dims`."""
+    """Return, for each position of a mesh, the row-major number of its coordinates in `mesh_dims`."""
     found = []
     for at in itertools.product(*map(range, mesh)):
         number = 0
@@ -186,7 +187,7 @@ def _numbers(mesh: tuple[int, ...], mesh_dims: tuple[int, ...]) -> tuple[int, ..
 
 
 def _lengths(grid: Grid, length: int, mesh_dims: Sequence[int]) -> list[int]:
-    """Return the length that is held of a dimension, by the row-major number of coordinates in `mesh_dims`."""
+    """Return how many indices of a dimension are held, by the row-major number of the coordinates in `mesh_dims`."""
     if len(mesh_dims) == 1 and len(grid.placements[mesh_dims[0]]) == 1:
         n = grid.mesh[mesh_dims[0]]
         chunk = -(-length // n) or 1

@@ -1,4 +1,4 @@
-"""Which types are tensors of which a process holds parts, and how each is described as `Sharded`."""
+"""The types whose values are parts of a global tensor, and how each is described as `Sharded`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def shards_of(value: Any) -> Sharded | torch.Tensor | None:
     """Return what this process holds of `value`.
 
     Returns:
-        None if its type has no shards, like a plain tensor; a plain tensor if its type has, and this process holds all
-        of it.
+        None if its type has no shards, such as a plain tensor. A plain tensor if its type has shards, but this process
+        holds all of it.
 
     Raises:
         UnsupportedLeafError: Its shards cannot be stored; the caller sets `leaf`.
@@ -57,7 +57,7 @@ def describer_of(kind: type) -> Describe | None:
 
 
 def _describer_of_torch(kind: type) -> Describe | None:
-    # A process that has a value of such a type has imported its module; no other process should have to.
+    # A process with a value of such a type has imported the type's module; other processes should not import it.
     for module, name, describe in _OF_TORCH:
         found = getattr(sys.modules.get(module), name, None)
         if found is not None and issubclass(kind, found):
@@ -95,28 +95,26 @@ def _of_flat(value: FlatShard) -> Sharded:
 def _check_plain(value: ShardedSlice | FlatShard) -> None:
     kind = type(value.tensor)
     if kind is not torch.Tensor and describer_of(kind) is not None:
-        text = f"its tensor is a {kind.__name__}, which says itself what this process holds: save that as it is, or "
-        raise unsupported_shard(
-            type(value).__name__, text + "describe the plain tensor in it (to_local() of a DTensor)"
-        )
+        text = f"its tensor is a {kind.__name__}, which is sharded already: save the {kind.__name__} itself, or pass "
+        raise unsupported_shard(type(value).__name__, text + "the plain tensor in it (to_local() of a DTensor)")
 
 
 def register_shard_type(kind: type, to_shards: ToShards, from_shards: FromShards) -> None:
-    """Teach save and load a framework's sharded tensor, and its subclasses. A type is registered anew by a second call.
+    """Register a type of sharded tensors, and its subclasses, for save and load. A second call replaces the first.
 
     Args:
         kind: The type.
-        to_shards: Called with a value at each save and load; returns (global shape in elements, parts), or a plain
-            tensor when the value is whole in this process. A part is (tensor, offsets), or (tensor, offsets, sizes) if
+        to_shards: Called with a value at each save and load. Returns (global shape in elements, parts), or a plain
+            tensor if this process holds the whole tensor. A part is (tensor, offsets), or (tensor, offsets, sizes) if
             the tensor is padded at the end of its dimensions. Its tensor is a view of the value's memory, or a copy.
-        from_shards: Called once by a load when all parts are filled, with the value and its parts as (tensor, offsets):
-            the tensors that `to_shards` returned, without padding.
+        from_shards: Called once by a load, when all parts have been filled, with the value and its parts as (tensor,
+            offsets): the tensors that `to_shards` returned, without padding.
 
     Raises:
         TypeError: `kind` is not a type.
     """
     if not isinstance(kind, type):
-        raise TypeError(f"register_shard_type() takes a type, got {kind!r}")
+        raise TypeError(f"register_shard_type() expects a type, got {kind!r}")
     _registered[kind] = (to_shards, from_shards)
 
 
@@ -140,7 +138,7 @@ def _of_registered(kind: type, value: Any) -> Sharded | torch.Tensor:
         raise
     except (TypeError, ValueError, IndexError) as error:
         raise unsupported_shard(
-            name, f"to_shards() returned something else than (global shape, parts): {error}"
+            name, f"to_shards() returned no (global shape, parts): {error}"
         ) from error
 
 

@@ -1,6 +1,6 @@
-"""What a rank tells the others of the shards that it holds: by their grid, equal on all its ranks, or box by box.
+"""Shard claims: which parts of a tensor a rank holds, by a grid that is equal on all ranks of a mesh, or box by box.
 
-Pure; no torch.
+A rank sends its claims to the others at a meeting. Pure; no torch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class ShardClaim(NamedTuple):
     """A tensor of which a rank holds parts.
 
     Attributes:
-        fqn: FQN by the first path.
+        fqn: FQN of the tensor's first path.
         dtype: Name of the dtype.
         shape: Global shape, in elements.
-        grid: The grid that says which parts each rank holds; None: `boxes` does.
-        boxes: The parts one by one; empty if there is a grid.
-        is_first: False: another rank claims to hold the same boxes, and to come before this one.
+        grid: The grid that determines which parts each rank holds; None: see `boxes`.
+        boxes: The parts; empty if there is a grid.
+        is_first: Whether this rank's copy of the boxes has `replica_id` 0.
     """
 
     fqn: str
@@ -94,14 +94,14 @@ def decode_claims(data: bytes) -> tuple[ShardClaim, ...]:
     found, seen = [], set()
     for fqn, dtype, shape, where, is_first in rows:
         if type(fqn) is not str or fqn in seen or type(dtype) is not str or dtype not in DTYPES:
-            raise ValueError(f"shards of {fqn!r}, of dtype {dtype!r}, are none, or occur twice")
+            raise ValueError(f"the claim of {fqn!r}, dtype {dtype!r}, is malformed, or occurs twice")
         if not _are_lengths(shape) or len(shape) > MAX_DIMS:
-            raise ValueError(f"shards of {fqn!r}, of global shape {shape!r}")
+            raise ValueError(f"the claim of {fqn!r} has the invalid global shape {shape!r}")
         seen.add(fqn)
         if type(where) is int:
             grid = grids[where] if 0 <= where < len(grids) else None
             if grid is None or any(placement and placement[0] >= len(shape) for placement in grid.placements):
-                raise ValueError(f"shards of {fqn!r} lie on no grid")
+                raise ValueError(f"the claim of {fqn!r} has no valid grid")
             found.append(ShardClaim(fqn, dtype, shape, grid, ()))
         else:
             boxes = tuple(_box(fqn, shape, box) for box in where)
@@ -117,21 +117,21 @@ def _box(fqn: str, shape: tuple[int, ...], raw: Any) -> Box:
     offsets, sizes = raw
     fits = _are_lengths(offsets) and _are_lengths(sizes) and len(offsets) == len(sizes) == len(shape)
     if not fits or any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
-        raise ValueError(f"a box of {fqn!r} at {offsets!r} of sizes {sizes!r} outside of {shape!r}")
+        raise ValueError(f"a box of {fqn!r} at {offsets!r} of sizes {sizes!r} is outside of shape {shape!r}")
     return offsets, sizes
 
 
 def _grid(mesh: Any, ranks: Any, placements: Any) -> Grid:
     if not _are_lengths(mesh) or not 0 < len(mesh) <= MAX_MESH_DIMS or not 0 < math.prod(mesh) <= MAX_RANKS:
-        raise ValueError(f"a mesh of {mesh!r}")
+        raise ValueError(f"invalid shape of a mesh: {mesh!r}")
     if ranks and type(ranks[0]) is tuple:
         (first,), steps = ranks
         if len(steps) != len(mesh) or not all(type(n) is int for n in (first, *steps)):
-            raise ValueError("ranks of a mesh")
+            raise ValueError("invalid ranks of a mesh")
         ranks = _spaced(first, mesh, steps)
     if not _are_lengths(ranks) or not len(ranks) == math.prod(mesh) == len(set(ranks)) or max(ranks) >= MAX_RANKS:
-        raise ValueError("ranks of a mesh")
+        raise ValueError("invalid ranks of a mesh")
     fits = isinstance(placements, tuple) and len(placements) == len(mesh)
     if not fits or not all(_are_lengths(p) and len(p) <= 2 and (len(p) < 2 or p[1] > 0) for p in placements):
-        raise ValueError("placements on a mesh")
+        raise ValueError("invalid placements on a mesh")
     return Grid(mesh, ranks, placements)

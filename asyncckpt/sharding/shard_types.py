@@ -1,4 +1,4 @@
-"""The types that describe what this process holds of a global tensor, and what they mean: `Sharded`."""
+"""`Sharded`: which parts of a global tensor this process holds; and `ShardedSlice`, `FlatShard`, described as such."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class Sharded(NamedTuple):
         global_shape: Shape of the whole tensor, in elements.
         shards: The parts, which never overlap; may be empty.
         grid: How the tensor is sharded over a mesh; None: boxes are given one by one.
-        type_name: Name of the type that described it, for messages.
-        anchor: The empty local tensor where there are no shards. Two values with the same one are one tensor.
-        is_first: False: another process claims to hold the same parts, and to come before this one.
+        type_name: Name of the value's type, for messages.
+        is_first: False: another process holds the same parts with `replica_id` 0, so that this copy is not written
+            unless the ranks agree on it.
+        anchor: The empty local tensor, if there are no shards. Two values with the same anchor are one tensor.
     """
 
     dtype: torch.dtype
@@ -52,19 +53,19 @@ class ShardedSlice:
     """A box of a global tensor, for tensor parallelism and pipeline stages without DTensor.
 
     Args:
-        tensor: What this process holds; its shape is the sizes of the box.
+        tensor: The part that this process holds; its shape is the sizes of the box.
         global_shape: Shape of the whole tensor, in elements.
-        offsets: Where the box begins in the whole tensor, in elements.
-        replica_id: Number of this copy among equal boxes on several ranks. It matters for a box that is new after the
-            first save: until the ranks have met again, a few saves later, the copies with 0 are written, so give other
-            numbers to the other copies. If all copies have 0, the writer is the same as of an equal box of another
-            tensor of this shape, as it is for an optimizer's state; if there is no such box, the saves until the
-            meeting fail (`coverage`). From the meeting on equal boxes are written once, whatever their numbers.
+        offsets: Offsets of the box in the whole tensor, in elements.
+        replica_id: Number of this copy, if several ranks hold the same box. It matters only for a box that is new after
+            the first save, until the ranks have met again a few saves later. In these saves the copies with number 0
+            are written, so give the other copies other numbers. If all copies have number 0, the writer is that of the
+            same box of another tensor of this shape, if there is one (an optimizer's state, for example); else these
+            saves fail (`coverage`). After the meeting each box is written once, whatever the numbers.
 
     Saving or loading a box that reaches beyond the shape raises `ShardOutOfRangeError` with its FQN.
 
     Raises:
-        UnsupportedLeafError: It is no box of a tensor: the numbers of dimensions differ, an offset is negative, or
+        UnsupportedLeafError: It is not a box of a tensor: the numbers of dimensions differ, an offset is negative, or
             `tensor` is not a tensor.
     """
 
@@ -89,14 +90,14 @@ class FlatShard:
     """A range of the elements of a tensor in row-major order: ZeRO, Megatron's distributed optimizer.
 
     Args:
-        tensor: What this process holds: a tensor of one dimension, which may be empty.
+        tensor: The part that this process holds: a tensor of one dimension, which may be empty.
         global_shape: Shape of the whole tensor, in elements.
         start: Index of the first element of the range in the whole tensor.
 
     Saving or loading a range that reaches beyond the shape raises `ShardOutOfRangeError` with its FQN.
 
     Raises:
-        UnsupportedLeafError: It is no range of a tensor: `start` is negative, or `tensor` has not one dimension.
+        UnsupportedLeafError: It is not a range of a tensor: `start` is negative, or `tensor` has not one dimension.
     """
 
     __slots__ = ("global_shape", "start", "tensor")
@@ -107,7 +108,7 @@ class FlatShard:
             raise unsupported_shard("FlatShard", "expected a tensor of one dimension")
         check_shape("FlatShard", self.global_shape)
         if type(start) is not int or start < 0:
-            raise unsupported_shard("FlatShard", f"its elements begin at {start!r}, expected an integer from 0 on")
+            raise unsupported_shard("FlatShard", f"its start is {start!r}, expected an integer from 0 on")
 
     def __repr__(self) -> str:
         return f"FlatShard([{self.start}, {self.start + self.tensor.numel()}) of {list(self.global_shape)})"
@@ -134,7 +135,7 @@ def describe_flat(value: FlatShard) -> Sharded:
     if stop > n_elements:
         one, whole = f"elements [{value.start}, {stop})", f"elements [0, {n_elements})"
         shape = f"{whole} of shape {list(value.global_shape)}; correct start or global shape"
-        raise _out_of_range("FlatShard", f"{one} do not lie in the tensor's, {shape}", [one, whole])
+        raise _out_of_range("FlatShard", f"its {one} are not inside {shape}", [one, whole])
     boxes = boxes_of_range(value.global_shape, value.start, value.tensor.numel())
     shards = tuple(
         LocalShard(value.tensor.narrow(0, at, math.prod(sizes)).view(sizes), offsets) for (offsets, sizes), at in boxes
@@ -143,10 +144,10 @@ def describe_flat(value: FlatShard) -> Sharded:
 
 
 def describe_parts(type_name: str, global_shape: Sequence[int], parts: Iterable[Sequence[Any]]) -> Sharded:
-    """Return what is described by (tensor, offsets), or (tensor, offsets, sizes) where the tensor is padded.
+    """Return the description of parts (tensor, offsets), or (tensor, offsets, sizes) if the tensor is padded.
 
     Raises:
-        ShardOutOfRangeError: A box lies outside.
+        ShardOutOfRangeError: A box is not inside the global shape.
         UnsupportedLeafError: A tensor is smaller than its box, or dtypes differ.
         OverlappingShardsError: Two boxes share elements.
     """
@@ -162,7 +163,7 @@ def describe_parts(type_name: str, global_shape: Sequence[int], parts: Iterable[
         shards.append(LocalShard(tensor, offsets))
     if not shards:
         raise unsupported_shard(
-            type_name, "it has no part in this process, so its dtype is not known; return an empty one"
+            type_name, "it has no part in this process, so its dtype is not known; return an empty part"
         )
     if len({shard.tensor.dtype for shard in shards}) > 1:
         raise unsupported_shard(type_name, "its parts have several dtypes")
@@ -186,22 +187,22 @@ def overlap_error(fqn: str, boxes: Sequence[Any], where: str = "in this process"
     """Return the error for two boxes of one tensor that share elements."""
     one, other = (f"offsets {list(offsets)} sizes {list(sizes)}" for offsets, sizes in boxes)
     return OverlappingShardsError(
-        f"tensor {fqn!r}: two shards {where} hold the same elements and are not the same box: {one}; {other}; "
-        "correct offsets and global shape",
+        f"tensor {fqn!r}: two shards {where} share elements but are not the same box: {one}; {other}; correct offsets "
+        "and global shape",
         fqn=fqn,
         boxes=[one, other],
     )
 
 
 def with_fqn(error: OverlappingShardsError, fqn: str) -> OverlappingShardsError:
-    """Return an error of `check_disjoint` with its FQN, which was not known where it was raised."""
+    """Return an error of `check_disjoint` with its FQN, which was unknown where it was raised."""
     return OverlappingShardsError(str(error).replace("tensor ''", f"tensor {fqn!r}", 1), fqn=fqn, boxes=error.boxes)
 
 
 def _without_padding(type_name: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
     if len(sizes) != tensor.dim() or any(n > size for n, size in zip(sizes, tensor.shape, strict=True)):
         raise unsupported_shard(
-            type_name, f"a part of shape {list(tensor.shape)} is to hold a box of sizes {list(sizes)}"
+            type_name, f"a part of shape {list(tensor.shape)} cannot hold a box of sizes {list(sizes)}"
         )
     for dimension, size in enumerate(sizes):
         if size != tensor.shape[dimension]:
@@ -221,15 +222,15 @@ def check_shape(type_name: str, global_shape: tuple[int, ...]) -> None:
 
 
 def check_form(type_name: str, global_shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-    """Check that offsets and sizes can be a box of a tensor of `global_shape`, except for where it ends.
+    """Check that offsets and sizes are a box of a tensor of `global_shape`, except that its end is not checked.
 
     Raises:
-        UnsupportedLeafError: They cannot.
+        UnsupportedLeafError: They are not.
     """
     check_shape(type_name, global_shape)
-    is_one = len(offsets) == len(sizes) == len(global_shape) and all(type(o) is int and o >= 0 for o in offsets)
-    if not is_one:
-        text = f"the box with offsets {list(offsets)} and sizes {list(sizes)} does not lie in {list(global_shape)}"
+    is_box = len(offsets) == len(sizes) == len(global_shape) and all(type(o) is int and o >= 0 for o in offsets)
+    if not is_box:
+        text = f"offsets {list(offsets)} and sizes {list(sizes)} are not a box of shape {list(global_shape)}"
         raise unsupported_shard(type_name, text)
 
 
@@ -238,13 +239,13 @@ def check_box(type_name: str, global_shape: tuple[int, ...], offsets: tuple[int,
 
     Raises:
         ShardOutOfRangeError: It is not.
-        UnsupportedLeafError: As of `check_form`.
+        UnsupportedLeafError: The same as from `check_form`.
     """
     check_form(type_name, global_shape, offsets, sizes)
     if any(o + s > n for o, s, n in zip(offsets, sizes, global_shape, strict=True)):
         box, whole = (list(offsets), list(sizes)), ([0] * len(global_shape), list(global_shape))
         one, other = (f"offsets {o} and sizes {s}" for o, s in (box, whole))
-        text = f"the box with {one} does not lie in the tensor's, with {other}; correct offsets or global shape"
+        text = f"the box with {one} is not inside the tensor's, with {other}; correct offsets or global shape"
         raise _out_of_range(type_name, text, [f"offsets {o} sizes {s}" for o, s in (box, whole)])
 
 
@@ -259,7 +260,7 @@ def unsupported_shard(type_name: str, why: str) -> UnsupportedLeafError:
 
 
 def with_leaf(error: UnsupportedLeafError, fqn: str, text: str) -> UnsupportedLeafError:
-    """Return an error with its FQN, which was not known where it was raised, and with `text` as its message."""
+    """Return an error with its FQN, which was unknown where it was raised, and with `text` as its message."""
     facts = {**error.facts(), "leaf": fqn, "fqn": fqn}
     return type(error)(text, **{name: fact for name, fact in facts.items() if name in error.fields})
 
@@ -269,28 +270,28 @@ def describe_tp(
 ) -> dict[str, Any]:
     """Return `state_dict` with a `ShardedSlice` for each tensor that is split over a tensor parallel group.
 
-    A tensor whose local shape is its global one is left as it is: a replica. All others must be split along one
-    dimension, evenly; along which is found by the shapes. Tensors that `global_shapes` does not name, and what is no
-    tensor, are left too.
+    A tensor whose local shape is its global shape is a replica and is not changed. All others must be split evenly
+    along one dimension, which is determined from the shapes. Tensors that `global_shapes` does not name, and values
+    that are not tensors, are not changed.
 
     Args:
-        state_dict: Local tensors by FQN.
+        state_dict: Local tensors by FQN; a flat dict.
         global_shapes: Shapes of the whole tensors by FQN, in elements.
         tp_rank: Rank of this process in the tensor parallel group.
         tp_size: Number of ranks in that group.
 
     Raises:
-        UnsupportedLeafError: The shapes differ in no single dimension that is split evenly; `leaf` is the FQN.
+        UnsupportedLeafError: The shapes do not differ in exactly one, evenly split dimension; `leaf` is the FQN.
         ConfigError: `global_shapes` names no tensor of `state_dict`; or `tp_rank` is not below `tp_size`.
     """
     if type(tp_size) is not int or type(tp_rank) is not int or not 0 <= tp_rank < tp_size:
         raise ConfigError(
-            f"tp_rank={tp_rank!r} of tp_size={tp_size!r} is no rank", field="tp_rank", value=repr(tp_rank)
+            f"tp_rank={tp_rank!r} is not a rank below tp_size={tp_size!r}", field="tp_rank", value=repr(tp_rank)
         )
-    # It may name more than this rank holds, as with pipeline stages; naming nothing is a mistake in the names.
+    # It may name more than this rank holds, as with pipeline stages. If it names nothing, its names are wrong.
     if not any(isinstance(state_dict.get(fqn), torch.Tensor) for fqn in global_shapes):
         raise ConfigError(
-            f"global_shapes names no tensor of the state dict, which must be flat: it names "
+            f"global_shapes names no tensor of the state dict, which must be flat: global_shapes names "
             f"{', '.join(map(repr, list(global_shapes)[:3])) or 'nothing'}; the state dict has "
             f"{', '.join(map(repr, list(state_dict)[:3])) or 'nothing'}",
             field="global_shapes",
@@ -359,8 +360,8 @@ def sources_of(found: Sharded, *, is_target: bool = False) -> list[torch.Tensor]
 def identity_of(found: Sharded, value: object) -> object:
     """Return a key that is equal for two values that are one tensor: the same elements of the same boxes.
 
-    IMPORTANT: also where this rank holds none of the elements. Were two names one tensor on some ranks and two on
-    others, the second would be written by a few of them only.
+    IMPORTANT: this must hold also if this rank holds none of the elements. If two names were one tensor on some ranks
+    and two tensors on others, only some of the ranks would write the second.
     """
     places = tuple((memory_identity(t), t.shape, t.stride(), offsets) for t, offsets in found.shards)
     if not places and found.anchor is None:
@@ -369,10 +370,10 @@ def identity_of(found: Sharded, value: object) -> object:
 
 
 def memory_identity(tensor: torch.Tensor | None) -> object:
-    """Return a key that is equal for tensors that begin at the same address and read the elements alike.
+    """Return a key that is equal for tensors that begin at the same address and are conjugated and negated equally.
 
-    An empty tensor has no address: its storage and the offset in it are taken. A conjugated or negated view begins at
-    the address of the tensor and has other values.
+    An empty tensor has no address; its storage and the offset in it are used. A conjugated or negated view has the
+    address of its base tensor, but other values.
     """
     if tensor is None:
         return None

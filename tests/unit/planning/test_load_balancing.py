@@ -18,7 +18,7 @@ from asyncckpt.planning.load_balancing import (  # noqa: E402
     box_of_rows,
     replica_of,
     row_dimension,
-    spread,
+    divide_replicas,
 )
 
 
@@ -46,7 +46,7 @@ def grain_of(replica: Replica) -> int:
 def test_every_row_is_written_once_by_a_holder(
     sets: dict[tuple[int, ...], list[Replica]], loads: dict[int, int]
 ) -> None:
-    found = spread(sets, loads)
+    found = divide_replicas(sets, loads)
     assert found.keys() == sets.keys()
     for holders, members in sets.items():
         for replica, pieces in zip(members, found[holders], strict=True):
@@ -60,7 +60,7 @@ def test_every_row_is_written_once_by_a_holder(
 
 @given(SETS, LOADS)
 def test_small_replicas_are_never_cut(sets: dict[tuple[int, ...], list[Replica]], loads: dict[int, int]) -> None:
-    for holders, found in spread(sets, loads).items():
+    for holders, found in divide_replicas(sets, loads).items():
         for replica, pieces in zip(sets[holders], found, strict=True):
             assert replica.nbytes > CUT_NBYTES or len(pieces) == 1
 
@@ -69,7 +69,7 @@ def test_small_replicas_are_never_cut(sets: dict[tuple[int, ...], list[Replica]]
 def test_no_rank_ends_more_than_a_grain_above_the_level(
     holders: tuple[int, ...], members: list[Replica], loads: dict[int, int]
 ) -> None:
-    pieces = [p for cut in zip(members, spread({holders: members}, loads)[holders], strict=True) for p in [cut]]
+    pieces = [p for cut in zip(members, divide_replicas({holders: members}, loads)[holders], strict=True) for p in [cut]]
     given_to = dict.fromkeys(holders, 0)
     for replica, cut in pieces:
         for piece in cut:
@@ -90,20 +90,20 @@ def test_the_order_of_dicts_does_not_matter(
     shuffled, other = list(sets.items()), list(loads.items())
     rng.shuffle(shuffled)
     rng.shuffle(other)
-    assert spread(dict(shuffled), dict(other)) == spread(sets, loads)
+    assert divide_replicas(dict(shuffled), dict(other)) == divide_replicas(sets, loads)
 
 
 def test_a_large_replica_is_shared_by_all_and_few_holders_choose_first() -> None:
     rows = 1 << 12
     everybody, pair = (0, 1, 2, 3), (0, 1)
-    found = spread({everybody: [Replica(64 << 20, rows)], pair: [Replica(16 << 20, rows)]}, {})
+    found = divide_replicas({everybody: [Replica(64 << 20, rows)], pair: [Replica(16 << 20, rows)]}, {})
     assert [(p.rank, p.n_rows) for p in found[pair][0]] == [(0, rows // 2), (1, rows // 2)]
     shares = {p.rank: p.n_rows * (64 << 20) // rows for p in found[everybody][0]}
     assert shares == {0: 12 << 20, 1: 12 << 20, 2: 20 << 20, 3: 20 << 20}
 
 
 def test_a_rank_that_writes_much_anyway_gets_nothing() -> None:
-    found = spread({(0, 1, 2): [Replica(8 << 20, 8)]}, {1: 100 << 20})
+    found = divide_replicas({(0, 1, 2): [Replica(8 << 20, 8)]}, {1: 100 << 20})
     assert {piece.rank for piece in found[0, 1, 2][0]} == {0, 2}
 
 
