@@ -1,7 +1,7 @@
-"""A nested state dict -> its tree, its tensors and its objects. The way back is `unflatten`.
+"""A nested state dict -> its tree, its tensors and its objects. `unflatten` is the reverse.
 
-`flatten` runs on every save in the training thread, so it does only what a changed value could alter; names, duplicate
-checks and layouts belong to the plan, which is made once per structure.
+`flatten` runs in the training thread at every save, so it does only work whose result depends on the values. Names,
+checks for duplicates and layouts belong to the plan, which is made once per structure.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class ShardLeaf(NamedTuple):
 
     Attributes:
         global_shape: Shape of the whole tensor, in elements.
-        grid: As in `Sharded`.
+        grid: The same as in `Sharded`.
         boxes: The boxes that this process holds.
         sources: Aligned with `boxes`: index of each part into `Flattened.tensors`.
-        is_first: As in `Sharded`.
+        is_first: The same as in `Sharded`.
     """
 
     global_shape: tuple[int, ...]
@@ -73,13 +73,13 @@ class ShardLeaf(NamedTuple):
     is_first: bool
 
     def claim(self, fqn: str, dtype: str) -> ShardClaim:
-        """Return what this rank tells the others of it."""
+        """Return the claim that this rank sends to the others."""
         boxes = () if self.grid is not None else self.boxes
         return ShardClaim(fqn, dtype, self.global_shape, self.grid, boxes, self.is_first)
 
 
 def typed_key(key: Any) -> Key | None:
-    """Return the key of a tree for a key of a state, numpy scalars as Python's; None: it cannot be stored."""
+    """Return the tree's key for a key of a state dict, with numpy scalars as Python's; None: it cannot be stored."""
     return key_of(_without_numpy(key, 0))
 
 
@@ -92,10 +92,10 @@ def _without_numpy(key: Any, depth: int) -> Any:
 
 
 def check_keys(tree: Node) -> None:
-    """Check that the index can hold all keys of a tree. Part of making a plan.
+    """Check that the index can hold all keys of a tree. Called when a plan is made.
 
     Raises:
-        UnsupportedLeafError: It cannot; the error names the path.
+        UnsupportedLeafError: It cannot hold a key; names its FQN.
     """
     for path, node in mappings(tree):
         for key in node[1][::2]:
@@ -103,14 +103,14 @@ def check_keys(tree: Node) -> None:
                 leaf = fqn_of((*path, key))
                 raise UnsupportedLeafError(
                     f"state dict leaf {leaf[:200]!r}: the key {python_key(key)!r:.80} is out of range, "
-                    "too long or no valid text",
+                    "too long or not valid text",
                     leaf=leaf,
                     type_name=type(python_key(key)).__name__,
                 )
 
 
 def mappings(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
-    """Yield (typed path, node) of every mapping in `node`, which may be one itself."""
+    """Yield (typed path, node) of every mapping in `node`, including `node` itself."""
     if node[0] in ("d", "o"):
         yield path, node
         for key, child in zip(node[1][::2], node[1][1::2], strict=True):
@@ -126,9 +126,9 @@ class Flattened:
     """A flattened state dict. Nothing in it is a copy.
 
     Attributes:
-        tree: The skeleton (`format.state_tree`), whose leaves are tensor numbers and object numbers.
-        tensors: Tensors by number; one that is reachable by several paths is there once. Of a shard, the first part is
-            at its number; further parts follow after the last number.
+        tree: The tree (`format.state_tree`), whose leaves are tensor numbers and object numbers.
+        tensors: Tensors by number; a tensor with several paths occurs once. For a shard, the first part is at its
+            number; further parts follow after the last number.
         objects: The other leaves by object number.
         allow_pickle: Whether objects of any type may be stored.
         shards: By tensor number, the tensors of which this process holds parts.
@@ -162,12 +162,12 @@ class Flattened:
 
     @property
     def per_rank(self) -> frozenset[int]:
-        """Numbers of the tensors that belong to this rank alone: one of their paths is in a `PerRank`."""
+        """Numbers of the tensors of which a path is in a `PerRank`."""
         return frozenset(leaf[1] for _, node in per_rank_nodes(self.tree) for _, leaf in leaves(node) if leaf[0] != "O")
 
     @property
     def common(self) -> list[int]:
-        """Numbers of the tensors that are whole here and do not belong to this rank alone, ascending."""
+        """Numbers of the tensors that are neither shards nor `PerRank`, ascending."""
         own = self.per_rank
         return [n for n in range(self.n_numbers) if n not in own and n not in self.shards]
 
@@ -187,14 +187,14 @@ def object_fqn(tree: Node, number: int) -> str:
 
 
 HOIST_NBYTES = 64 * 1024
-"""Values of type bytes of at least this size are stored in the shard files, not in JSON. Chosen, not measured."""
+"""Values of type bytes of at least this size are stored as tensors, not as objects in JSON. Chosen, not measured."""
 
 PLAIN_TENSORS = frozenset(
     {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer if hasattr(torch.nn, "Buffer") else torch.Tensor}
 )
 SCALARS = frozenset({int, float, bool, str, type(None), complex})
 StateOf = Callable[[Any, Path], Any]
-"""Takes (object with a `state_dict()`, its path); returns its state, or the object itself, which makes it a leaf."""
+"""(object with a `state_dict()`, its path) -> its state; or the object itself, which makes it a leaf."""
 
 
 def flatten(
@@ -205,12 +205,12 @@ def flatten(
     Args:
         state_dict: Nested dicts, lists and tuples of leaves.
         state_of: Called for every object with a `state_dict()`; None: its `state_dict()` is called.
-        allow_pickle: Whether a tensor that cannot be stored as one becomes an object leaf; else it is refused.
-        is_target: Whether the state is to be filled, not stored. Tensors without memory (meta, fake) are accepted then,
-            and the caller must handle them.
+        allow_pickle: Whether a tensor that cannot be stored as a tensor becomes an object leaf; else it is refused.
+        is_target: Whether the state dict will be filled, not stored. Tensors without memory (meta, fake) are then
+            accepted, and the caller must handle them.
 
     Raises:
-        UnsupportedLeafError: It is no mapping, or a leaf cannot be stored, or filled; `leaf` is its FQN.
+        UnsupportedLeafError: It is not a mapping, or a leaf cannot be stored, or filled; `leaf` is its FQN.
     """
     if not isinstance(state_dict, Mapping):
         raise UnsupportedLeafError(
@@ -231,7 +231,7 @@ class _Walk:
     __slots__ = (
         "_allow_pickle",
         "_is_target",
-        "_lazy",
+        "_kept_alive",
         "_per_rank",
         "_seen",
         "_shards",
@@ -248,7 +248,7 @@ class _Walk:
         self.objects: list[Any] = []
         self.keys: list[Any] = []
         self._seen: dict[Any, int] = {}
-        self._lazy: list[torch.Tensor] = []
+        self._kept_alive: list[torch.Tensor] = []
         self._shards: dict[int, tuple[Sharded, list[torch.Tensor]]] = {}
 
     def mapping(self, value: Mapping[Any, Any]) -> Node:
@@ -308,15 +308,15 @@ class _Walk:
         if plain is not None:
             return self.tensor(plain)
         if torch.nn.parameter.is_lazy(value):
-            return self._odd_tensor(value, "it is not initialised yet; run the module once")
+            return self._unsupported_tensor(value, "it is not initialised yet; run the module once")
         why = why_no_memory(value)
         if why is None:
-            return self._odd_tensor(value, "tensor subclasses cannot be stored yet; pass a plain tensor")
+            return self._unsupported_tensor(value, "tensor subclasses cannot be stored yet; pass a plain tensor")
         return self._without_memory(value, why)
 
     def _without_memory(self, value: torch.Tensor, why: str) -> Node:
         if not self._is_target:
-            return self._odd_tensor(value, why)
+            return self._unsupported_tensor(value, why)
         number = self._seen.setdefault(id(value), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(value)
@@ -339,7 +339,7 @@ class _Walk:
             if isinstance(found, torch.Tensor):
                 return self.tensor(found) if type(found) in PLAIN_TENSORS else self.other(found)
             if self._per_rank:
-                raise unsupported_shard(found.type_name, "it lies in a PerRank, whose values belong to one rank whole")
+                raise unsupported_shard(found.type_name, "it is in a PerRank, which can hold whole tensors only")
             sources = sources_of(found, is_target=self._is_target)
         except OverlappingShardsError as error:
             raise with_fqn(error, fqn_of(tuple(self.keys))) from None
@@ -363,7 +363,7 @@ class _Walk:
             shards[number] = ShardLeaf(found.global_shape, found.grid, boxes, sources_at[: len(boxes)], found.is_first)
         return tensors, shards
 
-    def _odd_tensor(self, value: torch.Tensor, why: str) -> Node:
+    def _unsupported_tensor(self, value: torch.Tensor, why: str) -> Node:
         if self._allow_pickle:
             return ("O", self._object(value))
         raise self._refused(value, why)
@@ -394,13 +394,13 @@ class _Walk:
     def tensor(self, value: torch.Tensor) -> Node:
         if value.layout is not torch.strided or dtype_name(value.dtype) is None or value.is_nested:
             nested = "nested " if value.is_nested else ""
-            return self._odd_tensor(
+            return self._unsupported_tensor(
                 value, f"a {nested}tensor of layout {value.layout}, dtype {value.dtype} on {value.device}"
             )
         # The same elements under several names are stored once: same address, shape, strides and dtype.
         try:
             address = value.data_ptr()
-        except RuntimeError:  # inside vmap, say
+        except RuntimeError:  # for example inside vmap
             return self._without_memory(value, why_no_memory(value) or NO_MEMORY)
         if address < NO_ADDRESS_BELOW:
             why = why_no_memory(value)
@@ -419,9 +419,9 @@ class _Walk:
             if not fits_in_storage(value):
                 raise self._refused(value, SHRUNK)
             if value.is_conj() or value.is_neg():
-                # IMPORTANT: kept until the walk ends. The original may be a temporary of `to_shards` or of a mapping,
-                # and the next one at its address would be taken for the same tensor.
-                self._lazy.append(value)
+                # IMPORTANT: keep a reference until the walk ends. The original may be a temporary of `to_shards` or of
+                # a mapping, and the next tensor at its address would be taken for the same tensor.
+                self._kept_alive.append(value)
                 value = value.resolve_conj().resolve_neg()
             self.tensors.append(value)
         return ("T", number)
@@ -435,12 +435,12 @@ class _Walk:
         if found is None:
             try:
                 self.keys.append(f"{key!r:.80}")
-            except ValueError:  # a number of more digits than Python writes out
+            except ValueError:  # an integer with more digits than Python converts to text
                 self.keys.append(f"<{type(key).__name__}>")
             raise self._refused(
                 key,
-                f"a key of type {type(key).__name__}; keys are str, int of 63 bits, float but NaN, bool, bytes, None, "
-                "and tuples of these",
+                f"a key of type {type(key).__name__}; a key must be a str, an int of 63 bits, a float except NaN, a "
+                "bool, bytes, None, or a tuple of these",
             )
         return found
 
@@ -459,7 +459,7 @@ def as_uint8_tensor(value: bytes) -> torch.Tensor:
 
 
 def is_plain_sequence(value: Sequence[Any], depth: int = 0) -> bool:
-    """Whether a list, tuple or deque holds only scalars, and plain lists and tuples of them: then it is one leaf."""
+    """Whether a list, tuple or deque holds only scalars, and plain lists and tuples of them, so that it is one leaf."""
     if depth > MAX_DEPTH // 2:
         return False
     return set(map(type, value)) <= SCALARS or all(

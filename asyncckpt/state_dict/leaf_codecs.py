@@ -1,4 +1,4 @@
-"""The object leaves of a state dict as typed JSON, and back; what layout "dcp" has no form for is refused by name."""
+"""Object leaves of a state dict -> typed JSON, and back; and checks that layout "dcp" can store all leaves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncckpt.state_dict.numpy_values import decode_scalar, encode_scalar, is_a
 from asyncckpt.state_dict.pickling import encode_pickle
 
 Unpickle = Callable[[str, bytes], Any]
-"""Takes (name of a type, bytes of a pickle); returns the value, or raises."""
+"""(name of a type, bytes of a pickle) -> the value; raises if it is not allowed or fails."""
 
 
 def encode_leaves(flat: Flattened, layout: str = SAFETENSORS) -> list[Any]:
@@ -35,7 +35,7 @@ def encode_leaves(flat: Flattened, layout: str = SAFETENSORS) -> list[Any]:
     out = []
     for number, value in enumerate(flat.objects):
         if type(value) in (bool, type(None)) or (type(value) is str and value.isascii()):
-            out.append(value)  # by far the most, and JSON keeps them
+            out.append(value)  # most leaves are of these types, which JSON stores unchanged
             continue
         try:
             out.append(objects.encode_value(value, extend))
@@ -65,14 +65,14 @@ def _refusal(flat: Flattened, number: int, value: Any, error: objects.UnknownTyp
     if error.__cause__ is not None:
         why = f"type {kind} cannot be pickled: {error.__cause__}"
     elif is_array(value):
-        why = f"torch has no dtype for an array of {value.dtype}; allow_pickle=True on both sides would pickle it"
+        why = f"torch has no dtype for an array of {value.dtype}; with allow_pickle=True in save and load it is pickled"
     else:
-        why = f"type {kind} cannot be stored; allow_pickle=True on both sides would pickle it"
+        why = f"type {kind} cannot be stored; with allow_pickle=True in save and load it is pickled"
     return UnsupportedLeafError(f"state dict leaf {leaf!r}: {why}", leaf=leaf, type_name=kind)
 
 
 def decode_leaf(raw: Any, unpickle: Unpickle) -> Any:
-    """Return the Python value of the JSON form of an object leaf; types of torch and numpy included.
+    """Return the Python value of the JSON form of an object leaf, including types of torch and numpy.
 
     Args:
         raw: The JSON form.
@@ -118,10 +118,10 @@ def decode_torch(tag: str, payload: Any) -> Any:
 
 
 def check_dcp_items(tree: Node) -> None:
-    """Check that every leaf of a tree can be an item of `torch.distributed.checkpoint`, types of objects aside.
+    """Check that every leaf of a tree can be an item of `torch.distributed.checkpoint`. Ignores the types of objects.
 
     Raises:
-        UnsupportedLeafError: A leaf cannot; the error names the first.
+        UnsupportedLeafError: A leaf cannot; names the first.
     """
     for item in items_of(tree):
         why = refusal_of(item.node)
@@ -137,7 +137,7 @@ def check_dcp_objects(tree: Node, objects: Sequence[Any]) -> None:
         objects: JSON forms by object number.
 
     Raises:
-        UnsupportedLeafError: An object has none; the error names the first.
+        UnsupportedLeafError: An object has no such form; names the first.
     """
     for item in items_of(tree):
         if item.node[0] != "T" and not _is_plain(item.node, objects):
@@ -148,13 +148,13 @@ def check_dcp_objects(tree: Node, objects: Sequence[Any]) -> None:
 
 
 def _is_plain(node: Node, objects: Sequence[Any]) -> bool:
-    """Whether it is None, a bool, an int, a float or a str, as most of these leaves are."""
+    """Whether an object is None, a bool, an int, a float or a str, which need no check; most objects are."""
     return node[0] == "O" and type(objects[node[1]]) in (type(None), bool, int, float, str)
 
 
 def _refused(leaf: str, what: str) -> UnsupportedLeafError:
     return UnsupportedLeafError(
-        f"state dict leaf {leaf!r}: layout='dcp' has no form for {what}; layout='safetensors' holds it",
+        f"state dict leaf {leaf!r}: layout='dcp' cannot store {what}; layout='safetensors' can",
         leaf=leaf,
         type_name=what.removeprefix("a ").partition(",")[0],
     )

@@ -1,6 +1,7 @@
-"""numpy's arrays as tensors and its scalars as JSON, both ways. numpy is optional: nothing here needs it.
+"""numpy arrays -> tensors, numpy scalars -> JSON, and back. numpy is optional: this module works without it.
 
-Who saves numpy's values has imported it, so saving looks it up among the loaded modules; loading imports it if it can.
+A process that saves numpy values has imported numpy, so saving looks it up among the loaded modules. Loading imports it
+if it is installed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 def _loaded() -> Any:
     numpy = sys.modules.get("numpy")
-    return numpy if hasattr(numpy, "memmap") else None  # else it is being imported just now
+    return numpy if hasattr(numpy, "memmap") else None  # without it, the import of numpy is still running
 
 
 @functools.cache
@@ -54,13 +55,13 @@ def is_scalar(value: Any) -> bool:
 
 
 def view_of(array: Any) -> torch.Tensor | None:
-    """Return a tensor that shares the elements of an array; None when torch cannot make one."""
+    """Return a tensor that shares the elements of an array; None if torch cannot make one."""
     dtype = _DTYPES.get(array.dtype.str)
     if dtype is None or not array.size or not array.flags.writeable:
         return None
     try:
         found = torch.from_numpy(array)
-    except (TypeError, ValueError, RuntimeError):  # negative strides; a torch without its bridge to numpy
+    except (TypeError, ValueError, RuntimeError):  # negative strides; or torch was built without numpy
         if not array.flags.c_contiguous:
             return None
         found = torch.frombuffer(memoryview(array).cast("B"), dtype=torch.uint8).view(dtype).view(array.shape)
@@ -68,7 +69,7 @@ def view_of(array: Any) -> torch.Tensor | None:
 
 
 def tensor_of(array: Any) -> torch.Tensor | None:
-    """Return an array's elements as a tensor, a view where there is one; None when torch lacks the dtype."""
+    """Return an array's elements as a tensor, a view if possible; None if torch lacks the dtype."""
     dtype = _DTYPES.get(array.dtype.str)
     if dtype is None:
         return None
@@ -81,14 +82,14 @@ def tensor_of(array: Any) -> torch.Tensor | None:
 
 
 def array_of(tensor: torch.Tensor) -> Any:
-    """Return a tensor's elements as an array, shared where they can be; the tensor itself where no array can be."""
+    """Return a tensor's elements as an array, shared if possible; the tensor itself if no array can hold them."""
     numpy, name = _imported(), _NAMES.get(tensor.dtype)
     if numpy is None or name is None:
         return tensor
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     try:
         return tensor.numpy()
-    except RuntimeError:  # a torch without its bridge to numpy
+    except RuntimeError:  # torch was built without numpy
         data = bytearray(flat_bytes(tensor).tolist())
         return numpy.frombuffer(data, dtype=name).reshape(tuple(tensor.shape))
 
@@ -97,7 +98,7 @@ def encode_scalar(value: Any) -> tuple[str, Any] | None:
     """Return (tag, payload) of a numpy scalar; None for anything else, or a dtype that cannot be stored."""
     if not is_scalar(value):
         return None
-    if isinstance(value, str):  # numpy's own bytes would lose characters NUL at the end
+    if isinstance(value, str):  # numpy would drop trailing NUL characters
         data = str.__str__(value).encode("utf-32-le", "surrogatepass")
         return "numpy.scalar", [f"<U{len(data) // 4}", data.hex()]
     if isinstance(value, bytes):
@@ -115,7 +116,7 @@ def decode_scalar(payload: Any) -> Any:
         ValueError: The payload is malformed.
     """
     dtype, data = checked_numpy_scalar(payload)
-    nearest = numpy_scalar_value(dtype, data)  # also a check: numpy would take what is no character
+    nearest = numpy_scalar_value(dtype, data)  # also validates the data: numpy would accept invalid characters
     numpy = _imported()
     if numpy is None:
         return nearest

@@ -1,9 +1,9 @@
-"""The one place that pickles and unpickles, and only for users who asked for it: `allow_pickle=True`.
+"""Pickles and unpickles objects, only with `allow_pickle=True`. No other module of asyncckpt does.
 
-DANGER: unpickling runs whatever the bytes say. Whoever can write into a checkpoint's directory can run code in every
-process that loads it with `allow_pickle=True`. Nothing else in asyncckpt runs what a pickle says: not the worker, not
-`ls`, `inspect` or `verify`, not a load without that argument. Pickles of other formats are read as data
-(`interop.sources.unpickler`), and `dcp.leaf_values` takes what stock planners made in this process, by
+DANGER: unpickling can run any code. Whoever can write into a checkpoint's directory can run code in every process that
+loads it with `allow_pickle=True`. Nothing else in asyncckpt runs code from a pickle: not the worker, not `ls`,
+`inspect` or `verify`, not a load without that argument. Pickles of other formats are read as data
+(`interop.sources.unpickler`), and `dcp.leaf_values` reads the bytes that stock planners made in this process with
 `torch.load(weights_only=True)`.
 """
 
@@ -20,7 +20,7 @@ PROTOCOL = 4
 """Pickle protocol; Python 3.4 and later read it."""
 
 _ZIP = b"PK\x03\x04"
-"""First bytes of what `torch.save` writes, which is used for values with tensors. A pickle begins with 0x80."""
+"""First bytes of a `torch.save` file, which is used for values with tensors. A pickle begins with 0x80."""
 
 
 def encode_pickle(value: Any) -> tuple[str, Any]:
@@ -33,8 +33,8 @@ def encode_pickle(value: Any) -> tuple[str, Any]:
     try:
         _Pickler(file).dump(value)
     except _HoldsElementsError:
-        # IMPORTANT: Python's pickle cannot read back the tensors that it writes of dtypes without a typed storage
-        # (float8, uint16), and makes two memories of one that several tensors share.
+        # IMPORTANT: Python's pickle cannot load the tensors that it writes if their dtype has no typed storage (float8,
+        # uint16), and it copies memory that several tensors share once for each.
         file = io.BytesIO()
         torch.save(value, file, pickle_protocol=PROTOCOL)
     data = file.getvalue()
@@ -42,11 +42,11 @@ def encode_pickle(value: Any) -> tuple[str, Any]:
 
 
 class _HoldsElementsError(Exception):
-    """The value holds a storage of torch."""
+    """The value holds a torch storage."""
 
 
 class _Pickler(pickle.Pickler):
-    """Raises `_HoldsElementsError` at the first storage of torch."""
+    """Raises `_HoldsElementsError` at the first torch storage."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=PROTOCOL)
@@ -59,22 +59,23 @@ class _Pickler(pickle.Pickler):
 
 
 def unpickle(data: bytes) -> Any:
-    """Return the value of a pickle, or of what `torch.save` wrote. DANGER: this runs code that the bytes name.
+    """Return the value of a pickle, or of a `torch.save` file. DANGER: this can run any code.
 
-    Tensors come to the device on which they were, or to the CPU where this machine lacks it.
+    Tensors are loaded to the device that they were on, or to the CPU if this machine has no such device.
 
     Raises:
         Exception: Any error; the bytes decide which.
     """
     if data.startswith(_ZIP):
-        return torch.load(io.BytesIO(data), map_location=_WhereItWas(), weights_only=False)
+        return torch.load(io.BytesIO(data), map_location=_SavedDeviceOrCpu(), weights_only=False)
     return pickle.loads(data)
 
 
-class _WhereItWas(dict[Any, Any]):
+class _SavedDeviceOrCpu(dict[Any, Any]):
     """Maps each location to itself, or to the CPU if this machine has no such device.
 
-    IMPORTANT: a dict, since torch rebuilds a tensor subclass that stands for others with no function for its place.
+    IMPORTANT: this must be a dict. When torch rebuilds a tensor subclass that wraps other tensors, it accepts no
+    function as `map_location`.
     """
 
     def get(self, location: Any, default: Any = None) -> Any:

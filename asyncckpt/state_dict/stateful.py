@@ -1,7 +1,7 @@
-"""Modules, optimizers and other objects with a `state_dict()`: the state that is stored for them. Calls user code.
+"""Calls `state_dict()` of modules, optimizers and other objects: user code.
 
-Wrappers that only add a prefix to the names (DistributedDataParallel, DataParallel, what `torch.compile` returns) are
-taken off, at the top and inside, so that the names are the bare model's.
+Wrappers that only add a prefix to the names (DistributedDataParallel, DataParallel, the result of `torch.compile`) are
+removed, around the module and around its submodules, so that the names are those of the bare model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class StateDictError(Exception):
-    """`state_dict()` of an object raised, or returned what cannot be stored. Raised and caught inside of flattening."""
+    """`state_dict()` of an object raised, or returned a value that cannot be stored. Caught by `flatten`."""
 
 
 def is_stateful(value: Any) -> bool:
@@ -31,7 +31,7 @@ def _wrapper_attribute(module: torch.nn.Module) -> str | None:
     """Return the attribute of a wrapper that holds the wrapped module; None for any other module."""
     if isinstance(module, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
         return "module"
-    compiled = sys.modules.get("torch._dynamo.eval_frame")  # nothing is compiled before it is loaded
+    compiled = sys.modules.get("torch._dynamo.eval_frame")  # no module is compiled unless it is imported
     return "_orig_mod" if compiled is not None and isinstance(module, compiled.OptimizedModule) else None
 
 
@@ -53,14 +53,14 @@ class BareNames:
                 self._inner.append(f"{name}.{attribute}")
 
     def of(self, name: str) -> str:
-        """Return the name of an entry or a submodule without what wrappers add to it."""
+        """Return the name of an entry or a submodule without the parts that wrappers add."""
         for inner in reversed(self._inner):  # the innermost first, so that the outer ones still fit
             if name == inner or name.startswith(inner + "."):
                 name = inner.rpartition(".")[0] + name[len(inner) :]
         return name
 
     def wrapped(self, name: str) -> str:
-        """Return a bare name as the module has it, the inverse of `of`. The module need not have such an entry."""
+        """Return the module's name for a bare name: the inverse of `of`. The module need not have such an entry."""
         for inner in self._inner:  # the outermost first
             outer, _, attribute = inner.rpartition(".")
             if name == outer or name.startswith(outer + "."):
@@ -79,7 +79,7 @@ class BareNames:
 
 
 def state_dict_of(value: Any) -> Any:
-    """Return what is stored for an object with a `state_dict()`.
+    """Return the state that is stored for an object with a `state_dict()`.
 
     Raises:
         StateDictError: Its `state_dict()` raised, or returned an object with a `state_dict()` of its own.
@@ -93,12 +93,12 @@ def state_dict_of(value: Any) -> Any:
     except Exception as error:
         raise StateDictError(f"its state_dict() raised {type(error).__name__}: {error}") from error
     if type(state) is not dict and type(state) is not OrderedDict and is_stateful(state):
-        raise StateDictError(f"its state_dict() returned a {type(state).__name__}, which has one itself")
+        raise StateDictError(f"its state_dict() returned a {type(state).__name__}, which has a state_dict() itself")
     return state
 
 
 class StateDictCache:
-    """Calls `state_dict()` of each object once, however often the state dict is walked. Made for one save."""
+    """Calls `state_dict()` of each object only once, even if the state dict is walked several times. For one save."""
 
     __slots__ = ("_taken",)
 
@@ -109,7 +109,7 @@ class StateDictCache:
         """Return the state of `value`.
 
         Raises:
-            StateDictError: As of `state_dict_of`.
+            StateDictError: The same as from `state_dict_of`.
         """
         found = self._taken.get(id(value))
         if found is None:

@@ -1,7 +1,7 @@
-"""Flattening along the tree of a plan, if the state dict has that structure: the fast path of a save.
+"""Flattens a state dict along the tree of a plan, if it has the same structure: the fast path of a save.
 
-It allocates next to nothing, where `flatten` builds a tree: on the save path one pass of the garbage collector would
-cost ten times the check. A state dict that is not plainly equal is left to `flatten`.
+It allocates almost nothing, where `flatten` builds a tree: a run of the garbage collector during a save would take ten
+times as long as this check. If equality is not obvious, `flatten` has to decide.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from asyncckpt.torch_tensors import NO_ADDRESS_BELOW, address_of, plain_paramete
 
 
 class _Mismatch(Exception):
-    """The structure differs from the plan's, or is not plainly equal."""
+    """The structure differs from the plan's, or `flatten` must decide whether it does."""
 
 
 def flatten_along(
@@ -55,16 +55,17 @@ def flatten_along(
         shapes: (dtype, shape) of every tensor, of the signature.
         shards: `ShardLeaf` or None by tensor number, of the signature; empty without shards.
         state_dict: State to flatten.
-        state_dicts: Cache of this save; None: this is its only walk.
+        state_dicts: Cache of this save; None: the state dict is walked only once.
         allow_pickle: Value for `Flattened.allow_pickle`.
 
     Returns:
-        What `flatten` would return, with this very tree; None when the structure differs or `flatten` must decide.
+        The result that `flatten` would return, with `tree` itself as its tree. None: the structure differs, or
+        `flatten` must decide.
     """
     walk = _Walk(shapes, shards, state_dicts or StateDictCache())
     try:
         walk.mapping(tree, state_dict)
-    except (_Mismatch, RuntimeError):  # what has no address raises a RuntimeError
+    except (_Mismatch, RuntimeError):  # a tensor without an address raises a RuntimeError
         return None
     if not shards:
         return Flattened(tree, walk.tensors, walk.objects, allow_pickle=allow_pickle)
@@ -125,7 +126,7 @@ class _Walk:
         if type(value) not in PLAIN_TENSORS:
             value = self._whole(value)
         dtype, shape = self._shapes[number]
-        if value.is_nested:  # it has no shape to ask for
+        if value.is_nested:  # it has no shape
             raise _Mismatch
         if value.dtype is not dtype or value.shape != shape or value.layout is not torch.strided or value.is_meta:
             raise _Mismatch
@@ -144,13 +145,13 @@ class _Walk:
             if value.numel():
                 raise _Mismatch
             address = id(value)  # an empty tensor under two names is one
-        # Two tensors that begin at one address may be one or two to store: `flatten` looks closer.
+        # Two tensors with the same address may be one tensor or two: `flatten` decides.
         if number != known or self._seen.setdefault(address, number) != number:
             raise _Mismatch
         self.tensors.append(value)
 
     def _whole(self, value: Any) -> torch.Tensor:
-        """Return the plain tensor that a value of a shard type, or a parameter of a subclass, is here."""
+        """Return the plain tensor of a shard type's value that is whole here, or of a parameter subclass."""
         describe = describer_of(type(value))
         found = plain_parameter(value) if describe is None else self._described(describe, value)
         if type(found) not in PLAIN_TENSORS:
@@ -193,7 +194,7 @@ class _Walk:
             if sources[0] is not self.tensors[number] and (
                 key is None or key != (self.tensors[number].data_ptr(), self.tensors[number].stride())
             ):
-                raise _Mismatch  # several parts under two names: `flatten` looks closer
+                raise _Mismatch  # a tensor of several parts under two names: `flatten` decides
             return
         address = sources[0].data_ptr() or id(sources[0])
         if number != known or self._seen.setdefault(address, number) != number:

@@ -1,8 +1,8 @@
 """Tree, tensors and objects -> a nested state dict; the forms of containers other than dict, list and tuple.
 
-A container comes back as the type that it extends: a subclass of `Counter` as a `Counter`. The factory of a
-`defaultdict` is stored by name, and only if it is one of a few known types: nothing is imported for a name that is read
-from a file. A mapping of any other type comes back as a dict.
+An instance of a subclass is rebuilt as the standard type: a subclass of `Counter` as a `Counter`. The factory of a
+`defaultdict` is stored by name, and only if it is one of a few known types: no name that is read from a file is
+imported. A mapping of any other type is rebuilt as a dict.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def mapping_form(value: Mapping[Any, Any]) -> Form | None:
     factory = value.default_factory
     try:
         return "defaultdict", None if factory is None else _NAMES.get(factory, UNSTORED_FACTORY)
-    except TypeError:  # one that cannot be hashed
+    except TypeError:  # the factory is not hashable
         return "defaultdict", UNSTORED_FACTORY
 
 
@@ -55,7 +55,7 @@ def mapping_of(form: Form | None, pairs: Iterable[tuple[Any, Any]]) -> Any:
         return dict(pairs)
     if form[0] == "Counter":
         found: Any = Counter()
-        dict.update(found, pairs)  # its own would count
+        dict.update(found, pairs)  # `Counter.update` would add to the counts
         return found
     return defaultdict(None if form[1] is None else _FACTORIES.get(form[1]), pairs)
 
@@ -69,10 +69,10 @@ def unflatten(tree: Node, tensors: Sequence[torch.Tensor], objects_: Sequence[An
     """Rebuild the state dict: containers, order, key types and aliases as saved.
 
     Args:
-        tree: The skeleton.
+        tree: The tree.
         tensors: Tensors by number.
         objects_: Python values by object number.
-        marks: Whether a value that belongs to its rank is returned in a `PerRank`; else as it is.
+        marks: Whether a `PerRank` value is returned as a `PerRank`; else the plain value.
     """
     return Unflattener(tensors, objects_, marks=marks).value_of(tree)
 

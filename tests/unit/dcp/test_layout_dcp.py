@@ -219,7 +219,7 @@ def refused_values() -> Iterator[tuple[str, Any, str]]:
     yield "date", datetime.date(2026, 1, 1), "a date"
     yield "frozen", frozenset({1}), "a frozenset"
     yield "pickled", io.BytesIO(b"x"), "a pickle"
-    yield "slice", slice(1, 2), "layout='dcp' has no form for a slice"
+    yield "slice", slice(1, 2), "layout='dcp' cannot store a slice"
     if numpy is not None:
         yield "array", numpy.arange(3), "a numpy array"
 
