@@ -1,7 +1,7 @@
 """The command `asyncckpt`: the list of commands, their parser, and `main`. The commands are in `cli/commands`.
 
-A command's module is imported when it is called, so that the quick ones answer at once. Exit codes: 0 ok, 1 failed,
-2 usage, 3 corrupt or incomplete, 4 not found, 5 worker unreachable.
+A command's module is imported only when the command runs, so that quick commands start quickly. Exit codes: 0 ok,
+1 failed, 2 usage, 3 corrupt or incomplete, 4 not found, 5 worker unreachable.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from asyncckpt.cli.output import EXIT_FAILED, exit_code_of, say
 from asyncckpt.errors import AsyncCkptError
 
 COMMANDS = {
-    "demo": "demonstrate on this machine that a killed training loses nothing",
+    "demo": "show on this machine that a killed training loses nothing",
     "run": "run a command, such as torchrun, together with a worker; exit with the command's exit code",
-    "top": "show live what the worker is doing, rank by rank",
-    "report": "make an HTML page with charts of stalls, writing and recovery points",
-    "ls": "list the checkpoints below a directory, committed or not",
+    "top": "show live what the worker is doing for each rank",
+    "report": "make an HTML page with charts of the saves: stalls, writing, recovery points",
+    "ls": "list the checkpoints in a directory, also damaged and unfinished ones",
     "inspect": "show the contents of a checkpoint: tensors, shards, objects, timings",
     "du": "show the disk usage of checkpoints",
-    "verify": "check every checksum, size and shape of checkpoints, and name what is damaged",
-    "diff": "compare two checkpoints: structure, every tensor, every object; exit code 1 if they differ",
-    "convert": "convert a checkpoint: asyncckpt, PyTorch DCP, torch.save, safetensors, Hugging Face",
+    "verify": "check all checksums, sizes and shapes of checkpoints, and name damaged files and tensors",
+    "diff": "compare two checkpoints: structure, tensors, objects; exit code 1 if they differ",
+    "convert": "convert a checkpoint between asyncckpt, PyTorch DCP, torch.save, safetensors, Hugging Face",
     "pin": "pin checkpoints, so that retention does not remove them",
     "prune": "list the checkpoints that a retention policy removes; with --delete, remove them",
     "gc": "list files of unfinished saves; with --delete, remove them",
     "doctor": "check this machine and a directory before a run",
     "worker": "start a worker, show its status, drain it or stop it",
 }
-"""Name and help text; the module `asyncckpt.cli.commands.NAME` has the rest."""
+"""Help text by name. The module of a command is `asyncckpt.cli.commands.NAME`."""
 
 
-NO_DATA = ("demo", "run", "worker")
+WITHOUT_JSON = ("demo", "run", "worker")
 """Commands without --json; the actions of `worker` have it."""
 
 HEADING = "examples:"
 
 
 class ExampleFormatter(argparse.HelpFormatter):
-    """Breaks descriptions as usual, and keeps the lines of examples."""
+    """Wraps descriptions as usual, but keeps the lines of examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if text.startswith(HEADING) else super()._fill_text(text, width, indent)
 
 
 def describe(parser: argparse.ArgumentParser, text: str, examples: Sequence[str]) -> None:
-    """Let `--help` say what a command does, with an example a line."""
+    """Set the description and the examples that `--help` prints."""
     parser.formatter_class = ExampleFormatter
     parser.description, parser.epilog = " ".join(text.split()), "\n  ".join([HEADING, *examples])
 
@@ -71,7 +71,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of all commands.
 
     Args:
-        only: Command whose module to import, since its arguments will be parsed; None: import all.
+        only: Name of the command whose arguments will be parsed: only its module is imported. None: import all.
     """
     top = argparse.ArgumentParser(
         prog="asyncckpt",
@@ -86,7 +86,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
             module = module_of(name)
             describe(sub, module.__doc__ or "", module.EXAMPLES)
             module.configure(sub)
-            if name not in NO_DATA:
+            if name not in WITHOUT_JSON:
                 add_json(sub)
     return top
 
@@ -102,9 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else argv
     with standard_streams.usable():
-        try:  # no option before the command takes a value: the first other word is the command
+        try:  # options before the command take no values, so the first word without a dash is the command
             args = parser(only=next((word for word in words if not word.startswith("-")), "")).parse_args(words)
-        except SystemExit as error:  # it has printed its help, or what is wrong
+        except SystemExit as error:  # argparse has printed help, or an error
             code = error.code if isinstance(error.code, int) else 0
             raise SystemExit(standard_streams.exit_code(code)) from None
         return standard_streams.exit_code(_run(args))

@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, arguments, tables and JSON; the table of `gc` and `prune`."""
+"""Shared by the commands: exit codes, arguments, tables and JSON; the table of `gc` and `prune`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ EXIT_CORRUPT = 3
 EXIT_NOT_FOUND = 4
 EXIT_UNREACHABLE = 5
 EXIT_SIGNAL = 128
-"""Plus the signal's number, as in POSIX's shell."""
+"""Added to the signal's number, as in POSIX shells."""
 
 _UNSAFE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters, those that turn the direction of writing, and surrogates, which have no UTF-8 form."""
+"""Control characters, characters that change the writing direction, and surrogates, which have no UTF-8 encoding."""
 
 
 def path_argument(text: str) -> str:
-    """Return a path, for argparse. IMPORTANT: refuses an empty one, such as of an unset variable: it would mean `.`.
+    """Return a path, for argparse.
+
+    IMPORTANT: refuses an empty path, which would mean the current directory: a shell variable may be unset.
 
     Raises:
         argparse.ArgumentTypeError: The path is empty.
@@ -48,22 +50,22 @@ def path_argument(text: str) -> str:
 
 
 def add_root(parser: argparse.ArgumentParser) -> None:
-    """Add ROOT and -r, of commands that look at all checkpoints below a directory."""
-    text = "directory that holds checkpoints, or a checkpoint"
+    """Add ROOT and -r, for commands that search a directory for checkpoints."""
+    text = "directory that contains checkpoints, or a checkpoint"
     parser.add_argument("root", metavar="ROOT", type=path_argument, help=text)
-    parser.add_argument("-r", "--recursive", action="store_true", help="search at any depth")
+    parser.add_argument("-r", "--recursive", action="store_true", help="search subdirectories at any depth")
 
 
 def add_keys(parser: argparse.ArgumentParser) -> None:
-    """Add --keys, which takes one name at a time: what follows it is a path again."""
+    """Add --keys, which takes one name at a time, so that paths may follow it."""
     parser.add_argument(
-        "--keys", metavar="FQN", action="append", help="only this name, or names below it; repeat for more"
+        "--keys", metavar="FQN", action="append", help="only the leaf called FQN, or all leaves below it; repeat for more"
     )
 
 
 def add_delete(parser: argparse.ArgumentParser) -> None:
-    """Add --delete, of commands that list what may go."""
-    parser.add_argument("--delete", action="store_true", help="remove what is listed; without this nothing is changed")
+    """Add --delete, for commands that otherwise only list what they would remove."""
+    parser.add_argument("--delete", action="store_true", help="remove what is listed; without it nothing is changed")
 
 
 def existing_directory(given: str, files: Files) -> str:
@@ -82,7 +84,7 @@ def existing_directory(given: str, files: Files) -> str:
 
 
 def nothing_found(args: argparse.Namespace, what: str) -> str:
-    """Return what to print if nothing was found below ROOT."""
+    """Return the text to print if nothing was found in ROOT."""
     return f"{what} in {args.root}" + ("" if args.recursive else "; -r searches subdirectories")
 
 
@@ -100,12 +102,12 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def printable(text: str) -> str:
-    """Return text that is safe to print: names and metadata of a checkpoint may hold control characters."""
+    """Return text that is safe to print: names and metadata in a checkpoint may contain control characters."""
     return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print text, made safe by `printable`, to stdout or `file`."""
+    """Print text, made safe with `printable`, to stdout or `file`."""
     print(printable(text), file=file or sys.stdout)
 
 
@@ -126,7 +128,7 @@ def print_json(value: Any, *, indent: int | None = 1) -> None:
 
 
 def _json_of(value: Any) -> Any:
-    """Return `value` with strings for the numbers that JSON has no form for: "NaN", "Infinity" and "-Infinity"."""
+    """Return `value` with the numbers that JSON lacks as strings: "NaN", "Infinity" and "-Infinity"."""
     if isinstance(value, Mapping):
         return {key: _json_of(member) for key, member in value.items()}
     if isinstance(value, (list, tuple)):
@@ -171,7 +173,7 @@ def _cell(value: Any) -> str:
 
 
 def action_of(args: argparse.Namespace, *, stays: bool, failed: bool) -> str:
-    """Return what was done with something that was found, in a word or two."""
+    """Return what was done, or would be done, with an item, in a word or two."""
     return "failed" if failed else "kept" if stays else "removed" if args.delete else "would go"
 
 
@@ -182,14 +184,14 @@ def print_removals(
     summary: str,
     nothing: str,
 ) -> int:
-    """Print what was found, and return the exit code: 1 when something could not be removed.
+    """Print the result of `gc` or `prune`, and return the exit code: 1 if an item could not be removed.
 
     Args:
-        args: Of the command.
-        facts: What --json prints; `found` has a row for each, with `path`, `action`, `why`, `error` and `nbytes`.
-        columns: Heading and cells of what the table has between action and path.
-        summary: Printed below it.
-        nothing: Printed instead where nothing was found.
+        args: Arguments of the command.
+        facts: Data for --json. `found` has a row for each item, with `path`, `action`, `why`, `error` and `nbytes`.
+        columns: (heading, cells) of the columns between action and path.
+        summary: Text that is printed below the table.
+        nothing: Text that is printed if nothing was found.
     """
     rows = facts["found"]
     cells = [
@@ -199,12 +201,12 @@ def print_removals(
     print_rows(args, facts, ("ACTION", *(heading for heading, _ in columns), "PATH"), cells, nothing)
     if rows and not args.json:
         worker = facts["worker"]
-        asked = (
-            f"saves in progress: as the worker at {worker} says" if worker else "saves in progress: no worker answers"
+        asked = f"saves in progress were reported by the worker at {worker}" if worker else (
+            "saves in progress are not known: no worker answers"
         )
         say(f"{asked}; {summary}")
         if would := sum(row["nbytes"] for row in rows if row["action"] == "would go"):
-            say(f"nothing was changed: --delete removes {human(would)}")
+            say(f"nothing was changed; --delete removes {human(would)}")
     return EXIT_FAILED if any(row["error"] for row in rows) else EXIT_OK
 
 

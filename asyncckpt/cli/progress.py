@@ -1,4 +1,4 @@
-"""Progress of a long command on a terminal: a bar by `rich` (extra `cli`), or a line every few seconds without it."""
+"""Progress of a long command on a terminal: a bar with `rich` (extra `cli`), without it a line every few seconds."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def progress(*, quiet: bool) -> Iterator[Show | None]:
 
 
 def _throttled(every_s: float, draw: Callable[[int, int, str], None]) -> Show:
-    """Return a function that calls `draw` at most every `every_s` seconds, and always at the end."""
+    """Return a function that calls `draw` at most every `every_s` seconds, and when all is done."""
     began = drawn = time.monotonic()
 
     def show(done: int, total: int) -> None:
@@ -86,7 +86,7 @@ def show_reads(files: Files, total: Callable[[], int], *, quiet: bool) -> Iterat
     """Yield a `Files` that shows the progress of reads on stderr; `files` itself if that is not a terminal.
 
     Args:
-        files: Files to read by.
+        files: The files to read through.
         total: Returns the number of bytes that will be read; 0: unknown. Called only if progress is shown.
         quiet: Show nothing.
     """
@@ -95,7 +95,7 @@ def show_reads(files: Files, total: Callable[[], int], *, quiet: bool) -> Iterat
 
 
 def recorded_nbytes(path: str, files: Files) -> int:
-    """Return the bytes that a checkpoint holds by its manifest; 0: not known."""
+    """Return the size of a checkpoint according to its manifest, in bytes; 0: not known."""
     try:
         return read_manifest(path, LocalStore(files)).nbytes
     except (AsyncCkptError, OSError):

@@ -1,8 +1,8 @@
-"""stdin, stdout and stderr of a command: closed, a pipe that nobody reads, a full disk, or ASCII only.
+"""Makes stdin, stdout and stderr usable if they are closed, a pipe without a reader, on a full disk, or ASCII only.
 
-cron jobs, daemons and CI runners start commands with such streams. Without this module, Python has no `sys.stdout`
-where it was closed, and exits with code 120 where it cannot be flushed; and the next file that is opened gets the
-descriptor of the closed stream, so that output of libraries would be written into that file.
+cron jobs, daemons and CI runners start commands with such streams. Without this module, `sys.stdout` is None if stdout
+is closed, and Python exits with code 120 if it cannot be flushed. And the next file that is opened gets the descriptor
+of the closed stream, so that output of libraries would be written into that file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EXIT_FAILED = 1
 
 @contextlib.contextmanager
 def usable() -> Iterator[None]:
-    """Open closed streams onto /dev/null. Inside, characters that stdout or stderr cannot encode are escaped."""
+    """Open /dev/null for closed streams. Within the block, escape characters that stdout or stderr cannot encode."""
     _open_closed()
     streams: list[Any] = [stream for stream in (sys.stdout, sys.stderr) if hasattr(stream, "reconfigure")]
     before = [stream.errors for stream in streams]
@@ -52,22 +52,22 @@ def _open_closed() -> None:
 
 
 class _RecordingStream:
-    """A stream that remembers its first error, also where a caller has caught it."""
+    """A stream that records its first error, even if a caller has caught it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.lost: OSError | None = None
 
     def write(self, text: str) -> int:
-        with self._noted():
+        with self._recorded():
             return self._stream.write(text)
 
     def flush(self) -> None:
-        with self._noted():
+        with self._recorded():
             self._stream.flush()
 
     @contextlib.contextmanager
-    def _noted(self) -> Iterator[None]:
+    def _recorded(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -79,7 +79,7 @@ class _RecordingStream:
 
 
 def lost_output() -> OSError | None:
-    """Flush stdout, and return the error by which output inside of `usable` was lost; None: all was written."""
+    """Flush stdout, and return the error by which output was lost within `usable`; None: all was written."""
     _flush(sys.stdout)
     return getattr(sys.stdout, "lost", None)
 
@@ -88,8 +88,8 @@ def exit_code(code: int) -> int:
     """Flush stdout and stderr, and return the exit code of the command.
 
     Returns:
-        `code`; but `EXIT_FAILED` where that is 0 and output was lost. The loss is printed on stderr, except for a pipe
-        whose reader has closed it, as `head` does.
+        `code`, or `EXIT_FAILED` if `code` is 0 and output was lost. The loss is reported on stderr, unless stdout is a
+        pipe whose reader has closed it, as `head` does.
     """
     lost = lost_output()
     if lost is not None and not isinstance(lost, BrokenPipeError):
@@ -100,7 +100,7 @@ def exit_code(code: int) -> int:
 
 
 def _flush(stream: TextIO) -> None:
-    """Flush. Where that fails, drop the buffered output, so that the interpreter does not try again at its exit."""
+    """Flush a stream. If that fails, drop the buffered output, so that Python does not try again when it exits."""
     try:
         stream.flush()
     except OSError:

@@ -1,4 +1,4 @@
-"""Requests of the commands to a worker that runs already: its status, which paths it writes to, drain."""
+"""Requests of the commands to a running worker: status, the paths that it writes to, drain."""
 
 from __future__ import annotations
 
@@ -17,38 +17,43 @@ ANSWER_TIMEOUT_S = 5.0
 
 
 def add_endpoint(parser: argparse.ArgumentParser) -> None:
-    """Add --endpoint, of commands that ask a worker."""
+    """Add --endpoint, for commands that send requests to a worker."""
     parser.add_argument(
-        "--endpoint", help="the worker's, ipc://... (default: $ASYNCCKPT_ENDPOINT, else this user's default)"
+        "--endpoint",
+        help="address of the worker's socket, ipc://... (default: $ASYNCCKPT_ENDPOINT, else this user's default)",
     )
 
 
 def status_of(endpoint: str, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
-    """Return the report of the worker at `endpoint`.
+    """Return the status report of the worker at `endpoint`.
 
     Raises:
-        WorkerUnavailableError: Nobody answers within `timeout_s`.
-        AsyncCkptError: The worker refused, or somebody else may be listening there.
+        WorkerUnavailableError: No worker answers within `timeout_s`.
+        AsyncCkptError: The worker refused the request, or another user may own the socket.
+
+    Blocks: for the answer, at most `timeout_s`.
     """
     with contextlib.closing(RequestChannel(endpoint, timeout_s)) as channel:
         return dict(channel.call(lambda n: messages.Status(id=n), messages.StatusReport).report)
 
 
 def tell_to_drain(endpoint: str, timeout_s: float = ANSWER_TIMEOUT_S, *, now: bool) -> None:
-    """Let the worker at `endpoint` finish what was submitted, then exit; `now`: exit without.
+    """Tell the worker at `endpoint` to finish the submitted saves and exit; with `now`, to exit without finishing them.
 
     Raises:
-        AsyncCkptError: As `status_of`.
+        AsyncCkptError: The same as from `status_of`.
+
+    Blocks: for the answer, at most `timeout_s`.
     """
     with contextlib.closing(RequestChannel(endpoint, timeout_s)) as channel:
         channel.call(lambda n: messages.Drain(id=n, now=now), messages.Ok)
 
 
 def busy_paths(args: argparse.Namespace) -> tuple[list[str], str]:
-    """Return the real paths that the worker writes to, and which worker was asked; "" when none answers.
+    """Return the real paths that the worker writes to, and the endpoint of the worker; "" if no worker answers.
 
     Raises:
-        WorkerUnavailableError: One that was named by --endpoint does not answer.
+        WorkerUnavailableError: The worker that was given with --endpoint does not answer.
     """
     asked = endpoint_of(args.endpoint)
     try:

@@ -1,7 +1,6 @@
-"""Checks of the directory that checkpoints go to: free space, and what its file system can do.
+"""Checks of the directory for checkpoints: free space, and the features of its file system.
 
-The latter is tried out in a probe directory with a name of its own, which is removed again. If `doctor` is killed, `gc`
-removes it.
+Features are tested in a temporary probe directory, which is removed again. If `doctor` is killed, `gc` removes it.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from asyncckpt.storage.files import Files, opened, read_small_file, write_all
 CHUNK_NBYTES = 4 << 20
 MAX_WRITE_NBYTES = 64 << 20
 MAX_WRITE_S = 0.25
-"""The write probe ends when it reaches either. Chosen so that the whole command takes about a second."""
+"""The write probe ends at either limit. Chosen so that the whole command takes about a second."""
 
 SLOW_FSYNC_S = 0.5
 SKEW_S = 60.0
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "ceph", "9p", "fuse", "afs", "wekafs")
-_FILES_PER_RANK, _FILES_MORE = 4, 4
-_ELSEWHERE = "choose another directory"
+_FILES_PER_RANK, _OTHER_FILES = 4, 4
+_OTHER_DIRECTORY = "choose another directory"
 
-_WAYS = ("link", "renameat2")
+_COMMIT_CALLS = ("link", "renameat2")
 _NO_FLUSH = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _LOCK_ADVICE = (
-    "save to a new path each time, in layout safetensors; on NFS use version 4, or mount with local_lock=none"
+    "save to a new path each time, with layout='safetensors'; on NFS use version 4, or mount with local_lock=none"
 )
 PROBE_FILE_NAMES = frozenset(
-    {"direct", "small", "new", "old", "lock", "case", "clock", *(f"{w}-{n}" for w in _WAYS for n in "abc")}
+    {"direct", "small", "new", "old", "lock", "case", "clock", *(f"{w}-{n}" for w in _COMMIT_CALLS for n in "abc")}
 )
-"""Names of the files that the probes make in their directory."""
+"""Names of the files in the probe directory."""
 
 PROBE_DIR_NAME = re.compile(r"\.asyncckpt-doctor-[0-9a-f]{12}")
 PROBES = TemporaryKind(
@@ -62,18 +61,18 @@ def directory_checks(directory: str, state_nbytes: int | None, ranks: int, files
     Args:
         directory: Absolute path; the directory need not exist.
         state_nbytes: Bytes that all ranks of this machine save together; None: not known.
-        ranks: Number of ranks of this machine.
-        files: The file system.
+        ranks: Number of ranks on this machine.
+        files: The storage seam.
     """
     parent = nearest_existing(directory, files)
-    where = directory if parent == directory else f"{parent} (where {directory} will be made)"
+    where = directory if parent == directory else f"{parent} (where {directory} will be created)"
     probe_dir = os.path.join(parent, f".asyncckpt-doctor-{secrets.token_hex(6)}")
     checks = (
         Check("file system", lambda: _file_system(parent, where), status=WARN),
         Check("free space", lambda: _free_space(parent, state_nbytes, files), status=WARN),
         Check("inodes", lambda: _inodes(parent, ranks, files), status=WARN),
         Check(
-            "permissions", lambda: _permissions(parent, where, probe_dir, files), f"{where} cannot be used", _ELSEWHERE
+            "permissions", lambda: _permissions(parent, where, probe_dir, files), f"{where} cannot be used", _OTHER_DIRECTORY
         ),
     )
     try:
@@ -89,7 +88,7 @@ def directory_checks(directory: str, state_nbytes: int | None, ranks: int, files
 
 
 def nearest_existing(directory: str, files: Files) -> str:
-    """Return `directory` or the nearest path above it that exists, or whose existence cannot be determined."""
+    """Return `directory`, or its nearest parent that exists or whose existence cannot be determined."""
     path = directory
     while True:
         try:
@@ -103,19 +102,19 @@ def nearest_existing(directory: str, files: Files) -> str:
 
 
 def _file_system(path: str, where: str) -> Finding:
-    """Report kind and options of the file system that holds `path`, by the kernel's mount table."""
+    """Report type and options of the file system of `path`, from the kernel's mount table."""
     real = os.path.realpath(path)
     mounts = [one for one in psutil.disk_partitions(all=True) if os.path.commonpath((real, one[1])) == one[1]]
-    mounts.sort(key=lambda one: len(one.mountpoint))  # of two at one mount point the later one hides the earlier
+    mounts.sort(key=lambda one: len(one.mountpoint))  # if two have the same mount point, the last one is visible
     kind, options = (mounts[-1].fstype, mounts[-1].opts) if mounts else ("unknown", "")
     text = f"{where} is on {kind}"
     if "ro" in options.split(","):
-        return fail(f"{text}, mounted read-only", f"remount it, or {_ELSEWHERE}", kind=kind)
+        return fail(f"{text}, mounted read-only", f"remount it, or {_OTHER_DIRECTORY}", kind=kind)
     if kind in _IN_MEMORY:
         advice = "keep checkpoints on a disk or a network file system"
-        return warn(f"{text}: in memory, and gone with a reboot", advice, kind=kind)
+        return warn(f"{text}, which is in memory: checkpoints are lost at a reboot", advice, kind=kind)
     shared = kind.partition(".")[0] in _SHARED
-    text += ", which several nodes may share" if shared else "; several nodes need one that all of them share"
+    text += ", a shared file system" if shared else "; a run on several nodes needs a file system that they all share"
     return ok(text, kind=kind)
 
 
@@ -123,61 +122,61 @@ def _free_space(path: str, state_nbytes: int | None, files: Files) -> Finding:
     found = files.statvfs(path)
     free = (found.f_bfree if os.geteuid() == 0 else found.f_bavail) * found.f_frsize
     facts = {"free_nbytes": free, "state_nbytes": state_nbytes}
-    advice = f"free space, keep fewer checkpoints, or {_ELSEWHERE}"
+    advice = f"free space, keep fewer checkpoints, or {_OTHER_DIRECTORY}"
     if state_nbytes is None:
-        return ok(f"{human(free)} are free; give --state-bytes to check whether that is enough", **facts)
+        return ok(f"{human(free)} are free; pass --state-bytes to check whether that is enough", **facts)
     if free < state_nbytes:
-        text = f"{human(free)} are free, a checkpoint takes {human(state_nbytes)}: every save fails"
+        text = f"{human(free)} are free, but a checkpoint needs {human(state_nbytes)}: every save will fail"
         return fail(text, advice, **facts)
     if free < 2 * state_nbytes:
-        text = f"{human(free)} are free: enough for one checkpoint of {human(state_nbytes)}, but not for two"
+        text = f"{human(free)} are free: enough for one checkpoint of {human(state_nbytes)}, not for two"
         return warn(text, advice, **facts)
-    return ok(f"{human(free)} are free, for {free // state_nbytes} checkpoints", **facts)
+    return ok(f"{human(free)} are free: enough for {free // state_nbytes} checkpoints", **facts)
 
 
 def _inodes(path: str, ranks: int, files: Files) -> Finding:
-    found, wanted = files.statvfs(path), _FILES_PER_RANK * ranks + _FILES_MORE
+    found, wanted = files.statvfs(path), _FILES_PER_RANK * ranks + _OTHER_FILES
     if not found.f_files:
-        return ok("the file system counts no inodes", free=None)
-    text = f"{found.f_favail} inodes are free, a checkpoint takes up to {wanted}"
+        return ok("the file system has no limit for the number of files", free=None)
+    text = f"{found.f_favail} inodes are free, a checkpoint needs up to {wanted}"
     enough = found.f_favail >= wanted
     return ok(text, free=found.f_favail) if enough else fail(text, "remove files", free=found.f_favail)
 
 
 def _permissions(parent: str, where: str, probe_dir: str, files: Files) -> Finding:
-    """Make the probe directory."""
+    """Create the probe directory."""
     try:
         is_directory = stat.S_ISDIR(files.stat(parent).st_mode)
-    except FileNotFoundError:  # no save creates the target of such a link
-        text = f"{parent} is a link to a path that does not exist: every save fails"
-        return fail(text, f"remove the link, or {_ELSEWHERE}")
+    except FileNotFoundError:  # a dangling link: a save does not create its target
+        text = f"{parent} is a link to a path that does not exist: every save will fail"
+        return fail(text, f"remove the link, or {_OTHER_DIRECTORY}")
     if not is_directory:
-        return fail(f"{parent} is a file", _ELSEWHERE)
+        return fail(f"{parent} is a file", _OTHER_DIRECTORY)
     files.mkdir(probe_dir, 0o700)
-    return ok(f"uid {os.geteuid()} may make directories in {where}")
+    return ok(f"user {os.geteuid()} can create directories in {where}")
 
 
-# ---- what is tried out ----------------------------------------------------------------------------------------------
+# ---- Probes ---------------------------------------------------------------------------------------------------------
 
 
 def probes(probe_dir: str, files: Files) -> Iterator[Finding]:
     """Yield the findings of the probes in `probe_dir`, an empty directory; the caller removes the files."""
-    no_locks = "files cannot be locked: overwriting and layout dcp fail"
+    no_locks = "files cannot be locked: overwrite=True and layout='dcp' will fail"
     return findings_of(
         (
             Check(
-                "writing", lambda: _writing(probe_dir, files), "a file cannot be written", f"{_ELSEWHERE}, or make room"
+                "writing", lambda: _writing(probe_dir, files), "a file cannot be written", f"{_OTHER_DIRECTORY}, or make room"
             ),
             Check(
-                "fsync", lambda: _flush(probe_dir, files), "a file cannot be flushed", f"{_ELSEWHERE}, or fsync=False"
+                "fsync", lambda: _flush(probe_dir, files), "a file cannot be flushed", f"{_OTHER_DIRECTORY}, or fsync=False"
             ),
             Check(
                 "directory fsync",
                 lambda: _directory_flush(probe_dir, files),
                 "a directory cannot be flushed",
-                _ELSEWHERE,
+                _OTHER_DIRECTORY,
             ),
-            Check("commit", lambda: _commit(probe_dir, files), "nothing can be committed", _ELSEWHERE),
+            Check("commit", lambda: _commit(probe_dir, files), "no save can be committed", _OTHER_DIRECTORY),
             Check("locks", lambda: _lock(probe_dir, files), no_locks, _LOCK_ADVICE, WARN),
             Check("names", lambda: _names(probe_dir, files), status=WARN),
             Check("storage clock", lambda: _clock_skew(probe_dir, files), status=WARN),
@@ -186,29 +185,30 @@ def probes(probe_dir: str, files: Files) -> Iterator[Finding]:
 
 
 def _writing(probe_dir: str, files: Files) -> Finding:
-    """Write whole pages past the page cache, read them back, and measure the speed."""
+    """Write with O_DIRECT (past the page cache), read back, and measure the speed."""
     path, found = os.path.join(probe_dir, "direct"), files.statvfs(probe_dir)
-    most = min(MAX_WRITE_NBYTES, found.f_bavail * found.f_frsize // 4)  # others may be saving there
+    most = min(MAX_WRITE_NBYTES, found.f_bavail * found.f_frsize // 4)  # leave space for saves that run meanwhile
     nbytes = max(mmap.PAGESIZE, min(CHUNK_NBYTES, most) // mmap.PAGESIZE * mmap.PAGESIZE)
-    view = memoryview(mmap.mmap(-1, nbytes))  # whole pages, as O_DIRECT wants them
+    view = memoryview(mmap.mmap(-1, nbytes))  # page-aligned, as O_DIRECT requires
     view[:16] = secrets.token_bytes(16)
     view[-16:] = secrets.token_bytes(16)
     with opened(files, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) as fd:
         is_direct = _is_direct(files, fd, view, path)
         if read_small_file(files, path, nbytes) != view:
-            return fail("what was read back is not what was written", "do not save checkpoints to this storage")
+            return fail("the data read back are not what was written", "do not save checkpoints to this storage")
         done, seconds = _write_on(files, fd, view, path, most)
     speed = done / max(seconds, 1e-9)
-    text = f"{human(speed)}/s by {'O_DIRECT' if is_direct else 'the page cache'}, flushed, in a probe of {human(done)}"
+    how = "O_DIRECT" if is_direct else "the page cache"
+    text = f"{human(speed)}/s with {how} and fsync, measured by writing {human(done)}"
     facts = {"direct": is_direct, "bytes_per_s": round(speed), "nbytes": done}
     if is_direct:
         return ok(text, **facts)
-    advice = "nothing needs to be done; writing takes more memory and CPU time"
-    return warn(f"{text}: the file system has no O_DIRECT", advice, **facts)
+    advice = "no action is needed; writing takes more memory and CPU time"
+    return warn(f"{text}; the file system does not support O_DIRECT", advice, **facts)
 
 
 def _is_direct(files: Files, fd: int, view: memoryview, path: str) -> bool:
-    """Write a chunk; return whether that was possible with O_DIRECT, as it then is for all others."""
+    """Write a chunk, with O_DIRECT if possible; return whether it was."""
     try:
         files.set_direct(fd, True)
         write_all(files, fd, view, 0, path)
@@ -222,7 +222,7 @@ def _is_direct(files: Files, fd: int, view: memoryview, path: str) -> bool:
 
 
 def _write_on(files: Files, fd: int, view: memoryview, path: str, most: int) -> tuple[int, float]:
-    """Write for a moment, from the start of the file, and flush. Returns bytes and seconds."""
+    """Write chunks until a limit is reached, and flush. Returns (bytes, seconds)."""
     began, done = time.monotonic(), 0
     while done == 0 or (done + len(view) <= most and time.monotonic() - began < MAX_WRITE_S):
         try:
@@ -245,9 +245,9 @@ def _flush(probe_dir: str, files: Files) -> Finding:
             files.fsync(fd)
             times.append(time.monotonic() - began)
     seconds = statistics.median(times)
-    text, facts = f"a small fsync takes {seconds * 1000:.3g} ms", {"seconds": seconds}
+    text, facts = f"fsync of a small file takes {seconds * 1000:.3g} ms", {"seconds": seconds}
     if seconds > SLOW_FSYNC_S:
-        return warn(f"{text}; a save makes several", "check what else writes there", **facts)
+        return warn(f"{text}; each save calls it several times", "check what else writes to this storage", **facts)
     return ok(text, **facts)
 
 
@@ -258,30 +258,31 @@ def _directory_flush(probe_dir: str, files: Files) -> Finding:
         except OSError as error:
             if error.errno not in _NO_FLUSH:
                 raise
-            text = "the file system cannot flush directories: a power cut may lose the names of the newest files"
-            return warn(text, "do not rely on the newest checkpoint after a power cut")
-    return ok("directories can be flushed")
+            text = "fsync of directories is not supported: after a power failure the newest files may be missing"
+            return warn(text, "after a power failure, check the newest checkpoint with asyncckpt verify")
+    return ok("fsync of directories is supported")
 
 
 def _commit(probe_dir: str, files: Files) -> Finding:
-    """Publish a file as a commit does: under a name that must be free."""
-    ways = dict(zip(_WAYS, (files.link, files.rename_noreplace), strict=True))
+    """Publish a file as a commit does: atomically, under a name that must not exist."""
+    ways = dict(zip(_COMMIT_CALLS, (files.link, files.rename_noreplace), strict=True))
     works = [name for name, way in ways.items() if _refuses_taken(probe_dir, name, way, files)]
-    old, new = _made(probe_dir, "old", files), _made(probe_dir, "new", files)
+    old, new = _create(probe_dir, "old", files), _create(probe_dir, "new", files)
     replaces = _works(lambda: files.rename(new, old))
     facts = {"ways": works, "rename": replaces}
     if not works:
-        text = "neither link(2) nor renameat2(2) refuses a name that is taken: nothing can be committed"
-        return fail(text, _ELSEWHERE, **facts)
+        text = "neither link(2) nor renameat2(2) refuses a name that exists: no save can be committed"
+        return fail(text, _OTHER_DIRECTORY, **facts)
     if not replaces:
-        return warn("rename(2) cannot replace a file: overwrite=True fails", "save to a new path each time", **facts)
-    return ok(f"commits by {works[0]}; overwrites by rename", **facts)
+        text = "rename(2) cannot replace a file: overwrite=True will fail"
+        return warn(text, "save to a new path each time", **facts)
+    return ok(f"checkpoints can be committed atomically, by {works[0]}, and replaced by rename", **facts)
 
 
 def _refuses_taken(probe_dir: str, name: str, way: Callable[[str, str], None], files: Files) -> bool:
-    """Return whether `way` accepts a free name, and refuses one that is taken."""
+    """Return whether `way` accepts a new name, and refuses a name that exists."""
     target = os.path.join(probe_dir, f"{name}-b")
-    first, second = _made(probe_dir, f"{name}-a", files), _made(probe_dir, f"{name}-c", files)
+    first, second = _create(probe_dir, f"{name}-a", files), _create(probe_dir, f"{name}-c", files)
     try:
         way(first, target)
         way(second, target)
@@ -291,7 +292,7 @@ def _refuses_taken(probe_dir: str, name: str, way: Callable[[str, str], None], f
 
 
 def _lock(probe_dir: str, files: Files) -> Finding:
-    path = _made(probe_dir, "lock", files)
+    path = _create(probe_dir, "lock", files)
     with opened(files, path, os.O_RDWR) as one, opened(files, path, os.O_RDWR) as two:
         files.flock(one)
         try:
@@ -299,26 +300,27 @@ def _lock(probe_dir: str, files: Files) -> Finding:
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
-            return ok("files can be locked, for overwrite=True and layout dcp")
-    return warn("two descriptors could hold one lock: overwrite=True and layout dcp are not safe", _LOCK_ADVICE)
+            return ok("files can be locked, as overwrite=True and layout='dcp' need")
+    text = "two descriptors can hold the same lock: overwrite=True and layout='dcp' are not safe"
+    return warn(text, _LOCK_ADVICE)
 
 
 def _names(probe_dir: str, files: Files) -> Finding:
-    _made(probe_dir, "case", files)
+    _create(probe_dir, "case", files)
     is_one = _works(lambda: files.lstat(os.path.join(probe_dir, "CASE")))
-    same = "file names are case-insensitive; no two files of a checkpoint differ only by case"
+    same = "file names are case-insensitive, which is fine: no two files of a checkpoint differ only by case"
     return ok(same if is_one else "file names are case-sensitive")
 
 
 def _clock_skew(probe_dir: str, files: Files) -> Finding:
-    seconds = files.lstat(_made(probe_dir, "clock", files)).st_mtime - time.time()
+    seconds = files.lstat(_create(probe_dir, "clock", files)).st_mtime - time.time()
     text = f"the storage's clock is {abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} this machine's"
     if abs(seconds) > SKEW_S:
-        return warn(text, "set the clocks: `asyncckpt gc` goes by them", seconds=seconds)
+        return warn(text, "set the clocks: `asyncckpt gc` compares file times with them", seconds=seconds)
     return ok(text, seconds=seconds)
 
 
-def _made(probe_dir: str, name: str, files: Files) -> str:
+def _create(probe_dir: str, name: str, files: Files) -> str:
     path = os.path.join(probe_dir, name)
     with opened(files, path, os.O_WRONLY | os.O_CREAT, 0o600):
         return path

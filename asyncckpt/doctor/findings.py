@@ -18,9 +18,9 @@ class Finding:
 
     Attributes:
         name: Name of the check.
-        status: `ok`; `warn`: it works, slower or with less than is promised; `fail`: saves or loads will fail.
-        text: What was found, and what it means.
-        advice: What to do; empty if nothing needs to be done.
+        status: `ok`; `warn`: works, but slower or with restrictions; `fail`: saves or loads will fail.
+        text: The result, and its consequence.
+        advice: What to do; empty if there is nothing to do.
         facts: Values for --json.
     """
 
@@ -61,17 +61,17 @@ def findings_of(checks: Iterable[Check]) -> Iterator[Finding]:
 
 
 def ok(text: str, **facts: Any) -> Finding:
-    """Return a finding that everything is fine."""
+    """Return a finding of status `ok`."""
     return Finding(status=OK, text=text, facts=facts)
 
 
 def warn(text: str, advice: str, **facts: Any) -> Finding:
-    """Return a finding that something works, but slower or with less than is promised."""
+    """Return a finding of status `warn`: works, but slower or with restrictions."""
     return Finding(status=WARN, text=text, advice=advice, facts=facts)
 
 
 def fail(text: str, advice: str, **facts: Any) -> Finding:
-    """Return a finding that something will not work."""
+    """Return a finding of status `fail`: saves or loads will fail."""
     return Finding(status=FAIL, text=text, advice=advice, facts=facts)
 
 

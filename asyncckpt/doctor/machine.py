@@ -1,4 +1,4 @@
-"""Checks of this machine: how trainer and worker meet, memory for the snapshots, limits, and the software."""
+"""Checks of this machine: whether training and worker reach each other, memory for snapshots, limits, software."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ from asyncckpt.protocol.endpoint import check_directory, default_endpoint, place
 from asyncckpt.storage.files import Files
 
 OVERHEAD_NBYTES = 200 << 20
-"""Memory that trainer and worker take in addition to the slots (docs/guarantees.md, P11)."""
+"""Memory that trainer and worker need in addition to the slots (docs/guarantees.md, P11)."""
 
 PROBE_NBYTES = 1 << 20
 CHILD_TIMEOUT_S = 10.0
 FDS_PER_RANK, FDS_AT_LEAST = 16, 128
-"""File descriptors: slots, pidfds and connections of a rank; files being written, and Python's own. Chosen."""
+"""File descriptors: for each rank, slots, pidfds and connections; in addition, files being written, and Python's own.
+Chosen, not measured."""
 
 NEEDED = {"torch": "2.6", "psutil": "5.9", "pyzmq": "25.1", "msgpack": "1.0.5", "xxhash": "3.2"}
-"""As pyproject.toml has them; a test compares."""
+"""The same as in pyproject.toml; a test compares them."""
 
 _PYTHON = (3, 10)
 _WRITTEN_S = 1_735_689_600.0
-"""1 January 2025, in seconds since 1970: a clock that shows an earlier time is wrong."""
+"""1 January 2025, in seconds since 1970. A clock with an earlier time is wrong."""
 
-_ENDPOINT_ADVICE = "choose another: ASYNCCKPT_ENDPOINT=ipc:///a/short/directory/of/yours/name.sock"
+_ENDPOINT_ADVICE = "choose another path, for example ASYNCCKPT_ENDPOINT=ipc:///run/user/1000/asyncckpt.sock"
 _PROC_ADVICE = "mount proc on /proc (mount -t proc proc /proc): the worker needs it"
 _SLOTS_ADVICE = (
     "allow memfd_create(2) with seals in this container's seccomp profile; Linux has it since 3.17. For ENOMEM, free "
@@ -62,8 +63,8 @@ def machine_checks(state_nbytes: int | None, ranks: int, environ: Mapping[str, s
 
     Args:
         state_nbytes: Bytes that all ranks of this machine save together; None: not known.
-        ranks: Number of ranks of this machine.
-        environ: Environment, which determines the endpoint.
+        ranks: Number of ranks on this machine.
+        environ: Environment variables, which determine the endpoint.
     """
     named = environ.get("ASYNCCKPT_ENDPOINT")
     return findings_of(
@@ -76,8 +77,8 @@ def machine_checks(state_nbytes: int | None, ranks: int, environ: Mapping[str, s
             Check("endpoint", lambda: _named_endpoint(named) if named else _endpoint(environ)),
             Check("software", _software),
             Check("clock", _clock),
-            Check("memory", lambda: _memory(state_nbytes), "/proc/meminfo does not say how much is free", _PROC_ADVICE),
-            Check("slots", _slots, "sealed memory without a name (memfd) cannot be had", _SLOTS_ADVICE),
+            Check("memory", lambda: _memory(state_nbytes), "/proc/meminfo does not show the free memory", _PROC_ADVICE),
+            Check("slots", _slots, "shared memory for snapshots (a sealed memfd) cannot be created", _SLOTS_ADVICE),
             Check("huge pages", _huge_pages),
             Check("locked memory", lambda: _locked(state_nbytes)),
         )
@@ -94,11 +95,11 @@ def _kernel() -> Finding:
 def _pidfd() -> Finding:
     try:
         os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError) as error:  # the first: a Python that was built without
-        text = f"no pidfds ({reason(error)}): the end of a process is polled in /proc every 200 ms"
-        advice = "nothing needs to be done; Linux has pidfds since 5.3"
+    except (AttributeError, OSError) as error:  # AttributeError: Python was built without it
+        text = f"pidfds are not available ({reason(error)}): /proc is polled every 200 ms for the end of a process"
+        advice = "no action is needed; Linux has pidfds since 5.3"
         return warn(text, advice, pidfd=False)
-    return ok("the end of a process is noticed at once, by pidfd", pidfd=True)
+    return ok("the end of a process is detected immediately, by pidfd", pidfd=True)
 
 
 def _processes() -> Finding:
@@ -110,15 +111,15 @@ def _processes() -> Finding:
     try:
         refusal = _refused_memory()
     except OSError as error:
-        refusal = f"no second process could be started for this check: {reason(error)}; see 'slots', or raise ulimit -u"
+        refusal = f"this check could not start a process: {reason(error)}; see the check 'slots', or raise ulimit -u"
     if refusal:
-        advice = "run trainer and worker as one user in one PID namespace; let them read each other's /proc/<pid>/fd"
+        advice = "run training and worker as one user in one PID namespace; let them read each other's /proc/<pid>/fd"
         return fail(refusal, advice, **facts)
-    return ok("processes of this user can open each other's memory by /proc/<pid>/fd", **facts)
+    return ok("processes of this user can open each other's memory through /proc/<pid>/fd", **facts)
 
 
 def _refused_memory() -> str:
-    """Open memory of this process in another one, and vice versa; return what was refused, "" if nothing was."""
+    """Open memory of this process in a child process, and vice versa; return the error text, "" if both worked."""
     mine = os.memfd_create("asyncckpt-doctor", os.MFD_CLOEXEC)
     command = [sys.executable, "-I", "-S", "-c", _CHILD, str(os.getpid()), str(mine)]
     pipe = subprocess.PIPE
@@ -135,7 +136,7 @@ def _refused_memory() -> str:
         finally:
             _, said = child.communicate()
             deadline.cancel()
-    why = said.strip().rpartition("\n")[2] or "it said nothing"
+    why = said.strip().rpartition("\n")[2] or "the child process printed no error"
     return "" if number else f"a trainer cannot open a worker's slots: {why}"
 
 
@@ -162,9 +163,9 @@ def _open_files(ranks: int) -> Finding:
         return fail(str(error), "raise it (ulimit -n), and allow eventfd(2)", limit=limit)
     if limit is None:
         return ok("no limit for open files", limit=limit)
-    text = f"{limit} open files are allowed (ulimit -n), {wanted} are enough"
+    text = f"{limit} open files are allowed (ulimit -n), {wanted} are sufficient"
     if limit < wanted:
-        return warn(f"{text} for {ranks} ranks", f"raise it: ulimit -n {wanted}", limit=limit)
+        return warn(f"{text} for {ranks} ranks", f"raise the limit: ulimit -n {wanted}", limit=limit)
     return ok(text, limit=limit)
 
 
@@ -172,9 +173,10 @@ def _file_size(state_nbytes: int | None) -> Finding:
     limit = _limit(resource.RLIMIT_FSIZE)
     if limit is None:
         return ok("no limit for the size of a file", limit_nbytes=None)
-    text, advice = f"no file may be larger than {human(limit)} (ulimit -f)", "raise it, or set max_shard_bytes below it"
+    text = f"files may not be larger than {human(limit)} (ulimit -f)"
+    advice = "raise the limit, or set max_shard_bytes below it"
     if state_nbytes is not None and limit < state_nbytes:
-        text = f"{text}, and a rank's file may be of {human(state_nbytes)}"
+        text = f"{text}, but a rank's file may have {human(state_nbytes)}"
         return fail(text, advice, limit_nbytes=limit)
     return warn(text, advice, limit_nbytes=limit)
 
@@ -188,11 +190,11 @@ def _named_endpoint(named: str) -> Finding:
     directory = os.path.dirname(socket_path(named))
     above = nearest_existing(directory, Files())
     if above == directory:
-        return ok(f"the worker's socket goes to {directory}, which only this user can access", endpoint=named)
+        return ok(f"the worker's socket is created in {directory}, which only this user can access", endpoint=named)
     if not (os.path.isdir(above) and os.access(above, os.W_OK | os.X_OK)):
-        text = f"{directory} cannot be made: {above} is not a directory that this user can write to"
+        text = f"{directory} cannot be created: {above} is not a directory that this user can write to"
         return fail(text, _ENDPOINT_ADVICE, endpoint=named)
-    return ok(f"the worker's socket goes to {directory}, which will be made", endpoint=named)
+    return ok(f"the worker's socket is created in {directory}, which will be created first", endpoint=named)
 
 
 def _endpoint(environ: Mapping[str, str]) -> Finding:
@@ -200,12 +202,12 @@ def _endpoint(environ: Mapping[str, str]) -> Finding:
     found = places(environ, os.geteuid())
     refusals = list(itertools.takewhile(bool, (place.refusal for place in found)))
     if len(refusals) == len(found):
-        return fail(f"no directory is fit for the worker's socket: {'; '.join(refusals)}", _ENDPOINT_ADVICE)
+        return fail(f"no directory can be used for the worker's socket: {'; '.join(refusals)}", _ENDPOINT_ADVICE)
     taken = found[len(refusals)].directory
-    there = "which only this user can access" if os.path.isdir(taken) else "which will be made"
-    passed_over = f"; not usable: {'; '.join(refusals)}" if refusals else ""
+    there = "which only this user can access" if os.path.isdir(taken) else "which will be created first"
+    passed_over = f"; directories that cannot be used: {'; '.join(refusals)}" if refusals else ""
     endpoint = default_endpoint(environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
-    text = f"the worker's socket goes to {taken}, {there}{passed_over}"
+    text = f"the worker's socket is created in {taken}, {there}{passed_over}"
     return ok(text, endpoint=endpoint, passed_over=refusals)
 
 
@@ -236,9 +238,9 @@ def _numbers(version: str | None) -> list[int]:
 
 def _clock() -> Finding:
     now = time.time()
-    text = time.strftime("the clock says %Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    text = time.strftime("the clock shows %Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
     if now < _WRITTEN_S:
-        text += ", which is before this version was written: ages and dates of checkpoints will be wrong"
+        text += ", which is before the release of this version: ages and dates of checkpoints will be wrong"
         return warn(text, "set the clock")
     return ok(text)
 
@@ -247,18 +249,18 @@ def _memory(state_nbytes: int | None) -> Finding:
     available, where = int(psutil.virtual_memory().available), "free on this machine"
     limit, used = cgroup_limit()
     if limit is not None and limit - used < available:
-        available, where = max(0, limit - used), f"left under the cgroup's limit of {human(limit)}"
+        available, where = max(0, limit - used), f"free below the cgroup's limit of {human(limit)}"
     left = max(0, available - OVERHEAD_NBYTES - RESERVE_NBYTES)
     facts = {"available_nbytes": available, "limit_nbytes": limit, "state_nbytes": state_nbytes}
     if state_nbytes is None:
-        return ok(f"{human(available)} are {where}: enough for two slots of up to {human(left / 2)}", **facts)
-    text = f"{human(available)} are {where}, and a snapshot takes {human(state_nbytes)}"
+        return ok(f"{human(available)} are {where}: enough for two snapshots of up to {human(left / 2)} each", **facts)
+    text = f"{human(available)} are {where}, and a snapshot needs {human(state_nbytes)}"
     if left < state_nbytes:
-        advice = "save less, free memory, or set arena_limit_bytes: then a save takes as long as writing"
-        return fail(f"{text}: it does not fit, and every save fails", advice, **facts)
+        advice = "save less, free memory, or set arena_limit_bytes, with which a save takes as long as writing"
+        return fail(f"{text}: it does not fit, so every save will fail", advice, **facts)
     if left < 2 * state_nbytes:
-        advice = "save less often than a save takes, so that one slot is enough, or free memory"
-        return warn(f"{text}: saves that overlap need a second one, which does not fit", advice, **facts)
+        advice = "leave enough time between saves that each is written before the next begins, or free memory"
+        return warn(f"{text}: a second one, for saves that overlap, does not fit", advice, **facts)
     return ok(f"{text}: two of them fit", **facts)
 
 
@@ -270,18 +272,20 @@ def _slots() -> Finding:
     finally:
         slot.close()
     if populated:
-        return ok("slots are sealed memfds, with pages allocated ahead by MADV_POPULATE_WRITE", populate=True)
+        text = "shared memory for snapshots (sealed memfds) can be created and allocated ahead (MADV_POPULATE_WRITE)"
+        return ok(text, populate=True)
     text = (
-        "slots are sealed memfds; this kernel (before 5.14) has no MADV_POPULATE_WRITE: their pages are touched instead"
+        "shared memory for snapshots (sealed memfds) can be created, but this kernel (before 5.14) cannot allocate it "
+        "ahead (MADV_POPULATE_WRITE)"
     )
-    return warn(text, "nothing needs to be done; the first save of a run is slower", populate=False)
+    return warn(text, "no action is needed; the first save of a run is slower", populate=False)
 
 
 def _huge_pages() -> Finding:
     chosen = _read("/sys/kernel/mm/transparent_hugepage/shmem_enabled").partition("[")[2].partition("]")[0]
     text = f"huge pages for shared memory: {chosen or 'not reported by the kernel'}"
     if chosen in ("never", "deny"):
-        text += "; slots use small pages, so the first save of a run takes longer, later ones little"
+        text += "; snapshots use small pages, so the first save of a run takes longer, later ones only a little"
     return ok(text, shmem_enabled=chosen or None)
 
 
@@ -289,8 +293,8 @@ def _locked(state_nbytes: int | None) -> Finding:
     limit = _limit(resource.RLIMIT_MEMLOCK)
     has_gpu = os.path.exists("/proc/driver/nvidia") or os.path.exists("/dev/kfd")
     bound = "no limit" if limit is None else f"at most {human(limit)}"
-    text = f"locked memory (ulimit -l): {bound}; only pinned memory for GPU copies may need it"
+    text = f"locked memory (ulimit -l): {bound}; used only for pinned memory of copies from GPUs"
     if limit is None or not has_gpu or (state_nbytes is not None and limit >= state_nbytes):
         return ok(text, limit_nbytes=limit, gpu=has_gpu)
-    advice = "raise it to the size of the state if the GPU driver counts pinned memory; otherwise copies are slower"
+    advice = "raise the limit to the size of the state if the GPU driver counts pinned memory; else copies are slower"
     return warn(text, advice, limit_nbytes=limit, gpu=has_gpu)

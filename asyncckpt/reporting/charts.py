@@ -1,4 +1,4 @@
-"""The charts of a report, drawn by matplotlib (extra `report`) as SVG that takes its colours from the page's style."""
+"""The charts of a report, drawn with matplotlib (extra `report`) as SVG that uses the colours of the page's style."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Draw = Callable[["Axes", History], bool]
-"""Draws a chart; returns whether there are data for it."""
+"""Draws a chart; returns whether there is data for it."""
 
 MAX_BARS = 160
 MAX_LANE_SAVES = 12
 MAX_LANES = 16
-"""Ranks that get a lane; of more ranks those that were durable last, as the others waited for them."""
+"""Maximum number of ranks that are shown. Of more ranks, those with the longest writes, since the others wait for
+them."""
 
 FIRST, SECOND, THIRD, BAD, QUIET, RULE = "#2a6fc9", "#d98a1f", "#9aa0a6", "#c93a3a", "#63615c", "#dddbd5"
 VARIABLES = {FIRST: "first", SECOND: "second", THIRD: "third", BAD: "bad", QUIET: "quiet", RULE: "rule"}
-"""Colours, and the variables of the page's style that replace them, for light and dark pages."""
+"""Each colour, and the variable of the page's style that replaces it, for light and dark pages."""
 
 _STYLE: Any = {
     "date.converter": "concise",
-    "svg.fonttype": "none",  # texts, not outlines of glyphs
+    "svg.fonttype": "none",  # text, not outlines
     "svg.hashsalt": "asyncckpt",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9.0,
@@ -61,7 +62,7 @@ def can_draw() -> bool:
 
 
 def svg(label: str, draw: Draw, history: History) -> str | None:
-    """Return a chart as an SVG element; None: there are no data for it. Needs matplotlib.
+    """Return a chart as an SVG element; None: there is no data for it. Needs matplotlib.
 
     Args:
         label: Description for screen readers.
@@ -79,7 +80,7 @@ def svg(label: str, draw: Draw, history: History) -> str | None:
         figure.savefig(
             file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
         )
-    text = re.sub(r' id="[\w.]*_\d+"', "", file.getvalue())  # ids of groups, the same in all charts
+    text = re.sub(r' id="[\w.]*_\d+"', "", file.getvalue())  # IDs of groups, which are equal in all charts of the page
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, f"var(--{variable})")
     text = re.sub(f'<g id="{_TITLE}([^"]*)">', r"<g><title>\1</title>", text)
@@ -87,7 +88,7 @@ def svg(label: str, draw: Draw, history: History) -> str | None:
 
 
 def step_times(axes: Axes, history: History) -> bool:
-    """Draw mean and longest step between two saves."""
+    """Draw the mean and the longest duration of a step between two saves."""
     spans = history.spans
     longest = [(s.step, s.longest_s * 1e3) for s in spans if s.longest_s is not None]
     if longest:
@@ -103,7 +104,7 @@ def step_times(axes: Axes, history: History) -> bool:
 
 
 def stalls(axes: Axes, history: History) -> bool:
-    """Draw how long each save has delayed the training: in `save()`, and at the fence before the next save."""
+    """Draw how long each save stalled the training: in `save()`, and while a step waited for the copy (the fence)."""
     waits = {span.step: span.waited_s for span in history.spans}
     known = [s for s in history.saves if s.stall_s is not None]
     waited = {a.save_id: waits.get(b.step, 0.0) * 1e3 for a, b in pairwise(known)}
@@ -124,7 +125,7 @@ def lanes(axes: Axes, history: History) -> bool:
         writing[rank] = max(writing.get(rank, 0.0), (times.durable or 0.0) - (times.sealed or 0.0))
     ranks = sorted(sorted(writing, key=lambda rank: -writing[rank])[:MAX_LANES])
     for row, rank in enumerate(ranks):
-        for number, save in enumerate(saves):  # alternately above and below, since saves may overlap
+        for number, save in enumerate(saves):  # alternately above and below the middle, since saves may overlap
             at = row + 0.4 * (number % 2 - 0.5)
             for colour, what, begin, end in _stages(save, rank):
                 (bar,) = axes.barh(at, _date(end) - _date(begin), 0.36, _date(begin), color=colour)
@@ -138,7 +139,7 @@ def lanes(axes: Axes, history: History) -> bool:
 
 
 def _stages(save: SaveRecord, rank: int) -> Iterable[tuple[str, str, float, float]]:
-    """Yield colour, text, begin and end of the stages of a rank's part in a save."""
+    """Yield (colour, text, begin, end) for each stage of a save on one rank."""
     times = save.ranks.get(rank)
     if times is None:
         return
@@ -165,7 +166,7 @@ def recovery(axes: Axes, history: History) -> bool:
 
 
 def speeds(axes: Axes, history: History) -> bool:
-    """Draw bytes per second of each save, all ranks together."""
+    """Draw the write speed of each save, in bytes per second of all ranks."""
     known = [(s, s.nbytes, s.write_s) for s in history.committed if s.write_s and s.nbytes][-MAX_BARS:]
     rates = [nbytes / seconds / 1e9 for _, nbytes, seconds in known]
     titles = (f"step {s.step}: {human(nbytes)} in {seconds:.3f} s" for s, nbytes, seconds in known)
@@ -190,5 +191,5 @@ def _label(axes: Axes, x: str, y: str) -> None:
 
 
 def _date(seconds: float) -> Any:
-    """Return the local time, of which matplotlib chooses the labels. `Any`, as its annotations allow floats only."""
+    """Return the local time, for which matplotlib chooses labels. `Any`, since its annotations allow floats only."""
     return datetime.fromtimestamp(seconds).astimezone()

@@ -1,4 +1,4 @@
-"""The history of a directory's saves, from `events.jsonl` and the manifests, joined by save id."""
+"""The history of the saves in a directory: `events.jsonl` and the manifests, joined by save ID."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ BAD_ENDS = ("failed", "abandoned", "unknown")
 ENDS = ("committed", *BAD_ENDS)
 OPEN = "open"
 MAX_SECONDS, MAX_INTEGER = 1e11, 10**17
-"""Bounds of times, steps and sizes: larger values cannot be drawn."""
+"""Maximum of times, and of steps and sizes: larger values cannot be drawn."""
 
 
 @dataclass(slots=True)
 class RankTimes:
-    """When one rank's part reached which phase, in seconds since 1970; None: not known."""
+    """Times at which one rank reached the phases of a save, in seconds since 1970; None: not known."""
 
     begun: float | None = None
     sealed: float | None = None
@@ -32,7 +32,7 @@ class RankTimes:
 
 @dataclass(slots=True)
 class SaveRecord:
-    """What is known of one save. `outcome`: one of `ENDS`, "skipped" or `OPEN`; times in seconds since 1970."""
+    """The known facts of one save. `outcome`: one of `ENDS`, "skipped" or `OPEN`; times in seconds since 1970."""
 
     save_id: str
     step: int = 0
@@ -48,12 +48,12 @@ class SaveRecord:
 
     @property
     def begun(self) -> float | None:
-        """When the first rank began to stage: the snapshot holds the state of that time."""
+        """Time at which the first rank began to stage, which is the time of the snapshot's state."""
         return min((r.begun for r in self.ranks.values() if r.begun is not None), default=None)
 
     @property
     def sealed(self) -> float | None:
-        """When the last rank had staged it, if known for all ranks: from then on it outlives the trainers."""
+        """Time at which the last rank had staged it, if known for all ranks. From then on it survives the trainers."""
         times = [r.sealed for r in self.ranks.values()]
         return max((t for t in times if t is not None), default=None) if None not in times else None
 
@@ -67,7 +67,7 @@ class SaveRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepSpan:
-    """The steps between two saves of rank 0: mean and longest duration, and waits at the fence, all in seconds."""
+    """The steps of rank 0 between two saves: mean and longest duration, and waits at the fence, in seconds."""
 
     at: float
     step: int
@@ -187,12 +187,12 @@ def _apply_manifest(save: SaveRecord, name: str, manifest: Manifest) -> None:
 
 
 def recovery_points(saves: Iterable[SaveRecord], *, memory: bool) -> list[tuple[float, float]]:
-    """Return the recovery points as (time since when a restart can use it, time of the snapshot), both ascending.
+    """Return the recovery points as (time from which on a restart can use it, time of the snapshot), both ascending.
 
     Args:
         saves: Saves of one directory.
-        memory: True: a restart beside a live worker, which can use what all ranks have staged. False: a restart from
-            disk, which can use what is committed.
+        memory: True: for a restart with a live worker, which can use snapshots that all ranks have staged. False: for a
+            restart from disk, which can use committed checkpoints.
     """
     points = []
     for save in [s for s in saves if s.outcome not in ("abandoned", "skipped")]:
@@ -202,27 +202,27 @@ def recovery_points(saves: Iterable[SaveRecord], *, memory: bool) -> list[tuple[
         taken = save.begun if save.begun is not None else save.ended
         if since is not None and taken is not None:
             points.append((since, taken))
-    grown: list[tuple[float, float]] = []
+    ascending: list[tuple[float, float]] = []
     for since, taken in sorted(points):
-        if not grown or taken > grown[-1][1]:
-            grown.append((since, taken))
-    return grown
+        if not ascending or taken > ascending[-1][1]:
+            ascending.append((since, taken))
+    return ascending
 
 
 def recovery_ages(saves: Sequence[SaveRecord], *, memory: bool) -> list[tuple[float, float]]:
     """Return points (time, seconds of training that a crash at that time would have lost).
 
-    Only time in which a training ran counts. If the next run begins later than the usual time between two saves, it is
-    assumed to have begun that time before its first save, and nothing is lost in between.
+    Only the time during which a training ran counts. If the first save of the next run comes later than the median time
+    between two saves, the run is assumed to have begun that time before its first save, and nothing is lost in between.
 
     Args:
         saves: Saves of one directory.
         memory: As for `recovery_points`.
     """
     points, line = recovery_points(saves, memory=memory), list[tuple[float, float]]()
-    stretches = _training_periods(saves)
-    for number, (begin, end) in enumerate(stretches):
-        after = stretches[number + 1][0] if number + 1 < len(stretches) else math.inf
+    periods = _training_periods(saves)
+    for number, (begin, end) in enumerate(periods):
+        after = periods[number + 1][0] if number + 1 < len(periods) else math.inf
         taken = begin if number and line else None
         if taken is not None:
             line.append((begin, 0.0))
@@ -239,7 +239,7 @@ def recovery_ages(saves: Sequence[SaveRecord], *, memory: bool) -> list[tuple[fl
 
 
 def _training_periods(saves: Sequence[SaveRecord]) -> list[tuple[float, float]]:
-    """Return (begin, end) of the times in which a training ran: runs less than a save interval apart are joined."""
+    """Return (begin, end) of the periods in which a training ran. Runs less than a save interval apart are joined."""
     runs: dict[str, list[float]] = {}
     for save in saves:
         times = [t for r in save.ranks.values() for t in (r.begun, r.sealed, r.durable)]

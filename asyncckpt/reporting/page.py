@@ -1,4 +1,4 @@
-"""A report as one HTML file, without scripts or anything to fetch, light or dark as the reader's system is set."""
+"""A report as one HTML file, without scripts or external resources; light or dark, as the system is set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncckpt.reporting import charts
 from asyncckpt.reporting.history import BAD_ENDS, History, SaveRecord, recovery_ages
 
 MAX_ROWS = 200
-NO_CHARTS = "There are no charts, since matplotlib is not installed: pip install 'asyncckpt[report]'"
+NO_CHARTS = "Charts are missing, since matplotlib is not installed: pip install 'asyncckpt[report]'"
 
 _STYLE = """
 :root { color-scheme: light dark; --surface: #ffffff; --raised: #f5f5f3; --ink: #1c1b19; --quiet: #63615c;
@@ -50,43 +50,45 @@ footer { margin-top: 40px; color: var(--quiet); font-size: 13px; }
 Section = tuple[str, str, tuple[tuple[str, str], ...], charts.Draw, str]
 _SECTIONS: tuple[Section, ...] = (
     (
-        "Steps between saves",
-        "Duration of a training step, without the saves themselves. If the longest step is far above the mean, "
-        "something has delayed that step: a wait for a copy, or another process.",
+        "Step times between saves",
+        "Duration of the training steps, without the saves. If the longest step is far above the mean, that step was "
+        "delayed: it waited for the copy of a snapshot, or another process used the machine.",
         (("first", "mean step"), ("second", "longest step")),
         charts.step_times,
-        "Trainers with events=True write these data.",
+        "This needs checkpointers with events=True.",
     ),
     (
         "Stall of each save",
-        "How long the training loop has waited for a save: in save(), and in the step that waited for the copy.",
-        (("first", "save()"), ("second", "waited before the next change")),
+        "How long the training loop waited for each save: in the call of save(), and in a later step that had to wait "
+        "until the snapshot was copied before it could change the tensors.",
+        (("first", "call of save()"), ("second", "step that waited for the copy")),
         charts.stalls,
-        "Trainers with events=True write these data.",
+        "This needs checkpointers with events=True.",
     ),
     (
-        "Lanes of writing",
-        f"The last {charts.MAX_LANE_SAVES} saves, with a lane for each rank. The others wait for the rank with the "
-        "longest blue bar.",
+        "Stages of the saves on each rank",
+        f"The last {charts.MAX_LANE_SAVES} saves. Staging copies the state into the worker's memory; then the worker "
+        "writes it to disk. A save is committed when all ranks are written, so all wait for the longest blue bar.",
         (("second", "staging"), ("first", "writing"), ("third", "waiting for the commit"), ("bad", "failed")),
         charts.lanes,
-        "Workers that are started with --events write these data.",
+        "This needs workers that are started with --events.",
     ),
     (
         "Recovery point",
         "How much training a crash would have lost at each moment: the age of the snapshot that a restart would resume "
-        "from, in training time; between two runs it is 0. A live worker has a snapshot as soon as all ranks have "
-        "staged it; the disk has it once it is committed.",
-        (("first", "machine lost: from disk"), ("second", "trainers killed: from the worker's memory")),
+        "from, in training time (0 between two runs). If only the training processes are killed, a restart can use a "
+        "snapshot in the worker's memory, as soon as all ranks have staged it. If the machine is lost, it needs a "
+        "committed checkpoint on disk.",
+        (("first", "machine lost: resume from disk"), ("second", "training killed: resume from the worker's memory")),
         charts.recovery,
         "No save was committed.",
     ),
     (
         "Speed of writing",
-        "Bytes of all ranks per second, from the first rank that has staged until the last rank is durable.",
+        "Bytes of all ranks per second, from the end of staging on the first rank to the end of writing on the last.",
         (),
         charts.speeds,
-        "Workers that are started with --events write these data.",
+        "This needs workers that are started with --events.",
     ),
 )
 
@@ -95,7 +97,7 @@ def page(title: str, history: History, *, now: float, package: str) -> str:
     """Return the page.
 
     Args:
-        title: Title, the directory.
+        title: Title of the page: the directory.
         history: Data to show.
         now: Current time, in seconds since 1970.
         package: asyncckpt's version.

@@ -246,8 +246,8 @@ def test_a_worker_that_dies_is_started_again_with_the_same_options(
             client.goodbye()
         run.terminate()
         said = ended(run, 3)
-    assert f"worker {seen[0].pid} was ended by SIGKILL" in said
-    assert f"worker {seen[1].pid} ended with 0" in said
+    assert f"worker {seen[0].pid} was killed by SIGKILL" in said
+    assert f"worker {seen[1].pid} exited with code 0" in said
 
 
 def test_a_worker_whose_run_was_killed_ends_after_the_idle_time_and_not_before(
@@ -299,7 +299,7 @@ def test_a_second_signal_ends_a_drain_that_takes_long(environment: dict[str, str
         said = [run.stderr.readline() for _ in range(2)]
         assert "waiting up to 300 s until the worker has finished 1 saves" in said[1], said
         run.terminate()
-        assert "signal again" in run.stderr.readline()
+        assert "send the signal again" in run.stderr.readline()
         run.terminate()
         assert "unfinished" in ended(run, 0)
 

@@ -40,7 +40,7 @@ def test_a_short_demo_holds_from_end_to_end(
     code = demo.run(argparse.Namespace(dir=str(tmp_path)))
     out, err = capfd.readouterr()
     assert code == 0, out + err
-    assert "written=False" in out and "all trainers are dead; the worker goes on and commits step-000004" in out
+    assert "written=False" in out and "all training processes are dead; the worker continues and commits step-000004" in out
     assert "equal bit for bit" in out and "6 checkpoints verify" in out and "all checks hold" in out
     assert [p for p in endpoint_dir.rglob("*") if p.is_socket()] == []
 
@@ -88,7 +88,7 @@ def failed_check(line: str) -> None:
         ("import time; time.sleep(600)", print, r"longer than 1\.5 s, and was killed"),
         ("import time; print('weights', flush=True); time.sleep(600)", print, r"longer than 1\.5 s, and was killed"),
         ("import time; print('weights', flush=True); time.sleep(600)", failed_check, "weights"),
-        ("raise SystemExit('the reason')", print, "ended with 1"),
+        ("raise SystemExit('the reason')", print, "exited with code 1"),
     ],
 )
 def test_a_training_that_hangs_or_fails_is_ended_and_shows_what_it_said(
@@ -101,7 +101,7 @@ def test_a_training_that_hangs_or_fails_is_ended_and_shows_what_it_said(
         demo.child((sys.executable, "-c", code), os.environ, on_line=on_line)
     out, err = capsys.readouterr()
     assert "longer" not in match or out.count("   ... ") >= 2, "a line says every few seconds that it goes on"
-    assert "ended" not in match or "the reason" in err
+    assert "exited" not in match or "the reason" in err
 
 
 def test_what_a_deaf_training_has_started_is_killed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ NOBODY = (1 << 22, (1 << 22) + 1)
     [
         (NOBODY, "staged=True written=True", "between staged and written"),
         (NOBODY, "staged=False written=False", "between staged and written"),
-        (NOBODY[:1], "staged=True written=False", "1 ranks have given"),
+        (NOBODY[:1], "staged=True written=False", "1 ranks have printed"),
         ((NOBODY[0], os.getpid()), "staged=True written=False", "the trainers did not end within 0.2 s"),
         (NOBODY, "staged=True written=False", "did not commit"),
     ],

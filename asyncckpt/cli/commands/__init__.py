@@ -1,5 +1,5 @@
 """The commands of `asyncckpt`, one module each: a docstring, `EXAMPLES`, `configure(parser)` and `run(args)`.
 
-The docstring is what `--help` says of the command; `configure` adds its arguments; `run` returns the exit code.
-What several commands need is in `asyncckpt.cli`. No module here imports another one, nor torch at the top.
+`--help` prints the docstring; `configure` adds the arguments; `run` returns the exit code. Code that several commands
+need is in `asyncckpt.cli`. No module here imports another one, or imports torch at the top.
 """

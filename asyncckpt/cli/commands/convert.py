@@ -1,4 +1,6 @@
-"""Convert a checkpoint: asyncckpt, PyTorch DCP, torch.save, safetensors, Hugging Face."""
+"""Convert a checkpoint between asyncckpt, PyTorch DCP, torch.save, safetensors and Hugging Face files. Afterwards the
+target is read back and compared with the source.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,11 @@ EXAMPLES = (
     "asyncckpt convert dcp-dir runs/b/step-300 --to asyncckpt",
 )
 _SHOWN_CHARS = 4000
-"""Length at which a list of names is cut, of which a checkpoint may have a million."""
+"""Maximum length of a printed list of names: a checkpoint may have a million of them."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    text = "a checkpoint, directory or file; its kind is detected"
+    text = "the checkpoint to convert, a directory or file; its format is detected"
     parser.add_argument("source", metavar="SRC", type=path_argument, help=text)
     parser.add_argument(
         "target",
@@ -35,36 +37,36 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=path_argument,
         help="path to write: a directory for asyncckpt, dcp and hf, else a file",
     )
-    parser.add_argument("--to", required=True, choices=KINDS, help="the kind of DST")
+    parser.add_argument("--to", required=True, choices=KINDS, help="format of DST")
     add_keys(parser)
     parser.add_argument(
         "--rename",
         metavar="OLD=NEW",
         action="append",
         default=[],
-        help="replace OLD at the start of names by NEW; repeat for more; the first match counts",
+        help="replace the prefix OLD of names with NEW; repeat for more, the first match is used",
     )
     parser.add_argument(
         "--key-map", metavar="FILE", help="JSON file with an object that maps names in SRC to names in DST"
     )
     parser.add_argument(
-        "--max-shard-bytes", metavar="N", type=parse_nbytes, help="size limit of one file, such as 5GB or 4.5GiB"
+        "--max-shard-bytes", metavar="N", type=parse_nbytes, help="maximum size of one file, such as 5GB or 4.5GiB"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint at DST")
-    parser.add_argument("--partial", action="store_true", help="leave out, and list, what the kind of DST cannot hold")
+    parser.add_argument("--partial", action="store_true", help="leave out, and list, what the format of DST cannot store")
     parser.add_argument(
         "--no-read-back",
         action="store_true",
-        help="afterwards compare only names, types and positions, not the written bytes",
+        help="compare only names, types and positions afterwards, not the written data",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; exit codes 4 when there is no source, 3 when it is damaged, 1 when the target cannot be made."""
+    """Run the command; exit codes: 4 no source, 3 the source is damaged, 1 the target cannot be written."""
     from asyncckpt.interop.convert import convert
 
     started = time.perf_counter()
-    with progress(quiet=args.json) as shown, _ended_cleanly():
+    with progress(quiet=args.json) as shown, _terminates_like_interrupt():
         report = convert(
             args.source,
             args.target,
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _ended_cleanly() -> Iterator[None]:
+def _terminates_like_interrupt() -> Iterator[None]:
     """Handle SIGTERM and SIGHUP, which a scheduler sends, like Ctrl-C: remove the incomplete target."""
 
     def end(number: int, _: Any) -> None:
@@ -134,8 +136,8 @@ def _table(path: str) -> dict[str, str]:
     try:
         with open(path, encoding="utf-8") as file:
             found: Any = json.load(file)
-    except (ValueError, RecursionError) as error:  # the second: nested thousands of levels deep
-        raise ConfigError(f"--key-map {path}: no JSON: {error}", field="key_map", value=path) from error
+    except (ValueError, RecursionError) as error:  # RecursionError: nested thousands of levels deep
+        raise ConfigError(f"--key-map {path}: not JSON: {error}", field="key_map", value=path) from error
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise ConfigError(f"--key-map {path}: expected an object of texts", field="key_map", value=path)
+        raise ConfigError(f"--key-map {path}: expected an object whose values are strings", field="key_map", value=path)
     return found

@@ -1,6 +1,7 @@
-"""Demonstrate on this machine that a killed training loses nothing.
+"""Show on this machine that a killed training loses nothing.
 
-A rank is killed between `staged` and `written`, all ranks resume, and the final weights are bit-identical.
+A training is killed after a snapshot is staged (copied to the worker's memory) and before it is written to disk. Then
+all ranks resume, and the final weights are bit-identical to those of an uninterrupted training.
 """
 
 from __future__ import annotations
@@ -37,39 +38,40 @@ NEEDED_NBYTES = 1_000_000_000
 """Disk space that the demo needs: 8 checkpoints of 37 MB, a copy of one, and a save of 2 x 200 MB."""
 
 FULL_DISK_NBYTES = 64_000_000
-"""With less free space than this, about two checkpoints, a failure of the demo is reported as a full disk."""
+"""With less free space than this (about two checkpoints), a failure of the demo is reported as a full disk."""
 
 RUN_TIMEOUT_S = 300.0
-"""Timeout of one training, and of one check of the checkpoints; on two cores they take 20 s and 1 s."""
+"""Timeout of one training, and of one run of verify; on two cores they take 20 s and 1 s."""
 
 END_TIMEOUT_S = 20.0
-"""Time that a terminated training has to end, before it and all its descendants are killed."""
+"""Time that a training has to end after SIGTERM, before it and all its descendants are killed."""
 
 KILL_TIMEOUT_S = 60.0
-"""Time for killed processes to end: a moment, unless they wait for a disk."""
+"""Timeout for killed processes to end: a moment, unless they wait for a disk."""
 
 DEATH_TIMEOUT_S = 60.0
 """torchrun gives the other ranks 30 s to end before it kills them."""
 
 COMMIT_TIMEOUT_S = 30.0
 SAY_EVERY_S = 4.0
-"""How often a line shows that the demo is still running."""
+"""Interval of the lines that show that the demo is still running."""
 
 INTRODUCTION = f"""\
-This takes 1 to 2 minutes on two cores, longer the first time. It trains a small GPT on {RANKS} ranks and proves that
-  - a rank killed between `staged` and `written` loses nothing: the worker commits the checkpoint without any trainer;
-  - the restarted ranks resume from it and end with the same weights, bit for bit, as a training that nothing disturbs;
-  - every checkpoint verifies, and one flipped byte is found.
-It ends with what a save costs a training loop, beside torch.save and dcp.async_save.
+This takes 1 to 2 minutes on two cores, longer the first time. It trains a small GPT on {RANKS} ranks and shows that
+  - a training that is killed after a snapshot is staged (copied to the worker's memory) and before it is written to
+    disk loses nothing: the worker process writes and commits the checkpoint without the training;
+  - the restarted ranks resume from it and end with the same weights, bit for bit, as an uninterrupted training;
+  - every checkpoint passes `asyncckpt verify`, and one changed byte is found.
+Finally it measures how long a save stalls a training loop, compared with torch.save and dcp.async_save.
 """
 ASYNCCKPT = (sys.executable, "-m", "asyncckpt")
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
 _TRAIN, _CRASH = "asyncckpt.examples.train_gpt", "asyncckpt.examples.train_gpt_crash"
 _STALLS = "asyncckpt.examples.stalls"
 _ENVIRONMENT = {
-    "PYTHONWARNINGS": "ignore:Failed to initialize NumPy:UserWarning",  # torch warns where numpy is not installed
-    "OMP_NUM_THREADS": "1",  # torchrun warns where it is not set
-    # Or restarted ranks read, in the store of torchrun, where those before them listened: pytorch issue 135712.
+    "PYTHONWARNINGS": "ignore:Failed to initialize NumPy:UserWarning",  # torch warns if numpy is not installed
+    "OMP_NUM_THREADS": "1",  # torchrun warns if it is not set
+    # Without it, restarted ranks read stale addresses from torchrun's store: pytorch issue 135712.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
@@ -87,9 +89,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; exit code 1 when any check fails."""
+    """Run the demo; exit code 1 if a check fails."""
     directory = Path(args.dir or tempfile.mkdtemp(prefix="asyncckpt-demo-")).absolute()
-    # Bytecode is written whatever the environment says: without it each of some 20 processes compiles torch anew.
+    # Write bytecode whatever the environment says: otherwise each of about 20 processes compiles torch again.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     show(INTRODUCTION)
     try:
@@ -107,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lack_of_space(directory: Path, nbytes: int) -> str:
-    """Return a message if fewer than `nbytes` are free on the disk; "": they are free, or it cannot be determined."""
+    """Return a message if fewer than `nbytes` are free on the disk; else, or if that is not known, ""."""
     free = nbytes
     with contextlib.suppress(OSError):
         free = shutil.disk_usage(directory).free
@@ -116,7 +118,7 @@ def _lack_of_space(directory: Path, nbytes: int) -> str:
         if free >= nbytes
         else (
             f"the disk that holds {directory} is full: {free / 1e6:.0f} MB are free, and the demo needs "
-            f"{NEEDED_NBYTES / 1e6:.0f} MB; free space, or name a directory on another disk by --dir"
+            f"{NEEDED_NBYTES / 1e6:.0f} MB; free space, or choose a directory on another disk with --dir"
         )
     )
 
@@ -127,12 +129,12 @@ def _play(directory: Path, environment: Mapping[str, str]) -> None:
         raise DemoFailedError(f"{there[0]} exists already; choose an empty --dir")
     options = ("--steps", str(STEPS), "--every", str(EVERY))
 
-    show(f"1. asyncckpt run -- torchrun, {RANKS} ranks: a training of {STEPS} steps that nothing disturbs")
-    expected = _weights(child(_with_a_worker(_TRAIN, "--dir", str(plain), *options), environment))
+    show(f"1. asyncckpt run -- torchrun, {RANKS} ranks: an uninterrupted training of {STEPS} steps")
+    expected = _weights(child(_with_worker(_TRAIN, "--dir", str(plain), *options), environment))
 
-    show(f"\n2. the same with --max-restarts 1; after the save of step {CRASH_AT} is staged one rank is SIGKILLed")
+    show(f"\n2. the same with --max-restarts 1; when step {CRASH_AT} is staged, one rank is killed by SIGKILL")
     crash = Crash(crashed / f"step-{CRASH_AT:06d}")
-    command = _with_a_worker(_CRASH, str(CRASH_AT), "--dir", str(crashed), *options, restarts=1)
+    command = _with_worker(_CRASH, str(CRASH_AT), "--dir", str(crashed), *options, restarts=1)
     try:
         lines = child(command, environment, on_line=crash.read)
     finally:
@@ -141,59 +143,60 @@ def _play(directory: Path, environment: Mapping[str, str]) -> None:
         line.partition(":")[0] for line in lines if line.endswith(f" at step {CRASH_AT}") and ": resumed " in line
     }
     if not crash.happened or resumed != {f"rank {rank}" for rank in range(RANKS)}:
-        raise DemoFailedError(f"{RANKS} ranks should crash and resume at step {CRASH_AT}; resumed: {sorted(resumed)}")
+        raise DemoFailedError(f"expected {RANKS} ranks to resume at step {CRASH_AT}; resumed: {sorted(resumed)}")
     found = _weights(lines)
     show(f"\n   uninterrupted {expected}\n   crashed       {found}")
     if found != expected:
-        raise DemoFailedError("the final weights differ from the uninterrupted training's")
-    show("   final weights are equal bit for bit")
+        raise DemoFailedError("the final weights differ from those of the uninterrupted training")
+    show("   the final weights are equal bit for bit")
 
-    show("\n3. every checkpoint verifies; one flipped byte is found")
+    show("\n3. every checkpoint passes `asyncckpt verify`; one changed byte is found")
     checkpoints = sorted(str(p) for root in (plain, crashed) for p in root.iterdir())
     if len(checkpoints) != 2 * STEPS // EVERY:
-        raise DemoFailedError(f"{2 * STEPS // EVERY} checkpoints expected, there are: {', '.join(checkpoints)}")
+        raise DemoFailedError(f"expected {2 * STEPS // EVERY} checkpoints, found {', '.join(checkpoints)}")
     verify(checkpoints, EXIT_OK)
-    show(f"   {len(checkpoints)} checkpoints verify")
-    show("   " + _flip(Path(latest_checkpoint(crashed) or ""), directory / "damaged"))
+    show(f"   {len(checkpoints)} checkpoints verify without a fault")
+    show("   " + _flip_byte(Path(latest_checkpoint(crashed) or ""), directory / "damaged"))
 
-    show(f"\n4. what a save costs the training loop, {STALL_NBYTES // 10**6} MB of state on each of {RANKS} ranks")
-    table = child(_with_a_worker(_STALLS, "--dir", str(stalls), "--nbytes", str(STALL_NBYTES)), environment)
+    show(f"\n4. stall of the training loop by a save of {STALL_NBYTES // 10**6} MB on each of {RANKS} ranks")
+    table = child(_with_worker(_STALLS, "--dir", str(stalls), "--nbytes", str(STALL_NBYTES)), environment)
     if not any(line.startswith("asyncckpt ") for line in table):
         raise DemoFailedError("the stalls were not measured")
     show("\nall checks hold")
 
 
-def _with_a_worker(*words: str, restarts: int = 0) -> list[str]:
+def _with_worker(*words: str, restarts: int = 0) -> list[str]:
     """Return the command that runs a module on all ranks, with a worker beside them."""
     return [*ASYNCCKPT, "run", "--", *_TORCHRUN, f"--max-restarts={restarts}", "-m", *words]
 
 
 def _weights(lines: list[str]) -> str:
-    """Return the fingerprint of the final weights, which every rank has printed.
+    """Return the fingerprint of the final weights, which every rank prints.
 
     Raises:
-        DemoFailedError: A rank has not, or they differ.
+        DemoFailedError: A rank has not printed it, or the fingerprints differ.
     """
     found = [line.split()[-1] for line in lines if re.match(r"rank \d+: weights sha256 ", line)]
     if len(found) != RANKS or len(set(found)) != 1:
-        raise DemoFailedError(f"{RANKS} ranks should end with the same weights; they printed {found}")
+        raise DemoFailedError(f"expected {RANKS} ranks with the same final weights; they printed {found}")
     return found[0]
 
 
-def _flip(checkpoint: Path, copy: Path) -> str:
+def _flip_byte(checkpoint: Path, copy: Path) -> str:
+    """Change a byte in a copy of a checkpoint, and return the line in which verify names the damaged file."""
     shutil.copytree(checkpoint, copy)
     shard = min(copy.glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
     data[PAGE_NBYTES * 100] ^= 1
     shard.write_bytes(data)
-    said = verify([str(copy)], EXIT_CORRUPT)
-    named = [line.strip().replace(f"{copy}/", "") for line in said if shard.name in line]
+    lines = verify([str(copy)], EXIT_CORRUPT)
+    named = [line.strip().replace(f"{copy}/", "") for line in lines if shard.name in line]
     if not named:
-        raise DemoFailedError(f"verify did not name the damaged file {shard.name}: {said}")
+        raise DemoFailedError(f"verify did not name the damaged file {shard.name}: {lines}")
     return named[0]
 
 
-# ---- what it prints, and its children
+# ---- Output and child processes
 
 
 def show(line: str) -> None:
@@ -202,7 +205,7 @@ def show(line: str) -> None:
 
 
 def verify(paths: Sequence[str], code: int) -> list[str]:
-    """Run `asyncckpt verify`, which is to end with `code`; returns the lines that it printed."""
+    """Run `asyncckpt verify`, which must exit with `code`; return the lines that it printed."""
     return child([*ASYNCCKPT, "verify", *paths], os.environ, what="verify", code=code, on_line=lambda line: None)
 
 
@@ -218,20 +221,22 @@ def child(
     code: int = EXIT_OK,
     on_line: Callable[[str], None] = _show_line,
 ) -> list[str]:
-    """Run a command to its end; every `SAY_EVERY_S` a line says that it goes on.
+    """Run a command to its end. Every `SAY_EVERY_S`, print a line to show that it is still running.
 
     Args:
-        command: To run.
-        environment: For it.
-        what: It is, in messages.
-        code: With which it is to end.
-        on_line: Called with each line, before the next one is read.
+        command: The command.
+        environment: Its environment.
+        what: Name of the command in messages.
+        code: The exit code that is expected.
+        on_line: Called with each line of its stdout, before the next one is read.
 
     Returns:
         The lines of its stdout.
 
     Raises:
-        DemoFailedError: It took longer than `RUN_TIMEOUT_S`, or ended otherwise; what it said on stderr is shown.
+        DemoFailedError: It took longer than `RUN_TIMEOUT_S`, or exited with another code; its stderr is printed.
+
+    Blocks: until the command has ended, at most `RUN_TIMEOUT_S` and the timeouts of `end`.
     """
     lines, began = list[str](), time.monotonic()
     ended, late = threading.Event(), threading.Event()
@@ -267,16 +272,16 @@ def child(
             how = (
                 f"took longer than {RUN_TIMEOUT_S:g} s, and was killed"
                 if late.is_set()
-                else (f"ended with {process.returncode}, expected {code}")
+                else (f"exited with code {process.returncode}, expected {code}")
             )
             raise DemoFailedError(f"{what} {how}")
     return lines
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """End a process and all its descendants: in order, and after `END_TIMEOUT_S` by SIGKILL.
+    """End a process and all its descendants: by SIGTERM to the process, and after `END_TIMEOUT_S` by SIGKILL to all.
 
-    Blocks: Until they are gone, for at most `END_TIMEOUT_S` and `KILL_TIMEOUT_S`.
+    Blocks: until they have ended, at most `END_TIMEOUT_S` and `KILL_TIMEOUT_S`.
     """
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process(process.pid)
@@ -287,19 +292,19 @@ def end(process: subprocess.Popen[str]) -> None:
         for one in alive:
             with contextlib.suppress(psutil.Error):
                 one.kill()
-        # Not psutil's wait: a zombie that nobody reaps has ended, too.
+        # Not `psutil.wait_procs`, which does not count a zombie as ended.
         _wait(lambda: all(start_ticks(one.pid) is None for one in alive), KILL_TIMEOUT_S)
 
 
 def _thaw(*pids: int) -> None:
-    """Let frozen processes go on."""
+    """Continue stopped processes."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
 
 def _wait(holds: Callable[[], bool], timeout_s: float) -> bool:
-    """Wait until something holds; returns whether it does."""
+    """Wait until `holds` returns True, at most `timeout_s`; return its last result."""
     deadline = time.monotonic() + timeout_s
     while not (held := holds()) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -307,10 +312,10 @@ def _wait(holds: Callable[[], bool], timeout_s: float) -> bool:
 
 
 class Crash:
-    """The crash, seen from outside: when all trainers are dead, the frozen worker goes on with what they left.
+    """Controls the crash. The ranks stop the worker first; it is continued when all training processes are dead.
 
     Args:
-        checkpoint: The save that is staged at the crash.
+        checkpoint: Path of the save that is staged at the crash.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -320,12 +325,13 @@ class Crash:
         self._worker = 0
 
     def read(self, line: str) -> None:
-        """Show a line of the ranks; at the crash, wait for the trainers' death and let the worker go on.
+        """Print a line of the ranks. At the crash, wait until all trainers are dead and continue the worker.
 
         Blocks: up to `DEATH_TIMEOUT_S` and `COMMIT_TIMEOUT_S`.
 
         Raises:
-            DemoFailedError: The trainers live on; the crash fell at another moment; the save is not committed.
+            DemoFailedError: A trainer does not end; the crash was not between staged and written; or the save is not
+                committed.
         """
         _show_line(line)
         found = re.fullmatch(r"rank \d+: (process|freezes worker|crash) (.*)", line)
@@ -337,27 +343,27 @@ class Crash:
             self._worker = int(found[2])
         else:
             self.happened = True
-            self._take_up(line)
+            self._continue_worker(line)
 
-    def _take_up(self, line: str) -> None:
+    def _continue_worker(self, line: str) -> None:
         if not line.endswith("staged=True written=False"):
-            raise DemoFailedError(f"the crash did not fall between staged and written: {line}")
+            raise DemoFailedError(f"the crash was not between staged and written: {line}")
         if len(self._trainers) != RANKS:
-            raise DemoFailedError(f"{len(self._trainers)} ranks have given their process ids, expected {RANKS}")
+            raise DemoFailedError(f"{len(self._trainers)} ranks have printed their process IDs, expected {RANKS}")
         if not _wait(self._all_dead, DEATH_TIMEOUT_S):
             raise DemoFailedError(f"the trainers did not end within {DEATH_TIMEOUT_S:g} s")
         manifest, name = self._checkpoint / "manifest.json", self._checkpoint.name
         if manifest.exists():
-            raise DemoFailedError(f"{name} was committed before the crash: the worker was not frozen")
+            raise DemoFailedError(f"{name} was committed before the crash: the worker was not stopped")
         began = time.monotonic()
         self.thaw()
         if not _wait(manifest.exists, COMMIT_TIMEOUT_S):
             raise DemoFailedError(f"the worker did not commit {self._checkpoint} within {COMMIT_TIMEOUT_S:g} s")
         took_s = time.monotonic() - began
-        show(f"   all trainers are dead; the worker goes on and commits {name} in {took_s:.2f} s")
+        show(f"   all training processes are dead; the worker continues and commits {name} in {took_s:.2f} s")
 
     def thaw(self) -> None:
-        """Let the worker go on, if it was frozen."""
+        """Continue the worker, if it was stopped."""
         if self._worker:
             _thaw(self._worker)
 

@@ -1,4 +1,6 @@
-"""Compare two checkpoints of any kinds: structure, every tensor, every object; exit code 1 if they differ."""
+"""Compare two checkpoints, also of different formats: structure, all tensors, all objects. The exit code is 1 if they
+differ.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,18 @@ EXAMPLES = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", metavar="A", type=path_argument, help="a checkpoint of any kind")
-    parser.add_argument("second", metavar="B", type=path_argument, help="another one")
+    parser.add_argument("first", metavar="A", type=path_argument, help="a checkpoint of any format")
+    parser.add_argument("second", metavar="B", type=path_argument, help="the checkpoint to compare with")
     add_keys(parser)
-    parser.add_argument("--fast", action="store_true", help="names, dtypes, shapes and objects; skip the tensors' data")
+    parser.add_argument("--fast", action="store_true", help="compare names, dtypes, shapes and objects, not the tensors' data")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; exit code 0 when nothing differs, 1 when something does, 3 and 4 as `inspect`."""
+    """Run the command; exit codes: 0 equal, 1 different, 3 damaged or incomplete, 4 not found."""
     from asyncckpt.interop.diff import compare
 
     first, second = os.path.abspath(args.first), os.path.abspath(args.second)
-    with show_reads(Files(), lambda: 0 if args.keys else _both(first, second), quiet=args.json or args.fast) as files:
+    with show_reads(Files(), lambda: 0 if args.keys else _total_nbytes(first, second), quiet=args.json or args.fast) as files:
         found = compare(first, second, keys=args.keys, data=not args.fast, files=files)
     rows: list[dict[str, Any]] = [asdict(row) for row in found.differences]
     if rows and not args.json:
@@ -47,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_FAILED if rows else EXIT_OK
 
 
-def _both(first: str, second: str) -> int:
-    """Return how much they hold together; 0 where one does not say it."""
+def _total_nbytes(first: str, second: str) -> int:
+    """Return the total size of both; 0 if one is not known."""
     sizes = [recorded_nbytes(path, Files()) for path in (first, second)]
     return sum(sizes) if all(sizes) else 0
 

@@ -1,6 +1,7 @@
-"""Check what a run needs of this machine: memory for snapshots, kernel features, limits, and how trainer and worker
-reach each other. With DIR, also check that directory's file system, in a temporary directory. Each line is ok, warn (it
-works, but slower or with less) or fail; the exit code is 1 if any check fails.
+"""Check whether this machine can run asyncckpt: memory for snapshots, kernel features, limits, and whether training and
+worker processes can reach each other. With DIR, also check that directory's file system, in a temporary directory that
+is removed again. Each check is ok, warn (works, but slower or with restrictions) or fail. The exit code is 1 if a check
+fails.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from asyncckpt.doctor.directory import directory_checks
 from asyncckpt.doctor.findings import FAIL, WARN, Check, Finding, fail, findings_of, ok, warn
 from asyncckpt.doctor.machine import machine_checks
 from asyncckpt.errors import AsyncCkptError, WorkerUnavailableError
+from asyncckpt.format.names import MAX_RANKS
 from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt.protocol.identity import is_gone
 from asyncckpt.recall.session import RecallSession
@@ -30,25 +32,24 @@ EXAMPLES = (
     "asyncckpt doctor runs/a --state-bytes 40GB --ranks 8",
 )
 ANSWER_TIMEOUT_S = 1.0
-MAX_RANKS = 1_000_000
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    text = "directory for checkpoints; it need not exist"
+    text = "directory for checkpoints; it need not exist yet"
     parser.add_argument("directory", metavar="DIR", nargs="?", type=path_argument, help=text)
     parser.add_argument(
         "--state-bytes",
         type=parse_nbytes,
         metavar="N",
-        help="size of what the ranks of this machine save together: 40GB, 1.5TiB, or bytes",
+        help="size of the state that all ranks of this machine save together: 40GB, 1.5TiB, or bytes",
     )
     parser.add_argument(
-        "--ranks", type=count(1, MAX_RANKS), default=1, metavar="N", help="ranks of this machine (default: %(default)s)"
+        "--ranks", type=count(1, MAX_RANKS), default=1, metavar="N", help="number of ranks on this machine (default: %(default)s)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; exit code 1 when a check fails."""
+    """Run the command; exit code 1 if a check fails."""
     found: list[Finding] = []
     for finding in _findings(args):
         found.append(finding)
@@ -61,13 +62,13 @@ def run(args: argparse.Namespace) -> int:
     failed, warnings = (sum(one.status == status for one in found) for status in (FAIL, WARN))
     say(f"{len(found)} checks: {failed} failed, {warnings} warnings")
     if not args.directory:
-        say("no directory was checked: asyncckpt doctor DIR")
+        say("no directory was checked; to check one: asyncckpt doctor DIR")
     return code
 
 
 def _findings(args: argparse.Namespace) -> Iterator[Finding]:
     yield from machine_checks(args.state_bytes, args.ranks, os.environ)
-    yield from findings_of([Check("worker", _worker, "cannot be asked", "see endpoint", WARN)])
+    yield from findings_of([Check("worker", _worker, "its status cannot be read", "see the check 'endpoint'", WARN)])
     if args.directory:
         yield from directory_checks(absolute_path(args.directory), args.state_bytes, args.ranks, Files())
 
@@ -79,19 +80,17 @@ def _worker() -> Finding:
     try:
         report = status_of(endpoint, ANSWER_TIMEOUT_S)
     except WorkerUnavailableError as error:
-        text, advice = f"a worker's socket exists, but: {error}", "if saves fail too: asyncckpt worker stop"
+        text, advice = f"there is a worker's socket, but: {error}", "if saves fail too, run: asyncckpt worker stop"
         return warn(text, advice)
-    try:  # connect as a trainer does: that may be refused although commands are not
+    try:  # connect as a trainer does: a trainer may be refused even if commands are not
         with RecallSession(endpoint, __version__, ANSWER_TIMEOUT_S) as found:
             if is_gone(found.worker.pid, found.worker.pid_start):
-                text = f"the worker at {endpoint} is process {found.worker.pid}, which is not visible from here"
-                return fail(text, "run trainer and worker in one PID namespace, so that they see each other in /proc")
+                text = f"the worker at {endpoint} is process {found.worker.pid}, which this PID namespace lacks"
+                return fail(text, "run training and worker in one PID namespace: they need each other's /proc/<pid>")
     except AsyncCkptError as error:
-        advice = (
-            "see the reason; with an ASYNCCKPT_JOB of its own, and no ASYNCCKPT_ENDPOINT, a job starts another worker"
-        )
-        return fail(f"a trainer cannot use the worker at {endpoint}: {error}", advice)
-    text = f"worker {report.get('pid')} answers; it has {len(report.get('saves') or ())} recent saves"
+        advice = "set ASYNCCKPT_JOB to a new name and unset ASYNCCKPT_ENDPOINT: then the job starts another worker"
+        return fail(f"the training cannot use the worker at {endpoint}: {error}", advice)
+    text = f"worker {report.get('pid')} answers; it knows {len(report.get('saves') or ())} recent saves"
     return ok(text, endpoint=endpoint, pid=report.get("pid"))
 
 

@@ -1,6 +1,6 @@
-"""Show the disk usage of the checkpoints below a directory, the largest first: the length of their files, and the space
-that these occupy. The latter is more if space was reserved, and less if files have holes or are shared. Saves that were
-never committed are included; `gc` removes them.
+"""Show the disk usage of the checkpoints in a directory, the largest first: the size of their files, and the disk space
+that they occupy. The disk space is larger if space was reserved, and smaller if files have holes or share blocks.
+Unfinished saves are included; `asyncckpt gc` removes them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; exit code 4 when there is no such directory."""
+    """Run the command; exit code 4 if there is no such directory."""
     files = Files()
     root = existing_directory(args.root, files)
     rows = [_row(found, files) for found in scan(root, LocalStore(files), recursive=args.recursive)]
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     header = ("STATE", "STEP", "FILES", "SIZE", "ON DISK", "PATH")
     print_rows(args, facts, header, [_cells(row) for row in rows], nothing_found(args, "no checkpoints"))
     for state, total in totals.items() if not args.json else ():
-        hint = "" if state == COMMITTED else "; see asyncckpt gc"
+        hint = "" if state == COMMITTED else "; asyncckpt gc can remove unfinished saves"
         say(f"{state}: {total['checkpoints']}, {human(total['allocated_nbytes'])} on disk{hint}")
     return EXIT_OK
 

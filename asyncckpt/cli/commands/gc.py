@@ -1,9 +1,10 @@
-"""List the files of saves that were never committed, or were replaced, below a directory; with --delete, remove them.
+"""List the files of saves that were never committed, or were replaced by another save, in a directory. With --delete,
+remove them.
 
-Saves that may be in progress stay: those that the worker knows, and those of which a file was changed within
---older-than. A save that is removed cannot be committed afterwards: a tombstone takes the place of its manifest until
-the next save to that path. Only files whose names carry a save id are removed, and temporary files of `convert` and
-`doctor` that were killed. Committed checkpoints and foreign files stay.
+Saves that may be in progress are kept: those that the worker reports, and those of which a file was changed within
+--older-than. A removed save can never be committed: a tombstone file replaces its manifest until the next save to that
+path. Only files with a save ID in their names are removed, and temporary files that a killed `convert` or `doctor` has
+left. Committed checkpoints and all other files are kept.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ EXAMPLES = (
     "asyncckpt gc runs/a --older-than 12h --delete",
 )
 DEFAULT_AGE = "24h"
-"""Longer than any save takes, retries of the storage included. Chosen, not measured."""
+"""Longer than any save, including retries of the storage. Chosen, not measured."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -48,21 +49,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=parse_seconds,
         default=parse_seconds(DEFAULT_AGE),
         metavar="AGE",
-        help=f"keep saves that were changed within AGE: 90s, 30m, 12h, 2d (default: {DEFAULT_AGE})",
+        help=f"keep saves of which a file was changed within AGE: 90s, 30m, 12h, 2d (default: {DEFAULT_AGE})",
     )
-    parser.add_argument("--tombstones", action="store_true", help="also remove directories that hold only a tombstone")
+    parser.add_argument("--tombstones", action="store_true", help="also remove directories that contain only a tombstone")
     parser.add_argument(
         "--locks", action="store_true", help="also remove lock files and temporary files beside checkpoints"
     )
     parser.add_argument(
         "--broken",
         action="store_true",
-        help="also remove *.broken-N, the checkpoints that restore_latest(quarantine=True) has renamed",
+        help="also remove *.broken-N, damaged checkpoints that restore_latest(quarantine=True) has renamed",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; exit code 1 when something could not be removed, 4 when there is no such directory."""
+    """Run the command; exit codes: 1 something could not be removed, 4 there is no such directory."""
     files = Files()
     root = existing_directory(args.root, files)
     busy, worker = busy_paths(args)
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             ("SIZE", [human(row["nbytes"]) for row in rows]),
             ("AGE", [human_s(row["age_s"]) for row in rows]),
         ],
-        f"--older-than {args.older_than:g} s",
+        f"saves changed within {args.older_than:g} s (--older-than) are kept",
         nothing_found(args, "nothing to remove"),
     )
 

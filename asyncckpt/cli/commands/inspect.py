@@ -1,4 +1,4 @@
-"""Show the contents of a checkpoint of any kind: tensors, shapes, dtypes, shards, objects, timings."""
+"""Show the contents of a checkpoint of any format: tensors with shapes and dtypes, shard files, objects, timings."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _STATS = ("FQN", "MIN", "MAX", "MEAN", "STD", "ZEROS", "NAN", "INF")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", type=path_argument, help="a checkpoint of any kind")
+    parser.add_argument("path", metavar="PATH", type=path_argument, help="a checkpoint of any format, directory or file")
     parser.add_argument(
         "--stats",
         action="store_true",
-        help="read every tensor, and show minimum, maximum, mean, standard deviation, zeros, NaN and infinities",
+        help="read all tensors; show minimum, maximum, mean, standard deviation, and counts of zeros, NaN, infinities",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; exit codes 3 for a damaged or incomplete checkpoint, 4 for none, 1 for an unreadable one."""
+    """Run the command; exit codes: 3 damaged or incomplete, 4 not found, 1 unreadable."""
     files = Files()
     contents = read_any(os.path.abspath(args.path), files)
     described = _describe(contents, files)
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add_statistics(described: dict[str, Any], contents: Contents, *, quiet: bool) -> None:
-    """Give each tensor its `stats`."""
+    """Add `stats` to each described tensor."""
     from asyncckpt.interop.statistics import statistics_of
 
     with show_reads(Files(), lambda: int(described["nbytes"]), quiet=quiet) as files:
@@ -83,7 +83,7 @@ def _describe(contents: Contents, files: Files) -> dict[str, Any]:
 
 
 def _shards(contents: Contents) -> list[dict[str, Any]]:
-    """The files with tensors; of another format a file is there once, however many places in it have a number."""
+    """Return the shard files. A file of another format occurs once, even if it has several parts."""
     found: dict[str, dict[str, Any]] = {}
     for rank, rank_contents in enumerate(contents.ranks):
         for shard in rank_contents.index.shards:
@@ -93,7 +93,9 @@ def _shards(contents: Contents) -> list[dict[str, Any]]:
 
 
 def _tensor(contents: Contents, tensor: SavedTensor) -> dict[str, Any]:
-    """`fqn` is the stored name; `rank` whose own it is, None for a tensor of all; `pieces` who wrote which box."""
+    """Describe a tensor: `fqn` is the stored name, `rank` its rank if it is stored per rank, `pieces` which rank wrote
+    which box.
+    """
     own = split_per_rank_name(tensor.fqn)
     return {
         "fqn": tensor.fqn,
@@ -117,7 +119,7 @@ def _tensor(contents: Contents, tensor: SavedTensor) -> dict[str, Any]:
 
 
 def _objects(contents: Contents, rank: int, files: Files) -> Iterator[dict[str, Any]]:
-    """Yield one rank's objects; `per_rank` says that it marked them as its own, `unread` of what class it is."""
+    """Yield one rank's objects. `per_rank`: whether it is a `PerRank` value; `unread`: its class if unreadable."""
     tree = contents.ranks[rank].structure.tree
     values = read_objects(contents, rank, files)
     marked = {fqn_of(leaf) for path, node in per_rank_nodes(tree) for leaf, _ in leaves(node, path)}
@@ -135,7 +137,7 @@ def _objects(contents: Contents, rank: int, files: Files) -> Iterator[dict[str, 
 
 
 def _shown(raw: Any) -> str:
-    """Return a value as Python writes it; one with an integer of thousands of digits as the file has it.
+    """Return the `repr` of a value; if it contains an integer with thousands of digits, its JSON form.
 
     Raises:
         ValueError: It does not decode.
@@ -171,7 +173,7 @@ def _print(described: dict[str, Any]) -> None:
 
 
 def _tensor_rows(tensors: list[dict[str, Any]]) -> list[list[str]]:
-    """One row per tensor; those that each rank has of its own in one row where they are alike: `x@rank[0-3]`."""
+    """Return a row for each tensor. Per-rank tensors of one name, dtype and shape share a row: `x@rank[0-3]`."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for n, tensor in enumerate(tensors):
         alike = n if tensor["rank"] is None else tensor["fqn"].rpartition("@rank")[0]
@@ -193,7 +195,7 @@ def _stats_row(tensor: dict[str, Any]) -> list[str]:
 
 
 def _object_rows(objects: list[dict[str, Any]]) -> list[list[str]]:
-    """One row per FQN and value, with the ranks that have it."""
+    """Return a row for each FQN and value, with the ranks that have it."""
     groups: dict[tuple[str, str], list[int]] = {}
     for found in objects:
         groups.setdefault((found["fqn"], found["value"]), []).append(found["rank"])
@@ -201,7 +203,7 @@ def _object_rows(objects: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """Return numbers as `0-3,7`."""
+    """Return ranks as ranges: `0-3,7`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

@@ -1,8 +1,8 @@
-"""List the checkpoints below a directory.
+"""List the checkpoints in a directory, committed ones first, the newest last.
 
-The newest comes last: by run and save, not by step, so that after a rollback to an earlier step the new branch is the
-newest. Saves that were never committed or were given up (abandoned), renamed broken checkpoints (quarantined) and
-damaged ones follow. With -r, each directory is listed in this order.
+The order is that of the saves, not of the steps: after a rollback to an earlier step, the checkpoints of the new branch
+are the newest. Then follow unfinished saves, saves that were given up (abandoned), damaged checkpoints that
+restore_latest has renamed (quarantined), and other damaged ones. With -r, each directory is listed in this order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; exit code 4 when there is no such directory, 1 when it cannot be read."""
+    """Run the command; exit codes: 4 there is no such directory, 1 it cannot be read."""
     files = Files()
     root = existing_directory(args.root, files)
     found = sorted(scan(root, LocalStore(files), recursive=args.recursive), key=_order)
@@ -46,13 +46,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _others(root: str, ours: set[str], files: Files, *, depth: int) -> list[tuple[str, str]]:
-    """Return (path, kind) of the checkpoints of other libraries that are directories; nothing inside of any."""
+    """Return (path, kind) of directories that are checkpoints of other libraries. Does not search inside of them."""
     if root in ours:
         return []
     try:
         kind = kind_at(root, files)
         names = files.listdir(root) if kind == OURS and depth else []
-    except (AsyncCkptError, OSError):  # removed meanwhile, or not for us
+    except (AsyncCkptError, OSError):  # removed meanwhile, or no permission
         return []
     if kind != OURS:
         return [(root, kind)]
@@ -87,7 +87,7 @@ def _row(found: Found, kind: str, files: Files) -> dict[str, Any]:
 def _is_pinned(path: str, files: Files) -> bool:
     try:
         return is_pinned(path, LocalStore(files))
-    except OSError:  # not for us to see
+    except OSError:  # no permission
         return False
 
 

@@ -1,6 +1,6 @@
-"""Pin checkpoints: until --remove, neither a CheckpointManager nor `asyncckpt prune` removes them.
+"""Pin checkpoints, so that neither a CheckpointManager nor `asyncckpt prune` removes them. --remove unpins them.
 
-A pin is a file in .pins beside the checkpoint. It protects from retention, not from rm.
+A pin is a file in the directory .pins beside the checkpoint. It does not protect against rm.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         nargs="+",
         type=path_argument,
-        help="checkpoints; with --list the directory that holds them",
+        help="checkpoints; with --list, directories that contain checkpoints",
     )
-    parser.add_argument("--remove", action="store_true", help="unpin; the checkpoints need not exist any more")
-    parser.add_argument("--list", action="store_true", help="list what is pinned in the directory PATH")
+    parser.add_argument("--remove", action="store_true", help="unpin; the checkpoints need not exist")
+    parser.add_argument("--list", action="store_true", help="list the pinned checkpoints in the directories PATH")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; exit code 4 when there is no such checkpoint or pin, 3 when it is not committed."""
+    """Run the command; exit codes: 4 there is no such checkpoint or pin, 3 it is not committed."""
     files = Files()
     if args.list and args.remove:
-        raise ConfigError("--list and --remove exclude each other", field="list")
+        raise ConfigError("--list and --remove cannot be used together", field="list")
     if args.list:
         return _list(args, files)
     store = LocalStore(files, umask=current_umask())
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.remove:
             pin(path, store)
         if not args.json:
-            say(f"{path}: {'not pinned any more' if args.remove else 'pinned'}")
+            say(f"{path}: {'unpinned' if args.remove else 'pinned'}")
     if args.json:
         print_json([{"path": path, "pinned": not args.remove} for path in paths])
     return EXIT_OK
@@ -66,7 +66,7 @@ def _list(args: argparse.Namespace, files: Files) -> int:
 
 
 def _step(path: str, files: Files) -> int | None:
-    """None for a pin whose checkpoint is gone."""
+    """Return the step of a pinned checkpoint; None if the checkpoint does not exist."""
     try:
         return read_manifest(path, LocalStore(files)).step
     except (AsyncCkptError, OSError):

@@ -1,9 +1,10 @@
-"""List the committed checkpoints of a directory in excess of --keep, oldest first; with --delete, remove them.
+"""List the committed checkpoints in a directory that exceed --keep, oldest first. With --delete, remove them.
 
-These stay: the newest checkpoint (by run and save, not by step), the best by --best, pinned ones, those whose step is a
-multiple of --keep-period, and those that the worker writes to. If the newest one is not whole, all stay. After a
-rollback to an earlier step, checkpoints of the abandoned branch are removed first. A training with a CheckpointManager
-prunes by itself: give both the same policy, or run this while no training saves there.
+These are always kept: the newest checkpoint (in the order of saves, not of steps), the best by --best, pinned ones,
+those whose step is a multiple of --keep-period, and those that the worker is writing. If the newest one is incomplete,
+all are kept. After a rollback to an earlier step, checkpoints of the abandoned branch are removed first. A training
+with a CheckpointManager removes checkpoints itself: use the same policy in both, or run this while no training saves to
+the directory.
 """
 
 from __future__ import annotations
@@ -36,29 +37,29 @@ MAX_COUNT = 10**15
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "root", metavar="ROOT", type=path_argument, help="directory that holds the checkpoints of a run"
+        "root", metavar="ROOT", type=path_argument, help="directory that contains the checkpoints of a run"
     )
     parser.add_argument(
         "--keep",
         type=count(1, MAX_COUNT),
         required=True,
         metavar="N",
-        help="number of checkpoints that stay, the newest and the best included",
+        help="number of checkpoints to keep, including the newest and the best",
     )
     parser.add_argument(
         "--keep-period",
         type=count(1, MAX_COUNT),
         metavar="K",
-        help="keep those whose step is a multiple of K in addition",
+        help="in addition, keep checkpoints whose step is a multiple of K",
     )
-    parser.add_argument("--best", metavar="METRIC", help="keep the checkpoint that is best by this metric")
-    parser.add_argument("--best-mode", choices=BEST_MODES, default="min", help="(default: %(default)s)")
+    parser.add_argument("--best", metavar="METRIC", help="keep the checkpoint with the best value of this metric")
+    parser.add_argument("--best-mode", choices=BEST_MODES, default="min", help="whether the smallest or the largest value is the best (default: %(default)s)")
     add_delete(parser)
     add_endpoint(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; exit code 1 when something could not be removed, 4 when there is no such directory."""
+    """Run the command; exit codes: 1 something could not be removed, 4 there is no such directory."""
     files = Files()
     root = os.path.realpath(existing_directory(args.root, files))
     store = LocalStore(files, umask=current_umask())
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         args,
         {"root": root, "worker": worker, "kept": kept, "found": rows},
         [("STEP", [row["step"] for row in rows]), ("SIZE", [human(row["nbytes"]) for row in rows])],
-        f"{len(kept)} stay",
+        f"{len(kept)} checkpoints are kept",
         f"nothing to remove: {len(before.stored)} checkpoints in {args.root}, --keep {args.keep}",
     )
 

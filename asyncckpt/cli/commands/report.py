@@ -1,7 +1,7 @@
-"""Make a self-contained HTML page about the saves below ROOT: step times and stalls, what each rank was doing, the age
-of the recovery point, and a table. It reads the manifests, and events.jsonl in ROOT, which trainers write with
-events=True (ASYNCCKPT_EVENTS=1) and workers with --events; without events the page has less. The charts need matplotlib
-(the extra `report`). With --json, print the data instead.
+"""Make a self-contained HTML page about the saves in ROOT: step times, stalls of the training, what each rank was
+doing, how much training a crash would have lost, and a table of the saves. It reads the manifests, and events.jsonl in
+ROOT, which is written by trainings with events=True (or ASYNCCKPT_EVENTS=1) and by workers with --events. Without
+events, some charts are missing. The charts need matplotlib (the extra `report`). With --json, print the data instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EXAMPLES = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "root", metavar="ROOT", type=path_argument, help="directory that holds the checkpoints of a run"
+        "root", metavar="ROOT", type=path_argument, help="directory that contains the checkpoints of a run"
     )
     parser.add_argument(
         "-o", "--output", metavar="FILE", type=path_argument, help="file to write (default: report.html in ROOT)"
@@ -43,14 +43,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; exit code 4 when there is neither an event nor a checkpoint."""
+    """Run the command; exit code 4 if there is neither an event nor a checkpoint."""
     root = existing_directory(args.root, Files())
     if args.json and args.output:
-        raise ConfigError("--json writes no page: leave out --output", field="output", value=args.output)
+        raise ConfigError("--json and --output cannot be used together: --json writes no page", field="output", value=args.output)
     history = history_of(read_events(root), _manifests(root))
     if not history.saves:
         raise CheckpointNotFoundError(
-            f"{args.root} holds no checkpoints, and no {EVENTS_NAME} or {ROTATED_NAME} with events of any", path=root
+            f"{args.root} contains no checkpoints, and no events of saves in {EVENTS_NAME} or {ROTATED_NAME}",
+            path=root,
         )
     if args.json:
         print_json(_described(root, history))

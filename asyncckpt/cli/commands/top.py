@@ -1,8 +1,9 @@
-"""Show what the worker is doing, updated every second. For each rank: the step that it saves or has saved last and its
-phase, how much is staged (100%: it outlives the trainer) and written, the speed, the slots, and the age of the last
-durable step. Above that, each run's newest checkpoint, from which a restart would resume. It waits until there is a
-worker, and continues with the next one; the last answer of a worker that hangs or has ended is marked STALE within 3 s.
-Ctrl-C ends it. Into a pipe it prints one table after the other, with --json one object a line.
+"""Show what the worker is doing, updated every second. For each rank: the step of its current or last save and the
+phase of that save, how much is staged (copied to the worker's memory; at 100% the save survives the training process)
+and written to disk, the speed, the slots (buffers for snapshots), and the age of the last step on disk. Above the
+table: each run's newest checkpoint, from which a restart would resume. If no worker is running, wait for one; if it is
+replaced, continue with the new one. The last answer of a worker that hangs or has ended is marked STALE within 3 s. End
+it with Ctrl-C. Into a pipe, tables are printed one after the other; with --json, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ EXAMPLES = (
 )
 MIN_INTERVAL_S = 0.1
 ASK_EVERY_S, ANSWER_WITHIN_S = 1.0, 1.5
-"""Together less than the 3 s within which a worker that hangs or has gone is shown as such."""
+"""Their sum is below the 3 s within which a worker that hangs or has ended is marked STALE."""
 
 ANSWERS, STALE, WAITING = "answers", "stale", "waiting"
 
@@ -41,22 +42,22 @@ ANSWERS, STALE, WAITING = "answers", "stale", "waiting"
 def configure(parser: argparse.ArgumentParser) -> None:
     add_endpoint(parser)
     parser.add_argument(
-        "--interval", type=parse_seconds, default=1.0, metavar="S", help="seconds (default: %(default)s)"
+        "--interval", type=parse_seconds, default=1.0, metavar="S", help="seconds between updates (default: %(default)s)"
     )
-    parser.add_argument("--once", action="store_true", help="print one table and end")
+    parser.add_argument("--once", action="store_true", help="print one table and exit")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; exit code 5 when no worker answers and only one table is wanted."""
+    """Run the command; exit code 5 with --once if no worker answers."""
     endpoint = endpoint_of(args.endpoint)
     if args.once:
         _plain(watched(endpoint, status_of(endpoint), None), as_json=args.json)
         return EXIT_OK
     interrupts: queue.SimpleQueue[None] = queue.SimpleQueue()
-    # IMPORTANT: no KeyboardInterrupt: one that is raised inside a destructor or a callback is swallowed there. And no
+    # IMPORTANT: no KeyboardInterrupt, which is swallowed if it is raised inside a destructor or a callback. And no
     # threading.Event: a handler that runs while this thread holds the event's lock would wait for it forever.
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.SIG_IGN:  # as shells start what runs in the background
+    if before is not signal.SIG_IGN:  # shells ignore it in background processes
         signal.signal(signal.SIGINT, lambda *_: interrupts.put(None))
     try:
         with _screen(args) as show:
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _screen(args: argparse.Namespace) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Yield what shows a table: in the place of the one before where that can be done; else below it."""
+    """Yield a function that shows a table: on a terminal in place of the table before, else below it."""
     if args.json or not can_redraw(sys.stdout):
         yield functools.partial(_plain, as_json=args.json)
         return
@@ -96,14 +97,14 @@ def _watch(
     *,
     says_waiting_again: bool,
 ) -> None:
-    """Show what the worker says, whichever is there, until something is in `interrupts`."""
+    """Show the answers of the worker at `endpoint` until there is an item in `interrupts`."""
     answered: dict[str, Any] | None = None
     shown_state, shown_at = "", -math.inf
     while interrupts.empty():
         began = time.monotonic()
         report = _asked(endpoint)
         state = ANSWERS if report is not None else STALE if answered is not None else WAITING
-        # Also between two tables, the worker is asked: what it does not answer any more is said at once.
+        # Ask the worker also between two tables, so that a change of its state is shown immediately.
         if state != shown_state or began - shown_at >= interval_s:
             if report is not None:
                 answered = watched(endpoint, report, answered)
@@ -125,12 +126,12 @@ def _asked(endpoint: str) -> dict[str, Any] | None:
 
 
 def watched(endpoint: str, report: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what is shown, as plain values.
+    """Return the values that are shown.
 
     Args:
-        endpoint: Of the worker.
-        report: Its status report.
-        before: What this returned last; None: nothing yet.
+        endpoint: Endpoint of the worker.
+        report: Status report of the worker.
+        before: The last return value of this function; None: this is the first call.
     """
     process, now = report.get("process") or {}, time.time()
     rate = None
@@ -161,7 +162,7 @@ def watched(endpoint: str, report: Mapping[str, Any], before: Mapping[str, Any] 
 
 
 def _rate(row: Mapping[str, Any]) -> float | None:
-    """Return the speed of what is being written now, since its writing began."""
+    """Return the average speed of the save that is being written, in bytes per second; None: none is."""
     written, seconds = row.get("written_nbytes"), row.get("phase_s")
     return written / seconds if row.get("phase") == WRITING and written and seconds else None
 
@@ -180,7 +181,7 @@ def frame(seen: Mapping[str, Any]) -> list[str]:
         return [f"no worker at {seen['endpoint']} yet; waiting for one"]
     if seen["state"] == STALE:
         silent = f"STALE: the worker has not answered for {human_s(seen['silent_s'])}"
-        return [f"{silent}; it hangs, has ended, or was replaced. Its last answer:", *frame({**seen, "state": ANSWERS})]
+        return [f"{silent}: it hangs, has ended, or was replaced. Its last answer:", *frame({**seen, "state": ANSWERS})]
     up, memory = _known(human_s, seen["uptime_s"]), _known(human, seen["private_nbytes"])
     lines = [
         f"worker {seen['pid']}, up {up}{', DRAINING' * seen['draining']}  {seen['endpoint']}",
@@ -190,7 +191,7 @@ def frame(seen: Mapping[str, Any]) -> list[str]:
         *map(_run_line, seen["runs"]),
     ]
     if not seen["ranks"]:
-        return [*lines, "no trainer is connected"]
+        return [*lines, "no training process is connected"]
     header = ("RANK", "STEP", "PHASE", "SINCE", "STAGED", "WRITTEN", "RATE", "SLOTS", "MEMORY", "DURABLE", "AGE")
     return [*lines, "", *columns(header, map(_cells, seen["ranks"]))]
 

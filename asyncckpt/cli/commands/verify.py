@@ -1,7 +1,8 @@
-"""Check every checksum, every size and the coverage of checkpoints; name the file, tensor and byte range of each fault.
+"""Check all checksums and sizes of checkpoints, and that every element of every tensor is stored once. For each fault,
+name the file, the tensor and the byte range.
 
-With --newest, check the checkpoints of a directory from the newest to the first that is sound, which
-asyncckpt.restore_latest would use.
+With --newest, check the checkpoints in a directory, from the newest to the first without faults, which
+asyncckpt.restore_latest would load.
 """
 
 from __future__ import annotations
@@ -42,24 +43,26 @@ EXAMPLES = (
 MAX_SHOWN = 20
 MAX_THREADS = 256
 _CODES = {OK: EXIT_OK, ABSENT: EXIT_NOT_FOUND, UNSUPPORTED: EXIT_FAILED, UNREADABLE: EXIT_FAILED}
-_GRAVEST_FIRST = (EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK)
+_WORST_FIRST = (EXIT_CORRUPT, EXIT_FAILED, EXIT_NOT_FOUND, EXIT_OK)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    text = "checkpoints of any kind; with --newest one directory"
+    text = "checkpoints of any format; with --newest, one directory that contains checkpoints"
     parser.add_argument("paths", metavar="PATH", nargs="+", type=path_argument, help=text)
     parser.add_argument(
         "--newest",
         action="store_true",
-        help="PATH is a directory of checkpoints: check from the newest to the first sound one, which "
-        "asyncckpt.restore_latest would use; exit code 3 if a newer one is broken",
+        help="PATH is a directory: check its checkpoints from the newest to the first without faults, which "
+        "asyncckpt.restore_latest would load; exit code 3 if a newer one has faults",
     )
-    parser.add_argument("--fast", action="store_true", help="skip the data: manifest, indexes, sizes, coverage only")
+    parser.add_argument(
+        "--fast", action="store_true", help="check manifest, indexes, file sizes and coverage, not the data"
+    )
     parser.add_argument(
         "--threads",
         type=count(1, MAX_THREADS),
         default=DEFAULT_THREADS,
-        help="threads that read (default: %(default)s)",
+        help="reading threads (default: %(default)s)",
     )
 
 
@@ -67,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        Of the paths' codes the gravest: 3 damaged or incomplete, then 1 not to be judged (unreadable, or of a newer
-        version), then 4 not there.
+        The worst code of all paths: 3 damaged or incomplete; then 1 unreadable, or of a newer version; then 4 not
+        found.
     """
     files, codes, rows = Files(), set(), []
     used: str | None = None
@@ -80,15 +83,15 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             _print(rows[-1], args.fast)
         if args.newest and not all(map(is_broken, verdict.faults)):
-            break  # something else than the checkpoint is wrong, which would be raised
+            break  # an error that is not the checkpoint's: restore_latest would raise it
         if args.newest and verdict.state == OK:
             used = verdict.path
             break
     if args.json:
         print_json({"used": used, "tried": rows} if args.newest else rows)
     elif args.newest:
-        say(f"would be used: {used}" if used else f"none of {args.paths[0]} would be used")
-    return next(code for code in _GRAVEST_FIRST if code in codes)
+        say(f"restore_latest would load {used}" if used else f"restore_latest would load none of {args.paths[0]}")
+    return next(code for code in _WORST_FIRST if code in codes)
 
 
 def _newest_first(args: argparse.Namespace, files: Files) -> list[str]:
@@ -108,26 +111,26 @@ def _newest_first(args: argparse.Namespace, files: Files) -> list[str]:
 
 
 def _row(verdict: Verdict, files: Files) -> dict[str, Any]:
-    sound = verdict.contents
+    contents = verdict.contents
     return {
         "path": verdict.path,
-        "kind": sound.source.kind if sound and sound.source is not None else OURS if sound else None,
+        "kind": contents.source.kind if contents and contents.source is not None else OURS if contents else None,
         "state": verdict.state,
-        "step": sound.manifest.step if sound else None,
-        "save_id": str(sound.manifest.save_id) if sound else None,
-        "tensors": len(sound.tensors) if sound else None,
+        "step": contents.manifest.step if contents else None,
+        "save_id": str(contents.manifest.save_id) if contents else None,
+        "tensors": len(contents.tensors) if contents else None,
         "read_nbytes": verdict.read_nbytes,
         "unchecked": verdict.unchecked,
-        "unread": {fqn: found.described() for fqn, found in unread_leaves(sound).items()} if sound else {},
+        "unread": {fqn: found.described() for fqn, found in unread_leaves(contents).items()} if contents else {},
         "faults": [_fault(f) for f in verdict.faults],
-        "other_files": _other_files(verdict.path, files, sound) if sound else [],
+        "other_files": _other_files(verdict.path, files, contents) if contents else [],
     }
 
 
-def _other_files(path: str, files: Files, sound: Contents) -> list[str] | None:
-    """None where the directory may be searched and not listed: no reason to doubt the checkpoint."""
+def _other_files(path: str, files: Files, contents: Contents) -> list[str] | None:
+    """Return names of files that are not part of the checkpoint; None if the directory cannot be listed."""
     try:
-        return leftovers(path, files, sound)
+        return leftovers(path, files, contents)
     except OSError:
         return None
 
@@ -139,11 +142,11 @@ def _fault(fault: AsyncCkptError | OSError) -> dict[str, Any]:
 
 def _print(row: dict[str, Any], fast: bool) -> None:
     if row["state"] == OK:
-        compared = f"{human(row['read_nbytes'])} compared"
+        checked = f"{human(row['read_nbytes'])} checked"
         if row["kind"] == OURS:
-            what, depth = f"step {row['step']}", "sizes and indexes" if fast else compared
+            what, depth = f"step {row['step']}", "sizes and indexes checked" if fast else checked
         else:
-            what, depth = row["kind"], row["unchecked"] or f"{compared} with their CRC-32"
+            what, depth = row["kind"], row["unchecked"] or f"{checked} by CRC-32"
         say(f"{row['path']}: ok, {what}, {row['tensors']} tensors, {depth}")
         for fqn, described in row["unread"].items():
             say(f"  {fqn}: {described}")

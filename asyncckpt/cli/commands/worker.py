@@ -30,9 +30,9 @@ _START_EXAMPLES = (
     "asyncckpt worker start --advertise $(hostname) --port 7400 --events",
 )
 _ACTIONS = (
-    ("status", "show what the worker is doing", ("asyncckpt worker status", "asyncckpt worker status --json")),
-    ("drain", "let the worker finish submitted saves, then exit", ("asyncckpt worker drain --timeout-s 300",)),
-    ("stop", "let the worker exit without finishing submitted saves", ("asyncckpt worker stop",)),
+    ("status", "show the worker's state: sessions, ranks, slots, saves", ("asyncckpt worker status", "asyncckpt worker status --json")),
+    ("drain", "stop the worker after it has finished the submitted saves", ("asyncckpt worker drain --timeout-s 300",)),
+    ("stop", "stop the worker without finishing the submitted saves", ("asyncckpt worker stop",)),
 )
 _TABLES = ("sessions", "ranks", "runs", "slots", "kept", "saves")
 
@@ -50,12 +50,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         add_json(action)
         if name != "status":
             action.add_argument(
-                "--timeout-s", type=parse_seconds, default=150.0, metavar="S", help="seconds to wait for its exit"
+                "--timeout-s", type=parse_seconds, default=150.0, metavar="S", help="seconds to wait until it has exited (default: %(default)s)"
             )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; exit code 5 when no worker answers."""
+    """Run the command; exit codes: 5 no worker answers, 1 it has not exited in time."""
     if args.action == "start":
         os.execv(sys.executable, [*launcher.python_command(launcher.WORKER_MODULE), *to_arguments(args)])
     endpoint = endpoint_of(args.endpoint)
@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
         if args.endpoint or endpoint_from_environment():
             raise
         raise WorkerUnavailableError(
-            f"{error}. The endpoint depends on the job (ASYNCCKPT_JOB, else torchrun's, else SLURM's) and the Python "
-            f"environment; name it by --endpoint{_others(endpoint)}",
+            f"{error}. The default endpoint depends on the job (ASYNCCKPT_JOB, else torchrun's ID, else SLURM's) and "
+            f"on the Python environment; pass --endpoint{_others(endpoint)}",
             endpoint=endpoint,
         ) from error
     if args.action == "status":
@@ -85,7 +85,7 @@ def _others(endpoint: str) -> str:
     """Return a hint that names the sockets of other workers in the directory of `endpoint`."""
     directory = os.path.dirname(socket_path(endpoint))
     found = sorted(name for name in os.listdir(directory) if name.endswith(".sock")) if os.path.isdir(directory) else []
-    return f"; in {directory} are {', '.join(found[:8])}" if found else ""
+    return f"; sockets in {directory}: {', '.join(found[:8])}" if found else ""
 
 
 def _wait_for_exit(pid: int, timeout_s: float) -> bool:
