@@ -182,6 +182,13 @@ def checked_key(raw: Any, depth: int = 0) -> Key:
     return found
 
 
+DICT, ORDERED_DICT, LIST, TUPLE, PER_RANK = "d", "o", "l", "t", "r"
+TENSOR, ARRAY, BYTES, OBJECT = "T", "N", "B", "O"
+MAPPINGS = (DICT, ORDERED_DICT)
+SEQUENCES = (LIST, TUPLE)
+CONTAINERS = (*MAPPINGS, *SEQUENCES, PER_RANK)
+"""The kinds of nodes: the first member of each, as it is on disk."""
+
 Path = tuple[Key, ...]
 Node = tuple[Any, ...]
 Form = tuple[Any, ...]
@@ -201,7 +208,6 @@ UNSTORED_FACTORY = "?"
 _MAX_HOLES = 1024
 """A list with more members missing is kept as a dict with integer keys. Chosen, not measured."""
 
-CONTAINERS = ("d", "o", "l", "t", "r")
 
 
 def fqn_of(path: Path) -> str:
@@ -216,31 +222,31 @@ def form_in(node: Node) -> Form | None:
 
 def is_counter(node: Node) -> bool:
     """Whether a node is a Counter."""
-    return node[0] == "d" and form_in(node) == ("Counter",)
+    return node[0] == DICT and form_in(node) == ("Counter",)
 
 
 def members(node: Node) -> Iterator[tuple[Key, Node]]:
     """Return (key, node) of what is in a mapping or a sequence; nothing for any other node."""
-    if node[0] in ("d", "o"):
+    if node[0] in MAPPINGS:
         return zip(node[1][::2], node[1][1::2], strict=True)
-    return enumerate(node[1] if node[0] in ("l", "t") else ())
+    return enumerate(node[1] if node[0] in SEQUENCES else ())
 
 
 def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
     """Yield (typed path, leaf node) for every leaf below `node`, in the order of the state dict."""
     kind = node[0]
-    if kind in ("d", "o"):
+    if kind in MAPPINGS:
         items = node[1]
         for i in range(0, len(items), 2):
             child = items[i + 1]
-            if child[0] == "T":  # by far the most, without a generator of its own
+            if child[0] == TENSOR:  # by far the most, without a generator of its own
                 yield (*path, items[i]), child
             else:
                 yield from leaves(child, (*path, items[i]))
-    elif kind in ("l", "t"):
+    elif kind in SEQUENCES:
         for i, child in enumerate(node[1]):
             yield from leaves(child, (*path, i))
-    elif kind == "r":
+    elif kind == PER_RANK:
         yield from leaves(node[1], path)
     else:
         yield path, node
@@ -259,18 +265,18 @@ def named_leaves(node: Node) -> dict[str, Node]:
 def _name_leaves(node: Node, prefix: str, found: dict[str, Node]) -> None:
     """`prefix`: of the names below `node`: empty, or with a dot at its end."""
     kind = node[0]
-    while kind == "r":
+    while kind == PER_RANK:
         node = node[1]
         kind = node[0]
-    if kind in ("d", "o"):
+    if kind in MAPPINGS:
         items = node[1]
         for i in range(0, len(items), 2):
             child = items[i + 1]
-            if child[0] == "T":
+            if child[0] == TENSOR:
                 found[f"{prefix}{items[i]}"] = child
             else:
                 _name_leaves(child, f"{prefix}{items[i]}.", found)
-    elif kind in ("l", "t"):
+    elif kind in SEQUENCES:
         for i, child in enumerate(node[1]):
             _name_leaves(child, f"{prefix}{i}.", found)
     elif len(node) > 1:
@@ -297,7 +303,7 @@ def tree_of(leaves: Iterable[tuple[Path, Node]], hole: Callable[[], Node] | None
         if path[-1] in branch:
             raise ValueError(f"two leaves stand at {path!r}")
         branch[path[-1]] = leaf
-    return "d", tuple(part for key, child in root.items() for part in (key, _subtree(child, hole)))
+    return DICT, tuple(part for key, child in root.items() for part in (key, _subtree(child, hole)))
 
 
 def _subtree(branch: Any, hole: Callable[[], Node] | None) -> Node:
@@ -307,21 +313,21 @@ def _subtree(branch: Any, hole: Callable[[], Node] | None) -> Node:
     if members and all(type(key) is int and key >= 0 for key in members):
         length = max(members) + 1
         if length == len(members) or (hole is not None and length - len(members) <= _MAX_HOLES):
-            return "l", tuple(members[n] if n in members or hole is None else hole() for n in range(length))
-    return "d", tuple(part for pair in members.items() for part in pair)
+            return LIST, tuple(members[n] if n in members or hole is None else hole() for n in range(length))
+    return DICT, tuple(part for pair in members.items() for part in pair)
 
 
 def per_rank_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
     """Yield (typed path, node inside) for every "r" node at or below `node`."""
     kind = node[0]
-    if kind in ("d", "o"):
+    if kind in MAPPINGS:
         items = node[1]
         for i in range(0, len(items), 2):
             yield from per_rank_nodes(items[i + 1], (*path, items[i]))
-    elif kind in ("l", "t"):
+    elif kind in SEQUENCES:
         for i, child in enumerate(node[1]):
             yield from per_rank_nodes(child, (*path, i))
-    elif kind == "r":
+    elif kind == PER_RANK:
         yield path, node[1]
 
 
@@ -343,33 +349,33 @@ def checked(raw: Any, n_tensors: int, n_objects: int, depth: int = 0, per_rank: 
     if not isinstance(raw, (list, tuple)) or not raw:
         raise ValueError("tree node is not a list")
     kind = raw[0]
-    if kind in ("d", "o"):
+    if kind in MAPPINGS:
         return _checked_mapping(raw, n_tensors, n_objects, depth, per_rank)
     form: tuple[Any, ...] = ()
-    if kind == "l" and len(raw) == 3:
+    if kind == LIST and len(raw) == 3:
         form, raw = (_checked_deque(raw[2], raw[1]),), raw[:2]
     if len(raw) != 2:
         raise ValueError(f"tree node {kind!r} has {len(raw)} members, expected 2")
-    if kind in ("l", "t"):
+    if kind in SEQUENCES:
         if not isinstance(raw[1], (list, tuple)):
             raise ValueError("sequence node without members")
         members = tuple(checked(child, n_tensors, n_objects, depth + 1, per_rank) for child in raw[1])
         return (kind, members, *form)
-    if kind == "r":
+    if kind == PER_RANK:
         if per_rank:
             raise ValueError("a per-rank node inside another")
         return (kind, checked(raw[1], n_tensors, n_objects, depth, True))
-    if kind in ("T", "N", "B", "O"):
-        return (kind, _checked_number(raw[1], n_objects if kind == "O" else n_tensors))
+    if kind in (TENSOR, ARRAY, BYTES, OBJECT):
+        return (kind, _checked_number(raw[1], n_objects if kind == OBJECT else n_tensors))
     raise ValueError(f"unknown tree node {kind!r}")
 
 
 def _checked_mapping(raw: Any, n_tensors: int, n_objects: int, depth: int, per_rank: bool) -> Node:
     kind, items = raw[0], raw[1] if len(raw) > 1 else None
-    form = (_checked_form(raw[2]),) if kind == "d" and len(raw) == 3 else ()
-    if len(raw) != (3 if kind == "o" else 2 + len(form)) or not isinstance(items, (list, tuple)) or len(items) % 2:
+    form = (_checked_form(raw[2]),) if kind == DICT and len(raw) == 3 else ()
+    if len(raw) != (3 if kind == ORDERED_DICT else 2 + len(form)) or not isinstance(items, (list, tuple)) or len(items) % 2:
         raise ValueError(f"malformed mapping node {kind!r}")
-    if kind == "d" and depth < MAX_DEPTH and _are_tensors(items[::2], items[1::2], n_tensors):
+    if kind == DICT and depth < MAX_DEPTH and _are_tensors(items[::2], items[1::2], n_tensors):
         return (kind, tuple(items), *form)
     seen: set[Any] = set()  # as Python has them, to which 1 and True are one key
     hashes = Hashes()
@@ -383,13 +389,13 @@ def _checked_mapping(raw: Any, n_tensors: int, n_objects: int, depth: int, per_r
             raise ValueError(f"key {key!r} twice in one mapping")
         seen.add(plain)
         child = items[i + 1]
-        if type(child) is tuple and len(child) == 2 and child[0] == "T":  # by far the most, without a call
+        if type(child) is tuple and len(child) == 2 and child[0] == TENSOR:  # by far the most, without a call
             n = child[1]
             if type(n) is int and 0 <= n < n_tensors and depth < MAX_DEPTH:
                 out += (key, child)
                 continue
         out += (key, checked(child, n_tensors, n_objects, depth + 1, per_rank))
-    if kind == "d":
+    if kind == DICT:
         return (kind, tuple(out), *form)
     return (kind, tuple(out), None if raw[2] is None else _checked_number(raw[2], n_objects))
 
@@ -400,7 +406,7 @@ def _are_tensors(keys: Any, nodes: Any, n_tensors: int) -> bool:
         return False
     numbers = [number for _, number in nodes]
     kinds = list(map(itemgetter(0), nodes))
-    if set(map(type, kinds)) != {str} or set(kinds) != {"T"} or set(map(type, numbers)) != {int}:
+    if set(map(type, kinds)) != {str} or set(kinds) != {TENSOR} or set(map(type, numbers)) != {int}:
         return False
     if set(map(type, keys)) != {str} or len(set(keys)) != len(keys) or max(map(len, keys)) > MAX_KEY_CHARS:
         return False

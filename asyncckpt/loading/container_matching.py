@@ -12,12 +12,24 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, ShapeMismatchError
-from asyncckpt.format.state_tree import Key, Node, Path, form_in, fqn_of, leaves, members
+from asyncckpt.format.state_tree import (
+    LIST,
+    MAPPINGS,
+    OBJECT,
+    ORDERED_DICT,
+    PER_RANK,
+    SEQUENCES,
+    Key,
+    Node,
+    Path,
+    form_in,
+    fqn_of,
+    leaves,
+    members,
+)
 from asyncckpt.loading.key_selection import Selection, selected
 from asyncckpt.loading.saved_state import kind_of
 
-MAPPINGS = ("d", "o")
-SEQUENCES = ("l", "t")
 _SEQUENCE_TYPES = (list, tuple, deque)
 
 
@@ -40,7 +52,7 @@ def container_mismatch(
     """
     if node[0] in MAPPINGS:
         return None if found[0] in MAPPINGS else leaf_mismatch(fqn, kind_of(found), "container", path)
-    if value is None or found[0] == "O":
+    if value is None or found[0] == OBJECT:
         return None
     if found[0] not in SEQUENCES or type(value) not in _SEQUENCE_TYPES:
         return leaf_mismatch(fqn, kind_of(found), "object", path)
@@ -87,17 +99,17 @@ def appended_members(node: Node, found: Node, key: Key, parent: Node) -> tuple[N
         parent: The node of that container.
     """
     appended: tuple[Node, ...] = found[1][len(node[1]) :]
-    if node[0] != "l" or not appended or (key == "param_groups" and _is_optimizer_state(parent)):
+    if node[0] != LIST or not appended or (key == "param_groups" and _is_optimizer_state(parent)):
         return None
     form = form_in(node)
     if form is not None and form[1] is not None and form[1] < len(found[1]):
         return None  # the deque would drop its first members
-    return appended if all(leaf[0] == "O" for member in appended for _, leaf in leaves(member)) else None
+    return appended if all(leaf[0] == OBJECT for member in appended for _, leaf in leaves(member)) else None
 
 
 def is_returned_state(node: Node) -> bool:
     """Whether a node is the state that `state_dict()` of a module or an optimizer returned."""
-    return (node[0] == "o" and node[2] is not None) or _is_optimizer_state(node)
+    return (node[0] == ORDERED_DICT and node[2] is not None) or _is_optimizer_state(node)
 
 
 def _is_optimizer_state(node: Node) -> bool:
@@ -106,7 +118,7 @@ def _is_optimizer_state(node: Node) -> bool:
 
 def without_per_rank(node: Node) -> Node:
     """Return the node inside `PerRank` marks, or the node itself."""
-    while node[0] == "r":
+    while node[0] == PER_RANK:
         node = node[1]
     return node
 

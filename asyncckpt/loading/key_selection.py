@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from asyncckpt.errors import ConfigError
-from asyncckpt.format.state_tree import Node, fqn_of
+from asyncckpt.format.state_tree import MAPPINGS, SEQUENCES, Node, fqn_of
 
 OTHER_RANKS_ONLY: Node = ("-",)
 """Stands for a member of a sequence that belongs to another rank than the reader, so that the other members keep their
@@ -78,14 +78,14 @@ def selected(node: Node, selection: Selection, path: tuple[Any, ...] = ()) -> No
         return None
     if selection.everything or (path and fqn_of(path) in selection):
         return node
-    if kind in ("d", "o"):
+    if kind in MAPPINGS:
         items: list[Any] = []
         for i in range(0, len(node[1]), 2):
             child = selected(node[1][i + 1], selection, (*path, node[1][i]))
             if child is not None:
                 items += [node[1][i], child]
         return (kind, tuple(items), *node[2:]) if items or not path else None
-    if kind in ("l", "t"):
+    if kind in SEQUENCES:
         children = [selected(child, selection, (*path, i)) for i, child in enumerate(node[1])]
         kept = tuple(child for child in children if child is not None)
         return (kind, kept, *node[2:]) if kept else None

@@ -17,7 +17,7 @@ from asyncckpt.components import CheckpointReader
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import ConfigError, MissingKeysError, SharedLoadError
-from asyncckpt.format.state_tree import Node, Path, fqn_of
+from asyncckpt.format.state_tree import ARRAY, BYTES, DICT, MAPPINGS, OBJECT, TENSOR, Node, Path, fqn_of
 from asyncckpt.loading.broadcast import SharedReads
 from asyncckpt.loading.fetch import Filler, thread_count
 from asyncckpt.loading.key_selection import KeyMap, Selection, key_list, missing_hint, selected
@@ -440,7 +440,7 @@ class _Load:
     def into_new(self) -> tuple[Any, list[str]]:
         """Rebuild the nesting as it was saved, or the selected part of it."""
         selection = Selection(self._options.keys)
-        tree = selected(self._saved.tree, selection) or ("d", ())
+        tree = selected(self._saved.tree, selection) or (DICT, ())
         missing = selection.unused()
         # At the same world size, leaves that only other ranks have are left out, unless `keys` names them.
         wanted = Selection(missing if self._saved.reader_rank is not None else self._options.keys)
@@ -485,11 +485,11 @@ class _Load:
             return True
         if len(one) != len(other) or one[0] != other[0]:
             return False
-        if one[0] in ("T", "N", "B"):
+        if one[0] in (TENSOR, ARRAY, BYTES):
             saved, again = (self._saved.tensors[node[1]] for node in (one, other))
             pairs.append((saved, again))
             return (saved.dtype, saved.global_shape) == (again.dtype, again.global_shape)
-        if one[0] == "O":
+        if one[0] == OBJECT:
             raws = [self._objects.raw(rank)[number] for rank, number in map(self._saved.object_at, (one[1], other[1]))]
             return bool(raws[0] == raws[1])
         members = zip(one[1], other[1], strict=False)
@@ -525,7 +525,7 @@ class _Load:
             names = "\n  ".join(missing)
             absent, advice = "", "Rename them by key_map, or pass strict=False if they may keep their values"
             kind, members = self._saved.tree[:2]  # a torch file may be a single leaf
-            tops = _shown([str(key) for key in members[::2]] if kind in ("d", "o") else [])
+            tops = _shown([str(key) for key in members[::2]] if kind in MAPPINGS else [])
             if selection.is_without_match:
                 advice = (
                     f"Correct keys: none of them selects anything, which is an error also with strict=False. The "

@@ -17,11 +17,28 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, ShapeMismatchError
-from asyncckpt.format.state_tree import CONTAINERS, Key, Node, Path, fqn_of, leaves, members, python_key
+from asyncckpt.format.state_tree import (
+    ARRAY,
+    BYTES,
+    CONTAINERS,
+    DICT,
+    LIST,
+    MAPPINGS,
+    OBJECT,
+    ORDERED_DICT,
+    SEQUENCES,
+    TENSOR,
+    TUPLE,
+    Key,
+    Node,
+    Path,
+    fqn_of,
+    leaves,
+    members,
+    python_key,
+)
 from asyncckpt.loading.byte_ranges import Placement
 from asyncckpt.loading.container_matching import (
-    MAPPINGS,
-    SEQUENCES,
     absent_subtrees,
     appended_members,
     container_mismatch,
@@ -178,7 +195,7 @@ def match_target(
 
 # ---- targets with exactly the saved structure
 
-_KINDS = {"d": dict, "o": OrderedDict, "l": list, "t": tuple}
+_KINDS = {DICT: dict, ORDERED_DICT: OrderedDict, LIST: list, TUPLE: tuple}
 _Objects = list[tuple[Path, Node]]
 
 
@@ -223,20 +240,20 @@ class _ParallelWalk:
     def is_same(self, node: Node, value: Any, path: Path) -> bool:
         """Return whether the saved `node` and the target's `value`, both at `path`, have the same structure."""
         kind = node[0]
-        if kind == "T":
+        if kind == TENSOR:
             self.numbers.append(node[1])
             self.values.append(value)
             return type(value) in PLAIN_TENSORS
-        if kind == "O" and len(node) == 2:
+        if kind == OBJECT and len(node) == 2:
             self.objects.append((path, node))
             return type(value) in SCALARS or (type(value) in (list, tuple) and is_plain_sequence(value))
-        if type(value) is not _KINDS.get(kind) or len(node) > (3 if kind == "o" else 2):
+        if type(value) is not _KINDS.get(kind) or len(node) > (3 if kind == ORDERED_DICT else 2):
             return False  # also containers with a form, such as a Counter, whatever the target is: `_Matcher` decides
         if id(value) in self._seen and value != ():
             return False
         self._seen.add(id(value))
         keys: Any
-        if kind in ("l", "t"):
+        if kind in SEQUENCES:
             nodes, inner, keys = node[1], value, range(len(value))
             if len(nodes) != len(inner) or is_plain_sequence(value):
                 return False
@@ -244,9 +261,9 @@ class _ParallelWalk:
             nodes, inner, keys = node[1][1::2], value.values(), node[1][::2]
             if tuple(value) != keys or not set(map(type, value)) <= {str, int}:
                 return False
-            if kind == "o" and (getattr(value, "_metadata", None) is None) is not (node[2] is None):
+            if kind == ORDERED_DICT and (getattr(value, "_metadata", None) is None) is not (node[2] is None):
                 return False
-        if set(map(itemgetter(0), nodes)) == {"T"} and PLAIN_TENSORS.issuperset(map(type, inner)):
+        if set(map(itemgetter(0), nodes)) == {TENSOR} and PLAIN_TENSORS.issuperset(map(type, inner)):
             self.numbers += map(itemgetter(1), nodes)
             self.values += inner
             return True
@@ -298,7 +315,7 @@ def _placements(values: list[torch.Tensor], saved: SavedTree) -> list[Placement]
 
 def _exact_matches(targets: Targets, saved: SavedTree, placements: list[Placement], objects: _Objects) -> Matches:
     replaced = [Replacement(path, fqn_of(path), node) for path, node in objects]
-    names = [fqn for fqn, node in saved.leaves.items() if node[0] == "T"]
+    names = [fqn for fqn, node in saved.leaves.items() if node[0] == TENSOR]
     report = MatchReport(filled=names, read_leaves=dict(saved.leaves))
     return Matches(targets, report, placements=placements, replaced=replaced)
 
@@ -403,7 +420,7 @@ class _Matcher:
         if not flat.tree[1]:
             self._match_empty_target()
         for leaf in tree.leaves:
-            self._match_leaf(leaf, flat.objects[leaf.node[1]] if leaf.node[0] == "O" else None)
+            self._match_leaf(leaf, flat.objects[leaf.node[1]] if leaf.node[0] == OBJECT else None)
         for module in self._targets.modules:
             self._finish_module(module)
         self._resolve_ties()
@@ -425,10 +442,10 @@ class _Matcher:
         selection, module = self._selection, self._targets.module_at(path)
         if module is not None and self._match_module_entry(module, leaf):
             return
-        if node[0] == "O" and is_loadable(value):
+        if node[0] == OBJECT and is_loadable(value):
             self._match_object(leaf, value, module)
             return
-        if node[0] in MAPPINGS or (node[0] == "O" and is_empty_object(value)):
+        if node[0] in MAPPINGS or (node[0] == OBJECT and is_empty_object(value)):
             if not self._targets.is_module(path) and (fqn in selection or selection.reaches_into(fqn)):
                 self._match_container(leaf, value, self._saved_name(fqn))
             return
@@ -442,7 +459,7 @@ class _Matcher:
         self._report.read_leaves[saved_fqn] = found
         if _is_object(node, found):
             self._replace(leaf, found)
-        elif "O" in (node[0], found[0]) or "B" in (node[0], found[0]):
+        elif OBJECT in (node[0], found[0]) or BYTES in (node[0], found[0]):
             self._refuse(leaf_mismatch(fqn, kind_of(found), kind_of(node), self._path))
         else:
             self._match_tensor(leaf, found[1])
@@ -502,8 +519,8 @@ class _Matcher:
                 continue
             for n, member in enumerate(appended, len(node[1])):
                 self._record_read(member, (*at, n))
-            self._record_owner((id(self._targets.value_at(path)), None), fqn, ("l", appended))
-            self._matches.extended_lists.append(Replacement(path, fqn, ("l", appended)))
+            self._record_owner((id(self._targets.value_at(path)), None), fqn, (LIST, appended))
+            self._matches.extended_lists.append(Replacement(path, fqn, (LIST, appended)))
 
     def _saved_list_name(self, fqn: str, node: Node) -> str:
         """Return the saved name of a list. Since `key_map` maps names of leaves only, its first leaf is mapped."""
@@ -528,11 +545,11 @@ class _Matcher:
             self._record_without_memory(fqn, own)
             return True
         module.record_saved(name, saved_fqn)
-        if node[0] != "T" or not module.needs_new_value(name, node, entry[1], self._saved):
+        if node[0] != TENSOR or not module.needs_new_value(name, node, entry[1], self._saved):
             return False
         self._record_without_memory(fqn, own)
         self._give_new_value(module, Replacement(path, fqn, self._saved.without_other_ranks(entry[1])), entry)
-        if entry[1][0] == "T":
+        if entry[1][0] == TENSOR:
             self._tie_new_value(module, self._values.setdefault(id(own), node[1]), target_tensor(own, fqn), entry[1][1])
         return True
 
@@ -556,7 +573,7 @@ class _Matcher:
         at, node = entry
         self._record_read(node, at)
         self._matches.replaced.append(new)
-        if node[0] == "T":
+        if node[0] == TENSOR:
             like = module.new_sharded_like(module.name_of(new.fqn), self._saved.tensors[node[1]])
             if like is not None:
                 self._matches.reused_tensors.setdefault(node[1], like)
@@ -629,7 +646,7 @@ class _Matcher:
         if isinstance(holder, torch.optim.Optimizer):  # it moves its state to its parameters' devices
             params = [param for group in holder.param_groups for param in group["params"]]
             matches.without_memory += [(fqn, param) for param in params if why_no_memory(param) is not None]
-        numbers = {inner_path: inner[1] for inner_path, inner in leaves(node) if inner[0] == "T"}
+        numbers = {inner_path: inner[1] for inner_path, inner in leaves(node) if inner[0] == TENSOR}
         reused = reusable_state_tensors(holder, [(one, saved.tensors[number]) for one, number in numbers.items()])
         for one, target in reused.items():
             matches.reused_tensors.setdefault(numbers[one], target)
@@ -652,20 +669,20 @@ class _Matcher:
         else:
             report.missing.append(fqn)
             self._absent_paths.append(path)
-            if node[0] in ("T", "N"):
+            if node[0] in (TENSOR, ARRAY):
                 self._absent_tensors.append(leaf)
 
     def _match_container(self, leaf: TargetLeaf, value: Any, saved_fqn: str) -> None:
         """Match a leaf with a saved container: an empty mapping, or the object `value`, may take all of it."""
         path, fqn, node, _, _ = leaf
         entry, is_whole = self._saved.node_at(saved_fqn), fqn in self._selection
-        if entry is None and node[0] in ("O", *MAPPINGS):
+        if entry is None and node[0] in (OBJECT, *MAPPINGS):
             entry = self._saved.dict_of_prefix(saved_fqn)
         if entry is None:
             if is_whole:
                 self._record_absent(leaf, saved_fqn)
             return
-        if node[0] in ("O", *MAPPINGS):
+        if node[0] in (OBJECT, *MAPPINGS):
             error = container_mismatch(node, value, entry[1], fqn, self._path)
         else:
             error = leaf_mismatch(fqn, kind_of(entry[1]), kind_of(node), self._path)
@@ -678,8 +695,8 @@ class _Matcher:
 
     def _match_empty_target(self) -> None:
         """Match a target that is an empty mapping."""
-        whole = TargetLeaf((), "", ("d", ()), None, None)
-        self._fill_empty(whole, selected(self._saved.tree, self._selection) or ("d", ()), ())
+        whole = TargetLeaf((), "", (DICT, ()), None, None)
+        self._fill_empty(whole, selected(self._saved.tree, self._selection) or (DICT, ()), ())
 
     def _fill_empty(self, leaf: TargetLeaf, node: Node, at: Path) -> None:
         """Record that an empty container of the target takes `node`, which was saved at path `at`."""
@@ -699,10 +716,10 @@ class _Matcher:
         matches, value, tensor = self._matches, holder[key], self._saved.tensors[found]
         if type(value) not in PLAIN_TENSORS:
             value = unwrap_per_rank(value)
-        if node[0] == "N":
+        if node[0] == ARRAY:
             value = view_of(value)
             if value is None or not target_tensor(value, fqn).takes(tensor):
-                self._replace(leaf, ("N", found))
+                self._replace(leaf, (ARRAY, found))
                 return
             own = node[1]
         else:
@@ -740,7 +757,7 @@ class _Matcher:
         """Count leaves that were not saved as filled if their tensor is filled under another name."""
         for leaf in self._absent_tensors:
             path, fqn, node, holder, key = leaf
-            own = node[1] if node[0] == "N" else self._values.get(id(unwrap_per_rank(holder[key])), node[1])
+            own = node[1] if node[0] == ARRAY else self._values.get(id(unwrap_per_rank(holder[key])), node[1])
             if own in self._filled or own in self._made_new:
                 self._report.missing.remove(fqn)
                 self._absent_paths.remove(path)
@@ -759,7 +776,7 @@ def _first_leaf(node: Node) -> Path:
 
 def _is_object(node: Node, found: Node) -> bool:
     """Whether the leaf is replaced: neither the target's nor the saved leaf is a tensor, and not both are arrays."""
-    return "T" not in (node[0], found[0]) and (node[0], found[0]) != ("N", "N")
+    return TENSOR not in (node[0], found[0]) and (node[0], found[0]) != (ARRAY, ARRAY)
 
 
 def _shape_mismatch(fqn: str, saved: SavedTensor, target: TargetTensor, path: str) -> ShapeMismatchError:

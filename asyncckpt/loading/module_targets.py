@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncckpt.errors import ShapeMismatchError, StateLoadError
-from asyncckpt.format.state_tree import Node, Path, fqn_of
+from asyncckpt.format.state_tree import MAPPINGS, ORDERED_DICT, TENSOR, Node, Path, fqn_of
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, prefixes
 from asyncckpt.loading.saved_state import SavedTree
 from asyncckpt.loading.target_tensors import ONE_TENSOR, TargetTensor, alias_mismatch, storages_of, target_tensor
@@ -134,7 +134,7 @@ class ModuleTarget:
             saved: The checkpoint.
         """
         reach = [hook for hook in self._hooks if name.startswith(hook.prefix)]
-        if (node[0], found[0]) != ("T", "T"):
+        if (node[0], found[0]) != (TENSOR, TENSOR):
             return bool(reach)
         target, tensor = target_tensor(self._own[name], name), saved.tensors[found[1]]
         if target.global_shape != tensor.global_shape:
@@ -504,7 +504,7 @@ def _defining_module(hook: Any) -> str:
 def _entries_below(saved: SavedTree, root: str) -> Iterator[tuple[str, str, Node]]:
     """Yield (name, FQN, node) of a saved state; `root` is empty or ends in a dot."""
     at = saved.node_at(root.removesuffix("."))
-    if at is not None and at[1][0] in ("d", "o"):
+    if at is not None and at[1][0] in MAPPINGS:
         yield from _walk(at[1], "", root)
         return
     for fqn, node in saved.leaves.items():
@@ -513,12 +513,12 @@ def _entries_below(saved: SavedTree, root: str) -> Iterator[tuple[str, str, Node
 
 
 def _walk(node: Node, prefix: str, root: str) -> Iterator[tuple[str, str, Node]]:
-    is_state = node[0] == "o" and node[2] is not None  # a module's state, in which a container is one entry
+    is_state = node[0] == ORDERED_DICT and node[2] is not None  # a module's state, in which a container is one entry
     for key, child in zip(node[1][::2], node[1][1::2], strict=True):
         name = f"{prefix}{key}"
         if child is OTHER_RANKS_ONLY:
             continue
-        if child[0] in ("d", "o") and not is_state and not name.endswith(_EXTRA_STATE):
+        if child[0] in MAPPINGS and not is_state and not name.endswith(_EXTRA_STATE):
             yield from _walk(child, f"{name}.", root)
         else:
             yield name, f"{root}{name}", child
@@ -529,7 +529,7 @@ def _metadata_of(saved: SavedTree, root: str) -> list[tuple[str, str, int]]:
     found = []
     for above in ("", *prefixes(root), *([root] if root else [])):
         at = saved.node_at(above)
-        if at is not None and at[1][0] == "o" and at[1][2] is not None:
+        if at is not None and at[1][0] == ORDERED_DICT and at[1][2] is not None:
             below = root[len(above) :].removeprefix(".")
             found.append((f"{below}." if below else "", "", at[1][2]))
     at = saved.node_at(root)
@@ -539,11 +539,11 @@ def _metadata_of(saved: SavedTree, root: str) -> list[tuple[str, str, int]]:
 
 
 def _versions_below(node: Node, prefix: str) -> Iterator[tuple[str, int]]:
-    if node[0] not in ("d", "o"):
+    if node[0] not in MAPPINGS:
         return
     for key, child in zip(node[1][::2], node[1][1::2], strict=True):
         name = f"{prefix}{key}"
-        if child[0] == "o" and child[2] is not None:
+        if child[0] == ORDERED_DICT and child[2] is not None:
             yield name, child[2]
         yield from _versions_below(child, f"{name}.")
 

@@ -17,7 +17,7 @@ from asyncckpt.basics.paths import absolute_path
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, MissingKeysError, PerRankUnavailableError
-from asyncckpt.format.state_tree import Node, fqn_of, leaves
+from asyncckpt.format.state_tree import ARRAY, BYTES, OBJECT, TENSOR, Node, fqn_of, leaves
 from asyncckpt.interop.sources.detect import OURS
 from asyncckpt.interop.sources.unread_leaves import unread_leaves
 from asyncckpt.loading.byte_ranges import region_of
@@ -85,7 +85,7 @@ class OpenCheckpoint:
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Dtype, shape and size of each tensor by FQN. Reads no tensor data."""
         found = self._saved.leaves.items()
-        return {fqn: _info(self._saved.tensors[node[1]]) for fqn, node in found if node[0] == "T"}
+        return {fqn: _info(self._saved.tensors[node[1]]) for fqn, node in found if node[0] == TENSOR}
 
     @cached_property
     def stored_tensors(self) -> Mapping[str, TensorInfo]:
@@ -144,7 +144,7 @@ class OpenCheckpoint:
         A lookup raises `CorruptCheckpointError` if the file is damaged, `PerRankUnavailableError` if the object belongs
         to other ranks, `PickledLeafError` if it was pickled, `UnsupportedFormatError` if it is in `unread`.
         """
-        found = {fqn: node for fqn, node in self._saved.leaves.items() if node[0] != "T"}
+        found = {fqn: node for fqn, node in self._saved.leaves.items() if node[0] != TENSOR}
         others = frozenset(self._saved.other_ranks_only)
         return _Objects(found, self._object, lambda fqn: self._unavailable(fqn) if fqn in others else None)
 
@@ -162,10 +162,10 @@ class OpenCheckpoint:
         if type(rank) is not int or not 0 <= rank < self.world_size:
             raise ConfigError(f"rank={rank!r}: {self.world_size} ranks saved {self.path}", field="rank", value=rank)
         structure = self._contents.ranks[rank].structure
-        found = {fqn_of(path): node for path, node in leaves(structure.tree) if node[0] != "T"}
+        found = {fqn_of(path): node for path, node in leaves(structure.tree) if node[0] != TENSOR}
 
         def value(node: Node) -> Any:
-            if node[0] == "O":
+            if node[0] == OBJECT:
                 return self._objects.value(rank, node[1])
             return self._tensor_as_object(node[0], self._contents.tensors[structure.tensors[node[1]].fqn])
 
@@ -174,7 +174,7 @@ class OpenCheckpoint:
     def _found(self, fqn: str) -> SavedTensor:
         node = self._saved.leaves.get(fqn)
         if node is not None:
-            if node[0] not in ("T", "N"):
+            if node[0] not in (TENSOR, ARRAY):
                 raise LeafTypeMismatchError(
                     f"{self.path}: {fqn!r} was saved as an object; read it with .objects[{fqn!r}]",
                     path=self.path,
@@ -193,7 +193,7 @@ class OpenCheckpoint:
         return per_rank_unavailable(self._contents, self._saved, self._reader, [fqn])
 
     def _object(self, node: Node) -> Any:
-        if node[0] == "O":
+        if node[0] == OBJECT:
             return self._objects.value(*self._saved.object_at(node[1]))
         return self._tensor_as_object(node[0], self._saved.tensors[node[1]])
 
@@ -201,7 +201,7 @@ class OpenCheckpoint:
         """Return the bytes, or the numpy array, that is stored as a tensor."""
         check_memory_is_real("OpenCheckpoint.objects")
         found = self._read(saved, None, threads=DEFAULT_THREADS, verify=True)
-        return bytes_of(found) if kind == "B" else array_of(found)
+        return bytes_of(found) if kind == BYTES else array_of(found)
 
     def _read(self, saved: SavedTensor, slices: Any, *, threads: int, verify: bool) -> torch.Tensor:
         with self._held.reading() if self._held is not None else contextlib.nullcontext():

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from asyncckpt.basics.paths import absolute_path
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
-from asyncckpt.format.state_tree import fqn_of, leaves
+from asyncckpt.format.state_tree import OBJECT, fqn_of, leaves
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.loading.byte_ranges import Placement, SavedBox, box_of, needed_nbytes
 from asyncckpt.loading.key_selection import KeyMap, Selection
@@ -105,7 +105,7 @@ def plan_load(
     report, replaced = matches.report, [*matches.replaced, *matches.extended_lists]
     mismatched = tuple(dict.fromkeys(_leaf(error) for error in refused)) + _unread(replaced, saved, contents)
     taken = {*report.read_leaves, *(leaf.fqn for leaf in mismatched)}
-    new = [node[1] for one in replaced for _, node in leaves(one.node) if node[0] != "O"]
+    new = [node[1] for one in replaced for _, node in leaves(one.node) if node[0] != OBJECT]
     boxes = [_whole_box(saved.tensors[n]) for n in new if n not in matches.reused_tensors]
     reused = [(saved.tensors[n], matches.reused_tensors[n]) for n in new if n in matches.reused_tensors]
     undecided = [filling for module in matches.undecided for filling in module.tensors]
@@ -137,7 +137,7 @@ def _unread(replaced: Iterable[Replacement], saved: SavedTree, contents: Content
     """Return the requested leaves of another format that cannot be read."""
     if contents.source is None:
         return ()
-    wanted = (leaf for new in replaced for leaf in leaves(new.node, new.path) if leaf[1][0] == "O")
+    wanted = (leaf for new in replaced for leaf in leaves(new.node, new.path) if leaf[1][0] == OBJECT)
     found = ((fqn_of(path), contents.source.objects[saved.object_at(node[1])[1]]) for path, node in wanted)
     return tuple(MismatchedLeaf(fqn, raw.described(), "object") for fqn, raw in found if isinstance(raw, UnreadLeaf))
 

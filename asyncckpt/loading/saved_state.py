@@ -21,7 +21,24 @@ import torch
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import AsyncCkptError, PerRankUnavailableError, PickledLeafError
 from asyncckpt.format.names import split_per_rank_name
-from asyncckpt.format.state_tree import CONTAINERS, Node, Path, fqn_of, leaves, members, named_leaves
+from asyncckpt.format.state_tree import (
+    ARRAY,
+    BYTES,
+    CONTAINERS,
+    DICT,
+    MAPPINGS,
+    OBJECT,
+    ORDERED_DICT,
+    PER_RANK,
+    SEQUENCES,
+    TENSOR,
+    Node,
+    Path,
+    fqn_of,
+    leaves,
+    members,
+    named_leaves,
+)
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf, unread_error, unread_leaves
 from asyncckpt.loading.fetch import tensor_for
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, prefixes
@@ -34,7 +51,7 @@ from asyncckpt.state_dict.unflatten import Unflattener
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_objects
 from asyncckpt.storage.files import Files
 
-_INNER = ("d", "o", "l", "t")
+_INNER = (*MAPPINGS, *SEQUENCES)
 
 
 class SavedTree:
@@ -80,7 +97,7 @@ class SavedTree:
                 seen = view.renumbered(structure.tree, ())
                 self._per_rank_names.update(dict.fromkeys(view.other_ranks_only))
             joined = seen if joined is None else joined if seen is None else _joined(joined, seen)
-        self.tree: Node = joined or ("d", ())
+        self.tree: Node = joined or (DICT, ())
 
     def restore_parameter_numbers(self, value_of: Callable[[int], Any]) -> None:
         """In states of optimizers, turn parameter numbers that were saved as strings into integers again.
@@ -114,7 +131,7 @@ class SavedTree:
         if fqn not in self._prefixes:
             return None
         below = [(name, node) for name, node in self.leaves.items() if name.startswith(f"{fqn}.")]
-        return (fqn,), ("d", tuple(part for name, node in below for part in (name[len(fqn) + 1 :], node)))
+        return (fqn,), (DICT, tuple(part for name, node in below for part in (name[len(fqn) + 1 :], node)))
 
     @cached_property
     def _prefixes(self) -> set[str]:
@@ -155,7 +172,7 @@ class SavedTree:
 
 def kind_of(node: Node) -> str:
     """Return the name of a node's kind, for messages."""
-    return "tensor" if node[0] == "T" else "container" if node[0] in _INNER else "object"
+    return "tensor" if node[0] == TENSOR else "container" if node[0] in _INNER else "object"
 
 
 def _all_nodes(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
@@ -168,13 +185,13 @@ def _all_nodes(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
 def _with_parameter_numbers(node: Node, value_of: Callable[[int], Any]) -> Node:
     if node[0] not in _INNER or not any(child[0] in _INNER for _, child in members(node)):
         return node  # neither a state of an optimizer nor a container of one
-    if node[0] not in ("d", "o"):
+    if node[0] not in MAPPINGS:
         made = tuple(_with_parameter_numbers(member, value_of) for member in node[1])
         return (node[0], made, *node[2:]) if any(a is not b for a, b in zip(made, node[1], strict=True)) else node
     entries = dict(zip(node[1][::2], node[1][1::2], strict=True))
     found = {key: _with_parameter_numbers(child, value_of) for key, child in entries.items()}
     state = found.get("state", OTHER_RANKS_ONLY)
-    if "param_groups" in found and state[0] in ("d", "o") and state[1]:
+    if "param_groups" in found and state[0] in MAPPINGS and state[1]:
         keys = state[1][::2]
         if all(type(key) is str and key.isdecimal() and str(int(key)) == key for key in keys):
             numbers = _parameter_numbers(found["param_groups"], value_of)
@@ -189,7 +206,7 @@ def _with_parameter_numbers(node: Node, value_of: Callable[[int], Any]) -> Node:
 def _parameter_numbers(groups: Node, value_of: Callable[[int], Any]) -> set[int]:
     """Return the parameter numbers in an optimizer's saved groups; empty if the groups hold names."""
     leaves_of_groups = [
-        node for path, node in leaves(groups) if node[0] == "O" and len(path) > 1 and path[1] == "params"
+        node for path, node in leaves(groups) if node[0] == OBJECT and len(path) > 1 and path[1] == "params"
     ]
     numbers: set[int] = set()
     with contextlib.suppress(AsyncCkptError, OSError):  # a leaf that cannot be read is reported when it is requested
@@ -200,7 +217,7 @@ def _parameter_numbers(groups: Node, value_of: Callable[[int], Any]) -> set[int]
 
 
 def _has_per_rank(node: Node) -> bool:
-    return node[0] == "r" or any(_has_per_rank(child) for _, child in members(node) if child[0] in CONTAINERS)
+    return node[0] == PER_RANK or any(_has_per_rank(child) for _, child in members(node) if child[0] in CONTAINERS)
 
 
 class _RankView:
@@ -222,16 +239,16 @@ class _RankView:
     def renumbered(self, node: Node, path: Path) -> Node | None:
         """Return `node` with common numbers; None if it holds only leaves that belong to another rank."""
         kind = node[0]
-        if kind in ("T", "N", "B"):
+        if kind in (TENSOR, ARRAY, BYTES):
             return (kind, self._tensors[node[1]])
-        if kind == "O":
+        if kind == OBJECT:
             return (kind, node[1] + self._first_object)
-        if kind == "r":
+        if kind == PER_RANK:
             if self._own:
                 return self.renumbered(node[1], path)
             self.other_ranks_only += [fqn_of(leaf) for leaf, _ in leaves(node[1], path)]
             return None
-        if kind in ("l", "t"):
+        if kind in SEQUENCES:
             members = [self.renumbered(member, (*path, n)) for n, member in enumerate(node[1])]
             if members and all(m is None for m in members):
                 return None
@@ -243,7 +260,7 @@ class _RankView:
                 items += (key, seen)
         if node[1] and not items:
             return None
-        if kind == "d":
+        if kind == DICT:
             return (kind, tuple(items), *node[2:])
         return (kind, tuple(items), None if node[2] is None else node[2] + self._first_object)
 
@@ -251,21 +268,21 @@ class _RankView:
 def _joined(first: Node, other: Node) -> Node:
     if first is OTHER_RANKS_ONLY:
         return other
-    if first[0] in ("d", "o") and other[0] in ("d", "o"):
+    if first[0] in MAPPINGS and other[0] in MAPPINGS:
         members = dict(zip(first[1][::2], first[1][1::2], strict=True))
         for key, child in zip(other[1][::2], other[1][1::2], strict=True):
             members[key] = _joined(members[key], child) if key in members else child
         return (first[0], tuple(m for pair in members.items() for m in pair), *first[2:])
-    if first[0] in ("l", "t") and first[0] == other[0] and len(first[1]) == len(other[1]):
+    if first[0] in SEQUENCES and first[0] == other[0] and len(first[1]) == len(other[1]):
         return (first[0], tuple(_joined(a, b) for a, b in zip(first[1], other[1], strict=True)), *first[2:])
     return first
 
 
 def _without_other_ranks(node: Node) -> Node:
     kind = node[0]
-    if kind in ("d", "o"):
+    if kind in MAPPINGS:
         return (kind, tuple(_without_other_ranks(m) if i % 2 else m for i, m in enumerate(node[1])), *node[2:])
-    if kind in ("l", "t"):
+    if kind in SEQUENCES:
         return (kind, tuple(_without_other_ranks(m) for m in node[1] if m is not OTHER_RANKS_ONLY), *node[2:])
     return node
 
@@ -390,7 +407,7 @@ def report_rank_differences(
     differing: list[str] = []
     numbers: dict[str, int] = {}
     for fqn, node in found:
-        if node[0] == "O":
+        if node[0] == OBJECT:
             numbers[fqn] = node[1]
             continue
         own = split_per_rank_name(saved.tensors[node[1]].fqn)
@@ -437,7 +454,7 @@ def _differing_objects(
         known.add(kind)
         if tree not in wanted_in:
             named = ((fqn_of(path), node) for path, node in leaves(tree))
-            wanted_in[tree] = {fqn: node[1] for fqn, node in named if node[0] == "O" and fqn in chosen}
+            wanted_in[tree] = {fqn: node[1] for fqn, node in named if node[0] == OBJECT and fqn in chosen}
         if wanted_in[tree]:
             raw = SavedObjects(contents, files).raw(rank)
             for fqn, own_number in wanted_in[tree].items():
@@ -479,17 +496,17 @@ class NewValues:
         self.leaves: set[Node] = set()
         for node in nodes:
             self.leaves.update(leaf for _, leaf in leaves(node))
-            self.leaves.update(("O", number) for number in _metadata_numbers(node))
+            self.leaves.update((OBJECT, number) for number in _metadata_numbers(node))
         self._map_location = map_location
-        wanted = {n: saved.object_at(n) for n in sorted(n for kind, n in self.leaves if kind == "O")}
+        wanted = {n: saved.object_at(n) for n in sorted(n for kind, n in self.leaves if kind == OBJECT)}
         objects.refuse_unread(wanted.values())
         self._objects = _ByNumber({n: objects.value(*at) for n, at in wanted.items()})
-        found = {n: reused[n] for kind, n in self.leaves if kind == "T" and n in reused}
+        found = {n: reused[n] for kind, n in self.leaves if kind == TENSOR and n in reused}
         self._tensors: dict[int, Any] = {n: target.value for n, target in found.items()}
-        self._moved = sorted({n for kind, n in self.leaves if kind == "T"} - set(self._tensors))
+        self._moved = sorted({n for kind, n in self.leaves if kind == TENSOR} - set(self._tensors))
         device, host = device_of(map_location), torch.device("cpu")
         self._tensors |= {n: tensor_for(saved.tensors[n], path, device=device) for n in self._moved}
-        for n in sorted({n for kind, n in self.leaves if kind in ("B", "N")} - set(self._tensors)):
+        for n in sorted({n for kind, n in self.leaves if kind in (BYTES, ARRAY)} - set(self._tensors)):
             self._tensors[n] = tensor_for(saved.tensors[n], path, device=host)
         self.fillings: list[Filling] = [
             (saved.tensors[n], found[n] if n in found else target_tensor(t, "")) for n, t in self._tensors.items()
@@ -520,6 +537,6 @@ class _ByNumber(Sequence[Any]):
 
 def _metadata_numbers(node: Node) -> list[int]:
     """Return the object numbers of the `_metadata` of all OrderedDicts, which are no leaves."""
-    own = [node[2]] if node[0] == "o" and node[2] is not None else []
+    own = [node[2]] if node[0] == ORDERED_DICT and node[2] is not None else []
     inner = (child for _, child in members(node) if child[0] in CONTAINERS)
     return own + [number for child in inner for number in _metadata_numbers(child)]

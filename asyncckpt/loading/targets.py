@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from asyncckpt.distributed.process_group import has_other_ranks
-from asyncckpt.format.state_tree import Node, Path, fqn_of, leaves, python_key
+from asyncckpt.format.state_tree import TENSOR, Node, Path, fqn_of, leaves, python_key
 from asyncckpt.loading.module_targets import ModuleTarget, ReplacedEntry, state_load_error, takes_strict
 from asyncckpt.loading.target_tensors import TargetTensor, storages_of, target_tensor
 from asyncckpt.per_rank import PerRank
@@ -384,7 +384,7 @@ def _unaliased_tensors(holder: torch.optim.Optimizer, values: list[tuple[Path, A
 
 
 def _tensor_leaves(tree: Node) -> list[tuple[Path, Node]]:
-    return [(path, node) for path, node in leaves(tree) if node[0] == "T"]
+    return [(path, node) for path, node in leaves(tree) if node[0] == TENSOR]
 
 
 def _value_at(state: Any, path: Path) -> Any:

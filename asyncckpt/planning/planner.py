@@ -15,7 +15,7 @@ from asyncckpt.errors import DuplicateNameError
 from asyncckpt.format.dcp import build_dcp_layout, room_for_dcp
 from asyncckpt.format.layout import BoxSpec, build_layout, room_for
 from asyncckpt.format.names import DCP, SAFETENSORS, is_reserved, per_rank_name
-from asyncckpt.format.state_tree import fqn_of, leaves
+from asyncckpt.format.state_tree import OBJECT, fqn_of, leaves
 from asyncckpt.format.structure import Box, Structure, TensorEntry, encode_structure
 from asyncckpt.planning.contributions import Contribution, TensorKey
 from asyncckpt.planning.load_balancing import box_of_rows, row_dimension
@@ -280,7 +280,7 @@ def _check_names(flat: Flattened) -> None:
                 f"{path!r}); rename a key",
                 fqn=fqn,
             )
-        if node[0] != "O" and is_reserved(fqn):
+        if node[0] != OBJECT and is_reserved(fqn):
             raise DuplicateNameError(
                 f"the name of tensor {fqn!r} ends in '@rank' and a number, which is reserved for tensors of one rank; "
                 "rename the key",

@@ -14,8 +14,19 @@ import torch
 
 from asyncckpt.errors import OverlappingShardsError, UnsupportedLeafError
 from asyncckpt.format.state_tree import (
+    ARRAY,
+    BYTES,
+    DICT,
+    LIST,
+    MAPPINGS,
     MAX_DEPTH,
     MAX_KEY_DEPTH,
+    OBJECT,
+    ORDERED_DICT,
+    PER_RANK,
+    SEQUENCES,
+    TENSOR,
+    TUPLE,
     Key,
     Node,
     Path,
@@ -111,14 +122,14 @@ def check_keys(tree: Node) -> None:
 
 def mappings(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
     """Yield (typed path, node) of every mapping in `node`, including `node` itself."""
-    if node[0] in ("d", "o"):
+    if node[0] in MAPPINGS:
         yield path, node
         for key, child in zip(node[1][::2], node[1][1::2], strict=True):
             yield from mappings(child, (*path, key))
-    elif node[0] in ("l", "t"):
+    elif node[0] in SEQUENCES:
         for i, child in enumerate(node[1]):
             yield from mappings(child, (*path, i))
-    elif node[0] == "r":
+    elif node[0] == PER_RANK:
         yield from mappings(node[1], path)
 
 
@@ -156,14 +167,14 @@ class Flattened:
         """FQN of each tensor by its first path."""
         names: list[str | None] = [None] * len(self.tensors)
         for path, node in leaves(self.tree):
-            if node[0] != "O" and names[node[1]] is None:
+            if node[0] != OBJECT and names[node[1]] is None:
                 names[node[1]] = fqn_of(path)
         return [n for n in names if n is not None]
 
     @property
     def per_rank(self) -> frozenset[int]:
         """Numbers of the tensors of which a path is in a `PerRank`."""
-        return frozenset(leaf[1] for _, node in per_rank_nodes(self.tree) for _, leaf in leaves(node) if leaf[0] != "O")
+        return frozenset(leaf[1] for _, node in per_rank_nodes(self.tree) for _, leaf in leaves(node) if leaf[0] != OBJECT)
 
     @property
     def common(self) -> list[int]:
@@ -181,7 +192,7 @@ class Flattened:
 def object_fqn(tree: Node, number: int) -> str:
     """Return the FQN of an object by its number: a leaf, or the `_metadata` of an OrderedDict."""
     for path, node in leaves(tree):
-        if node == ("O", number):
+        if node == (OBJECT, number):
             return fqn_of(path)
     return next((fqn_of((*path, "_metadata")) for path, node in mappings(tree) if node[2:] == (number,)), "")
 
@@ -265,14 +276,14 @@ class _Walk:
             keys.pop()
         if not isinstance(value, OrderedDict):
             form = None if type(value) is dict else mapping_form(value)
-            return ("d", tuple(out)) if form is None else ("d", tuple(out), form)
+            return (DICT, tuple(out)) if form is None else (DICT, tuple(out), form)
         metadata = getattr(value, "_metadata", None)
-        return ("o", tuple(out), None if metadata is None else self._object(plain_metadata(metadata)))
+        return (ORDERED_DICT, tuple(out), None if metadata is None else self._object(plain_metadata(metadata)))
 
     def other(self, value: Any) -> Node:
         kind = type(value)
         if kind in SCALARS:
-            return ("O", self._object(value))
+            return (OBJECT, self._object(value))
         if kind is dict or kind is OrderedDict:
             return self.mapping(value)
         describe = describer_of(kind)
@@ -288,20 +299,20 @@ class _Walk:
             return self._subclass(value)
         if kind is list or (isinstance(value, tuple) and kind is not torch.Size):
             if is_plain_sequence(value):
-                return ("O", self._object(value))
-            return self._sequence("l" if kind is list else "t", value)
+                return (OBJECT, self._object(value))
+            return self._sequence(LIST if kind is list else TUPLE, value)
         if isinstance(value, deque):
             return (
-                ("O", self._object(value))
+                (OBJECT, self._object(value))
                 if is_plain_sequence(value)
-                else (*self._sequence("l", value), deque_form(value))
+                else (*self._sequence(LIST, value), deque_form(value))
             )
         if kind is bytes and len(value) >= HOIST_NBYTES:
             self.tensors.append(as_uint8_tensor(value))
-            return ("B", len(self.tensors) - 1)
+            return (BYTES, len(self.tensors) - 1)
         if is_array(value) and (elements := tensor_of(value)) is not None:
-            return ("N", self.tensor(elements)[1])
-        return ("O", self._object(value))
+            return (ARRAY, self.tensor(elements)[1])
+        return (OBJECT, self._object(value))
 
     def _subclass(self, value: torch.Tensor) -> Node:
         plain = plain_parameter(value)
@@ -320,7 +331,7 @@ class _Walk:
         number = self._seen.setdefault(id(value), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(value)
-        return ("T", number)
+        return (TENSOR, number)
 
     def _stateful(self, value: Any) -> Node:
         try:
@@ -328,7 +339,7 @@ class _Walk:
         except StateDictError as error:
             raise self._refused(value, str(error)) from error.__cause__
         if state is value:
-            return ("O", self._object(value))
+            return (OBJECT, self._object(value))
         if isinstance(state, Mapping):
             return self.mapping(state)
         return self.tensor(state) if type(state) in PLAIN_TENSORS else self.other(state)
@@ -351,7 +362,7 @@ class _Walk:
         if number == len(self.tensors):
             self.tensors.append(sources[0])
             self._shards[number] = (found, sources)
-        return ("T", number)
+        return (TENSOR, number)
 
     def tensors_and_shards(self) -> tuple[list[torch.Tensor], dict[int, ShardLeaf]]:
         """Return all tensors, with the further parts of shards at the end, and the shards by tensor number."""
@@ -365,7 +376,7 @@ class _Walk:
 
     def _unsupported_tensor(self, value: torch.Tensor, why: str) -> Node:
         if self._allow_pickle:
-            return ("O", self._object(value))
+            return (OBJECT, self._object(value))
         raise self._refused(value, why)
 
     def _per_rank_value(self, mark: PerRank) -> Node:
@@ -379,7 +390,7 @@ class _Walk:
         outer, self._per_rank = self._per_rank, True
         node = self.tensor(value) if type(value) in PLAIN_TENSORS else self.other(value)
         self._per_rank = outer
-        return node if outer else ("r", node)
+        return node if outer else (PER_RANK, node)
 
     def _sequence(self, kind: str, value: Sequence[Any]) -> Node:
         if len(self.keys) > MAX_DEPTH - 2:
@@ -424,7 +435,7 @@ class _Walk:
                 self._kept_alive.append(value)
                 value = value.resolve_conj().resolve_neg()
             self.tensors.append(value)
-        return ("T", number)
+        return (TENSOR, number)
 
     def _object(self, value: Any) -> int:
         self.objects.append(value)

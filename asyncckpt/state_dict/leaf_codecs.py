@@ -11,7 +11,7 @@ from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.format import objects
 from asyncckpt.format.dcp import item_pickle, items_of, refusal_of
 from asyncckpt.format.names import DCP, SAFETENSORS
-from asyncckpt.format.state_tree import Node, fqn_of
+from asyncckpt.format.state_tree import OBJECT, TENSOR, Node, fqn_of
 from asyncckpt.format.torch_pickle import NotPickledError
 from asyncckpt.state_dict.flatten import Flattened, object_fqn
 from asyncckpt.state_dict.numpy_values import decode_scalar, encode_scalar, is_array
@@ -140,7 +140,7 @@ def check_dcp_objects(tree: Node, objects: Sequence[Any]) -> None:
         UnsupportedLeafError: An object has no such form; names the first.
     """
     for item in items_of(tree):
-        if item.node[0] != "T" and not _is_plain(item.node, objects):
+        if item.node[0] != TENSOR and not _is_plain(item.node, objects):
             try:
                 item_pickle(item.node, objects)
             except NotPickledError as error:
@@ -149,7 +149,7 @@ def check_dcp_objects(tree: Node, objects: Sequence[Any]) -> None:
 
 def _is_plain(node: Node, objects: Sequence[Any]) -> bool:
     """Whether an object is None, a bool, an int, a float or a str, which need no check; most objects are."""
-    return node[0] == "O" and type(objects[node[1]]) in (type(None), bool, int, float, str)
+    return node[0] == OBJECT and type(objects[node[1]]) in (type(None), bool, int, float, str)
 
 
 def _refused(leaf: str, what: str) -> UnsupportedLeafError:

@@ -13,7 +13,18 @@ from typing import Any
 import torch
 
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.format.state_tree import Node, form_in
+from asyncckpt.format.state_tree import (
+    ARRAY,
+    BYTES,
+    MAPPINGS,
+    OBJECT,
+    ORDERED_DICT,
+    PER_RANK,
+    TENSOR,
+    TUPLE,
+    Node,
+    form_in,
+)
 from asyncckpt.per_rank import PerRank
 from asyncckpt.sharding.dtensor import local_tensor_on_grid
 from asyncckpt.sharding.registry import Describe, describer_of
@@ -87,7 +98,7 @@ class _Walk:
     def mapping(self, node: Node, value: Any) -> None:
         if type(value) is not dict and type(value) is not OrderedDict:
             value = self._mapping_of(value)
-        items, ordered = node[1], node[0] == "o"
+        items, ordered = node[1], node[0] == ORDERED_DICT
         if not ordered and form_in(node) != (None if type(value) is dict else mapping_form(value)):
             raise _Mismatch
         if isinstance(value, OrderedDict) is not ordered or 2 * len(value) != len(items):
@@ -97,7 +108,7 @@ class _Walk:
             if (key != items[i] or type(key) is not type(items[i])) and typed_key(key) != items[i]:
                 raise _Mismatch
             inner = items[i + 1]
-            if inner[0] == "T":
+            if inner[0] == TENSOR:
                 self.tensor(inner[1], child)
             else:
                 self.other(inner, child)
@@ -204,22 +215,22 @@ class _Walk:
 
     def other(self, node: Node, value: Any) -> None:
         kind = node[0]
-        if kind == "O":
+        if kind == OBJECT:
             self._object(value)
-        elif kind in ("d", "o"):
+        elif kind in MAPPINGS:
             self.mapping(node, value)
-        elif kind == "T":
+        elif kind == TENSOR:
             self.tensor(node[1], value)
-        elif kind == "B":
+        elif kind == BYTES:
             if type(value) is not bytes or (len(value),) != tuple(self._shapes[node[1]][1]):
                 raise _Mismatch
             self.tensors.append(as_uint8_tensor(value))
-        elif kind == "N":
+        elif kind == ARRAY:
             elements = tensor_of(value) if is_array(value) else None
             if elements is None:
                 raise _Mismatch
             self.tensor(node[1], elements)
-        elif kind == "r":
+        elif kind == PER_RANK:
             if not isinstance(value, PerRank):
                 raise _Mismatch
             self.other(node[1], value.value)
@@ -243,7 +254,7 @@ class _Walk:
         self.objects.append(value)
 
     def _sequence(self, node: Node, value: Any) -> None:
-        if node[0] == "t":
+        if node[0] == TUPLE:
             fits = isinstance(value, tuple) and type(value) is not torch.Size
         elif len(node) > 2:
             fits = isinstance(value, deque) and deque_form(value) == node[2]

@@ -14,7 +14,22 @@ from typing import Any
 
 import torch
 
-from asyncckpt.format.state_tree import FACTORIES, UNSTORED_FACTORY, Form, Node, form_in, python_key
+from asyncckpt.format.state_tree import (
+    ARRAY,
+    DICT,
+    FACTORIES,
+    LIST,
+    MAPPINGS,
+    OBJECT,
+    PER_RANK,
+    SEQUENCES,
+    TENSOR,
+    UNSTORED_FACTORY,
+    Form,
+    Node,
+    form_in,
+    python_key,
+)
 from asyncckpt.per_rank import PerRank
 from asyncckpt.state_dict.numpy_values import array_of
 
@@ -41,7 +56,7 @@ def mapping_form(value: Mapping[Any, Any]) -> Form | None:
 
 def has_lost_factory(node: Node) -> bool:
     """Whether a node is a defaultdict whose factory could not be stored."""
-    return node[0] == "d" and form_in(node) == ("defaultdict", UNSTORED_FACTORY)
+    return node[0] == DICT and form_in(node) == ("defaultdict", UNSTORED_FACTORY)
 
 
 def deque_form(value: deque[Any]) -> Form:
@@ -87,19 +102,19 @@ class Unflattener:
     def value_of(self, node: Node) -> Any:
         """Return the value of a node."""
         kind = node[0]
-        if kind == "T":
+        if kind == TENSOR:
             return self._tensors[node[1]]
-        if kind == "O":
+        if kind == OBJECT:
             return self._objects[node[1]]
-        if kind in ("d", "o"):
+        if kind in MAPPINGS:
             return self._mapping(node)
-        if kind == "r":
+        if kind == PER_RANK:
             value = self.value_of(node[1])
             return PerRank(value) if self._marks else value
-        if kind in ("l", "t"):
+        if kind in SEQUENCES:
             members = [self.value_of(child) for child in node[1]]
-            return sequence_of(form_in(node), members) if kind == "l" else tuple(members)
-        if kind == "N":
+            return sequence_of(form_in(node), members) if kind == LIST else tuple(members)
+        if kind == ARRAY:
             return self._array(node[1])
         hoisted = self._tensors[node[1]].contiguous()
         return ctypes.string_at(hoisted.data_ptr(), hoisted.numel())
@@ -107,7 +122,7 @@ class Unflattener:
     def _mapping(self, node: Node) -> Any:
         items = node[1]
         pairs = ((python_key(items[i]), self.value_of(items[i + 1])) for i in range(0, len(items), 2))
-        if node[0] == "d":
+        if node[0] == DICT:
             return mapping_of(form_in(node), pairs)
         ordered = OrderedDict(pairs)
         if node[2] is not None:

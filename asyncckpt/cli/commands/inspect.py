@@ -13,7 +13,7 @@ from asyncckpt.cli.output import EXIT_OK, path_argument, print_json, print_table
 from asyncckpt.cli.progress import show_reads
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.format.objects import decode_value
-from asyncckpt.format.state_tree import fqn_of, leaves, per_rank_nodes
+from asyncckpt.format.state_tree import OBJECT, fqn_of, leaves, per_rank_nodes
 from asyncckpt.interop.sources.detect import OURS, read_any
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_objects
@@ -124,7 +124,7 @@ def _objects(contents: Contents, rank: int, files: Files) -> Iterator[dict[str, 
     values = read_objects(contents, rank, files)
     marked = {fqn_of(leaf) for path, node in per_rank_nodes(tree) for leaf, _ in leaves(node, path)}
     for path, node in leaves(tree):
-        if node[0] == "O":
+        if node[0] == OBJECT:
             fqn = fqn_of(path)
             raw = values[node[1]]
             try:
