@@ -51,85 +51,86 @@ def bandwidth(text: str) -> int:
 
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "--endpoint": {
-        "help": "ipc:///absolute/path of the socket (default: $ASYNCCKPT_ENDPOINT, else one per user and job)"
+        "help": "address of the socket, ipc:///absolute/path (default: $ASYNCCKPT_ENDPOINT, else one per user and job)"
     },
     "--when-free": {
         "action": "store_true",
-        "help": "where another worker serves the endpoint, one that a trainer has started say, wait until it has ended "
-        "instead of failing: for systemd and sidecars",
+        "help": "if another worker serves the endpoint (a training may have started it), wait until that has exited "
+        "instead of failing; for systemd and sidecars",
     },
     "--root": {
         "action": "append",
         "default": [],
         "metavar": "DIR",
-        "help": "write only below DIR (repeatable; default: anywhere)",
+        "help": "write only below DIR; repeat for more (default: anywhere)",
     },
     "--idle-exit-s": {
         "type": parse_seconds,
         "default": IDLE_EXIT_S,
         "metavar": "S",
-        "help": "exit after S seconds without sessions and saves; 0: never (default: %(default)s)",
+        "help": "exit after S seconds without connected trainings and saves; 0: never (default: %(default)s)",
     },
     "--while-pid": {
         "type": count(0, MAX_PID),
         "default": 0,
         "metavar": "PID",
-        "help": "never exit for idleness while this process lives; its death begins the idle time",
+        "help": "do not exit when idle while this process exists; the idle time begins when it ends",
     },
     "--keep-snapshots-s": {
         "type": parse_seconds,
         "default": KEEP_SNAPSHOTS_S,
         "metavar": "S",
-        "help": "keep the last snapshot of trainers that are gone in memory for S seconds, for the restarted ones to "
-        "load; 0: free it at once (default: %(default)s)",
+        "help": "when training processes have ended, keep their last snapshot in memory for S seconds, so that restarted "
+        "ones can load it; 0: free it immediately (default: %(default)s)",
     },
     "--drain-timeout-s": {
         "type": parse_seconds,
         "default": DRAIN_TIMEOUT_S,
         "metavar": "S",
-        "help": "seconds that a drain waits for saves in flight (default: %(default)s)",
+        "help": "on exit, wait at most S seconds for saves that are not finished (default: %(default)s)",
     },
     "--threads": {
         "type": count(0, MAX_THREADS),
         "default": 0,
         "metavar": "N",
-        "help": "threads that write each save, at least 2 (default: 4; a trainer may ask for another number)",
+        "help": "writing threads for each save, at least 2 (default: 4; a training can set another number)",
     },
     "--max-write-bandwidth": {
         "type": bandwidth,
         "default": 0,
         "metavar": "RATE",
-        "help": "write at most so many bytes per second, all saves together: 800M, 2.5GiB (default: no limit)",
+        "help": "maximum bytes per second that all saves together write: 800M, 2.5GiB (default: no limit)",
     },
     "--advertise": {
         "metavar": "HOST",
-        "help": f"with several nodes: name or address of this one by which the others' workers reach this worker "
-        f"(default: ${ADVERTISE_VARIABLE}, else {LOOPBACK}); nothing listens before it is needed",
+        "help": f"with several nodes: host name or address at which workers on other nodes reach this worker "
+        f"(default: ${ADVERTISE_VARIABLE}, else {LOOPBACK}); no port is opened before it is needed",
     },
     "--port": {
         "type": count(0, MAX_PORT),
         "default": 0,
         "metavar": "P",
-        "help": "TCP port for them; 0: any (default: %(default)s)",
+        "help": "with several nodes: TCP port for the other workers; 0: any free port (default: %(default)s)",
     },
     "--events": {
         "action": "store_true",
-        "help": "put what happens to saves into events.jsonl in the directory that holds the checkpoints, for "
-        "`asyncckpt report`; 64 MB and one older file are kept",
+        "help": "log the events of saves to events.jsonl in the directory that contains the checkpoints, for "
+        "`asyncckpt report`; at most 64 MB and one older file are kept",
     },
     "--metrics": {
         "metavar": "HOST:PORT",
-        "help": "answer Prometheus at http://127.0.0.1:PORT/metrics, say; loopback addresses only (default: nowhere)",
+        "help": "serve metrics for Prometheus at this address, such as 127.0.0.1:9555; loopback addresses only (default: "
+        "no metrics)",
     },
-    "--log-format": {"choices": LOG_FORMATS, "default": LOG_FORMATS[0], "help": "(default: %(default)s)"},
+    "--log-format": {"choices": LOG_FORMATS, "default": LOG_FORMATS[0], "help": "format of the log (default: %(default)s)"},
     "--log-file": {
         "metavar": "FILE",
-        "help": "append the log to FILE (default: stderr; with --detach: beside the socket); with --detach or "
-        "--while-pid 1 MiB and one older file are kept",
+        "help": "append the log to FILE (default: stderr; with --detach: a file beside the socket); with --detach or "
+        "--while-pid, at most 1 MiB and one older file are kept",
     },
     "--detach": {
         "action": "store_true",
-        "help": "go into the background, in a session of its own, and return at once",
+        "help": "run in the background, in a new session, and return immediately",
     },
 }
 
