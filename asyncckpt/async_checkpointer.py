@@ -249,7 +249,7 @@ class AsyncCheckpointer(Checkpointer):
 
         The condition: nothing else changes these tensors before `fence()` or `staged`. A module may be attached too:
         then its `load_state_dict()` waits as well. That of any other module, and every other write, fails the save
-        with `SnapshotTornError` as far as a version counter sees it. Not promised: writes that no counter sees
+        with `SnapshotTornError` if a version counter records it. Not promised: writes that no version counter records
         (`.data`, raw pointers, fused kernels outside `step()`, CUDA graphs) between `save()` and the fence.
         `overlap_check` looks for them, and cannot find all.
 

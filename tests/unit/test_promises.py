@@ -47,8 +47,8 @@ def test_the_bounds_that_the_page_names_are_the_defaults() -> None:
 
 
 EXCEPTION = (
-    "writes that no counter sees (`.data`, raw pointers, fused kernels outside `step()`, CUDA graphs) between `save()` "
-    "and the fence"
+    "writes that no version counter records (`.data`, raw pointers, fused kernels outside `step()`, CUDA graphs) "
+    "between `save()` and the fence"
 )
 ABOUT_ATTACH = [
     "README.md",
