@@ -15,7 +15,7 @@ import sys
 from check_parity import REPOSITORY, wrong_file
 
 NOTHING = "-"
-MATRICES = ("## What others wrote, read by us", "## What we write, read by stock tools alone")
+MATRICES = ("## Files of other tools, read by asyncckpt", "## Files of asyncckpt, read by stock tools alone")
 _MARK = re.compile(r"^- ([a-z][0-9]+): (.+)$", re.MULTILINE)
 _TESTS = re.compile(r"`(tests/[\w/]+\.py)(?:\[([^\]]+)\])?`")
 

@@ -36,7 +36,7 @@ def test_document_is_right(check: ModuleType) -> None:
         ("test_loading_load.py", "test_that_is_gone.py", "there is no file"),
         ("tests/unit/loading/test_loading_load.py", "tests/saving.py", "has no test"),
         ("[torch_by_load]", "[torch_by" + "_magic]", "no test has a case"),
-        ("## What others wrote, read by us", "## Else", "has no matrix"),
+        ("## Files of other tools, read by asyncckpt", "## Else", "has no matrix"),
     ],
 )
 def test_what_is_wrong_is_named(check: ModuleType, old: str, new: str, problem: str) -> None:
