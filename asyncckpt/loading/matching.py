@@ -188,7 +188,7 @@ def match_target(
         exact = exact_placements(state_dict, saved)
         if exact is not None:
             return _exact_matches(targets, saved, *exact)
-    flat = flatten(state_dict, targets.open, allow_pickle=allow_pickle, is_target=True)
+    flat = flatten(state_dict, targets.state_of, allow_pickle=allow_pickle, is_target=True)
     rename = renamer(key_map) if key_map is not None else None
     return _Matcher(targets, saved, selection, rename, path, refuse).match(flat)
 

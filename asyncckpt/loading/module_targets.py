@@ -244,7 +244,7 @@ class ModuleTarget:
             AliasMismatchError: One of its tensors was given two values under two names.
             StateLoadError: `load_state_dict` raised.
         """
-        given = self._given(object_at)
+        given = self._state_to_load(object_at)
         options = {"strict": False} if takes_strict(self.bare) else {}
         if not options:  # without the argument it is strict, and would refuse an incomplete state
             for name, value in self._own.items():
@@ -321,7 +321,8 @@ class ModuleTarget:
             return names
         return [name for name in names if not _is_same(given[self._real[name]], now.get(name))]
 
-    def _given(self, object_at: Callable[[int], Any]) -> Any:
+    def _state_to_load(self, object_at: Callable[[int], Any]) -> Any:
+        """Return the state dict for `load_state_dict`, under the module's own names, with the saved versions."""
         assert self.state is not None
         names = list(self._recorded)
         if self._hooks:  # in the order in which they were saved

@@ -45,7 +45,7 @@ class Targets:
         self._modules: dict[Path, ModuleTarget] = {}
         self._claimed_containers: set[int] = set()
 
-    def open(self, value: Any, path: Path) -> Any:
+    def state_of(self, value: Any, path: Path) -> Any:
         """Return the state of a module to fill; any other object with a `state_dict()` is returned itself.
 
         Raises:
