@@ -80,8 +80,8 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "type": parse_seconds,
         "default": KEEP_SNAPSHOTS_S,
         "metavar": "S",
-        "help": "when training processes have ended, keep their last snapshot in memory for S seconds, so that restarted "
-        "ones can load it; 0: free it immediately (default: %(default)s)",
+        "help": "when training processes have ended, keep their last snapshot in memory for S seconds, so that "
+        "restarted ones can load it; 0: free it immediately (default: %(default)s)",
     },
     "--drain-timeout-s": {
         "type": parse_seconds,
@@ -119,8 +119,8 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "--metrics": {
         "metavar": "HOST:PORT",
-        "help": "serve metrics for Prometheus at this address, such as 127.0.0.1:9555; loopback addresses only (default: "
-        "no metrics)",
+        "help": "serve metrics for Prometheus at this address, such as 127.0.0.1:9555; loopback addresses only "
+        "(default: no metrics)",
     },
     "--log-format": {"choices": LOG_FORMATS, "default": LOG_FORMATS[0], "help": "format of the log (default: %(default)s)"},
     "--log-file": {
