@@ -59,7 +59,10 @@ def add_root(parser: argparse.ArgumentParser) -> None:
 def add_keys(parser: argparse.ArgumentParser) -> None:
     """Add --keys, which takes one name at a time, so that paths may follow it."""
     parser.add_argument(
-        "--keys", metavar="FQN", action="append", help="only the leaf called FQN, or all leaves below it; repeat for more"
+        "--keys",
+        metavar="FQN",
+        action="append",
+        help="only the leaf called FQN, or all leaves below it; repeat for more",
     )
 
 
@@ -201,8 +204,10 @@ def print_removals(
     print_rows(args, facts, ("ACTION", *(heading for heading, _ in columns), "PATH"), cells, nothing)
     if rows and not args.json:
         worker = facts["worker"]
-        asked = f"saves in progress were reported by the worker at {worker}" if worker else (
-            "saves in progress are not known: no worker answers"
+        asked = (
+            f"saves in progress were reported by the worker at {worker}"
+            if worker
+            else ("saves in progress are not known: no worker answers")
         )
         say(f"{asked}; {summary}")
         if would := sum(row["nbytes"] for row in rows if row["action"] == "would go"):

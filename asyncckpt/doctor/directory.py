@@ -72,7 +72,10 @@ def directory_checks(directory: str, state_nbytes: int | None, ranks: int, files
         Check("free space", lambda: _free_space(parent, state_nbytes, files), status=WARN),
         Check("inodes", lambda: _inodes(parent, ranks, files), status=WARN),
         Check(
-            "permissions", lambda: _permissions(parent, where, probe_dir, files), f"{where} cannot be used", _OTHER_DIRECTORY
+            "permissions",
+            lambda: _permissions(parent, where, probe_dir, files),
+            f"{where} cannot be used",
+            _OTHER_DIRECTORY,
         ),
     )
     try:
@@ -165,10 +168,16 @@ def probes(probe_dir: str, files: Files) -> Iterator[Finding]:
     return findings_of(
         (
             Check(
-                "writing", lambda: _writing(probe_dir, files), "a file cannot be written", f"{_OTHER_DIRECTORY}, or make room"
+                "writing",
+                lambda: _writing(probe_dir, files),
+                "a file cannot be written",
+                f"{_OTHER_DIRECTORY}, or make room",
             ),
             Check(
-                "fsync", lambda: _flush(probe_dir, files), "a file cannot be flushed", f"{_OTHER_DIRECTORY}, or fsync=False"
+                "fsync",
+                lambda: _flush(probe_dir, files),
+                "a file cannot be flushed",
+                f"{_OTHER_DIRECTORY}, or fsync=False",
             ),
             Check(
                 "directory fsync",

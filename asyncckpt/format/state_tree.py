@@ -209,7 +209,6 @@ _MAX_HOLES = 1024
 """A list with more members missing is kept as a dict with integer keys. Chosen, not measured."""
 
 
-
 def fqn_of(path: Path) -> str:
     """Return the full name of a leaf: its keys joined by dots, those that are no text as Python writes them."""
     return ".".join(map(str, path))
@@ -373,7 +372,11 @@ def checked(raw: Any, n_tensors: int, n_objects: int, depth: int = 0, per_rank: 
 def _checked_mapping(raw: Any, n_tensors: int, n_objects: int, depth: int, per_rank: bool) -> Node:
     kind, items = raw[0], raw[1] if len(raw) > 1 else None
     form = (_checked_form(raw[2]),) if kind == DICT and len(raw) == 3 else ()
-    if len(raw) != (3 if kind == ORDERED_DICT else 2 + len(form)) or not isinstance(items, (list, tuple)) or len(items) % 2:
+    if (
+        len(raw) != (3 if kind == ORDERED_DICT else 2 + len(form))
+        or not isinstance(items, (list, tuple))
+        or len(items) % 2
+    ):
         raise ValueError(f"malformed mapping node {kind!r}")
     if kind == DICT and depth < MAX_DEPTH and _are_tensors(items[::2], items[1::2], n_tensors):
         return (kind, tuple(items), *form)

@@ -308,9 +308,7 @@ def _broadcast(redundant_reads: str, reader: RankInfo) -> contextlib.AbstractCon
         return contextlib.nullcontext()
     if redundant_reads == "broadcast":
         return SharedReads(reader)
-    wrong = ConfigError(
-        f"redundant_reads={redundant_reads!r}: expected 'each' or 'broadcast'", field="redundant_reads"
-    )
+    wrong = ConfigError(f"redundant_reads={redundant_reads!r}: expected 'each' or 'broadcast'", field="redundant_reads")
     with contextlib.suppress(ConfigError, SharedLoadError), SharedReads(reader):  # tells ranks that already wait
         raise wrong
     raise wrong
@@ -564,9 +562,7 @@ class _Load:
             )
         if matches.extended_lists:
             longer = [f"{new.fqn} (by {len(new.node[1])})" for new in matches.extended_lists]
-            _logger.warning(
-                "%s: lists of the target were extended by saved members: %s", self._path, _shown(longer)
-            )
+            _logger.warning("%s: lists of the target were extended by saved members: %s", self._path, _shown(longer))
 
     def _report_factories(self, parts: Iterable[tuple[Path, Node]]) -> None:
         """Log the defaultdicts among new values, given as (path, node), whose factory could not be stored."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import AsyncCkptError, OverlappingShardsError, RanksDisagreeError
 from asyncckpt.format.structure import Box, find_overlap
-from asyncckpt.planning.load_balancing import replica_of, divide_replicas
+from asyncckpt.planning.load_balancing import divide_replicas, replica_of
 from asyncckpt.planning.sample_schedule import SAMPLE_LIMIT, SampleSchedule
 from asyncckpt.sharding.mesh_layout import Grid, holders_in, nbytes_by_position, position_in
 from asyncckpt.sharding.shard_claims import ShardClaim

@@ -28,7 +28,7 @@ from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ProtocolError
 from asyncckpt.format.checksums import block_digest
 from asyncckpt.planning.contributions import Contribution, TensorKey, encode_contributions, is_trivial_value
-from asyncckpt.planning.load_balancing import replica_of, divide_replicas
+from asyncckpt.planning.load_balancing import divide_replicas, replica_of
 from asyncckpt.planning.sample_schedule import SAMPLE_LIMIT, SampleSchedule, assign_schedules
 from asyncckpt.planning.shard_ownership import ShardOwnership
 from asyncckpt.sharding.shard_claims import ShardClaim

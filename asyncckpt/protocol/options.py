@@ -122,7 +122,11 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "help": "serve metrics for Prometheus at this address, such as 127.0.0.1:9555; loopback addresses only "
         "(default: no metrics)",
     },
-    "--log-format": {"choices": LOG_FORMATS, "default": LOG_FORMATS[0], "help": "format of the log (default: %(default)s)"},
+    "--log-format": {
+        "choices": LOG_FORMATS,
+        "default": LOG_FORMATS[0],
+        "help": "format of the log (default: %(default)s)",
+    },
     "--log-file": {
         "metavar": "FILE",
         "help": "append the log to FILE (default: stderr; with --detach: a file beside the socket); with --detach or "

@@ -137,9 +137,7 @@ def _of_registered(kind: type, value: Any) -> Sharded | torch.Tensor:
     except AsyncCkptError:
         raise
     except (TypeError, ValueError, IndexError) as error:
-        raise unsupported_shard(
-            name, f"to_shards() returned no (global shape, parts): {error}"
-        ) from error
+        raise unsupported_shard(name, f"to_shards() returned no (global shape, parts): {error}") from error
 
 
 def _of_sharded_tensor(value: Any) -> Sharded:

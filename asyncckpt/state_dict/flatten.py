@@ -174,7 +174,9 @@ class Flattened:
     @property
     def per_rank(self) -> frozenset[int]:
         """Numbers of the tensors of which a path is in a `PerRank`."""
-        return frozenset(leaf[1] for _, node in per_rank_nodes(self.tree) for _, leaf in leaves(node) if leaf[0] != OBJECT)
+        return frozenset(
+            leaf[1] for _, node in per_rank_nodes(self.tree) for _, leaf in leaves(node) if leaf[0] != OBJECT
+        )
 
     @property
     def common(self) -> list[int]:

@@ -165,7 +165,9 @@ def test_verify_newest_says_which_would_be_used(tmp_path: Path, command: Command
     root = tmp_path / "runs"
     save(root, "a", "b", "c")
     code, out, _ = command("verify", "--newest", root)
-    assert code == 0 and out.splitlines()[-1] == f"restore_latest would load {root / 'c'}" and str(root / "b") not in out
+    assert (
+        code == 0 and out.splitlines()[-1] == f"restore_latest would load {root / 'c'}" and str(root / "b") not in out
+    )
     for name in ("c", "b"):
         shard = shard_paths(str(root / name))[0]
         flip_byte(shard, os.path.getsize(shard) - 1)

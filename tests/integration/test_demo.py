@@ -40,7 +40,10 @@ def test_a_short_demo_holds_from_end_to_end(
     code = demo.run(argparse.Namespace(dir=str(tmp_path)))
     out, err = capfd.readouterr()
     assert code == 0, out + err
-    assert "written=False" in out and "all training processes are dead; the worker continues and commits step-000004" in out
+    assert (
+        "written=False" in out
+        and "all training processes are dead; the worker continues and commits step-000004" in out
+    )
     assert "equal bit for bit" in out and "6 checkpoints verify" in out and "all checks hold" in out
     assert [p for p in endpoint_dir.rglob("*") if p.is_socket()] == []
 

@@ -53,7 +53,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--max-shard-bytes", metavar="N", type=parse_nbytes, help="maximum size of one file, such as 5GB or 4.5GiB"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint at DST")
-    parser.add_argument("--partial", action="store_true", help="leave out, and list, what the format of DST cannot store")
+    parser.add_argument(
+        "--partial", action="store_true", help="leave out, and list, what the format of DST cannot store"
+    )
     parser.add_argument(
         "--no-read-back",
         action="store_true",

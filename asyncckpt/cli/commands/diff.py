@@ -23,7 +23,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", metavar="A", type=path_argument, help="a checkpoint of any format")
     parser.add_argument("second", metavar="B", type=path_argument, help="the checkpoint to compare with")
     add_keys(parser)
-    parser.add_argument("--fast", action="store_true", help="compare names, dtypes, shapes and objects, not the tensors' data")
+    parser.add_argument(
+        "--fast", action="store_true", help="compare names, dtypes, shapes and objects, not the tensors' data"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
     from asyncckpt.interop.diff import compare
 
     first, second = os.path.abspath(args.first), os.path.abspath(args.second)
-    with show_reads(Files(), lambda: 0 if args.keys else _total_nbytes(first, second), quiet=args.json or args.fast) as files:
+    with show_reads(
+        Files(), lambda: 0 if args.keys else _total_nbytes(first, second), quiet=args.json or args.fast
+    ) as files:
         found = compare(first, second, keys=args.keys, data=not args.fast, files=files)
     rows: list[dict[str, Any]] = [asdict(row) for row in found.differences]
     if rows and not args.json:

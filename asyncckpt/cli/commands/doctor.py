@@ -44,7 +44,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="size of the state that all ranks of this machine save together: 40GB, 1.5TiB, or bytes",
     )
     parser.add_argument(
-        "--ranks", type=count(1, MAX_RANKS), default=1, metavar="N", help="number of ranks on this machine (default: %(default)s)"
+        "--ranks",
+        type=count(1, MAX_RANKS),
+        default=1,
+        metavar="N",
+        help="number of ranks on this machine (default: %(default)s)",
     )
 
 

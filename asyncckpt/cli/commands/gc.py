@@ -51,7 +51,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="AGE",
         help=f"keep saves of which a file was changed within AGE: 90s, 30m, 12h, 2d (default: {DEFAULT_AGE})",
     )
-    parser.add_argument("--tombstones", action="store_true", help="also remove directories that contain only a tombstone")
+    parser.add_argument(
+        "--tombstones", action="store_true", help="also remove directories that contain only a tombstone"
+    )
     parser.add_argument(
         "--locks", action="store_true", help="also remove lock files and temporary files beside checkpoints"
     )

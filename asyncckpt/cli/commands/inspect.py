@@ -29,7 +29,9 @@ _STATS = ("FQN", "MIN", "MAX", "MEAN", "STD", "ZEROS", "NAN", "INF")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", type=path_argument, help="a checkpoint of any format, directory or file")
+    parser.add_argument(
+        "path", metavar="PATH", type=path_argument, help="a checkpoint of any format, directory or file"
+    )
     parser.add_argument(
         "--stats",
         action="store_true",

@@ -53,7 +53,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="in addition, keep checkpoints whose step is a multiple of K",
     )
     parser.add_argument("--best", metavar="METRIC", help="keep the checkpoint with the best value of this metric")
-    parser.add_argument("--best-mode", choices=BEST_MODES, default="min", help="whether the smallest or the largest value is the best (default: %(default)s)")
+    parser.add_argument(
+        "--best-mode",
+        choices=BEST_MODES,
+        default="min",
+        help="whether the smallest or the largest value is the best (default: %(default)s)",
+    )
     add_delete(parser)
     add_endpoint(parser)
 

@@ -46,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; exit code 4 if there is neither an event nor a checkpoint."""
     root = existing_directory(args.root, Files())
     if args.json and args.output:
-        raise ConfigError("--json and --output cannot be used together: --json writes no page", field="output", value=args.output)
+        raise ConfigError(
+            "--json and --output cannot be used together: --json writes no page", field="output", value=args.output
+        )
     history = history_of(read_events(root), _manifests(root))
     if not history.saves:
         raise CheckpointNotFoundError(

@@ -83,7 +83,9 @@ _HELPS = {
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "asyncckpt run [-h] [options of the worker] -- CMD..."
     add_options(parser, _HELPS)
-    parser.add_argument("words", metavar="CMD...", nargs=argparse.REMAINDER, help="the command to run, and its arguments")
+    parser.add_argument(
+        "words", metavar="CMD...", nargs=argparse.REMAINDER, help="the command to run, and its arguments"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

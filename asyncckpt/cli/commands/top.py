@@ -42,7 +42,11 @@ ANSWERS, STALE, WAITING = "answers", "stale", "waiting"
 def configure(parser: argparse.ArgumentParser) -> None:
     add_endpoint(parser)
     parser.add_argument(
-        "--interval", type=parse_seconds, default=1.0, metavar="S", help="seconds between updates (default: %(default)s)"
+        "--interval",
+        type=parse_seconds,
+        default=1.0,
+        metavar="S",
+        help="seconds between updates (default: %(default)s)",
     )
     parser.add_argument("--once", action="store_true", help="print one table and exit")
 

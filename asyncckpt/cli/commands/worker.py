@@ -30,7 +30,11 @@ _START_EXAMPLES = (
     "asyncckpt worker start --advertise $(hostname) --port 7400 --events",
 )
 _ACTIONS = (
-    ("status", "show the worker's state: sessions, ranks, slots, saves", ("asyncckpt worker status", "asyncckpt worker status --json")),
+    (
+        "status",
+        "show the worker's state: sessions, ranks, slots, saves",
+        ("asyncckpt worker status", "asyncckpt worker status --json"),
+    ),
     ("drain", "stop the worker after it has finished the submitted saves", ("asyncckpt worker drain --timeout-s 300",)),
     ("stop", "stop the worker without finishing the submitted saves", ("asyncckpt worker stop",)),
 )
@@ -50,7 +54,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         add_json(action)
         if name != "status":
             action.add_argument(
-                "--timeout-s", type=parse_seconds, default=150.0, metavar="S", help="seconds to wait until it has exited (default: %(default)s)"
+                "--timeout-s",
+                type=parse_seconds,
+                default=150.0,
+                metavar="S",
+                help="seconds to wait until it has exited (default: %(default)s)",
             )
 
 

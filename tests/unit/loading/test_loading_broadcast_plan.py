@@ -11,14 +11,14 @@ import pytest
 from asyncckpt.loading.broadcast_plan import (
     ALIGN_NBYTES,
     Box,
-    Transfer,
     ReadRequest,
+    Transfer,
     assign_reads,
     balance_reads,
-    transfers_by_rank,
+    cut_into_messages,
     decode_request,
     encode_request,
-    cut_into_messages,
+    transfers_by_rank,
 )
 
 

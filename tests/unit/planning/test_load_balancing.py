@@ -16,9 +16,9 @@ from asyncckpt.planning.load_balancing import (  # noqa: E402
     CUT_NBYTES,
     Replica,
     box_of_rows,
+    divide_replicas,
     replica_of,
     row_dimension,
-    divide_replicas,
 )
 
 
@@ -69,7 +69,9 @@ def test_small_replicas_are_never_cut(sets: dict[tuple[int, ...], list[Replica]]
 def test_no_rank_ends_more_than_a_grain_above_the_level(
     holders: tuple[int, ...], members: list[Replica], loads: dict[int, int]
 ) -> None:
-    pieces = [p for cut in zip(members, divide_replicas({holders: members}, loads)[holders], strict=True) for p in [cut]]
+    pieces = [
+        p for cut in zip(members, divide_replicas({holders: members}, loads)[holders], strict=True) for p in [cut]
+    ]
     given_to = dict.fromkeys(holders, 0)
     for replica, cut in pieces:
         for piece in cut:
