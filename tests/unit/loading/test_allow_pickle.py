@@ -322,7 +322,7 @@ def test_what_cannot_be_pickled_is_refused_by_name(tmp_path: pathlib.Path) -> No
 
 @pytest.mark.parametrize("state", [{frozenset((1, 2)): 1}, {Custom(1): None}])
 def test_keys_are_never_pickled(tmp_path: pathlib.Path, state: Any) -> None:
-    with pytest.raises(UnsupportedLeafError, match="keys are str, int"):
+    with pytest.raises(UnsupportedLeafError, match="a key must be a str"):
         save(tmp_path / "a", state)
 
 
@@ -336,7 +336,9 @@ def test_a_tensor_without_memory_is_refused_all_the_same(tmp_path: pathlib.Path)
 def test_by_default_nothing_is_pickled_and_the_way_out_is_said(tmp_path: pathlib.Path) -> None:
     with (
         SyncCheckpointer() as checkpointer,
-        pytest.raises(UnsupportedLeafError, match=r"type Custom cannot be stored; allow_pickle=True on both sides"),
+        pytest.raises(
+            UnsupportedLeafError, match=r"type Custom cannot be stored; with allow_pickle=True in save and load"
+        ),
     ):
         checkpointer.save({"x": Custom(1)}, tmp_path / "a")
 

@@ -267,9 +267,7 @@ def test_a_mapping_that_keeps_its_own_factory_is_no_reason_for_a_warning(
     asyncckpt.load(path, target, keys="a")
     assert not caplog.records and dict(target["a"]) == {"x": 1} and target["a"]["new"] == 7
     asyncckpt.load(path, target, keys="b")
-    assert [record.getMessage().split(", ")[1] for record in caplog.records] == [
-        "'b.y' first: theirs could not be stored; fill a target that has its own"
-    ]
+    assert [record.getMessage().split(", ")[1] for record in caplog.records] == ["first 'b.y'"]
 
 
 def test_an_optimizer_under_two_names_takes_two_saved_ones_that_are_equal(tmp_path: Path) -> None:
@@ -517,7 +515,7 @@ def test_a_module_object_or_subtree_of_which_nothing_was_saved_is_an_error_eithe
 ) -> None:
     path = save(tmp_path / "c", {"net": linear().state_dict(), "parts": {"step": 7}, "step": 7})
     target = {**LOST[case](), "step": 0}
-    with pytest.raises(MissingKeysError, match="nothing at all of") as caught:
+    with pytest.raises(MissingKeysError, match="nothing was saved of") as caught:
         asyncckpt.load(path, target, strict=strict)
     assert caught.value.keys and target["step"] == 0
     asyncckpt.load(path, target, strict=strict, keys=["step"])

@@ -209,7 +209,7 @@ def test_overlapping_shards_of_a_target_are_refused_by_name(tmp_path: Path, tile
 def test_shards_that_cannot_be_are_refused_by_name(tmp_path: Path, tiles: None) -> None:
     path = save(tmp_path / "c", {"w": torch.ones(4, 4)})
     register_shard_type(Tiles, lambda v: (v.shape, [(torch.zeros(2, 2), (3, 3))]), _tiles_in)
-    with pytest.raises(UnsupportedLeafError, match=r"'w'.*does not lie in") as caught:
+    with pytest.raises(UnsupportedLeafError, match=r"'w'.*is not inside") as caught:
         load(path, {"w": Tiles((4, 4), (2, 2), [])})
     assert caught.value.leaf == "w"
 

@@ -157,7 +157,7 @@ def test_names_that_share_memory_and_were_saved_with_other_values_are_named(
         expected[name] = expected[name] + 1
         expected["other"] = torch.ones(2)
         path = save(tmp_path / str(n), _whole(target, expected))
-        with pytest.raises(AliasMismatchError, match="are filled") as caught:
+        with pytest.raises(AliasMismatchError, match="have been filled") as caught:
             asyncckpt.load(path, target, low_memory=low_memory)
         assert caught.value.path == str(path)
         assert name in (caught.value.fqn, caught.value.other_fqn)

@@ -434,7 +434,7 @@ def test_loads_of_grids_are_what_their_boxes_say() -> None:
 @pytest.mark.usefixtures("grids")
 def test_a_rank_whose_number_is_not_that_of_its_mesh_is_told_so() -> None:
     held = {"w": OnGrid(whole(4, 4), grid_of((2,), 0), 0)}
-    with pytest.raises(RanksDisagreeError, match="another shard of 'w'"):
+    with pytest.raises(RanksDisagreeError, match="a shard of 'w' that another rank"):
         PlanCache(files_per_rank=1, rank=1, agreement=Ranks(2).agreement).plan_for(held)
 
 

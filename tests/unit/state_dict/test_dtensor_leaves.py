@@ -85,7 +85,7 @@ def test_what_is_a_partial_sum_is_refused_by_leaf(mesh: Any) -> None:
 
 
 def test_a_local_tensor_that_is_not_what_the_placements_say_is_refused(mesh: Any) -> None:
-    with pytest.raises(UnsupportedLeafError, match=r"shape \[4, 3\], which is not this rank's share of \[4, 3\]"):
+    with pytest.raises(UnsupportedLeafError, match=r"shape \[4, 3\], which is not this rank's part of \[4, 3\]"):
         flatten({"w": dtensor(torch.ones(4, 3), mesh, Replicate(), Shard(0), shape=(4, 3))})
     with pytest.raises(UnsupportedLeafError, match=r"shape \[1, 3\]"):
         flatten({"w": dtensor(torch.ones(1, 3), mesh, Shard(0), Shard(0), shape=(2, 3))})
