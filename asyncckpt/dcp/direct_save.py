@@ -24,7 +24,7 @@ from asyncckpt.basics.paths import current_umask
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.dcp.commit import commit_all
 from asyncckpt.dcp.tensor_stream import Resolve, StreamedImage, in_file_order, settle
-from asyncckpt.dcp.worker_session import Ticket
+from asyncckpt.dcp.worker_session import SaveTask
 from asyncckpt.dcp.write_plan import WriteOptions, lay_out, rank_result
 from asyncckpt.errors import CommitUnknownError
 from asyncckpt.format.names import SaveId
@@ -48,7 +48,7 @@ class _Stopped(Exception):
 
 
 class CallersResolves:
-    """See the module. For one `serve`.
+    """Resolves tensors in the thread that called `write_data`, for the threads that write. For one `serve`.
 
     Args:
         resolves: In the order of the files.
@@ -167,7 +167,7 @@ class Unfinished(NamedTuple):
 def write_part(
     plan: SavePlan,
     planner: SavePlanner,
-    ticket: Ticket,
+    task: SaveTask,
     options: WriteOptions,
     config: CheckpointerConfig,
     files: Files,
@@ -178,7 +178,7 @@ def write_part(
 
     Args:
         plan, planner: What to write.
-        ticket: Of the save.
+        task: Of the save.
         options, config: How.
         files: The storage seam.
         keep_open: Leave index and objects to the caller: this is the coordinator.
@@ -202,12 +202,12 @@ def write_part(
             resolves[n] = resolve
     threads = max(options.threads, MIN_THREADS)
     with StreamedImage(
-        laid_out.layout, laid_out.specs, resolves, ticket.save_id, options.copy_ahead_nbytes, device
+        laid_out.layout, laid_out.specs, resolves, task.save_id, options.copy_ahead_nbytes, device
     ) as image:
         request = build_request(
             config,
-            RankInfo(ticket.rank, ticket.world_size),
-            ticket.save_id,
+            RankInfo(task.rank, task.world_size),
+            task.save_id,
             path=options.path,
             step=None,
             parts=image.parts,
@@ -221,17 +221,17 @@ def write_part(
                 serving.serve(partial(writer.write_shards, pool))
             else:
                 writer.write_shards(pool)
-    results = laid_out.results_of(ticket.save_id, ticket.rank)
+    results = laid_out.results_of(task.save_id, task.rank)
     if keep_open:
-        return [*results, rank_result(ticket.rank, None)], Unfinished(writer, laid_out.tensors)
-    return [*results, rank_result(ticket.rank, writer.finish(request))], None
+        return [*results, rank_result(task.rank, None)], Unfinished(writer, laid_out.tensors)
+    return [*results, rank_result(task.rank, writer.finish(request))], None
 
 
 _log = logging.getLogger("asyncckpt.dcp")
 
 
 class InProcess:
-    """See the module. For one save of one rank.
+    """One save of one rank that this process writes itself.
 
     Args:
         path: The checkpoint's directory.
@@ -244,8 +244,8 @@ class InProcess:
         self._unfinished: Unfinished | None = None
         self._abandoned: weakref.finalize[Any, InProcess] | None = None
 
-    def begin(self, epoch: int, world_size: int) -> list[Ticket]:
-        """Make the directory, and the tickets of all ranks; the coordinator calls it.
+    def begin(self, epoch: int, world_size: int) -> list[SaveTask]:
+        """Make the directory, and the tasks of all ranks; the coordinator calls it.
 
         Raises:
             CheckpointExistsError: A checkpoint is at the path that is not to be replaced.
@@ -255,10 +255,10 @@ class InProcess:
         made = self._prepare_directory(save_id)
         # It takes along whatever ranks have written, should this save come to nothing.
         self._abandoned = weakref.finalize(self, _remove, self._path, save_id, self._files, made, os.getpid())
-        return [Ticket(save_id=save_id, rank=rank, world_size=world_size) for rank in range(world_size)]
+        return [SaveTask(save_id=save_id, rank=rank, world_size=world_size) for rank in range(world_size)]
 
     def write(
-        self, plan: SavePlan, planner: SavePlanner, ticket: Ticket, options: WriteOptions, *, is_coordinator: bool
+        self, plan: SavePlan, planner: SavePlanner, task: SaveTask, options: WriteOptions, *, is_coordinator: bool
     ) -> list[WriteResult]:
         """Write this rank's files.
 
@@ -270,13 +270,13 @@ class InProcess:
         Blocks: for the writes.
         """
         if not is_coordinator:
-            self._prepare_directory(ticket.save_id)
+            self._prepare_directory(task.save_id)
         try:
             results, self._unfinished = write_part(
-                plan, planner, ticket, options, self._config, self._files, keep_open=is_coordinator
+                plan, planner, task, options, self._config, self._files, keep_open=is_coordinator
             )
         except BaseException:
-            if ticket.world_size == 1:  # else others may still be writing
+            if task.world_size == 1:  # else others may still be writing
                 self.abandon()
             raise
         return results

@@ -51,7 +51,7 @@ def decode_facts(data: bytearray) -> dict[str, Fact]:
 
 
 class FileLeaves:
-    """See the module. Only what is asked for is read; no file is open in between.
+    """Tensors and leaves of one file, by FQN. Only what is asked for is read; no file stays open in between.
 
     Args:
         path: A checkpoint of any kind; a file of `torch.save` as a rule.

@@ -145,7 +145,7 @@ class _Later:
 class _Known(dict[str, Any]):
     """Metadata by name; also answers for names that it does not list."""
 
-    def __init__(self, described: Described) -> None:
+    def __init__(self, described: CheckpointMetadata) -> None:
         super().__init__()
         self._described = described
 
@@ -161,8 +161,8 @@ class _Known(dict[str, Any]):
         return dict, (dict(self),)
 
 
-class Described:
-    """See the module.
+class CheckpointMetadata:
+    """The metadata of a committed checkpoint, in the form that torch.distributed.checkpoint expects.
 
     Args:
         contents: The checkpoint.

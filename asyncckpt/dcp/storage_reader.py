@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from asyncckpt.basics.paths import absolute_path, is_local_path
 from asyncckpt.config import RankInfo, check_keywords
-from asyncckpt.dcp.saved_metadata import Described
+from asyncckpt.dcp.saved_metadata import CheckpointMetadata
 from asyncckpt.dcp.write_plan import check_target
 from asyncckpt.distributed.process_group import find_rank_info, machine
 from asyncckpt.dtypes import DTYPES
@@ -271,7 +271,7 @@ class StorageReader(TorchStorageReader):
 
     def _begin(self) -> None:
         self.load_id = uuid.uuid4().hex
-        self._described: Described | None = None
+        self._described: CheckpointMetadata | None = None
         self._found: SaveRead | None = None
         self._failure: Exception | None = None
 
@@ -310,13 +310,13 @@ class StorageReader(TorchStorageReader):
             self._failure = error
             raise
 
-    def _read_described(self) -> Described:
+    def _read_described(self) -> CheckpointMetadata:
         reader = find_rank_info(self._rank_info)
         options: Any = {"threads": self._threads, "verify": self._verify, "allow_pickle": self._allow_pickle}
         described, self._found = read_consistent(
             self.path,
             self._files,
-            lambda contents: (Described(contents, reader, self._files, **options), found_in(contents, self._files)),
+            lambda contents: (CheckpointMetadata(contents, reader, self._files, **options), found_in(contents, self._files)),
         )
         self._described = described
         return described
@@ -383,7 +383,7 @@ class StorageReader(TorchStorageReader):
         future.set_result(None)
         return future
 
-    def _located(self, described: Described, item: ReadItem) -> tuple[SavedTensor, tuple[int, ...]]:
+    def _located(self, described: CheckpointMetadata, item: ReadItem) -> tuple[SavedTensor, tuple[int, ...]]:
         """Return the tensor that an item reads, and where in it the item's box begins."""
         fqn, offset = item.storage_index.fqn, item.storage_index.offset
         saved = described.tensor(fqn)
@@ -411,7 +411,7 @@ class StorageReader(TorchStorageReader):
             )
         return saved, tuple(s + o for s, o in zip(start, offsets, strict=True))
 
-    def _read(self, described: Described, planner: LoadPlanner, batch: Sequence[_Located]) -> None:
+    def _read(self, described: CheckpointMetadata, planner: LoadPlanner, batch: Sequence[_Located]) -> None:
         ranges: list[tuple[tuple[int, int], Wanted]] = []
         targets = []
         for item, saved, offsets in batch:

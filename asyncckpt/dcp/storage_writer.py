@@ -26,7 +26,7 @@ from asyncckpt.basics.paths import absolute_path, is_local_path
 from asyncckpt.config import CheckpointerConfig, check_keywords
 from asyncckpt.dcp.direct_save import InProcess
 from asyncckpt.dcp.worker_save import FIELDS, ByWorker
-from asyncckpt.dcp.worker_session import Offer, Ticket, forget_tickets, received_ticket
+from asyncckpt.dcp.worker_session import WorkerInfo, SaveTask, forget_received, received_task
 from asyncckpt.dcp.write_plan import (
     WriteOptions,
     chunks_in,
@@ -57,7 +57,7 @@ _begun: deque[tuple[SaveId, int]] = deque(maxlen=64)
 
 
 class OneAtATime:
-    """See the module. One per writer."""
+    """Lets one save of a writer begin only when the one before has ended. One per writer."""
 
     def __init__(self) -> None:
         self._forget()
@@ -273,13 +273,13 @@ class StorageWriter(TorchStorageWriter, Stager):
     def _forget_save(self) -> None:
         self._one = OneAtATime()
         self._is_coordinator, self._rank = False, 0
-        self._offer: Offer | None = None
-        self._ticket: Ticket | None = None
+        self._worker_info: WorkerInfo | None = None
+        self._task: SaveTask | None = None
         self._in_process: InProcess | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process needs: neither staged tensors nor a save that is under way here."""
-        own = ("_one", "_is_coordinator", "_rank", "_offer", "_ticket", "_in_process")
+        own = ("_one", "_is_coordinator", "_rank", "_worker_info", "_task", "_in_process")
         state = {name: value for name, value in self.__dict__.items() if name not in own}
         return {**state, "state_dict_cache": None}
 
@@ -295,7 +295,7 @@ class StorageWriter(TorchStorageWriter, Stager):
     @property
     def save_id(self) -> str | None:
         """Of the save that was begun last, as `storage_meta()` says it; None before its ranks have agreed on a plan."""
-        return str(self._ticket.save_id) if self._ticket else None
+        return str(self._task.save_id) if self._task else None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin anew, at `checkpoint_id` if one is given.
@@ -337,7 +337,7 @@ class StorageWriter(TorchStorageWriter, Stager):
         check_memory_is_real("dcp.save")
         with self._one.beginning():
             self._abandon()
-        forget_tickets()
+        forget_received()
         if not kwargs.get("use_collectives", True):
             raise ConfigError(
                 "dcp.save(use_collectives=False) makes a checkpoint of each rank, with no common commit; "
@@ -365,31 +365,31 @@ class StorageWriter(TorchStorageWriter, Stager):
         """
         sorted_out(plan.items)
         if self._by_worker is None:
-            offer = Offer(rank=self._rank, instance="", why="use_worker=False")
+            worker_info = WorkerInfo(rank=self._rank, instance="", why="use_worker=False")
         else:
-            offer = self._by_worker.offer(
+            worker_info = self._by_worker.worker_info(
                 self._rank, is_coordinator=self._is_coordinator, fsync=self.sync_files, overwrite=self.overwrite
             )
-        self._offer = offer
-        return dataclasses.replace(plan, storage_data=offer)
+        self._worker_info = worker_info
+        return dataclasses.replace(plan, storage_data=worker_info)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give the save its id, and each rank's plan a ticket with it.
+        """Give the save its id, and each rank's plan a task with it.
 
         Raises:
             CheckpointExistsError: A checkpoint is at the path that is not to be replaced.
             SaveFailedError: The directory beside it cannot be looked at.
             AsyncCkptError: The workers of several nodes, of which one was named, cannot be linked.
         """
-        given: list[Ticket] | None = None
+        given: list[SaveTask] | None = None
         with self._one.going_on(), self._failures(None):
             epoch = catalog.next_epoch_beside(self.path, LocalStore(self._files))
-            if self._by_worker is not None and self._offer is not None:
-                given = self._by_worker.begin(self.path, self._offer, epoch, plans, self._files)
+            if self._by_worker is not None and self._worker_info is not None:
+                given = self._by_worker.begin(self.path, self._worker_info, epoch, plans, self._files)
             if given is None:
                 given = self._in_this_process().begin(epoch, len(plans))
-        self._ticket = given[self._rank if self._rank < len(given) else 0]
-        return [dataclasses.replace(plan, storage_data=ticket) for plan, ticket in zip(plans, given, strict=True)]
+        self._task = given[self._rank if self._rank < len(given) else 0]
+        return [dataclasses.replace(plan, storage_data=task) for plan, task in zip(plans, given, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Stage this rank's files and hand them to the worker; or write them.
@@ -403,8 +403,8 @@ class StorageWriter(TorchStorageWriter, Stager):
         Blocks: for the copy, and for memory; where this process writes, for the writes.
         """
         with self._one.going_on():
-            ticket = received_ticket() or self._ticket or plan.storage_data
-            if not isinstance(ticket, Ticket) or (ticket.save_id, ticket.rank) in _begun:
+            task = received_task() or self._task or plan.storage_data
+            if not isinstance(task, SaveTask) or (task.save_id, task.rank) in _begun:
                 # A planner that caches plans goes on with that of an earlier save (ADR 0058).
                 raise SaveFailedError(
                     f"the save to {self.path}: this rank was not told what the coordinator has decided; nothing was "
@@ -413,25 +413,25 @@ class StorageWriter(TorchStorageWriter, Stager):
                     path=self.path,
                     detail="the plan is of another save, or was not sent through a process group",
                 )
-            self._ticket = ticket
-            _begun.append((ticket.save_id, ticket.rank))
-            results = self._write(plan, planner, ticket)
+            self._task = task
+            _begun.append((task.save_id, task.rank))
+            results = self._write(plan, planner, task)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
-    def _write(self, plan: SavePlan, planner: SavePlanner, ticket: Ticket) -> list[WriteResult]:
+    def _write(self, plan: SavePlan, planner: SavePlanner, task: SaveTask) -> list[WriteResult]:
         options = WriteOptions(
             path=self.path,
             threads=self.thread_count,
             one_file=self.single_file_per_rank,
             copy_ahead_nbytes=self.per_thread_copy_ahead * self.thread_count,
         )
-        with self._failures(ticket.save_id, ticket.rank):
-            if ticket.by_worker and self._by_worker is not None:
-                return self._by_worker.write(plan, planner, ticket, options)
+        with self._failures(task.save_id, task.rank):
+            if task.by_worker and self._by_worker is not None:
+                return self._by_worker.write(plan, planner, task, options)
             write = self._in_this_process().write
-            return write(plan, planner, ticket, options, is_coordinator=self._is_coordinator)
+            return write(plan, planner, task, options, is_coordinator=self._is_coordinator)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit.
@@ -445,10 +445,10 @@ class StorageWriter(TorchStorageWriter, Stager):
         Blocks: until everything is durable; with `overwrite` for another save that is being published there.
         """
         with self._one.going_on():
-            ticket = self._ticket
-            assert ticket is not None, "finish comes after this writer's write_data"
-            with self._failures(ticket.save_id, ticket.rank):
-                by_worker = self._by_worker if ticket.by_worker else None
+            task = self._task
+            assert task is not None, "finish comes after this writer's write_data"
+            with self._failures(task.save_id, task.rank):
+                by_worker = self._by_worker if task.by_worker else None
                 (by_worker or self._in_this_process()).finish(metadata, results)
         metadata.storage_data = chunks_in(results)
         metadata.storage_meta = self.storage_meta()
@@ -475,7 +475,7 @@ class StorageWriter(TorchStorageWriter, Stager):
             self._in_process.abandon()
         if self._by_worker is not None:
             self._by_worker.abandon()
-        self._in_process = self._offer = self._ticket = None
+        self._in_process = self._worker_info = self._task = None
 
     @contextlib.contextmanager
     def _failures(self, save_id: SaveId | None, rank: int = 0) -> Iterator[None]:

@@ -25,7 +25,7 @@ from asyncckpt.storage.rank_writer import EXTENT_NBYTES
 
 
 class CopyAhead:
-    """See the module. Safe to use from several threads.
+    """Copies tensors from devices before they are written, in the order of writing. Safe to use from several threads.
 
     Args:
         sizes: Bytes of each tensor, in the order of writing.
@@ -96,7 +96,7 @@ def _await(device: Device, index: int, event: Event, done: str) -> None:
 
 
 class WrittenTensor:
-    """See the module. Safe to use from several threads.
+    """A tensor that is resolved at the first read of its bytes and freed after the last. Safe to use from several threads.
 
     Args:
         resolve: Makes the elements.

@@ -26,7 +26,7 @@ from asyncckpt.client.worker_client import WorkerClient
 from asyncckpt.config import RankInfo
 from asyncckpt.dcp.commit import finished_request
 from asyncckpt.dcp.tensor_stream import StreamedImage
-from asyncckpt.dcp.worker_session import Ticket
+from asyncckpt.dcp.worker_session import SaveTask
 from asyncckpt.dcp.write_plan import LaidOut, StoredLeaf, WriteOptions, lay_out, rank_result
 from asyncckpt.errors import InsufficientMemoryError, SaveFailedError, SlotBusyError
 from asyncckpt.format.layout import round_up
@@ -57,7 +57,7 @@ measured."""
 
 @dataclass(kw_only=True, slots=True)
 class SealRoom:
-    """See the module. One per writer.
+    """Says how much room the request of a seal needs at the end of the slot. One per writer.
 
     Attributes:
         names_nbytes: Of the trees of all ranks, as the plans of this save say.
@@ -342,7 +342,7 @@ _log = logging.getLogger("asyncckpt.dcp")
 def stage_part(
     plan: SavePlan,
     planner: SavePlanner,
-    ticket: Ticket,
+    task: SaveTask,
     options: WriteOptions,
     process: WorkerClient,
     seal_room: SealRoom,
@@ -351,9 +351,9 @@ def stage_part(
 
     Args:
         plan, planner: What to save.
-        ticket: Of the save.
+        task: Of the save.
         options: How.
-        process: The worker, joined for the ticket.
+        process: The worker, joined for the task.
         seal_room: Of the coordinator.
 
     Returns:
@@ -369,13 +369,13 @@ def stage_part(
     Blocks: for a slot, and for the copy; where the state is larger than its memory, for all but the last segments to be
     written.
     """
-    save_id, slot = ticket.save_id, None
+    save_id, slot = task.save_id, None
     try:
         laid_out, device = lay_out(plan, planner, one_file=options.one_file), CudaDevice()
         with StreamedImage(
             laid_out.layout, laid_out.specs, laid_out.resolves, save_id, options.copy_ahead_nbytes, device
         ) as image:
-            part = _Part(laid_out, image, ticket, options, process, seal_room)
+            part = _Part(laid_out, image, task, options, process, seal_room)
             slot = part.acquire(image)
             unsealed = part.stage(image, slot)
     except BaseException as error:
@@ -383,7 +383,7 @@ def stage_part(
             slot.settle()
         process.withdraw(save_id, f"staging failed: {error!r}")
         raise
-    return [*laid_out.results_of(save_id, ticket.rank), rank_result(ticket.rank, None)], unsealed
+    return [*laid_out.results_of(save_id, task.rank), rank_result(task.rank, None)], unsealed
 
 
 class _Part:
@@ -393,20 +393,20 @@ class _Part:
         self,
         laid_out: LaidOut,
         image: StreamedImage,
-        ticket: Ticket,
+        task: SaveTask,
         options: WriteOptions,
         process: WorkerClient,
         seal_room: SealRoom,
     ) -> None:
         self.laid_out = laid_out
-        self._ticket, self._options, self._process = ticket, options, process
+        self._task, self._options, self._process = task, options, process
         self._began_at, self._seal_room = time.perf_counter(), seal_room
-        self._is_open_end = ticket.rank == 0
+        self._is_open_end = task.rank == 0
         self._ring: StreamLayout | None = None
         self.request = build_request(
             process.config,
-            RankInfo(ticket.rank, ticket.world_size),
-            ticket.save_id,
+            RankInfo(task.rank, task.world_size),
+            task.save_id,
             path=options.path,
             step=None,
             parts=tuple(PartRange(PAGE_NBYTES + offset, nbytes) for offset, nbytes in image.parts),
@@ -432,7 +432,7 @@ class _Part:
             except InsufficientMemoryError as error:
                 if limit is not None or nbytes <= SMALL_RING_NBYTES:
                     return None
-                _log.warning("save %s: %s", self._ticket.save_id, error.message)
+                _log.warning("save %s: %s", self._task.save_id, error.message)
         room += self._spare(limit)
         ring = ring_within(limit or SMALL_RING_NBYTES, self.request.parts, room)
         if ring is None:
@@ -441,15 +441,15 @@ class _Part:
         self.request = replace(self.request, ring_segments=ring.n_cells, ring_segment_nbytes=ring.segment_nbytes)
         _log.warning(
             "save %s: %d bytes go through %d bytes of memory in segments: staging takes as long as writing",
-            self._ticket.save_id,
+            self._task.save_id,
             len(image),
             ring.cells_nbytes,
         )
         return self._slot(ring.end + room + PAGE_NBYTES)
 
     def _slot(self, nbytes: int, spare_nbytes: int = 0) -> Slot:
-        ticket, path, pool = self._ticket, self._options.path, self._process.pool
-        return pool.acquire(nbytes, None, ticket.save_id, step=None, path=path, spare_nbytes=spare_nbytes)
+        task, path, pool = self._task, self._options.path, self._process.pool
+        return pool.acquire(nbytes, None, task.save_id, step=None, path=path, spare_nbytes=spare_nbytes)
 
     def _spare(self, limit: int | None) -> int:
         """Return how much is added for what other ranks' leaves may take in the coordinator's request."""
@@ -463,10 +463,10 @@ class _Part:
         room = round_up(request_nbytes + REQUEST_SLACK_NBYTES)
         if not self._is_open_end:
             return room, room
-        items, world_size = self.laid_out.items, self._ticket.world_size
+        items, world_size = self.laid_out.items, self._task.world_size
         names = {item.index.fqn for item in [*(item for item, _ in items.tensors), *items.leaves, *items.empty]}
         raws = [r.storage_data.raw for r in self.laid_out.results if isinstance(r.storage_data, StoredLeaf)]
-        objects_nbytes = len(encode_objects(self._ticket.save_id, raws))
+        objects_nbytes = len(encode_objects(self._task.save_id, raws))
         if world_size == 1:
             objects_nbytes += MAX_METADATA_NBYTES
         own_names_nbytes, seal_room = names_nbytes(names), self._seal_room
@@ -475,14 +475,14 @@ class _Part:
 
     def stage(self, image: StreamedImage, slot: Slot) -> Unsealed | None:
         """Fill the slot; seal it and hand it over, but that of the coordinator."""
-        process, save_id, path = self._process, self._ticket.save_id, self._options.path
+        process, save_id, path = self._process, self._task.save_id, self._options.path
         ring, control = self._ring, slot.memory.control
         slot.generation += 1
         slot.is_ring = ring is not None
         request = encode_request(self.request)
         body_end = PAGE_NBYTES + len(image) if ring is None else ring.end
         # A coordinator of several ranks begins at the end: nobody knows yet how long its request will be.
-        is_known = not self._is_open_end or self._ticket.world_size == 1
+        is_known = not self._is_open_end or self._task.world_size == 1
         streams = ring is not None or (worth_streaming(len(image)) and is_known)
         begun = streams or not self._is_open_end
         if begun:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt.config import CheckpointerConfig, RankInfo, endpoint_from_environment
 from asyncckpt.dcp.worker_part import SealRoom, Unsealed, stage_part
-from asyncckpt.dcp.worker_session import Offer, Ticket, WorkerSession, received_offers
+from asyncckpt.dcp.worker_session import WorkerInfo, SaveTask, WorkerSession, received_worker_infos
 from asyncckpt.dcp.write_plan import WriteOptions
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import AsyncCkptError, CommitTimeoutError
@@ -44,7 +44,7 @@ _log = logging.getLogger("asyncckpt.dcp")
 
 
 class ByWorker:
-    """See the module. One per `StorageWriter`; keeps its connection, and its memory, from save to save.
+    """Lets the workers write the saves of one `StorageWriter`. Keeps its connection and its memory from save to save.
 
     Args:
         endpoint: Of a running worker; None: `$ASYNCCKPT_ENDPOINT`, else this user's worker of this job.
@@ -77,7 +77,7 @@ class ByWorker:
 
     # ---- before the plan --------------------------------------------------------------------------------------------
 
-    def offer(self, rank: int, *, is_coordinator: bool, fsync: bool, overwrite: bool) -> Offer:
+    def worker_info(self, rank: int, *, is_coordinator: bool, fsync: bool, overwrite: bool) -> WorkerInfo:
         """Find a worker, or start one.
 
         Args:
@@ -86,7 +86,7 @@ class ByWorker:
             fsync, overwrite: Of the save.
 
         Raises:
-            AsyncCkptError: Nobody answers at the endpoint that was named; else the offer says why there is none.
+            AsyncCkptError: Nobody answers at the endpoint that was named; else the returned information says why there is none.
 
         Blocks: up to `worker_start_timeout_s`.
         """
@@ -100,14 +100,14 @@ class ByWorker:
             slots=2,
         )
         try:
-            # IMPORTANT: a guess, with which a save needs no second connection; the ticket says it for certain.
+            # IMPORTANT: a guess, with which a save needs no second connection; the task says it for certain.
             world_size = max(find_rank_info(None).world_size, rank + 1)
             guess = RankInfo(0 if is_coordinator else rank, world_size)
-            return Offer(rank=rank, instance=self._session_here().instance(guess, self._config), why="")
+            return WorkerInfo(rank=rank, instance=self._session_here().instance(guess, self._config), why="")
         except AsyncCkptError as error:
             if self._endpoint is not None:
                 raise
-            return Offer(rank=rank, instance="", why=error.message)
+            return WorkerInfo(rank=rank, instance="", why=error.message)
 
     def _session_here(self) -> WorkerSession:
         if self._session is None or self._session.is_inherited:
@@ -118,8 +118,8 @@ class ByWorker:
 
     # ---- the plan ---------------------------------------------------------------------------------------------------
 
-    def begin(self, path: str, own: Offer, epoch: int, plans: Sequence[SavePlan], files: Files) -> list[Ticket] | None:
-        """Return the tickets of all ranks, in the order of their plans; the coordinator calls it.
+    def begin(self, path: str, own: WorkerInfo, epoch: int, plans: Sequence[SavePlan], files: Files) -> list[SaveTask] | None:
+        """Return the tasks of all ranks, in the order of their plans; the coordinator calls it.
 
         Waits first for a save to the same path that was handed over and not waited for to its end (Ctrl-C).
 
@@ -134,7 +134,7 @@ class ByWorker:
         Blocks: for that save, up to `commit_timeout_s`; what is refused then is refused by the worker.
         """
         world_size = len(plans)
-        found = {**received_offers(), own.rank: own}
+        found = {**received_worker_infos(), own.rank: own}
         order = [own.rank] if world_size == 1 else list(range(world_size))
         why = [f"rank {r}: {found[r].why if r in found else 'it has not said'}" for r in order if not _has(found, r)]
         if not why:
@@ -163,7 +163,7 @@ class ByWorker:
 
     # ---- the save ---------------------------------------------------------------------------------------------------
 
-    def write(self, plan: SavePlan, planner: SavePlanner, ticket: Ticket, options: WriteOptions) -> list[WriteResult]:
+    def write(self, plan: SavePlan, planner: SavePlanner, task: SaveTask, options: WriteOptions) -> list[WriteResult]:
         """Stage this rank's part.
 
         Raises:
@@ -172,9 +172,9 @@ class ByWorker:
         Blocks: as there.
         """
         session = self._session_here()
-        self._save_id = ticket.save_id
-        process = session.join(ticket, self._config)
-        results, self._unsealed = stage_part(plan, planner, ticket, options, process, self._seal_room)
+        self._save_id = task.save_id
+        process = session.join(task, self._config)
+        results, self._unsealed = stage_part(plan, planner, task, options, process, self._seal_room)
         return results
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
@@ -226,5 +226,5 @@ class ByWorker:
             session.close()
 
 
-def _has(found: Mapping[int, Offer], rank: int) -> bool:
+def _has(found: Mapping[int, WorkerInfo], rank: int) -> bool:
     return rank in found and bool(found[rank].instance)

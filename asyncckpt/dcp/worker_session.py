@@ -24,7 +24,7 @@ from asyncckpt.protocol.endpoint import default_endpoint, socket_path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
+class WorkerInfo:
     """What a rank tells the coordinator before the plan: the `instance` of its worker; "": none, and `why`."""
 
     rank: int
@@ -32,11 +32,11 @@ class Offer:
     why: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _offered, (self.rank, self.instance, self.why)
+        return _receive_worker_info, (self.rank, self.instance, self.why)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ticket:
+class SaveTask:
     """A rank's part in one save: its id, which rank, of how many.
 
     `by_worker`: the workers write, and the coordinator is rank 0. `workers`: every rank's, and `told`: what rank 0 says
@@ -56,8 +56,8 @@ class Ticket:
 
 class _Here(threading.local):
     def __init__(self) -> None:
-        self.ticket: Ticket | None = None
-        self.offers: dict[int, Offer] = {}
+        self.task: SaveTask | None = None
+        self.worker_infos: dict[int, WorkerInfo] = {}
 
 
 _here = _Here()
@@ -65,8 +65,8 @@ _here = _Here()
 
 def _receive(
     save_id: str, rank: int, world_size: int, by_worker: bool, workers: tuple[str, ...], told: bytes
-) -> Ticket:
-    _here.ticket = ticket = Ticket(
+) -> SaveTask:
+    _here.task = task = SaveTask(
         save_id=SaveId.parse(save_id),
         rank=rank,
         world_size=world_size,
@@ -74,41 +74,41 @@ def _receive(
         workers=workers,
         told=told,
     )
-    return ticket
+    return task
 
 
-def _offered(rank: int, instance: str, why: str) -> Offer:
-    offer = Offer(rank=rank, instance=instance, why=why)
-    note_offer(offer)
-    return offer
+def _receive_worker_info(rank: int, instance: str, why: str) -> WorkerInfo:
+    worker_info = WorkerInfo(rank=rank, instance=instance, why=why)
+    note_worker_info(worker_info)
+    return worker_info
 
 
-def note_offer(offer: Offer) -> None:
-    """Take an offer as received by this thread."""
-    _here.offers[offer.rank] = offer
+def note_worker_info(worker_info: WorkerInfo) -> None:
+    """Take a `WorkerInfo` as received by this thread."""
+    _here.worker_infos[worker_info.rank] = worker_info
 
 
-def forget_tickets() -> None:
+def forget_received() -> None:
     """Forget what this thread has received: a save begins."""
-    _here.ticket = None
-    _here.offers = {}
+    _here.task = None
+    _here.worker_infos = {}
 
 
-def received_ticket() -> Ticket | None:
-    """Return the ticket that this thread has received since `forget_tickets`."""
-    return _here.ticket
+def received_task() -> SaveTask | None:
+    """Return the task that this thread has received since `forget_received`."""
+    return _here.task
 
 
-def received_offers() -> dict[int, Offer]:
-    """Return the offers that this thread has received since `forget_tickets`, by rank."""
-    return _here.offers
+def received_worker_infos() -> dict[int, WorkerInfo]:
+    """Return what ranks have said of their workers, as far as this thread has received since `forget_received`; by rank."""
+    return _here.worker_infos
 
 
 LOOK_S = 0.01
 """Between two looks at a save that another one waits for. Chosen: nothing beside a commit."""
 
 
-class StockRun(Run):
+class DcpRun(Run):
     """The ranks of stock saves. The coordinator tells them all that they agree on, so nothing of it changes later."""
 
     alone = False
@@ -146,7 +146,9 @@ class _Ours(Worker):
 
 
 class WorkerSession:
-    """See the module. For the thread that saves, one at a time; `close` and `abandon` in any.
+    """Connection of a `StorageWriter` to its worker, and the run of its saves.
+
+    One thread at a time may save; `close` and `abandon` may be called from any thread.
 
     Args:
         endpoint: That the user named: a worker must answer there. None: this user's worker of this job, which is
@@ -165,7 +167,7 @@ class WorkerSession:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._process: WorkerClient | None = None
-        self._run: StockRun | None = None
+        self._run: DcpRun | None = None
         self._linked: tuple[object, ...] = ()
         self._told = b""
         self._saves = 0
@@ -197,14 +199,14 @@ class WorkerSession:
 
     def lead(
         self, instances: Sequence[str], config: CheckpointerConfig, epoch: int, numbers: Sequence[int]
-    ) -> list[Ticket]:
-        """Give the ranks of a save their tickets; the coordinator calls it.
+    ) -> list[SaveTask]:
+        """Give the ranks of a save their tasks; the coordinator calls it.
 
         Args:
             instances: Of the workers, by save rank; this process is rank 0.
             config: See `instance`.
             epoch: Of the save.
-            numbers: The ranks, in the order in which tickets are wanted.
+            numbers: The ranks, in the order in which tasks are wanted.
 
         Raises:
             AsyncCkptError: The workers of several nodes cannot be linked.
@@ -226,7 +228,7 @@ class WorkerSession:
         save_id = SaveId(epoch, self._saves, run.run_id)
         self._saves += 1
         return [
-            Ticket(
+            SaveTask(
                 save_id=save_id,
                 rank=rank,
                 world_size=world_size,
@@ -237,33 +239,33 @@ class WorkerSession:
             for rank in numbers
         ]
 
-    def join(self, ticket: Ticket, config: CheckpointerConfig) -> WorkerClient:
-        """Return the worker, once this process is the ticket's rank of the save's run.
+    def join(self, task: SaveTask, config: CheckpointerConfig) -> WorkerClient:
+        """Return the worker, once this process is the task's rank of the save's run.
 
         Raises:
             WorkerUnavailableError: It is not the one that was offered, or cannot be linked.
             AsyncCkptError: As `instance` and `lead`. The save has ended on all ranks then.
         """
         try:
-            return self._join(ticket, config)
+            return self._join(task, config)
         except BaseException as error:
             if self._process is not None:
-                self._process.withdraw(ticket.save_id, f"its worker cannot be used: {error!r}")
+                self._process.withdraw(task.save_id, f"its worker cannot be used: {error!r}")
             raise
 
-    def _join(self, ticket: Ticket, config: CheckpointerConfig) -> WorkerClient:
-        run = self._as(RankInfo(ticket.rank, ticket.world_size), config)
+    def _join(self, task: SaveTask, config: CheckpointerConfig) -> WorkerClient:
+        run = self._as(RankInfo(task.rank, task.world_size), config)
         assert self._process is not None
-        if run.run_id != ticket.save_id.run_id:
-            run.run_id = ticket.save_id.run_id
+        if run.run_id != task.save_id.run_id:
+            run.run_id = task.save_id.run_id
             self._process.settled.clear()  # sequences of another run
         self._process.connect(start=not self._named)
-        if ticket.workers and ticket.rank and self._linked != (run.run_id, *ticket.workers):
-            run.links.settle(run.run_id, ticket.workers, lambda mine: [ticket.told])
-            self._linked = (run.run_id, *ticket.workers)
+        if task.workers and task.rank and self._linked != (run.run_id, *task.workers):
+            run.links.settle(run.run_id, task.workers, lambda mine: [task.told])
+            self._linked = (run.run_id, *task.workers)
         return self._process
 
-    def _as(self, rank: RankInfo, config: CheckpointerConfig) -> StockRun:
+    def _as(self, rank: RankInfo, config: CheckpointerConfig) -> DcpRun:
         with self._lock:
             if self._run is None or self._process is None or self._run.rank != rank or self._process.config != config:
                 self._open(rank, config)
@@ -274,7 +276,7 @@ class WorkerSession:
         if self._process is not None:
             self._process.close()
         worker = _Ours()
-        self._run = StockRun(rank, Links(rank, worker, config.worker_timeout_s))
+        self._run = DcpRun(rank, Links(rank, worker, config.worker_timeout_s))
         self._linked, self._told, self._saves = (), b"", 0
         worker.process = self._process = WorkerClient(
             config, self._run, endpoint=self.endpoint, named=self._named, package=__version__

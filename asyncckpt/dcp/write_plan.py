@@ -527,7 +527,7 @@ class WriteOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaidOut:
-    """See the module.
+    """The layout of one rank's files, and the tensors that go into them.
 
     Attributes:
         items: Of the plan.

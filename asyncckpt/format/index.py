@@ -54,7 +54,7 @@ class ObjectsRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankIndex:
-    """See the module. `structure` is `encode_structure`'s bytes, verbatim; `block_nbytes` the unit of `digests`.
+    """One rank's record of its files. `structure`: bytes of `encode_structure`; `block_nbytes`: the unit of `digests`.
 
     `layout`: one of `names.LAYOUTS`; `items`: in layout "dcp" the leaves that are no tensors, once more.
     """

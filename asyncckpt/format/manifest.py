@@ -121,7 +121,7 @@ class DcpRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """See the module.
+    """The commit record of a checkpoint.
 
     Attributes:
         step: The training step, as the user counts.
@@ -325,7 +325,7 @@ def _checked_rank(raw: dict[str, Any], number: int, save_id: SaveId) -> RankReco
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tombstone:
-    """See the module.
+    """A record in the place of a manifest: saves up to `save_id` can no longer be committed there.
 
     Attributes:
         save_id: The latest save that was given up there.

@@ -89,7 +89,10 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Structure:
-    """See the module. `tree` refers to `tensors` by position and to `n_objects` object leaves by number."""
+    """What one rank has saved: its tree, its tensors and the lengths of its shards.
+
+    `tree` refers to `tensors` by position and to `n_objects` object leaves by number.
+    """
 
     tree: state_tree.Node
     tensors: tuple[TensorEntry, ...]

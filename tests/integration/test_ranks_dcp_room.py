@@ -75,7 +75,7 @@ def save_where_one_cannot_join(rank: int, path: str, endpoint: str) -> Any:
     writer = StorageWriter(path, endpoint=endpoint)
     if rank == 1:
 
-        def lost(session: WorkerSession, ticket: Any, config: Any) -> Any:
+        def lost(session: WorkerSession, task: Any, config: Any) -> Any:
             raise WorkerUnavailableError("the worker is gone", endpoint=endpoint)
 
         WorkerSession._join = lost

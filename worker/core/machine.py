@@ -182,7 +182,7 @@ class Shutdown:
 
 
 class Core:
-    """See the module. Used from one thread."""
+    """The state machine of the worker: takes events, returns actions, does no I/O. Used from one thread."""
 
     def __init__(self, config: CoreConfig, now: float, resources: Resources) -> None:
         self._config = config

@@ -46,7 +46,7 @@ _OPTIONS: dict[int, int] = {
 
 
 class NodeSockets:
-    """See the module. Used from the control loop's thread only.
+    """The sockets between this worker and those of other nodes. Used from the control loop's thread only.
 
     Args:
         advertise: Name or address of this node by which followers reach it.

@@ -154,7 +154,7 @@ def _of_a_save(moved: Moved) -> dict[str, Any]:
 
 
 class Observers:
-    """See the module. Used from the control loop's thread.
+    """Sends what happens to saves to events.jsonl, Prometheus and the service manager. Used from the control loop's thread.
 
     Args:
         config: Says who looks on.

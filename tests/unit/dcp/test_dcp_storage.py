@@ -244,7 +244,7 @@ def test_a_cached_plan_whose_save_was_not_told_to_the_rank_is_refused(
     class Untold(StorageWriter):
         def prepare_global_plan(self, plans: Any) -> Any:
             found = super().prepare_global_plan(plans)
-            self._ticket = None  # as on another rank, to which plans came without being unpickled
+            self._task = None  # as on another rank, to which plans came without being unpickled
             return found
 
     for name in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
