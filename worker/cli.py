@@ -110,10 +110,10 @@ def _detached(config: WorkerConfig) -> int:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    from asyncckpt_worker.inheritance import shed
+    from asyncckpt_worker.process_limits import reset_inherited_limits
     from asyncckpt_worker.service.log import keep_tail, redirect_output
 
-    shed()
+    reset_inherited_limits()
     log_file = config.log_file or f"{path.removesuffix('.sock')}.log"
     keep_tail(log_file)
     redirect_output(log_file)

@@ -164,7 +164,7 @@ from asyncckpt.client import launcher
 from asyncckpt.cli.worker_requests import status_of
 from asyncckpt.protocol.endpoint import make_directory
 from asyncckpt.recall.snapshots import endpoint_of
-from asyncckpt_worker import cli, inheritance
+from asyncckpt_worker import cli, process_limits
 from asyncckpt_worker.service import daemon
 from asyncckpt_worker.service import log
 

@@ -11,7 +11,7 @@ MAX_CORES = 4096
 """More than any machine has; the kernel takes those that exist and that the cpuset allows (sched_setaffinity(2))."""
 
 
-def shed() -> None:
+def reset_inherited_limits() -> None:
     """Undo what was inherited, as far as the system allows.
 
     A trainer that blocks SIGTERM would make the worker deaf to it; one that is bound to one core would make it write
