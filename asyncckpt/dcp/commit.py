@@ -18,7 +18,7 @@ from asyncckpt.format.index import MAX_INDEX_NBYTES, decode_index
 from asyncckpt.format.manifest import PLANNER_KEY
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import decode_value, encode_objects
-from asyncckpt.format.state_tree import Node
+from asyncckpt.format.state_tree import OBJECT, TENSOR, Node
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.state_dict.flatten import check_keys
@@ -115,7 +115,7 @@ def _whole(
 
     def leaf(raw: Any) -> Node:
         values.append(raw)
-        return ("O", len(values) - 1)
+        return (OBJECT, len(values) - 1)
 
     for fqn, about in metadata.state_dict_metadata.items():
         if isinstance(about, TensorStorageMetadata):
@@ -127,7 +127,7 @@ def _whole(
                     global_shape=tuple(about.size),
                     chunks=(),
                 )
-            leaves[fqn] = ("T", numbers[fqn])
+            leaves[fqn] = (TENSOR, numbers[fqn])
         elif isinstance(about, BytesStorageMetadata):
             if fqn not in raws:
                 raise _incomplete(request, f"the planner names a leaf {fqn!r} that no rank has written")

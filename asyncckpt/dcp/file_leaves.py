@@ -11,7 +11,7 @@ import msgpack
 import torch
 
 from asyncckpt.config import RankInfo
-from asyncckpt.format.state_tree import Node, leaves
+from asyncckpt.format.state_tree import OBJECT, ORDERED_DICT, TENSOR, Node, leaves
 from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.loading.fetch import SLAB_NBYTES, read_tensor, strided_view
 from asyncckpt.loading.saved_state import SavedObjects, SavedTree
@@ -82,7 +82,7 @@ class FileLeaves:
             at = self._saved.node_at(fqn)
             if at is None:
                 continue
-            if at[1][0] == "T":
+            if at[1][0] == TENSOR:
                 saved = self._saved.tensors[at[1][1]]
                 found[fqn] = Fact(torch_dtype(saved.dtype), saved.global_shape, b"")
             else:
@@ -93,14 +93,14 @@ class FileLeaves:
 
     def _value(self, node: Node) -> Any:
         below = [leaf for _, leaf in leaves(node)]
-        numbers = {n for kind, n in below if kind == "O"}
-        numbers |= {inner[2] for _, inner in mappings(node) if inner[0] == "o" and inner[2] is not None}
+        numbers = {n for kind, n in below if kind == OBJECT}
+        numbers |= {inner[2] for _, inner in mappings(node) if inner[0] == ORDERED_DICT and inner[2] is not None}
         objects = {n: self._objects.value(*self._saved.object_at(n)) for n in numbers}
         tensors = {
             n: read_tensor(
                 self._contents, self._saved.tensors[n], None, self._files, threads=self._threads, verify=True
             )
-            for n in {n for kind, n in below if kind != "O"}
+            for n in {n for kind, n in below if kind != OBJECT}
         }
         return Unflattener(cast(Any, tensors), cast(Any, objects)).value_of(node)
 

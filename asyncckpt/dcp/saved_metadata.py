@@ -32,7 +32,7 @@ from asyncckpt.errors import MissingKeysError, PickledLeafError
 from asyncckpt.format.dcp import DCP_VERSION
 from asyncckpt.format.manifest import PLANNER_KEY, Manifest
 from asyncckpt.format.names import MANIFEST_NAME
-from asyncckpt.format.state_tree import MAX_DEPTH, Node, Path, form_in, fqn_of, leaves, python_key, tree_of
+from asyncckpt.format.state_tree import BYTES, DICT, LIST, MAPPINGS, OBJECT, SEQUENCES, TENSOR, MAX_DEPTH, Node, Path, form_in, fqn_of, leaves, python_key, tree_of
 from asyncckpt.format.structure import Chunk
 from asyncckpt.loading.fetch import bytes_of, read_tensor
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY
@@ -73,7 +73,7 @@ def nested(leaves: Mapping[str, Node], planner_data: Any, hole: Callable[[], Nod
     try:
         return tree_of([(path_of(fqn, planner_data), leaves[fqn]) for fqn in ordered(leaves, planner_data)], hole)
     except ValueError:  # paths that contradict
-        return "d", tuple(part for pair in leaves.items() for part in pair)
+        return DICT, tuple(part for pair in leaves.items() for part in pair)
 
 
 _IN_TREE = {"$": "paths"}
@@ -255,7 +255,7 @@ class CheckpointMetadata:
             OSError: The files cannot be read.
         """
         value = self._value(fqn)
-        if isinstance(value, _Later) and value.node[0] == "O":
+        if isinstance(value, _Later) and value.node[0] == OBJECT:
             try:
                 kept = planner_bytes(self._raw(value.node))
             except ValueError as error:
@@ -282,18 +282,18 @@ class CheckpointMetadata:
     def _skeleton(self, node: Node) -> Any:
         """Return a node's value with marks for what is read later."""
         kind = node[0]
-        if kind in ("d", "o"):
+        if kind in MAPPINGS:
             pairs = zip(node[1][::2], node[1][1::2], strict=True)
             found = ((python_key(key), self._skeleton(child)) for key, child in pairs if child is not OTHER_RANKS_ONLY)
-            return mapping_of(form_in(node) if kind == "d" else None, found)
-        if kind in ("l", "t"):
+            return mapping_of(form_in(node) if kind == DICT else None, found)
+        if kind in SEQUENCES:
             members = [self._skeleton(child) for child in node[1] if child is not OTHER_RANKS_ONLY]
-            return sequence_of(form_in(node), members) if kind == "l" else tuple(members)
-        if kind == "T":
+            return sequence_of(form_in(node), members) if kind == LIST else tuple(members)
+        if kind == TENSOR:
             mark = torch.empty(0, device="meta")
             self._marks[id(mark)] = mark, self._tree.tensors[node[1]]
             return mark
-        return self._container(node) if kind == "O" else _Later(node)
+        return self._container(node) if kind == OBJECT else _Later(node)
 
     def _container(self, node: Node) -> Any:
         """An object that torch would look into must be there for it; all others may wait."""
@@ -309,10 +309,10 @@ class CheckpointMetadata:
         """Return a value with its marks replaced by what they stand for."""
         if isinstance(value, _Later):
             kind, number = value.node
-            if kind == "O":
+            if kind == OBJECT:
                 return self._objects.value(*self._tree.object_at(number))
             found = self._read(self._tree.tensors[number])
-            return bytes_of(found) if kind == "B" else array_of(found)
+            return bytes_of(found) if kind == BYTES else array_of(found)
         if isinstance(value, torch.Tensor) and id(value) in self._marks:
             return self._read(self._marks[id(value)][1])
         if isinstance(value, dict):

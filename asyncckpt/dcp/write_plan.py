@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
+from asyncckpt.format.state_tree import DICT
 from asyncckpt.dcp.tensor_stream import Resolve
 from asyncckpt.errors import AsyncCkptError, DuplicateNameError, OverlappingShardsError, UnsupportedLeafError
 from asyncckpt.format.layout import BoxSpec, Layout, build_layout
@@ -554,7 +555,7 @@ class LaidOut:
     def structure(self) -> bytes:
         """The structure of a rank that is not the coordinator: its chunks. All names are in the coordinator's."""
         part_nbytes = tuple(part.nbytes for part in self.layout.parts)
-        return encode_structure(Structure(tree=("d", ()), tensors=self.tensors, n_objects=0, part_nbytes=part_nbytes))
+        return encode_structure(Structure(tree=(DICT, ()), tensors=self.tensors, n_objects=0, part_nbytes=part_nbytes))
 
     def results_of(self, save_id: SaveId, rank: int) -> list[WriteResult]:
         """Return a result for each item, once the save has its id."""

@@ -33,7 +33,7 @@ from asyncckpt.format.layout import (
 )
 from asyncckpt.format.names import DCP, MAX_PARTS, SaveId, items_name, per_rank_name, shard_name, split_per_rank_name
 from asyncckpt.format.objects import Opaque, Record, decode_objects
-from asyncckpt.format.state_tree import Key, Node, Path, TypedKey, checked_key, fqn_of
+from asyncckpt.format.state_tree import ARRAY, BYTES, DICT, LIST, MAPPINGS, OBJECT, ORDERED_DICT, PER_RANK, SEQUENCES, TENSOR, Key, Node, Path, TypedKey, checked_key, fqn_of
 from asyncckpt.format.structure import Box, Chunk
 from asyncckpt.format.torch_pickle import Call, Encoded, NotPickledError, PickleImage, encoded
 from asyncckpt.format.torch_zip import torch_archive
@@ -53,12 +53,12 @@ def items_of(tree: Node) -> Iterator[Item]:
     """
 
     def visit(node: Node, path: Path, own: bool) -> Iterator[Item]:
-        if node[0] == "r":
+        if node[0] == PER_RANK:
             yield from visit(node[1], path, True)
-        elif node[0] in ("d", "o"):
+        elif node[0] in MAPPINGS:
             for key, child in zip(node[1][::2], node[1][1::2], strict=True):
                 yield from visit(child, (*path, str(_key(key))), own)
-        elif node[0] == "l" and not is_terminal(node):
+        elif node[0] == LIST and not is_terminal(node):
             for n, child in enumerate(node[1]):
                 yield from visit(child, (*path, n), own)
         else:
@@ -74,26 +74,26 @@ def _key(raw: Any) -> Key:
 
 def is_terminal(node: Node) -> bool:
     """Whether a list is one item: nothing in it but values and lists of them."""
-    members = [child[1] if child[0] == "r" else child for child in node[1]]
+    members = [child[1] if child[0] == PER_RANK else child for child in node[1]]
     return not any(
-        child[0] in ("d", "o", "T", "N") or (child[0] == "l" and not is_terminal(child)) for child in members
+        child[0] in (DICT, ORDERED_DICT, TENSOR, ARRAY) or (child[0] == LIST and not is_terminal(child)) for child in members
     )
 
 
 def refusal_of(node: Node) -> str | None:
     """Return why an item cannot be written while its elements are still to come; None: it can."""
     kind = node[0]
-    if kind in ("T", "O"):
+    if kind in (TENSOR, OBJECT):
         return None
-    if kind == "r":
+    if kind == PER_RANK:
         return refusal_of(node[1])
-    if kind == "N":
+    if kind == ARRAY:
         return "a numpy array, which stock DCP would pickle: save a tensor instead"
-    if kind == "B":
+    if kind == BYTES:
         return "bytes of this length: save a uint8 tensor instead"
-    members = node[1] if kind in ("l", "t") else node[1][1::2]
+    members = node[1] if kind in SEQUENCES else node[1][1::2]
     for member in members:
-        if member[0] in ("T", "N"):
+        if member[0] in (TENSOR, ARRAY):
             return "a tuple with tensors in it, which stock DCP pickles as a whole: make it a list or a dict"
         why = refusal_of(member)
         if why is not None:
@@ -119,11 +119,11 @@ def item_pickle(node: Node, objects: Sequence[Any]) -> bytes:
 
 
 def _without_ranks(node: Node) -> Node:
-    if node[0] == "r":
+    if node[0] == PER_RANK:
         return _without_ranks(node[1])
-    if node[0] in ("l", "t"):
+    if node[0] in SEQUENCES:
         return (node[0], tuple(map(_without_ranks, node[1])), *node[2:])
-    if node[0] in ("d", "o"):
+    if node[0] in MAPPINGS:
         members = tuple(_without_ranks(m) if n % 2 else _key(m) for n, m in enumerate(node[1]))
         return (node[0], members, *node[2:])
     return node
@@ -155,7 +155,7 @@ def encode_items(structure: bytes, objects: bytes, save_id: SaveId, rank: int) -
     table: list[Any] = []
     offset = 0
     for item in items_of(raw["tree"]):
-        if item.node[0] == "T":
+        if item.node[0] == TENSOR:
             continue
         try:
             archive = torch_archive(item_pickle(item.node, values), ())
@@ -191,7 +191,7 @@ class Frames:
         """Return what stands before and behind the elements of a chunk in its archive."""
         found = self._known.get((dtype, sizes))
         if found is None:
-            pickle = PickleImage(lambda _: (dtype, sizes), ()).of_node(("T", 0))
+            pickle = PickleImage(lambda _: (dtype, sizes), ()).of_node((TENSOR, 0))
             pieces = torch_archive(pickle, [Payload(0, nbytes)], crc=False).pieces
             at = next(n for n, piece in enumerate(pieces) if isinstance(piece, Payload))
             head = b"".join(piece for piece in pieces[:at] if isinstance(piece, bytes))
@@ -372,7 +372,7 @@ def metadata_of(save_id: SaveId, ranks: Sequence[tuple[bytes, bytes]]) -> bytes:
         places = _places(save_id, structures)
         for rank, (raw, (_, table)) in enumerate(zip(structures, ranks, strict=True)):
             for item in items_of(raw["tree"]):
-                if item.node[0] != "T":
+                if item.node[0] != TENSOR:
                     continue
                 stored, dtype, shape, _ = raw["tensors"][item.node[1]]
                 name, path = _named(stored, *name_of(item._replace(own=False), rank))

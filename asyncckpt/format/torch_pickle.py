@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.format.objects import Opaque, Record, decode_value
-from asyncckpt.format.state_tree import Node, python_key
+from asyncckpt.format.state_tree import DICT, LIST, OBJECT, ORDERED_DICT, TUPLE, Node, python_key
 from asyncckpt.format.structure import row_major
 
 _STORAGES = {
@@ -77,14 +77,14 @@ class PickleImage:
 
     def _node(self, node: Node) -> None:
         kind = node[0]
-        if kind == "d" and node[2:] == (("Counter",),):
+        if kind == DICT and node[2:] == (("Counter",),):
             self._put(b"ccollections\nCounter\n(}")
             self._members(node[1])
             self._put(b"tR")
-        elif kind == "d":  # a defaultdict too, of which `weights_only` reads none
+        elif kind == DICT:  # a defaultdict too, of which `weights_only` reads none
             self._put(b"}")
             self._members(node[1])
-        elif kind == "o":
+        elif kind == ORDERED_DICT:
             self._put(b"ccollections\nOrderedDict\n)R")
             self._members(node[1])
             if node[2] is not None:
@@ -92,17 +92,17 @@ class PickleImage:
                 self._value("_metadata")
                 self._metadata(decode_value(self._objects[node[2]], Opaque))
                 self._put(b"sb")
-        elif kind == "l":
+        elif kind == LIST:
             self._put(b"](")
             for child in node[1]:
                 self._node(child)
             self._put(b"e")
-        elif kind == "t":
+        elif kind == TUPLE:
             self._put(b"(")
             for child in node[1]:
                 self._node(child)
             self._put(b"t")
-        elif kind == "O":
+        elif kind == OBJECT:
             self._value(decode_value(self._objects[node[1]], Opaque))
         elif node[1] in self._memo:
             self._put(b"j", struct.pack("<I", self._memo[node[1]]))

@@ -15,7 +15,7 @@ from typing import Any
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.layout import Payload
-from asyncckpt.format.state_tree import leaves
+from asyncckpt.format.state_tree import TENSOR, leaves
 from asyncckpt.interop.copy_pipeline import OutputFile
 from asyncckpt.interop.write_torch import crc_places
 from asyncckpt.storage.contents import Contents, SavedTensor
@@ -65,7 +65,7 @@ def files_in(
     found: dict[str, OutputFile] = {}
     for rank, part in enumerate(contents.ranks):
         key = (STOCK_KEY, RANK_KEY.format(rank))
-        nodes = [node for path, node in leaves(part.structure.tree) if path[:2] == key and node[0] == "T"]
+        nodes = [node for path, node in leaves(part.structure.tree) if path[:2] == key and node[0] == TENSOR]
         mine = [contents.tensors[part.structure.tensors[number].fqn] for _, number in nodes]
         if not mine:
             continue

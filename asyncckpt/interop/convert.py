@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from asyncckpt.format.state_tree import OBJECT
 from asyncckpt.basics.paths import absolute_path, current_umask
 from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.format.names import SaveId
@@ -215,8 +216,8 @@ class _Conversion:
         return ConversionReport(
             kind=contents.source.kind if contents.source is not None else "asyncckpt",
             to=self._to,
-            tensors=len(kinds) - kinds.count("O"),
-            objects=kinds.count("O"),
+            tensors=len(kinds) - kinds.count(OBJECT),
+            objects=kinds.count(OBJECT),
             nbytes=target.nbytes,
             changed=changed,
             left_out=(*losses.cannot, *whole.away),

@@ -19,7 +19,7 @@ import torch
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import MissingKeysError
 from asyncckpt.format.objects import decode_value, encode_value
-from asyncckpt.format.state_tree import Node, Path, fqn_of, leaves, members, python_key
+from asyncckpt.format.state_tree import ARRAY, BYTES, MAPPINGS, OBJECT, ORDERED_DICT, TENSOR, TUPLE, Node, Path, fqn_of, leaves, members, python_key
 from asyncckpt.interop.selection import Outline, containers, outline_of
 from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
@@ -133,9 +133,9 @@ def _outlines(first: str, second: str, keys: list[str] | None, files: Files) -> 
 
 
 def _shown(outline: Outline, node: Node) -> str:
-    if node[0] == "B":
+    if node[0] == BYTES:
         return f"bytes[{outline.nbytes_of(node[1])}]"
-    if node[0] != "O":
+    if node[0] != OBJECT:
         tensor = outline.tensors[node[1]]
         return f"{tensor.dtype}{list(tensor.global_shape)}"
     raw = outline.objects[node[1]]
@@ -150,7 +150,7 @@ def _shown(outline: Outline, node: Node) -> str:
 
 def _alike_unread(ours: Outline, mine: Node, theirs: Outline, other: Node) -> str | None:
     """Return the class of a leaf that neither side has read, if it is the same; else None."""
-    if (mine[0], other[0]) != ("O", "O"):
+    if (mine[0], other[0]) != (OBJECT, OBJECT):
         return None
     a, b = ours.objects[mine[1]], theirs.objects[other[1]]
     return a.kind if isinstance(a, UnreadLeaf) and isinstance(b, UnreadLeaf) and a.kind == b.kind else None
@@ -160,14 +160,14 @@ def _compared(
     ours: Outline, mine: Node, theirs: Outline, other: Node, files: Files, data: bool
 ) -> tuple[str, float | None] | None:
     """Return `what` and `max_abs_difference` of a leaf that differs, else None."""
-    if not data and mine[0] == other[0] == "B":
+    if not data and mine[0] == other[0] == BYTES:
         return None if ours.nbytes_of(mine[1]) == theirs.nbytes_of(other[1]) else ("value", None)
-    if "B" in (mine[0], other[0]):
+    if BYTES in (mine[0], other[0]):
         values = bytes_at(ours, mine, files), bytes_at(theirs, other, files)
         return None if values[0] == values[1] else ("kind" if None in values else "value", None)
-    if (mine[0] == "O") != (other[0] == "O"):
+    if (mine[0] == OBJECT) != (other[0] == OBJECT):
         return "kind", None
-    if mine[0] == "O":
+    if mine[0] == OBJECT:
         one, another = ours.objects[mine[1]], theirs.objects[other[1]]
         if is_same_value(one, another):
             return None
@@ -265,10 +265,10 @@ def bytes_at(outline: Outline, node: Node, files: Files) -> bytes | None:
         CorruptCheckpointError: They were changed since they were written.
         OSError: They cannot be read.
     """
-    if node[0] == "B":
+    if node[0] == BYTES:
         saved = outline.tensors[node[1]]
         return bytes_of(read_tensor(outline.contents, saved, (...,), files, threads=DEFAULT_THREADS, verify=True))
-    raw = outline.objects[node[1]] if node[0] == "O" else None
+    raw = outline.objects[node[1]] if node[0] == OBJECT else None
     return base64.b64decode(raw["v"]) if isinstance(raw, dict) and raw.get("$") == "bytes" else None
 
 
@@ -296,7 +296,7 @@ def _held_opened(closed: Outline, opened: Outline) -> set[str]:
         places.setdefault(fqn_of(path), []).append((path, container))
     found: set[str] = set()
     for fqn, node in closed.leaves():
-        for path, container in places.get(fqn, ()) if node[0] == "O" else ():
+        for path, container in places.get(fqn, ()) if node[0] == OBJECT else ():
             try:
                 value = _value_of(container, opened)
             except _HoldsMoreError:
@@ -314,16 +314,16 @@ class _HoldsMoreError(Exception):
 def _value_of(node: Node, outline: Outline) -> Any:
     """Return the JSON form that a container would have as one leaf."""
     kind, inner, *form = node
-    if kind == "O" and not isinstance(outline.objects[inner], UnreadLeaf):
+    if kind == OBJECT and not isinstance(outline.objects[inner], UnreadLeaf):
         return outline.objects[inner]
-    if kind == "B":
+    if kind == BYTES:
         return encode_value(bytes_at(outline, node, Files()))
-    if kind in ("T", "N", "O") or (kind == "o" and form[0] is not None):
+    if kind in (TENSOR, ARRAY, OBJECT) or (kind == ORDERED_DICT and form[0] is not None):
         raise _HoldsMoreError
     values = [(key, _value_of(child, outline)) for key, child in members(node)]
-    if kind in ("d", "o"):
+    if kind in MAPPINGS:
         return {"$": "dict", "v": [[encode_value(python_key(key)), value] for key, value in values]}
     sequence = [value for _, value in values]
-    if kind == "t":
+    if kind == TUPLE:
         return {"$": "tuple", "v": sequence}
     return {"$": "deque", "v": [form[0][1], sequence]} if form else sequence

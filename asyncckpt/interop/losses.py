@@ -15,7 +15,7 @@ from asyncckpt.errors import UnsupportedFormatError, UnsupportedLeafError
 from asyncckpt.format.manifest import PLANNER_KEY
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.format.objects import PICKLED_TAGS
-from asyncckpt.format.state_tree import MAX_KEY_CHARS, Node, Path, fqn_of, leaves, per_rank_nodes
+from asyncckpt.format.state_tree import ARRAY, DICT, LIST, OBJECT, ORDERED_DICT, TENSOR, MAX_KEY_CHARS, Node, Path, fqn_of, leaves, per_rank_nodes
 from asyncckpt.interop.selection import Outline, leaves_and_empty, pruned, rebuilt, versioned
 from asyncckpt.interop.sources.safetensors_file import OF_ONE_FILE
 from asyncckpt.loading.key_selection import Selection
@@ -84,7 +84,7 @@ def settled(outline: Outline, losses: Losses, *, to: str, partial: bool) -> Outl
 
 
 def _pickled(outline: Outline) -> list[str]:
-    raws = ((fqn, outline.objects[node[1]]) for fqn, node in outline.leaves() if node[0] == "O")
+    raws = ((fqn, outline.objects[node[1]]) for fqn, node in outline.leaves() if node[0] == OBJECT)
     return [fqn for fqn, raw in raws if isinstance(raw, dict) and raw.get("$") in PICKLED_TAGS]
 
 
@@ -109,7 +109,7 @@ def forms_lost(found: Iterable[tuple[Path, Node]], kept: Collection[str] = ()) -
     """
     names: dict[str, list[str]] = {}
     for path, node in found:
-        if node[0] in ("d", "l") and len(node) > 2 and node[2][0] not in kept:
+        if node[0] in (DICT, LIST) and len(node) > 2 and node[2][0] not in kept:
             names.setdefault(node[2][0], []).append(fqn_of(path) or TOP)
     plain = {"deque": "list"}
     return [f"a {kind} became a {plain.get(kind, 'dict')}: {listed(sorted(names[kind]))}" for kind in sorted(names)]
@@ -121,7 +121,7 @@ def ordered_lost(found: Iterable[tuple[Path, Node]]) -> list[str]:
     Args:
         found: (path, node) of the containers that the target takes apart.
     """
-    ordered = {fqn_of(path) or TOP: node for path, node in found if node[0] == "o"}
+    ordered = {fqn_of(path) or TOP: node for path, node in found if node[0] == ORDERED_DICT}
     lost = [f"an OrderedDict became a dict: {listed(sorted(ordered))}"] if ordered else []
     versions = sorted(name for name, node in ordered.items() if node[2] is not None)
     if versions:
@@ -211,7 +211,7 @@ def _of_ranks(contents: Contents, to: str, selection: Selection, files: Files) -
     own = [
         fqn_of(path)
         for path, node in per_rank_nodes(contents.ranks[0].structure.tree)
-        if not only_tensors or any(leaf[0] in ("T", "N") for _, leaf in leaves(node))
+        if not only_tensors or any(leaf[0] in (TENSOR, ARRAY) for _, leaf in leaves(node))
     ]
     own = [fqn for fqn in own if fqn in selection or selection.reaches_into(fqn)]
     return [f"what was the only rank's own (PerRank) is everybody's: {listed(own)}"] if own else []
@@ -228,7 +228,7 @@ def _unequal(contents: Contents, selection: Selection, files: Files) -> list[str
     unequal = {
         fqn
         for fqn, node in saved.leaves.items()
-        if node[0] != "O" and split_per_rank_name(saved.tensors[node[1]].fqn) is not None
+        if node[0] != OBJECT and split_per_rank_name(saved.tensors[node[1]].fqn) is not None
     }
     values: dict[str, str] = {}
     known: set[tuple[str, Node]] = set()
@@ -240,7 +240,7 @@ def _unequal(contents: Contents, selection: Selection, files: Files) -> list[str
         raw = read_objects(contents, rank, files)
         for path, node in leaves(part.structure.tree):
             fqn = fqn_of(path)
-            if node[0] == "O" and fqn in selection:
+            if node[0] == OBJECT and fqn in selection:
                 value = json.dumps(raw[node[1]])
                 if values.setdefault(fqn, value) != value:
                     unequal.add(fqn)
@@ -268,7 +268,7 @@ def _step_lost(written: Outline, to: str) -> list[str]:
     contents = written.contents
     if to == "asyncckpt" or contents.source is not None or contents.manifest.step <= 0:
         return []
-    step = next((written.objects[node[1]] for fqn, node in written.leaves() if fqn == "step" and node[0] == "O"), None)
+    step = next((written.objects[node[1]] for fqn, node in written.leaves() if fqn == "step" and node[0] == OBJECT), None)
     if step == contents.manifest.step and to in ("dcp", "torch"):
         return []
     return [f"the checkpoint's step, {contents.manifest.step}, is not kept"]

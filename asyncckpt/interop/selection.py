@@ -10,7 +10,7 @@ from typing import Any
 from asyncckpt.config import RankInfo
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ConfigError, DuplicateNameError, MissingKeysError
-from asyncckpt.format.state_tree import CONTAINERS, Node, Path, fqn_of, leaves, members
+from asyncckpt.format.state_tree import DICT, MAPPINGS, OBJECT, ORDERED_DICT, SEQUENCES, CONTAINERS, Node, Path, fqn_of, leaves, members
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, Selection, prefixes
 from asyncckpt.loading.saved_state import SavedTree
@@ -55,7 +55,7 @@ class Outline:
 
     def unread(self) -> dict[str, UnreadLeaf]:
         """Return the leaves that were not read of the source, by FQN: no target can hold them."""
-        named = ((fqn, self.objects[node[1]]) for fqn, node in self.leaves() if node[0] == "O")
+        named = ((fqn, self.objects[node[1]]) for fqn, node in self.leaves() if node[0] == OBJECT)
         return {fqn: found for fqn, found in named if isinstance(found, UnreadLeaf)}
 
 
@@ -87,7 +87,7 @@ def outline_of(
             f"{contents.path}: nothing is called {', '.join(map(repr, missing))}", path=contents.path, keys=missing
         )
     opened: list[str] = []
-    tree = _closed(root, (), opened) or ("d", ())
+    tree = _closed(root, (), opened) or (DICT, ())
     before = versioned(tree)
     if key_map is not None:
         tree = _renamed(tree, _renamer(key_map), contents.path, opened)
@@ -107,7 +107,7 @@ def outline_of(
 def pruned(outline: Outline, keep: Callable[[str], bool]) -> Outline:
     """Return the outline with only the leaves that `keep` wants."""
     opened = list(outline.opened)
-    tree = _closed(_opened(outline.tree, (), keep, {}), (), opened) or ("d", ())
+    tree = _closed(_opened(outline.tree, (), keep, {}), (), opened) or (DICT, ())
     found = Outline(outline.contents, tree, away=outline.away, emptied=outline.emptied, opened=sorted(set(opened)))
     return _numbered(found, outline.tensors, outline.objects.__getitem__)
 
@@ -120,7 +120,7 @@ def readable(outline: Outline) -> Outline:
 
 def versioned(tree: Node) -> set[str]:
     """Return the names of the OrderedDicts that have `_metadata`."""
-    return {fqn_of(path) for path, node in containers(tree) if node[0] == "o" and node[2] is not None}
+    return {fqn_of(path) for path, node in containers(tree) if node[0] == ORDERED_DICT and node[2] is not None}
 
 
 def containers(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
@@ -150,9 +150,9 @@ def rebuilt(
     if kind not in CONTAINERS:
         return leaf(path, node)
     found = [(key, rebuilt(child, leaf, metadata, (*path, key))) for key, child in members(node)]
-    if kind in ("l", "t"):
+    if kind in SEQUENCES:
         return (kind, tuple(child for _, child in found), *form)
-    if kind == "o" and form[0] is not None:
+    if kind == ORDERED_DICT and form[0] is not None:
         form = [metadata(path, form[0])]
     return (kind, tuple(one for pair in found for one in pair), *form)
 
@@ -163,7 +163,7 @@ def _numbered(outline: Outline, tensors: list[SavedTensor], raw: Callable[[int],
 
     def number_of(path: Path, node: Node) -> Node:
         kind, old = node
-        if kind == "O":
+        if kind == OBJECT:
             return kind, object_of(path, old)
         if old not in numbers:
             numbers[old] = len(outline.tensors)
@@ -201,7 +201,7 @@ def _opened(node: Node, path: Path, stays: Callable[[str], bool], homes: dict[st
     if node[0] not in CONTAINERS:
         return node
     branch = _Branch(node)
-    inner = homes if node[0] in ("d", "o") else None
+    inner = homes if node[0] in MAPPINGS else None
     if inner is not None and path:
         inner[fqn_of(path)] = branch
     for key, child in members(node):
@@ -225,11 +225,11 @@ def _closed(found: Any, path: Path, opened: list[str]) -> Node | None:
     kept = [(key, node) for key, child in found.items() if (node := _closed(child, (*path, key), opened)) is not None]
     if before and not kept:
         return None
-    if kind in ("l", "t"):
+    if kind in SEQUENCES:
         if len(kept) == len(before):
             return (kind, tuple(node for _, node in kept), *form)
         opened.append(fqn_of(path))
-        kind, form = "d", []
+        kind, form = DICT, []
     return (kind, tuple(one for pair in kept for one in pair), *form)
 
 
@@ -256,7 +256,7 @@ def _renamed(tree: Node, rename: Callable[[str], str], path: str, opened: list[s
     homes: dict[str, _Branch] = {}
     root = _opened(tree, (), lambda fqn: fqn not in moved, homes)
     if root is None:
-        root = _Branch(("d", ()))
+        root = _Branch((DICT, ()))
     taken = {fqn for fqn in names if fqn not in moved}
     hollow = [at for at, node in leaves_and_empty(tree) if node[0] in CONTAINERS]
     empty = {fqn_of(at[:n]) for at in hollow for n in range(1, len(at) + 1)}
@@ -276,7 +276,7 @@ def _renamed(tree: Node, rename: Callable[[str], str], path: str, opened: list[s
             root[name] = node
         else:
             homes[home][name[len(home) + 1 :]] = node
-    found = _closed(root, (), opened) or ("d", ())
+    found = _closed(root, (), opened) or (DICT, ())
     there = [fqn_of(at) for at, _ in leaves(found)]
     if len(set(there)) != len(there) or set(there) != taken:
         raise DuplicateNameError(f"{path}: key_map puts a leaf where another one stands", fqn=None)

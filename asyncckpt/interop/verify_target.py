@@ -16,7 +16,7 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.format.index import ShardRecord
 from asyncckpt.format.layout import round_up
-from asyncckpt.format.state_tree import CONTAINERS, Node, Path, fqn_of, is_counter, members
+from asyncckpt.format.state_tree import ARRAY, BYTES, OBJECT, ORDERED_DICT, TENSOR, CONTAINERS, Node, Path, fqn_of, is_counter, members
 from asyncckpt.interop.copy_pipeline import OutputFile, Target, payload_places
 from asyncckpt.interop.diff import alike_when_opened, bytes_at, is_same_value
 from asyncckpt.interop.losses import TOP
@@ -68,13 +68,13 @@ def verify_structure(path: str, outline: Outline, to: str, target: Target, files
         other = there.get(fqn)
         if other is None:
             continue  # alike when opened
-        if node[0] in ("T", "N") or (node[0], other[0], to) == ("B", "B", "asyncckpt"):  # they lie in a file
+        if node[0] in (TENSOR, ARRAY) or (node[0], other[0], to) == (BYTES, BYTES, "asyncckpt"):  # they lie in a file
             _compare_tensor(path, fqn, outline, node, found, other)
             numbers[other[1]] = (node[1], fqn)
-        elif "B" in (node[0], other[0]):
+        elif BYTES in (node[0], other[0]):
             if (value := bytes_at(outline, node, files)) is None or value != bytes_at(found, other, files):
                 raise _failed(path, fqn, "has another value")
-        elif other[0] != "O" or not is_same_value(found.objects[other[1]], outline.objects[node[1]]):
+        elif other[0] != OBJECT or not is_same_value(found.objects[other[1]], outline.objects[node[1]]):
             raise _failed(path, fqn, "has another value")
     if target.keeps_nesting:
         name = other_nesting(outline, found)
@@ -88,7 +88,7 @@ def verify_structure(path: str, outline: Outline, to: str, target: Target, files
 
 
 def _compare_tensor(path: str, fqn: str, outline: Outline, node: Node, found: Outline, other: Node) -> None:
-    if node[0] != "B" and other[0] not in ("T", "N"):
+    if node[0] != BYTES and other[0] not in (TENSOR, ARRAY):
         raise _failed(path, fqn, "is no tensor any more")
     mine, theirs = outline.tensors[node[1]], found.tensors[other[1]]
     if (mine.dtype, mine.global_shape) != (theirs.dtype, theirs.global_shape):
@@ -150,7 +150,7 @@ def _other_container(wanted: Outline, found: Outline, one: Node, other: Node, pa
         one[0] != other[0]
         or [(type(key), key) for key, _ in mine] != [(type(key), key) for key, _ in theirs]
         or is_counter(one) is not is_counter(other)  # other forms are not kept everywhere, which the report says
-        or (one[0] == "o" and not _same_versions(wanted, found, one[2], other[2]))
+        or (one[0] == ORDERED_DICT and not _same_versions(wanted, found, one[2], other[2]))
     ):
         return fqn_of(path) or TOP
     below = (
@@ -168,10 +168,10 @@ def _same_versions(wanted: Outline, found: Outline, one: int | None, other: int 
 
 def _untied(wanted: Outline, found: Outline) -> str | None:
     """Return a name of a tensor that was tied to another one, and is no more."""
-    there = {fqn: node[1] for fqn, node in found.leaves() if node[0] in ("T", "N")}
+    there = {fqn: node[1] for fqn, node in found.leaves() if node[0] in (TENSOR, ARRAY)}
     numbers: dict[int, int] = {}
     for fqn, node in wanted.leaves():
-        if node[0] in ("T", "N") and fqn in there and numbers.setdefault(node[1], there[fqn]) != there[fqn]:
+        if node[0] in (TENSOR, ARRAY) and fqn in there and numbers.setdefault(node[1], there[fqn]) != there[fqn]:
             return fqn
     return None
 

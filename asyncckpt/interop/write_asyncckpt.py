@@ -21,7 +21,7 @@ from asyncckpt.format.layout import (
 from asyncckpt.format.manifest import Manifest, RankRecord, encode_manifest
 from asyncckpt.format.names import MANIFEST_NAME, SaveId, index_name, is_reserved, objects_name, shard_name
 from asyncckpt.format.objects import encode_objects
-from asyncckpt.format.state_tree import fqn_of, is_storable
+from asyncckpt.format.state_tree import ARRAY, BYTES, TENSOR, fqn_of, is_storable
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.interop.copy_pipeline import OutputFile, Target
 from asyncckpt.interop.losses import Losses, is_text, metadata_again, refuse_long_keys
@@ -36,7 +36,7 @@ def check_asyncckpt(outline: Outline) -> Losses:
         fqn = fqn_of(path)
         if not is_text(fqn) or not all(map(is_storable, path)):
             losses.cannot[fqn] = "its key is a text that UTF-8 has not, or a number of more than 63 bits"
-        elif node[0] in ("T", "N", "B") and (is_reserved(fqn) or fqn == METADATA_KEY):
+        elif node[0] in (TENSOR, ARRAY, BYTES) and (is_reserved(fqn) or fqn == METADATA_KEY):
             losses.cannot[fqn] = "names like this are reserved"
     refuse_long_keys(outline, losses)
     return losses

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ConfigError
 from asyncckpt.format.layout import MAX_HEADER_NBYTES, METADATA_KEY, Payload, round_up
-from asyncckpt.format.state_tree import fqn_of, leaves
+from asyncckpt.format.state_tree import ARRAY, BYTES, MAPPINGS, OBJECT, TENSOR, fqn_of, leaves
 from asyncckpt.interop.copy_pipeline import OutputFile, Target
 from asyncckpt.interop.losses import (
     IN_ONE_TEXT,
@@ -34,7 +34,7 @@ def check_safetensors(outline: Outline) -> Losses:
     """Say what safetensors files cannot hold of the outline, and what they change."""
     losses = Losses()
     for fqn, node in outline.leaves():
-        if node[0] in ("O", "B"):
+        if node[0] in (OBJECT, BYTES):
             losses.cannot[fqn] = "safetensors files hold tensors only, and this is none"
         elif _form(outline.tensors[node[1]]) is None:
             dtype = outline.tensors[node[1]].dtype
@@ -44,7 +44,7 @@ def check_safetensors(outline: Outline) -> Losses:
             losses.cannot[fqn] = "its name is no text that UTF-8 has, and so none for JSON"
         elif fqn == METADATA_KEY:
             losses.cannot[fqn] = "safetensors keeps this name for itself"
-    kept = [(path, node) for path, node in leaves(outline.tree) if node[0] in ("T", "N")]
+    kept = [(path, node) for path, node in leaves(outline.tree) if node[0] in (TENSOR, ARRAY)]
     nested = [path for path, _ in kept if len(path) > 1 or type(path[0]) is not str]
     if nested:
         tops = listed(sorted({str(path[0]) for path in nested}))
@@ -54,11 +54,11 @@ def check_safetensors(outline: Outline) -> Losses:
     pairs = [f"{fqn} (= {first})" for fqn, number in held if (first := firsts.setdefault(number, fqn)) != fqn]
     if pairs:
         losses.changed.append(f"tied tensors are stored once for each name: {listed(pairs)}")
-    arrays = [fqn for fqn, node in outline.leaves() if node[0] == "N"]
+    arrays = [fqn for fqn, node in outline.leaves() if node[0] == ARRAY]
     if arrays:
         losses.changed.append(f"numpy arrays became tensors: {listed(arrays)}")
     found = list(containers(outline.tree))
-    empty = sorted(fqn_of(path) or TOP for path, node in found if node[0] in ("d", "o") and not node[1])
+    empty = sorted(fqn_of(path) or TOP for path, node in found if node[0] in MAPPINGS and not node[1])
     if empty:
         losses.changed.append(f"empty dicts are not kept: {listed(empty)}")
     losses.changed += ordered_lost(found) + forms_lost(found)

@@ -18,7 +18,7 @@ from asyncckpt.format.dcp import DCP_VERSION, is_terminal, item_pickle, items_of
 from asyncckpt.format.layout import Payload
 from asyncckpt.format.names import DCP_METADATA_NAME
 from asyncckpt.format.objects import decode_value
-from asyncckpt.format.state_tree import Node, Path, fqn_of, is_counter, leaves, members, python_key
+from asyncckpt.format.state_tree import ARRAY, BYTES, LIST, MAPPINGS, OBJECT, ORDERED_DICT, SEQUENCES, TENSOR, Node, Path, fqn_of, is_counter, leaves, members, python_key
 from asyncckpt.format.torch_pickle import NotPickledError
 from asyncckpt.interop.copy_pipeline import OutputFile, Target, length_of
 from asyncckpt.interop.diff import bytes_at
@@ -121,19 +121,19 @@ def check_torch(outline: Outline) -> Losses:
 def _check_pickles(outline: Outline) -> Losses:
     losses = Losses()
     for path, node in leaves(outline.tree):
-        if node[0] == "O":
+        if node[0] == OBJECT:
             fqn = fqn_of(path)
             try:
                 item_pickle(node, outline.objects)
             except NotPickledError as error:
                 losses.cannot[fqn] = f"torch.load(weights_only=True) does not read {error}"
     refuse_long_keys(outline, losses)
-    arrays = [fqn for fqn, node in outline.leaves() if node[0] == "N"]
+    arrays = [fqn for fqn, node in outline.leaves() if node[0] == ARRAY]
     losses.changed += [f"numpy arrays became tensors: {listed(arrays)}"] if arrays else []
     for path, node in containers(outline.tree):
-        if node[0] == "o" and node[2] is not None:
+        if node[0] == ORDERED_DICT and node[2] is not None:
             try:
-                item_pickle(("o", (), node[2]), outline.objects)
+                item_pickle((ORDERED_DICT, (), node[2]), outline.objects)
             except NotPickledError as error:
                 losses.unversioned.add(fqn_of(path))
                 name = fqn_of(path) or TOP
@@ -153,8 +153,8 @@ def check_dcp(outline: Outline) -> Losses:
         losses.cannot[fqn] = why.replace("torch.load(weights_only=True) does not read", "no item holds")
     apart = list(_containers(outline.tree, ()))
     paths = {path for path, _ in apart}
-    lists = {fqn_of(path) for path, node in apart if node[0] == "l"}
-    dicts = [(path, node) for path, node in apart if node[0] != "l"]
+    lists = {fqn_of(path) for path, node in apart if node[0] == LIST}
+    dicts = [(path, node) for path, node in apart if node[0] != LIST]
     numbers = {fqn_of(path) or TOP for path, node in dicts if any(type(key) is not str for key in node[1][::2])}
     empty = [path for path, node in dicts if not node[1]]
     lacking = {fqn_of(path[:n]) for path in empty for n, key in enumerate(path) if n and type(key) is int} & lists
@@ -175,7 +175,7 @@ def _refuse_one_text(outline: Outline) -> None:
     """Refuse a dict whose keys are all texts in DCP, and two of them the same."""
     for path, node in _containers(outline.tree, ()):
         texts: set[str] = set()
-        for key in node[1][::2] if node[0] != "l" else ():
+        for key in node[1][::2] if node[0] != LIST else ():
             if str(key) in texts:
                 fqn = fqn_of((*path, key))
                 where = outline.contents.path
@@ -189,15 +189,15 @@ def _untied(outline: Outline) -> set[str]:
     items: dict[int, dict[Path, list[str]]] = {}
     for item in items_of(outline.tree):
         for path, leaf in leaves(item.node):
-            if leaf[0] in ("T", "N"):
-                whole = item.path if item.node[0] not in ("T", "N") else ()
+            if leaf[0] in (TENSOR, ARRAY):
+                whole = item.path if item.node[0] not in (TENSOR, ARRAY) else ()
                 items.setdefault(leaf[1], {}).setdefault(whole, []).append(fqn_of((*item.path, *path)))
     return {name for found in items.values() if len(found) > 1 for names in found.values() for name in names}
 
 
 def _containers(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
     """Yield (path, node) of the dicts and lists that are taken apart; all others are in an item as they are."""
-    if node[0] in ("d", "o") or (node[0] == "l" and not is_terminal(node)):
+    if node[0] in MAPPINGS or (node[0] == LIST and not is_terminal(node)):
         yield path, node
         for key, child in members(node):
             yield from _containers(child, (*path, key))
@@ -212,7 +212,7 @@ def _saved(outline: Outline, node: Node, files: Files) -> tuple[bytes | Payload,
         InsufficientMemoryError: A tensor has more bytes than there are addresses.
         CorruptCheckpointError, OSError: Long bytes, which a pickle holds whole, cannot be read.
     """
-    _refuse_long(sum(outline.nbytes_of(number) for number in {leaf[1] for _, leaf in leaves(node) if leaf[0] == "B"}))
+    _refuse_long(sum(outline.nbytes_of(number) for number in {leaf[1] for _, leaf in leaves(node) if leaf[0] == BYTES}))
     objects: list[Any] = []
     held: dict[Node, Node] = {}
     numbers: dict[int, int] = {}
@@ -223,21 +223,21 @@ def _saved(outline: Outline, node: Node, files: Files) -> tuple[bytes | Payload,
 
     def plain(node: Node) -> Node:
         kind, inner = node[:2]
-        if kind in ("d", "o"):
+        if kind in MAPPINGS:
             inside = tuple(plain(member) if n % 2 else _as_read(python_key(member)) for n, member in enumerate(inner))
-            if kind == "o":
+            if kind == ORDERED_DICT:
                 return (kind, inside, None if node[2] is None else object_of(node[2]))
             return (kind, inside, *node[2:]) if is_counter(node) else (kind, inside)
-        if kind in ("l", "t"):
+        if kind in SEQUENCES:
             return (kind, tuple(map(plain, inner)))
-        if kind == "O":
+        if kind == OBJECT:
             return (kind, object_of(inner))
-        if kind == "B":
+        if kind == BYTES:
             if node not in held:
                 objects.append(bytes_at(outline, node, files))
-                held[node] = ("O", len(objects) - 1)
+                held[node] = (OBJECT, len(objects) - 1)
             return held[node]
-        return ("T", numbers.setdefault(inner, len(numbers)))
+        return (TENSOR, numbers.setdefault(inner, len(numbers)))
 
     tree = plain(node)
     value, sink = Unflattener(_placeholders(outline, list(numbers)), objects).value_of(tree), SkippedSave()
@@ -328,7 +328,7 @@ def dcp_target(outline: Outline, files: Files, max_shard_nbytes: int | None) -> 
     items = list(items_of(outline.tree))
     for path, node, _ in items:
         fqn = fqn_of(path)
-        if node[0] not in ("T", "N"):
+        if node[0] not in (TENSOR, ARRAY):
             entries[fqn] = dcp.BytesStorageMetadata()
             storage[dcp.MetadataIndex(fqn)] = _StorageInfo(*shards.place(_saved(outline, node, files)))
             continue

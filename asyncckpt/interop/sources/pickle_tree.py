@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncckpt.format.objects import Opaque, Record, UnknownTypeError, encode_value
-from asyncckpt.format.state_tree import MAX_DEPTH, MAX_KEY_CHARS, Node, Path, fqn_of, key_of
+from asyncckpt.format.state_tree import ARRAY, BYTES, DICT, LIST, OBJECT, ORDERED_DICT, TENSOR, TUPLE, MAX_DEPTH, MAX_KEY_CHARS, Node, Path, fqn_of, key_of
 from asyncckpt.format.structure import MAX_TENSORS
 from asyncckpt.interop.sources.pickle_globals import StorageRef, TensorRef, dtype_text, size_of
 from asyncckpt.interop.sources.source import ContentsBuilder
@@ -90,12 +90,12 @@ class TreeBuilder:
                 return self._mapping(value, keys, path, locate)
         if kind in (list, tuple) and not self._is_flat(value, path):
             children = tuple(self._node_of(child, (*path, n), locate) for n, child in enumerate(value))
-            return ("l" if kind is list else "t", children)
+            return (LIST if kind is list else TUPLE, children)
         is_array = kind is Record and value.kind == "numpy.ndarray"
         if is_array or (kind is bytes and len(value) >= LONG_NBYTES):
             if id(value) not in self._by_id:
                 added = (
-                    self._array(value, path) if is_array else self._elements("B", value, "uint8", (len(value),), path)
+                    self._array(value, path) if is_array else self._elements(BYTES, value, "uint8", (len(value),), path)
                 )
                 self._by_id[id(value)] = (value, added)
             return self._by_id[id(value)][1]
@@ -117,8 +117,8 @@ class TreeBuilder:
         if type(value) is OrderedDict:
             self._note_others(value, path)
             metadata = getattr(value, "_metadata", None)
-            return ("o", tuple(members), None if metadata is None else self._versions(metadata, path))
-        return ("d", tuple(members)) if type(value) is dict else ("d", tuple(members), value.form)
+            return (ORDERED_DICT, tuple(members), None if metadata is None else self._versions(metadata, path))
+        return (DICT, tuple(members)) if type(value) is dict else (DICT, tuple(members), value.form)
 
     def _note_others(self, value: OrderedDict[Any, Any], path: Path) -> None:
         if others := getattr(value, "_others", ""):
@@ -164,11 +164,11 @@ class TreeBuilder:
             inside = f"inside a {type(plain).__name__}" if error.value is not plain else ""
             return self._unread(_kind_of(error.value), inside, value)
         self._builder.source.objects.append(raw)
-        return ("O", len(self._builder.source.objects) - 1)
+        return (OBJECT, len(self._builder.source.objects) - 1)
 
     def _unread(self, kind: str, why: str, value: Any) -> Node:
         self._builder.source.objects.append(UnreadLeaf(kind, why, self._tensors_in(value)))
-        return ("O", len(self._builder.source.objects) - 1)
+        return (OBJECT, len(self._builder.source.objects) - 1)
 
     def _versions(self, metadata: Any, path: Path) -> int | None:
         """Add the `_metadata` of an OrderedDict; without it the rest of that is worth as much."""
@@ -258,7 +258,7 @@ class TreeBuilder:
             self._by_ref[key] = self._builder.whole_tensor(fqn_of(path), ref.dtype, ref.size, *at, ref.nbytes)
         if span:
             self._extents.append((part, offset, offset + span, self._by_ref[key], fqn_of(path)))
-        return ("T", self._by_ref[key])
+        return (TENSOR, self._by_ref[key])
 
     def _array(self, array: Record, path: Path) -> Node:
         """Add a numpy array: (version, shape, dtype, whether by columns, bytes)."""
@@ -270,7 +270,7 @@ class TreeBuilder:
                 raise UnpicklingError("an array of objects, of texts, or stored by columns")
         except (UnpicklingError, TypeError, ValueError, AttributeError) as error:
             return self._unread("numpy.ndarray", str(error), array)
-        return self._elements("N", data, name, sizes, path)
+        return self._elements(ARRAY, data, name, sizes, path)
 
     def _elements(self, kind: str, data: bytes | bytearray, dtype: str, sizes: tuple[int, ...], path: Path) -> Node:
         """Add elements that lie in the pickle, which the builder keeps."""

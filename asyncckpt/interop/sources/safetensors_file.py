@@ -18,6 +18,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from asyncckpt.format.state_tree import DICT
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.format.layout import MAX_HEADER_NBYTES, METADATA_KEY
 from asyncckpt.format.structure import MAX_DIMS, Chunk
@@ -379,7 +380,7 @@ def _assembled(
             )
         shape = tuple(max(c.offsets[d] + c.sizes[d] for c in chunks) for d in range(len(chunks[0].sizes)))
         members += (name, builder.tensor(name, dtype, shape, chunks))
-    return builder.contents(("d", tuple(members)), writer)
+    return builder.contents((DICT, tuple(members)), writer)
 
 
 def _copy_meant(

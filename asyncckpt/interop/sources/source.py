@@ -16,7 +16,7 @@ from asyncckpt.format.checksums import file_checksum
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import SaveId, objects_name
-from asyncckpt.format.state_tree import Node, Path, fqn_of, leaves
+from asyncckpt.format.state_tree import OBJECT, TENSOR, Node, Path, fqn_of, leaves
 from asyncckpt.format.structure import MAX_TENSORS, Chunk, Structure, TensorEntry
 from asyncckpt.storage.contents import Contents, ForeignSource, Lazy, Located, Place, RankContents, SavedTensor
 from asyncckpt.storage.coverage import coverage_fault
@@ -146,7 +146,7 @@ class ContentsBuilder:
         self._tensors.append(
             SavedTensor(fqn=fqn, dtype=dtype, global_shape=shape, chunks=tuple((0, chunk) for chunk in found))
         )
-        return ("T", len(self._tensors) - 1)
+        return (TENSOR, len(self._tensors) - 1)
 
     def whole_tensor(
         self, fqn: str, dtype: str, shape: tuple[int, ...], part: int, offset_bytes: int, nbytes: int
@@ -166,7 +166,7 @@ class ContentsBuilder:
         for path, node in leaves(tree):
             if names.setdefault(fqn_of(path), path) != path:
                 raise DuplicateNameError(f"{self.path}: two leaves are called {fqn_of(path)!r}", fqn=fqn_of(path))
-            if path == ("step",) and node[0] == "O" and type(self.source.objects[node[1]]) is int:
+            if path == ("step",) and node[0] == OBJECT and type(self.source.objects[node[1]]) is int:
                 step = max(-1, self.source.objects[node[1]])
         structure = Structure(
             tree=tree,

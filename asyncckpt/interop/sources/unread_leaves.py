@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from asyncckpt.errors import UnsupportedFormatError
-from asyncckpt.format.state_tree import fqn_of, leaves
+from asyncckpt.format.state_tree import OBJECT, fqn_of, leaves
 from asyncckpt.storage.contents import Contents
 
 _SHOWN = 20
@@ -49,7 +49,7 @@ def unread_leaves(contents: Contents, numbers: Container[int] | None = None) -> 
     if not any(type(found) is UnreadLeaf for found in objects):
         return {}
     named = ((fqn_of(path), node) for path, node in leaves(contents.ranks[0].structure.tree))
-    found = ((fqn, node[1]) for fqn, node in named if node[0] == "O" and (numbers is None or node[1] in numbers))
+    found = ((fqn, node[1]) for fqn, node in named if node[0] == OBJECT and (numbers is None or node[1] in numbers))
     return {fqn: objects[number] for fqn, number in found if type(objects[number]) is UnreadLeaf}
 
 
