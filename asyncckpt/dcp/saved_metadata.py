@@ -32,7 +32,23 @@ from asyncckpt.errors import MissingKeysError, PickledLeafError
 from asyncckpt.format.dcp import DCP_VERSION
 from asyncckpt.format.manifest import PLANNER_KEY, Manifest
 from asyncckpt.format.names import MANIFEST_NAME
-from asyncckpt.format.state_tree import BYTES, DICT, LIST, MAPPINGS, OBJECT, SEQUENCES, TENSOR, MAX_DEPTH, Node, Path, form_in, fqn_of, leaves, python_key, tree_of
+from asyncckpt.format.state_tree import (
+    BYTES,
+    DICT,
+    LIST,
+    MAPPINGS,
+    MAX_DEPTH,
+    OBJECT,
+    SEQUENCES,
+    TENSOR,
+    Node,
+    Path,
+    form_in,
+    fqn_of,
+    leaves,
+    python_key,
+    tree_of,
+)
 from asyncckpt.format.structure import Chunk
 from asyncckpt.loading.fetch import bytes_of, read_tensor
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY

@@ -316,7 +316,10 @@ class StorageReader(TorchStorageReader):
         described, self._found = read_consistent(
             self.path,
             self._files,
-            lambda contents: (CheckpointMetadata(contents, reader, self._files, **options), found_in(contents, self._files)),
+            lambda contents: (
+                CheckpointMetadata(contents, reader, self._files, **options),
+                found_in(contents, self._files),
+            ),
         )
         self._described = described
         return described

@@ -26,7 +26,7 @@ from asyncckpt.basics.paths import absolute_path, is_local_path
 from asyncckpt.config import CheckpointerConfig, check_keywords
 from asyncckpt.dcp.direct_save import InProcess
 from asyncckpt.dcp.worker_save import FIELDS, ByWorker
-from asyncckpt.dcp.worker_session import WorkerInfo, SaveTask, forget_received, received_task
+from asyncckpt.dcp.worker_session import SaveTask, WorkerInfo, forget_received, received_task
 from asyncckpt.dcp.write_plan import (
     WriteOptions,
     chunks_in,

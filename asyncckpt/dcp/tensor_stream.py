@@ -96,7 +96,9 @@ def _await(device: Device, index: int, event: Event, done: str) -> None:
 
 
 class WrittenTensor:
-    """A tensor that is resolved at the first read of its bytes and freed after the last. Safe to use from several threads.
+    """A tensor that is resolved at the first read of its bytes and freed after the last.
+
+    Safe to use from several threads.
 
     Args:
         resolve: Makes the elements.

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt.config import CheckpointerConfig, RankInfo, endpoint_from_environment
 from asyncckpt.dcp.worker_part import SealRoom, Unsealed, stage_part
-from asyncckpt.dcp.worker_session import WorkerInfo, SaveTask, WorkerSession, received_worker_infos
+from asyncckpt.dcp.worker_session import SaveTask, WorkerInfo, WorkerSession, received_worker_infos
 from asyncckpt.dcp.write_plan import WriteOptions
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import AsyncCkptError, CommitTimeoutError
@@ -86,7 +86,8 @@ class ByWorker:
             fsync, overwrite: Of the save.
 
         Raises:
-            AsyncCkptError: Nobody answers at the endpoint that was named; else the returned information says why there is none.
+            AsyncCkptError: Nobody answers at the endpoint that was named. Else the returned `WorkerInfo`
+                says why there is none.
 
         Blocks: up to `worker_start_timeout_s`.
         """
@@ -118,7 +119,9 @@ class ByWorker:
 
     # ---- the plan ---------------------------------------------------------------------------------------------------
 
-    def begin(self, path: str, own: WorkerInfo, epoch: int, plans: Sequence[SavePlan], files: Files) -> list[SaveTask] | None:
+    def begin(
+        self, path: str, own: WorkerInfo, epoch: int, plans: Sequence[SavePlan], files: Files
+    ) -> list[SaveTask] | None:
         """Return the tasks of all ranks, in the order of their plans; the coordinator calls it.
 
         Waits first for a save to the same path that was handed over and not waited for to its end (Ctrl-C).

@@ -100,7 +100,7 @@ def received_task() -> SaveTask | None:
 
 
 def received_worker_infos() -> dict[int, WorkerInfo]:
-    """Return what ranks have said of their workers, as far as this thread has received since `forget_received`; by rank."""
+    """Return, by rank, what this thread has received of ranks' workers since `forget_received`."""
     return _here.worker_infos
 
 

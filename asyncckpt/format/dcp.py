@@ -33,7 +33,24 @@ from asyncckpt.format.layout import (
 )
 from asyncckpt.format.names import DCP, MAX_PARTS, SaveId, items_name, per_rank_name, shard_name, split_per_rank_name
 from asyncckpt.format.objects import Opaque, Record, decode_objects
-from asyncckpt.format.state_tree import ARRAY, BYTES, DICT, LIST, MAPPINGS, OBJECT, ORDERED_DICT, PER_RANK, SEQUENCES, TENSOR, Key, Node, Path, TypedKey, checked_key, fqn_of
+from asyncckpt.format.state_tree import (
+    ARRAY,
+    BYTES,
+    DICT,
+    LIST,
+    MAPPINGS,
+    OBJECT,
+    ORDERED_DICT,
+    PER_RANK,
+    SEQUENCES,
+    TENSOR,
+    Key,
+    Node,
+    Path,
+    TypedKey,
+    checked_key,
+    fqn_of,
+)
 from asyncckpt.format.structure import Box, Chunk
 from asyncckpt.format.torch_pickle import Call, Encoded, NotPickledError, PickleImage, encoded
 from asyncckpt.format.torch_zip import torch_archive
@@ -76,7 +93,8 @@ def is_terminal(node: Node) -> bool:
     """Whether a list is one item: nothing in it but values and lists of them."""
     members = [child[1] if child[0] == PER_RANK else child for child in node[1]]
     return not any(
-        child[0] in (DICT, ORDERED_DICT, TENSOR, ARRAY) or (child[0] == LIST and not is_terminal(child)) for child in members
+        child[0] in (DICT, ORDERED_DICT, TENSOR, ARRAY) or (child[0] == LIST and not is_terminal(child))
+        for child in members
     )
 
 

@@ -7,10 +7,10 @@ import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from asyncckpt.format.state_tree import OBJECT
 from asyncckpt.basics.paths import absolute_path, current_umask
 from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.format.names import SaveId
+from asyncckpt.format.state_tree import OBJECT
 from asyncckpt.interop.checkpoint_files import copied_files, copy_file
 from asyncckpt.interop.copy_pipeline import DuplexFiles, Progress, Target, write_files
 from asyncckpt.interop.losses import Losses, changes, settled

@@ -19,7 +19,21 @@ import torch
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import MissingKeysError
 from asyncckpt.format.objects import decode_value, encode_value
-from asyncckpt.format.state_tree import ARRAY, BYTES, MAPPINGS, OBJECT, ORDERED_DICT, TENSOR, TUPLE, Node, Path, fqn_of, leaves, members, python_key
+from asyncckpt.format.state_tree import (
+    ARRAY,
+    BYTES,
+    MAPPINGS,
+    OBJECT,
+    ORDERED_DICT,
+    TENSOR,
+    TUPLE,
+    Node,
+    Path,
+    fqn_of,
+    leaves,
+    members,
+    python_key,
+)
 from asyncckpt.interop.selection import Outline, containers, outline_of
 from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf

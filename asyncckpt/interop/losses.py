@@ -15,7 +15,20 @@ from asyncckpt.errors import UnsupportedFormatError, UnsupportedLeafError
 from asyncckpt.format.manifest import PLANNER_KEY
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.format.objects import PICKLED_TAGS
-from asyncckpt.format.state_tree import ARRAY, DICT, LIST, OBJECT, ORDERED_DICT, TENSOR, MAX_KEY_CHARS, Node, Path, fqn_of, leaves, per_rank_nodes
+from asyncckpt.format.state_tree import (
+    ARRAY,
+    DICT,
+    LIST,
+    MAX_KEY_CHARS,
+    OBJECT,
+    ORDERED_DICT,
+    TENSOR,
+    Node,
+    Path,
+    fqn_of,
+    leaves,
+    per_rank_nodes,
+)
 from asyncckpt.interop.selection import Outline, leaves_and_empty, pruned, rebuilt, versioned
 from asyncckpt.interop.sources.safetensors_file import OF_ONE_FILE
 from asyncckpt.loading.key_selection import Selection
@@ -268,7 +281,9 @@ def _step_lost(written: Outline, to: str) -> list[str]:
     contents = written.contents
     if to == "asyncckpt" or contents.source is not None or contents.manifest.step <= 0:
         return []
-    step = next((written.objects[node[1]] for fqn, node in written.leaves() if fqn == "step" and node[0] == OBJECT), None)
+    step = next(
+        (written.objects[node[1]] for fqn, node in written.leaves() if fqn == "step" and node[0] == OBJECT), None
+    )
     if step == contents.manifest.step and to in ("dcp", "torch"):
         return []
     return [f"the checkpoint's step, {contents.manifest.step}, is not kept"]

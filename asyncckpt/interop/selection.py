@@ -10,7 +10,19 @@ from typing import Any
 from asyncckpt.config import RankInfo
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ConfigError, DuplicateNameError, MissingKeysError
-from asyncckpt.format.state_tree import DICT, MAPPINGS, OBJECT, ORDERED_DICT, SEQUENCES, CONTAINERS, Node, Path, fqn_of, leaves, members
+from asyncckpt.format.state_tree import (
+    CONTAINERS,
+    DICT,
+    MAPPINGS,
+    OBJECT,
+    ORDERED_DICT,
+    SEQUENCES,
+    Node,
+    Path,
+    fqn_of,
+    leaves,
+    members,
+)
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, Selection, prefixes
 from asyncckpt.loading.saved_state import SavedTree

@@ -16,7 +16,19 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.format.index import ShardRecord
 from asyncckpt.format.layout import round_up
-from asyncckpt.format.state_tree import ARRAY, BYTES, OBJECT, ORDERED_DICT, TENSOR, CONTAINERS, Node, Path, fqn_of, is_counter, members
+from asyncckpt.format.state_tree import (
+    ARRAY,
+    BYTES,
+    CONTAINERS,
+    OBJECT,
+    ORDERED_DICT,
+    TENSOR,
+    Node,
+    Path,
+    fqn_of,
+    is_counter,
+    members,
+)
 from asyncckpt.interop.copy_pipeline import OutputFile, Target, payload_places
 from asyncckpt.interop.diff import alike_when_opened, bytes_at, is_same_value
 from asyncckpt.interop.losses import TOP

@@ -18,7 +18,23 @@ from asyncckpt.format.dcp import DCP_VERSION, is_terminal, item_pickle, items_of
 from asyncckpt.format.layout import Payload
 from asyncckpt.format.names import DCP_METADATA_NAME
 from asyncckpt.format.objects import decode_value
-from asyncckpt.format.state_tree import ARRAY, BYTES, LIST, MAPPINGS, OBJECT, ORDERED_DICT, SEQUENCES, TENSOR, Node, Path, fqn_of, is_counter, leaves, members, python_key
+from asyncckpt.format.state_tree import (
+    ARRAY,
+    BYTES,
+    LIST,
+    MAPPINGS,
+    OBJECT,
+    ORDERED_DICT,
+    SEQUENCES,
+    TENSOR,
+    Node,
+    Path,
+    fqn_of,
+    is_counter,
+    leaves,
+    members,
+    python_key,
+)
 from asyncckpt.format.torch_pickle import NotPickledError
 from asyncckpt.interop.copy_pipeline import OutputFile, Target, length_of
 from asyncckpt.interop.diff import bytes_at

@@ -154,7 +154,9 @@ def _of_a_save(moved: Moved) -> dict[str, Any]:
 
 
 class Observers:
-    """Sends what happens to saves to events.jsonl, Prometheus and the service manager. Used from the control loop's thread.
+    """Sends what happens to saves to events.jsonl, Prometheus and the service manager.
+
+    Used from the control loop's thread.
 
     Args:
         config: Says who looks on.

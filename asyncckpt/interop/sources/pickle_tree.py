@@ -10,7 +10,22 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncckpt.format.objects import Opaque, Record, UnknownTypeError, encode_value
-from asyncckpt.format.state_tree import ARRAY, BYTES, DICT, LIST, OBJECT, ORDERED_DICT, TENSOR, TUPLE, MAX_DEPTH, MAX_KEY_CHARS, Node, Path, fqn_of, key_of
+from asyncckpt.format.state_tree import (
+    ARRAY,
+    BYTES,
+    DICT,
+    LIST,
+    MAX_DEPTH,
+    MAX_KEY_CHARS,
+    OBJECT,
+    ORDERED_DICT,
+    TENSOR,
+    TUPLE,
+    Node,
+    Path,
+    fqn_of,
+    key_of,
+)
 from asyncckpt.format.structure import MAX_TENSORS
 from asyncckpt.interop.sources.pickle_globals import StorageRef, TensorRef, dtype_text, size_of
 from asyncckpt.interop.sources.source import ContentsBuilder

@@ -18,9 +18,9 @@ import stat
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from asyncckpt.format.state_tree import DICT
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.format.layout import MAX_HEADER_NBYTES, METADATA_KEY
+from asyncckpt.format.state_tree import DICT
 from asyncckpt.format.structure import MAX_DIMS, Chunk
 from asyncckpt.interop.sources.source import ContentsBuilder, read_exactly
 from asyncckpt.interop.sources.torch_file import ReadAt
