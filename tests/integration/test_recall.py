@@ -130,7 +130,7 @@ def test_damage_in_memory_is_found_and_the_disk_is_read(
     view.release()
     with caplog.at_level(logging.INFO):
         assert is_state(asyncckpt.load(tmp_path / "a"), 1)
-    assert "is read from disk: its snapshot in memory cannot be" in caplog.text
+    assert "is read from disk, since its snapshot in memory cannot be read" in caplog.text
     with pytest.raises(CorruptCheckpointError, match="differ from their checksum"):
         asyncckpt.load(tmp_path / "a", source="memory")
 
