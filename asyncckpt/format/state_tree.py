@@ -90,6 +90,10 @@ MAX_KEY_DEPTH = 8
 """How deep tuples may be nested in a key. Chosen, not measured."""
 
 
+_NONE_KEY, _BOOL_KEY, _FLOAT_KEY, _BYTES_KEY, _TUPLE_KEY = "n", "b", "f", "y", "t"
+"""Tags of typed keys."""
+
+
 class TypedKey(tuple[Any, ...]):
     """A key that is neither str nor int: the tag and its arguments. `repr` and `str` are those of `value`."""
 
@@ -99,9 +103,9 @@ class TypedKey(tuple[Any, ...]):
     def value(self) -> Any:
         """The Python value of the key."""
         kind, rest = self[0], self[1:]
-        if kind == "t":
+        if kind == _TUPLE_KEY:
             return tuple(map(python_key, rest))
-        if kind == "f":
+        if kind == _FLOAT_KEY:
             return struct.unpack(">d", bytes.fromhex(rest[0]))[0]
         return rest[0] if rest else None
 
@@ -125,19 +129,19 @@ def key_of(value: Any, depth: int = 0) -> Key | None:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, bool):
-        return TypedKey(("b", value))
+        return TypedKey((_BOOL_KEY, value))
     if isinstance(value, int):
         return int(value) if value.bit_length() <= _MAX_KEY_BITS else None
     if value is None:
-        return TypedKey(("n",))
+        return TypedKey((_NONE_KEY,))
     if isinstance(value, float):
-        return None if math.isnan(value) else TypedKey(("f", struct.pack(">d", value).hex()))
+        return None if math.isnan(value) else TypedKey((_FLOAT_KEY, struct.pack(">d", value).hex()))
     if isinstance(value, bytes):
-        return TypedKey(("y", bytes(value)))
+        return TypedKey((_BYTES_KEY, bytes(value)))
     if not isinstance(value, tuple) or depth == MAX_KEY_DEPTH:
         return None
     members = [key_of(member, depth + 1) for member in value]
-    return None if None in members else TypedKey(("t", *members))
+    return None if None in members else TypedKey((_TUPLE_KEY, *members))
 
 
 def is_storable(key: Any) -> bool:
@@ -146,7 +150,7 @@ def is_storable(key: Any) -> bool:
         return -_MAX_INT_KEY <= key <= _MAX_INT_KEY
     if isinstance(key, str):
         return len(key) <= MAX_KEY_CHARS and _is_text(key)
-    members = key[1:] if type(key) is TypedKey and key[0] == "t" else ()
+    members = key[1:] if type(key) is TypedKey and key[0] == _TUPLE_KEY else ()
     return all(map(is_storable, members)) and len(str(key)) <= MAX_KEY_CHARS
 
 
@@ -167,13 +171,13 @@ def checked_key(raw: Any, depth: int = 0) -> Key:
     if type(raw) is int or (type(raw) is str and len(raw) <= MAX_KEY_CHARS):
         return raw
     kind, rest = (raw[0], raw[1:]) if isinstance(raw, (list, tuple)) and raw else (None, ())
-    if kind == "t" and depth < MAX_KEY_DEPTH:
-        found = TypedKey(("t", *(checked_key(member, depth + 1) for member in rest)))
-    elif kind == "n" and not rest:
-        found = TypedKey(("n",))
-    elif len(rest) == 1 and {"b": bool, "f": str, "y": bytes}.get(str(kind)) is type(rest[0]):
+    if kind == _TUPLE_KEY and depth < MAX_KEY_DEPTH:
+        found = TypedKey((_TUPLE_KEY, *(checked_key(member, depth + 1) for member in rest)))
+    elif kind == _NONE_KEY and not rest:
+        found = TypedKey((_NONE_KEY,))
+    elif len(rest) == 1 and {_BOOL_KEY: bool, _FLOAT_KEY: str, _BYTES_KEY: bytes}.get(str(kind)) is type(rest[0]):
         found = TypedKey((kind, *rest))
-        if kind == "f" and (len(str(rest[0])) != 16 or key_of(found.value) != found):  # of another case, or NaN
+        if kind == _FLOAT_KEY and (len(str(rest[0])) != 16 or key_of(found.value) != found):  # of another case, or NaN
             raise ValueError(f"{str(rest[0])[:40]!r} is no float of a key")
     else:
         raise ValueError(f"a key of type {type(raw).__name__}, or of an unknown tag")
