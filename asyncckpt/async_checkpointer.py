@@ -20,7 +20,7 @@ from asyncckpt.basics.process_lifecycle import EXIT_WAIT_S
 from asyncckpt.checkpointer import Checkpointer, refuse_unknown
 from asyncckpt.client.pending_saves import StagedSnapshot
 from asyncckpt.client.worker_client import WorkerClient, await_saves_below
-from asyncckpt.client.worker_links import Build, Worker
+from asyncckpt.client.worker_links import Build, WorkerAccess
 from asyncckpt.commit_hooks import HookRunner
 from asyncckpt.components import CheckpointProcess, CheckpointReader, CheckpointStager
 from asyncckpt.config import CheckpointerConfig, RankInfo, endpoint_from_environment, refuse_positional
@@ -495,7 +495,7 @@ def hand_over(
     Raises:
         StagingError: The rest of the copy could not be begun; the save is the caller's to take back.
     """
-    if not isinstance(result, StagedSnapshot) or result.rest is None:
+    if not isinstance(result, StagedSnapshot) or result.start_deferred is None:
         _write(process, handle, result, arguments, kw)
         return
     handle.save_id = result.save_id
@@ -510,9 +510,9 @@ def hand_over(
             handle.fail(caught)
             raise
 
-    rest, result.rest = result.rest, None
+    start_deferred, result.start_deferred = result.start_deferred, None
     try:
-        rest(handle.staged, copied)
+        start_deferred(handle.staged, copied)
     except Exception as error:
         raise StagingError(
             f"step {result.step}: the copy behind the training could not be begun: {error!r}",
@@ -606,7 +606,7 @@ def reach_worker(
     return process, ranks
 
 
-class _Reached(Worker):
+class _Reached(WorkerAccess):
     """The worker of `process`, which is made after this."""
 
     process: WorkerClient

@@ -211,7 +211,7 @@ def _tried(
     except Exception as error:
         failure = error
     save_id = retry_state.manifest.save_id if retry_state.manifest is not None else None
-    return loaded, ranks.verdict(candidate.path, save_id, failure)
+    return loaded, ranks.vote(candidate.path, save_id, failure)
 
 
 def _quarantined(skipped: Sequence[tuple[Candidate, Broken]], ranks: Ranks, *, quarantine: bool) -> list[str | None]:
@@ -220,7 +220,7 @@ def _quarantined(skipped: Sequence[tuple[Candidate, Broken]], ranks: Ranks, *, q
     def move() -> list[str | None]:
         return [_moved(candidate) if quarantine and broken.is_damaged else None for candidate, broken in skipped]
 
-    return ranks.first_says(move) if skipped else []
+    return ranks.from_rank_0(move) if skipped else []
 
 
 def _moved(candidate: Candidate) -> str | None:

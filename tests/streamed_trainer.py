@@ -74,7 +74,7 @@ def train(order: dict[str, Any]) -> None:
 
 def main() -> None:
     """Obey."""
-    slot_stream.STREAMED_FROM_NBYTES = 1
+    slot_stream.MIN_STREAMED_NBYTES = 1
     overlapping.copy_all_behind()
     torch.set_num_threads(1)
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Finds or starts the worker, and keeps the session with it; another one when that is lost."""
+"""Finds or starts the worker and keeps one session with it; opens another session when that one is lost."""
 
 from __future__ import annotations
 
@@ -23,35 +23,36 @@ from asyncckpt.protocol import messages
 from asyncckpt.protocol.dealer import NO_DESCRIPTORS
 
 RESTART_GRACE_S = 2.0
-"""After a loss at an endpoint that the user named, its own supervisor may bring the worker back for so long."""
+"""How long to wait, after a loss at an endpoint that the user named, for the user's supervisor to restart the worker
+before we start one. Chosen."""
 
 RETRY_BUDGET_S = 1.0
-"""After a worker could not be reached, or fell silent, a save tries for a second only: training goes on. A worker that
-is started meanwhile is found by the next save."""
+"""How long a save tries to connect after the last attempt failed or the worker stopped answering, so that training is
+not held up by every save. A worker that is started meanwhile is found by the next save."""
 
 GOODBYE_TIMEOUT_S = 2.0
 CLOSE_TIMEOUT_S = 8.0
-"""What `close` may take beyond the waiting for saves. Chosen: normally it takes milliseconds."""
+"""How long `close` may take after the wait for saves. Chosen: normally it takes milliseconds."""
 
 _log = logging.getLogger("asyncckpt.client")
 
 
 class Connection:
-    """See the module.
+    """The connection of one checkpointer to its worker, over any number of sessions.
 
     Args:
         endpoint: `ipc://...`.
         named: The user named the endpoint.
         config: For the timeouts.
-        greet: From the name of the session that is replaced, or "", to what builds a Hello.
-        pending, on_saves: As `Session` has them.
-        on_open: Called with each new session before anybody else gets it; raises when that is lost again.
-        on_lost: Called with each session that is lost, in its thread, and why.
-        options: Returns how to start a worker, besides what the config says.
+        hello_for: Takes the name of the session to replace, or "", and returns a function that builds a Hello.
+        pending, on_saves: As for `Session`.
+        on_open: Called with each new session before `connect` returns it; raises if that session is lost meanwhile.
+        on_lost: Called with each lost session and the reason, in the session's thread.
+        options: Returns command-line options for a worker to start, besides those that `config` sets.
 
     Attributes:
-        session: The last one, or None.
-        settled: `on_open` has returned for it.
+        session: The latest session, or None.
+        is_ready: `on_open` has returned for `session`.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Connection:
         *,
         named: bool,
         config: CheckpointerConfig,
-        greet: Callable[[str], Callable[[int, str], messages.Hello]],
+        hello_for: Callable[[str], Callable[[int, str], messages.Hello]],
         pending: Callable[[], Sequence[str]],
         on_saves: Callable[[messages.Saves], None],
         on_open: Callable[[Session], None],
@@ -69,9 +70,9 @@ class Connection:
     ) -> None:
         self.endpoint = endpoint
         self.session: Session | None = None
-        self.settled = True
+        self.is_ready = True
         self._on_open, self._options = on_open, options
-        self._named, self._config, self._greet = named, config, greet
+        self._named, self._config, self._hello_for = named, config, hello_for
         self._pending, self._on_saves, self._report_loss = pending, on_saves, on_lost
         self._opening = threading.RLock()  # a signal handler may save or close in the middle of a save
         self._opening_session: Session | None = None
@@ -80,18 +81,18 @@ class Connection:
         self._had_session = self._unreachable = self._closed = False
 
     def connect(self, *, start: bool = True) -> Session:
-        """Return the live session, opening one when there is none.
+        """Return the live session; open one if there is none.
 
-        Blocks: up to `worker_start_timeout_s`; up to `RETRY_BUDGET_S` while the last attempt has failed.
+        Blocks: up to `worker_start_timeout_s`, or up to `RETRY_BUDGET_S` if the last attempt failed.
 
         Raises:
-            WorkerUnavailableError: Nobody answers.
+            WorkerUnavailableError: No worker answers.
             CheckpointerClosedError: After `close`.
         """
         with self._opening:
             self._check_open()
             session = self.session
-            if session is not None and session.error is None and self.settled:
+            if session is not None and session.error is None and self.is_ready:
                 return session
             budget_s = self._config.worker_start_timeout_s
             deadline = time.monotonic() + (min(RETRY_BUDGET_S, budget_s) if self._unreachable else budget_s)
@@ -100,15 +101,16 @@ class Connection:
                 try:
                     self._on_open(session)
                 except BaseException as error:
-                    # Lost again, perhaps by what it was told: that is bounded, and so is the time.
+                    # The worker died again, perhaps because of what `on_open` sent. Retries are bounded: by the
+                    # deadline, and by `failover.MAX_HANDOVERS`.
                     lost = isinstance(error, AsyncCkptError) and session.error is not None
                     if lost and not self._closed and time.monotonic() < deadline:
-                        # Its session keeps the error: with the traceback it would keep the state that is being saved.
+                        # The session keeps the error, and its traceback would keep the state that is being saved alive.
                         error.__traceback__ = None
                         continue
                     session.close()
                     raise
-                self.settled = True
+                self.is_ready = True
                 return session
 
     def _open(self, deadline: float, *, start: bool) -> Session:
@@ -116,7 +118,7 @@ class Connection:
             self.session.close()
         session = Session(
             self.endpoint,
-            hello=self._greet(self._last_name),
+            hello=self._hello_for(self._last_name),
             worker_timeout_s=self._config.worker_timeout_s,
             pending=self._pending,
             on_saves=self._on_saves,
@@ -125,23 +127,24 @@ class Connection:
         grace = RESTART_GRACE_S if self._named and self._had_session else START_AFTER_S
         self._opening_session = session
         try:
-            self._check_open()  # `close` sets the flag before it looks for a session to give up
+            self._check_open()  # `close` sets the flag first, then closes `_opening_session`
             options = (*(("--events",) if self._config.events else ()), *self._options())
             begin = partial(launcher.start_worker, self.endpoint, options=options) if start else None
             session.open(deadline, begin, grace)
         except BaseException as error:
-            # One of another version has answered: the next save may find another one in its place, and starts it.
+            # A worker of another version has answered, so the endpoint is reachable: the next save gets its full time,
+            # since by then another worker may be there, or is to be started.
             if isinstance(error, AsyncCkptError) and not isinstance(error, ProtocolVersionError):
-                # Where no descriptor was left, that says nothing about the worker.
+                # If this process has run out of file descriptors, the worker may well be reachable.
                 self._unreachable = self._unreachable or error.facts().get("detail") != NO_DESCRIPTORS
             session.close()
             raise
         finally:
             self._opening_session = None
-        if self._closed:  # meanwhile, and nobody has waited for this
+        if self._closed:  # by another thread, which did not wait for the open to end
             session.abandon(lambda: None)
             self._check_open()
-        self.settled = False
+        self.is_ready = False
         self.session, self._had_session, self._unreachable = session, True, False
         self._last_name = session.name
         return session
@@ -151,7 +154,7 @@ class Connection:
             raise CheckpointerClosedError("the checkpointer is closed")
 
     def connect_soon(self) -> None:
-        """Begin to connect in the background, so that the constructor does not wait for a worker to start."""
+        """Connect in a background thread, so that the constructor does not wait for a worker to start."""
 
         def run() -> None:
             with contextlib.suppress(AsyncCkptError):
@@ -164,16 +167,16 @@ class Connection:
 
     def _on_lost(self, session: Session, error: WorkerUnavailableError) -> None:
         if error.facts().get("detail") == "silent":
-            self._unreachable = True  # it may hang for long, and holds the endpoint
+            self._unreachable = True  # it may hang for a long time, and still holds the endpoint
         self._report_loss(session, error)
 
     def close(self, timeout_s: float) -> bool:
-        """Say goodbye and end the session; a connection in the making is given up.
+        """Say goodbye and end the session; abort a `connect` that is under way.
 
-        Blocks: at most `timeout_s`, in all.
+        Blocks: at most `timeout_s` in all.
 
         Returns:
-            False when it was closed already.
+            False if it was closed already.
         """
         was_closed, self._closed = self._closed, True
         if was_closed:
@@ -186,35 +189,35 @@ class Connection:
         opening = self._opening_session
         if opening is not None:
             opening.close(left())
-        if self._opening.acquire(timeout=left() / 2):  # the rest is for the goodbye of a session that is not settled
+        if self._opening.acquire(timeout=left() / 2):  # keep the other half for the goodbye of a session in `on_open`
             self._opening.release()
         session, self.session = self.session, None
         if session is not None:
             try:
                 if session.error is None:
-                    session.call(lambda n: messages.Goodbye(id=n), min(GOODBYE_TIMEOUT_S, left()), late_s=0.2)
+                    session.call(lambda n: messages.Goodbye(id=n), min(GOODBYE_TIMEOUT_S, left()), margin_s=0.2)
             except AsyncCkptError as error:
                 _log.debug("goodbye was not answered: %s", error)
-            finally:  # after an interrupt, or what a signal handler raises, too: else its thread goes on
+            finally:  # also after KeyboardInterrupt, or what a signal handler raises: else the session's thread runs on
                 session.close(left())
         if self._connecting is not None:
             self._connecting.join(left())
         return True
 
     def abandon(self, on_end: Callable[[], None], *, after_saves: bool = False) -> bool:
-        """Close without waiting: the session's thread says goodbye, and calls `on_end` at its end.
+        """Close without waiting: the session's thread says goodbye, and calls `on_end` when it ends.
 
         Args:
             on_end, after_saves: As for `Session.abandon`.
 
         Returns:
-            Whether the caller must do what `on_end` does: there is no living session.
+            Whether there is no live session to call `on_end`, so that the caller must do what it does.
         """
         session = self.session
         return not self._closed and (session is None or not session.abandon(on_end, after_saves=after_saves))
 
     def shut(self) -> None:
-        """Let nobody connect any more; a connection in the making is given up. Does not wait."""
+        """Refuse further `connect` calls and abort one that is under way. Does not wait."""
         self._closed = True
         opening = self._opening_session
         if opening is not None:
@@ -222,21 +225,22 @@ class Connection:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nobody can connect any more."""
+        """Whether `connect` is refused for good."""
         return self._closed
 
 
 SILENT_S = 1.0
-"""The worker's control loop does no file I/O: it answers within milliseconds. Chosen."""
+"""A worker that has not answered for so long hangs or was stopped: its control loop does no file I/O, so it normally
+answers within milliseconds. Chosen."""
 
 SLOW_STORAGE = "storage is slower than the saves come: save less often, or allow more slots"
 
 
 def why_saves_do_not_end(session: Session | None) -> str:
-    """Return it for people, as the end of a sentence."""
+    """Return the probable reason why saves do not end, as the last clause of an error message."""
     if session is None or session.error is not None or session.silent_s < SILENT_S:
         return SLOW_STORAGE
     return (
         f"the worker (pid {session.worker.pid}) at {session.endpoint} has not answered for {session.silent_s:.0f} s: "
-        "it hangs, or was stopped; its saves go on when it does"
+        "it hangs or was stopped; its saves go on when it resumes"
     )

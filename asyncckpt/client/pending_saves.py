@@ -1,7 +1,7 @@
 """The table of saves that have begun and not ended, on the trainer's side, and the completion of their futures.
 
-A row lives from `begin` to the worker's word that the save has ended. The slot is freed with the row, never before:
-a save whose future has run out of time may still be read by the worker.
+A row lives from `begin` until the worker reports that the save has ended. The slot is freed with the row, never before:
+the worker may still read the slot of a save whose future has timed out.
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.protocol import messages, save_phases
 from asyncckpt.save_handle import SaveReport
 
-Rest = Callable[[Future[Any], Callable[[AsyncCkptError | None], None]], None]
-"""Begins to copy what `save()` has left for later: (the future that then completes, called at the end: with None when
-the slot is sealed, else with the error of a save that has been withdrawn)."""
+StartDeferred = Callable[[Future[Any], Callable[[AsyncCkptError | None], None]], None]
+"""Starts the deferred part of a copy. Takes the future to complete with it, and a function to call at its end: with
+None once the slot is sealed, else with the error of a save that has been withdrawn."""
 
 
 Announcement = Callable[[int, int], messages.Message]
-"""Makes the Begin of a save from a request id and the slot's number."""
+"""Builds the Begin of a save from a request id and the slot's number."""
 
 
-class Unended(NamedTuple):
-    """A save that a worker has not reported as ended: the generation of its slot, and its messages.
+class UnfinishedSave(NamedTuple):
+    """What the next worker must know of a save that no worker has reported as ended.
 
-    `snapshot`: None while it is being staged. `is_known`: a worker was told of it, or has got its memory.
+    Attributes:
+        save_id: ID of the save.
+        generation: Generation of its slot.
+        announcement: Builds its Begin, if there is one.
+        snapshot: The snapshot; None while it is being staged.
+        is_known: A worker was told of the save, or has adopted its slot.
     """
 
     save_id: str
@@ -43,29 +48,37 @@ class Unended(NamedTuple):
 
 
 class WriteFuture(Future[SaveReport]):
-    """A future of the commit; `durable` is one of this rank's files."""
+    """Completes when the checkpoint is committed; its `durable`, when this rank's files are durable."""
 
     def __init__(self) -> None:
         super().__init__()
         self.durable: Future[SaveReport] = Future()
 
     def fail(self, error: BaseException) -> None:
-        """Set `error` on both, as far as they are not done."""
+        """Set `error` on both futures, unless they are done."""
         for future in (self.durable, self):
             if not future.done():
                 future.set_exception(error)
 
 
 class StagedSnapshot:
-    """The default stager's result: a sealed slot, or one that is sealed once `rest` was called and has ended.
+    """The default stager's result: a slot that is sealed, or will be at the end of a deferred copy.
 
-    `began`: `time.perf_counter()` at the start of `save()`. `extra`: the arguments of `save()` that are the hooks'.
-    `details`: of the report on `staged`. `resubmitted`: to how many workers, after the first, it was handed.
+    Attributes:
+        save_id, step, path: ID, step and directory of the save.
+        slot: The slot.
+        nbytes: Size of the shard files.
+        seconds: Durations of the stages of `save()`.
+        began: `time.perf_counter()` at the start of `save()`.
+        extra: The arguments of `save()` that are for the commit hooks.
+        start_deferred: Starts the deferred copy; None: the slot is sealed.
+        details: Details of the report on `staged`.
+        resubmitted: To how many workers, after the first, the slot was handed over.
     """
 
     __slots__ = (
-        *("began", "details", "extra", "nbytes", "path", "rest", "resubmitted"),
-        *("save_id", "seconds", "slot", "step"),
+        *("began", "details", "extra", "nbytes", "path", "resubmitted", "save_id", "seconds", "slot"),
+        *("start_deferred", "step"),
     )
 
     def __init__(
@@ -79,36 +92,36 @@ class StagedSnapshot:
         seconds: dict[str, float],
         began: float,
         extra: Mapping[str, Any],
-        rest: Rest | None = None,
+        start_deferred: StartDeferred | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> None:
         self.save_id, self.step, self.path, self.slot = save_id, step, path, slot
         self.nbytes, self.seconds, self.began = nbytes, seconds, began
-        self.extra, self.rest, self.details = extra, rest, dict(details or {})
+        self.extra, self.start_deferred, self.details = extra, start_deferred, dict(details or {})
         self.resubmitted = 0
 
     def report(self, facts: Mapping[str, Any] | None) -> SaveReport:
-        """Return what is known of the save, `facts` from the worker added."""
-        rest = dict(facts or {})
-        seconds = {k.removeprefix("seconds_"): rest.pop(k) for k in list(rest) if k.startswith("seconds_")}
+        """Return the report of the save, with `facts` from the worker."""
+        details = dict(facts or {})
+        seconds = {k.removeprefix("seconds_"): details.pop(k) for k in list(details) if k.startswith("seconds_")}
         if self.resubmitted:
-            rest["resubmitted"] = self.resubmitted
+            details["resubmitted"] = self.resubmitted
         return SaveReport(
             save_id=str(self.save_id),
-            nbytes=int(rest.pop("nbytes", self.nbytes)),
+            nbytes=int(details.pop("nbytes", self.nbytes)),
             seconds={**self.seconds, **seconds, "total": time.perf_counter() - self.began},
-            details=rest,
+            details=details,
         )
 
 
 class _Row:
     __slots__ = (
-        *("announcement", "deadline", "early_error", "future", "generation", "is_asked", "is_known", "missing"),
-        "snapshot",
+        *("announcement", "deadline", "early_error", "future", "generation", "is_durable_reported", "is_known"),
+        *("missing", "snapshot"),
     )
 
     def __init__(self, announcement: Announcement | None, generation: int, *, is_known: bool) -> None:
-        self.announcement, self.generation, self.is_asked = announcement, generation, False
+        self.announcement, self.generation, self.is_durable_reported = announcement, generation, False
         self.is_known = is_known
         self.deadline = float("inf")
         self.missing: list[int] = []
@@ -118,14 +131,14 @@ class _Row:
 
 
 class PendingSaves:
-    """See the module. Thread-safe; futures complete outside the lock, in the thread that brings the news.
+    """The table of pending saves. Thread-safe; futures complete outside the lock, in the thread that calls.
 
     Args:
-        lock: Of the client's tables.
-        commit_timeout_s: So long after it was staged, an uncommitted save's futures fail.
+        lock: The lock of the client's tables.
+        commit_timeout_s: How long after it was staged the futures of an uncommitted save fail.
         free: Gives a save's slot back to the pool.
-        verdict_s: How long the worker's own word on a save that took too long, which names the missing ranks, may take.
-        on_durable: Called when this rank's files are, once per save and worker.
+        worker_report_s: Extra time for the worker to report that timeout itself, since it names the missing ranks.
+        on_durable: Called when this rank's files are durable, once per save and worker.
         on_committed: Called before the slot is freed and `written` completes.
     """
 
@@ -135,11 +148,11 @@ class PendingSaves:
         *,
         commit_timeout_s: float,
         free: Callable[[SaveId], None],
-        verdict_s: float = 0.0,
+        worker_report_s: float = 0.0,
         on_durable: Callable[[StagedSnapshot], None] = lambda snapshot: None,
         on_committed: Callable[[StagedSnapshot], None] = lambda snapshot: None,
     ) -> None:
-        self._timeout_s, self._verdict_s, self._free = commit_timeout_s, verdict_s, free
+        self._timeout_s, self._worker_report_s, self._free = commit_timeout_s, worker_report_s, free
         self._on_durable, self._on_committed = on_durable, on_committed
         self._lock = lock
         self._rows: dict[str, _Row] = {}
@@ -147,17 +160,17 @@ class PendingSaves:
     def begin(
         self, save_id: SaveId, announcement: Announcement | None = None, generation: int = 0, *, is_known: bool = True
     ) -> None:
-        """Staging begins, into the `generation` of a slot; `is_known`: a worker is told of it now."""
+        """Add a save whose staging begins, into `generation` of a slot; `is_known`: a worker is told of it now."""
         with self._lock:
             self._rows[str(save_id)] = _Row(announcement, generation, is_known=is_known)
 
     def withdraw(self, save_id: SaveId) -> None:
-        """Staging failed: the save will never be sealed."""
+        """Remove a save whose staging failed: its slot will never be sealed."""
         with self._lock:
             self._rows.pop(str(save_id), None)
 
     def is_staging(self, name: str) -> bool:
-        """Whether the save was begun and not yet handed over."""
+        """Whether the save was begun and `staged` was not called for it."""
         with self._lock:
             row = self._rows.get(name)
             return row is not None and row.future is None
@@ -169,30 +182,30 @@ class PendingSaves:
             return row.early_error if row else None
 
     def staged(self, snapshot: StagedSnapshot, future: WriteFuture, lost: AsyncCkptError | None) -> bool:
-        """The slot is sealed; from here the worker's news reach `future`.
+        """Note that the slot is sealed: from here on, `future` completes when the save ends.
 
         Args:
             snapshot: What was staged.
             future: To complete.
-            lost: The worker was lost meanwhile.
+            lost: The error, if the worker was lost meanwhile.
 
         Returns:
-            False when the save has failed already; then `future` is done.
+            False if the save has failed already; then `future` is done.
         """
         with self._lock:
             row = self._rows.get(str(snapshot.save_id))
             error = lost or (row.early_error if row else None)
             if row is not None and error is None:
                 row.snapshot, row.future = snapshot, future
-                row.deadline = time.monotonic() + self._timeout_s + self._verdict_s
+                row.deadline = time.monotonic() + self._timeout_s + self._worker_report_s
                 return True
             self._rows.pop(str(snapshot.save_id), None)
         self._free(snapshot.save_id)
         future.fail(error or AsyncCkptError(f"save {snapshot.save_id} was never begun"))
         return False
 
-    def news(self, row: Mapping[str, Any]) -> None:
-        """Take in one row of the worker's `Saves`."""
+    def update(self, row: Mapping[str, Any]) -> None:
+        """Apply one row of the worker's `Saves`."""
         name, phase = str(row["save_id"]), row["phase"]
         if phase == save_phases.COMMITTED:
             self.end(name, None, row.get("report"))
@@ -207,17 +220,17 @@ class PendingSaves:
             if phase == save_phases.DURABLE:
                 if not found.future.durable.done():
                     found.future.durable.set_result(found.snapshot.report(row.get("report")))
-                if not found.is_asked:
-                    found.is_asked = True
+                if not found.is_durable_reported:
+                    found.is_durable_reported = True
                     self._on_durable(found.snapshot)
 
     def end(self, name: str, error: AsyncCkptError | None, facts: Mapping[str, Any] | None) -> None:
-        """The save has ended; unknown names are ignored, since news may come twice."""
+        """End a save. Unknown names are ignored: the worker may report an end twice."""
         with self._lock:
             row = self._rows.get(name)
             if row is None:
                 return
-            if row.future is None or row.snapshot is None:  # still staging: told to `staged`
+            if row.future is None or row.snapshot is None:  # still being staged: `staged` fails with it
                 row.early_error = error
                 return
             del self._rows[name]
@@ -232,13 +245,15 @@ class PendingSaves:
             if not future.done():
                 future.set_result(report)
 
-    def unended(self, save_id: SaveId | None, *, handed_over: bool = False, told: bool = False) -> Unended | None:
-        """Return what another worker must know of a save; None: nothing, since it has ended.
+    def unfinished(
+        self, save_id: SaveId | None, *, handed_over: bool = False, told: bool = False
+    ) -> UnfinishedSave | None:
+        """Return what the next worker must know of a save; None: nothing, since the save has ended.
 
         Args:
-            save_id: Of the save, or None.
-            handed_over: Its memory is being given to that worker, which may end it by what it finds there.
-            told: That worker is being told of it.
+            save_id: ID of the save; None: no save uses the slot.
+            handed_over: The worker is about to get the slot, and may end the save by what it finds there.
+            told: The worker is about to be told of the save.
         """
         with self._lock:
             row = self._rows.get(str(save_id))
@@ -246,16 +261,17 @@ class PendingSaves:
                 return None
             if handed_over and row.snapshot is not None:
                 row.snapshot.resubmitted += 1
-            row.is_asked = row.is_asked and not (told and row.snapshot is not None)
+            if told and row.snapshot is not None:
+                row.is_durable_reported = False
             was_known, row.is_known = row.is_known, row.is_known or handed_over or told
-            return Unended(str(save_id), row.generation, row.announcement, row.snapshot, was_known)
+            return UnfinishedSave(str(save_id), row.generation, row.announcement, row.snapshot, was_known)
 
-    def lose_all(self, error: AsyncCkptError) -> None:
-        """The worker is lost: every save that it had fails. The pool has orphaned the slots already."""
-        self.lose(self.names(), error)
+    def fail_all(self, error: AsyncCkptError) -> None:
+        """Fail every save: the worker is lost. The pool has orphaned the slots already."""
+        self.fail(self.names(), error)
 
-    def lose(self, names: Sequence[str], error: AsyncCkptError) -> None:
-        """As `lose_all`, of these saves."""
+    def fail(self, names: Sequence[str], error: AsyncCkptError) -> None:
+        """As `fail_all`, for these saves."""
         with self._lock:
             rows = {name: row for name in names if (row := self._rows.get(name)) is not None}
             for name, row in rows.items():
@@ -269,7 +285,7 @@ class PendingSaves:
                 row.future.fail(error)
 
     def expire(self) -> None:
-        """Fail the futures of saves that have run out of time; their rows and slots stay."""
+        """Fail the futures of saves that have timed out; their rows and slots stay."""
         now = time.monotonic()
         with self._lock:
             late = [
@@ -282,7 +298,7 @@ class PendingSaves:
             future.fail(
                 CommitTimeoutError(
                     f"save {name} was not committed within commit_timeout_s={self._timeout_s:g}{others}; "
-                    "the worker goes on with it",
+                    "the worker continues with it",
                     missing_ranks=missing,
                     timeout_s=self._timeout_s,
                     save_id=name,
@@ -295,7 +311,7 @@ class PendingSaves:
             return list(self._rows)
 
     def close(self, error: AsyncCkptError) -> None:
-        """Fail what is left."""
+        """Fail the futures of all rows, and remove the rows."""
         with self._lock:
             left = [r.future for r in self._rows.values() if r.future is not None]
             self._rows.clear()
@@ -304,81 +320,81 @@ class PendingSaves:
 
 
 MAX_OPEN = 64
-"""Withdrawals that are kept until the worker has answered. More than saves are in flight at once."""
+"""How many withdrawals are kept until the worker has answered. More than saves are in flight at once."""
 
 
 class Withdrawals:
-    """See the module. Thread-safe.
+    """Tells workers which saves this rank does not take part in, until one has answered. Thread-safe.
 
     Args:
         send: Sends a request.
-        lock: Of the client's tables.
-        alone: There is but one rank: what cannot be sent at once is dropped, since nobody waits.
+        lock: The lock of the client's tables.
+        alone: There is only one rank: what cannot be sent at once is dropped, since no other rank waits.
     """
 
     def __init__(self, send: Send, lock: threading.RLock, *, alone: bool) -> None:
         self._send, self._alone = send, alone
         self._lock = lock
         self._open: OrderedDict[str, tuple[str, bool]] = OrderedDict()
-        self._told: OrderedDict[str, tuple[str, bool]] = OrderedDict()
-        """Those that a worker has answered, the latest: it may die before the other ranks hear of them."""
+        self._answered: OrderedDict[str, tuple[str, bool]] = OrderedDict()
+        """The latest that a worker has answered: it may die before the other ranks hear of them."""
 
         self._without_run: list[tuple[int, str]] = []
 
     def add(self, save: str, reason: str, *, skipped: bool = False) -> None:
-        """Withdraw a save, by its id; its epoch may be 0, unknown."""
-        reason = reason[:200].encode(errors="replace").decode()  # torch's message may hold anything
+        """Withdraw a save by its id, whose epoch may be 0 (unknown)."""
+        reason = reason[:200].encode(errors="replace").decode()  # torch's message may not be valid text
         with self._lock:
             if not self._alone:
                 self._open[save] = reason, skipped
                 while len(self._open) > MAX_OPEN:
                     self._open.popitem(last=False)
-        self._tell(save, reason, skipped)
+        self._send_withdraw(save, reason, skipped)
 
-    def lost(self, saves: Sequence[str]) -> None:
-        """These were with a worker that is lost: a part of them may be with the next one, and wait for ours."""
+    def add_lost(self, saves: Sequence[str]) -> None:
+        """Withdraw saves of a lost worker: the next one may have other ranks' parts, and wait for this rank's."""
         for save in saves:
             self.add(save, "the worker that had it was lost")
 
     def resend(self) -> None:
-        """There is another session: say everything again that was not answered."""
+        """Send everything again that was not answered: there is another session."""
         with self._lock:
-            still = list(self._open.items())
-        for save, (reason, skipped) in still:
-            self._tell(save, reason, skipped)
+            unanswered = list(self._open.items())
+        for save, (reason, skipped) in unanswered:
+            self._send_withdraw(save, reason, skipped)
 
-    def again(self) -> None:
-        """There is another worker: what the one before has answered may have died with it."""
+    def repeat_answered(self) -> None:
+        """Send again what the last worker has answered: it may have died before other ranks heard of it."""
         with self._lock:
-            told, self._told = self._told, OrderedDict()
-        for save, (reason, skipped) in told.items():
+            answered, self._answered = self._answered, OrderedDict()
+        for save, (reason, skipped) in answered.items():
             self.add(save, reason, skipped=skipped)
 
-    def before_the_run(self, sequence: int, reason: str) -> None:
+    def add_before_run_known(self, sequence: int, reason: str) -> None:
         """A save was declined before this rank knew its run."""
         with self._lock:
             self._without_run = [*self._without_run, (sequence, reason)][-MAX_OPEN:]
 
-    def run_is_known(self, run_id: str) -> None:
+    def send_for_run(self, run_id: str) -> None:
         """Withdraw what was declined before."""
         with self._lock:
             declined, self._without_run = self._without_run, []
         for sequence, reason in declined:
             self.add(str(SaveId(0, sequence, run_id)), reason)
 
-    def _tell(self, save: str, reason: str, skipped: bool) -> None:
+    def _send_withdraw(self, save: str, reason: str, skipped: bool) -> None:
         build: Callable[[int], messages.Message] = lambda n: messages.Withdraw(  # noqa: E731
             id=n, save_id=save, reason=reason, skipped=skipped
         )
         asked = self._send(build)
         if asked is not None and not self._alone:
-            asked.add_done_callback(lambda done: self._answered(save, done))
+            asked.add_done_callback(lambda done: self._on_answer(save, done))
 
-    def _answered(self, save: str, done: Future[messages.Message]) -> None:
+    def _on_answer(self, save: str, done: Future[messages.Message]) -> None:
         if not isinstance(done.exception(), WorkerUnavailableError):
             with self._lock:
-                told = self._open.pop(save, None)
-                if told is not None:
-                    self._told[save] = told
-                while len(self._told) > MAX_OPEN:
-                    self._told.popitem(last=False)
+                withdrawal = self._open.pop(save, None)
+                if withdrawal is not None:
+                    self._answered[save] = withdrawal
+                while len(self._answered) > MAX_OPEN:
+                    self._answered.popitem(last=False)

@@ -1,4 +1,7 @@
-"""The run of this checkpointer's ranks as its client knows it, and which of the run's saves have ended on all ranks."""
+"""The outcomes of a run's saves: which have ended on all ranks, and whether the ranks meet again after them.
+
+Also the interface of the run itself, as the client needs it.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +12,37 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from asyncckpt.client.worker_links import Links
+from asyncckpt.client.worker_links import WorkerLinks
 from asyncckpt.config import RankInfo
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.fields import MAX_OUTCOMES
 
 MAX_KNOWN = 1024
-"""Outcomes that are remembered, the latest. Many times the saves that can be in flight; chosen."""
+"""How many outcomes are remembered, the latest. Chosen: many times the saves that can be in flight."""
 
-ASSUMED_AFTER_S = 5.0
-"""Workers that are left tell an outcome by then, if one of them knows it. Chosen: twice what a follower waits for a
-decider that may know (`follower.FOUND_S`), and the start of a worker."""
+OUTCOME_TIMEOUT_S = 5.0
+"""How long to wait for the outcome of a save that has ended, after a worker was lost, before it is assumed (the save
+was committed) or counted as lost (it has failed). A worker that knows the outcome reports it within this time. Chosen:
+twice what a follower waits for a decider that may know (`follower.FOUND_S`), and the start of a worker."""
 
 Send = Callable[[Callable[[int], messages.Message]], "Future[messages.Message] | None"]
 """Sends a request, made from its id; None when there is no session."""
 
 
 class Outcomes:
-    """The outcomes of one run's saves, as its worker tells them with every `Saves` message. Thread-safe.
+    """The outcomes of one run's saves, as its worker reports them in every `Saves` message. Thread-safe.
 
-    An outcome is *lost* if this rank cannot learn it any more: the worker has forgotten it before this rank was told,
-    or all workers may have died that knew it, after one of them has told that the save failed. It is *assumed* if all
-    workers may have died that knew it, after one of them has told that the save was committed: then the ranks do not
-    meet after it, as far as this one is concerned. It refuses if others come; see `at_loss`.
+    The *outcome* of a save is whether all ranks meet again after it. Two things can keep this rank from learning it:
+    the worker forgot it before this rank was told, or every worker that knew it may have died. Then:
+
+    - It is *lost* if the worker forgot it, or if the save was reported as failed.
+    - It is *assumed* if the save was reported as committed: this rank does not meet the others after it. If they do
+      meet, it refuses; see `at_loss`.
 
     Attributes:
         losses: How often a worker was lost.
-        at_loss: The latest save whose outcome was known when a worker was lost last; None: none was. Ranks may have
-            been told different outcomes of the saves about that one: some by that worker, others by its successor.
+        at_loss: The latest save whose outcome was known when a worker was last lost; None: no worker was lost. Of saves
+            near it, that worker may have reported one outcome to some ranks, and its successor another one to others.
     """
 
     def __init__(self) -> None:
@@ -47,20 +53,25 @@ class Outcomes:
         self.losses = 0
         self._ended: dict[int, tuple[float, bool]] = {}
         self._lost: set[int] = set()
-        self._heard_since: float | None = None
+        self._first_report_at: float | None = None  # of the worker that there is now
         self.at_loss: int | None = None
 
-    def take(self, run: str, outcomes: Sequence[tuple[int, bool]]) -> None:
-        """Add what a worker tells: [sequence, whether all ranks meet again after it]; what was told first stays."""
+    def update(self, run: str, outcomes: Sequence[tuple[int, bool]]) -> None:
+        """Add outcomes that a worker reports: [sequence, whether all ranks meet again after it]. The first report wins.
+
+        Args:
+            run: ID of the run; "": the worker does not know yet in which run the session saves.
+            outcomes: The outcomes, by sequence.
+        """
         with self._changed:
             if not run:
-                return  # the worker does not know yet in which run the session saves
+                return
             if run != self._run:
                 self._run, self._meet, self._ended, self._lost, self._lost_below = run, {}, {}, set(), -1
-            if self._heard_since is None:
-                self._heard_since = time.monotonic()
+            if self._first_report_at is None:
+                self._first_report_at = time.monotonic()
             if len(outcomes) == MAX_OUTCOMES and outcomes[0][0] not in self._meet:
-                # Not even the oldest that it remembers was known here: it may have forgotten others before.
+                # A full list whose oldest outcome is new here: the worker may have forgotten older ones.
                 self._lost_below = max(sequence for sequence, _ in outcomes)
             for sequence, meet in outcomes:
                 self._meet.setdefault(sequence, meet)
@@ -68,15 +79,15 @@ class Outcomes:
                 del self._meet[old]
             self._changed.notify_all()
 
-    def worker_lost(self) -> None:
-        """The worker is lost."""
+    def note_worker_lost(self) -> None:
+        """Note that the worker is lost."""
         with self._changed:
-            self.losses, self._heard_since = self.losses + 1, None
+            self.losses, self._first_report_at = self.losses + 1, None
             self.at_loss = max(self._meet, default=-1)
             self._changed.notify_all()
 
-    def ended(self, run: str, sequence: int, *, committed: bool) -> None:
-        """A worker has told that a save was committed, or has failed; its outcome may come with that, or later."""
+    def note_ended(self, run: str, sequence: int, *, committed: bool) -> None:
+        """Note that a worker has reported a save as committed or failed; its outcome may come with that, or later."""
         with self._changed:
             if run == self._run:
                 self._ended.setdefault(sequence, (time.monotonic(), committed))
@@ -84,26 +95,26 @@ class Outcomes:
                     del self._ended[old]
                     self._lost.discard(old)
 
-    def given_up_in_s(self, run: str, sequence: int) -> float:
-        """Assume the outcome of a committed save, or count that of a failed one as lost, if nobody tells it.
+    def resolve_after_timeout(self, run: str, sequence: int) -> float:
+        """Assume the outcome of a committed save, or count that of a failed one as lost, if its time is up.
 
         Returns:
-            Seconds until that is done; infinite if it is not to be done, by what is known now.
+            Seconds until then; infinite if the outcome is still to come, as far as is known now.
         """
         with self._changed:
-            told = self._ended.get(sequence) if run == self._run else None
-            if told is None or self.at_loss is None or self._heard_since is None:
+            ended = self._ended.get(sequence) if run == self._run else None
+            if ended is None or self.at_loss is None or self._first_report_at is None:
                 return math.inf
-            at, committed = told
-            left = max(at, self._heard_since) + ASSUMED_AFTER_S - time.monotonic()
+            at, committed = ended
+            left = max(at, self._first_report_at) + OUTCOME_TIMEOUT_S - time.monotonic()
             if left <= 0 and committed:
                 self._meet.setdefault(sequence, False)
             elif left <= 0 and sequence not in self._meet:
                 self._lost.add(sequence)
             return max(0.0, left)
 
-    def get(self, run: str, sequence: int) -> bool | None:
-        """Return whether all ranks meet again after a save; None: it is not known to have ended, or lost."""
+    def meets_after(self, run: str, sequence: int) -> bool | None:
+        """Return whether all ranks meet again after a save; None: its outcome is not known yet, or lost."""
         with self._changed:
             return self._meet.get(sequence) if run == self._run else None
 
@@ -116,13 +127,12 @@ class Outcomes:
         return sequence < self._lost_below or sequence in self._lost
 
     def wait(self, run: str, sequence: int, losses: int, timeout_s: float) -> None:
-        """Wait until the outcome of a save is known, or lost, or a worker was, at most `timeout_s`.
+        """Wait until the outcome of a save is known or lost, or a worker is lost, at most `timeout_s`.
 
         Args:
-            run, sequence: Of the save.
-            losses: How often workers had been lost when there was one that would tell. One that is lost since tells
-                nothing any more.
-            timeout_s: See above.
+            run, sequence: Run and sequence of the save.
+            losses: `self.losses` when the caller last had a worker. If it has grown, that worker reports nothing more.
+            timeout_s: In seconds.
         """
 
         def has_come() -> bool:
@@ -134,30 +144,30 @@ class Outcomes:
 
 
 class Run(Protocol):
-    """The run of this checkpointer's ranks; `distributed.run_agreement.Coordination` is one, which needs torch."""
+    """The run of this checkpointer's ranks. `distributed.run_agreement.Coordination` implements it with torch."""
 
     rank: RankInfo
     run_id: str
-    links: Links
+    links: WorkerLinks
     outcomes: Outcomes
 
     @property
     def alone(self) -> bool:
-        """Whether there is but one rank."""
+        """Whether there is only one rank."""
 
     @property
     def knows_run(self) -> bool:
-        """Whether `run_id` is that of all ranks."""
+        """Whether all ranks have this `run_id`: they have met."""
 
     @property
     def must_meet(self) -> bool:
-        """Whether this rank takes part in no save before all ranks have met."""
+        """Whether this rank must meet the others before it takes part in a save."""
 
     def aligned(self, own: int) -> int:
-        """Return the number that all ranks give the save that is this one's `own`."""
+        """Return the sequence that all ranks give the save which this rank counts as its `own`."""
 
     def refuse(self, sequence: int, path: str, reason: str) -> None:
-        """This rank does not take part in a save: ranks that meet at it must not wait."""
+        """Tell ranks that meet in a save not to wait for this one."""
 
     def differs(self, fqn: str) -> None:
-        """A tensor that was taken for a replica was found to differ between the ranks."""
+        """Note that a tensor that was taken for a replica differs between ranks."""

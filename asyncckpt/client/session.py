@@ -1,7 +1,8 @@
-"""One connection to one worker process, from Hello until it ends; it never reconnects.
+"""One session with one worker process, from Hello until it ends; it never reconnects.
 
-A thread owns the socket. Other threads hand requests over through a deque and an eventfd, and get a future. libzmq
-promises no arrival, so every request is sent again until it is answered; the worker treats repeats as one.
+A thread owns the socket. Other threads put requests into a deque, wake that thread by an eventfd, and get a future.
+libzmq does not guarantee delivery, so every request is sent again until it is answered; the worker treats repeats as
+one request.
 """
 
 from __future__ import annotations
@@ -24,40 +25,48 @@ from asyncckpt.protocol.dealer import NO_DESCRIPTORS, Dealer
 from asyncckpt.protocol.endpoint import check_directory, socket_path
 from asyncckpt.protocol.identity import ProcessWatch, own_start_ticks, watch
 
-LATE_S = 1.0
-"""How late the session's thread may set an error before the caller gives up by itself."""
+CALL_MARGIN_S = 1.0
+"""How long after its deadline a caller still waits for the session's thread to set the error."""
 
 _log = logging.getLogger("asyncckpt.client.session")
 
+NO_TIMEOUT_S = 1e6
+"""Timeout of a request that is repeated as long as the session lives: the session's own deadlines end it."""
+
 CLOSE_TIMEOUT_S = 5.0
-SAY_AFTER_S = 1.0
-START_AGAIN_S = 1.0
-"""A worker that is on its way out still holds the endpoint: starting another is tried again after this."""
+LOG_WAIT_AFTER_S = 1.0
+START_RETRY_S = 1.0
+"""How often to try to start a worker again: one that is shutting down still holds the endpoint."""
 
 START_AFTER_S = 0.15
-"""How long a running worker has to answer Hello before another is started; a second one exits by itself."""
+"""How long a running worker has to answer Hello before another one is started. If two run, the second exits."""
 
 RESEND_S = 1.0
 """A request without an answer is sent again after this. Chosen: far above a round trip, far below any deadline."""
 
 HELLO_RESEND_S = 0.05
 POLL_S = 0.2
-LAST_WORDS_S = 0.05
-LATE_TURN_S = 1.0
-"""A turn of the loop takes `POLL_S`; one that took so much longer says something about us, not about the worker."""
+LAST_REPLIES_S = 0.05
+"""How long to read what a dead worker has sent, after the last message."""
+
+STALL_S = 1.0
+"""An iteration of the loop takes `POLL_S`. If one took so long, this process was stopped or starved; that says nothing
+about the worker."""
 
 DIED = "died"
-"""Detail of the error of a loss that is proved: the worker's process has ended."""
+"""`detail` of the error of a proved loss: the worker's process has ended."""
 
 CLOSED = "closed"
-"""Detail of the error of a session that we have ended."""
+"""`detail` of the error of a session that we have closed."""
 
-LEAVE_S = 3.0
+ABANDON_TIMEOUT_S = 3.0
+"""How long an abandoned session waits for answers before it says goodbye."""
+
 GOODBYE_LINGER_S = 0.2
 
 
-class Outstanding:
-    """A request on its way: what to send again, until when, and whom to tell."""
+class _SentRequest:
+    """A request without an answer: the frames to send again, the deadline, and the future of the reply."""
 
     __slots__ = ("deadline", "frames", "future", "sent")
 
@@ -70,7 +79,7 @@ OnAnswer = Callable[["Future[messages.Message]"], None]
 
 
 class Session:
-    """See the module. `open` begins it; no method works before.
+    """One session with one worker. Call `open` before any other method.
 
     Args:
         endpoint: `ipc://...`.
@@ -96,13 +105,13 @@ class Session:
         self._hello, self._timeout_s = hello, worker_timeout_s
         self._pending, self._on_saves, self._on_lost = pending, on_saves, on_lost
         self._queue: deque[tuple[int, list[bytes], Future[messages.Message], float]] = deque()
-        self._outstanding: dict[int, Outstanding] = {}
+        self._outstanding: dict[int, _SentRequest] = {}
         self._ids = iter(range(1, 1 << 62))
         self._lock = threading.RLock()  # a signal handler may save or close in the middle of a request
         self._on_end: Callable[[], None] | None = None
         self._ends_after_saves = False
-        self._leaving_since: float | None = None
-        self._turned = time.monotonic()
+        self._abandoned_at: float | None = None
+        self._looped_at = time.monotonic()
         self._error: WorkerUnavailableError | None = None
         self._stopping = False
         self._welcome: Future[messages.Welcome] = Future()
@@ -121,43 +130,44 @@ class Session:
 
     @property
     def worker(self) -> messages.Welcome:
-        """Who the worker is; only after `open`."""
+        """The worker's Welcome; only after `open`."""
         return self._welcome.result(0)
 
     @property
     def error(self) -> WorkerUnavailableError | None:
-        """Why the session ended, or None while it lives. From the worker's death on, also while last words are heard.
+        """Why the session ended, or None while it lives. Set from the worker's death on.
 
-        IMPORTANT: a save that begins after a worker's death is not one that it may have written or committed.
+        IMPORTANT: also while the dead worker's last replies are still being read. A save that begins after its death
+        must not count as one that it may have written or committed.
         """
         with self._lock:  # the watch is closed under it
-            return self._gone() if self._error is None and self._has_died() else self._error
+            return self._death_error() if self._error is None and self._has_died() else self._error
 
     @property
     def silent_s(self) -> float:
-        """How long the worker has owed an answer to a heartbeat."""
+        """Seconds for which the worker has not answered a heartbeat."""
         since = self._silent_since
         return 0.0 if since is None else max(0.0, time.monotonic() - since)
 
     def open(self, deadline: float, start: Callable[[], None] | None, start_after_s: float = START_AFTER_S) -> None:
-        """Greet the worker. Blocks until it answers.
+        """Open the session: send Hello until the worker answers. Blocks until then.
 
         Args:
             deadline: `time.monotonic()` at which to give up.
             start: Starts a worker at this endpoint; called when none answers within `start_after_s`, and
-                again every `START_AGAIN_S`.
+                again every `START_RETRY_S`.
             start_after_s: See `start`.
 
         Raises:
-            WorkerUnavailableError: Nobody answered in time, or no thread can be started.
-            ProtocolVersionError: another version answered.
-            EndpointError: Somebody else may be listening there.
+            WorkerUnavailableError: No worker answered in time, or no thread can be started.
+            ProtocolVersionError: A worker of another version answered.
+            EndpointError: Another user may be listening there.
         """
         try:
             check_directory(self.endpoint)
             self._start()
             if start is None:
-                self._await_welcome(min(time.monotonic() + SAY_AFTER_S, deadline))
+                self._await_welcome(min(time.monotonic() + LOG_WAIT_AFTER_S, deadline))
                 if not self._welcome.done():
                     wait_s = deadline - time.monotonic()
                     _log.warning("waiting up to %.0f s for a worker at %s", wait_s, self.endpoint)
@@ -166,7 +176,7 @@ class Session:
                 self._await_welcome(min(time.monotonic() + (start_after_s if exists else 0.0), deadline))
                 while not self._welcome.done() and time.monotonic() < deadline:
                     start()
-                    self._await_welcome(min(time.monotonic() + START_AGAIN_S, deadline))
+                    self._await_welcome(min(time.monotonic() + START_RETRY_S, deadline))
             self._await_welcome(deadline)
             if not self._welcome.done():
                 started = " although one was started; see the log file beside its socket" if start else ""
@@ -177,7 +187,8 @@ class Session:
                     detail="no answer to hello",
                 )
             self._welcome.result(0)
-            # IMPORTANT: again, as it may have been made meanwhile: what comes next is the training state.
+            # IMPORTANT: check again. The directory may have been made since the first check, by another user, who
+            # would get the training state that is sent next.
             check_directory(self.endpoint)
         except BaseException:
             self.close()
@@ -187,11 +198,11 @@ class Session:
         try:
             self.thread.start()
         except RuntimeError as error:
-            text = f"no thread can speak to the worker at {self.endpoint}: {error}"
+            text = f"no thread can be started for the session with the worker at {self.endpoint}: {error}"
             raise WorkerUnavailableError(text, endpoint=self.endpoint, detail="thread") from error
 
     def _await_welcome(self, until: float) -> None:
-        # IMPORTANT: `wait`, here and below: an error of the future may be a TimeoutError itself.
+        # IMPORTANT: `wait`, not `result(timeout)`, here and below: the future's own error may be a TimeoutError.
         concurrent.futures.wait([self._welcome], max(0.0, until - time.monotonic()))
         if self._welcome.done():
             self._welcome.result(0)
@@ -203,9 +214,9 @@ class Session:
 
         Args:
             build: Makes the message from its id.
-            timeout_s: After it, the future fails with WorkerUnavailableError.
+            timeout_s: After so long without a reply the future fails with WorkerUnavailableError.
             on_answer: Called with the future when it is done: in the session's thread, so that the caller may hold
-                locks; by this call only where the session has ended.
+                locks; or in this call, if the session has ended.
 
         Returns:
             A future of the reply; a `Refused` reply sets the error that it carries.
@@ -221,23 +232,23 @@ class Session:
         if error is not None:
             future.set_exception(error)
         else:
-            self._ring()
+            self._wake_thread()
         return future
 
     def call(
-        self, build: Callable[[int], messages.Message], timeout_s: float, *, late_s: float = LATE_S
+        self, build: Callable[[int], messages.Message], timeout_s: float, *, margin_s: float = CALL_MARGIN_S
     ) -> messages.Message:
-        """Send a request and wait for its reply, at most `timeout_s` + `late_s`.
+        """Send a request and wait for its reply, at most `timeout_s` + `margin_s`.
 
         Raises:
             WorkerUnavailableError: No answer in time, or the worker is lost.
-            AsyncCkptError: What the worker refused with.
+            AsyncCkptError: The error with which the worker refused.
         """
         future = self.request(build, timeout_s)
-        # The thread sets an error at the deadline itself; the margin only covers a thread that is late.
-        if not concurrent.futures.wait([future], timeout_s + late_s).done:
+        # The session's thread sets an error at the deadline; the margin is for a thread that is late.
+        if not concurrent.futures.wait([future], timeout_s + margin_s).done:
             raise WorkerUnavailableError(
-                f"the worker at {self.endpoint} did not answer in time",
+                f"the worker at {self.endpoint} did not answer a request within {timeout_s + margin_s:g} s",
                 endpoint=self.endpoint,
                 detail="request timeout",
             )
@@ -250,25 +261,25 @@ class Session:
             time.sleep(0.005)
 
     def abandon(self, on_end: Callable[[], None], *, after_saves: bool = False) -> bool:
-        """End without waiting: the thread says goodbye once everything is answered, and calls `on_end` at its end.
+        """End without waiting: the thread says goodbye once every request is answered, and calls `on_end` at its end.
 
         Args:
-            on_end: See above.
-            after_saves: It goes on until no save is pending.
+            on_end: Called in the session's thread when it ends.
+            after_saves: Keep the session until no save is pending.
 
         Returns:
-            False when the thread has ended already; `on_end` will not be called.
+            False if the thread has ended already; then `on_end` is not called.
         """
         with self._lock:
-            # IMPORTANT: one that is just telling of its loss has not ended: what follows from that comes first.
+            # IMPORTANT: a session whose thread is in `on_lost` has not ended: what `on_lost` starts must come first.
             if self._has_ended or not self.thread.is_alive():
                 return False
             self._on_end, self._ends_after_saves = on_end, after_saves
-        self._ring()
+        self._wake_thread()
         return True
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """End the thread and close the socket. Outstanding requests fail. Twice is fine; nothing in a forked child.
+        """End the thread and close the socket; requests without an answer fail. Idempotent. No-op in a forked child.
 
         Blocks: at most `timeout_s`, for the thread, which may be in a callback of the user's.
         """
@@ -283,7 +294,7 @@ class Session:
                 self._wake = -1
 
     def close_inherited_fds(self) -> None:
-        """In a forked child: drop the child's copies of our own fds. The socket is left alone."""
+        """In a forked child: close the child's copies of our own fds. The socket is left alone."""
         if self._wake >= 0:
             os.close(self._wake)
         self._wake = -1
@@ -293,11 +304,11 @@ class Session:
     # ---- the thread -------------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        """Let the thread end with its turn. Does not wait."""
+        """Let the thread end after this iteration of its loop. Does not wait."""
         self._stopping = True
-        self._ring()
+        self._wake_thread()
 
-    def _ring(self) -> None:
+    def _wake_thread(self) -> None:
         with self._lock:
             if self._wake >= 0:
                 with contextlib.suppress(BlockingIOError):
@@ -311,8 +322,8 @@ class Session:
                 if self._loop(dealer):
                     dealer.close(GOODBYE_LINGER_S)
         except WorkerUnavailableError as caught:
-            # Whatever else was noticed first: what may be done now depends on whether the worker is dead.
-            error, lost = self._gone() if self._has_died() else caught, True
+            # Whatever failed first: callers decide on failover by whether the worker is dead.
+            error, lost = self._death_error() if self._has_died() else caught, True
         except Exception as caught:
             _log.exception("the client thread failed")
             error, lost = WorkerUnavailableError(f"the client thread failed: {caught!r}", endpoint=self.endpoint), True
@@ -334,66 +345,66 @@ class Session:
             self._on_lost(error)
         with self._lock:
             self._has_ended, abandoned = True, self._on_end
-            if abandoned is not None and self._wake >= 0:  # nobody else will close it
+            if abandoned is not None and self._wake >= 0:  # an abandoned session is not closed by its owner
                 os.close(self._wake)
                 self._wake = -1
         if abandoned is not None:
             abandoned()
 
     def _loop(self, dealer: Dealer) -> bool:
-        """Send and receive until the session ends; says whether there is a goodbye on its way."""
-        greeted, next_hello = False, 0.0
+        """Send and receive until the session ends; returns whether a goodbye was sent."""
+        is_open, next_hello = False, 0.0
         while not self._stopping:
             now = time.monotonic()
-            self._forgive_if_late(now)
-            self._turned = now
-            if self._on_end is not None and self._may_leave(now):
+            self._reset_silence_if_stalled(now)
+            self._looped_at = now
+            if self._on_end is not None and self._may_end(now):
                 dealer.send(codec.encode(messages.Goodbye(id=0)))
                 return True
-            if not greeted and now >= next_hello:
+            if not is_open and now >= next_hello:
                 dealer.send(codec.encode(self._hello(0, self.name)))
                 next_hello = now + HELLO_RESEND_S
             pidfds = [] if self._watch is None or self._watch.fd < 0 else [self._watch.fd]
-            ready = dealer.wait([self._wake, *pidfds], POLL_S if greeted else HELLO_RESEND_S)
+            ready = dealer.wait([self._wake, *pidfds], POLL_S if is_open else HELLO_RESEND_S)
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             while (frames := dealer.receive()) is not None:
                 self._receive(frames)
-                if greeted and self._queue:  # a hook's answer leaves before the next hook is run
-                    self._flush(dealer)
-            greeted = greeted or self._welcome.done()
+                if is_open and self._queue:  # send a hook's answer before the next hook runs
+                    self._send_requests(dealer)
+            is_open = is_open or self._welcome.done()
             if self._has_died():
-                # A drained worker's last words, "committed" say, may still be on their way through the socket.
-                while (frames := dealer.receive(LAST_WORDS_S)) is not None:
+                # The last replies of a worker that was told to end ("committed", say) may still be in the socket.
+                while (frames := dealer.receive(LAST_REPLIES_S)) is not None:
                     self._receive(frames)
-                raise self._gone()
-            if greeted:
-                self._beat(dealer)
-                self._flush(dealer)
+                raise self._death_error()
+            if is_open:
+                self._send_heartbeat(dealer)
+                self._send_requests(dealer)
         return False
 
     def _has_died(self) -> bool:
         return self._watch is not None and self._watch.has_ended()
 
-    def _gone(self) -> WorkerUnavailableError:
-        text = f"the worker (pid {self.worker.pid}) at {self.endpoint} is gone: it has died, or was told to end"
+    def _death_error(self) -> WorkerUnavailableError:
+        text = f"the worker (pid {self.worker.pid}) at {self.endpoint} is gone: it has died or was told to end"
         return WorkerUnavailableError(text, endpoint=self.endpoint, detail=DIED)
 
-    def _forgive_if_late(self, now: float) -> None:
-        """Were we stopped, or starved, ourselves, the answer may be waiting: ask again, and judge by that."""
-        if self._silent_since is not None and now - self._turned > LATE_TURN_S:
+    def _reset_silence_if_stalled(self, now: float) -> None:
+        """If this process was stopped or starved, the answer may be in the socket: start the worker's timeout anew."""
+        if self._silent_since is not None and now - self._looped_at > STALL_S:
             self._silent_since, self._next_heartbeat = now, now
 
-    def _may_leave(self, now: float) -> bool:
-        """Abandoned: whether everything was answered, or waited for long enough."""
+    def _may_end(self, now: float) -> bool:
+        """Whether an abandoned session may end: every request was answered, or `ABANDON_TIMEOUT_S` is over."""
         if self._ends_after_saves and self._pending():
             return False
-        self._leaving_since = now if self._leaving_since is None else self._leaving_since
-        return not (self._queue or self._outstanding) or now - self._leaving_since > LEAVE_S
+        self._abandoned_at = now if self._abandoned_at is None else self._abandoned_at
+        return not (self._queue or self._outstanding) or now - self._abandoned_at > ABANDON_TIMEOUT_S
 
-    def _beat(self, dealer: Dealer) -> None:
+    def _send_heartbeat(self, dealer: Dealer) -> None:
         now = time.monotonic()
-        self._forgive_if_late(now)
+        self._reset_silence_if_stalled(now)
         if self._silent_since is not None and now - self._silent_since > self._timeout_s:
             raise WorkerUnavailableError(
                 f"the worker (pid {self.worker.pid}) at {self.endpoint} has not answered for {self._timeout_s:g} s",
@@ -407,17 +418,17 @@ class Session:
             if self._silent_since is None:
                 self._silent_since = now
 
-    def _flush(self, dealer: Dealer) -> None:
+    def _send_requests(self, dealer: Dealer) -> None:
         now = time.monotonic()
         while self._queue:
             number, frames, future, deadline = self._queue.popleft()
-            self._outstanding[number] = Outstanding(frames, future, deadline)
+            self._outstanding[number] = _SentRequest(frames, future, deadline)
         for number, item in list(self._outstanding.items()):
             if now >= item.deadline:
                 del self._outstanding[number]
                 item.future.set_exception(
                     WorkerUnavailableError(
-                        f"the worker at {self.endpoint} did not answer a request in time",
+                        f"the worker at {self.endpoint} did not answer a request within its timeout",
                         endpoint=self.endpoint,
                         detail="request timeout",
                     )
@@ -438,44 +449,49 @@ class Session:
             return
         self._silent_since = None
         if isinstance(reply, messages.Welcome):
-            self._greet(reply)
+            self._on_welcome(reply)
         elif isinstance(reply, messages.Saves):
             self._on_saves(reply)
         elif isinstance(reply, messages.Refused) and reply.id == 0:
-            self._refused(from_wire(reply.error))
+            self._on_refused(from_wire(reply.error))
         else:
             self._answer(reply)
 
     def _answer(self, reply: messages.Message) -> None:
         item = self._outstanding.pop(reply.id, None)  # type: ignore[attr-defined]
         if item is None:
-            return  # the answer to a repeat
+            return  # the request was answered before, and this answers a repeat of it
         if isinstance(reply, messages.Refused):
             item.future.set_exception(from_wire(reply.error))
         else:
             item.future.set_result(reply)
 
-    def _refused(self, error: AsyncCkptError) -> None:
-        """Hello and heartbeats carry id 0: refused, they end the session."""
+    def _on_refused(self, error: AsyncCkptError) -> None:
+        """End the session: id 0 says that a Hello or a heartbeat was refused."""
         if isinstance(error, WorkerUnavailableError):
             raise error
         raise WorkerUnavailableError(
             f"the worker at {self.endpoint} refused this session: {error}", endpoint=self.endpoint, detail="refused"
         )
 
-    def _greet(self, welcome: messages.Welcome) -> None:
+    def _on_welcome(self, welcome: messages.Welcome) -> None:
         if self._welcome.done():
             return
         self._heartbeat_s = min(max(welcome.heartbeat_s, 0.05), 60.0)
         found = watch(welcome.pid, welcome.pid_start)
         if found is None:
-            return  # it died after it had answered; another may answer the next Hello
+            return  # the worker died after it had answered; another one may answer the next Hello
         self._welcome.set_result(welcome)
         self._watch = found
 
 
-def greeting(rank: int, world_size: int, package: str, replaces: str = "") -> Callable[[int, str], messages.Hello]:
-    """Return what builds this process's Hello; `replaces`: the name of its session before, which the worker ends.
+def hello_builder(rank: int, world_size: int, package: str, replaces: str = "") -> Callable[[int, str], messages.Hello]:
+    """Return a function that builds this process's Hello from a request id and a session name.
+
+    Args:
+        rank, world_size: Rank of this process.
+        package: asyncckpt's version.
+        replaces: Name of this process's previous session, which the worker ends; "": none.
 
     Raises:
         WorkerUnavailableError: /proc cannot be read.

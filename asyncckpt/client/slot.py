@@ -1,6 +1,6 @@
 """Memory that a state is copied into: a slot of this process, or private memory of a save without a worker.
 
-It ends in this order: copies, pin, views, mapping.
+It is torn down in this order: copies end, memory is unpinned, views are dropped, memory is unmapped.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Views(Protocol):
 
     @property
     def plan(self) -> SavePlan:
-        """The plan that they were made for."""
+        """The plan that the views were made for."""
 
     def lay_out(self) -> None:
-        """Write again what all saves have in common, after other views were used for the memory."""
+        """Write the parts of the image that are the same in all saves, after other views were used for the memory."""
 
     def settle(self) -> None:
-        """Wait until no thread copies into them."""
+        """Wait until no thread copies into the views."""
 
 
 class Pinned(Protocol):
@@ -37,24 +37,24 @@ class Pinned(Protocol):
 
     @property
     def held(self) -> bool:
-        """Whether it is pinned; the driver may have refused."""
+        """Whether the memory is pinned; the driver may have refused."""
 
     def close(self) -> bool:
-        """Unpin it; False when it is still pinned, and must stay mapped."""
+        """Unpin the memory; False: it is still pinned, and must stay mapped."""
 
 
 class InFlight(Protocol):
     """Copies by devices, which run without a thread of this process."""
 
     def ended(self) -> bool:
-        """Whether none runs any more. Does not wait.
+        """Whether all copies have ended. Does not wait.
 
         Raises:
             RuntimeError: A device does not answer.
         """
 
     def settle(self) -> bool:
-        """Wait, for a limited time, until none runs any more; says whether that is so."""
+        """Wait, for a limited time, until all copies have ended; returns whether they have."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -66,7 +66,7 @@ class StagingBuffer(ABC):
         cached_views: Views for other plans, the latest last.
         pin: Its pinning, once a tensor of a device was copied into it.
         in_flight: Copies by devices that may still run.
-        device_state_unknown: A device does not answer whether they do.
+        device_state_unknown: A device does not say whether they still run.
     """
 
     views: Views | None = None
@@ -82,7 +82,7 @@ class StagingBuffer(ABC):
 
     @abstractmethod
     def _unmap(self) -> None:
-        """Give the memory up."""
+        """Unmap the memory."""
 
     def is_quiet(self) -> bool:
         """Whether no device writes to it. Does not wait."""
@@ -91,12 +91,17 @@ class StagingBuffer(ABC):
                 self.in_flight = None
         except RuntimeError as error:
             if not self.device_state_unknown:
-                _log.error("memory is lost, since nothing tells whether a device still copies into it: %s", error)
+                _log.error(
+                    "%d bytes of staging memory are not reused, since a device does not say whether it still copies "
+                    "into them: %s",
+                    self.mapping.nbytes,
+                    error,
+                )
             self.device_state_unknown = True
         return self.in_flight is None
 
     def settle(self) -> None:
-        """Wait until nothing writes to it any more. Blocks for a limited time; then `is_quiet` stays False."""
+        """Wait until nothing writes to it. Blocks for a limited time; if that is over, `is_quiet` stays False."""
         if self.views is not None:
             self.views.settle()
         if self.in_flight is not None:
@@ -105,20 +110,21 @@ class StagingBuffer(ABC):
     def close(self) -> None:
         """Unpin and unmap.
 
-        IMPORTANT: memory that a device may still write to, or that the driver still holds, stays mapped for as long
-        as the process lives: its pages would be others' by then, and be overwritten.
+        IMPORTANT: memory that a device may still write to, or that the driver still has pinned, stays mapped until the
+        process ends. If it were unmapped, the kernel could give its pages to others, and the device would overwrite
+        them.
         """
         if not self.is_quiet() or (self.pin is not None and not self.pin.close()):
             _log.error("%d bytes stay mapped, since a device may still copy into them", self.mapping.nbytes)
             return
-        self.pin = self.views = None  # the views go before the mapping
+        self.pin = self.views = None  # views must be dropped before the memory is unmapped
         self.cached_views.clear()
         self._unmap()
 
 
 @dataclass(eq=False, kw_only=True)
 class PrivateStagingBuffer(StagingBuffer):
-    """Memory of this process alone, for a save without a worker."""
+    """Memory of this process only, for a save without a worker."""
 
     memory: Mapping
 
@@ -133,20 +139,20 @@ class PrivateStagingBuffer(StagingBuffer):
 
 @dataclass(eq=False, kw_only=True)
 class Slot(StagingBuffer):
-    """A slot of this process; closed by the pool only.
+    """A slot of this process. Only the pool closes it.
 
     Attributes:
         number: The worker's number for it.
         memory: Its mapping.
-        session: Name of the session that it was lent to, or handed to.
+        session: Name of the session that it was lent to, or handed over to.
         generation: Generation of the snapshot that it holds or receives.
         user: ID of the save that uses it, or None.
-        used: Grows with every use of a slot of this pool.
-        staging: The training thread is copying into it; nobody else unmaps it.
-        orphaned: Its worker is gone, and no other one takes it over; it is closed instead of reused.
+        used: The pool's count of uses at its last use: the smallest is the least recently used slot.
+        staging: The training thread is copying into it; no other thread may unmap it.
+        orphaned: Its worker is gone, and no other one adopts it: it is closed instead of reused.
         committed: The last save from it that was committed, and its generation; None: none yet.
-        handovers: To how many workers in turn it was handed since a save in it has ended.
-        is_ring: What it holds passes through it, and is never whole in it.
+        handovers: To how many workers in turn it was handed over since a save in it ended.
+        is_ring: The state is larger than the slot, and passes through it in segments.
     """
 
     number: int
@@ -162,7 +168,7 @@ class Slot(StagingBuffer):
     is_ring: bool = False
 
     def committed_of(self, generation: int) -> str:
-        """Return the save id of the snapshot of `generation` if that was committed, else ""."""
+        """Return the save id of the snapshot of `generation` if it was committed, else ""."""
         return str(self.committed[0]) if self.committed is not None and self.committed[1] == generation else ""
 
     def has_views_for(self, plan: SavePlan) -> bool:
@@ -184,5 +190,5 @@ class Slot(StagingBuffer):
 
 
 def describe_save(save_id: SaveId, step: int | None) -> str:
-    """Return how errors name a save; `step` is None where only rank 0 will know it."""
+    """Return how error messages name a save; `step` is None if only rank 0 knows it."""
     return f"save {save_id}" if step is None else f"step {step}"

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-from asyncckpt.client.session import DIED, Session
+from asyncckpt.client.save_outcomes import Send
+from asyncckpt.client.session import DIED, NO_TIMEOUT_S, Session
 from asyncckpt.client.slot import Slot
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.memory.arena import SlotMemory
@@ -16,26 +17,20 @@ from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol import messages
 from asyncckpt.protocol.identity import is_gone
 
-Send = Callable[[Callable[[int], messages.Message]], "Future[messages.Message] | None"]
-"""Sends a request, made from its id, to the worker that there is; None when there is none."""
-
-
 T = TypeVar("T")
 
-DYING_S = 1.0
+DEATH_WAIT_S = 1.0
 POLL_S = 0.005
-"""A process that is killed lets its memory go between its descriptors and its end: some milliseconds. Chosen."""
-
-LATEST_S = 1e6
-"""A slot that nobody waits for any more is given back whenever it comes: nobody else knows of it."""
+"""A killed process closes its descriptors, then frees its memory, then counts as ended: some milliseconds. Chosen."""
 
 
-def while_workers_die(connect: Callable[[], Session], ask: Callable[[Session], T], attempts: int) -> T:
-    """Return what `ask` returns, of another worker where one dies over it.
+
+def retry_on_worker_death(connect: Callable[[], Session], ask: Callable[[Session], T], attempts: int) -> T:
+    """Return what `ask` returns for a session; if that worker dies during the call, ask the next worker.
 
     Raises:
-        WorkerUnavailableError: `attempts` workers in turn have died, or there is none, or it hangs.
-        AsyncCkptError: What `ask` raises else.
+        WorkerUnavailableError: `attempts` workers in turn died, or no worker can be reached, or it hangs.
+        AsyncCkptError: Any other error of `ask`.
     """
     while True:
         attempts -= 1
@@ -44,16 +39,20 @@ def while_workers_die(connect: Callable[[], Session], ask: Callable[[Session], T
         except WorkerUnavailableError as error:
             if attempts <= 0 or error.facts().get("detail") != DIED:
                 raise
-            error.__traceback__ = None  # it lives on in its session: not with the state that is being saved
+            # The session keeps the error, and its traceback would keep the state that is being saved alive.
+            error.__traceback__ = None
 
 
-def is_granted_in_time(session: Session, asked: Future[messages.Message], timeout_s: float) -> bool:
-    """Wait for the answer of a session that was asked for a slot, or to take one; one that comes later is given back.
+def await_grant(session: Session, asked: Future[messages.Message], timeout_s: float) -> bool:
+    """Wait for the answer to an Allocate or an Adopt. A slot that is granted later is released at once.
 
     Args:
-        session: Was asked.
-        asked: By a request that ends no sooner than the session, `LATEST_S`.
-        timeout_s: For the answer, which may be an error.
+        session: The session that was asked.
+        asked: The future of the request, whose timeout must be `NO_TIMEOUT_S`: no other code knows of a late slot.
+        timeout_s: How long to wait for the answer, which may be an error.
+
+    Returns:
+        Whether `asked` is done.
     """
     if wait([asked], timeout_s).done:
         return True
@@ -61,18 +60,18 @@ def is_granted_in_time(session: Session, asked: Future[messages.Message], timeou
     def give_back(late: Future[messages.Message]) -> None:
         reply = None if late.exception() is not None else late.result()
         if isinstance(reply, messages.Granted):
-            session.request(lambda n: messages.Release(id=n, slot=reply.slot), LATEST_S)
+            session.request(lambda n: messages.Release(id=n, slot=reply.slot), NO_TIMEOUT_S)
 
     asked.add_done_callback(give_back)
     return False
 
 
 def _is_dying(worker: messages.Welcome) -> bool:
-    """Whether a worker, whose memory cannot be opened, is dead, or is within `DYING_S`.
+    """Whether a worker whose memory cannot be opened is dead, or dies within `DEATH_WAIT_S`.
 
-    A process that is killed has no descriptors any more before it is seen to have ended.
+    A killed process loses its descriptors a moment before it counts as ended.
     """
-    deadline = time.monotonic() + DYING_S
+    deadline = time.monotonic() + DEATH_WAIT_S
     while not is_gone(worker.pid, worker.pid_start):
         if time.monotonic() >= deadline:
             return False
@@ -81,15 +80,15 @@ def _is_dying(worker: messages.Welcome) -> bool:
 
 
 class SlotLender:
-    """See the module.
+    """Borrows slots from the worker for one checkpointer.
 
     Args:
-        connect: Returns the live session, opening one when there is none.
-        current: Returns the last session.
-        send: As `Send` says.
-        endpoint: For messages.
-        timeout_s: For an allocation.
-        attempts: How many workers in turn are asked, while each dies over it.
+        connect: Returns the live session; opens one if there is none.
+        current: Returns the latest session, or None.
+        send: Sends a request to the worker, if there is one.
+        endpoint: For error messages.
+        timeout_s: How long an allocation may take.
+        attempts: How many workers in turn are asked, if each dies during the request.
     """
 
     def __init__(
@@ -107,18 +106,19 @@ class SlotLender:
         self._late: Future[messages.Message] | None = None
 
     def allocate(self, nbytes: int, within_s: float | None = None) -> Slot | None:
-        """Return a slot of `nbytes`, or little more. Blocks until the worker has made it, or found one that it kept.
+        """Return a slot of `nbytes`, or a little more. Blocks until the worker has made it, or found one that it kept.
 
         Args:
-            nbytes: See above.
-            within_s: The wait for the answer ends then, with None, and a slot that comes later is given back.
+            nbytes: The size wanted.
+            within_s: Return None after so many seconds, and give back a slot that comes later; None: raise after
+                `timeout_s`.
 
         Raises:
-            WorkerUnavailableError: It cannot be reached, or its memory cannot be opened; that it lives is looked at
-                for `DYING_S`.
-            InsufficientMemoryError: The machine has no room for it.
+            WorkerUnavailableError: The worker cannot be reached, or its memory cannot be opened although it is still
+                alive after `DEATH_WAIT_S`.
+            InsufficientMemoryError: The machine has no room for the slot.
         """
-        return while_workers_die(
+        return retry_on_worker_death(
             self._connect, lambda session: self._allocate(session, nbytes, within_s), self._attempts
         )
 
@@ -129,7 +129,9 @@ class SlotLender:
             return None
         if future is None:
             raise WorkerUnavailableError(
-                f"the worker at {self._endpoint} did not answer in time", endpoint=self._endpoint, detail="allocate"
+                f"the worker at {self._endpoint} did not lend a slot of {nbytes} bytes within {timeout_s:g} s",
+                endpoint=self._endpoint,
+                detail="allocate",
             )
         reply = future.result()
         assert isinstance(reply, messages.Granted)
@@ -150,18 +152,18 @@ class SlotLender:
                 endpoint=self._endpoint,
                 detail="slot" if lives else DIED,
             ) from error
-        # One that was lent before, and is warm, goes on from the generation that it holds.
+        # A slot that was lent before continues from the generation that it holds.
         generation = memory.control.generation
         return Slot(number=reply.slot, memory=memory, session=session.name, generation=generation)
 
     def _asked(self, session: Session, nbytes: int, deadline: float) -> Future[messages.Message] | None:
-        """Ask, and return the answer; None: it has not come in time."""
-        # One at a time: else a worker that wakes up makes a slot for every save that has asked meanwhile.
+        """Ask for a slot and return the answered request; None: no answer by `deadline`."""
+        # One request at a time: else a worker that wakes up makes a slot for every save that asked meanwhile.
         if self._late is not None and not wait([self._late], max(0.0, deadline - time.monotonic())).done:
             return None
         self._late = None
-        future = session.request(lambda n: messages.Allocate(id=n, nbytes=nbytes, populate=True), LATEST_S)
-        if is_granted_in_time(session, future, max(0.0, deadline - time.monotonic())):
+        future = session.request(lambda n: messages.Allocate(id=n, nbytes=nbytes, populate=True), NO_TIMEOUT_S)
+        if await_grant(session, future, max(0.0, deadline - time.monotonic())):
             return future
         self._late = future
         return None
@@ -171,7 +173,7 @@ class SlotLender:
         self._send(lambda n: messages.Release(id=n, slot=number))
 
     def give_back(self, slot: Slot) -> None:
-        """As `release`; a slot of a session that is over is nobody's, and its number another one's by now."""
+        """Release a slot if its session still lives; else its number means nothing, or another session's slot."""
         session = self._current()
         if session is not None and session.name == slot.session:
             self.release(slot.number)

@@ -1,7 +1,7 @@
-"""The slots that the worker has lent to this process, and who may use which.
+"""The slots that the worker has lent to this process, and which save uses which.
 
-A slot is reused without asking the worker: after the save that used it has ended, as the worker said. So a steady
-save costs no round trip. One owner: this pool opens, keeps and closes every slot.
+A slot is reused without asking the worker, once the worker has reported the end of the save that used it. So a save in
+a running training costs no round trip. The pool is the only owner: it opens, keeps and closes every slot.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from asyncckpt.memory.slot import PAGE_NBYTES
 from asyncckpt.planning.save_plan import SavePlan
 
 WAIT_STEP_S = 1.0
-"""How often a waiting `acquire` looks up, whatever the condition variable does."""
+"""How often a waiting `acquire` looks again, even if it was not notified."""
 
-ANSWER_S = 1.0
-"""A worker that lives lends a slot in milliseconds. Who does not want to wait for a slot waits no longer. Chosen."""
+ALLOCATE_NOWAIT_S = 1.0
+"""How long an allocation may take if `on_busy` is not "wait". A live worker lends a slot in milliseconds. Chosen."""
 
 SPARE_SAVES = 8
-"""After so many saves in turn that found all other slots free, one of these is given back. Chosen, not measured."""
+"""After so many saves in a row that found all other slots free, one of these is given back. Chosen, not measured."""
 
 
 class RetainedSlot:
     """The slot that is not overwritten: it holds the newest committed snapshot, for `keep_in_memory="latest"`.
 
-    The pool owns it, under its lock.
+    Used by the pool only, under its lock.
 
     Args:
-        wanted: Whether the user wants a snapshot kept.
+        wanted: Whether `keep_in_memory` is "latest".
 
     Attributes:
         slot: The slot, or None.
@@ -51,34 +51,34 @@ class RetainedSlot:
         self._sequence = -1
 
     def committed(self, slot: Slot, save_id: SaveId) -> None:
-        """The snapshot in `slot` is committed: it is kept, unless a later one is."""
+        """Retain `slot`, whose snapshot is committed, unless a later one is retained."""
         slot.committed = (save_id, slot.generation)
         if self.wanted and save_id.sequence > self._sequence:
             self.slot, self._sequence = slot, save_id.sequence
 
     def forget(self, slot: Slot) -> None:
-        """The slot is closed."""
+        """Do not retain `slot` any more: it is closed."""
         if slot is self.slot:
             self.slot = None
 
     def is_idle(self, slot: Slot) -> bool:
-        """Whether no save uses the slot, and none will need what it holds."""
+        """Whether no save uses the slot, and it is not retained."""
         return slot.free and slot is not self.slot
 
 
 def _too_large(what: str, nbytes: int, several: int, limit: int) -> InsufficientMemoryError:
-    """Return the error of a save, `what`, that needs `several` slots of `nbytes`, more than `limit`."""
+    """Return the error of a save (`what`) that needs `several` slots of `nbytes`, more than `limit`."""
     slots = "two slots, since keep_in_memory='latest', each" if several > 1 else "a slot"
     return InsufficientMemoryError(
-        f"{what}: the snapshot needs {slots} of {nbytes} bytes, arena_limit_bytes is {limit}, which is too little for "
-        "segments of it too; raise the limit",
+        f"{what}: the snapshot needs {slots} of {nbytes} bytes, but arena_limit_bytes is {limit}, which is too little "
+        "even for a ring of segments; raise the limit",
         nbytes=several * nbytes,
         limit=limit,
     )
 
 
 def _no_room_beside_retained(what: str, limit: int | None, kept_nbytes: int) -> InsufficientMemoryError:
-    """Return the error of a save, `what`, that would need a slot beside the one that is kept."""
+    """Return the error of a save (`what`) that needs a slot besides the retained one."""
     text = (
         f"{what}: the snapshot does not fit into arena_limit_bytes={limit} beside the one of {kept_nbytes} bytes "
         "that keep_in_memory='latest' keeps; raise the limit"
@@ -91,10 +91,10 @@ class SlotPool:
 
     Args:
         config: For `slots`, `arena_limit_bytes`, `keep_in_memory`, `on_busy` and `slot_timeout_s`.
-        allocate: Asks the worker for a slot. Takes bytes, and seconds or None; returns None if the worker has not
-            answered in that time. Blocks; raises typed errors.
-        release: Tells the worker that has lent a slot that it is given back.
-        why: Returns why no slot becomes free, for messages.
+        allocate: Asks the worker for a slot of so many bytes. The second argument is a timeout in seconds, or None;
+            returns None if the worker has not answered by then. Blocks; raises typed errors.
+        release: Tells the worker that a slot is given back.
+        why: Returns why no slot becomes free, for error messages.
     """
 
     def __init__(
@@ -124,19 +124,19 @@ class SlotPool:
     ) -> Slot:
         """Return a slot of at least `nbytes`, marked as used by `save_id`.
 
-        Blocks while every slot is in use and the policy is "wait", up to `slot_timeout_s`, and for an allocation, no
-        longer than for a slot in use where there is one.
+        Blocks: while every slot is in use and `on_busy` is "wait", up to `slot_timeout_s`; and for an allocation. If
+        another slot is in use, the allocation counts towards `slot_timeout_s` too.
 
         Args:
-            nbytes: Wanted.
-            plan: A slot that was last used for it is preferred; None: none is.
-            save_id, step, path: Of the save; `step` is None where it is not known yet.
-            spare_nbytes: A new slot is made larger by so much, as far as the limit allows.
-            may_wait: False: not for a slot in use, whatever the policy says.
+            nbytes: The size wanted.
+            plan: Prefer a slot that has views for this plan; None: no preference.
+            save_id, step, path: ID, step and directory of the save; `step` is None if it is not known yet.
+            spare_nbytes: Make a new slot larger by so much, as far as the limit allows.
+            may_wait: False: do not wait for a slot in use, whatever `on_busy` says.
 
         Raises:
-            SlotTimeoutError, SaveSkippedError, SlotBusyError: As the policy says; the last one without `may_wait`.
-            InsufficientMemoryError: It does not fit into `arena_limit_bytes` or the machine.
+            SlotTimeoutError, SaveSkippedError, SlotBusyError: As `on_busy` says; SlotBusyError without `may_wait`.
+            InsufficientMemoryError: The slot does not fit into `arena_limit_bytes` or the machine.
             WorkerUnavailableError: The worker cannot be reached.
             CheckpointerClosedError: The pool was closed.
         """
@@ -144,20 +144,21 @@ class SlotPool:
         limit, several = self._config.arena_limit_bytes, 2 if self._retained.wanted else 1
         if limit is not None and several * nbytes > limit:
             raise _too_large(what, nbytes, several, limit)
-        # With the spare room only where a slot is made: a slot that has used it up is still large enough.
+        # The spare room is for new slots only: an old slot without it is still large enough.
         wanted = nbytes + spare_nbytes
         if limit is not None:
             wanted = max(nbytes, min(wanted, limit // several // PAGE_NBYTES * PAGE_NBYTES))
         while True:
             with self._changed:
                 self._check_open()
-                # IMPORTANT: asked once. A device's copies end without the lock: a slot may be free a moment later.
+                # IMPORTANT: read `free` once. A device's copies end without the lock, so a slot may become free at any
+                # moment, and the decisions below must agree with each other.
                 free = [s for s in self._slots if s.free]
                 in_use = len(free) < len(self._slots)
                 idle = [s for s in free if s is not self._retained.slot]
                 slot = self._fitting(idle, nbytes, plan)
                 if slot is not None:
-                    slot = self._without_spare(slot)
+                    slot = self._release_spare(slot)
                     self._use(slot, save_id)
                     return slot
                 may_allocate = self._make_room(wanted, idle, in_use=in_use)
@@ -170,23 +171,23 @@ class SlotPool:
             with self._changed:
                 if slot is not None:
                     self._slots.append(slot)
-                    if self._closed:  # by another thread, which has not seen it
+                    if self._closed:  # by another thread, before the slot was in the list
                         self._drop(slot, tell=True)
                     self._check_open()
                     self._use(slot, save_id)
                     return slot
-                if any(not s.free for s in self._slots):  # the machine has no room for one more: wait for one
+                if any(not s.free for s in self._slots):  # no room for one more on this machine: wait for one in use
                     self._wait(deadline if may_wait else None, save_id, step, path)
 
     def _use(self, slot: Slot, save_id: SaveId) -> None:
         self._uses += 1
         slot.user, slot.staging, slot.used = save_id, True, self._uses
 
-    def _without_spare(self, slot: Slot) -> Slot:
-        """Give a slot back once saves have not overlapped for a while: the smallest, since the largest serves all.
+    def _release_spare(self, slot: Slot) -> Slot:
+        """Give the smallest slot back if the last `SPARE_SAVES` saves did not overlap: one slot is enough.
 
         Returns:
-            `slot`, which is free and large enough, or another such one in its place.
+            `slot`, which is free and large enough, or another such slot if `slot` is the smallest.
         """
         others = [s for s in self._slots if s is not slot and s is not self._retained.slot]
         spare = [s for s in others if s.free]
@@ -197,7 +198,7 @@ class SlotPool:
         if self._saves_without_overlap < SPARE_SAVES:
             return slot
         self._saves_without_overlap = 0
-        largest = max(slot, *spare, key=lambda s: s.memory.nbytes)  # `slot` itself where they are alike
+        largest = max(slot, *spare, key=lambda s: s.memory.nbytes)  # `slot` itself if all have the same size
         smallest = min(*spare, slot, key=lambda s: s.memory.nbytes)
         self._drop(smallest, tell=True)
         return largest if smallest is slot else slot
@@ -222,13 +223,13 @@ class SlotPool:
             return any(not s.free for s in self._slots)
 
     def _make_room(self, nbytes: int, idle: Sequence[Slot], *, in_use: bool) -> bool:
-        """Give back idle slots, which are all too small, and say whether one of `nbytes` may be allocated."""
+        """Give back idle slots, which are all too small, and return whether a slot of `nbytes` may be allocated."""
         limit = self._config.arena_limit_bytes
         busy = [s for s in self._slots if s not in idle]
         held = sum(s.memory.nbytes for s in busy) + nbytes
         if len(busy) >= self._config.slots or (limit is not None and held > limit):
-            return False  # it must wait for one in use; smaller structures keep theirs
-        # The least recently used go first. While saves do not overlap, all of them: then memory is one snapshot.
+            return False  # wait for a slot in use; idle slots, for smaller structures, are kept
+        # The least recently used go first. If no slot is in use, all of them go: then memory holds one snapshot only.
         free = sorted(idle, key=lambda s: s.used)
         left = sum(s.memory.nbytes for s in free)
         while free and (
@@ -256,7 +257,7 @@ class SlotPool:
         if all(s.free for s in list(self._slots)):
             return None
         left = max(0.0, deadline - time.monotonic())
-        return left if self._config.on_busy == "wait" else min(left, ANSWER_S)
+        return left if self._config.on_busy == "wait" else min(left, ALLOCATE_NOWAIT_S)
 
     def _wait(self, deadline: float | None, save_id: SaveId, step: int | None, path: str) -> None:
         timeout_s, what = self._config.slot_timeout_s, describe_save(save_id, step)
@@ -274,12 +275,12 @@ class SlotPool:
         self._changed.wait(min(left, WAIT_STEP_S))
 
     def staged(self, slot: Slot) -> None:
-        """The training thread is done with the slot: from here only the end of its save, or of its worker, matters."""
+        """Note that the training thread no longer copies into the slot: it may be closed with its save or worker."""
         with self._changed:
             slot.staging = False
 
     def free(self, save_id: SaveId, only: Slot | None = None) -> None:
-        """The save has ended, or needs `only` no more: its slot may be used again. Unknown ids are ignored."""
+        """Free the slots of a save that has ended, or only the slot `only`. Unknown ids are ignored."""
         with self._changed:
             for slot in [s for s in self._slots if s.user == save_id and only in (None, s)]:
                 slot.user, slot.staging, slot.handovers = None, False, 0
@@ -288,7 +289,7 @@ class SlotPool:
             self._changed.notify_all()
 
     def committed(self, save_id: SaveId) -> None:
-        """The save is committed; called before `free`. Its worker has shown that it lives with what it was given."""
+        """Note that a save is committed; called before `free`. Its slots have not killed the worker."""
         with self._changed:
             for slot in self._slots:
                 slot.handovers = 0
@@ -296,7 +297,7 @@ class SlotPool:
                     self._retained.committed(slot, save_id)
 
     def give_up(self, save_id: SaveId) -> None:
-        """Staging has failed: what the save's slot holds is void, and the slot may be used again."""
+        """Discard the snapshot in a save's slot, whose staging has failed, and free the slot."""
         with self._changed:
             for slot in self._slots:
                 if slot.user == save_id:
@@ -304,12 +305,12 @@ class SlotPool:
             self.free(save_id)
 
     def orphan_all(self) -> None:
-        """The worker is lost: close every slot but one that the training thread is copying into."""
+        """Close every slot, since the worker is lost; see `orphan`."""
         for slot in self.held():
             self.orphan(slot)
 
     def orphan(self, slot: Slot) -> None:
-        """Close a slot that no worker has; one that the training thread is copying into when that has ended."""
+        """Close a slot that no worker has; if the training thread is copying into it, once that has ended."""
         with self._changed:
             slot.orphaned = True
             if not slot.staging and slot in self._slots:
@@ -317,12 +318,12 @@ class SlotPool:
             self._changed.notify_all()
 
     def held(self) -> list[Slot]:
-        """Return the slots that are not given up."""
+        """Return the slots that are not orphaned."""
         with self._changed:
             return [slot for slot in self._slots if not slot.orphaned]
 
     def adopted(self, slot: Slot, number: int, session: str) -> bool:
-        """Another worker has taken a slot over, as `number`; says whether it is still held here."""
+        """Note that another worker has adopted a slot as `number`; returns whether it is still held here."""
         with self._changed:
             slot.number, slot.session = number, session
             return slot in self._slots and not slot.orphaned
@@ -335,24 +336,24 @@ class SlotPool:
             self._release(slot)
 
     def close(self) -> None:
-        """Unmap and close every slot; a waiting `acquire` fails. Twice is fine."""
+        """Unmap and close every slot; a waiting `acquire` fails. Idempotent."""
         with self._changed:
             self._closed = True
             for slot in list(self._slots):
-                # IMPORTANT: another thread may be copying into it (an exit while a daemon thread saves); unmapped under
-                # the copy, it would end the process with SIGSEGV. `free` drops it.
+                # IMPORTANT: do not unmap a slot that another thread is copying into (an exit while a daemon thread
+                # saves): that would end the process with SIGSEGV. `free` drops it later.
                 slot.orphaned = True
                 if not slot.staging:
                     self._drop(slot, tell=False)
             self._changed.notify_all()
 
     def close_inherited_fds(self) -> None:
-        """In a forked child: drop the child's copies of the slots' fds."""
+        """In a forked child: close the child's copies of the slots' fds."""
         for slot in self._slots:
             slot.memory.close_inherited_fd()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots held."""
+        """Total size of all slots held."""
         with self._changed:
             return sum(s.memory.nbytes for s in self._slots)

@@ -14,23 +14,22 @@ from asyncckpt.errors import SlotTimeoutError, StagingError
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.streaming import Counters, StreamLayout
 
-STREAMED_FROM_NBYTES = 128 << 20
-"""Fewer bytes are copied in about the time that the worker needs to begin."""
+MIN_STREAMED_NBYTES = 128 << 20
+"""With fewer bytes left, streaming gains nothing: they are copied in about the time that the worker needs to begin."""
 
 STEP_NBYTES = 16 << 20
-"""The worker is told how far a slot is filled each time after so many bytes: one write, as
-`storage.rank_writer.EXTENT_NBYTES`."""
+"""The counter of filled bytes is moved in steps of so many: one write, as `storage.rank_writer.EXTENT_NBYTES`."""
 
 FIRST_POLL_S, LAST_POLL_S = 0.0002, 0.005
-"""Pause between two looks at the worker's counter: a segment takes a disk some milliseconds. Chosen, not measured."""
+"""Pauses between two reads of the worker's counter: a disk takes some milliseconds for a segment. Chosen."""
 
 MARGIN_S = 5.0
-"""Who waits for such a copy waits so much longer than the copy itself waits for the worker. Chosen."""
+"""How much longer a caller waits for the copy than the copy itself waits for the worker. Chosen."""
 
 
-def worth_streaming(nbytes: int) -> bool:
+def should_stream(nbytes: int) -> bool:
     """Whether the worker should begin to write a slot while the last `nbytes` are copied into it."""
-    return nbytes >= STREAMED_FROM_NBYTES
+    return nbytes >= MIN_STREAMED_NBYTES
 
 
 class StreamingClient(Protocol):
@@ -38,7 +37,7 @@ class StreamingClient(Protocol):
 
     @property
     def config(self) -> CheckpointerConfig:
-        """Its `slot_timeout_s` and `worker_start_timeout_s` are used."""
+        """The settings; `slot_timeout_s` and `worker_start_timeout_s` are used."""
 
     def stream(self, save_id: SaveId, slot: Slot) -> Callable[[], bool]:
         """As `WorkerClient.stream`."""
@@ -59,7 +58,7 @@ class SlotStream:
         waited_s: How long it has waited for the worker.
 
     Raises:
-        WorkerUnavailableError: Of a ring: the worker was lost, and nobody takes its slots over.
+        WorkerUnavailableError: The slot is a ring, the worker was lost, and no other worker adopts its slots.
     """
 
     def __init__(
@@ -87,8 +86,8 @@ class SlotStream:
         self._check = process.stream(save_id, slot)
 
     def has_filled(self, nbytes: int) -> None:
-        """Nothing writes any more to the first bytes of the image, from the end of the head page on."""
-        # IMPORTANT: after every byte of them. The worker writes, and never looks again.
+        """Publish that the first `nbytes` of the image, from the end of the head page on, are final."""
+        # IMPORTANT: only after every one of these bytes is copied. The worker writes them once and never reads again.
         self._counters.filled = nbytes
         reach("stream: more filled")
 
@@ -97,23 +96,24 @@ class SlotStream:
         self._control.note_staged(nbytes)
 
     def finish(self, request: bytes | None = None, offset: int = 0) -> None:
-        """Seal the slot, of which everything is filled; with another `request`, at another `offset`, if one is given.
+        """Seal the slot, which is filled; with another `request` at another `offset`, if one is given.
 
         Raises:
-            SlotError: That request does not fit.
+            SlotError: The request does not fit.
         """
         if request is not None:
             self._control.ask_again(request, offset)
-            # IMPORTANT: by a system call. The worker polls the state, and must not see it before the request.
+            # IMPORTANT: set it again, since that is a system call, and so a barrier. The worker polls the state, and
+            # must not see the seal before the request.
             self._counters.filled = self._counters.filled
         self._control.finish()
 
     def drop(self) -> None:
-        """Make `await_cell` in another thread raise: what was copied is worth nothing."""
+        """Cancel: `await_cell` in another thread raises. What was copied is not used."""
         self._dropped = True
 
     def extended_deadline(self) -> float:
-        """Return until when the copy ends by itself if nothing becomes free (`time.monotonic()`)."""
+        """Return the `time.monotonic()` by which the copy has ended by itself if no further cell becomes free."""
         return self._progressed_at + self._stall_timeout_s() + MARGIN_S
 
     def _stall_timeout_s(self) -> float:
@@ -123,9 +123,9 @@ class SlotStream:
         """Wait until the cell of a segment of the ring is free.
 
         Raises:
-            SlotTimeoutError: The worker has written nothing for too long.
-            StagingError: The copy was dropped.
-            AsyncCkptError: The save has ended, or no worker will write what comes next.
+            SlotTimeoutError: The worker has written nothing for `slot_timeout_s`.
+            StagingError: The copy was cancelled by `drop`.
+            AsyncCkptError: The save has ended, or no worker will write the rest of it.
         """
         assert self.ring is not None
         began, before, pause_s = time.monotonic(), -1, FIRST_POLL_S
@@ -135,7 +135,7 @@ class SlotStream:
             # True: the worker is dead, another one is being found, which ends the save.
             was_between, self._is_between = self._is_between, self._check()
             freed, now = self.ring.count_in(self._counters.freed), time.monotonic()
-            if freed > before or (was_between and not self._is_between):  # the next worker has its own time to end it
+            if freed > before or (was_between and not self._is_between):  # the next worker gets its own time to end it
                 before, self._progressed_at = freed, now
             if freed > number - self.ring.n_cells:
                 self.waited_s += now - began
@@ -144,7 +144,7 @@ class SlotStream:
                 why = "no other worker was found" if self._is_between else "storage hangs, or the worker is too busy"
                 what = describe_save(self._save_id, self._step)
                 raise SlotTimeoutError(
-                    f"{what}: the state is larger than its memory, and nothing of it was written for "
+                    f"{what}: the state is larger than its slot, and the worker has written nothing of it for "
                     f"slot_timeout_s={self._timeout_s:g}; {why}",
                     timeout_s=self._timeout_s,
                     save_id=str(self._save_id),
@@ -156,13 +156,12 @@ class SlotStream:
 
 
 class Watermark:
-    """How far a slot is filled from its beginning on, while threads copy pieces of it in any order. For one copy.
+    """How far a slot is filled without a gap, while threads copy pieces of it in any order. For one copy.
 
     Args:
         start: Address of the first byte.
-        end: Address behind the last one.
-        tell: Called with the number of bytes from `start` on that nothing writes to any more. Under a lock, in any
-            thread.
+        end: Address behind the last byte.
+        tell: Called, under a lock and in any thread, with the number of bytes from `start` on that are final.
     """
 
     def __init__(self, start: int, end: int, tell: Callable[[int], None]) -> None:
@@ -173,13 +172,13 @@ class Watermark:
         self._told = 0
 
     def expect(self, addresses: Iterable[int]) -> None:
-        """Pieces that begin at `addresses` are still to be copied, each once, and everything else is there."""
+        """Set the addresses of the pieces that are still to be copied, each once; all other bytes are final."""
         with self._lock:
             self._left = sorted(addresses, reverse=True)
             self._advance()
 
     def done(self, address: int) -> None:
-        """The piece that begins there is copied: nothing will write to it again."""
+        """Note that the piece at `address` is copied, and final."""
         with self._lock:
             self._done.add(address)
             self._advance()

@@ -1,5 +1,8 @@
-"""Meetings by way of the worker, for worlds whose process group is not initialised: each rank posts its bytes on a
-board of the worker, in pieces, and fetches the others' once all have posted."""
+"""Meetings through the worker, for ranks without an initialised process group.
+
+Each rank posts its bytes to a board (a table in the worker's memory, protocol/SPEC.md), in pieces, and fetches the
+other ranks' once all have posted.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +13,33 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
 from asyncckpt.config import RankInfo
-from asyncckpt.distributed.rendezvous import Exchange, Meeting, Patience, Save, refused
+from asyncckpt.distributed.rendezvous import Exchange, Meeting, WaitTimer, Save, refused
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.protocol import fields as check
 from asyncckpt.protocol import messages
 
 PIECE_NBYTES = check.MAX_PIECE_NBYTES
-_REFUSED, _COMES = b"\0", b"\1"
+_REFUSED, _PAYLOAD = b"\0", b"\1"
+"""First byte of a post: a reason for not coming, or the payload, follows."""
+
 _SCOPE = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_STEP_ID")
-"""Variables that are equal on all ranks of one start of a job, and differ between starts."""
+"""Environment variables that are equal on all ranks of one start of a job, and differ between starts."""
 
 _counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-"""Of each series, the meetings that this process has come to."""
+"""How many meetings of each series this process has come to."""
 
 Call = Callable[[Callable[[int], messages.Message], float], messages.Message]
-"""Sends a request, made from its id, to the worker and returns the reply; raises WorkerUnavailableError after so many
-seconds, and what the worker refuses with."""
+"""Sends a request, built from its id, to the worker and returns the reply. Raises WorkerUnavailableError after so many
+seconds, and the error with which the worker refuses."""
 
 
 class BoardExchange(Exchange):
-    """Meetings of the ranks that have the same worker and the same start of a job in their environment.
+    """Meetings of the ranks that have the same worker, and the same start of a job in their environment.
 
     Args:
-        rank: Of this process.
-        call: Reaches the worker.
-        timeout_s: For each request.
+        rank: Rank of this process.
+        call: Sends requests to the worker.
+        timeout_s: Timeout of each request.
         environ: Defaults to `os.environ`.
     """
 
@@ -46,33 +51,33 @@ class BoardExchange(Exchange):
         self._scope = "\0".join(environ.get(name, "") for name in _SCOPE)
 
     def meet_next(self, series: str, call: str, about: Save | None = None) -> Meeting:
-        """As of `Exchange`. Ranks count in their processes: a board keeps nothing for longer than its ranks live."""
+        """As `Exchange`. Each process counts for itself: a board is forgotten when the processes that use it end."""
         self.refuse_several_nodes(self._rank.world_size, self.environ)
         return _BoardMeeting(self, f"{series}-{next(_counts[self._board(series)])}", call)
 
-    def say_absent(self, sequence: int, reason: str) -> None:
-        """The others wait until their time is over: what a rank posts is seen once all have posted."""
+    def announce_absence(self, sequence: int, reason: str) -> None:
+        """Do nothing: a post is seen only once all ranks have posted. The others wait until their timeout."""
 
     @staticmethod
     def refuse_several_nodes(world_size: int, environ: Mapping[str, str]) -> None:
-        """Say at once that ranks of several nodes cannot meet at a worker.
+        """Refuse ranks on several nodes, which cannot meet through one worker.
 
         Raises:
-            SaveFailedError: Code "several_machines": torchrun's environment says that they are on several nodes.
+            SaveFailedError: Code "several_machines": by torchrun's environment the ranks are on several nodes.
         """
         here = environ.get("LOCAL_WORLD_SIZE", "")
         is_number = here.isascii() and here.isdecimal() and len(here) <= len(str(world_size))
         if is_number and 0 < int(here) < world_size:
             raise SaveFailedError(
-                f"{here} of {world_size} ranks are on this node, and no process group is initialised: ranks of several "
-                "nodes agree on their first save over one; call torch.distributed.init_process_group() before it (any "
+                f"{here} of {world_size} ranks are on this node, and no process group is initialised: ranks on several "
+                "nodes need one for their first save; call torch.distributed.init_process_group() before it (any "
                 "backend)",
                 code="several_machines",
                 detail="no process group",
             )
 
     def post(self, name: str, data: bytes) -> None:
-        """Put this rank's bytes on the board `name`.
+        """Post this rank's bytes to the board `name`.
 
         Raises:
             AsyncCkptError: The worker cannot be reached, or refuses.
@@ -87,13 +92,18 @@ class BoardExchange(Exchange):
         return self._fetched(name, 0, 0)[0]
 
     def take(self, name: str, rank: int) -> bytes:
-        """Return what `rank` has posted; all ranks have."""
+        """Return what `rank` has posted; call it only once all ranks have posted.
+
+        Raises:
+            SaveFailedError: The rank, or another one, has ended since (code "exchange").
+            AsyncCkptError: The worker cannot be reached, or refuses.
+        """
         data, total = bytearray(), 1
         while len(data) < total:
             missing, total, piece = self._fetched(name, rank, len(data))
             if missing or (total and not piece):
                 raise SaveFailedError(
-                    f"ranks {missing or [rank]} ended while the ranks agreed on the save",
+                    f"ranks {missing or [rank]} ended during the meeting of all ranks",
                     code="exchange",
                     rank=missing[0] if missing else rank,
                 )
@@ -116,11 +126,11 @@ class _BoardMeeting(Meeting):
 
     def gather(self, payload: bytes, deadline: float) -> list[bytes]:
         exchange, board = self._exchange, f"{self._name}/{self._round}"
-        patience = Patience(self._call, deadline, first=self._round == 0)
+        timer = WaitTimer(self._call, deadline, first=self._round == 0)
         self._round += 1
-        exchange.post(board, _COMES + payload)
+        exchange.post(board, _PAYLOAD + payload)
         while missing := exchange.missing(board):
-            patience.wait(lambda found=missing: found)  # type: ignore[misc]
+            timer.wait(lambda found=missing: found)  # type: ignore[misc]
         found = [exchange.take(board, rank) for rank in range(exchange._rank.world_size)]
         for rank, data in enumerate(found):
             if data[:1] == _REFUSED:
@@ -131,7 +141,7 @@ class _BoardMeeting(Meeting):
         self._exchange.post(f"{self._name}/{self._round}", _REFUSED + reason[:500].encode(errors="replace"))
 
     def close(self) -> None:
-        """The worker forgets boards by itself."""
+        """Do nothing: the worker forgets boards by itself."""
 
 
 def _share(board: str, offset: int, total: int, data: bytes) -> Callable[[int], messages.Message]:

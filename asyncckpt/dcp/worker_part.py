@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from asyncckpt.basics.deferred_signals import signals_deferred
 from asyncckpt.client.pending_saves import StagedSnapshot, WriteFuture
 from asyncckpt.client.slot import Slot
-from asyncckpt.client.slot_stream import SlotStream, worth_streaming
+from asyncckpt.client.slot_stream import SlotStream, should_stream
 from asyncckpt.client.worker_client import WorkerClient
 from asyncckpt.config import RankInfo
 from asyncckpt.dcp.commit import finished_request
@@ -483,7 +483,7 @@ class _Part:
         body_end = PAGE_NBYTES + len(image) if ring is None else ring.end
         # A coordinator of several ranks begins at the end: nobody knows yet how long its request will be.
         is_known = not self._is_open_end or self._task.world_size == 1
-        streams = ring is not None or (worth_streaming(len(image)) and is_known)
+        streams = ring is not None or (should_stream(len(image)) and is_known)
         begun = streams or not self._is_open_end
         if begun:
             begin(process, slot, self.request, len(request))

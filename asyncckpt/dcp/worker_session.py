@@ -16,7 +16,7 @@ from asyncckpt.basics import process_lifecycle
 from asyncckpt.client.connection import CLOSE_TIMEOUT_S
 from asyncckpt.client.save_outcomes import Outcomes, Run
 from asyncckpt.client.worker_client import WorkerClient
-from asyncckpt.client.worker_links import Build, Links, Worker
+from asyncckpt.client.worker_links import Build, WorkerLinks, WorkerAccess
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol import messages
@@ -117,7 +117,7 @@ class DcpRun(Run):
     knows_run = True
     must_meet = False
 
-    def __init__(self, rank: RankInfo, links: Links) -> None:
+    def __init__(self, rank: RankInfo, links: WorkerLinks) -> None:
         self.rank, self.links = rank, links
         self.run_id = ""
         self.outcomes = Outcomes()
@@ -133,7 +133,7 @@ class DcpRun(Run):
         """Nothing is compared."""
 
 
-class _Ours(Worker):
+class _Ours(WorkerAccess):
     """The worker of `process`, which is made after this."""
 
     process: WorkerClient
@@ -223,7 +223,7 @@ class WorkerSession:
                 told.append(mine)
                 return told
 
-            run.links.settle(run.run_id, instances, gather)
+            run.links.link(run.run_id, instances, gather)
             self._linked, self._told = (run.run_id, *instances), told[0]
         save_id = SaveId(epoch, self._saves, run.run_id)
         self._saves += 1
@@ -258,10 +258,10 @@ class WorkerSession:
         assert self._process is not None
         if run.run_id != task.save_id.run_id:
             run.run_id = task.save_id.run_id
-            self._process.settled.clear()  # sequences of another run
+            self._process.handled.clear()  # sequences of another run
         self._process.connect(start=not self._named)
         if task.workers and task.rank and self._linked != (run.run_id, *task.workers):
-            run.links.settle(run.run_id, task.workers, lambda mine: [task.told])
+            run.links.link(run.run_id, task.workers, lambda mine: [task.told])
             self._linked = (run.run_id, *task.workers)
         return self._process
 
@@ -276,7 +276,7 @@ class WorkerSession:
         if self._process is not None:
             self._process.close()
         worker = _Ours()
-        self._run = DcpRun(rank, Links(rank, worker, config.worker_timeout_s))
+        self._run = DcpRun(rank, WorkerLinks(rank, worker, config.worker_timeout_s))
         self._linked, self._told, self._saves = (), b"", 0
         worker.process = self._process = WorkerClient(
             config, self._run, endpoint=self.endpoint, named=self._named, package=__version__
@@ -286,7 +286,7 @@ class WorkerSession:
     def withdraw(self, save_id: SaveId, reason: str) -> None:
         """End a save on all ranks, unless this rank has handed it over already. Does not wait."""
         process = None if self.is_inherited else self._process
-        if process is not None and save_id.sequence not in process.settled:
+        if process is not None and save_id.sequence not in process.handled:
             process.withdraw(save_id, reason)
 
     def await_end(self, save_id: SaveId, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Ranks: how they meet, what they agree on for saves, and how they take one checkpoint.
+"""Ranks: how they exchange data in meetings, what they agree on for saves, and how they choose one checkpoint to load.
 
 Only `process_group` calls torch.distributed. Nothing here copies tensors, and nothing knows slots.
 """

@@ -1,4 +1,4 @@
-"""How ranks take one checkpoint, or one answer: rank 0 says what there is, each tries, and all go on alike."""
+"""One choice for all ranks: rank 0 sends candidates, each rank says which it can use, and all take the same one."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from asyncckpt.recall.newest import NewestCandidate
 from asyncckpt.storage.catalog import Candidate, is_broken
 
 TRY_TIMEOUT_S = 1800.0
-"""For the slowest rank to load a checkpoint, or to find it broken; as torch.distributed has it for gloo."""
+"""How long the slowest rank may take to load a checkpoint, or to find it broken. The default timeout of gloo."""
 
 RESTORE = "restore_latest()"
-_SOUND, _BROKEN, _TOLD, _FAILED = "sound", "broken", "told", "failed"
+_LOADED, _BROKEN, _OTHER_FAILED, _FAILED = "loaded", "broken", "other failed", "failed"
+"""Kinds of `_Outcome`: loaded; the checkpoint is broken; ended by another rank's error; another error of this rank."""
 
 
 class Broken(NamedTuple):
-    """Why a checkpoint is passed over.
+    """Why a checkpoint is skipped.
 
     Attributes:
-        error: This rank's, or a SharedLoadError that names a rank that found it broken.
-        is_damaged: Some rank found bytes that are not what was written: not just a storage that does not answer.
+        error: This rank's error, or a SharedLoadError that names a rank that found the checkpoint broken.
+        is_damaged: A rank has read bytes that are not what was written; False: storage does not answer, for example.
     """
 
     error: Exception
@@ -45,7 +46,7 @@ class Broken(NamedTuple):
 
 
 class Ranks(ABC):
-    """Those that restore together. A context manager: leaving it tells the others."""
+    """The ranks that restore together. A context manager: on exit, ranks that still wait for this one are told."""
 
     @abstractmethod
     def same_candidates(self, root: str, look: Callable[[], list[Candidate]], timeout_s: float) -> list[Candidate]:
@@ -53,41 +54,41 @@ class Ranks(ABC):
 
         Args:
             root: The directory.
-            look: Called on rank 0 only.
+            look: Returns the candidates. Called on rank 0 only.
             timeout_s: How long `look` may take, and how long to wait for the last rank.
 
         Raises:
             PlanTimeoutError: Some ranks do not restore.
             RanksDisagreeError: They restore from another directory.
-            SharedLoadError: Rank 0 cannot look, or the ranks lost each other.
-            Exception: Whatever `look` raises, on rank 0.
+            SharedLoadError: `look` failed on rank 0, or the connection to another rank is lost.
+            Exception: The error of `look`, on rank 0.
         """
 
     @abstractmethod
-    def verdict(self, path: str, save_id: SaveId | None, error: Exception | None) -> Broken | None:
-        """Tell how the load of the checkpoint at `path` went here, and learn how it went everywhere.
+    def vote(self, path: str, save_id: SaveId | None, error: Exception | None) -> Broken | None:
+        """Exchange how the load of the checkpoint at `path` went on each rank, and decide for all of them.
 
         Args:
-            path: Of the checkpoint.
-            save_id: Of the save that was read there.
-            error: What this rank's load raised.
+            path: Directory of the checkpoint.
+            save_id: ID of the save that was read there.
+            error: The error of this rank's load, if it failed.
 
         Returns:
-            None: all ranks have loaded it. Else why all go on to the next one.
+            None: all ranks have loaded it. Else why all of them skip it.
 
         Raises:
-            Exception: `error`, if it says that something else is wrong than the checkpoint.
-            SharedLoadError: That is so on another rank; or the ranks lost each other.
-            RanksDisagreeError: They have loaded different saves, one of which has taken the place of the other.
+            Exception: `error`, if its cause is not a broken checkpoint.
+            SharedLoadError: Another rank has such an error; or the connection to another rank is lost.
+            RanksDisagreeError: They have loaded different saves: the checkpoint was overwritten meanwhile.
             PlanTimeoutError: A rank is too slow.
         """
 
     @abstractmethod
-    def first_says(self, text: Callable[[], list[str | None]]) -> list[str | None]:
-        """Return what `text` returns on rank 0, where alone it is called.
+    def from_rank_0(self, text: Callable[[], list[str | None]]) -> list[str | None]:
+        """Call `text` on rank 0, and return its result on every rank.
 
         Raises:
-            SharedLoadError: The ranks lost each other.
+            SharedLoadError: The connection to another rank is lost.
             PlanTimeoutError: A rank is too slow.
         """
 
@@ -99,26 +100,29 @@ class Ranks(ABC):
 
 
 class OneRank(Ranks):
-    """There is but one."""
+    """A single rank: every step is local."""
 
     def same_candidates(self, root: str, look: Callable[[], list[Candidate]], timeout_s: float) -> list[Candidate]:
         return look()
 
-    def verdict(self, path: str, save_id: SaveId | None, error: Exception | None) -> Broken | None:
+    def vote(self, path: str, save_id: SaveId | None, error: Exception | None) -> Broken | None:
         if error is None:
             return None
         if not is_broken(error):
             raise error
         return Broken(error, isinstance(error, CorruptCheckpointError))
 
-    def first_says(self, text: Callable[[], list[str | None]]) -> list[str | None]:
+    def from_rank_0(self, text: Callable[[], list[str | None]]) -> list[str | None]:
         return text()
 
 
 class _Outcome(NamedTuple):
-    """How a load went on one rank. Kind `told`: another rank has ended it, and says itself why.
+    """How a load went on one rank.
 
-    `text`: of a sound one its save id, else what is wrong.
+    Attributes:
+        kind: `_LOADED`, `_BROKEN`, `_OTHER_FAILED` or `_FAILED`.
+        text: If loaded, the save id, else the error.
+        is_damaged: As `Broken.is_damaged`.
     """
 
     kind: str
@@ -130,8 +134,8 @@ class ManyRanks(Ranks):
     """The ranks of the default process group.
 
     Args:
-        rank: This one.
-        meeting: Theirs.
+        rank: This rank.
+        meeting: The meeting of these ranks.
     """
 
     def __init__(self, rank: RankInfo, meeting: Meeting) -> None:
@@ -153,9 +157,9 @@ class ManyRanks(Ranks):
                 )
         return [_from_wire(one) for one in found[0][1]]
 
-    def verdict(self, path: str, save_id: SaveId | None, error: Exception | None) -> Broken | None:
+    def vote(self, path: str, save_id: SaveId | None, error: Exception | None) -> Broken | None:
         def mine() -> list[Any]:
-            outcome = _outcome(error) if error is not None else _Outcome(_SOUND, str(save_id))
+            outcome = _outcome(error) if error is not None else _Outcome(_LOADED, str(save_id))
             if error is not None and outcome.kind == _FAILED:
                 raise error
             return list(outcome)
@@ -163,15 +167,16 @@ class ManyRanks(Ranks):
         def failed(rank: int, other: AsyncCkptError) -> SharedLoadError:
             return _shared(path, rank, _text(other))
 
-        said = all_or_none(lambda data: self._gather(data, TRY_TIMEOUT_S), mine, failed)
-        outcomes = [_Outcome(*one) for one in said]
-        of_kind = {kind: [r for r, one in enumerate(outcomes) if one.kind == kind] for kind in (_BROKEN, _TOLD)}
-        if of_kind[_BROKEN]:
-            found = error if error is not None and outcomes[self._rank.rank].kind == _BROKEN else None
-            reason = found or self._failed(path, of_kind[_BROKEN][0], outcomes)
+        votes = all_or_none(lambda data: self._gather(data, TRY_TIMEOUT_S), mine, failed)
+        outcomes = [_Outcome(*one) for one in votes]
+        broken = [rank for rank, one in enumerate(outcomes) if one.kind == _BROKEN]
+        if broken:
+            own = error if error is not None and outcomes[self._rank.rank].kind == _BROKEN else None
+            reason = own or self._failed(path, broken[0], outcomes)
             return Broken(reason, any(one.is_damaged for one in outcomes))
-        if of_kind[_TOLD]:  # nobody says that anything is wrong with the checkpoint
-            raise error if error is not None else self._failed(path, of_kind[_TOLD][0], outcomes)
+        ended = [rank for rank, one in enumerate(outcomes) if one.kind == _OTHER_FAILED]
+        if ended:  # by an error that says nothing against the checkpoint
+            raise error if error is not None else self._failed(path, ended[0], outcomes)
         saves = sorted({one.text for one in outcomes})
         if len(saves) > 1:
             detail = f"saves {saves[0]} and {saves[1]}"
@@ -182,7 +187,7 @@ class ManyRanks(Ranks):
             )
         return None
 
-    def first_says(self, text: Callable[[], list[str | None]]) -> list[str | None]:
+    def from_rank_0(self, text: Callable[[], list[str | None]]) -> list[str | None]:
         mine = text() if self._rank.rank == 0 else []
         found: list[str | None] = _unpacked(self._gather(_packed(mine), TRY_TIMEOUT_S)[0])
         return found
@@ -203,16 +208,16 @@ class ManyRanks(Ranks):
 
 
 def ranks_that_restore(rank: RankInfo, meet: Callable[[], Meeting | None]) -> Ranks:
-    """Return the ranks that must come to one checkpoint.
+    """Return the ranks that must restore the same checkpoint.
 
     Args:
-        rank: This one.
-        meet: Where they meet if there is no process group of just these ranks; None: nowhere.
+        rank: This rank.
+        meet: Returns a meeting if there is no process group of just these ranks; None: they cannot meet.
 
     Raises:
-        ConfigError: There are several, and they meet nowhere: each for itself might take another checkpoint.
+        ConfigError: There are several ranks, and they cannot meet: each might restore another checkpoint.
         SharedLoadError: The process group's store is gone.
-        AsyncCkptError: What `meet` raises.
+        AsyncCkptError: From `meet`.
     """
     if rank.world_size == 1:
         return OneRank()
@@ -239,7 +244,7 @@ def _outcome(error: Exception) -> _Outcome:
     text = _text(error)
     if is_broken(error):
         return _Outcome(_BROKEN, text, isinstance(error, CorruptCheckpointError))
-    return _Outcome(_TOLD if isinstance(error, SharedLoadError) else _FAILED, text)
+    return _Outcome(_OTHER_FAILED if isinstance(error, SharedLoadError) else _FAILED, text)
 
 
 def _shared(path: str, rank: int | None, detail: str) -> SharedLoadError:
@@ -248,7 +253,7 @@ def _shared(path: str, rank: int | None, detail: str) -> SharedLoadError:
 
 
 def _packed(value: Any) -> bytes:
-    """File names that are not UTF-8 are texts with lone surrogates."""
+    """Pack as msgpack. File names that are not UTF-8 are strings with lone surrogates."""
     return bytes(msgpack.packb(value, unicode_errors="surrogateescape"))
 
 
@@ -276,15 +281,15 @@ def same_choice(
 
     Args:
         ranks: The ranks.
-        look: Called on rank 0 only.
-        usable: Says on each rank which of rank 0's candidates it can use; not called where the first one is on disk.
-        timeout_s: How long rank 0 may look, and how long to wait for the other ranks.
-        call: What the ranks call, for messages.
+        look: Returns the candidates. Called on rank 0 only.
+        usable: Returns, on each rank, which of rank 0's candidates it can use. Not called if the first one is on disk.
+        timeout_s: How long `look` may take on rank 0, and how long to wait for the other ranks.
+        call: The function that the ranks must call, for messages.
 
     Raises:
-        PlanTimeoutError: Some ranks did not call.
-        SaveFailedError: Rank 0's `look` failed (on the others), or the exchange broke down.
-        Exception: Whatever `look` raises, on rank 0.
+        PlanTimeoutError: Some ranks did not call it.
+        SaveFailedError: `look` failed on rank 0 (raised on the other ranks), or the exchange broke down.
+        Exception: The error of `look`, on rank 0.
 
     Blocks: at most three times `timeout_s`.
     """
@@ -300,7 +305,7 @@ def same_choice(
     try:
         answers = together(
             lambda: [list(candidate) for candidate in look()] if first else None,
-            # Rank 0 may take so long for its answer.
+            # Rank 0 may take `timeout_s` for `look`; the others wait for that as well.
             lambda: time.monotonic() + timeout_s if first else began + 2 * timeout_s,
         )
         candidates = _candidates_of(answers[0])
@@ -310,7 +315,10 @@ def same_choice(
     finally:
         meeting.close()
     if any(not isinstance(vote, list) or len(vote) != len(candidates) for vote in votes):
-        raise SaveFailedError("a rank answered with something else than which checkpoints it can load", code="exchange")
+        bad = next(r for r, vote in enumerate(votes) if not isinstance(vote, list) or len(vote) != len(candidates))
+        raise SaveFailedError(
+            f"rank {bad} sent no list of {len(candidates)} votes, one for each checkpoint", code="exchange"
+        )
     return next((candidate for n, candidate in enumerate(candidates) if all(vote[n] for vote in votes)), None)
 
 
@@ -323,14 +331,16 @@ def same_answer(ranks: Coordination, ask: Callable[[], str], timeout_s: float, c
 
     Args:
         ranks: The ranks.
-        ask: Called on rank 0 only.
-        timeout_s, call, Raises, Blocks: As for `same_choice`.
+        ask: Returns the answer. Called on rank 0 only.
+        timeout_s, call: As for `same_choice`.
+
+    Raises, Blocks: As `same_choice`.
     """
     found = same_choice(
         ranks, lambda: [NewestCandidate(ask())], lambda candidates: [True] * len(candidates), timeout_s, call
     )
     if found is None:
-        raise SaveFailedError("rank 0 answered with nothing", code="exchange", rank=0)
+        raise SaveFailedError("rank 0 sent no answer", code="exchange", rank=0)
     return found.path
 
 
@@ -338,5 +348,5 @@ def _candidates_of(raw: Any) -> list[NewestCandidate]:
     try:
         return [NewestCandidate(str(path), str(save_id), int(step)) for path, save_id, step in raw]
     except (ValueError, TypeError) as error:
-        text = "rank 0 answered with something else than checkpoints"
+        text = f"rank 0 sent something else than a list of checkpoints: {error}"
         raise SaveFailedError(text, code="exchange", rank=0) from error

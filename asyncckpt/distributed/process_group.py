@@ -1,10 +1,11 @@
-"""How saves and loads use torch.distributed: which rank this is, how ranks meet. Nothing else calls it.
+"""How saves and loads use torch.distributed: which rank this is, and how ranks meet.
 
-Exceptions are `dcp` and `integrations`, which plug into other libraries that use it; a test holds the list.
+No other module calls torch.distributed, except `dcp` and `integrations`, which plug into libraries that use it; a test
+holds the list.
 
-A meeting uses the default group's store to see who comes, then a gloo group of its own, which ends with it. The group
-is made directly and not by `new_group`: that counts groups per process, so a meeting that one rank alone tries would
-leave the ranks' counts apart, and the user's next `new_group` would hang.
+A meeting uses the default group's store to wait for all ranks, then a gloo group of its own, which ends with it. The
+group is made directly, not by `new_group`: that counts groups per process, so a meeting to which only some ranks come
+would leave the ranks' counts different, and the user's next `new_group` would hang.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from asyncckpt.distributed.rendezvous import (
     POLL_S,
     Exchange,
     Meeting,
-    Patience,
+    WaitTimer,
     Save,
     ranks_disagree,
     refused,
@@ -36,26 +37,41 @@ from asyncckpt.distributed.rendezvous import (
 from asyncckpt.errors import AsyncCkptError, ConfigError, PlanTimeoutError, SaveFailedError
 
 MIN_TIMEOUT_S = 1.0
-"""gloo is given this much although the ranks came at the last moment."""
+"""The least timeout for gloo, even if the last rank came just before the deadline."""
 
 _WAITS, _ABSENT = "waits", "absent"
+"""First word of what a rank publishes in the `WaitRegistry`."""
 
-LOOK_S, LOOKED_FOR = 0.2, 4
-"""How often, and for how many of the ranks that have not come, a rank looks where they are. Chosen, not measured."""
+_APART = "apart"
+"""Prefix of keys of the `WaitRegistry`, by rank: a rank that waits for this one in another save."""
 
-APART_S = 2.0
-"""A rank that has waited elsewhere for so long does not come: it waits for this one. Chosen, not measured: a rank that
-goes from one save's meeting to another's is at neither for longer than the other ranks are."""
+_REFUSED, _GIVEN_UP, _COUNT, _ALL, _HERE = "refused", "given up", "count", "all", "here"
+"""Keys of a meeting in the store: rank and reason of the first refusal; the ranks that were waited for in vain; how
+many ranks have come; set once all have come; prefix of a key per rank that has come."""
 
-SILENT_S = 5.0
-"""How long ranks may say nothing, when a meeting has broken down, before they are named. Chosen: gloo tells at once."""
+_LEFT, _GONE = "left", "gone"
+"""Keys of a meeting that has broken down: how many ranks have left it, and prefix of a key per rank that says how
+(`_LOST`, `_CLOSED`); the ranks that caused it."""
+
+_LOST, _CLOSED = "lost", "closed"
+
+LOOKUP_PERIOD_S, LOOKUP_RANKS = 0.2, 4
+"""How often, and for how many of the missing ranks, a waiting rank looks up where they wait. Chosen, not measured."""
+
+WRONG_MEETING_S = 2.0
+"""A rank that has waited in another save for so long will not come: it waits for this one there. Chosen, not measured:
+a rank that goes from one save's meeting to the next stays in neither for longer than the other ranks do."""
+
+LEAVE_TIMEOUT_S = 5.0
+"""After a meeting has broken down, ranks that do not report within this time are named as lost. Chosen: gloo reports
+lost connections at once."""
 
 
 def find_rank_info(given: RankInfo | None, environ: Mapping[str, str] | None = None) -> RankInfo:
     """Return `given`, else the default process group's rank, else torchrun's environment, else 0 of 1.
 
     Raises:
-        ConfigError: No RankInfo; an unreadable environment; or a rank outside its world.
+        ConfigError: `given` is no RankInfo, the environment cannot be parsed, or the rank is outside its world.
     """
     if given is not None:
         check_rank_info(given)
@@ -80,13 +96,13 @@ def _detected(environ: Mapping[str, str]) -> RankInfo:
 
 
 class Membership:
-    """Which rank of how many this process is for a checkpointer, and in which default process group.
+    """The rank of this process for a checkpointer, and the default process group that it was read from.
 
     Args:
-        given: The user's rank; it stays, whatever process group there is.
+        given: The user's `rank_info`; it overrides any process group.
 
     Attributes:
-        rank: When this was made; `is_current` looks again.
+        rank: The rank when this was made; see `is_current`.
 
     Raises:
         ConfigError: As `find_rank_info`.
@@ -98,9 +114,9 @@ class Membership:
         self._group = None if group is None else weakref.ref(group)
 
     def is_current(self) -> bool:
-        """Whether this process is still this rank, in this process group.
+        """Whether this process still has this rank, in this process group.
 
-        A process group that was destroyed still counts until another one is made. One that is made for the ranks that
+        A destroyed process group still counts until another one is made. A group that is made later for the ranks that
         torchrun's environment has named is no change.
 
         Raises:
@@ -119,7 +135,7 @@ class Membership:
 
 
 def has_other_ranks() -> bool:
-    """Whether a default process group of several ranks is there, in which code of the user's may wait for them."""
+    """Whether there is a default process group of several ranks, in which the user's code may wait for them."""
     return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
@@ -128,7 +144,7 @@ def _default_group() -> Any:
 
 
 def find_exchange(rank: RankInfo) -> GroupExchange | None:
-    """Return the exchange of the default process group, or None where there is none that has just these ranks."""
+    """Return the exchange of the default process group; None: there is none, or it has other ranks."""
     if not (dist.is_available() and dist.is_initialized() and dist.is_gloo_available()):
         return None
     if (dist.get_rank(), dist.get_world_size()) != tuple(rank):
@@ -144,7 +160,7 @@ class GroupExchange(Exchange):
     """Meetings of the ranks of the default process group.
 
     Args:
-        rank: Of this process in that group.
+        rank: Rank of this process in that group.
         store: The group's store.
     """
 
@@ -153,13 +169,13 @@ class GroupExchange(Exchange):
 
     def meet(self, name: str, call: str, about: Save | None = None) -> GroupMeeting:
         """Return the meeting called `name`, which is used once."""
-        return GroupMeeting(self._rank, self.part(name), call, self._whereabouts(about))
+        return GroupMeeting(self._rank, self.part(name), call, self._wait_registry(about))
 
     def meet_next(self, series: str, call: str, about: Save | None = None) -> GroupMeeting:
-        """As of `Exchange`; ranks count in the store, which goes as far as they do.
+        """As `Exchange`. The counts are in the store, which lives as long as the group.
 
-        A meeting at which ranks have waited in vain is passed over: so a rank that has missed one is in step again. But
-        that of a save only if one of them waits for this rank again.
+        A meeting in which ranks have waited in vain is skipped, so that a rank that has missed it is in step again. A
+        save's meeting is skipped only if one of these ranks waits again, in a save to the same path.
         """
         counts = self.part(series)
         try:
@@ -173,29 +189,30 @@ class GroupExchange(Exchange):
                 f"the process group's store is gone: {error}", code="exchange", detail=str(error)[:1000]
             ) from error
 
-    def say_absent(self, sequence: int, reason: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone: so are the others
-            self._whereabouts(Save("", sequence)).say(f"{_ABSENT} {sequence} {reason[:500]}")
+    def announce_absence(self, sequence: int, reason: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone, and so are the other ranks
+            self._wait_registry(Save("", sequence)).publish(f"{_ABSENT} {sequence} {reason[:500]}")
 
-    def _whereabouts(self, about: Save | None) -> Whereabouts:
-        return Whereabouts(self._rank.rank, self.part("whereabouts"), about)
+    def _wait_registry(self, about: Save | None) -> WaitRegistry:
+        return WaitRegistry(self._rank.rank, self.part("whereabouts"), about)
 
     def part(self, name: str) -> Any:
         """Return the part of the store that is called `name`."""
-        # torchrun's own store may outlive the ranks that it restarts: what those wrote must not be met again. Else the
-        # store is rank 0's, and new; agents of several nodes count differently how often they have restarted theirs.
+        # IMPORTANT: torchrun's own store may outlive the ranks that it restarts, and keys of dead ranks must not be
+        # read. Without it the store is rank 0's, and new after a restart; then the restart count must not be used:
+        # agents on several nodes may count restarts differently, and ranks would use different keys.
         outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if outlives else "0"
         return PrefixStore(f"asyncckpt/{attempt}/{name}", self._store)
 
 
-class Whereabouts:
-    """Where each rank waits for the others in a save, for those that wait for it elsewhere.
+class WaitRegistry:
+    """In which save each rank waits for the others: by it, ranks that wait for each other in different saves find out.
 
     Args:
-        rank: This one.
-        store: Of all of them, for this alone.
-        about: The save that this rank comes to; None: it comes to something else, and nobody needs to know.
+        rank: This rank.
+        store: A part of the store of all ranks, for this purpose only.
+        about: The save whose meeting this rank comes to; None: another meeting, and nothing is published.
     """
 
     def __init__(self, rank: int, store: Any, about: Save | None) -> None:
@@ -203,49 +220,49 @@ class Whereabouts:
         self._seen: dict[int, tuple[str, float]] = {}
         self._next_look = 0.0
 
-    def say(self, text: str) -> None:
-        """Say it, in the place of what this rank said before."""
+    def publish(self, text: str) -> None:
+        """Publish `text`, in the place of what this rank has published before."""
         if self._about is not None:
             self._write(f"{self._rank}", text)
 
-    def arrive(self) -> None:
-        """Say that this rank waits."""
+    def start_waiting(self) -> None:
+        """Publish that this rank waits in this save."""
         if self._about is not None:
-            self._write(f"apart/{self._rank}", "")
-            self.say(self._here(self._about))
+            self._write(f"{_APART}/{self._rank}", "")
+            self.publish(self._here(self._about))
 
     def waits_here(self, ranks: Iterable[int]) -> bool:
-        """Return whether one of these ranks waits for others in a save to the same path."""
+        """Whether one of these ranks waits in a save to the same path."""
         path = None if self._about is None else self._about.path
-        return any(self._where(rank)[0::2] == (_WAITS, path) for rank in ranks)
+        return any(self._parse(rank)[0::2] == (_WAITS, path) for rank in ranks)
 
-    def look_for(self, missing: Callable[[], Sequence[int]]) -> None:
-        """Look now and then where the ranks are that have not come.
+    def check_missing(self, missing: Callable[[], Sequence[int]]) -> None:
+        """Look up, every `LOOKUP_PERIOD_S`, where the missing ranks wait.
 
         Raises:
-            RanksDisagreeError: One has waited elsewhere for `APART_S`, or says that this one has.
-            SaveFailedError: One does not come to this save at all (code "withdrawn").
+            RanksDisagreeError: One has waited in another save for `WRONG_MEETING_S`, or has found that this rank has.
+            SaveFailedError: One has published that it does not come to this save (code "withdrawn").
         """
         now, about = time.monotonic(), self._about
         if about is None or now < self._next_look:
             return
-        self._next_look = now + LOOK_S
-        told, _, said = self._read(f"apart/{self._rank}").partition("\0")
+        self._next_look = now + LOOKUP_PERIOD_S
+        told, _, said = self._read(f"{_APART}/{self._rank}").partition("\0")
         if told == self._here(about):
             number, _, path = said.partition(" ")
-            self._end(about, int(number), path)
-        for rank in missing()[:LOOKED_FOR]:
+            self._raise_disagreement(about, int(number), path)
+        for rank in missing()[:LOOKUP_RANKS]:
             there = self._read(f"{rank}")
             if self._seen.get(rank, ("", 0.0))[0] != there:
                 self._seen[rank] = there, now
-            kind, sequence, rest = self._where(rank)
+            kind, sequence, rest = self._parse(rank)
             if kind == _ABSENT and sequence >= about.sequence:
                 raise refused(rank, rest)
-            if kind == _WAITS and rest != about.path and now - self._seen[rank][1] >= APART_S:
-                self._write(f"apart/{rank}", f"{there}\0{self._rank} {about.path}")
-                self._end(about, rank, rest)
+            if kind == _WAITS and rest != about.path and now - self._seen[rank][1] >= WRONG_MEETING_S:
+                self._write(f"{_APART}/{rank}", f"{there}\0{self._rank} {about.path}")
+                self._raise_disagreement(about, rank, rest)
 
-    def _end(self, about: Save, rank: int, path: str) -> NoReturn:
+    def _raise_disagreement(self, about: Save, rank: int, path: str) -> NoReturn:
         first, second = sorted([(self._rank, about.path), (rank, path)])
         raise ranks_disagree("path", first, second, about.path)
 
@@ -259,44 +276,44 @@ class Whereabouts:
     def _read(self, key: str) -> str:
         return bytes(self._store.get(key)).decode("utf-8", "surrogateescape") if self._store.check([key]) else ""
 
-    def _where(self, rank: int) -> tuple[str, int, str]:
+    def _parse(self, rank: int) -> tuple[str, int, str]:
         kind, _, rest = self._read(f"{rank}").partition(" ")
         sequence, _, rest = rest.partition(" ")
         return kind, int(sequence or 0), rest
 
 
 class GroupMeeting(Meeting):
-    """A meeting by a store and a gloo group of its own."""
+    """A meeting that waits for all ranks in a store, then exchanges bytes over a gloo group of its own."""
 
-    def __init__(self, rank: RankInfo, store: Any, call: str, whereabouts: Whereabouts) -> None:
-        self._rank, self._store, self._call, self._whereabouts = rank, store, call, whereabouts
+    def __init__(self, rank: RankInfo, store: Any, call: str, wait_registry: WaitRegistry) -> None:
+        self._rank, self._store, self._call, self._wait_registry = rank, store, call, wait_registry
         self._group: Any = None
         self._one_machine = self._has_left = False
         self._failure: SaveFailedError | None = None
-        """The ranks have lost each other: what every later call raises."""
+        """The error of a meeting that has broken down: every later call raises it."""
 
     def refuse(self, reason: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone: so are the others
-            if not self._store.check(["refused"]):  # else this rank has heard it, and whose failure it was
-                self._store.set("refused", f"{self._rank.rank} {reason[:500]}")
+        with contextlib.suppress(RuntimeError):  # the store is gone, and so are the other ranks
+            if not self._store.check([_REFUSED]):  # else keep the first refusal: it names the rank that failed first
+                self._store.set(_REFUSED, f"{self._rank.rank} {reason[:500]}")
 
     def is_given_up(self) -> bool:
-        """Whether ranks have waited in vain for others to come.
+        """Whether ranks have waited here in vain for others.
 
         Raises:
             RuntimeError: The store is gone.
         """
-        return bool(self._store.check(["given up"]))
+        return bool(self._store.check([_GIVEN_UP]))
 
     def is_waited_for_elsewhere(self) -> bool:
-        """Whether a rank that has waited here in vain waits for others in a save to the same path."""
-        missing = self._given_up_for()
+        """Whether a rank that has waited here in vain waits now in another save to the same path."""
+        missing = self._awaited_in_vain()
         others = [rank for rank in range(self._rank.world_size) if rank not in missing]
-        return self._whereabouts.waits_here(others[:LOOKED_FOR])
+        return self._wait_registry.waits_here(others[:LOOKUP_RANKS])
 
-    def _given_up_for(self) -> list[int]:
+    def _awaited_in_vain(self) -> list[int]:
         """Return the ranks that others have waited for in vain."""
-        return [int(one) for one in self._store.get("given up").split()] if self.is_given_up() else []
+        return [int(one) for one in self._store.get(_GIVEN_UP).split()] if self.is_given_up() else []
 
     def gather(self, payload: bytes, deadline: float) -> list[bytes]:
         if self._failure is not None:
@@ -311,13 +328,14 @@ class GroupMeeting(Meeting):
         except AsyncCkptError:
             raise
         except RuntimeError as error:  # DistError, DistStoreError, DistNetworkError and gloo's own
-            self._failure = self._broken_down(error)
+            self._failure = self._failure_of(error)
             raise self._failure from error
 
-    def _broken_down(self, error: Exception) -> SaveFailedError:
-        """Return the error of a meeting that has lost ranks, or that one of them has refused."""
+    def _failure_of(self, error: Exception) -> SaveFailedError:
+        """Return the error of a meeting that has broken down: a rank has refused, or ranks were lost."""
         lost: list[int] = []
-        # IMPORTANT: first: ranks that wait for this one learn of it by its connections, which end with the group.
+        # IMPORTANT: drop the group first, and what refers to it. Its connections end with it, and by that the ranks
+        # that wait for this one learn that it has left.
         self._group = None
         seen: BaseException | None = error
         while seen is not None:
@@ -325,10 +343,10 @@ class GroupMeeting(Meeting):
             seen = seen.__cause__
         with contextlib.suppress(RuntimeError):
             try:
-                self._look_for_refusal()  # it says why
+                self._raise_refusal()
             except SaveFailedError as refusal:
                 return refusal
-            lost = self._lost()
+            lost = self._find_lost_ranks()
         who = f"ranks {lost[:20]} have ended, or hang," if lost else f"rank {self._rank.rank} lost the others"
         return SaveFailedError(
             f"{who} while the ranks agreed on the save: {error}",
@@ -337,105 +355,109 @@ class GroupMeeting(Meeting):
             detail=str(error)[:1000],
         )
 
-    def _lost(self) -> list[int]:
-        """Return the ranks that say nothing more, else those that left early; none when that cannot be told.
+    def _find_lost_ranks(self) -> list[int]:
+        """Return the ranks that do not report that they have left; else those that closed the meeting; else none.
 
-        The first that has lost the others finds it out for all: thousands would ask the store for thousands.
+        The first rank that comes here finds out for all: if thousands of ranks read thousands of keys each, the store
+        would be too slow.
         """
         store, world_size = self._store, self._rank.world_size
-        self._leave("lost")
-        n_left = store.add("left", 1)
-        until = time.monotonic() + SILENT_S * (1 if n_left == 1 else 2)
-        while time.monotonic() < until and not (n_left == 1 and store.add("left", 0) >= world_size - 1):
-            if store.check(["gone"]):
-                return [int(rank) for rank in store.get("gone").split()]
+        self._leave(_LOST)
+        n_left = store.add(_LEFT, 1)
+        until = time.monotonic() + LEAVE_TIMEOUT_S * (1 if n_left == 1 else 2)
+        while time.monotonic() < until and not (n_left == 1 and store.add(_LEFT, 0) >= world_size - 1):
+            if store.check([_GONE]):
+                return [int(rank) for rank in store.get(_GONE).split()]
             time.sleep(POLL_S)
         if n_left > 1:
             return []
-        said = {r: bytes(store.get(f"left/{r}")) for r in range(world_size) if store.check([f"left/{r}"])}
-        gone = [r for r in range(world_size) if r not in said] or [r for r, how in said.items() if how != b"lost"]
-        store.set("gone", " ".join(map(str, gone)))
+        said = {r: bytes(store.get(f"{_LEFT}/{r}")) for r in range(world_size) if store.check([f"{_LEFT}/{r}"])}
+        gone = [r for r in range(world_size) if r not in said] or [
+            r for r, how in said.items() if how != _LOST.encode()
+        ]
+        store.set(_GONE, " ".join(map(str, gone)))
         return gone
 
     def _leave(self, how: str) -> None:
-        """Say that this rank goes: by itself ("closed"), or because it has lost others ("lost")."""
+        """Report that this rank leaves the meeting: by itself (`_CLOSED`), or because it has lost others (`_LOST`)."""
         if not self._has_left:
             self._has_left = True
-            self._store.set(f"left/{self._rank.rank}", how)
+            self._store.set(f"{_LEFT}/{self._rank.rank}", how)
 
     def _arrive(self, deadline: float) -> None:
-        """Wait for all ranks, by the store alone."""
+        """Wait for all ranks, using the store only."""
         store, world_size = self._store, self._rank.world_size
-        patience = Patience(self._call, deadline, first=True)
-        self._look_for_refusal()
+        timer = WaitTimer(self._call, deadline, first=True)
+        self._raise_refusal()
         here = f"on/{machine()}"
         store.add(here, 1)
-        store.set(f"here/{self._rank.rank}", "1")
-        if store.add("count", 1) == world_size:
-            store.set("all", "1")
-        self._whereabouts.arrive()
+        store.set(f"{_HERE}/{self._rank.rank}", "1")
+        if store.add(_COUNT, 1) == world_size:
+            store.set(_ALL, "1")
+        self._wait_registry.start_waiting()
         try:
-            self._wait_for_all(patience)
+            self._wait_for_all(timer)
         finally:
-            self._whereabouts.say("")
+            self._wait_registry.publish("")
         self._one_machine = store.add(here, 0) == world_size
 
-    def _wait_for_all(self, patience: Patience) -> None:
+    def _wait_for_all(self, timer: WaitTimer) -> None:
         store, world_size = self._store, self._rank.world_size
 
         def missing() -> list[int]:
-            return [r for r in range(world_size) if not store.check([f"here/{r}"])]
+            return [r for r in range(world_size) if not store.check([f"{_HERE}/{r}"])]
 
-        while not store.check(["all"]):
-            self._look_for_refusal(patience)
-            self._whereabouts.look_for(missing)
+        while not store.check([_ALL]):
+            self._raise_refusal(timer)
+            self._wait_registry.check_missing(missing)
             try:
-                patience.wait(missing)
+                timer.wait(missing)
             except PlanTimeoutError as error:
                 who = " ".join(map(str, error.missing_ranks))
-                store.set("given up", who)
-                self.refuse(f"it waited {patience.waited_s:.0f} s for ranks {who[:100]} and gave up")
+                store.set(_GIVEN_UP, who)
+                self.refuse(f"it waited {timer.waited_s:.0f} s for ranks {who[:100]} and gave up")
                 raise
 
-    def _look_for_refusal(self, patience: Patience | None = None) -> None:
-        if self._store.check(["refused"]):
-            missing = self._given_up_for()
-            if patience is not None and missing and self._rank.rank not in missing:  # it has waited for them, too
-                raise patience.too_late(missing)
-            rank, _, reason = self._store.get("refused").decode(errors="replace").partition(" ")
+    def _raise_refusal(self, timer: WaitTimer | None = None) -> None:
+        if self._store.check([_REFUSED]):
+            missing = self._awaited_in_vain()
+            if timer is not None and missing and self._rank.rank not in missing:  # this rank waited for them too
+                raise timer.too_late(missing)
+            rank, _, reason = self._store.get(_REFUSED).decode(errors="replace").partition(" ")
             raise refused(int(rank), reason)
 
     def broadcast(self, message: torch.Tensor, ranks: Sequence[int], root: int, deadline: float) -> None:
-        """Send `message` from one rank to some others, who get it in theirs. After a `gather`; these ranks call it.
+        """Send `message` from rank `root` to `ranks`, which receive it into theirs. Each of `ranks` calls it.
 
-        Each passes it on along a binomial tree. Ranks that take part in several broadcasts do so in one order on all.
+        A `gather` must have come before. Ranks forward the message along a binomial tree. Ranks that take part in
+        several broadcasts must do so in the same order.
 
         Args:
-            message: Bytes on the CPU, contiguous, of the same length on all of them.
-            ranks: The ranks, this one among them, in one order on all of them.
-            root: The one that has the message.
+            message: Bytes on the CPU, contiguous, of the same length on all of `ranks`.
+            ranks: The ranks, this one among them, in the same order on all of them.
+            root: The rank that has the message.
             deadline: `time.monotonic()` by which this rank's part must have ended.
 
         Raises:
-            SaveFailedError: A rank has refused (code "withdrawn", its rank and reason), is gone, or is too late.
+            SaveFailedError: A rank has refused (code "withdrawn", its rank and reason), has ended, or is too late.
 
         Blocks: until this rank's part is done, at most until `deadline`.
         """
         if self._failure is not None:
             raise self._failure
         at, n_ranks = ranks.index(root), len(ranks)
-        place = (ranks.index(self._rank.rank) - at) % n_ranks  # of this rank in the tree: the root is 0
+        place = (ranks.index(self._rank.rank) - at) % n_ranks  # this rank's place in the tree: the root's is 0
         low = place & -place if place else 1 << n_ranks.bit_length()
         parent = ranks[(place - low + at) % n_ranks] if place else None
         below = [place + (1 << n) for n in range(low.bit_length() - 1) if place + (1 << n) < n_ranks]
         try:
             self._pass_on(message, parent, [ranks[(child + at) % n_ranks] for child in reversed(below)], deadline)
         except RuntimeError as error:
-            self._failure = self._broken_down(error)
+            self._failure = self._failure_of(error)
             raise self._failure from error
 
     def _pass_on(self, message: torch.Tensor, parent: int | None, children: Sequence[int], deadline: float) -> None:
-        # IMPORTANT: a frame of its own, which `_broken_down` clears: what is being sent keeps the connections open.
+        # IMPORTANT: a frame of its own, which `_failure_of` clears: pending sends keep the group's connections open.
         timeout = timedelta(seconds=max(deadline - time.monotonic(), MIN_TIMEOUT_S))
         if parent is not None:
             self._group.recv([message], parent, 0).wait(timeout)
@@ -444,7 +466,7 @@ class GroupMeeting(Meeting):
             work.wait(timeout)
 
     def abort(self, reason: str) -> None:
-        """End the meeting for all ranks, which learn why: they may wait for this one. Nothing after it has failed."""
+        """End the meeting for all ranks, and tell them why: they may wait for this one. No-op if it has failed."""
         if self._failure is None:
             self.refuse(reason)
             self._group, self._failure = None, refused(self._rank.rank, reason)
@@ -452,19 +474,19 @@ class GroupMeeting(Meeting):
     def close(self) -> None:
         if self._group is not None:
             with contextlib.suppress(RuntimeError):
-                self._leave("closed")  # before the others lose the connections
+                self._leave(_CLOSED)  # before the connections end, so that it does not look like a loss
         self._group = None
 
 
 def machine() -> str:
-    """Return what tells this machine, as its processes see it, from others: boot, network and process namespaces."""
+    """Return an id of this machine as its processes see it: of its boot, and of the network and PID namespaces."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def _all_gather(group: Any, rank: RankInfo, payload: bytes, deadline: float) -> list[bytes]:
-    """Gather bytes of different lengths. Without numpy, which `all_gather_object` needs."""
+    """Gather bytes of different lengths, without numpy, which `all_gather_object` needs."""
     options: Any = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
     options.timeout = timedelta(seconds=max(deadline - time.monotonic(), MIN_TIMEOUT_S))
     mine = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
@@ -479,15 +501,15 @@ def _all_gather(group: Any, rank: RankInfo, payload: bytes, deadline: float) -> 
 
 
 def gloo_group(store: Any, rank: int, world_size: int, deadline: float, one_machine: bool) -> Any:
-    """Return a gloo group that belongs to nobody else.
+    """Return a new gloo group that torch.distributed does not know.
 
     Args:
-        store, rank, world_size: Of the group.
-        deadline: `time.monotonic()` by which it must be there.
-        one_machine: All its ranks are on this one.
+        store, rank, world_size: Store of the group, this process's rank in it, and its size.
+        deadline: `time.monotonic()` by which all ranks must have connected.
+        one_machine: All its ranks are on this machine.
 
     Raises:
-        RuntimeError: It has not come about.
+        RuntimeError: The ranks could not connect.
 
     Blocks: until all ranks have come.
     """

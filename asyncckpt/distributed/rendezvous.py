@@ -1,8 +1,8 @@
-"""How the ranks tell each other what each of them has: meetings, where every rank gives bytes and gets everybody's.
+"""Meetings: exchanges in which every rank gives bytes and gets those of all ranks.
 
-A checkpointer's first save meets, one of those after a structure has changed, and what a user asks for as a collective.
-There are two places: torch.distributed (`process_group`), and a board of the worker (`client.worker_board`) where there
-is no process group.
+The ranks of a checkpointer meet in its first save, in a save after a structure has changed, and in calls that are
+documented as collectives. Meetings use torch.distributed (`process_group`), or boards of the worker
+(`client.worker_board`) if there is no process group.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from asyncckpt.errors import (
 )
 
 SAVE = "save()"
-SAY_AFTER_S = 1.0
+LOG_WAIT_AFTER_S = 1.0
 POLL_S = 0.01
-"""How often a rank looks whether the others have come. Chosen: far below what a first save takes."""
+"""How often a rank checks whether the others have come. Chosen: far below what a first save takes."""
 
 _log = logging.getLogger("asyncckpt")
 
 
 class Meeting(ABC):
-    """One meeting, by name. Every rank calls `gather` equally often, or `refuse` once."""
+    """One meeting. Every rank calls `gather` equally often, or `refuse` once."""
 
     @abstractmethod
     def gather(self, payload: bytes, deadline: float) -> list[bytes]:
-        """Give `payload`, and get every rank's in the order of the ranks.
+        """All-gather: give this rank's `payload`, and return those of all ranks, by rank.
 
         Args:
-            payload: This rank's.
+            payload: This rank's bytes.
             deadline: `time.monotonic()` after which to give up.
 
         Raises:
@@ -62,75 +62,75 @@ class Meeting(ABC):
 
 
 class Exchange(ABC):
-    """Where meetings take place."""
+    """Makes meetings: the means by which ranks exchange bytes."""
 
     @abstractmethod
     def meet_next(self, series: str, call: str, about: Save | None = None) -> Meeting:
         """Return the next meeting of a series, as this rank counts.
 
         Args:
-            series: Its name. Ranks meet if their series have the same name and they have come equally often.
-            call: What the ranks must call to come to it, for messages.
-            about: The save that it is about, if it is about one.
+            series: Name of the series. Ranks meet each other if they call this equally often with the same name.
+            call: The function that the ranks must call to come to it, for error messages.
+            about: The save that the meeting belongs to, if any.
 
         Raises:
-            SaveFailedError: The place is gone.
+            SaveFailedError: The exchange can no longer be reached.
         """
 
     @abstractmethod
-    def say_absent(self, sequence: int, reason: str) -> None:
-        """Tell ranks that wait for this one in save `sequence`, or an earlier one, wherever that is, not to wait."""
+    def announce_absence(self, sequence: int, reason: str) -> None:
+        """Tell ranks that wait for this one in save `sequence` or an earlier one, of any path, not to wait."""
 
 
-def named_by(path: str) -> str:
-    """Return a short name that ranks have in common which have the path of a directory in common."""
+def path_digest(path: str) -> str:
+    """Return a short digest of a path, by which ranks with the same path find each other."""
     return hashlib.sha256(path.encode(errors="surrogateescape")).hexdigest()[:24]
 
 
 class Save(NamedTuple):
-    """What ranks that meet for a save have in common: its path, by which they find each other, and its number."""
+    """A save that ranks meet in: its path, by which they find each other, and its sequence."""
 
     path: str
     sequence: int
 
     @property
     def series(self) -> str:
-        """Name of the meetings for saves to this path."""
-        return f"save/{named_by(self.path)}"
+        """Name of the series of meetings for saves to this path."""
+        return f"save/{path_digest(self.path)}"
 
 
 def all_or_none(
     gather: Callable[[bytes], list[bytes]],
     work: Callable[[], Any],
     failed: Callable[[int, AsyncCkptError], Exception],
-    told: type[Exception] | tuple[()] = (),
+    secondary: type[Exception] | tuple[()] = (),
 ) -> list[Any]:
-    """Do `work` on every rank, and return what it returned on each; it counts for all ranks or for none.
+    """Do `work` on every rank, and return the results of all ranks; fail on all ranks if it fails on one.
 
     Args:
-        gather: Exchanges bytes: this rank's for everybody's, in the order of the ranks.
-        work: This rank's part; what it returns must pack as msgpack.
-        failed: Makes the error for this rank of another rank's.
-        told: Errors by which a rank says that another one has failed: that one's own error goes first.
+        gather: All-gathers bytes: takes this rank's, returns those of all ranks, by rank.
+        work: This rank's part; its result must be packable as msgpack.
+        failed: Makes this rank's error from another rank's number and error.
+        secondary: Errors that only report the failure of another rank: an error of another type is raised first.
 
     Raises:
-        Exception: What `work` raised here; else what `failed` makes of the first rank at which it raised.
+        Exception: The error of `work` on this rank; else `failed` for the first rank on which `work` failed.
         AsyncCkptError: From `gather`.
     """
     failure: Exception | None = None
     try:
-        said = msgpack.packb({"value": work()}, unicode_errors="surrogateescape")
+        payload = msgpack.packb({"value": work()}, unicode_errors="surrogateescape")
         reach("ranks: telling")
     except Exception as error:
-        failure, said = error, failed_part(error, told)
+        failure, payload = error, encode_failure(error, secondary)
     try:
-        everybody = gather(said)
+        everybody = gather(payload)
     except AsyncCkptError as lost:
-        named = isinstance(failure, told) and getattr(lost, "rank", None) is not None
-        if failure is None or named:
+        names_the_cause = isinstance(failure, secondary) and getattr(lost, "rank", None) is not None
+        if failure is None or names_the_cause:
             raise
         raise failure from None
-    if failure is not None and not isinstance(failure, told):
+    if failure is not None and not isinstance(failure, secondary):
         raise failure
     found = [msgpack.unpackb(data, strict_map_key=False, unicode_errors="surrogateescape") for data in everybody]
     errors = sorted((other["told"], rank) for rank, other in enumerate(found) if "error" in other)
@@ -140,14 +140,14 @@ def all_or_none(
     return [other["value"] for other in found]
 
 
-def failed_part(error: BaseException, told: type[Exception] | tuple[()] = ()) -> bytes:
-    """Return what a rank gives to the `gather` of an `all_or_none` in which its own work has failed."""
-    wire = {"error": dict(to_wire(error)), "told": isinstance(error, told)}
+def encode_failure(error: BaseException, secondary: type[Exception] | tuple[()] = ()) -> bytes:
+    """Return the payload for the `gather` of `all_or_none` of a rank whose `work` has failed."""
+    wire = {"error": dict(to_wire(error)), "told": isinstance(error, secondary)}
     return bytes(msgpack.packb(wire, unicode_errors="surrogateescape"))
 
 
 def ranks_disagree(what: str, first: tuple[int, Any], second: tuple[int, Any], path: str) -> RanksDisagreeError:
-    """Return the error of ranks that save something else: (rank, what it saves with) of two, by rank."""
+    """Return the error of two ranks that save with different values of `what`: (rank, value) of each, by rank."""
     return RanksDisagreeError(
         f"rank {second[0]} saves with {what} {second[1]!r}, rank {first[0]} with {first[1]!r}; every rank must save "
         "the same step to the same path, with the same settings",
@@ -158,33 +158,34 @@ def ranks_disagree(what: str, first: tuple[int, Any], second: tuple[int, Any], p
 
 
 def refused(rank: int, reason: str) -> SaveFailedError:
-    """Return the error of a meeting that a rank does not come to."""
+    """Return the error of a meeting that a rank has refused."""
     return SaveFailedError(
         f"rank {rank} does not take part in this save: {reason}", code="withdrawn", rank=rank, detail=reason
     )
 
 
-class Patience:
-    """How long a rank has waited for the others, and what it says about that.
+class WaitTimer:
+    """Polls, logs and times out while a rank waits for the others.
 
     Args:
-        call: What the others must call.
+        call: The function that the others must call, for messages.
         deadline: `time.monotonic()` after which to give up.
-        first: It is the meeting's first round; ranks that miss a later one have come, and are too slow or gone.
+        first: This is the meeting's first round. Ranks that are missing in a later round have come, and are too slow
+            or have ended.
     """
 
     def __init__(self, call: str, deadline: float, *, first: bool) -> None:
         self._call, self._deadline, self._first = call, deadline, first
         self._began = time.monotonic()
-        self._said = False
+        self._is_logged = False
 
     @property
     def waited_s(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the wait began."""
         return time.monotonic() - self._began
 
     def wait(self, missing: Callable[[], Sequence[int]]) -> None:
-        """Wait a moment.
+        """Sleep `POLL_S`; log once after `LOG_WAIT_AFTER_S`.
 
         Args:
             missing: Returns the ranks that have not come.
@@ -194,14 +195,14 @@ class Patience:
         """
         if time.monotonic() >= self._deadline:
             raise self.too_late(list(missing()))
-        if not self._said and self.waited_s > SAY_AFTER_S:
-            self._said = True
+        if not self._is_logged and self.waited_s > LOG_WAIT_AFTER_S:
+            self._is_logged = True
             left = self._deadline - time.monotonic()
             _log.warning("waiting up to %.0f s for ranks %s to call %s", left, list(missing())[:20], self._call)
         time.sleep(POLL_S)
 
     def too_late(self, missing: list[int]) -> PlanTimeoutError:
-        """Return the error for ranks that have been waited for in vain."""
+        """Return the error for ranks that did not come by the deadline."""
         shown = f"{missing[:20]}" + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
         if self._first:
             text = f"which have not called {self._call}. Every rank must call it"
@@ -211,7 +212,10 @@ class Patience:
                     "with rank_info=RankInfo(0, 1)"
                 )
         else:
-            text = "which have begun to agree and not gone on: they are too slow, or gone. plan_timeout_s may be raised"
+            text = (
+                "which joined the meeting but did not finish it: they are too slow, or have ended; if they are slow, "
+                "raise plan_timeout_s"
+            )
         return PlanTimeoutError(
             f"waited {self.waited_s:.1f} s for ranks {shown}, {text}", missing_ranks=missing, timeout_s=self.waited_s
         )

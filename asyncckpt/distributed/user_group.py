@@ -1,4 +1,4 @@
-"""Messages of a load over a process group of the user's, which goes on after the load, also after one that fails."""
+"""Messages of a load over a process group of the user's, which must work after the load, even if the load fails."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from asyncckpt.errors import SaveFailedError
 
 
 class UserGroup:
-    """A `loading.broadcast.Transport` over gloo, NCCL or whatever else the group has.
+    """A `loading.broadcast.Transport` over the group's own backend (gloo, NCCL, ...).
 
-    The group's own timeout bounds every call; deadlines are not looked at. Only messages end another rank's wait: the
-    connections are the user's, and with NCCL a receive cannot be given up.
+    The group's own timeout bounds every call; the `deadline` arguments are ignored. A rank ends the wait of another one
+    only by a message: it must not close the user's connections, and NCCL cannot cancel a receive.
 
     Args:
         group: The process group; None: this rank is alone.
 
     Attributes:
-        rank, world_size: In that group.
-        device: Where its messages lie.
+        rank, world_size: Rank in that group, and its size.
+        device: Device of its messages.
     """
 
     def __init__(self, group: Any | None) -> None:
@@ -32,7 +32,7 @@ class UserGroup:
         self.device = torch.device("cpu") if group is None else _device_of(group)
 
     def gather(self, payload: bytes, deadline: float) -> list[bytes]:
-        """As of `Transport`.
+        """As `Transport.gather`.
 
         Raises:
             SaveFailedError: The connection to another rank is lost, or one is too late.
@@ -47,7 +47,9 @@ class UserGroup:
     def broadcast(
         self, message: torch.Tensor, ranks: Sequence[int], root: int, deadline: float
     ) -> Callable[[], None] | None:
-        """As of `Transport`: to the whole group at once, else to each; `message` is on `device` of those that get it.
+        """As `Transport.broadcast`: one collective for the whole group, else one send per rank.
+
+        Receivers must pass a `message` on `device`.
 
         Raises:
             SaveFailedError: The connection to another rank is lost, or one is too late.
@@ -70,11 +72,11 @@ class UserGroup:
         return None
 
     def abort(self, reason: str) -> None:
-        """Do nothing: the others are told by the messages that they wait for."""
+        """Do nothing: the messages that the other ranks wait for report the failure."""
 
 
 def _wait(works: Sequence[Any], sent: torch.Tensor) -> None:
-    """Wait until all is sent. `sent`: what it is sent from, which has to be there until then."""
+    """Wait until every send has ended. `sent` is the tensor that is sent: the argument keeps it alive until then."""
     with _lost():
         for work in works:
             work.wait()
@@ -84,7 +86,7 @@ def _wait(works: Sequence[Any], sent: torch.Tensor) -> None:
 def _lost() -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # DistError and its kin, and gloo's own
+    except RuntimeError as error:  # DistError, its subclasses, and errors of gloo
         text = f"{type(error).__name__}: {error}"[:1000]
         raise SaveFailedError(f"the ranks lost each other: {text}", code="exchange", detail=text) from error
 

@@ -19,7 +19,7 @@ import torch
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import GroupMeeting, find_exchange
-from asyncckpt.distributed.rendezvous import all_or_none, failed_part
+from asyncckpt.distributed.rendezvous import all_or_none, encode_failure
 from asyncckpt.errors import AsyncCkptError, ConfigError, SaveFailedError, SharedLoadError
 from asyncckpt.format.structure import row_major
 from asyncckpt.loading.broadcast_plan import (
@@ -139,7 +139,7 @@ class Broadcast:
                 if not isinstance(error, Exception):  # `all_or_none` tells the other ranks of an Exception only
                     self._transport.abort(_description(error))
                     with contextlib.suppress(AsyncCkptError):
-                        self.gather(failed_part(error))
+                        self.gather(encode_failure(error))
                 raise
 
         def failed(rank: int, error: AsyncCkptError) -> SharedLoadError:

@@ -19,7 +19,7 @@ from asyncckpt.basics.paths import absolute_path
 from asyncckpt.basics.process_lifecycle import EXIT_WAIT_S
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import CheckpointerConfig, check_keywords
-from asyncckpt.distributed.rendezvous import named_by
+from asyncckpt.distributed.rendezvous import path_digest
 from asyncckpt.errors import (
     AsyncCkptError,
     CheckpointerClosedError,
@@ -198,7 +198,7 @@ class CheckpointManager:
         try:
             rank = self._rank = self.checkpointer.rank_info
             self._rank_changes = self.checkpointer.rank_changes
-            here = named_by(self.root)
+            here = path_digest(self.root)
             name = f"manager/{here}-{next(_COUNTS[here])}" if rank.world_size > 1 else ""
             self._coordinator = StepCoordinator(rank, self.checkpointer.exchange, name)
             self._preemption = Preemption(preemption_signal, grace_s, rank.world_size, self._coordinator.poll_often)

@@ -121,7 +121,7 @@ class RecallSession:
         answer_s: Seconds that the worker may take for each answer.
 
     Attributes:
-        worker: The worker's answer to the greeting, with its process id.
+        worker: The worker's answer to the hello_builder, with its process id.
 
     Raises:
         WorkerUnavailableError: No process listens there, or the worker does not answer in time.

@@ -17,7 +17,7 @@ import torch
 
 from asyncckpt.basics.gc_control import gc_paused
 from asyncckpt.client.slot import Slot
-from asyncckpt.client.slot_stream import SlotStream, StreamingClient, Watermark, worth_streaming
+from asyncckpt.client.slot_stream import SlotStream, StreamingClient, Watermark, should_stream
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.format.layout import round_up
 from asyncckpt.format.names import SaveId
@@ -227,7 +227,7 @@ class FullSlotCopier:
             seal = partial(seal_with, slot, image.body_end, required.asked, report.samples, transfer)
         mark: Watermark | None = None
         # What devices copy is counted by nobody, and the request may lack what they are still asked for.
-        if deferred and transfer is None and worth_streaming(sum(box.nbytes for box in host_work.large)):
+        if deferred and transfer is None and should_stream(sum(box.nbytes for box in host_work.large)):
             stream = SlotStream(
                 self._client, slot, required.request, image.body_end, save_id=save_id, step=step, path=path
             )

@@ -19,9 +19,9 @@ import torch
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.gc_control import collect_garbage, gc_paused
 from asyncckpt.client.pending_saves import StagedSnapshot
-from asyncckpt.client.save_outcomes import ASSUMED_AFTER_S
+from asyncckpt.client.save_outcomes import OUTCOME_TIMEOUT_S
 from asyncckpt.client.slot import Slot, describe_save
-from asyncckpt.client.slot_pool import ANSWER_S, SlotPool
+from asyncckpt.client.slot_pool import ALLOCATE_NOWAIT_S, SlotPool
 from asyncckpt.client.worker_client import WorkerClient
 from asyncckpt.components import CheckpointStager
 from asyncckpt.config import CheckpointerConfig
@@ -106,7 +106,7 @@ class SlotStager(CheckpointStager):
     def stage(self, state_dict: Mapping[str, Any], **kw: Any) -> StagedSnapshot:
         """Take the snapshot into a slot and seal it. Blocks for a free slot (by policy) and for the copy.
 
-        What may be copied behind the training (`Overlap.choose_deferred`) is left to the result's `rest`, and so is the
+        What may be copied behind the training (`Overlap.choose_deferred`) is left to the result's `start_deferred`, and so is the
         seal.
 
         Args:
@@ -128,7 +128,7 @@ class SlotStager(CheckpointStager):
         leaves = encode_leaves(flat, self._config.layout)
         planned = time.perf_counter()
         self._process.connect()  # a session that is known to be lost is ended first, and its slots are given up
-        save_id = save_id.with_parts(epoch=self._process.lineage.epoch_for(path, save_id.run_id))
+        save_id = save_id.with_parts(epoch=self._process.epochs.epoch_for(path, save_id.run_id))
         report = self._reporter.report(plan, flat, save_id.sequence)
         if report.changed:
             report = report._replace(changed=self._ranks.is_changed([flat.fqns[number] for number in plan.unagreed]))
@@ -170,7 +170,7 @@ class SlotStager(CheckpointStager):
             started.transfer,
             seal=started.seal,
             roll_back_save=lambda error: self._roll_back(save_id, error, step, path),
-            transfer_cleanup=partial(self._process.settled.append, save_id.sequence),
+            transfer_cleanup=partial(self._process.handled.append, save_id.sequence),
             reclaim_cleanup=partial(self._reclaim_cleanup, save_id.sequence),
             seconds=seconds,
         )
@@ -183,7 +183,7 @@ class SlotStager(CheckpointStager):
             seconds=seconds,
             began=began,
             extra={name: value for name, value in kw.items() if name not in _OURS},
-            rest=partial(self.overlap.copier.submit, deferred) if started.is_deferred else None,
+            start_deferred=partial(self.overlap.copier.submit, deferred) if started.is_deferred else None,
             details={} if required.ring is None else {"ring_nbytes": required.ring.cells_nbytes},
         )
 
@@ -205,7 +205,7 @@ class SlotStager(CheckpointStager):
     def _reclaim_cleanup(self, sequence: int) -> None:
         """The copier does not roll this save back after all: `save()` does."""
         with contextlib.suppress(ValueError):  # it had not begun to
-            self._process.settled.remove(sequence)
+            self._process.handled.remove(sequence)
 
     def prepare(self, state_dict: Mapping[str, Any], *, refused: AsyncCkptError | None = None) -> None:
         """Do for `state_dict` what its first save would do once: plan, slot, views, pages. Takes no save id.
@@ -278,9 +278,9 @@ class SlotStager(CheckpointStager):
                 flat = self.plans.flatten(state_dict, state_dicts)
                 ranks.agree(flat, contribution_of(flat), sequence=save_id.sequence, path=kw["path"], step=kw["step"])
                 with contextlib.suppress(AsyncCkptError):  # as above; now, since it makes this rank known to the worker
-                    self._process.lineage.epoch_for(kw["path"], ranks.run_id)
+                    self._process.epochs.epoch_for(kw["path"], ranks.run_id)
             else:
-                ranks.pass_by(save_id.sequence, kw["path"])
+                ranks.skip_meeting(save_id.sequence, kw["path"])
             if self.plans.agreement is not ranks.agreement:
                 self.plans.agreement = ranks.agreement
             save_id = save_id.with_parts(sequence=ranks.aligned(own), run_id=ranks.run_id)
@@ -297,18 +297,18 @@ class SlotStager(CheckpointStager):
         """
         ranks, outcomes, config = self._ranks, self._ranks.outcomes, self._config
         deadline, losses = time.monotonic() + config.slot_timeout_s, outcomes.losses
-        if ranks.agreement is not None or ranks.in_doubt:
+        if ranks.agreement is not None or ranks.is_out_of_sync:
             self._process.connect()  # else nobody tells it how saves have ended, nor hears that it refuses this one
         connected = time.monotonic()
-        while (awaited := ranks.awaits(save_id.sequence)) is not None:
+        while (awaited := ranks.awaited_save(save_id.sequence)) is not None:
             limit = deadline
             if config.on_busy != "wait":  # what is not in one of this rank's slots ends as soon as the worker answers
-                limit = connected if self._process.pool.is_in_use else min(deadline, connected + ANSWER_S)
+                limit = connected if self._process.pool.is_in_use else min(deadline, connected + ALLOCATE_NOWAIT_S)
             left_s = limit - time.monotonic()
             # In steps: when an outcome is given up depends on when the worker was first heard.
-            step_s = min(outcomes.given_up_in_s(ranks.run_id, awaited), ASSUMED_AFTER_S)
+            step_s = min(outcomes.resolve_after_timeout(ranks.run_id, awaited), OUTCOME_TIMEOUT_S)
             outcomes.wait(ranks.run_id, awaited, losses, max(0.0, min(step_s, left_s)))
-            if ranks.awaits(save_id.sequence) != awaited:
+            if ranks.awaited_save(save_id.sequence) != awaited:
                 continue
             if outcomes.losses != losses and time.monotonic() < deadline:
                 # With nothing in flight of its own, this rank looks for another worker itself.

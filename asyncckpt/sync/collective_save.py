@@ -138,7 +138,7 @@ def _agree(
     flattened: list[Flattened] = []
 
     def introduce() -> dict[str, Any]:
-        mine, agreement = ranks.introduction(path, step), ranks.agreement
+        mine, agreement = ranks.own_introduction(path, step), ranks.agreement
         # IMPORTANT: all ranks look at their states here, whatever they know: a `state_dict()` may be a collective.
         if agreement is None:
             flattened.append(steps.plans.flatten(state_dict, state_dicts))
@@ -177,7 +177,7 @@ def _meet(steps: LocalSave, meeting: Meeting, flatten: Callable[[], Flattened]) 
 
     contributed = _together(meeting, contribute, timeout_s)
     try:
-        ranks.settle(
+        ranks.renew_agreement(
             dict(enumerate(contributed)),
             flattened[0],
             lambda digests: meeting.gather(digests, time.monotonic() + timeout_s),

@@ -14,7 +14,7 @@ from asyncckpt import __version__
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.paths import current_umask
 from asyncckpt.client.slot import PrivateStagingBuffer
-from asyncckpt.client.worker_client import Lineage
+from asyncckpt.client.worker_client import EpochCache
 from asyncckpt.commit_hooks import HookRunner
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.distributed.run_agreement import Coordination
@@ -73,7 +73,7 @@ class LocalSave:
         self._memory: PrivateStagingBuffer | None = None
         self._image: SlotImage | None = None
         self._engine = CopyEngine(config)
-        self._lineage = Lineage(lambda path, *_: catalog.next_epoch_beside(path, self._local_store()))
+        self._epochs = EpochCache(lambda path, *_: catalog.next_epoch_beside(path, self._local_store()))
         self._pool = ThreadPoolExecutor(config.write_threads or DEFAULT_THREADS, thread_name_prefix="asyncckpt-write")
 
     def _local_store(self) -> LocalStore:
@@ -96,7 +96,7 @@ class LocalSave:
 
     def epoch_for(self, path: str, run: str) -> int:
         """Return the epoch of a save to `path`."""
-        return self._lineage.epoch_for(path, run)
+        return self._epochs.epoch_for(path, run)
 
     def store(
         self, plan: SavePlan, flat: Flattened, leaves: list[Any], save_id: SaveId, path: str, kw: Mapping[str, Any]

@@ -43,7 +43,7 @@ from tests.warm_python import WarmPython
 def early(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """The worker writes a slot while it is filled, where the parameter says so."""
     if request.param:
-        monkeypatch.setattr(slot_stream, "STREAMED_FROM_NBYTES", 1)
+        monkeypatch.setattr(slot_stream, "MIN_STREAMED_NBYTES", 1)
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_a_request_that_is_longer_than_its_room_gets_another_slot(
 def test_a_request_that_is_too_long_for_a_slot_that_is_being_written_is_said(
     writer: StorageWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slot_stream, "STREAMED_FROM_NBYTES", 1)
+    monkeypatch.setattr(slot_stream, "MIN_STREAMED_NBYTES", 1)
     monkeypatch.setattr(worker_part._Part, "_rooms", lambda part, nbytes: (8192, 8192))
     error = failure_of(lambda: dcp_calls.save({**state(), "text": "x" * 50_000}, writer))
     assert isinstance(error, SaveFailedError) and error.code == "request"
@@ -244,7 +244,7 @@ def test_a_tensor_that_nobody_has_stored_is_found_after_the_same_plan_was_whole(
             return plans, dataclasses.replace(metadata, state_dict_metadata={**about, "more": about["model.w"]})
 
     if kind == "early":
-        monkeypatch.setattr(slot_stream, "STREAMED_FROM_NBYTES", 1)
+        monkeypatch.setattr(slot_stream, "MIN_STREAMED_NBYTES", 1)
     fields = {"arena_limit_bytes": 24 << 20} if kind == "ring" else {}
     rows = 100_000 if kind == "ring" else 300
     writer = StorageWriter(tmp_path / "c", endpoint=shared_worker.endpoint, **fields)
@@ -351,7 +351,7 @@ def test_a_worker_that_is_killed_is_replaced_and_costs_at_most_a_save_through_a_
     default_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, when: str
 ) -> None:
     if kind == "early":
-        monkeypatch.setattr(slot_stream, "STREAMED_FROM_NBYTES", 1)
+        monkeypatch.setattr(slot_stream, "MIN_STREAMED_NBYTES", 1)
     fields = {"arena_limit_bytes": 24 << 20} if kind == "ring" else {}
     writer = StorageWriter(tmp_path / "c", **fields)
     seal, killed = worker_part.Unsealed.seal, []

@@ -66,7 +66,7 @@ class Middle:
 
 @pytest.fixture
 def middle(monkeypatch: pytest.MonkeyPatch) -> Middle:
-    monkeypatch.setattr(slot_stream, "STREAMED_FROM_NBYTES", 1)
+    monkeypatch.setattr(slot_stream, "MIN_STREAMED_NBYTES", 1)
     overlapping.copy_all_behind(monkeypatch.setattr)
     return Middle(monkeypatch)
 

@@ -14,7 +14,7 @@ import zmq
 from real_worker import DEADLINE_S, wait_until
 
 from asyncckpt.client import session
-from asyncckpt.client.session import Session, greeting
+from asyncckpt.client.session import Session, hello_builder
 from asyncckpt.errors import InsufficientMemoryError, ProtocolError, WorkerUnavailableError, to_wire
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.codec import decode, encode
@@ -79,7 +79,7 @@ class Trainer:
         self.lost: list[WorkerUnavailableError] = []
         self.session = Session(
             endpoint,
-            hello=greeting(0, 1, "x"),
+            hello=hello_builder(0, 1, "x"),
             worker_timeout_s=timeout_s,
             pending=lambda: [],
             on_saves=lambda reply: self.rows.extend(reply.saves),

@@ -170,7 +170,7 @@ def test_whose_failure_it_was_is_not_forgotten_when_it_is_handed_on() -> None:
 
 
 def loses_rank_one(rank: int, how: str, n_rounds: int) -> tuple[str, int | None, str]:
-    process_group.SILENT_S = 60.0
+    process_group.LEAVE_TIMEOUT_S = 60.0
     found = find_exchange(find_rank_info(None))
     assert found is not None
     meeting = found.meet_next("lost", "save()")

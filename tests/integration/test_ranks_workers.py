@@ -26,7 +26,7 @@ from worker_pair import Places, both_running, empty_places
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, PerRank, SaveHandle
-from asyncckpt.client.worker_links import Links
+from asyncckpt.client.worker_links import WorkerLinks
 from asyncckpt.errors import SaveFailedError
 
 
@@ -238,13 +238,13 @@ def first_save(rank: int, places: tuple[str, ...], root: str, lie: bool) -> tupl
         from asyncckpt.client import worker_links as links
 
         links.FOLLOW_TIMEOUT_S = 1.5
-        tell = Links._lead
+        tell = WorkerLinks._lead
 
-        def elsewhere(self: Links, run_id: str) -> bytes:
+        def elsewhere(self: WorkerLinks, run_id: str) -> bytes:
             _, *keys = msgpack.unpackb(tell(self, run_id))
             return bytes(msgpack.packb(["tcp://127.0.0.1:9", *keys]))
 
-        Links._lead = elsewhere  # type: ignore[method-assign]
+        WorkerLinks._lead = elsewhere  # type: ignore[method-assign]
     with checkpointer_of(rank, places) as checkpointer:
         try:
             error: Any = ended(checkpointer.save(state_of(rank, 1), f"{root}/step-1"))

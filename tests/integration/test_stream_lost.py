@@ -271,7 +271,7 @@ def test_who_waits_for_another_worker_can_be_interrupted_or_closed(
             kill_when_freed(checkpointer, 20)
             held.go_on()
             wait_until(lambda: counted(checkpointer)[0] == 20 + N_CELLS, "no cell is free")
-            wait_until(lambda: process._takeover.is_under_way, "another worker is being found")
+            wait_until(lambda: process._failover.is_under_way, "another worker is being found")
             if how == "interrupted":
                 os.kill(os.getpid(), signal.SIGINT)
             else:
@@ -287,7 +287,7 @@ def test_who_waits_for_another_worker_can_be_interrupted_or_closed(
             assert isinstance(handle.written.exception(0), CheckpointerClosedError)
         opened.set()
         other.join(DEADLINE_S)
-        process._takeover.join(DEADLINE_S)
+        process._failover.join(DEADLINE_S)
         held.stops = []
         if how == "interrupted":
             written(checkpointer.save(state_of(2), tmp_path / "2", step=2))

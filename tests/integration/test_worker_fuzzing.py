@@ -181,7 +181,7 @@ def test_slots_that_hold_anything_cost_no_other_save_and_not_the_worker(
 GREETINGS: dict[str, Callable[[random.Random], bytes]] = {
     "silent": lambda _: b"",
     "random": lambda rng: rng.randbytes(300),
-    "half a greeting": lambda _: b"\xff" + bytes(8) + b"\x7f\x03",
+    "half a hello_builder": lambda _: b"\xff" + bytes(8) + b"\x7f\x03",
     "a frame of 2**63 bytes": lambda _: b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48) + b"\x02" + b"\x7f" * 8,
     "http": lambda _: b"GET / HTTP/1.1\r\n\r\n",
 }

@@ -162,11 +162,11 @@ def test_a_save_that_kills_every_worker_fails_with_their_number(
     several_s = (1 + MAX_HANDOVERS) * DEADLINE_S  # one budget for all of them, on a machine that may be busy
     with saved_once(tmp_path, worker_start_timeout_s=several_s) as checkpointer:
         killed: list[int] = []
-        takeover: Any = checkpointer._process._takeover  # type: ignore[attr-defined]
+        takeover: Any = checkpointer._process._failover  # type: ignore[attr-defined]
         hand_over = takeover._hand_over
 
         def kill_and_hand_over(session: Any, slot: Any) -> None:
-            if takeover._pending.unended(slot.user) is not None and slot.handovers < MAX_HANDOVERS:
+            if takeover._pending.unfinished(slot.user) is not None and slot.handovers < MAX_HANDOVERS:
                 killed.append(session.worker.pid)  # ahead of it: one that has the memory may end the save by that alone
                 os.kill(session.worker.pid, signal.SIGKILL)
             hand_over(session, slot)
@@ -313,7 +313,7 @@ def test_losses_in_turn_leak_neither_fds_nor_mappings_nor_threads(tmp_path: path
 
 
 def takeovers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "asyncckpt-takeover"]
+    return [thread for thread in threading.enumerate() if thread.name == "asyncckpt-failover"]
 
 
 def test_a_save_in_the_moment_of_the_death_needs_a_slot_and_gets_it_from_the_next_worker(
@@ -341,7 +341,7 @@ def test_a_slot_that_joins_the_pool_after_the_takeover_goes_to_the_next_worker_a
             monkeypatch.setattr(SlotLender, "_allocate", lent)
             slot = lent(lender, session, nbytes, within_s)
             worker_of(checkpointer).kill()
-            wait_until(lambda: connection.session is not session and connection.settled, "another worker has the rest")
+            wait_until(lambda: connection.session is not session and connection.is_ready, "another worker has the rest")
             return slot
 
         monkeypatch.setattr(SlotLender, "_allocate", lent_late)

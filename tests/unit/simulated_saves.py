@@ -46,9 +46,9 @@ class Process(CheckpointProcess):
         self.made: list[Slot] = []
         self.config = config
         self.pool = SlotPool(config, self._allocate, lambda slot: None)
-        self.lineage = SimpleNamespace(epoch_for=lambda path, run: 1)
+        self.epochs = SimpleNamespace(epoch_for=lambda path, run: 1)
         self.hooks = SimpleNamespace(asks=False)
-        self.settled: list[int] = []
+        self.handled: list[int] = []
         self.withdrawn: dict[str, str] = {}
         self.written: dict[str, bytes] = {}
         self.asked: dict[str, SaveRequest] = {}
@@ -77,7 +77,7 @@ class Process(CheckpointProcess):
 
     def withdraw(self, save_id: SaveId, reason: str, *, skipped: bool = False) -> None:
         """Take a save back."""
-        self.settled.append(save_id.sequence)
+        self.handled.append(save_id.sequence)
         self.withdrawn[str(save_id)] = reason
         self.pool.give_up(save_id)
         if str(save_id) in self.rings:
@@ -232,7 +232,7 @@ def ranks_saver(device: SimulatedDevice, ranks: Ranks, **fields: Any) -> Saver:
     stager: Any = saver.stager
     stager._ranks = SimpleNamespace(
         rank=RankInfo(0, 2), alone=False, must_meet=False, run_id="0123456789ab", agreement=ranks.agreement,
-        aligned=lambda own: own, awaits=lambda sequence: None, pass_by=lambda *_: None, refuse=lambda *_: None,
+        aligned=lambda own: own, awaited_save=lambda sequence: None, skip_meeting=lambda *_: None, refuse=lambda *_: None,
         outcomes=Outcomes(),
     )  # fmt: skip
     return saver

@@ -33,18 +33,18 @@ class Process:
     def connect(self) -> None:
         self.connected += 1
         if self.connected == self.tells:
-            self.outcomes.take(RUN, [(0, False)])
+            self.outcomes.update(RUN, [(0, False)])
         else:
-            threading.Timer(0.05, self.outcomes.worker_lost).start()
+            threading.Timer(0.05, self.outcomes.note_worker_lost).start()
 
 
 def waits(process: Process, slot_timeout_s: float, **settings: Any) -> None:
-    def awaits(sequence: int) -> int | None:
-        known = process.outcomes.get(RUN, 0) is not None or process.outcomes.is_lost(RUN, 0)
+    def awaited_save(sequence: int) -> int | None:
+        known = process.outcomes.meets_after(RUN, 0) is not None or process.outcomes.is_lost(RUN, 0)
         return None if known else 0
 
     ranks = SimpleNamespace(
-        agreement=object(), in_doubt=False, outcomes=process.outcomes, run_id=RUN, window=1, awaits=awaits
+        agreement=object(), is_out_of_sync=False, outcomes=process.outcomes, run_id=RUN, window=1, awaited_save=awaited_save
     )
     waiting: Any = SimpleNamespace(
         _ranks=ranks, _process=process, _config=CheckpointerConfig(slot_timeout_s=slot_timeout_s, **settings)
@@ -67,19 +67,19 @@ def test_workers_that_die_one_after_the_other_do_not_make_it_wait_for_longer_tha
 def test_what_was_committed_is_taken_to_ask_for_no_meeting_if_all_have_died_that_knew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(save_outcomes, "ASSUMED_AFTER_S", 0.3)
+    monkeypatch.setattr(save_outcomes, "OUTCOME_TIMEOUT_S", 0.3)
     found = Outcomes()
-    found.take(RUN, [(-1, False)])
-    found.ended(RUN, 0, committed=True)
-    assert found.given_up_in_s(RUN, 0) == math.inf, "its worker lives, and tells it"
-    found.worker_lost()
-    assert found.given_up_in_s(RUN, 0) == math.inf, "nobody is there who could know it"
+    found.update(RUN, [(-1, False)])
+    found.note_ended(RUN, 0, committed=True)
+    assert found.resolve_after_timeout(RUN, 0) == math.inf, "its worker lives, and tells it"
+    found.note_worker_lost()
+    assert found.resolve_after_timeout(RUN, 0) == math.inf, "nobody is there who could know it"
     process = Process(found, tells=0)
-    process.connect = lambda: found.take(RUN, [(-1, False)])  # type: ignore[method-assign]
+    process.connect = lambda: found.update(RUN, [(-1, False)])  # type: ignore[method-assign]
     began = time.monotonic()
     waits(process, 600.0)
     assert 0.2 < time.monotonic() - began < 60
-    found.take(RUN, [(0, True)])
+    found.update(RUN, [(0, True)])
     assert found.get(RUN, 0) is False, "what was assumed holds: the others are told by refusals"
 
 
@@ -88,11 +88,11 @@ def test_the_next_worker_is_heard_only_after_a_while(
     monkeypatch: pytest.MonkeyPatch, committed: bool, known: bool | None
 ) -> None:
     for module in (save_outcomes, stager):
-        monkeypatch.setattr(module, "ASSUMED_AFTER_S", 0.3)
+        monkeypatch.setattr(module, "OUTCOME_TIMEOUT_S", 0.3)
     found = Outcomes()
-    found.take(RUN, [(-1, False)])
-    found.ended(RUN, 0, committed=committed)
-    found.worker_lost()
+    found.update(RUN, [(-1, False)])
+    found.note_ended(RUN, 0, committed=committed)
+    found.note_worker_lost()
     process = Process(found, tells=0)
     heard = threading.Timer(0.5, found.take, (RUN, [(-1, False)]))
     process.connect = heard.start  # type: ignore[method-assign]
@@ -103,22 +103,22 @@ def test_the_next_worker_is_heard_only_after_a_while(
 
 
 def test_of_a_save_of_which_no_end_was_told_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_outcomes, "ASSUMED_AFTER_S", 0.0)
+    monkeypatch.setattr(save_outcomes, "OUTCOME_TIMEOUT_S", 0.0)
     found = Outcomes()
-    found.take(RUN, [(-1, False)])
-    found.worker_lost()
-    found.take(RUN, [(-1, False)])
-    assert found.given_up_in_s(RUN, 0) == math.inf and found.get(RUN, 0) is None
+    found.update(RUN, [(-1, False)])
+    found.note_worker_lost()
+    found.update(RUN, [(-1, False)])
+    assert found.resolve_after_timeout(RUN, 0) == math.inf and found.get(RUN, 0) is None
 
 
 def test_the_start_of_a_worker_does_not_count_as_waiting_for_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stager, "ANSWER_S", 0.5)
+    monkeypatch.setattr(stager, "ALLOCATE_NOWAIT_S", 0.5)
     process = Process(Outcomes(), tells=0)
 
     def connect() -> None:
         time.sleep(0.7)
-        threading.Timer(0.05, process.outcomes.take, (RUN, [(0, False)])).start()
+        threading.Timer(0.05, process.outcomes.update, (RUN, [(0, False)])).start()
 
     process.connect = connect  # type: ignore[method-assign]
     waits(process, 600.0, on_busy="skip")
-    assert process.outcomes.get(RUN, 0) is False
+    assert process.outcomes.meets_after(RUN, 0) is False

@@ -52,10 +52,10 @@ class Trainer(WorkerClient):
         self.slot = Slot(number=1, memory=SlotMemory.create(16384), session=self.one.name, is_ring=is_ring)
         self.pool = SlotPool(self.config, lambda nbytes, within_s: self.slot, lambda slot: None)
         self._pending = PendingSaves(self._lock, commit_timeout_s=60.0, free=self.pool.free)
-        self._connection: Any = SimpleNamespace(session=self.one, settled=True)
+        self._connection: Any = SimpleNamespace(session=self.one, is_ready=True)
         self.begun: list[Any] = []
-        self._takeover: Any = SimpleNamespace(begin=self.begun.append, is_under_way=False)
-        self._withdrawals: Any = SimpleNamespace(run_is_known=lambda run: None)
+        self._failover: Any = SimpleNamespace(start=self.begun.append, is_under_way=False)
+        self._withdrawals: Any = SimpleNamespace(send_for_run=lambda run: None)
         self.slot.generation = 1
         self.begin(SAVE, self.slot, step=1, path="/x", nbytes=1, umask=0)
         self.slot.memory.control.open(1)
@@ -63,17 +63,17 @@ class Trainer(WorkerClient):
     def is_streamed(self) -> None:
         self.slot.memory.control.stream(b"request", 4096)
 
-    def dies(self, *, is_handed_on: bool = True) -> None:
+    def dies(self, *, is_handed_over: bool = True) -> None:
         self.one.error = DIED
-        self._note_loss(self.one.name, is_handed_on=is_handed_on)
+        self._note_loss(self.one.name, is_handed_over=is_handed_over)
 
     def is_found(self) -> Any:
         """Another worker has got the slot."""
         other: Any = FakeSession("b" * 16)
         self._connection.session, self.slot.session = other, other.name
-        found = self._pending.unended(SAVE, told=True)
+        found = self._pending.unfinished(SAVE, told=True)
         assert found is not None
-        self._say_again(other, found, self.slot)
+        self._announce(other, found, self.slot)
         return other
 
     def end(self) -> None:
@@ -101,7 +101,7 @@ def test_a_checkpointer_that_is_closed_while_another_worker_is_found_lets_a_ring
     trainer.is_streamed()
     check = trainer.stream(SAVE, trainer.slot)
     trainer.dies()
-    trainer._takeover.is_under_way = trainer._is_left = True
+    trainer._failover.is_under_way = trainer._is_closing = True
     with pytest.raises(CheckpointerClosedError, match=str(SAVE)):
         check()
 
@@ -112,7 +112,7 @@ def test_when_its_worker_dies_another_is_looked_for_and_told_of_the_save(trainer
     trainer.dies()
     assert check() is True
     assert trainer.begun
-    trainer._takeover.is_under_way = True
+    trainer._failover.is_under_way = True
     assert check() is True
     assert len(trainer.begun) == 1, "it is asked for once"
     other = trainer.is_found()
@@ -153,7 +153,7 @@ def test_whether_anybody_hears_of_a_whole_slot_that_is_being_filled_ends_nothing
     assert trainer.one.kinds == [messages.Begin, messages.Submit]
     trainer.one.futures[-1].set_exception(SaveFailedError("refused", code="x"))
     assert trainer.early_error(SAVE) is None
-    trainer.dies(is_handed_on=False)
+    trainer.dies(is_handed_over=False)
     trainer.stream(SAVE, trainer.slot)
     assert len(trainer.one.said) == 2
     trainer.end()
@@ -170,7 +170,7 @@ def test_a_ring_that_was_sealed_when_its_worker_died_is_announced_by_its_slot_al
 def test_a_ring_that_nobody_takes_over_ends_the_copy(trainer: Trainer, how: str) -> None:
     trainer.is_streamed()
     check = trainer.stream(SAVE, trainer.slot)
-    trainer.dies(is_handed_on=how == "given up")
+    trainer.dies(is_handed_over=how == "given up")
     if how == "given up":
         trainer.slot.orphaned = True
     with pytest.raises(WorkerUnavailableError):

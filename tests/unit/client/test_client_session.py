@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncckpt.client.connection import Connection
-from asyncckpt.client.session import DIED, Session, greeting
+from asyncckpt.client.session import DIED, Session, hello_builder
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol import codec, messages
@@ -36,7 +36,7 @@ class Sent:
 def session() -> Iterator[Session]:
     one = Session(
         "ipc:///nowhere/w.sock",
-        hello=greeting(0, 1, "0"),
+        hello=hello_builder(0, 1, "0"),
         worker_timeout_s=3.0,
         pending=lambda: [],
         on_saves=lambda _: None,
@@ -78,7 +78,7 @@ def test_a_session_without_a_thread_is_a_typed_error_and_leaves_nothing(
     os.chmod(tmp_path, 0o700)
     one = Session(
         f"ipc://{tmp_path}/w.sock",
-        hello=greeting(0, 1, "0"),
+        hello=hello_builder(0, 1, "0"),
         worker_timeout_s=3.0,
         pending=lambda: [],
         on_saves=lambda _: None,
@@ -100,7 +100,7 @@ def test_a_connection_that_gets_no_thread_to_begin_with_is_made_by_the_first_sav
         "ipc:///nowhere/w.sock",
         named=True,
         config=CheckpointerConfig(),
-        greet=lambda replaces: greeting(0, 1, "0"),
+        hello_for=lambda replaces: hello_builder(0, 1, "0"),
         pending=lambda: [],
         on_saves=lambda _: None,
         on_open=lambda _: None,
@@ -142,7 +142,7 @@ def test_answer_of_one_callback_leaves_before_the_next_callback_runs() -> None:
     turns: list[int] = []
     one = Session(
         "ipc:///nowhere/w.sock",
-        hello=greeting(0, 1, "0"),
+        hello=hello_builder(0, 1, "0"),
         worker_timeout_s=3.0,
         pending=lambda: [],
         on_saves=hook,

@@ -47,7 +47,7 @@ class InMemory(Exchange):
     def meet_next(self, series: str, call: str, about: Save | None = None) -> Meeting:
         return InRoom(self, self.rooms.setdefault(f"{series}-{next(self.counts[series])}", Room()))
 
-    def say_absent(self, sequence: int, reason: str) -> None:
+    def announce_absence(self, sequence: int, reason: str) -> None:
         raise NotImplementedError
 
 
@@ -99,10 +99,10 @@ class Ranks:
         flats = [flatten(state) for state in states or (STATE, STATE)]
 
         def agree(one: Coordination) -> Any:
-            assert one.awaits(sequence) is None
+            assert one.awaited_save(sequence) is None
             met, flat = one.must_meet, flats[one.rank.rank]
             if not met:
-                one.pass_by(sequence, f"/{sequence}")
+                one.skip_meeting(sequence, f"/{sequence}")
                 return met
             try:
                 one.agree(flat, contribution_of(flat), sequence=sequence, path=f"/{sequence}", step=sequence)
@@ -115,7 +115,7 @@ class Ranks:
     def ends(self, sequence: int, *, meet: bool = False, ranks: Sequence[int] = (0, 1)) -> None:
         """These ranks hear how a save has ended."""
         for rank in ranks:
-            self.each[rank].outcomes.take(self.each[rank].run_id, [(sequence, meet)])
+            self.each[rank].outcomes.update(self.each[rank].run_id, [(sequence, meet)])
 
     def prepare(self, state: Any) -> None:
         flat = flatten(state)
@@ -142,13 +142,13 @@ def test_the_ranks_meet_as_many_saves_after_one_that_says_so_as_the_fewest_slots
 def test_a_save_waits_for_the_outcome_that_says_whether_it_meets() -> None:
     ranks = Ranks(2, 2)
     ranks.save(0)
-    assert ranks.each[0].awaits(1) is None, "the save before the meeting decides nothing any more"
-    assert ranks.each[0].awaits(2) == 0
+    assert ranks.each[0].awaited_save(1) is None, "the save before the meeting decides nothing any more"
+    assert ranks.each[0].awaited_save(2) == 0
     ranks.ends(1, ranks=(0,))
-    assert ranks.each[0].awaits(2) == 0
+    assert ranks.each[0].awaited_save(2) == 0
     ranks.ends(0, ranks=(0,))
-    assert ranks.each[0].awaits(2) is None and not ranks.each[0].must_meet
-    assert ranks.each[0].awaits(4) == 2
+    assert ranks.each[0].awaited_save(2) is None and not ranks.each[0].must_meet
+    assert ranks.each[0].awaited_save(4) == 2
 
 
 def test_what_was_said_of_saves_before_a_meeting_makes_no_other() -> None:
@@ -170,7 +170,7 @@ def test_a_rank_that_does_not_come_to_a_save_that_meets_fails_it_and_the_next_on
     ranks.each[1].refuse(1, "/1", "no slot")
     with ThreadPoolExecutor(1) as pool:
         flat = flatten(STATE)
-        assert ranks.each[0].awaits(1) is None and ranks.each[0].must_meet
+        assert ranks.each[0].awaited_save(1) is None and ranks.each[0].must_meet
         waits = pool.submit(ranks.each[0].agree, flat, contribution_of(flat), sequence=1, path="/1", step=1)
         with pytest.raises(SaveFailedError, match="no slot") as caught:
             waits.result(60)
@@ -182,10 +182,10 @@ def test_a_rank_that_does_not_know_whether_a_save_meets_refuses_and_comes_to_the
     ranks = Ranks()
     ranks.save(0)
     ranks.ends(0, meet=True, ranks=(0,))
-    assert ranks.each[1].awaits(1) == 0
+    assert ranks.each[1].awaited_save(1) == 0
     ranks.each[1].refuse(1, "/1", "it has not heard of save 0")
     flat = flatten(STATE)
-    assert ranks.each[0].awaits(1) is None
+    assert ranks.each[0].awaited_save(1) is None
     with pytest.raises(SaveFailedError, match="has not heard"):
         ranks.each[0].agree(flat, contribution_of(flat), sequence=1, path="/1", step=1)
     ranks.ends(0, meet=True, ranks=(1,))
@@ -250,8 +250,8 @@ def test_a_rank_that_was_told_too_late_of_many_saves_is_in_step_again_after_as_m
     told = [(sequence, meet and sequence > 0) for sequence in range(N_TOLD_LATE)]
     for sequence, _ in told[1:]:
         ranks.each[1].refuse(sequence, f"/{sequence}", "its worker is not there")
-    ranks.each[0].outcomes.take(ranks.each[0].run_id, told)
-    ranks.each[1].outcomes.take(ranks.each[1].run_id, told[-MAX_OUTCOMES:])
+    ranks.each[0].outcomes.update(ranks.each[0].run_id, told)
+    ranks.each[1].outcomes.update(ranks.each[1].run_id, told[-MAX_OUTCOMES:])
     for sequence in (N_TOLD_LATE, N_TOLD_LATE + 1):
         other, error = ranks.save(sequence)
         assert isinstance(error, SaveFailedError) and "how save 0 has ended" in str(error)
@@ -276,7 +276,7 @@ def test_a_rank_that_stays_in_doubt_refuses_until_an_outcome_says_that_the_ranks
 
 def lose_worker(ranks: Ranks) -> None:
     for one in ranks.each:
-        one.outcomes.worker_lost()
+        one.outcomes.note_worker_lost()
 
 
 @pytest.mark.parametrize("n_slots", [1, 3])
@@ -385,7 +385,7 @@ def test_what_the_ranks_prepare_is_agreed_upon_and_the_saves_before_decide_nothi
     ranks.prepare(MORE)
     ranks.ends(1, meet=True)
     assert ranks.save(2) == ranks.save(3) == [False, False]
-    assert ranks.each[0].awaits(4) == 2
+    assert ranks.each[0].awaited_save(4) == 2
 
 
 def test_a_failed_prepare_leaves_no_agreement_to_any_rank() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncckpt.client.worker_client import Lineage
+from asyncckpt.client.worker_client import EpochCache
 
 RUN = "0123456789ab"
 
@@ -26,24 +26,24 @@ class Directory:
 
 def test_a_directory_is_looked_at_once() -> None:
     directory = Directory(a=3)
-    lineage = Lineage(directory.ask)
-    assert [lineage.epoch_for(f"/a/{n}", RUN) for n in range(3)] == [3, 3, 3]
+    epochs = EpochCache(directory.ask)
+    assert [epochs.epoch_for(f"/a/{n}", RUN) for n in range(3)] == [3, 3, 3]
     assert directory.asked == [("/a/0", RUN, False)]
 
 
 def test_the_epoch_depends_on_the_directory_alone() -> None:
-    lineage = Lineage(Directory(a=3, b=7, c=1).ask)
-    assert [lineage.epoch_for(f"/{name}/x", RUN) for name in "abca"] == [3, 7, 1, 3]
-    assert Lineage(Directory(a=3, b=7).ask).epoch_for("/a/y", RUN) == 3, "a rank that has not saved to b"
+    epochs = EpochCache(Directory(a=3, b=7, c=1).ask)
+    assert [epochs.epoch_for(f"/{name}/x", RUN) for name in "abca"] == [3, 7, 1, 3]
+    assert EpochCache(Directory(a=3, b=7).ask).epoch_for("/a/y", RUN) == 3, "a rank that has not saved to b"
 
 
 def test_after_a_failure_it_is_asked_for_briefly() -> None:
     directory = Directory(a=3)
-    lineage = Lineage(directory.ask)
+    epochs = EpochCache(directory.ask)
     directory.error = OSError("wedged")
     for _ in range(2):
         with pytest.raises(OSError, match="wedged"):
-            lineage.epoch_for("/a/x", RUN)
+            epochs.epoch_for("/a/x", RUN)
     directory.error = None
-    assert lineage.epoch_for("/a/x", RUN) == 3
+    assert epochs.epoch_for("/a/x", RUN) == 3
     assert [brief for _, _, brief in directory.asked] == [False, True, True]

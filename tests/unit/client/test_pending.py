@@ -58,13 +58,13 @@ def test_a_save_goes_from_begin_to_commit() -> None:
     assert goes_on
     assert table.names() == [str(NAME)]
     for phase in (save_phases.SEALED, save_phases.WRITING):
-        table.news(row(phase))
+        table.update(row(phase))
         assert not future.durable.done()
-    table.news(row(save_phases.DURABLE, nbytes=123, seconds_write=0.25))
+    table.update(row(save_phases.DURABLE, nbytes=123, seconds_write=0.25))
     assert future.durable.result(0).nbytes == 123
     assert not future.done()
     assert table.freed == []
-    table.news(row(save_phases.COMMITTED, nbytes=123, seconds_write=0.25, seconds_commit=0.125, direct=1))
+    table.update(row(save_phases.COMMITTED, nbytes=123, seconds_write=0.25, seconds_commit=0.125, direct=1))
     report = future.result(0)
     assert (report.nbytes, report.details) == (123, {"direct": 1})
     assert {k: v for k, v in report.seconds.items() if k != "total"} == {"copy": 0.5, "write": 0.25, "commit": 0.125}
@@ -77,20 +77,20 @@ def test_a_commit_whose_durable_was_missed_completes_both() -> None:
     table = Table()
     table.begin(NAME)
     future, _ = table.stage()
-    table.news(row(save_phases.COMMITTED, nbytes=5))
+    table.update(row(save_phases.COMMITTED, nbytes=5))
     assert future.durable.result(0).nbytes == future.result(0).nbytes == 5
 
 
 def test_news_may_come_twice_and_of_saves_that_nobody_knows() -> None:
     table = Table()
-    table.news(row(save_phases.COMMITTED))
+    table.update(row(save_phases.COMMITTED))
     table.begin(NAME)
     future, _ = table.stage()
     for _ in range(2):
-        table.news(row(save_phases.DURABLE))
+        table.update(row(save_phases.DURABLE))
     for _ in range(2):
-        table.news(row(save_phases.COMMITTED))
-    table.news(row(save_phases.FAILED, SaveFailedError("late")))
+        table.update(row(save_phases.COMMITTED))
+    table.update(row(save_phases.FAILED, SaveFailedError("late")))
     assert future.exception(0) is None
     assert table.freed == [NAME]
 
@@ -101,7 +101,7 @@ def test_every_other_end_fails_both_futures_with_what_the_worker_said(phase: str
     table = Table()
     table.begin(NAME)
     future, _ = table.stage()
-    table.news(row(phase, error))
+    table.update(row(phase, error))
     found = future.exception(0)
     assert found is future.durable.exception(0)
     assert type(found) is (SaveFailedError if error else AsyncCkptError)
@@ -114,8 +114,8 @@ def test_durable_stands_when_the_commit_fails() -> None:
     table = Table()
     table.begin(NAME)
     future, _ = table.stage()
-    table.news(row(save_phases.DURABLE))
-    table.news(row(save_phases.FAILED, SaveFailedError("x")))
+    table.update(row(save_phases.DURABLE))
+    table.update(row(save_phases.FAILED, SaveFailedError("x")))
     assert future.durable.exception(0) is None
     assert isinstance(future.exception(0), SaveFailedError)
 
@@ -123,7 +123,7 @@ def test_durable_stands_when_the_commit_fails() -> None:
 def test_a_failure_during_staging_is_told_when_it_ends() -> None:
     table = Table()
     table.begin(NAME)
-    table.news(row(save_phases.FAILED, CheckpointExistsError("there")))
+    table.update(row(save_phases.FAILED, CheckpointExistsError("there")))
     assert table.freed == [], "the training thread still copies into the slot"
     future, goes_on = table.stage()
     assert not goes_on
@@ -136,11 +136,11 @@ def test_a_commit_that_is_heard_of_before_staging_has_returned_is_not_lost() -> 
     """A draining worker takes up a sealed slot before the doorbell."""
     table = Table()
     table.begin(NAME)
-    table.news(row(save_phases.COMMITTED))
+    table.update(row(save_phases.COMMITTED))
     future, goes_on = table.stage()
     assert goes_on
     assert table.names() == [str(NAME)], "the next heartbeat asks again"
-    table.news(row(save_phases.COMMITTED))
+    table.update(row(save_phases.COMMITTED))
     assert future.exception(0) is None
 
 
@@ -149,7 +149,7 @@ def test_a_lost_worker_fails_what_was_staged_now_and_what_is_being_staged_later(
     table.begin(NAME)
     table.begin(other)
     future, _ = table.stage()
-    table.lose_all(LOST)
+    table.fail_all(LOST)
     assert future.exception(0) is future.durable.exception(0) is LOST
     assert table.freed == [NAME]
     late, goes_on = table.stage(other)
@@ -173,7 +173,7 @@ def test_a_withdrawn_save_is_forgotten() -> None:
     table.withdraw(NAME)
     assert table.freed == []  # the pool gives the slot up: what it holds is void
     assert table.names() == []
-    table.news(row(save_phases.ABANDONED))
+    table.update(row(save_phases.ABANDONED))
     assert table.freed == []
 
 
@@ -189,7 +189,7 @@ def test_a_late_save_fails_and_its_slot_stays_in_use_until_the_worker_says_the_e
     assert (error.save_id, error.missing_ranks) == (str(NAME), [])
     assert table.freed == [], "the worker may still read it"
     assert table.names() == [str(NAME)]
-    table.news(row(save_phases.COMMITTED))
+    table.update(row(save_phases.COMMITTED))
     assert table.freed == [NAME]
     assert future.exception(0) is error
 

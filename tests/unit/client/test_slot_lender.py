@@ -105,7 +105,7 @@ def test_one_that_is_refused_late_is_forgotten(session: Session, error: AsyncCkp
 
 def test_where_there_is_nothing_else_to_wait_for_no_answer_is_an_error(session: Session) -> None:
     session.answers = False
-    with pytest.raises(WorkerUnavailableError, match="in time"):
+    with pytest.raises(WorkerUnavailableError, match="did not lend a slot"):
         lender(session, 0.01).allocate(NBYTES)
     session.answer(0)
     assert session.kinds == ["Allocate", "Release"]
@@ -136,7 +136,7 @@ def test_a_worker_that_is_killed_has_no_descriptors_a_while_before_it_is_seen_to
     monkeypatch.setattr(slot_lender, "is_gone", gone)
     monkeypatch.setattr(slot_lender, "POLL_S", 0.0)
     if looks is None:
-        monkeypatch.setattr(slot_lender, "DYING_S", 0.01)
+        monkeypatch.setattr(slot_lender, "DEATH_WAIT_S", 0.01)
     with pytest.raises(WorkerUnavailableError) as caught:
         lender(session).allocate(NBYTES)
     assert caught.value.facts()["detail"] == detail

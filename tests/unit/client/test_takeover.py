@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.client.failover import MAX_HANDOVERS, Takeover
-from asyncckpt.client.pending_saves import PendingSaves, StagedSnapshot, Unended, WriteFuture
+from asyncckpt.client.failover import MAX_HANDOVERS, Failover
+from asyncckpt.client.pending_saves import PendingSaves, StagedSnapshot, UnfinishedSave, WriteFuture
 from asyncckpt.client.slot import Slot
-from asyncckpt.client.slot_lender import while_workers_die
+from asyncckpt.client.slot_lender import retry_on_worker_death
 from asyncckpt.client.slot_pool import SlotPool
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import AsyncCkptError, CheckpointerClosedError, SaveFailedError, WorkerUnavailableError
@@ -54,7 +54,7 @@ class FakeSession:
 
 
 class Parts:
-    """A pool with one slot of a dead worker, the table of saves, and the takeover."""
+    """A pool with one slot of a dead worker, the table of saves, and the failover."""
 
     def __init__(self) -> None:
         self.slot = Slot(number=1, memory=SlotMemory.create(16384), session="a" * 16)
@@ -62,9 +62,9 @@ class Parts:
         self.pool._slots.append(self.slot)
         lock = threading.RLock()
         self.pending = PendingSaves(lock, commit_timeout_s=60.0, free=self.pool.free)
-        self.announced: list[tuple[str, Unended, int]] = []
+        self.announced: list[tuple[str, UnfinishedSave, int]] = []
         self.given_up: list[tuple[list[str], AsyncCkptError]] = []
-        self.takeover = Takeover(
+        self.failover = Failover(
             self.pool,
             self.pending,
             lock,
@@ -108,7 +108,7 @@ def test_a_staged_save_is_handed_over_and_told_of(parts: Parts) -> None:
     parts.begin()
     parts.seal()
     session: Any = FakeSession()
-    parts.takeover.hand_over(session)
+    parts.failover.hand_over(session)
     (adopt,) = session.said
     assert (adopt.fd, adopt.token) == (parts.slot.memory.fd, parts.slot.memory.token)
     assert (adopt.generation, adopt.ended) == (1, 0)
@@ -116,7 +116,7 @@ def test_a_staged_save_is_handed_over_and_told_of(parts: Parts) -> None:
     ((name, save, number),) = parts.announced
     assert (name, save.save_id, number) == (session.name, str(SAVE), 71)
     assert save.snapshot is not None and save.snapshot.resubmitted == 1
-    parts.takeover.hand_over(session)  # it has it
+    parts.failover.hand_over(session)  # it has it
     assert session.said == [adopt]
 
 
@@ -126,7 +126,7 @@ def test_a_save_that_is_begun_after_the_worker_s_death_is_not_one_that_it_may_ha
     generations = []
     for name in "bc":  # the second is told, since the first may have written it
         session: Any = FakeSession(name * 16)
-        parts.takeover.hand_over(session)
+        parts.failover.hand_over(session)
         generations += [(adopt.generation, adopt.ended) for adopt in session.said]
     assert generations == [(0, 0), (1, 0)]
 
@@ -136,7 +136,7 @@ def test_of_a_save_that_has_ended_the_next_worker_is_not_told(parts: Parts) -> N
     parts.seal()
     parts.end()
     session: Any = FakeSession()
-    parts.takeover.hand_over(session)
+    parts.failover.hand_over(session)
     (adopt,) = session.said
     assert (adopt.generation, adopt.ended) == (1, 1)
     assert parts.announced == []
@@ -148,7 +148,7 @@ def test_a_save_that_is_only_begun_leaves_the_one_before_ended(parts: Parts) -> 
     parts.end()
     parts.begin()  # and the slot is not opened yet: what lies sealed in it has ended
     session: Any = FakeSession()
-    parts.takeover.hand_over(session)
+    parts.failover.hand_over(session)
     (adopt,) = session.said
     assert (adopt.generation, adopt.ended) == (2, 1)
     ((_, save, _),) = parts.announced
@@ -160,7 +160,7 @@ def test_a_slot_that_is_refused_costs_its_save_only(parts: Parts) -> None:
     parts.seal()
     session: Any = FakeSession()
     session.refuses = SaveFailedError("it cannot be opened", code="slot")
-    parts.takeover.hand_over(session)
+    parts.failover.hand_over(session)
     assert parts.given_up == [([str(SAVE)], session.refuses)]
     assert parts.pool.held() == []
 
@@ -171,7 +171,7 @@ def test_a_session_that_is_lost_again_changes_nothing(parts: Parts) -> None:
     session: Any = FakeSession()
     session.refuses = session.error = DIED
     with pytest.raises(WorkerUnavailableError):
-        parts.takeover.hand_over(session)
+        parts.failover.hand_over(session)
     assert parts.pool.held() == [parts.slot]
     assert parts.given_up == []
     assert parts.slot.session == "a" * 16
@@ -182,7 +182,7 @@ def test_a_slot_is_handed_over_so_often_and_no_more_until_a_save_has_ended(parts
     parts.seal()
     sessions: list[Any] = [FakeSession(f"{n:016x}") for n in range(MAX_HANDOVERS + 1)]
     for session in sessions:
-        parts.takeover.hand_over(session)
+        parts.failover.hand_over(session)
     assert [len(session.said) for session in sessions] == [1] * MAX_HANDOVERS + [0]
     ((saves, error),) = parts.given_up
     assert saves == [str(SAVE)]
@@ -195,7 +195,7 @@ def test_a_slot_that_no_save_uses_is_handed_over_any_number_of_times(parts: Part
     parts.end()
     for n in range(2 * MAX_HANDOVERS):
         session: Any = FakeSession(f"{n:016x}")
-        parts.takeover.hand_over(session)
+        parts.failover.hand_over(session)
         assert len(session.said) == 1
 
 
@@ -204,8 +204,8 @@ def test_a_slot_that_kills_each_worker_as_it_is_handed_over_is_given_up(parts: P
         session: Any = FakeSession(f"{n:016x}")
         session.refuses = session.error = DIED
         with pytest.raises(WorkerUnavailableError):
-            parts.takeover.hand_over(session)
-    parts.takeover.hand_over(FakeSession())  # type: ignore[arg-type]
+            parts.failover.hand_over(session)
+    parts.failover.hand_over(FakeSession())  # type: ignore[arg-type]
     assert parts.pool.held() == []
 
 
@@ -214,7 +214,7 @@ def test_the_end_of_a_save_makes_the_count_begin_anew(parts: Parts) -> None:
         parts.begin()
         parts.seal()
         session: Any = FakeSession(f"{n:016x}")
-        parts.takeover.hand_over(session)
+        parts.failover.hand_over(session)
         parts.end()
     assert parts.given_up == []
 
@@ -222,7 +222,7 @@ def test_the_end_of_a_save_makes_the_count_begin_anew(parts: Parts) -> None:
 def test_a_slot_that_was_closed_meanwhile_is_given_back_at_once(parts: Parts) -> None:
     session: Any = FakeSession()
     session.meanwhile = parts.pool.close
-    parts.takeover.hand_over(session)
+    parts.failover.hand_over(session)
     adopt, release = session.said
     assert isinstance(adopt, messages.Adopt)
     assert release.slot == 71
@@ -232,8 +232,8 @@ def test_a_slot_that_was_closed_meanwhile_is_given_back_at_once(parts: Parts) ->
 def test_a_slot_that_is_not_taken_in_time_costs_its_save_and_is_given_back_when_it_is_taken(parts: Parts) -> None:
     parts.begin()
     session: Any = FakeSession()
-    session.is_late, parts.takeover._timeout_s = True, 0.01
-    parts.takeover.hand_over(session)
+    session.is_late, parts.failover._timeout_s = True, 0.01
+    parts.failover.hand_over(session)
     ((saves, error),) = parts.given_up
     assert saves == [str(SAVE)] and isinstance(error, WorkerUnavailableError)
     (adopt,) = session.said
@@ -261,8 +261,8 @@ def test_where_there_is_no_worker_every_save_fails_with_a_typed_error(parts: Par
     parts.begin()
     parts.seal()
     connection: Any = FakeConnection(error)
-    parts.takeover.begin(connection)
-    parts.takeover.join(60)
+    parts.failover.start(connection)
+    parts.failover.join(60)
     ((saves, found),) = parts.given_up
     assert saves == [str(SAVE)]
     assert isinstance(found, WorkerUnavailableError)
@@ -274,8 +274,8 @@ def test_a_checkpointer_that_is_closed_gives_nothing_up(parts: Parts) -> None:
     parts.begin()
     parts.seal()
     connection: Any = FakeConnection(CheckpointerClosedError("closed"))
-    parts.takeover.begin(connection)
-    parts.takeover.join(60)
+    parts.failover.start(connection)
+    parts.failover.join(60)
     assert parts.given_up == []
 
 
@@ -284,8 +284,8 @@ def test_saves_that_another_thread_has_handed_over_meanwhile_are_not_given_up(pa
     parts.seal()
     connection: Any = FakeConnection(WorkerUnavailableError("nobody"))
     connection.session = SimpleNamespace(name="a" * 16, error=None)  # the slot's
-    parts.takeover.begin(connection)
-    parts.takeover.join(60)
+    parts.failover.start(connection)
+    parts.failover.join(60)
     assert parts.given_up == [([], parts.given_up[0][1])]
     assert parts.pool.held() == [parts.slot]
 
@@ -299,13 +299,13 @@ def test_what_comes_afterwards_waits_for_what_is_under_way(parts: Parts) -> None
         return SimpleNamespace(name=parts.slot.session, error=None)
 
     connection.connect = connect
-    assert not parts.takeover.afterwards(called.set)
-    parts.takeover.begin(connection)
-    assert parts.takeover.afterwards(called.set)
+    assert not parts.failover.call_when_done(called.set)
+    parts.failover.start(connection)
+    assert parts.failover.call_when_done(called.set)
     assert not called.is_set()
     go_on.set()
     assert called.wait(60)
-    parts.takeover.join(60)
+    parts.failover.join(60)
 
 
 def test_without_a_thread_the_saves_fail_typed_and_the_next_takeover_gets_one(
@@ -319,15 +319,15 @@ def test_without_a_thread_the_saves_fail_typed_and_the_next_takeover_gets_one(
     connection: Any = FakeConnection()
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refused)
-        parts.takeover.begin(connection)
+        parts.failover.start(connection)
     ((saves, error),) = parts.given_up
     assert saves == [str(SAVE)] and isinstance(error, WorkerUnavailableError)
     assert "can't start new thread" in str(error)
-    assert parts.pool.held() == [] and not parts.takeover.is_under_way
-    assert not parts.takeover.afterwards(lambda: None), "nobody would ever call it"
-    parts.takeover.join(60)
-    parts.takeover.begin(connection)
-    parts.takeover.join(60)
+    assert parts.pool.held() == [] and not parts.failover.is_under_way
+    assert not parts.failover.call_when_done(lambda: None), "nobody would ever call it"
+    parts.failover.join(60)
+    parts.failover.start(connection)
+    parts.failover.join(60)
     assert connection.calls == 1
 
 
@@ -346,7 +346,7 @@ def test_a_worker_that_dies_over_a_save_does_not_keep_its_state_alive() -> None:
         return "granted"
 
     def save(state: State) -> str:
-        return while_workers_die(SimpleNamespace, ask, 3)  # type: ignore[arg-type]
+        return retry_on_worker_death(SimpleNamespace, ask, 3)  # type: ignore[arg-type]
 
     state = State(w=1)
     watched = weakref.ref(state)

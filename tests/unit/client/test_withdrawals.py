@@ -67,9 +67,9 @@ def test_what_a_dead_worker_had_answered_is_said_to_the_next_one() -> None:
     withdrawals.add(SAVE, "no slot", skipped=True)
     for times in (2, 3):
         worker.answers[-1].set_result(messages.Ok(id=1))
-        withdrawals.again()
+        withdrawals.repeat_answered()
         assert worker.told == times * worker.told[:1]
-    withdrawals.again()
+    withdrawals.repeat_answered()
     assert len(worker.told) == 3, "it is under way"
 
 
@@ -79,7 +79,7 @@ def test_of_what_was_answered_the_latest_is_said_again() -> None:
     for n in range(2 * MAX_OPEN):
         withdrawals.add(f"000001-{n:08d}-0123456789ab", "x")
         worker.answers[-1].set_result(messages.Ok(id=1))
-    withdrawals.again()
+    withdrawals.repeat_answered()
     assert worker.saves[2 * MAX_OPEN :] == worker.saves[MAX_OPEN : 2 * MAX_OPEN]
 
 
@@ -96,7 +96,7 @@ def test_saves_of_a_lost_worker_are_withdrawn_from_the_next() -> None:
     worker = Worker()
     withdrawals = Withdrawals(worker.send, threading.RLock(), alone=False)
     worker.there = False
-    withdrawals.lost([SAVE])
+    withdrawals.add_lost([SAVE])
     worker.there = True
     withdrawals.resend()
     assert worker.saves == [SAVE]
@@ -105,10 +105,10 @@ def test_saves_of_a_lost_worker_are_withdrawn_from_the_next() -> None:
 def test_what_was_declined_before_the_run_was_known_follows_with_it() -> None:
     worker = Worker()
     withdrawals = Withdrawals(worker.send, threading.RLock(), alone=False)
-    withdrawals.before_the_run(1, "reentrant")
+    withdrawals.add_before_run_known(1, "reentrant")
     assert worker.told == []
-    withdrawals.run_is_known("0123456789ab")
-    withdrawals.run_is_known("0123456789ab")
+    withdrawals.send_for_run("0123456789ab")
+    withdrawals.send_for_run("0123456789ab")
     assert worker.saves == ["000000-00000001-0123456789ab"]
 
 

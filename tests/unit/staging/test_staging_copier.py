@@ -81,7 +81,7 @@ class Save:
         slot: Any = None
         self.snapshot = StagedSnapshot(
             save_id=SAVE_ID, step=1, path="/x", slot=slot, nbytes=3, seconds={}, began=0.0, extra={},
-            rest=lambda staged, on_end: self.copier.submit(self.copy, staged, on_end),
+            start_deferred=lambda staged, on_end: self.copier.submit(self.copy, staged, on_end),
         )  # fmt: skip
 
     def begin(self) -> None:

@@ -247,7 +247,7 @@ def test_a_driver_that_tells_nothing_costs_the_slot_and_not_the_next_save(
     assert type(saver.ended(handle)) is StagingError
     (slot,) = saver.process.made
     assert slot.device_state_unknown and not slot.memory.mapping.closed
-    assert "memory is lost" in caplog.text
+    assert "are not reused" in caplog.text
     device.failing.clear()
     device.frozen = False
     assert_saved(saver, state)
