@@ -84,7 +84,7 @@ def streamed(way: str, put: Callable[[object, str, Any], None] = setattr) -> dic
     if way == "ring":
         return {"arena_limit_bytes": 1_500_000}
     put(slot_stream, "MIN_STREAMED_NBYTES", 1)
-    put(cpu_copy, "DEFERRED_FROM_NBYTES", 0)
+    put(cpu_copy, "MIN_DEFERRED_NBYTES", 0)
     put(overlap, "has_idle_core", lambda: True)
     return {"staging": "overlap"}
 

@@ -20,7 +20,7 @@ COPIER = "asyncckpt-overlap"
 
 def copy_all_behind(put: Callable[[object, str, Any], None] = setattr) -> None:
     """Let copies run behind the training whatever they cost: also of small tensors, and on cores that are all busy."""
-    put(cpu_copy, "DEFERRED_FROM_NBYTES", 0)
+    put(cpu_copy, "MIN_DEFERRED_NBYTES", 0)
     put(overlap, "has_idle_core", lambda: True)
 
 

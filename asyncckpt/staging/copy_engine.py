@@ -18,21 +18,21 @@ from asyncckpt.staging.device_copy import DeviceBoxes, DeviceWork, Transfer
 from asyncckpt.staging.device_snapshot import DeviceSnapshot, DeviceSnapshotAllocator, Need
 from asyncckpt.staging.pinned_memory import Pin
 
-FEW_NBYTES = 1 << 20
-"""Beside tensors of devices, so many bytes of the host, step counters for instance, are copied at once, in 0.1 ms, so
-that no step has to wait for a thread. Chosen, not measured."""
+MAX_INLINE_NBYTES = 1 << 20
+"""If the state lies on devices, up to so many deferred bytes in host memory (step counters, say) are copied before
+`save()` returns, in 0.1 ms, so that no step has to wait for the copier's thread. Chosen, not measured."""
 
 _log = logging.getLogger("asyncckpt")
 
 
 class _DeviceSplit(NamedTuple):
-    """Which boxes of an image lie where.
+    """How the work of a copy is divided between the host and devices.
 
     Attributes:
         device_indices: Device of each tensor, by number; None: host memory.
         work: The immediate and the deferred work that is divided.
         host: The host's part of both.
-        boxes: The devices' parts.
+        boxes: The part of each device.
         undetached: Numbers of the tensors on devices in the immediate work.
     """
 
@@ -53,7 +53,7 @@ class CopyEngine:
 
     def __init__(self, config: CheckpointerConfig, device: Device | None = None) -> None:
         self._config, self._device = config, device or CudaDevice()
-        # IMPORTANT: gone with the image. They are views of memory that is unmapped after it.
+        # IMPORTANT: weak, so that an entry ends with its image: it has views of memory that is unmapped after that.
         self._splits: weakref.WeakKeyDictionary[SlotImage, _DeviceSplit] = weakref.WeakKeyDictionary()
         self._warned = False
         self._allocator = DeviceSnapshotAllocator(self._device)
@@ -67,7 +67,7 @@ class CopyEngine:
         return sorted({n for n in self._device_indices(tensors) if n is not None})
 
     def _device_indices(self, tensors: Sequence[torch.Tensor]) -> list[int | None]:
-        """As `device_indices`, but empty where no device is in use."""
+        """As `device_indices`, but empty if no device is in use."""
         if not self._device.active():
             return []
         return [self._device.device_of(tensor) for tensor in tensors]
@@ -84,7 +84,7 @@ class CopyEngine:
         return self._device_indices(tensors) or [None] * len(tensors)
 
     def copy_to_host(self, index: int, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Copy from device `index` to the host, behind what its current stream holds. Blocks until that is done.
+        """Copy from device `index` to the host, after what is in its current stream. Blocks until that is done.
 
         Raises:
             RuntimeError: From the device.
@@ -93,7 +93,7 @@ class CopyEngine:
             self._device.copy(targets, sources, non_blocking=False)
 
     def pin(self, buffer: StagingBuffer, devices: Sequence[int]) -> bool:
-        """Pin the buffer, once, if `devices` copy into it and `use_pinned_memory` is set; returns whether it is pinned.
+        """Pin the buffer, once, if `devices` copy into it and `use_pinned_memory` is set; return whether it is pinned.
 
         Blocks: the first time, about 0.1 to 0.5 s per GB.
         """
@@ -112,7 +112,8 @@ class CopyEngine:
     def snapshot(self, image: SlotImage, tensors: Sequence[torch.Tensor]) -> DeviceSnapshot | None:
         """Return memory on the devices for copies of all tensors that lie there.
 
-        None if no tensor lies there, or if a device has not enough memory, which is logged once.
+        Returns:
+            None if no tensor lies on a device, or if a device has too little memory, which is logged once.
         """
         device_indices = self._device_indices(tensors)
         on_devices = frozenset(n for n, device in enumerate(device_indices) if device is not None)
@@ -143,7 +144,7 @@ class CopyEngine:
         torn_check_windows: Sequence[torch.Tensor] = (),
         overlapped: bool,
     ) -> tuple[CopyWork, Transfer | None]:
-        """Copy the immediate work, and begin with the deferred work as far as no thread is needed for it.
+        """Copy the immediate work, and start the part of the deferred work that needs no thread.
 
         Args:
             buffer: The memory that is copied into.
@@ -155,10 +156,10 @@ class CopyEngine:
             snapshot: Result of `snapshot`; then all tensors on devices are in the deferred work.
             torn_check_windows: uint8 views of tensors on devices: `Transfer.fetch_torn_check_windows` returns their
                 bytes before and after the copies.
-            overlapped: Whether copies of devices may still run when this returns.
+            overlapped: Whether copies by devices may still run when this returns.
 
         Returns:
-            What is left of the host's work, and the copies of devices, if there are any.
+            What is left of the host's work, and the copies by devices, if there are any.
 
         Raises:
             StagingError: Devices take too long.
@@ -179,8 +180,8 @@ class CopyEngine:
         pinned = self.pin(buffer, sorted(split.boxes)) and self._config.use_non_blocking_copy
         sources = list(tensors)
         if overlapped:
-            # IMPORTANT: held until the copies have ended, or the allocator gives their memory to others; what is
-            # deferred is detached already.
+            # IMPORTANT: keep these tensors alive until the copies have ended; else the allocator could reuse their
+            # memory. Tensors of the deferred work are detached already.
             with torch.no_grad():
                 for n in split.undetached:
                     sources[n] = sources[n].detach()
@@ -194,7 +195,7 @@ class CopyEngine:
             torn_check_windows=self._with_devices(torn_check_windows),
             pinned=pinned,
         )
-        buffer.in_flight = transfer  # IMPORTANT: first, so that nobody gets the buffer before its copies have ended
+        buffer.in_flight = transfer  # IMPORTANT: before `start`, so that the buffer is not reused while copies run
         transfer.start()
         image.fill(tensors, save_id, split.host[0])
         if not overlapped:
@@ -207,7 +208,7 @@ class CopyEngine:
     def _split_by_device(
         self, image: SlotImage, address: int, device_indices: list[int | None], work: tuple[CopyWork, CopyWork]
     ) -> _DeviceSplit:
-        self._splits.pop(image, None)  # its buffers, before others are made
+        self._splits.pop(image, None)  # frees the old split's buffers on devices before new ones are allocated
         numbers = [box.number for box in image.plan.boxes]
         host: list[CopyWork] = []
         by_device: dict[int, tuple[list[int], list[int]]] = {}
@@ -219,7 +220,7 @@ class CopyEngine:
                 if device is not None:
                     by_device.setdefault(device, ([], []))[which].append(n)
         few_nbytes = sum(image.plan.layout.chunks[n].nbytes for n in host[1].boxes)
-        if by_device and few_nbytes <= FEW_NBYTES:
+        if by_device and few_nbytes <= MAX_INLINE_NBYTES:
             host = [CopyWork(host[0].large + host[1].large, host[0].small + host[1].small), CopyWork([], [])]
         boxes = {
             index: DeviceWork(*(DeviceBoxes(self._device, index, image, address, part) for part in parts))

@@ -1,8 +1,8 @@
-"""Copies tensors of the host, or boxes of them, into a slot. Where they go is worked out once per slot and plan.
+"""Copies tensors in host memory, or boxes of them, into a slot. Targets are computed once per slot and plan.
 
 Large contiguous tensors are copied by plain threads, everything else by one batched torch call. torch's own parallel
-copy meets at an OpenMP barrier after every tensor: on cores that a data loader or a writer shares with it, it took
-500 ms for 67 MB where the threads, which wait for nobody, take 10 (docs/adr/0007).
+copy has an OpenMP barrier after every tensor: on cores that a data loader or a writer shares with it, it took 500 ms
+for 67 MB, and the threads, which have no barrier, took 10 ms (docs/adr/0007).
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ _AS_INTEGERS = {
     for name in names
 }
 _COPIED_AS = {getattr(torch, name): integer for name, integer in _AS_INTEGERS.items() if hasattr(torch, name)}
-"""Dtypes whose copy kernel is missing or partial in some torch versions move as integers of the same width."""
+"""Dtypes whose copy kernel is missing or partial in some torch versions are copied as integers of the same width."""
 
 
 LARGE_NBYTES = 64 * 1024
-"""From here on a tensor is copied by a thread; below, torch does not use several threads either (its grain size)."""
+"""Tensors of at least so many bytes are copied by threads; for less, torch uses one thread too (its grain size)."""
 
 THREAD_NBYTES = 8 << 20
-"""Another thread pays from here on. Chosen, not measured: starting one costs 0.1 ms, the time to copy 1 MB."""
+"""One thread is used for each so many bytes. Chosen, not measured: starting one costs 0.1 ms, the time to copy 1 MB."""
 
-DEFERRED_FROM_NBYTES = LARGE_NBYTES
-"""Smaller tensors of the host are copied before `save()` returns, in every mode: to defer one costs the training
+MIN_DEFERRED_NBYTES = LARGE_NBYTES
+"""Smaller tensors in host memory are copied before `save()` returns, in every mode: to defer one costs the training
 thread 4.6 microseconds and the copier 1.6 (20,000 of 16 KiB, an EPYC), as long as it takes to copy 64 KiB."""
 
-HELPED_FROM = 2000
-"""So many tensors that torch copies are shared with a second thread: 4 ms. Chosen, not measured."""
+MIN_SHARED_TENSORS = 2000
+"""From so many tensors that torch copies, a second thread copies half of them: they take 4 ms. Chosen, not measured."""
 
 
 def nbytes_before(box: TensorBox, dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Return where a box of a contiguous tensor begins in it."""
+    """Return the offset in bytes of a box in a contiguous tensor."""
     elements = 0
     for offset, size in zip(box.offsets, shape, strict=True):
         elements = elements * size + offset
@@ -71,13 +71,13 @@ def is_special(dtype: torch.dtype) -> bool:
 
 
 def copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, or a view of it as integers where its dtype has no copy kernel everywhere."""
+    """Return `tensor`, or a view of it as integers if some torch versions have no copy kernel for its dtype."""
     integer = _COPIED_AS.get(tensor.dtype)
     return tensor if integer is None else tensor.view(integer)
 
 
 def runs(tensor: torch.Tensor, start: int, end: int) -> Iterator[torch.Tensor]:
-    """Yield views that hold the elements `start` to `end` of a tensor, counted row by row, in their order."""
+    """Yield views that together are the elements `start` to `end` of a tensor in row-major order."""
     if start >= end:
         return
     if (start, end) == (0, tensor.numel()):
@@ -130,7 +130,7 @@ class CopyWork(NamedTuple):
 class SlotImage:
     """The image of a plan's shard files in a slot, byte for byte: headers are written, and there is a view of each box.
 
-    The memory must outlive it; it belongs to whoever mapped it.
+    The caller owns the memory, and must not unmap it before this object is gone.
 
     Args:
         address: Address of the slot's first byte in this process.
@@ -146,7 +146,7 @@ class SlotImage:
         self._queue = CopyQueue()
         self.progress = Progress(address + STAGED_OFFSET)
         self._threads: list[threading.Thread] = []
-        self._half: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # that a second thread is to copy
+        self._half: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # targets and sources for a second thread
         self._headers: list[int] = []
         ranges = plan.part_ranges()
         bases: list[torch.Tensor] = []
@@ -155,7 +155,7 @@ class SlotImage:
             self._headers.append(start + SAVE_ID_OFFSET)
             bases.append(torch.frombuffer((ctypes.c_char * part.padded_nbytes).from_address(start), dtype=torch.uint8))
         chunks, shapes = plan.layout.chunks, plan.signature[1]
-        self._targets = [  # detached, they forget whose views they are: half of the memory of a tensor
+        self._targets = [  # detached, so that they do not keep their base tensors: that halves the memory of a view
             copyable(bases[c.part].narrow(0, c.offset_bytes, c.nbytes).view(shapes[n][0]).view(c.sizes)).detach()
             for c, (n, _, _) in zip(chunks, plan.boxes, strict=True)
         ]
@@ -171,25 +171,25 @@ class SlotImage:
         sizes: dict[int, int] = {}
         for c, b in zip(chunks, plan.boxes, strict=True):
             sizes[b.number] = sizes.get(b.number, 0) + c.nbytes
-        self.deferrable = [number for number, nbytes in sizes.items() if nbytes >= DEFERRED_FROM_NBYTES]
+        self.deferrable = [number for number, nbytes in sizes.items() if nbytes >= MIN_DEFERRED_NBYTES]
         self._has_special = any(is_special(dtype) for dtype, _ in plan.signature[1])
         self.body_end = PAGE_NBYTES + plan.body_nbytes
         self._address = address
         self.lay_out()
 
     def lay_out(self) -> None:
-        """Write headers and padding: at first, and again when the slot has held another plan's image meanwhile."""
+        """Write headers and padding: at first, and again after the slot has held another plan's image."""
         for where, part in zip(self.plan.part_ranges(), self.plan.layout.parts, strict=True):
             start = self._address + where.offset
             ctypes.memmove(start, part.header, len(part.header))
             for offset, data in part.inserts:
                 ctypes.memmove(start + offset, data, len(data))
-            # The bytes behind the file's end go to disk for a moment before the file is cut: never old contents.
+            # The padding is written to disk before the file is truncated: it must not hold old contents.
             ctypes.memset(start + part.nbytes, 0, part.padded_nbytes - part.nbytes)
 
     def split(self, deferred: frozenset[int]) -> tuple[CopyWork, CopyWork]:
         """Return the work for all other tensors, and that for the tensors with the numbers `deferred`."""
-        if self._split[0] != deferred:  # at once if it is the same object as at the save before
+        if self._split[0] != deferred:  # fast if it is the same object as in the last save
             numbers = self._numbers
             immediate_work, deferred_work = CopyWork([], []), CopyWork([], [])
             for box in self._all.large:
@@ -200,13 +200,13 @@ class SlotImage:
         return self._split[1:]
 
     def numbers(self, boxes: Sequence[int]) -> list[int]:
-        """Return the numbers of the tensors that boxes are of."""
+        """Return the number of the tensor of each box."""
         return [self._numbers[n] for n in boxes]
 
     def pairs(
         self, tensors: Sequence[torch.Tensor], boxes: Sequence[int]
     ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Return (number of the tensor, the box of it, its view of the slot) for boxes."""
+        """Return (number of the tensor, the box of it, its view of the slot) for each box."""
         with torch.no_grad():
             found = [(n, self._numbers[n], tensors[self._numbers[n]]) for n in boxes]
             return [
@@ -215,11 +215,11 @@ class SlotImage:
             ]
 
     def targets(self, boxes: Sequence[int]) -> list[torch.Tensor]:
-        """Return the slot's views for boxes."""
+        """Return the slot's view of each box."""
         return [self._targets[n] for n in boxes]
 
     def sources(self, tensors: Sequence[torch.Tensor], boxes: Sequence[int]) -> list[torch.Tensor]:
-        """Return what is copied into boxes, each of the dtype and shape of its view of the slot."""
+        """Return the source of each box, with the dtype and shape of its view of the slot."""
         found = [tensors[self._numbers[n]] for n in boxes]
         with torch.no_grad():
             if self._partial:
@@ -229,7 +229,7 @@ class SlotImage:
             return [copyable(t) for t in found] if self._has_special else found
 
     def fill(self, tensors: Sequence[torch.Tensor], save_id: SaveId, work: CopyWork | None = None) -> None:
-        """Copy `tensors`, by number, and put `save_id` into the headers. Blocks until the copies are done.
+        """Copy `tensors`, by number, and write `save_id` into the headers. Blocks until the copies are done.
 
         Args:
             tensors: All tensors of the state.
@@ -245,19 +245,19 @@ class SlotImage:
         self.copy(tensors, self._all if work is None else work)
 
     def copy(
-        self, tensors: Sequence[torch.Tensor], work: CopyWork, careful: bool = False, mark: Watermark | None = None
+        self, tensors: Sequence[torch.Tensor], work: CopyWork, fault_safe: bool = False, mark: Watermark | None = None
     ) -> None:
         """Copy the boxes of `work` out of `tensors`, by number. Blocks until that is done.
 
         Args:
             tensors: All tensors of the state.
             work: The boxes to copy.
-            careful: If the memory of a tensor goes away meanwhile, that is an OSError and no SIGSEGV.
-            mark: Gets the address of each piece that is copied; then pieces are begun in the order of the files.
+            fault_safe: Raise OSError, not SIGSEGV, if the memory of a tensor is unmapped meanwhile.
+            mark: Gets the address of each piece once it is copied; with it, pieces are copied in the files' order.
 
         Raises:
             RuntimeError: torch cannot copy a tensor.
-            OSError: A careful copy found that the memory of a tensor has gone.
+            OSError: `fault_safe`, and the memory of a tensor was unmapped.
         """
         self._queue.fault, self._queue.on_copied = None, None
         others = list(work.small)
@@ -283,14 +283,15 @@ class SlotImage:
                 self._queue.extend(in_order)
                 mark.expect([*(target for target, _, _ in in_order), *late])
                 self._queue.on_copied = mark.done
-            self._start_threads(careful)
-            self._copy_by_torch(tensors, others, helped=not careful and mark is None)
+            self._start_threads(fault_safe)
+            self._copy_by_torch(tensors, others, helped=not fault_safe and mark is None)
             for address in late:
                 assert mark is not None
                 mark.done(address)
-            copy_all(self._queue, careful)
+            copy_all(self._queue, fault_safe)
         except BaseException:
-            self._half.clear()  # IMPORTANT: a thread that an interrupt hides from `settle` must find nothing to do
+            # IMPORTANT: an interrupt may come before `settle` knows of a thread: that thread must find nothing to copy.
+            self._half.clear()
             raise
         finally:
             self.settle()
@@ -300,26 +301,26 @@ class SlotImage:
         self.progress.end(unmarked)
 
     def cancel(self) -> None:
-        """Make a `copy` that another thread runs end early; what it has copied is worth nothing."""
+        """Make a `copy` in another thread end early. What it has copied is not used."""
         self._queue.clear()
 
     def settle(self) -> None:
-        """Wait until no thread copies into the image any more; pieces that were not begun are dropped.
+        """Wait until no thread copies into the image; pieces that have not started are dropped.
 
-        Blocks for one piece at most. An interrupt is raised only when every thread has ended.
+        Blocks: for one piece at most. An interrupt is raised once every thread has ended.
 
-        IMPORTANT: a slot may be reused or unmapped only after this; a thread left behind would write old values into
-        the next snapshot.
+        IMPORTANT: reuse or unmap a slot only after this. Else a thread that still runs would write old values into the
+        next snapshot, or to unmapped memory.
         """
         interrupt: BaseException | None = None
         while True:
             try:
-                # IMPORTANT: also without threads. A piece that an error left behind would run in the next copy, out of
-                # memory that may be gone.
+                # IMPORTANT: also without threads. A piece that is left after an error would be copied by the next
+                # `copy`, from memory that may be unmapped by then.
                 self._queue.clear()
                 if not self._threads:
                     break
-                if self._threads[-1].ident is not None:  # None: it was never started, or finds nothing to do
+                if self._threads[-1].ident is not None:  # None: it was not started, or will find nothing to copy
                     self._threads[-1].join()
                 self._threads.pop()
             except BaseException as error:
@@ -327,16 +328,16 @@ class SlotImage:
         if interrupt is not None:
             raise interrupt
 
-    def _start_threads(self, careful: bool) -> None:
-        """Start threads that help with the pieces; fewer, or none, when no more can be started."""
+    def _start_threads(self, fault_safe: bool) -> None:
+        """Start threads that help with the pieces; fewer or none if the system refuses."""
         nbytes = sum(piece[2] for piece in self._queue)
         wanted = min(MAX_THREADS, len(os.sched_getaffinity(0)), nbytes // THREAD_NBYTES)
         for _ in range(wanted - 1):
-            thread = BackgroundThread(copy_all, "asyncckpt-copy", (self._queue, careful))
+            thread = BackgroundThread(copy_all, "asyncckpt-copy", (self._queue, fault_safe))
             self._threads.append(thread)
             try:
                 thread.start()
-            except RuntimeError:  # can't start new thread: the others do its share
+            except RuntimeError:  # can't start new thread: the other threads copy its share
                 self._threads.remove(thread)
                 return
 
@@ -345,7 +346,7 @@ class SlotImage:
             return
         targets, sources = self.targets(boxes), self.sources(tensors, boxes)
         half = 0
-        if helped and len(boxes) >= HELPED_FROM and len(os.sched_getaffinity(0)) > 1:
+        if helped and len(boxes) >= MIN_SHARED_TENSORS and len(os.sched_getaffinity(0)) > 1:
             half = len(boxes) // 2
             self._half.append((targets[:half], sources[:half]))
             thread = BackgroundThread(self._copy_half, "asyncckpt-copy")
@@ -359,7 +360,7 @@ class SlotImage:
         _copy_batch(targets[half:], sources[half:])
 
     def _copy_half(self) -> None:
-        """As `_copy_batch`, of what is still wanted, in a thread that has nobody to raise to."""
+        """As `_copy_batch`, for `_half`, in a thread: an error is left in `_queue.fault`."""
         try:
             while self._half:
                 _copy_batch(*self._half.pop())
@@ -368,7 +369,7 @@ class SlotImage:
 
 
 def _copy_batch(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    # IMPORTANT: no_grad is per thread, and from a Parameter outside it the copy would hang an autograd chain on
-    # the slot's views that grows with every save.
+    # IMPORTANT: no_grad is per thread. Without it, a copy from a Parameter would append to the autograd graph of the
+    # slot's views, which would grow with every save.
     with torch.no_grad():
         torch._foreach_copy_(targets, sources)

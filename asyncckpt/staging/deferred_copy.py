@@ -1,6 +1,7 @@
 """Copies that run behind the training, after `save()` has returned, and the thread that runs them.
 
-A `DeferredCopy` is what is left of one save. `BackgroundCopier` runs one after another, in the order of the saves.
+A `DeferredCopy` is the deferred part of one save's copy. `BackgroundCopier` runs one after another, in the order of the
+saves.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from asyncckpt.staging.device_copy import Transfer
 from asyncckpt.staging.mutation_check import MutationCheck
 
 OnEnd = Callable[[AsyncCkptError | None], None]
-"""Called with None when the slot is sealed, else with the error of a save that was rolled back. Whatever it raises
-itself, it must have completed the save's futures."""
+"""Called with None when the slot is sealed, else with the error of a save that was rolled back. It must complete the
+save's futures, even if it raises."""
 
 _log = logging.getLogger("asyncckpt")
 
 
 WAIT_STEP_S = 1.0
-"""How often who waits looks up, since copies go on or do not."""
+"""How often a wait for copies computes its deadline anew: copies through a ring may extend it."""
 
 
 class CopyJob(Protocol):
@@ -37,23 +38,23 @@ class CopyJob(Protocol):
     def has_work(self) -> bool:
         """Whether there is anything to copy."""
 
-    def run(self, careful: bool = False) -> None:
+    def run(self, fault_safe: bool = False) -> None:
         """Copy all of it. Blocks until that is done, or until `cancel` is called.
 
         Args:
-            careful: If the memory of a tensor goes away meanwhile, that is an OSError and no SIGSEGV.
+            fault_safe: Raise OSError, not SIGSEGV, if the memory of a tensor is unmapped meanwhile.
 
         Raises:
             RuntimeError: torch cannot copy a tensor.
-            OSError: A careful copy found that the memory of a tensor has gone.
+            OSError: `fault_safe`, and the memory of a tensor was unmapped.
             AsyncCkptError: The slot is not written any more.
         """
 
     def cancel(self) -> None:
-        """Make `run` in another thread end early; what it has copied is worth nothing."""
+        """Make `run` in another thread end early. What it has copied is not used."""
 
     def extended_deadline(self) -> float:
-        """Return until when (`time.monotonic()`) the end of the copy is waited for beyond any other deadline."""
+        """Return the `time.monotonic()` until which to wait for the copy even if another deadline is over."""
 
 
 class DeferredCopy:
@@ -63,22 +64,22 @@ class DeferredCopy:
            |            |             |              |
            +------------+-------------+--------------+----> draining ----> rolled back ----> ended, on_end(error)
 
-        An error of the copy, of the check or of the seal leads to the lower line, `cancel` until sealing begins.
+        An error of the copy, of the check or of the seal leads to the lower line; so does `cancel`, before the seal.
         draining: until no device writes to the slot; rolled back: the save is withdrawn, and its slot is free again.
 
     Args:
         job: What the host has still to copy.
-        check: Proves that the tensors have not changed.
-        transfer: The copies of devices, which have been started; None: there are none.
+        check: Checks that the tensors have not changed.
+        transfer: The copies by devices, which have been started; None: there are none.
         seal: Seals the slot.
         roll_back_save: Withdraws the save, so that its slot is free, and returns the error for its futures.
-        transfer_cleanup: Called when this object takes over to roll the save back if `save()` fails from here on.
-        reclaim_cleanup: Undoes that; may be called without it.
-        seconds: Durations of the save; those of copy and seal, in seconds, are added to "copy" and "seal".
+        transfer_cleanup: Called when this object, not `save()`, becomes responsible for rolling the save back.
+        reclaim_cleanup: Undoes `transfer_cleanup`; may be called without it.
+        seconds: Durations of the save in seconds; those of this copy are added to "copy" and "seal".
 
     Attributes:
-        staged: The future of the save that completes when its tensors may be changed.
-        ended: Whether it has ended.
+        staged: The save's future that completes when its tensors may be changed.
+        ended: Whether the copy has ended.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class DeferredCopy:
         self._seal, self._roll_back_save = seal, roll_back_save
         self._work: tuple[CopyJob, MutationCheck] | None = (job, check)
         self._seconds = seconds
-        self._lock = threading.RLock()  # a signal handler may cancel what its thread is about to
+        self._lock = threading.RLock()  # a signal handler may call `cancel` in a thread that holds the lock
         self._cancelled_by: BaseException | None = None
         self._is_sealing = self.ended = self._is_checked = False
         self._transfer = transfer
@@ -116,20 +117,20 @@ class DeferredCopy:
             if self._is_sealing or self._cancelled_by is not None:
                 return
             self._cancelled_by = error
-            if self._work is not None:  # under the lock: afterwards the image may be filled by the next save
+            if self._work is not None:  # under the lock: once `_work` is None, the next save may use the image
                 self._work[0].cancel()
 
     def order_before_next_write(self, deadline: float) -> bool:
-        """Make what the calling thread does next to the sources come after their copies, if streams can order that.
+        """Order the calling thread's next work on the sources behind their copies, if streams can order it.
 
-        What devices copy is ordered by their streams, so only the host's own part is waited for. The sources are
-        checked now: what comes next may change them while they are, on the host's clock, still being copied.
+        Only the host's part of the copy is waited for: streams order the devices' part. The sources are checked now,
+        since the next work may increment their version counters before the devices have finished.
 
         Args:
             deadline: `time.monotonic()`.
 
         Returns:
-            False when whoever wants to change the sources must wait for `staged`.
+            False if the caller must wait for `staged` before it changes the sources.
         """
         transfer, work = self._transfer, self._work
         if transfer is None or work is None or not transfer.can_order_in_stream or work[1].digests_sources:
@@ -137,67 +138,70 @@ class DeferredCopy:
         if not self._host_copied.wait(max(0.0, deadline - time.monotonic())):
             return False
         try:
-            # IMPORTANT: also when the copies have ended meanwhile, and before anybody changes a counter.
+            # IMPORTANT: also if the copies have ended meanwhile. After this call version counters may change, and a
+            # later check would take that for a torn snapshot.
             self._check_once(work[1])
             transfer.make_current_stream_wait()
         except SnapshotTornError as error:
             self.cancel(error)
-        except RuntimeError:  # a device does not wait for the other stream: the CPU does
+        except RuntimeError:  # the device refuses to order its streams: wait on the CPU
             return False
         return True
 
     def _check_once(self, check: MutationCheck) -> None:
-        """Check the sources, once, by whoever comes first: the end of the copies, or what may change them after."""
+        """Check the sources once: at the end of the copies, or before the first later change, whichever is first."""
         with self._lock:
             if not self._is_checked:
                 check.check()
                 self._is_checked = True
 
     def extended_deadline(self) -> float:
-        """As `CopyJob.extended_deadline`; 0 once it has ended."""
+        """As `CopyJob.extended_deadline`; 0 once the copy has ended."""
         work = self._work
         return 0.0 if work is None else work[0].extended_deadline()
 
     def source_storage_ptrs(self) -> set[int]:
-        """Return the addresses of the storages that it copies from; none once it has ended."""
+        """Return the addresses of the storages that are copied from; none once the copy has ended."""
         work = self._work
         return set() if work is None else work[1].source_storage_ptrs()
 
     def run(self) -> BaseException | None:
-        """Copy, check and seal, then call `on_end`, also with what went wrong.
+        """Copy, check and seal; on an error roll the save back. Then call `on_end`.
 
         Returns:
-            What was raised and is no `Exception`: an interrupt, or an exit.
+            An interrupt (an error that is no `Exception`, such as KeyboardInterrupt) that came meanwhile.
         """
         error: BaseException | None = None
         interrupt: BaseException | None = None
         try:
             self._copy_and_seal()
         except BaseException as caught:
-            error = self._cancelled_by or caught  # cancelled: what was waiting for the copy may have torn it since
+            # If it was cancelled, any other error may follow from that: tensors were changed without waiting for it.
+            error = self._cancelled_by or caught
             if not isinstance(caught, Exception) and caught is not self._cancelled_by:
                 interrupt = caught
         self._host_copied.set()
         if error is not None and self._transfer is not None:
-            # IMPORTANT: before the save is taken back and its slot is another's. The pool looks again by itself.
+            # IMPORTANT: before the save is rolled back and another save gets its slot. If this times out, the pool
+            # does not reuse the slot while devices write to it.
             interrupt = self._drain(self._transfer) or interrupt
         self._transfer = None
         with self._lock:
-            self._work = None  # neither the state nor views of the slot's memory outlive the copy
+            self._work = None  # drop the state and the views of the slot
         self.ended = True
         try:
             self.on_end(None if error is None else self._roll_back(error))
         except BaseException as caught:
-            _log.exception("the end of a copy could not be told")
+            _log.exception("the callback at the end of a copy behind the training failed")
             interrupt = interrupt if isinstance(caught, Exception) else caught
-        finally:  # they refer to the save, and the save to this
+        finally:  # break the reference cycle: they refer to the save, which refers to this object
             self._seal = self.transfer_cleanup = self.reclaim_cleanup = _nothing
             self.on_end = lambda error: None
             del self._roll_back_save
         return interrupt
 
     def _drain(self, transfer: Transfer) -> BaseException | None:
-        """Wait for what devices still copy; returns an interrupt that came meanwhile."""
+        """Wait for copies by devices; return an interrupt that came meanwhile."""
         try:
             transfer.settle()
         except BaseException as caught:
@@ -205,12 +209,14 @@ class DeferredCopy:
         return None
 
     def _roll_back(self, error: BaseException) -> AsyncCkptError:
-        """Roll the save back. IMPORTANT: never raises, or its futures would stay pending for ever."""
+        """Roll the save back. IMPORTANT: must not raise, or the save's futures would stay pending for ever."""
         try:
             return self._roll_back_save(error)
         except BaseException as caught:
-            _log.exception("a save whose copy has failed could not be withdrawn")
-            found = StagingError(f"copying the state into memory failed: {error!r}; so did its withdrawal: {caught!r}")
+            _log.exception("a save could not be withdrawn after its copy had failed")
+            found = StagingError(
+                f"copying the state into memory failed: {error!r}; withdrawing the save failed too: {caught!r}"
+            )
             found.__cause__ = error
             return found
 
@@ -221,23 +227,24 @@ class DeferredCopy:
         if self._cancelled_by is None:
             try:
                 if not self._host_copied.is_set():
-                    check.check_counters()  # before: torch crashes where a storage has become smaller than its tensor
-                job.run(careful=True)
+                    # First, since torch crashes if a storage has become smaller than its tensor.
+                    check.check_counters()
+                job.run(fault_safe=True)
             except OSError:
                 check.check_counters()  # names the tensor
                 raise
             self._host_copied.set()
             if self._transfer is not None:
                 self._transfer.finish(lambda: self._cancelled_by is not None)
-            # IMPORTANT: before anybody is told that the copy has ended. A step that waits for it would change the
-            # counters, and a snapshot checked after it would count as torn.
+            # IMPORTANT: check before `staged` completes. A step that waits for it then changes the version counters,
+            # and a later check would take that for a torn snapshot.
             if self._cancelled_by is None:
                 self._check_once(check)
                 if self._transfer is not None:
                     check.check_device_samples(self._transfer.fetch_torn_check_windows())
         copied = time.perf_counter()
         with self._lock:
-            # IMPORTANT: whoever cancels goes on and changes the tensors, so nothing may be sealed from here on.
+            # IMPORTANT: after `cancel` the training changes the tensors, so the slot must not be sealed.
             if self._cancelled_by is not None:
                 raise self._cancelled_by
             self._is_sealing = True
@@ -247,7 +254,7 @@ class DeferredCopy:
 
 
 def _nothing() -> None:
-    """Once everything has ended."""
+    """Do nothing."""
 
 
 class BackgroundCopier:
@@ -257,7 +264,7 @@ class BackgroundCopier:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may close in the middle of a save
+        self._lock = threading.RLock()  # a signal handler may call `close` in the middle of a save
         self._copies: list[DeferredCopy] = []
         self._queue: deque[DeferredCopy] = deque()
         self._thread: threading.Thread | None = None
@@ -265,21 +272,21 @@ class BackgroundCopier:
 
     @property
     def busy(self) -> bool:
-        """Whether there are copies that have not ended. Costs nothing: it is asked in every step."""
+        """Whether there are copies that have not ended. Cheap: it is called in every step."""
         return bool(self._copies)
 
     def in_thread(self) -> bool:
-        """Whether the caller runs in the copier's thread: a callback of `staged`."""
+        """Whether the caller runs in the copier's thread, as callbacks of `staged` do."""
         return threading.current_thread() is self._thread
 
     def submit(self, copy: DeferredCopy, staged: Future[Any], on_end: OnEnd) -> None:
-        """Run `copy` when those before it have ended. Does not wait; where no thread can be started, runs it here.
+        """Run `copy` after those before it. Does not wait; but if no thread can be started, the copy runs here.
 
-        An interrupt that comes to a copy that runs here fails its save, and is raised when it has ended.
+        An interrupt during a copy that runs here fails its save, and is raised when the copy has ended.
 
         Args:
-            copy: What is left to copy of a save.
-            staged: Completed by `on_end` when the tensors may be changed: who waits for the copy waits for this.
+            copy: The deferred part of a save's copy.
+            staged: Completed by `on_end`, when the tensors may be changed. `wait` waits for it.
             on_end: See `OnEnd`; called in the copier's thread.
         """
         copy.staged, copy.on_end = staged, on_end
@@ -303,7 +310,7 @@ class BackgroundCopier:
         try:
             thread.start()
         except BaseException as error:
-            if thread.ident is None:  # else an interrupt came while it was starting: it runs
+            if thread.ident is None:  # else an interrupt came while it was starting, and the thread runs
                 with self._lock:
                     self._thread = None
                     if not isinstance(error, RuntimeError):
@@ -317,7 +324,7 @@ class BackgroundCopier:
             raise
 
     def _run(self) -> BaseException | None:
-        """Run what is queued; returns the last interrupt that came meanwhile. A thread has nobody to raise it to."""
+        """Run what is queued; return the last interrupt that came meanwhile, for a caller that runs this itself."""
         interrupt: BaseException | None = None
         while True:
             with self._lock:
@@ -337,7 +344,7 @@ class BackgroundCopier:
         return interrupt
 
     def when_idle(self, call: Callable[[], None]) -> None:
-        """Call `call` once no copy runs: now, or in the copier's thread. Does not wait."""
+        """Call `call` once no copy runs: now, or later in the copier's thread. Does not wait."""
         with self._lock:
             if self._thread is not None:
                 self._when_idle.append(call)
@@ -349,12 +356,12 @@ class BackgroundCopier:
         return {ptr for copy in list(self._copies) for ptr in copy.source_storage_ptrs() if ptr}
 
     def wait(self, timeout_s: float, *, ordered: bool = False, extended: bool = False) -> list[DeferredCopy]:
-        """Wait until the copies that there are have ended; returns those that have not in time.
+        """Wait until all current copies have ended; return those that have not ended in time.
 
         Args:
             timeout_s: Time limit for all of them together.
-            ordered: A copy need not have ended if streams of devices put it before what the calling thread does next.
-            extended: A copy that waits for storage may take until its `CopyJob.extended_deadline`.
+            ordered: Do not wait for a copy that device streams order before the calling thread's next work.
+            extended: Wait for a copy that waits for storage until its `CopyJob.extended_deadline`.
         """
         deadline = time.monotonic() + timeout_s
         copies = [copy for copy in list(self._copies) if not (ordered and copy.order_before_next_write(deadline))]
@@ -366,7 +373,7 @@ class BackgroundCopier:
         return [copy for copy in copies if not copy.staged.done()]
 
     def cancel_all(self, error: BaseException) -> None:
-        """Make every save whose copy has not ended fail with `error`. Does not wait."""
+        """Fail every save whose copy has not ended with `error`. Does not wait."""
         for copy in list(self._copies):
             copy.cancel(error)
 
@@ -374,7 +381,7 @@ class BackgroundCopier:
         self.cancel_all(CheckpointerClosedError("the interpreter ended while the state was being copied"))
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until the thread has ended, at most `timeout_s`; says whether it has."""
+        """Wait until the thread has ended, at most `timeout_s`; return whether it has."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             thread = self._thread

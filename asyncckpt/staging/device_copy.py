@@ -1,8 +1,8 @@
-"""Copies tensors of devices into a slot: by few and large transfers, which are worked out once per slot and plan.
+"""Copies tensors on devices into a slot, by few and large transfers that are planned once per slot and plan.
 
-A transfer to the host costs some microseconds to enqueue, however little it moves: 20,000 of them 100 ms. So small
-tensors that lie side by side in the slot are first gathered on the device, which a few kernels do for hundreds at once,
-into a buffer laid out as that stretch of the slot, and go over together.
+A transfer to the host takes some microseconds to enqueue, however small it is: 20,000 of them take 100 ms. So small
+tensors that are adjacent in the slot are gathered on the device first, hundreds at once by a few kernels, into a buffer
+with the same layout as their range of the slot; then one transfer copies them all (a batch).
 """
 
 from __future__ import annotations
@@ -23,34 +23,36 @@ from asyncckpt.staging.device import Device, Event
 from asyncckpt.staging.device_snapshot import DeviceSnapshot, copy_into
 
 SMALL_NBYTES = 64 * 1024
-"""Below it a tensor is gathered. Chosen: at 25 GB/s it moves in 2.6 us, less than its own transfer takes to enqueue."""
+"""Smaller tensors are gathered. Chosen: at 25 GB/s so many bytes take 2.6 us, less than to enqueue a transfer."""
 
 BUFFER_NBYTES = 16 << 20
-"""Bytes of a device's memory for gathering: large enough that transfers dwarf their enqueueing. Chosen, not
-measured."""
+"""Size of the buffer on a device for gathering: large enough that transfers take much longer than to enqueue them.
+Chosen, not measured."""
 
 ALIGNMENT = 16
-"""A stretch lies in the buffer as it lies in the slot, modulo this: views of any dtype need theirs."""
+"""The offsets of a batch in the buffer and in the slot are equal modulo this: the alignment that views of any dtype
+need."""
 
 
 TRANSFER_TIMEOUT_S = 600.0
-"""Time for what devices had to do before the copies, and for the copies. Chosen: no queue of kernels is so long, unless
-one of them waits for a rank that is gone."""
+"""Time limit for the devices' earlier work and the copies. Chosen: no queue of kernels takes so long, unless one of
+them waits for a rank that has ended."""
 
 DRAIN_TIMEOUT_S = 30.0
-"""Time for copies of a save that has failed, until nothing writes to its slot. Chosen: far above a full slot's."""
+"""Time limit for the copies of a failed save to end, so that nothing writes to its slot. Chosen: far above the time to
+copy a full slot."""
 
 FIRST_POLL_S, LAST_POLL_S = 50e-6, 2e-3
-"""Pause between two looks at an event: torch's own wait for it has no deadline."""
+"""Pauses between two queries of an event: torch's own wait for it has no timeout."""
 
 
-class Stretch(NamedTuple):
-    """Small boxes that lie side by side in the slot, and are gathered on the device to go over together.
+class Batch(NamedTuple):
+    """Small boxes that are adjacent in the slot, gathered on the device and transferred together.
 
     Attributes:
-        boxes: Their numbers.
-        start, end: Offsets in the slot.
-        lap: How often the buffer was filled before.
+        boxes: Numbers of the boxes.
+        start, end: Their range of the slot.
+        lap: How often the buffer was filled before it holds this batch.
         at: Offset in the buffer.
     """
 
@@ -62,22 +64,27 @@ class Stretch(NamedTuple):
 
 
 class _Lap(NamedTuple):
-    """What the buffer holds at a time: by dtype (views of it, positions of their sources); then its transfers."""
+    """One filling of the buffer, and its transfers.
+
+    Attributes:
+        fills: By dtype: views of the buffer, and the positions of their sources.
+        targets, sources: Views of the slot and of the buffer, for the transfers.
+    """
 
     fills: list[tuple[list[torch.Tensor], list[int]]]
     targets: list[torch.Tensor]
     sources: list[torch.Tensor]
 
 
-def stretches_of(slot_spans: Iterable[tuple[int, int, int]], buffer_nbytes: int) -> list[Stretch]:
-    """Return which boxes are gathered, and where in the buffer; others go over by themselves.
+def batches_of(slot_spans: Iterable[tuple[int, int, int]], buffer_nbytes: int) -> list[Batch]:
+    """Return the batches of boxes to gather, with their place in the buffer; all other boxes get their own transfers.
 
     Args:
         slot_spans: (number, offset in the slot, nbytes) of the boxes of one device, in any order.
-        buffer_nbytes: Size of the buffer. It is filled anew, in laps, when the next stretch does not fit behind the
-            others.
+        buffer_nbytes: Size of the buffer. A batch that does not fit behind the others begins another lap: the buffer is
+            filled from its beginning again.
     """
-    found: list[Stretch] = []
+    found: list[Batch] = []
     boxes: list[int] = []
     lap = at = first = last = 0
 
@@ -87,7 +94,7 @@ def stretches_of(slot_spans: Iterable[tuple[int, int, int]], buffer_nbytes: int)
             start = at + (first - at) % ALIGNMENT
             if start + last - first > buffer_nbytes:
                 lap, start = lap + 1, first % ALIGNMENT
-            found.append(Stretch(list(boxes), first, last, lap, start))
+            found.append(Batch(list(boxes), first, last, lap, start))
             at = start + last - first
         boxes.clear()
 
@@ -105,15 +112,19 @@ def stretches_of(slot_spans: Iterable[tuple[int, int, int]], buffer_nbytes: int)
 
 
 def cuts_of(start: int, nbytes: int, piece_nbytes: int) -> list[tuple[int, int]]:
-    """Return the ranges, from 0 to `nbytes`, of something at `start` that lie in one piece of a pinned slot each."""
+    """Cut `nbytes` at offset `start` of a pinned slot at the borders of pinned pieces.
+
+    Returns:
+        (start, end) of each part, relative to `start`.
+    """
     ends = [*range(piece_nbytes - start % piece_nbytes, nbytes, piece_nbytes), nbytes]
     return list(zip([0, *ends], ends, strict=False))
 
 
 class DeviceBoxes:
-    """Some of an image's boxes, of tensors on one device, and how they get there.
+    """Some of an image's boxes, of tensors on one device, and the transfers that copy them into the slot.
 
-    Views of the slot's memory: the image's owner drops it before that is unmapped.
+    It has views of the slot's memory: the owner must drop it, as the image, before the slot is unmapped.
 
     Args:
         device: The interface to the devices.
@@ -130,12 +141,12 @@ class DeviceBoxes:
         slot_spans = [(n, ranges[chunks[n].part].offset + chunks[n].offset_bytes, chunks[n].nbytes) for n in numbers]
         self._slot_spans = {n: (start, nbytes) for n, start, nbytes in slot_spans if nbytes}
         self._laps: list[_Lap] = []
-        stretches = stretches_of(slot_spans, BUFFER_NBYTES)
+        batches = batches_of(slot_spans, BUFFER_NBYTES)
         try:
-            self._plan_gathering(stretches)
-        except RuntimeError:  # no memory on the device: each goes over by itself
-            stretches = []
-        gathered = [n for stretch in stretches for n in stretch.boxes]
+            self._plan_gathering(batches)
+        except RuntimeError:  # no memory on the device: each box gets its own transfer
+            batches = []
+        gathered = [n for batch in batches for n in batch.boxes]
         self._order = [*gathered, *sorted(self._slot_spans.keys() - set(gathered))]
         self._n_gathered = len(gathered)
         self._targets = image.targets(self._order[self._n_gathered :])
@@ -149,30 +160,30 @@ class DeviceBoxes:
     def __bool__(self) -> bool:
         return bool(self._slot_spans)
 
-    def _plan_gathering(self, stretches: list[Stretch]) -> None:
-        if not stretches:
+    def _plan_gathering(self, batches: list[Batch]) -> None:
+        if not batches:
             return
-        # In the side stream's memory: laps follow one another in that stream only.
+        # Allocated in the side stream, since only that stream uses it, one lap after another.
         with self._device.on_stream(self._device.side_stream(self._index)):
-            buffer = self._device.allocate(max(s.at + s.end - s.start for s in stretches), self._index)
+            buffer = self._device.allocate(max(s.at + s.end - s.start for s in batches), self._index)
         plan, position = self._plan, 0
         laps: dict[int, _Lap] = {}
         fills: dict[tuple[int, torch.dtype], tuple[list[torch.Tensor], list[int]]] = {}
-        for stretch in stretches:
-            lap = laps.setdefault(stretch.lap, _Lap([], [], []))
-            for n in stretch.boxes:
-                at = stretch.at + self._slot_spans[n][0] - stretch.start
+        for batch in batches:
+            lap = laps.setdefault(batch.lap, _Lap([], [], []))
+            for n in batch.boxes:
+                at = batch.at + self._slot_spans[n][0] - batch.start
                 dtype = plan.signature[1][plan.boxes[n].number][0]
                 whole = buffer[at : at + self._slot_spans[n][1]].view(dtype).view(plan.layout.chunks[n].sizes)
-                key = (stretch.lap, dtype)
+                key = (batch.lap, dtype)
                 if key not in fills:
                     lap.fills.append(fills.setdefault(key, ([], [])))
                 fills[key][0].append(copyable(whole))
                 fills[key][1].append(position)
                 position += 1
-            for a, b in cuts_of(stretch.start, stretch.end - stretch.start, pinned_memory.PIECE_NBYTES):
-                lap.targets.append(self._bytes(stretch.start + a, b - a))
-                lap.sources.append(buffer[stretch.at + a : stretch.at + b])
+            for a, b in cuts_of(batch.start, batch.end - batch.start, pinned_memory.PIECE_NBYTES):
+                lap.targets.append(self._bytes(batch.start + a, b - a))
+                lap.sources.append(buffer[batch.at + a : batch.at + b])
         self._laps = [laps[number] for number in sorted(laps)]
 
     def _bytes(self, start: int, nbytes: int) -> torch.Tensor:
@@ -182,7 +193,7 @@ class DeviceBoxes:
     def copy_on_device(
         self, image: SlotImage, tensors: Sequence[torch.Tensor], buffers: Mapping[torch.dtype, torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Enqueue copies of the sources on the device itself in the current stream; returns them, for `copy`.
+        """Enqueue copies of the sources, on their own device, in the current stream; return them, for `copy`.
 
         Args:
             image: The image that the boxes belong to.
@@ -202,16 +213,16 @@ class DeviceBoxes:
         *,
         non_blocking: bool,
     ) -> None:
-        """Enqueue the copies into the slot in the side stream, which is current.
+        """Enqueue the copies into the slot, in the side stream, which must be current.
 
         Args:
             image: The image that the boxes belong to.
             tensors: All tensors of the state, by number. With `non_blocking` they must live until the copies end.
-            device_copies: Result of `copy_on_device`, which is copied in the place of `tensors`.
+            device_copies: Result of `copy_on_device`: copy these instead of `tensors`.
             non_blocking: As for `Device.copy`.
 
         Raises:
-            RuntimeError: From the device. Copies before it may run.
+            RuntimeError: From the device. Copies that were enqueued before may still run.
         """
         sources = image.sources(tensors, self._order) if device_copies is None else device_copies
         for lap in self._laps:
@@ -222,7 +233,8 @@ class DeviceBoxes:
         for position in range(self._n_gathered, len(sources)):
             source, target = sources[position], self._targets[position - self._n_gathered]
             if not source.is_contiguous():
-                if made_nbytes >= BUFFER_NBYTES:  # they may be the whole state: torch's channels_last, for one
+                # Bounds memory: the whole state may be non-contiguous, with channels_last for example.
+                if made_nbytes >= BUFFER_NBYTES:
                     self._device.copy(targets, rows, non_blocking=non_blocking)
                     targets, rows, made_nbytes = [], [], 0
                 source = self._row_major(source)
@@ -238,16 +250,16 @@ class DeviceBoxes:
             self._device.copy(targets, rows, non_blocking=non_blocking)
 
     def _gather(self, views: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        odd = {n for n, source in enumerate(sources) if not source.is_contiguous()}
-        if odd:  # by themselves: one among others would make every one a kernel of its own
-            self._device.copy([views[n] for n in odd], [sources[n] for n in odd], non_blocking=True)
-            views = [view for n, view in enumerate(views) if n not in odd]
-            sources = [source for n, source in enumerate(sources) if n not in odd]
+        strided = {n for n, source in enumerate(sources) if not source.is_contiguous()}
+        if strided:  # separately: with one of them in a call, torch would launch a kernel for each tensor of it
+            self._device.copy([views[n] for n in strided], [sources[n] for n in strided], non_blocking=True)
+            views = [view for n, view in enumerate(views) if n not in strided]
+            sources = [source for n, source in enumerate(sources) if n not in strided]
         if sources:
             self._device.copy(views, sources, non_blocking=True)
 
     def _row_major(self, source: torch.Tensor) -> torch.Tensor:
-        """Return a row-major copy on the device, for use in the side stream, where its memory is free again after."""
+        """Return a row-major copy on the device, for the side stream only: the allocator reuses its memory there."""
         nbytes = source.numel() * source.element_size()
         made = self._device.allocate(nbytes, self._index).view(source.dtype).view(source.shape)
         self._device.copy([made], [source], non_blocking=True)
@@ -265,21 +277,21 @@ class Transfer:
     """The copies of one save's tensors from devices into a slot: enqueued, waited for, or ordered before later work.
 
         training thread   |  [snapshot]; record on producing stream; side stream waits for it; [copies; record: done]
-        a hook before     |  the stream that the step goes to waits for `done`; the CPU does not
-        copier's thread   |  until `done` has come to pass; then the sources are checked and the slot is sealed
+        hook of `step()`  |  the stream of the step waits for `done`; the CPU does not
+        copier's thread   |  waits until `done` has run; then the sources are checked and the slot is sealed
 
-    With a snapshot, which the producing stream makes on the device, nothing that comes next need wait for anything.
-    The tensors are kept alive until their copies have ended.
+    With a snapshot, which the producing stream makes on the device, later work need not wait for anything. The tensors
+    are kept alive until their copies have ended.
 
     Args:
         device: The interface to the devices.
         image: The image in the slot.
         boxes: What is copied, by device.
-        tensors: All tensors of the state, by number; detached, so that nothing frees what they hold.
+        tensors: All tensors of the state, by number; detached, so that nothing frees their memory.
         replica_windows: (device, uint8 tensor): their bytes at `start` are compared with those of other ranks.
-        snapshot: Memory on the devices for copies of the sources: then `boxes` has everything in `deferred`.
-        torn_check_windows: (device, uint8 tensor): their bytes are read before the copies, and after them.
-        pinned: The slot is pinned, and copies need not be waited for one by one.
+        snapshot: Memory on the devices for copies of the sources; with it, all of `boxes` must be in `deferred`.
+        torn_check_windows: (device, uint8 tensor): their bytes are read before and after the copies.
+        pinned: The slot is pinned, so that copies can be enqueued without waiting for each.
     """
 
     def __init__(
@@ -306,17 +318,17 @@ class Transfer:
 
     @property
     def can_order_in_stream(self) -> bool:
-        """Whether the sources may be changed after `make_current_stream_wait`: all copies are in streams already."""
+        """Whether all copies are in streams, so that sources may be changed after `make_current_stream_wait`."""
         return self._pinned or self._snapshot is not None
 
     def start(self) -> None:
-        """Enqueue what can be enqueued, behind what the calling thread's current streams hold now.
+        """Enqueue all copies that can be enqueued, behind the work in the calling thread's current streams.
 
-        What must be copied before `save()` returns comes first. Without a pinned slot it is waited for; with one the
-        current stream waits for it, so that whatever it does next comes after.
+        Immediate work comes first. If the slot is pinned, the current stream waits for it, so that later work in that
+        stream comes after it; else the CPU waits.
 
         Raises:
-            RuntimeError: From a device. Copies may run: `settle`.
+            RuntimeError: From a device. Copies may still run: call `settle`.
         """
         for index in sorted({*self._boxes, *(index for index, _ in self._replica_windows)}):
             with self._device.on(index):
@@ -326,7 +338,7 @@ class Transfer:
                     buffers = self._snapshot.buffers[index]
                     self._device_copies[index] = boxes.deferred.copy_on_device(self._image, self._tensors, buffers)
                     reach("device: snapshot made")
-                # IMPORTANT: the values at `save()` may still be in the making, in a stream of their own.
+                # IMPORTANT: the current stream may still be computing the values of the tensors.
                 self._device.wait(side, self._device.record(current))
             with self._device.on_stream(side):
                 self._touched[index] = None
@@ -335,8 +347,8 @@ class Transfer:
                     boxes.immediate.copy(self._image, self._tensors, non_blocking=self._pinned)
                 gathered = self._gather(index, self._replica_windows, self._replica_bytes)
                 gathered = self._gather(index, self._torn_check_windows, self._before) or gathered
-                # IMPORTANT: behind the windows too. They may be of tensors that no hook guards, and the replicas of a
-                # step later differ from what the other ranks compare.
+                # IMPORTANT: later work waits for the windows too. They may be of tensors that no hook guards; if they
+                # were read a step later, they would differ from the windows of the other ranks.
                 if gathered or (self._pinned and boxes is not None and boxes.immediate):
                     self._device.wait(current, self._device.record(side))
                 if self._pinned and boxes is not None and boxes.deferred:
@@ -346,7 +358,7 @@ class Transfer:
                 reach("device: copies begun")
 
     def _gather(self, index: int, some: Sequence[tuple[int, torch.Tensor]], into: dict[int, torch.Tensor]) -> bool:
-        """Copy the windows of a device into one buffer there: they may be changed as soon as that has run.
+        """Enqueue a copy of a device's windows into one buffer there, after which the tensors may be changed.
 
         Args:
             index: Index of the device.
@@ -354,7 +366,7 @@ class Transfer:
             into: Gets the buffer, by device.
 
         Returns:
-            Whether there are any.
+            Whether the device has windows.
         """
         windows = [window for device, window in some if device == index]
         if windows:
@@ -366,7 +378,7 @@ class Transfer:
     def fetch_replica_windows(self) -> list[bytes]:
         """Return the bytes of the replica windows.
 
-        Blocks: for a transfer of a few MB, and for what came into its stream before.
+        Blocks: for a transfer of a few MB, and for earlier work in its stream.
 
         Raises:
             RuntimeError: From a device.
@@ -399,16 +411,17 @@ class Transfer:
         return found
 
     def make_current_stream_wait(self) -> None:
-        """Let the calling thread's current streams wait for the copies. The CPU does not wait.
+        """Make the calling thread's current streams wait for the copies. The CPU does not wait.
 
         Raises:
-            RuntimeError: From a device; what is in no stream cannot be ordered.
+            RuntimeError: From a device.
         """
-        if self._snapshot is not None:  # it is in the streams that made the sources
+        if self._snapshot is not None:  # made in the streams that later work goes to, so it comes first
             return
         for index, event in self._touched.items():
             with self._device.on(index):
-                # What is captured now runs when the graph is launched: no hook sees that, nor can one event order it.
+                # Work that is captured now runs when its graph is launched, which no hook sees: the event cannot order
+                # it.
                 if not self._device.capturing():
                     self._device.wait(self._device.current_stream(index), event)
 
@@ -416,7 +429,7 @@ class Transfer:
         """Copy what `start` has left, and wait until all copies have ended, or `is_cancelled()`.
 
         Raises:
-            StagingError: They have not within `TRANSFER_TIMEOUT_S`.
+            StagingError: They have not ended within `TRANSFER_TIMEOUT_S`.
             RuntimeError: From a device.
         """
         if not self._pinned:
@@ -434,28 +447,29 @@ class Transfer:
         while not self.ended() and not is_cancelled():
             if time.monotonic() >= deadline:
                 raise StagingError(
-                    f"the devices {sorted(self._boxes)} had not copied the state {TRANSFER_TIMEOUT_S:g} s after save()"
+                    f"devices {sorted(self._boxes)} have not copied the state within {TRANSFER_TIMEOUT_S:g} s; a "
+                    "kernel before the copies may wait for a rank that has ended"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_POLL_S)
         if not is_cancelled():
             reach("device: copied")
-            self._let_go()
+            self._drop_sources()
 
     def settle(self) -> bool:
-        """Wait until no copy runs any more, whatever has gone wrong before.
+        """Wait until all copies have ended, whatever has failed before.
 
-        Blocks: at most `DRAIN_TIMEOUT_S`. An interrupt is raised when that is known.
+        Blocks: at most `DRAIN_TIMEOUT_S`. An interrupt is raised at the end of the wait.
 
         Returns:
-            False when that is not known: then the slot must stay mapped and pinned for good.
+            False if it is not known whether they have ended: then the slot must stay mapped and pinned for good.
         """
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         interrupt: BaseException | None = None
         while True:
             try:
                 if self.ended():
-                    self._let_go()
+                    self._drop_sources()
                     known = True
                     break
                 if time.monotonic() >= deadline:
@@ -471,14 +485,14 @@ class Transfer:
             raise interrupt
         return known
 
-    def _let_go(self) -> None:
+    def _drop_sources(self) -> None:
         """Drop the sources. IMPORTANT: only when the copies have ended."""
         self._tensors = self._replica_windows = self._torn_check_windows = ()
         self._snapshot = None if self._snapshot is None else self._snapshot._replace(buffers={})
         self._device_copies.clear()
 
     def ended(self) -> bool:
-        """Whether no copy that was enqueued runs any more. Does not wait.
+        """Whether all enqueued copies have ended. Does not wait.
 
         Raises:
             RuntimeError: A device does not answer.

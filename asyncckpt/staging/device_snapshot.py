@@ -1,7 +1,7 @@
-"""Copies of tensors on their own device, from which the copy to the host is made: `staging="device"`.
+"""Snapshots on the device: tensors are copied there first, and then from that copy to the host (`staging="device"`).
 
-The training may change everything as soon as its stream has come past them, which at the bandwidth of the device's own
-memory is some milliseconds; the CPU waits for nothing. The price is memory of the device, from `save()` until the
+The training may change the tensors as soon as its stream has made the copy, which takes some milliseconds at the
+bandwidth of the device's memory; the CPU does not wait. The cost is memory of the device, from `save()` until the
 copies to the host have ended.
 """
 
@@ -16,10 +16,10 @@ import torch
 from asyncckpt.staging.device import Device
 
 RESERVE_NBYTES = 512 << 20
-"""Bytes that are left free on a device: what fragments, and what other libraries take. Chosen, not measured."""
+"""Bytes to leave free on a device, for fragmentation and other libraries. Chosen, not measured."""
 
 Need = dict[torch.dtype, int]
-"""Elements of each dtype."""
+"""Number of elements of each dtype that a snapshot needs."""
 
 _log = logging.getLogger("asyncckpt")
 
@@ -37,7 +37,7 @@ class DeviceSnapshot(NamedTuple):
 
 
 class DeviceSnapshotAllocator:
-    """Allocates memory for copies on devices, without taking it from the training.
+    """Allocates memory for snapshots on devices, out of what the training does not need.
 
     Args:
         device: The interface to the devices.
@@ -50,9 +50,9 @@ class DeviceSnapshotAllocator:
         self._warned = False
 
     def allocate(self, needs: Mapping[int, Need]) -> dict[int, dict[torch.dtype, torch.Tensor]] | None:
-        """Return memory on each device, for use in its current stream; None if a device has not enough.
+        """Return memory on each device, for use in its current stream; None if a device has too little.
 
-        What a step of the training needs at its peak counts as taken, though it is free while `save()` runs.
+        Memory that a step of the training needs at its peak counts as taken, although it is free during `save()`.
         """
         found: dict[int, dict[torch.dtype, torch.Tensor]] = {}
         for index, need in needs.items():
@@ -67,7 +67,7 @@ class DeviceSnapshotAllocator:
                         dtype: self._device.allocate(elements * dtype.itemsize, index).view(dtype)
                         for dtype, elements in need.items()
                     }
-                except RuntimeError as error:  # no memory after all: it is in too many pieces
+                except RuntimeError as error:  # enough is free, but fragmented
                     self._refused(f"device {index} refuses {nbytes} bytes: {error}")
                     return None
                 self._largest[index] = max(nbytes, self._largest.get(index, 0))
@@ -76,7 +76,7 @@ class DeviceSnapshotAllocator:
     def _free_nbytes(self, index: int) -> int:
         memory = self._device.memory(index)
         first = self._first_peaks.setdefault(index, memory.peak)
-        # A peak since then may have been reached beside a copy of ours: then that much of it was not the training's.
+        # A later peak may include one of our snapshots: subtract the largest.
         peak = max(first, memory.peak - self._largest.get(index, 0), memory.allocated)
         return memory.free + memory.reserved - peak - RESERVE_NBYTES
 
@@ -84,9 +84,8 @@ class DeviceSnapshotAllocator:
         if not self._warned:
             self._warned = True
             _log.warning(
-                "staging='device': there is no room for a copy of the state on the device (%s), with what a step of "
-                "the training needs and a reserve of %d bytes; this save, and others until there is, are staged as "
-                "with staging='auto'",
+                "staging='device': there is no room for a copy of the state on the device (%s), besides what a step of "
+                "the training needs and a reserve of %d bytes; saves are staged as with staging='auto' until there is",
                 why,
                 RESERVE_NBYTES,
             )
@@ -114,9 +113,9 @@ def copy_into(
         mine = [sources[n] for n in positions]
         views = torch._C._nn.unflatten_dense_tensors(buffer, mine) if mine else []
         made.update(zip(positions, views, strict=True))
-    odd = [n for n, source in enumerate(sources) if not source.is_contiguous()]
-    even = [n for n, source in enumerate(sources) if source.is_contiguous()]
-    for some in (even, odd):  # separately: one that is not contiguous would make every one a kernel of its own
+    contiguous = [n for n, source in enumerate(sources) if source.is_contiguous()]
+    strided = [n for n, source in enumerate(sources) if not source.is_contiguous()]
+    for some in (contiguous, strided):  # separately: with a strided one, torch would launch a kernel for each tensor
         some = [n for n in some if sources[n].numel()]
         if some:
             device.copy([made[n] for n in some], [sources[n] for n in some], non_blocking=True)

@@ -1,9 +1,9 @@
 """Copies bytes between addresses of this process: a queue of pieces that several threads share.
 
-Behind the training nobody keeps tensors where they are: `share_memory_()`, which also the first `put` of a tensor into
-a queue of torch.multiprocessing calls, and `resize_()` of a storage unmap memory that a copy may be reading. memmove
-would end the process with SIGSEGV. So a careful copy is the kernel's, which looks at every page: 12.7 GB/s of
-one core where memmove makes 17 (512 MiB in pieces of 4 MiB, an EPYC).
+A copy behind the training may read memory that is unmapped meanwhile: by `resize_()` of a storage, or by
+`share_memory_()`, which the first `put` of a tensor into a queue of torch.multiprocessing also calls. memmove would end
+the process with SIGSEGV. A fault-safe copy is made by the kernel, which checks every page: 12.7 GB/s on one core, where
+memmove copies 17 GB/s (512 MiB in pieces of 4 MiB, an EPYC).
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from collections.abc import Callable, Sequence
 from asyncckpt.basics.libc import libc
 
 PIECE_NBYTES = 4 << 20
-"""One piece: long enough to amortise the call, short enough to share the work. 1 to 8 MiB measured alike."""
+"""Size of a piece: long enough to amortise the call, short enough to share the work. 1 to 8 MiB measured alike."""
 
 MAX_THREADS = 4
-"""Memory bandwidth, not cores, is the limit. Chosen; on two cores two threads reach it."""
+"""The most threads of a copy. Memory bandwidth, not the number of cores, is the limit. Chosen; on two cores two threads
+reach it."""
 
 
 STEP_NBYTES = 1 << 20
-"""Bytes that a copy by way of a file takes at a time: what a core's cache holds. Chosen, not measured."""
+"""How much is copied at a time through a memfd: what a core's cache holds. Chosen, not measured."""
 
 MARK_NBYTES = 32 << 20
-"""Bytes that are copied between two marks of progress: some milliseconds. Chosen: below what anybody sees, and far
-above the cost of a mark, which copies 8 bytes."""
+"""How much is copied between two marks of progress: some milliseconds. Chosen: too short for an observer to notice,
+and far longer than a mark, which copies 8 bytes, takes."""
 
 
 class CopyQueue(deque[tuple[int, int, int]]):
@@ -44,14 +45,14 @@ class CopyQueue(deque[tuple[int, int, int]]):
     on_copied: Callable[[int], None] | None = None
 
 
-def copy_all(queue: CopyQueue, careful: bool = False) -> None:
-    """Copy pieces until none is left, or one fails: then `queue.fault` says why. Several threads may do so at once.
+def copy_all(queue: CopyQueue, fault_safe: bool = False) -> None:
+    """Copy pieces until none is left, or one fails; then `queue.fault` is set. For several threads at once.
 
     Args:
         queue: The pieces.
-        careful: If memory goes away meanwhile, that is a fault and no SIGSEGV.
+        fault_safe: Set `queue.fault`, instead of SIGSEGV, if memory is unmapped meanwhile.
     """
-    copy: Callable[[int, int, int], object] = careful_copy if careful else ctypes.memmove
+    copy: Callable[[int, int, int], object] = fault_safe_copy if fault_safe else ctypes.memmove
     take = queue.popleft
     on_copied = queue.on_copied
     try:
@@ -74,16 +75,16 @@ class _Range(ctypes.Structure):
 _read = libc.process_vm_readv
 
 _REFUSALS = (errno.ENOSYS, errno.EPERM)
-"""Of sandboxes that filter the call; a process may always read itself otherwise (process_vm_readv(2))."""
+"""Errors of sandboxes that filter the call. Without a filter a process may always read itself (process_vm_readv(2))."""
 
 
-def careful_copy(target: int, source: int, nbytes: int) -> None:
+def fault_safe_copy(target: int, source: int, nbytes: int) -> None:
     """Copy `nbytes` from address `source` to address `target`. Releases the GIL.
 
-    Where a sandbox refuses the call, as memmove does it.
+    If a sandbox refuses the system call, this is memmove, which is not fault-safe.
 
     Raises:
-        OSError: EFAULT: one of them is not mapped, or not any more. Some of it may have been copied.
+        OSError: EFAULT: a part of either range is not mapped. Other bytes may have been copied.
     """
     done = 0
     while done < nbytes:
@@ -96,26 +97,28 @@ def careful_copy(target: int, source: int, nbytes: int) -> None:
         if code in _REFUSALS:
             ctypes.memmove(target + done, source + done, nbytes - done)
         else:
-            _copy_by_a_file(target + done, source + done, nbytes - done)
+            _copy_through_memfd(target + done, source + done, nbytes - done)
         return
 
 
-def careful_gather(target: int, sources: Sequence[int], nbytes: int) -> None:
-    """Copy `nbytes` from each of the addresses `sources` to address `target`, one behind the other: as `careful_copy`.
+def fault_safe_gather(target: int, sources: Sequence[int], nbytes: int) -> None:
+    """Copy `nbytes` from each of the addresses `sources` to `target`, one after another, as `fault_safe_copy`.
 
     Raises:
-        OSError: As `careful_copy`.
+        OSError: As `fault_safe_copy`.
     """
     whole = _Range(target, len(sources) * nbytes)
     ranges = array("Q", [number for source in sources for number in (source, nbytes)])
     if _read(os.getpid(), ctypes.byref(whole), 1, ranges.buffer_info()[0], len(sources), 0) != whole.nbytes:
         for n, source in enumerate(sources):
-            careful_copy(target + n * nbytes, source, nbytes)
+            fault_safe_copy(target + n * nbytes, source, nbytes)
 
 
-def _copy_by_a_file(target: int, source: int, nbytes: int) -> None:
-    """As `careful_copy`. The kernel reads another process's memory only where it is pages of memory; a device's, such
-    as what cudaHostAlloc returns, it answers with EFAULT. Of one's own it writes to a file whatever can be read.
+def _copy_through_memfd(target: int, source: int, nbytes: int) -> None:
+    """Copy as `fault_safe_copy`, by writing the bytes to a memfd and reading them back.
+
+    process_vm_readv reads only ordinary pages: for memory of a device driver, such as cudaHostAlloc returns, it fails
+    with EFAULT. write(2) accepts any memory that this process can read.
     """
     fd = os.memfd_create("asyncckpt-move", os.MFD_CLOEXEC)
     try:
@@ -134,8 +137,8 @@ def _bytes(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
 class Progress:
     """How many bytes of a snapshot are copied, for observers: a word in the slot's head page.
 
-    It is stored by pieces among the others. Several threads copy, so a mark may be stored before the last pieces that
-    it counts.
+    It is updated by marks: pieces in the queue that copy 8 bytes to that word. Several threads copy, so a mark may be
+    copied before the last pieces that it counts.
 
     Args:
         address: Address of the word; it must outlive the copies.
@@ -147,27 +150,30 @@ class Progress:
         self._values: list[ctypes.c_uint64] = []
 
     def begin(self) -> None:
-        """A copy begins, maybe the second one into the same snapshot. No piece of the one before is left."""
+        """Begin a copy, maybe the second one of the same snapshot. No piece of the first one may be left."""
         self._done = self._word.value
         self._values.clear()
 
     def mark(self, queue: CopyQueue, nbytes: int) -> int:
-        """Put a mark behind the pieces in `queue`; returns 0: nothing has come after it.
+        """Append a mark to `queue`.
 
         Args:
             queue: Pieces of the copy.
-            nbytes: Bytes of the pieces since the mark before.
+            nbytes: Bytes of the pieces since the last mark.
+
+        Returns:
+            0: the bytes of the pieces since this mark.
         """
         self._done += nbytes
         value = ctypes.c_uint64(self._done)
-        self._values.append(value)  # IMPORTANT: the copy reads it, later
+        self._values.append(value)  # IMPORTANT: keep it alive: the copy of the mark reads its memory later
         queue.append((ctypes.addressof(self._word), ctypes.addressof(value), ctypes.sizeof(value)))
         return 0
 
     def come_to(self, nbytes: int) -> None:
-        """At least the first `nbytes` are copied; for pieces that are not copied in the order of the queue."""
+        """Set the progress to at least `nbytes`; for copies without marks."""
         self._word.value = max(self._word.value, nbytes)
 
     def end(self, nbytes: int) -> None:
-        """Everything is copied, and `nbytes` of it after the last mark."""
+        """End the copy; `nbytes` were copied after the last mark."""
         self._word.value = self._done + nbytes

@@ -1,4 +1,4 @@
-"""Finds out whether tensors changed while they were copied behind the training: a torn snapshot.
+"""Detects torn snapshots: tensors that were changed while they were copied behind the training.
 
 A version counter changes with every in-place operation that torch knows of, but not with writes through `.data`, raw
 pointers, fused optimizers outside their `step()` and CUDA graphs. Such writes are found by comparing bytes:
@@ -6,13 +6,14 @@ pointers, fused optimizers outside their `step()` and CUDA graphs. Such writes a
 bytes. The bytes at `save()` are compared with the slot after the copy, and with the tensor itself: a write that comes
 after the copy of this window may have come before the copy of another.
 
-A window is up to 2 pieces that lie evenly over the tensor, together 1 KiB at most, so that looking at one costs the
-same for every tensor, however large. Every window touches a contiguous half of a row-major tensor, give or take a
-piece. A piece is contiguous in memory and read as it lies: transposed and channels_last tensors are not gathered.
+A window is up to 2 pieces, spaced evenly over the tensor, together 1 KiB at most, so that it costs the same for every
+tensor, however large. Any contiguous half of a row-major tensor contains a piece of every window, give or take a piece.
+A piece is contiguous in memory, so that transposed and channels_last tensors need not be gathered.
 
-An operation that still runs when the copy ends is not seen by the counters either: torch increments them at its end, up
-to some milliseconds later. A fence, as in the hooks of `step()`, keeps it from beginning; the comparison finds it if it
-has written by then. A storage that gets other memory (`share_memory_()`, `resize_()`) is found by its address.
+The counters do not show an operation that still runs when the copy ends: torch increments them at its end, up to some
+milliseconds later. A fence, as in the hooks of `step()`, keeps such an operation from starting; the comparison of bytes
+finds it if it has written by then. If a storage gets other memory (`share_memory_()`, `resize_()`), its address shows
+that.
 """
 
 from __future__ import annotations
@@ -31,40 +32,40 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.planning.replica_checks import bits_of, tensor_digest
 from asyncckpt.planning.sample_schedule import stride_of
-from asyncckpt.staging.memcopy import careful_gather
+from asyncckpt.staging.memcopy import fault_safe_gather
 from asyncckpt.staging.optimizer_ownership import storage_ptrs
 from asyncckpt.state_dict.flatten import Flattened
 
 WINDOW_NBYTES = 1024
-"""The most that a window covers, and what is kept of a tensor until its copy has ended. With it, layouts of all kinds
-cost `save()` less than 3 us a tensor that no cache holds, as measured when it was chosen."""
+"""The largest window, and so what is kept of a tensor until its copy has ended. With this size, `save()` took less than
+3 us for a tensor of any layout that is in no cache, as measured when it was chosen."""
 
 PIECES = 2
-"""The most pieces of a window. More would find shorter writes at once; but after the copy the kernel looks for each
-piece in the page tables, since the memory may have gone (`staging/memcopy.py`): 1.1 us each."""
+"""The most pieces of a window. With more, shorter writes would be found in one save; but each costs 1.1 us after the
+copy, since the kernel must check that its memory is still mapped (`staging/memcopy.py`)."""
 
 FRACTION = 128
-"""A window is at most this part of its tensor, or one element."""
+"""A window is at most 1/`FRACTION` of its tensor, or one element."""
 
 SMALL_SAVES = 256
-"""Every byte of a row-major tensor is in one of `max(SMALL_SAVES, nbytes / WINDOW_NBYTES + 2)` successive windows. Of
-another one, whose pieces may be shorter, in `Windows.count`."""
+"""Every byte of a row-major tensor is in one of `max(SMALL_SAVES, nbytes / WINDOW_NBYTES + 2)` successive windows. For
+other layouts, whose pieces may be shorter, in one of `Windows.count`."""
 
 
 WindowPosition = tuple[int, int, int]
-"""How many pieces a window has, the first element of the first one in the tensor's memory, and the one in the tensor's
+"""Number of pieces of a window; first element of its first piece in the tensor's memory; the same in the tensor's
 row-major copy."""
 
 
 MAX_SAMPLED_TENSORS = 1024
-"""How many tensors in host memory are sampled at one save; of more tensors, each save takes an equal share in turn."""
+"""How many tensors in host memory are sampled in one save. If there are more, each save samples an equal share."""
 
 MAX_SAMPLED_DEVICE_TENSORS = 256
-"""The same for tensors on devices: a view and a part of a copy cost the training thread some 10 us each."""
+"""The same for tensors on devices, for which a view and a part of a copy cost the training thread some 10 us each."""
 
-_UNCOUNTED = "a write that bumps no version counter"
-
+_UNCOUNTED = "a write that increments no version counter"
 _MOVED = "share_memory_() or a resize of its storage"
+"""How a tensor was changed, for the error."""
 
 
 class _Dimension(NamedTuple):
@@ -77,7 +78,7 @@ _ONE = _Dimension(1, 1, 1)
 
 
 class _Lengths(dict[int, type[ctypes.Array[ctypes.Array[ctypes.c_char]]]]):
-    """By number: the type of so many arrays of `nbytes` in a row. To make one takes longer than to read a window."""
+    """Cache of ctypes array types, by `n`: `n` arrays of `nbytes`. To make one takes longer than to read a window."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class Windows:
     """The windows of tensors of one layout: `count` successive rounds reach every element.
 
     The pieces of a window lie along one dimension, the elements of a piece along the dimension that is contiguous in
-    memory, which may be the same. Where none is, as in `tensor[:, ::2]`, pieces are single elements.
+    memory, which may be the same one. If no dimension is, as in `tensor[:, ::2]`, pieces are single elements.
 
     Args:
         shape: Shape of a tensor.
@@ -104,10 +105,9 @@ class Windows:
     Attributes:
         layout: The arguments.
         count: Number of windows; 0 if the tensor has no elements.
-        run: Elements of a piece.
-        step: Elements of the tensor's memory from the begin of a piece to that of the next: a multiple of `run`.
-        copied_step, copied_stride: Elements of its row-major copy from piece to piece, and from element to element of a
-            piece.
+        run: Number of elements of a piece.
+        step: Distance of pieces in the tensor's memory, in elements: a multiple of `run`.
+        copied_step, copied_stride: In its row-major copy, distance of pieces, and of elements of a piece, in elements.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Windows:
         for size, stride in zip(reversed(shape), reversed(strides), strict=True):
             inner = dimensions[-1] if dimensions else _ONE
             if (stride, copied_stride) == (inner.size * inner.stride, inner.size * inner.copied_stride) and dimensions:
-                dimensions[-1] = inner._replace(size=inner.size * size)  # both are one dimension in either memory
+                dimensions[-1] = inner._replace(size=inner.size * size)  # merge: one dimension in either memory
             elif size > 1:
                 dimensions.append(_Dimension(size, stride, copied_stride))
             copied_stride *= size
@@ -137,7 +137,7 @@ class Windows:
             self._n_blocks = fast.size // self.run
             self._n_steps = -(-self._n_blocks // pieces)
             step = self._n_steps * self.run
-            # One more for the elements behind the last whole block.
+            # One more window for the elements behind the last whole block.
             self._count = self._n_steps + (fast.size % self.run > 0)
         else:
             longest = min(fast.size, n_elements // pieces)
@@ -168,7 +168,7 @@ class Windows:
         return min(self._aligned(run, pieces), self._along.size) * -(-self._fast.size // run)
 
     def at(self, round_number: int) -> WindowPosition:
-        """Return the window of a round; successive ones lie far from one another."""
+        """Return the window of a round. Windows of successive rounds lie far from each other."""
         rest, number = divmod(round_number * self._stride % self.count, self._count)
         run = self.run
         if self._along is self._fast:
@@ -197,28 +197,28 @@ class Windows:
         return n_pieces, start, copied_at
 
     def read(self, address: int, position: WindowPosition) -> bytes:
-        """Return a window of the tensor at `address` in the host's memory.
+        """Return the bytes of a window of the tensor at `address` in host memory.
 
-        All pieces in one call: piece by piece, the waits for memory that no cache holds would add up.
+        All pieces are read by one call, so that cache misses overlap.
         """
         n_pieces, start, _ = position
         lengths = self._lengths[(n_pieces - 1) * self._piece_stride + 1].from_address(address + start * self._itemsize)
         return memoryview(lengths)[:: self._piece_stride].tobytes()
 
-    def read_carefully(self, address: int, position: WindowPosition) -> bytes:
-        """As `read`; memory that has gone is an error and no crash.
+    def read_fault_safe(self, address: int, position: WindowPosition) -> bytes:
+        """As `read`, but fault-safe.
 
         Raises:
-            OSError: It has gone.
+            OSError: The memory was unmapped.
         """
         n_pieces, nbytes, apart = position[0], self.run * self._itemsize, self.step * self._itemsize
         first = address + position[1] * self._itemsize
         copied = (ctypes.c_char * (n_pieces * nbytes))()
-        careful_gather(ctypes.addressof(copied), range(first, first + n_pieces * apart, apart), nbytes)
+        fault_safe_gather(ctypes.addressof(copied), range(first, first + n_pieces * apart, apart), nbytes)
         return copied.raw
 
     def read_copied(self, copied: torch.Tensor, position: WindowPosition) -> bytes:
-        """Return the same elements of a row-major copy of the tensor."""
+        """Return the bytes of a window, read from a row-major copy of the tensor."""
         n_pieces, at = position[0], position[2]
         step = self.copied_step if n_pieces > 1 else self.run
         if step % self.run == 0 and (self.run == 1 or self.copied_stride == 1):
@@ -233,20 +233,20 @@ class Windows:
 
 
 windows_of = functools.lru_cache(maxsize=4096)(Windows)
-"""The same windows for tensors of the same layout: to work them out takes some microseconds."""
+"""`Windows`, cached by layout: to compute them takes some microseconds."""
 
 
 def sampled_positions(n_tensors: int, round_number: int, max_tensors: int) -> tuple[range, int, int]:
-    """Return which tensors are sampled at a save: positions, the round of their windows, and a window's `fraction`.
+    """Return which tensors are sampled in a save: positions, the round of their windows, and a window's `fraction`.
 
     Tensor `n` is in round `round_number + n` of its windows, so that these do not all lie at the same offset. If a
-    tensor is not sampled at every save, its window is larger, up to `WINDOW_NBYTES`, so that 1/`FRACTION` of all bytes
-    is looked at.
+    tensor is not sampled in every save, its window is larger, up to `WINDOW_NBYTES`, so that each save still samples
+    1/`FRACTION` of all bytes.
 
     Args:
         n_tensors: Number of tensors.
         round_number: Number of the save; successive rounds reach every byte.
-        max_tensors: The most tensors that are sampled at one save.
+        max_tensors: The most tensors that are sampled in one save.
     """
     period = max(1, -(-n_tensors // max_tensors))
     return range(round_number % period, n_tensors, period), round_number // period, -(-FRACTION // period)
@@ -257,8 +257,8 @@ class SamplingRound(NamedTuple):
 
     Attributes:
         number: Number of the save among those of its structure.
-        windows_by_copy: For each copy, by number, the windows of the layout that it had in the round before: to find
-            them again among those of all layouts takes longer.
+        windows_by_copy: For each copy, by number, the windows of its layout in the last round: a cache in front of
+            `windows_of`, which is slower.
     """
 
     number: int
@@ -266,17 +266,17 @@ class SamplingRound(NamedTuple):
 
 
 class SamplingRounds:
-    """Counts the saves of each structure, so that each reaches all its windows, also if several alternate."""
+    """Counts the saves of each structure, so that each reaches all its windows, even if structures alternate."""
 
     def __init__(self) -> None:
         self._rounds: OrderedDict[int, tuple[object, SamplingRound]] = OrderedDict()
         self._latest = -1
 
     def next(self, plan: object) -> SamplingRound:
-        """Return the round of a save with `plan`. A structure that is new may begin with any round."""
+        """Return the round of a save with `plan`. A new structure may begin with any round."""
         _, (number, windows_by_copy) = self._rounds.pop(id(plan), (plan, SamplingRound(self._latest, {})))
         new = SamplingRound(number + 1, windows_by_copy)
-        self._rounds[id(plan)] = plan, new  # it is kept, so that no other one gets its id
+        self._rounds[id(plan)] = plan, new  # keeps the plan alive, so that its id is not reused
         if len(self._rounds) > PlanCache.MAX_PLANS:
             self._rounds.popitem(last=False)
         self._latest = max(self._latest, new.number)
@@ -284,9 +284,12 @@ class SamplingRounds:
 
 
 class Source(NamedTuple):
-    """One copy: number of the tensor in the state, what is copied, and its copy in the slot.
+    """One copy of a tensor or a box of it.
 
-    `target` is None where the slot does not hold the copy any more when it is checked.
+    Attributes:
+        number: Number of the tensor in the state.
+        tensor: The source of the copy.
+        target: The copy in the slot; None: the slot no longer holds it when it is checked.
     """
 
     number: int
@@ -294,10 +297,10 @@ class Source(NamedTuple):
     target: torch.Tensor | None
 
 
-_UNKNOWN = Windows((0,), (1,), 1, 1, 1)
+_NO_WINDOWS = Windows((0,), (1,), 1, 1, 1)
 
 Sample = tuple[Source, Windows, WindowPosition]
-"""A copy, and the window of it that is looked at."""
+"""A copy, and the window of it that is compared."""
 
 
 def choose_samples(
@@ -307,12 +310,12 @@ def choose_samples(
     sources_of: Callable[[Sequence[int]], Iterable[Source]],
     n_pieces: int = PIECES,
 ) -> list[Sample]:
-    """Choose which windows of which copies are looked at at a save, as `sampled_positions` says.
+    """Choose which windows of which copies are compared in a save, as `sampled_positions` says.
 
     Args:
         copies: Numbers of the copies, which are the same in every save of the structure.
         sampling_round: Round of the save.
-        max_tensors: The most copies.
+        max_tensors: The most copies to choose.
         sources_of: Returns the copies of these numbers.
         n_pieces: The most pieces of a window.
     """
@@ -322,8 +325,8 @@ def choose_samples(
     for n, source in zip(chosen, sources_of(chosen), strict=True):
         tensor = source.tensor
         layout = tensor.shape, tensor.stride(), tensor.element_size(), fraction, n_pieces
-        windows = sampling_round.windows_by_copy.get(n, _UNKNOWN)
-        if windows.layout != layout:  # windows of another layout would lie outside of the tensor's memory
+        windows = sampling_round.windows_by_copy.get(n, _NO_WINDOWS)
+        if windows.layout != layout:  # windows of another layout may lie outside of the tensor's memory
             sampling_round.windows_by_copy[n] = windows = windows_of(*layout)
         if windows.count:
             found.append((source, windows, windows.at(number)))
@@ -332,12 +335,13 @@ def choose_samples(
 
 
 class MutationCheck:
-    """Watches the sources of one save, from when this object is made.
+    """Detects changes of the sources of one save from the time when this object is made.
 
     Args:
         flat: The state.
         numbers: Numbers of its tensors that are copied behind the training.
-        owners: Tensors of optimizers in the same storages: a state dict may hold `.data`, with a counter of its own.
+        owners: Tensors of optimizers in the same storages, whose counters are checked too: a state dict may hold
+            `.data` of them, which has a counter of its own.
         save_id, step, path: ID, step and directory of the save.
     """
 
@@ -364,13 +368,13 @@ class MutationCheck:
         self._digested = [(source, tensor_digest(source.tensor)) for source in sources]
 
     def sample(self, chosen: Sequence[Sample]) -> None:
-        """Read windows of what lies in host memory, now; `check` compares with them."""
+        """Read windows of tensors in host memory now; `check` compares with them."""
         self._sampled = [(s, w, position, w.read(s.tensor.data_ptr(), position)) for s, w, position in chosen]
 
     def sample_devices(self, chosen: Sequence[Sample]) -> list[torch.Tensor]:
-        """Return windows of one piece of tensors that lie row-major on devices, as bytes, for `Transfer` to read.
+        """Return windows of row-major tensors on devices, as uint8 views of one piece each, for `Transfer` to read.
 
-        `check_device_samples` compares the bytes that it has read.
+        `check_device_samples` compares the bytes that `Transfer` has read.
         """
         self._on_devices = list(chosen)
         with torch.no_grad():
@@ -378,18 +382,18 @@ class MutationCheck:
 
     @property
     def digests_sources(self) -> bool:
-        """Whether `check` reads all of the sources, on devices too, so that they must not change before it."""
+        """Whether `check` reads the whole sources, also those on devices: they must not change before it."""
         return bool(self._digested)
 
     def _found_addresses(self) -> list[int]:
-        # Not the optimizers' own: `parameter.data = other` takes nothing away from what is copied.
+        # Without the owners: `parameter.data = other` gives them another address, and leaves the copied memory alone.
         return [self._flat.tensors[n].data_ptr() for n in self._numbers]
 
     def check(self) -> None:
-        """Prove, after the copy, that nothing has changed.
+        """Check, after the copy, that no source has changed.
 
         Raises:
-            SnapshotTornError: Something has.
+            SnapshotTornError: A source has changed.
         """
         self.check_counters()
         for source, digest in self._digested:
@@ -398,7 +402,7 @@ class MutationCheck:
         for source, windows, position, before in self._sampled:
             after_copy = before if source.target is None else windows.read_copied(source.target, position)
             try:
-                after = windows.read_carefully(source.tensor.data_ptr(), position)
+                after = windows.read_fault_safe(source.tensor.data_ptr(), position)
             except OSError as error:
                 raise self._torn(source.number, _MOVED) from error
             self._compare(source, before, after_copy, after)
@@ -410,13 +414,13 @@ class MutationCheck:
             raise self._torn(source.number, f"{_UNCOUNTED}, after its copy,")
 
     def check_device_samples(self, read: Sequence[tuple[bytes, bytes]]) -> None:
-        """Compare what lies in the slot with what was in the windows of `sample_devices`, once all is copied.
+        """Compare the slot with the windows of `sample_devices`, once everything is copied.
 
         Args:
             read: Bytes of the windows at `save()`, and after the copies.
 
         Raises:
-            SnapshotTornError: Something has changed.
+            SnapshotTornError: A source has changed.
         """
         for (source, windows, position), (before, after) in zip(self._on_devices, read, strict=True):
             assert source.target is not None
@@ -425,10 +429,10 @@ class MutationCheck:
             self._compare(source, before, copied, after)
 
     def check_counters(self) -> None:
-        """Prove that nothing has changed as far as version counters and addresses say. Reads no tensor.
+        """Check that no version counter or address has changed. Reads no tensor.
 
         Raises:
-            SnapshotTornError: Something has.
+            SnapshotTornError: One has changed.
         """
         versions, addresses = _versions(self._watched), self._found_addresses()
         if addresses != self._addresses:
@@ -436,14 +440,14 @@ class MutationCheck:
             raise self._torn(self._numbers[moved], _MOVED)
         if versions != self._versions:
             changed = next(n for n, one in enumerate(versions) if one != self._versions[n])
-            raise self._torn(self._number(changed), "an operation in place")
+            raise self._torn(self._number(changed), "an in-place operation")
 
     def source_storage_ptrs(self) -> set[int]:
         """Return the addresses of the storages that are watched."""
         return set(storage_ptrs(self._watched))
 
     def _number(self, watched: int) -> int | None:
-        """Return the number of the state's tensor that a watched one is, or shares its storage with."""
+        """Return the number in the state of a watched tensor, or of one that shares its storage."""
         if watched < len(self._numbers):
             return self._numbers[watched]
         ptr = self._watched[watched].untyped_storage().data_ptr()
@@ -452,8 +456,9 @@ class MutationCheck:
     def _torn(self, number: int | None, how: str) -> SnapshotTornError:
         fqn = None if number is None else self._flat.name_of(number)
         return SnapshotTornError(
-            f"step {self._step}: the tensor {fqn!r} was changed between save() and the end of its copy, by {how} that "
-            "no hook of an attached optimizer saw; call fence() before such a write, or use staging='blocking'",
+            f"save of step {self._step} to {self._path}: tensor {fqn!r} was changed between save() and the end of its "
+            f"copy, by {how} that no hook of an attached optimizer saw; call fence() before such a write, or use "
+            "staging='blocking'",
             fqn=fqn,
             save_id=str(self._save_id),
             step=self._step,

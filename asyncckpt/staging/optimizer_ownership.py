@@ -1,8 +1,8 @@
-"""Which tensors of a state belong to attached optimizers: these change in `step()` only.
+"""Finds the tensors of a state that attached optimizers own: these change in `step()` only.
 
-An optimizer owns the storages of its parameters and of the tensors in its `state`; nothing else of its param_groups.
-Storages are compared by address, anew at every save: state appears with the first step, groups are added, and a
-`state_dict()` holds other tensor objects than the model does.
+An optimizer owns the storages of its parameters and of the tensors in its `state`, and nothing else of its
+param_groups. Storages are compared by address, again in every save: state appears with the first step, groups are
+added, and a `state_dict()` holds other tensor objects than the model does.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ import torch
 from asyncckpt.sharding.dtensor import without_dtensors
 
 MAX_NESTING = 8
-"""How deep the tensors in an optimizer's state are looked for. LBFGS has lists of them; chosen, far above any known."""
+"""How deep to search an optimizer's state for tensors (LBFGS has lists of them). Chosen: far above any known one."""
 
-FEW = 2
-"""So many tensors of an optimizer in one storage are compared one by one; flattened ones have thousands. Chosen."""
+MAX_COMPARED = 2
+"""Up to so many tensors of an optimizer in one storage are compared one by one; of more, as flattened parameters have,
+their ranges. Chosen."""
 
 _HOOK_CALLER = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
-"""The code of torch's wrapper around every `step()`, which calls the hooks."""
+"""The code object of torch's wrapper around every `step()`, which calls the hooks."""
 
 _NO_STORAGE = (RuntimeError, NotImplementedError, ValueError)
-"""What torch raises when it is asked for the storage of a tensor that has none."""
+"""Errors of torch for the storage of a tensor that has none."""
 
 _log = logging.getLogger("asyncckpt")
 
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks can be registered; `Optimizer.__init__()` makes their tables, which not every wrapper calls."""
+    """Whether hooks can be registered: not if a wrapper did not call `Optimizer.__init__()`, which makes the tables."""
     return all(
         isinstance(vars(optimizer).get(table), dict)
         for table in ("_optimizer_step_pre_hooks", "_optimizer_load_state_dict_pre_hooks")
@@ -40,7 +41,7 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its `step()` still calls hooks: in some versions the first use of torch.compile takes that away."""
+    """Whether its `step()` calls hooks: some versions of torch.compile remove that."""
     step: Any = type(optimizer).step
     while step is not None:
         if getattr(step, "__code__", None) is _HOOK_CALLER:
@@ -58,14 +59,14 @@ class AttachedOptimizers:
         self._warned = False
 
     def add(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Add one; returns False if it was there already."""
+        """Add an optimizer; return False if it was attached already."""
         if any(optimizer is known for known in self._living()):
             return False
         self._optimizers = [*map(weakref.ref, self._living()), weakref.ref(optimizer)]
         return True
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all optimizers."""
         self._optimizers = []
 
     def __bool__(self) -> bool:
@@ -81,11 +82,11 @@ class AttachedOptimizers:
 
         Args:
             tensors: All tensors of the state.
-            among: Positions that are looked at; None: all of them.
+            among: Positions to consider; None: all of them.
 
         Returns:
-            The positions in `tensors`, the very same object as at the last call if they are equal; and the optimizers'
-            own tensors in these storages.
+            The positions in `tensors` (the same object as in the last call if they are equal), and the optimizers' own
+            tensors in the same storages.
         """
         if among is None:
             among = range(len(tensors))
@@ -109,10 +110,10 @@ class AttachedOptimizers:
         numbers = []
         used: set[int] = set()
         for n, ptr in zip(among, found, strict=True):
-            if ptr not in owned or not _has_engine(tensors[n]):
+            if ptr not in owned or not _is_deferrable(tensors[n]):
                 continue
-            # The span of every tensor would be most of what a save of many small ones costs.
-            if not (len(owned[ptr]) <= FEW and any(_is_same(tensors[n], one) for one in owned[ptr])):
+            # Compared one by one if possible: computing spans would be most of the cost of a save of many tensors.
+            if not (len(owned[ptr]) <= MAX_COMPARED and any(_is_same(tensors[n], one) for one in owned[ptr])):
                 if ptr not in ranges:
                     ranges[ptr] = _ranges(owned[ptr])
                 if not _is_within(tensors[n], ranges[ptr]):
@@ -125,16 +126,16 @@ class AttachedOptimizers:
         if not self._warned:
             self._warned = True
             _log.warning(
-                "torch.compile has taken the hooks of %s.step() away, as some versions of torch do; what such an "
-                "optimizer owns is copied before save() returns",
+                "torch.compile has removed the hooks of %s.step(), as some versions of torch do; tensors of this "
+                "optimizer are copied before save() returns",
                 type(optimizer).__name__,
             )
 
-    def everything(
+    def all_deferrable(
         self, tensors: Sequence[torch.Tensor], among: Sequence[int]
     ) -> tuple[frozenset[int], list[torch.Tensor]]:
-        """As `owned`, for a caller who promises to change nothing: all of them that lie there."""
-        return self._same([n for n in among if _has_engine(tensors[n])]), []
+        """As `owned`, but return all of `among` that can be deferred: the caller promises to change none of them."""
+        return self._same([n for n in among if _is_deferrable(tensors[n])]), []
 
     def _same(self, numbers: Sequence[int]) -> frozenset[int]:
         found = frozenset(numbers)
@@ -143,8 +144,8 @@ class AttachedOptimizers:
         return self._last
 
 
-def _has_engine(tensor: torch.Tensor) -> bool:
-    """Whether it can be copied behind the training; others, on the meta device for instance, are copied at once."""
+def _is_deferrable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be copied behind the training; others, on the meta device for instance, cannot."""
     return tensor.is_cpu or tensor.is_cuda
 
 
@@ -162,7 +163,7 @@ def _tensors_in(values: Any, depth: int = 0) -> list[torch.Tensor]:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the range of bytes [first, end) that `tensor` reaches in its storage."""
+    """Return the range of bytes [start, end) that `tensor` occupies in its storage."""
     first, width = int(tensor.storage_offset()), tensor.itemsize
     if not tensor.numel():
         return first * width, first * width
@@ -171,7 +172,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both are certainly the same elements."""
+    """Whether both are known to be the same elements; False if unknown."""
     return tensor is other or (
         tensor.data_ptr() == other.data_ptr()
         and tensor.dtype is other.dtype
@@ -181,7 +182,7 @@ def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _ranges(own: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return the ranges of bytes of one storage that are owned: other tensors may lie in the same storage."""
+    """Return the owned ranges of bytes of one storage, merged; other tensors may lie between them."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted(map(_span, own)):
         if merged and start <= merged[-1][1]:
@@ -197,8 +198,10 @@ def _is_within(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> bool:
 
 
 def storage_ptrs(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the address of each one's storage, of DTensors their local one's; 0 for those without: sparse ones,
-    parameters of lazy modules."""
+    """Return the address of each tensor's storage, for a DTensor that of its local tensor.
+
+    0 for tensors without a storage: sparse ones, and parameters of lazy modules.
+    """
     tensors = without_dtensors(tensors)
     try:
         return [tensor.untyped_storage().data_ptr() for tensor in tensors]

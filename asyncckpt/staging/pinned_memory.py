@@ -1,4 +1,4 @@
-"""Host memory that devices copy into without the CPU: pinned once, unpinned before it is unmapped."""
+"""Pins host memory, so that devices copy into it without the CPU: once, and unpins it before it is unmapped."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from asyncckpt.basics.process_lifecycle import BackgroundThread
 from asyncckpt.staging.device import SUCCESS, UNLOADING, Device
 
 PIECE_NBYTES = 256 << 20
-"""Bytes that one call pins: the driver holds its lock meanwhile, and some refuse hundreds of GiB at once. Chosen, not
-measured. A multiple of every page size. No copy may cross from one piece into the next (CUDA driver API: a host range
-must be registered as a whole, or not at all), so `device_copy` cuts there."""
+"""How much one call pins: the driver holds a lock during the call, and some drivers refuse hundreds of GiB at once.
+Chosen, not measured. A multiple of every page size. No copy may cross the border of two pieces (CUDA driver API: the
+host range of a copy must be registered as a whole, or not at all), so `device_copy` cuts copies there."""
 
 _log = logging.getLogger("asyncckpt")
 
 
 class Pin:
-    """The pinning of `nbytes` from `address` on, all of it or nothing; nothing before `open()`.
+    """The pinning of `nbytes` from `address` on: all of them or none. `open` pins.
 
     Args:
         device: The interface to the devices.
@@ -27,7 +27,7 @@ class Pin:
         nbytes: Length, in whole pages.
 
     Attributes:
-        failure: Why the driver has refused; None: it has not.
+        failure: Why the driver refused; None: it did not.
     """
 
     def __init__(self, device: Device, index: int, address: int, nbytes: int) -> None:
@@ -43,10 +43,10 @@ class Pin:
         return self._complete
 
     def open(self) -> None:
-        """Pin; what the driver refuses is in `failure`.
+        """Pin the memory; if the driver refuses, set `failure`.
 
-        IMPORTANT: the memory's owner must know this object before. An interrupt in here is raised when the memory is
-        pinned, and unmapped like that it would stay with the driver, which then refuses whatever is mapped there next.
+        IMPORTANT: the memory's owner must have this object before the call. An interrupt is raised once the memory is
+        pinned; if it were unmapped then without unpinning, the driver would refuse whatever is mapped there next.
 
         Blocks: about 0.1 to 0.5 s per GB.
         """
@@ -69,7 +69,7 @@ class Pin:
             self._unregister()
 
     def _unregister(self) -> None:
-        """Undo what stands; `_pieces` keeps what cannot be undone."""
+        """Unpin; `_pieces` keeps the pieces that the driver refuses to unpin."""
         self._complete = False
         left = []
         try:
@@ -86,10 +86,10 @@ class Pin:
         self._pieces += left
 
     def close(self) -> bool:
-        """Unpin; later calls, and calls in a forked child, do nothing. Nothing may be copied into it any more.
+        """Unpin. No copy may run into the memory. Idempotent; no-op in a forked child.
 
         Returns:
-            False when some of it is still pinned, since the driver refused: then it must stay mapped.
+            False if the driver refused, so that a part is still pinned: then the memory must stay mapped.
         """
         if os.getpid() == self._owner_pid and self._pieces:
             _run_in_thread(self._unregister)
@@ -97,15 +97,15 @@ class Pin:
 
 
 def _run_in_thread(work: Callable[[], None]) -> None:
-    """Run `work` in a thread of its own, and wait for it: an error code stays with the thread that got it.
+    """Run `work` in a thread of its own, and wait for it: an error code of the driver stays with its thread.
 
-    Blocks for the driver, 0.1 s and more per GB. An interrupt is raised when the thread has ended.
+    Blocks: for the driver, 0.1 s and more per GB. An interrupt is raised when the thread has ended.
     """
     thread = BackgroundThread(work, "asyncckpt-pin")
     interrupt: BaseException | None = None
     try:
         thread.start()
-    except RuntimeError:  # can't start new thread: the interpreter ends, or the system has no more
+    except RuntimeError:  # can't start new thread: the interpreter ends, or the limit of threads is reached
         work()
         return
     except BaseException as error:

@@ -1,8 +1,8 @@
 """Copies a state through a ring: a slot that is smaller than the state.
 
-The files are cut into segments. A cell is the memory of one segment: the slot has a few, which are used in turn. A
-segment is copied into its cell when the worker has written the segment that was there before (memory/SPEC.md, section
-5), so that the save takes as long as writing.
+The files are cut into segments. A cell is the memory of one segment; the slot has a few, which are used in turn. A
+segment is copied into its cell once the worker has written the segment that the cell held before (memory/SPEC.md,
+section 5). So the save takes as long as writing does.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.protocol.request import MIN_RING_SEGMENTS, RING_UNIT_NBYTES, PartRange
 from asyncckpt.staging.copy_engine import CopyEngine
 from asyncckpt.staging.cpu_copy import copyable, cut_out, nbytes_before, runs
-from asyncckpt.staging.memcopy import careful_copy
+from asyncckpt.staging.memcopy import fault_safe_copy
 
 SEGMENT_NBYTES = 16 << 20
 """Length of a segment. As `storage.rank_writer.EXTENT_NBYTES`: one write."""
 
 MANY_SEGMENTS = 8
-"""In memory for fewer segments of that length, shorter ones are made: some are being written, some filled. Chosen, not
-measured."""
+"""The least number of cells, if there is not enough memory for as many of `SEGMENT_NBYTES`: then segments are shorter.
+Some cells are being written while others are filled. Chosen, not measured."""
 
 
 Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""Targets and sources, each of the dtype and shape of the other."""
+"""Targets and sources: each target has the dtype and shape of its source."""
 
 
 def ring_within(limit_nbytes: int, parts: Sequence[PartRange], request_room_nbytes: int) -> StreamLayout | None:
     """Return the longest ring for a slot of at most `limit_nbytes`.
 
     Args:
-        limit_nbytes: The most bytes of the slot.
+        limit_nbytes: The largest size of the slot.
         parts: The files that pass through the ring.
         request_room_nbytes: Bytes of the slot for the request, in whole pages.
 
@@ -75,7 +75,7 @@ class _Contents(NamedTuple):
 class RingImage:
     """The image of a plan's shard files, by segments, and the copy of one segment into its cell.
 
-    The memory must outlive it; it belongs to whoever mapped it.
+    The caller owns the memory, and must not unmap it before this object is gone.
 
     Args:
         address: Address of the slot's first byte in this process.
@@ -93,10 +93,10 @@ class RingImage:
         self._assign_contents()
 
     def lay_out(self) -> None:
-        """Nothing to do when the slot has held another image meanwhile: `fill` writes every byte of a segment."""
+        """Do nothing: `fill` writes every byte of a segment."""
 
     def settle(self) -> None:
-        """Nothing to wait for: only the calling thread copies."""
+        """Do nothing: there are no threads that copy."""
 
     # ---- contents of each segment ------------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class RingImage:
                     self._contents[number].fixed.append((at, data[start:end]))
 
     def _cut(self, part: int, offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (segment, start, end) of the pieces of a range of a part, which is cut at the segments' ends."""
+        """Cut a range of a part at the borders of segments; yield (segment, start, end) of each piece of the range."""
         start = 0
         while start < nbytes:
             number = self.ring.number_of(part, offset + start)
@@ -130,7 +130,7 @@ class RingImage:
             start = end
 
     def _holes(self, part: int, fixed: Sequence[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
-        """Return zeros for what nothing else lies in: a cell holds old bytes."""
+        """Return zeros for the bytes of a part that nothing else covers, since cells hold old bytes."""
         taken = [(offset, offset + len(data)) for offset, data in fixed]
         taken += [(c.offset_bytes, c.offset_bytes + c.nbytes) for c in self.plan.layout.chunks if c.part == part]
         nbytes = self.plan.layout.parts[part].nbytes
@@ -149,23 +149,23 @@ class RingImage:
         tensors: Sequence[torch.Tensor],
         devices: Sequence[int | None],
         save_id: SaveId,
-        careful: bool = False,
+        fault_safe: bool = False,
     ) -> dict[int, Pairs]:
-        """Copy what lies in the host's memory into a segment's cell, which must be free.
+        """Copy the part of a segment that is in host memory into its cell, which must be free.
 
         Args:
             number: Number of the segment.
             tensors: All tensors of the state, by number.
             devices: Index of the device that each tensor lies on; None: host memory.
             save_id: ID of the save.
-            careful: If the memory of a tensor goes away meanwhile, that is an OSError and no SIGSEGV.
+            fault_safe: Raise OSError, not SIGSEGV, if the memory of a tensor is unmapped meanwhile.
 
         Returns:
-            What is left to copy, by device.
+            The copies that are left, by device.
 
         Raises:
             RuntimeError: From torch, when a tensor cannot be copied.
-            OSError: A careful copy found that the memory of a tensor has gone.
+            OSError: `fault_safe`, and the memory of a tensor was unmapped.
         """
         cell = self._address + self.ring.offset_of(number)
         segment = self.ring.segments[number]
@@ -174,9 +174,9 @@ class RingImage:
         if segment.start == 0:
             ctypes.memmove(cell + SAVE_ID_OFFSET, save_id_bytes(save_id), SAVE_ID_NBYTES)
         nbytes = segment.end - segment.start
-        # The bytes behind the file's end go to disk for a moment before the file is cut: never old contents.
+        # The padding is written to disk before the file is truncated: it must not hold old contents.
         ctypes.memset(cell + nbytes, 0, round_up(nbytes) - nbytes)
-        copy: Callable[[int, int, int], object] = careful_copy if careful else ctypes.memmove
+        copy: Callable[[int, int, int], object] = fault_safe_copy if fault_safe else ctypes.memmove
         found: dict[int | None, Pairs] = {}
         with torch.no_grad():  # IMPORTANT: it is per thread; see cpu_copy.py
             for piece in self._contents[number].pieces:
@@ -193,9 +193,9 @@ class RingImage:
         return {device: pairs for device, pairs in found.items() if device is not None}
 
     def _pair(self, cell: int, piece: _Piece, source: torch.Tensor, pairs: Pairs) -> None:
-        """Add the copies of a piece of a tensor that torch has to copy."""
+        """Append to `pairs` the copies by torch for a piece of a tensor."""
         itemsize = source.element_size()
-        # Boxes lie at multiples of their items' size, and segments end at multiples of every one.
+        # Boxes begin at multiples of their item size, and segments end at multiples of every item size.
         assert piece.start % itemsize == piece.end % itemsize == 0
         at = cell + piece.at
         for run in runs(source, piece.start // itemsize, piece.end // itemsize):
@@ -207,7 +207,7 @@ class RingImage:
 
 
 class RingCopy:
-    """The `CopyJob` of a ring: each segment is copied when its cell is free, and announced to the worker. For one save.
+    """The `CopyJob` of a ring: copies each segment once its cell is free, and tells the worker. For one save.
 
     Args:
         image: The image in the slot.
@@ -235,20 +235,20 @@ class RingCopy:
         """See `CopyJob`: all segments."""
         return True
 
-    def run(self, careful: bool = False) -> None:
+    def run(self, fault_safe: bool = False) -> None:
         """Copy all segments, in the calling thread.
 
         Raises:
             AsyncCkptError: As `SlotStream.await_cell`.
             RuntimeError: From torch, or a device.
-            OSError: A careful copy found that the memory of a tensor has gone.
+            OSError: `fault_safe`, and the memory of a tensor was unmapped.
 
         Blocks: until all but the last segments are written.
         """
         layout, done_nbytes = self._image.ring, 0
         for number, segment in enumerate(layout.segments):
             self._stream.await_cell(number)
-            on_devices = self._image.fill(number, self._tensors, self._devices, self._save_id, careful)
+            on_devices = self._image.fill(number, self._tensors, self._devices, self._save_id, fault_safe)
             for index, (targets, sources) in on_devices.items():
                 self._engine.copy_to_host(index, targets, sources)
             self._stream.has_filled(layout.end_of(number + 1))

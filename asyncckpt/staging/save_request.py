@@ -1,4 +1,4 @@
-"""What a save asks of who writes it: the worker, which finds it in the sealed slot, or this process."""
+"""Builds the request of a save: what to write, and how. The worker reads it from the sealed slot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncckpt.state_dict.flatten import Flattened
 
 
 class StructureReport(NamedTuple):
-    """What a rank tells the worker about replicas and structure: `SaveRequest`'s fields of the same names."""
+    """What a rank reports about replicas and structure: the fields of `SaveRequest` of the same names."""
 
     plan: str
     samples: Samples
@@ -31,26 +31,26 @@ class StructureReport(NamedTuple):
 
 
 class StructureReporter:
-    """Makes the reports.
+    """Makes the structure reports of a checkpointer's saves.
 
     Args:
         config: For `replicated`.
-        is_apart: Says of which tensors samples are left to the engine.
+        is_on_device: Whether a tensor lies on a device: its samples are read with the copy.
     """
 
-    def __init__(self, config: CheckpointerConfig, is_apart: Callable[[torch.Tensor], bool]) -> None:
-        self._checked, self._is_apart = config.replicated == "check", is_apart
+    def __init__(self, config: CheckpointerConfig, is_on_device: Callable[[torch.Tensor], bool]) -> None:
+        self._checked, self._is_on_device = config.replicated == "check", is_on_device
 
     def report(self, plan: SavePlan, flat: Flattened, sequence: int) -> StructureReport:
-        """Return what a save tells."""
+        """Return the report of a save."""
         if plan.agreement is None:
             return NOTHING_TO_REPORT
-        samples = sample_digests(plan, flat, sequence, self._is_apart) if self._checked else NO_SAMPLES
+        samples = sample_digests(plan, flat, sequence, self._is_on_device) if self._checked else NO_SAMPLES
         return StructureReport(plan.fingerprint, samples, bool(plan.unagreed))
 
 
 NOTHING_TO_REPORT = StructureReport("", NO_SAMPLES, changed=False)
-"""What a rank without others reports."""
+"""The report of a single rank."""
 
 
 def build_request(
@@ -72,15 +72,15 @@ def build_request(
 
     Args:
         config: For writing options.
-        rank: Of this process in the save.
-        save_id, path, step, parts, structure, n_tensors: As `SaveRequest` has them.
-        leaves: What the objects file holds.
-        metadata: The user's.
-        report: About replicas and structure.
-        asks_hooks: The commit waits for `pre_commit`.
+        rank: Rank of this process in the save.
+        save_id, path, step, parts, structure, n_tensors: The fields of `SaveRequest`.
+        leaves: Contents of the objects file.
+        metadata: The user's metadata.
+        report: Report about replicas and structure.
+        asks_hooks: Whether the commit waits for `pre_commit`.
 
     Raises:
-        ValueError: The metadata are no JSON.
+        ValueError: The metadata cannot be encoded as JSON.
     """
     return SaveRequest(
         save_id=str(save_id),
@@ -108,7 +108,16 @@ def build_request(
 
 
 def seal_with(slot: Slot, offset: int, asked: SaveRequest, samples: Samples, transfer: Transfer) -> None:
-    """Seal a slot whose request waits for what is compared on devices; it is as long as it was with zeros.
+    """Complete a request with the samples of tensors on devices, and seal the slot with it.
+
+    The request had zeros in their place, so its length does not change.
+
+    Args:
+        slot: The slot.
+        offset: Offset of the request in the slot.
+        asked: The request.
+        samples: Its samples; those of tensors on devices are missing.
+        transfer: The copies by devices, which have read these samples.
 
     Raises:
         RuntimeError: From a device.

@@ -1,7 +1,7 @@
-"""Starts the copy of a state into a slot: one that has room for all of it, or a ring that is smaller than the state.
+"""Starts the copy of a state into a slot: one that has room for the whole state, or a ring that is smaller.
 
-`required_slot` says which of them a save gets. `FullSlotCopier` and `RingCopier` copy what must be copied before
-`save()` returns; the job of the result copies the rest, behind the training.
+`required_slot` decides between them. `FullSlotCopier` and `RingCopier` copy what must be copied before `save()`
+returns; the job that they return copies the rest behind the training.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from asyncckpt.staging.save_request import StructureReport, seal_with
 from asyncckpt.state_dict.flatten import Flattened
 
 REQUEST_SLACK_NBYTES = 64 * 1024
-"""Room for objects that grow between saves, so that a longer log line needs no new slot. Chosen, not measured."""
+"""Spare room for objects that grow between saves, so that no new slot is needed for that. Chosen, not measured."""
 
-CLONED_NBYTES = 64 << 20
-"""The most bytes that no optimizer owns and that are cloned for a copy behind the training; beyond it `save()` waits
-for everything. Chosen: statistics and counters."""
+MAX_CLONED_NBYTES = 64 << 20
+"""How much that no optimizer owns may be cloned for a copy through a ring behind the training. If there is more,
+`save()` waits for the whole copy. Chosen: enough for statistics and counters."""
 
 MANY_BOXES = 2000
-"""From here on a plan takes some megabytes for a moment. Chosen, not measured."""
+"""With so many boxes, making a plan takes some megabytes temporarily. Chosen, not measured."""
 
 Image = TypeVar("Image", SlotImage, RingImage)
 
@@ -61,13 +61,13 @@ _log = logging.getLogger("asyncckpt")
 
 
 class SlotRequirement(NamedTuple):
-    """The memory that a save needs, and what it asks of the worker.
+    """The memory that a save needs, and its request to the worker.
 
     Attributes:
         asked: The request.
         request: The request, encoded.
         nbytes: Size of the slot.
-        spare_nbytes: Bytes that a new slot is made larger by.
+        spare_nbytes: Make a new slot larger by so many bytes.
         ring: Layout of the ring; None: the slot has room for the whole state.
     """
 
@@ -79,9 +79,9 @@ class SlotRequirement(NamedTuple):
 
 
 def required_slot(config: CheckpointerConfig, plan: SavePlan, asked: SaveRequest) -> SlotRequirement:
-    """Return what a save needs: a slot for the whole state, or a ring if that is more than `arena_limit_bytes`.
+    """Return the memory that a save needs: a slot for the whole state, or a ring if `arena_limit_bytes` is less.
 
-    The pool refuses a limit that is too small even for a ring.
+    If the limit is too small even for a ring, this returns a slot for the whole state, and the pool refuses it.
     """
     request = encode_request(asked)
     whole = SlotRequirement(asked, request, slot_nbytes(plan.body_nbytes, len(request)), REQUEST_SLACK_NBYTES, None)
@@ -97,14 +97,14 @@ def required_slot(config: CheckpointerConfig, plan: SavePlan, asked: SaveRequest
 
 
 class StartedCopy(NamedTuple):
-    """A copy that has started, or is done.
+    """A copy that has been started, and may have ended.
 
     Attributes:
         job: What the host has still to copy.
-        is_deferred: Whether anything is left: then the slot is sealed when `job` and `transfer` have ended.
-        check: Proves that the tensors that are left have not changed.
+        is_deferred: Whether anything is left: then seal the slot once `job` and `transfer` have ended.
+        check: Checks that the deferred tensors have not changed.
         seal: Seals the slot.
-        transfer: The copies of devices; None: there are none.
+        transfer: The copies by devices; None: there are none.
     """
 
     job: CopyJob
@@ -118,7 +118,7 @@ class SlotCopier(Protocol):
     """A way to copy states into slots."""
 
     def prepare(self, slot: Slot, required: SlotRequirement, plan: SavePlan, flat: Flattened) -> None:
-        """Do what the first copy would do once: make views for `plan`, and pin the slot if devices copy into it."""
+        """Do the one-time work of the first copy: make views for `plan`, and pin the slot if devices copy into it."""
 
     def start(
         self,
@@ -139,11 +139,11 @@ class SlotCopier(Protocol):
             required: Result of `required_slot`.
             plan: Plan of the save.
             flat: The state. Its tensors that are copied behind the training are detached in place.
-            report: What the request says about replicas.
+            report: The structure report that the request contains.
             save_id, step, path: ID, step and directory of the save.
 
         Raises:
-            AsyncCkptError, RuntimeError, OSError: As the copier says.
+            AsyncCkptError, RuntimeError, OSError: As documented by the copier.
         """
 
 
@@ -151,11 +151,11 @@ class FullSlotCopier:
     """Copies into a slot that has room for the whole state. One per checkpointer.
 
     Args:
-        client: The worker, which may begin to write before everything is copied.
+        client: The client of the worker, which may begin to write before everything is copied.
         config: For `staging` and `overlap_check`.
         engine: Copies from the host and from devices.
-        overlap: Says what may be copied behind the training.
-        rounds: Rounds of sampling, which all copiers of a checkpointer share.
+        overlap: Decides what is copied behind the training.
+        rounds: Rounds of sampling, shared by all copiers of a checkpointer.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class FullSlotCopier:
         image = image_of(slot, plan)
         deferred, owners, snapshot = self._choose_deferred(image, flat.tensors)
         checked = deferred if snapshot is None else deferred - snapshot.numbers
-        with torch.no_grad():  # IMPORTANT: `parameter.data = other` must not free what is still to be copied
+        with torch.no_grad():  # IMPORTANT: detached, so that `parameter.data = other` does not free copied memory
             for n in deferred:
                 flat.tensors[n] = flat.tensors[n].detach()
         work = image.split(deferred)
@@ -226,7 +226,7 @@ class FullSlotCopier:
         if replica_windows and transfer is not None:
             seal = partial(seal_with, slot, image.body_end, required.asked, report.samples, transfer)
         mark: Watermark | None = None
-        # What devices copy is counted by nobody, and the request may lack what they are still asked for.
+        # Not with copies by devices: the watermark does not count them, and the request may lack their samples.
         if deferred and transfer is None and should_stream(sum(box.nbytes for box in host_work.large)):
             stream = SlotStream(
                 self._client, slot, required.request, image.body_end, save_id=save_id, step=step, path=path
@@ -238,9 +238,9 @@ class FullSlotCopier:
     def _sample(
         self, check: MutationCheck, image: SlotImage, tensors: Sequence[torch.Tensor], boxes: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Read windows of what is copied from the host's memory; returns those of what is copied from devices.
+        """Read windows of the boxes that are copied from host memory; return those of boxes copied from devices.
 
-        What lies on a device, and not row-major, is left out: to read a window of it takes kernels by itself.
+        Tensors on devices that are not row-major are left out: each of their windows would take kernels of its own.
         """
         sampling_round, devices = self._rounds.next(image.plan), self._engine.device_indices(tensors)
         on_host, on_devices = boxes, list[int]()
@@ -259,7 +259,7 @@ class FullSlotCopier:
     def _choose_deferred(
         self, image: SlotImage, tensors: Sequence[torch.Tensor]
     ) -> tuple[frozenset[int], list[torch.Tensor], DeviceSnapshot | None]:
-        """Return what is deferred and who else owns it, as `Overlap.choose_deferred`; and the device snapshot."""
+        """Return what is deferred and the optimizers' tensors, as `Overlap.choose_deferred`; and the device snapshot."""
         deferred, owners = self._overlap.choose_deferred(tensors, self._engine.worth_deferring(image, tensors))
         snapshot = self._engine.snapshot(image, tensors) if self._config.staging == "device" else None
         if snapshot is None:
@@ -271,11 +271,11 @@ class RingCopier:
     """Copies through a ring: a slot that is smaller than the state. One per checkpointer.
 
     Args:
-        client: The worker, which writes the ring while it is being filled.
+        client: The client of the worker, which writes the ring while it is being filled.
         config: For `arena_limit_bytes`, `keep_in_memory` and `overlap_check`.
         engine: Copies from devices.
-        overlap: Says what may be copied behind the training.
-        rounds: Rounds of sampling, which all copiers of a checkpointer share.
+        overlap: Decides what is copied behind the training.
+        rounds: Rounds of sampling, shared by all copiers of a checkpointer.
     """
 
     def __init__(
@@ -307,7 +307,7 @@ class RingCopier:
         step: int,
         path: str,
     ) -> StartedCopy:
-        """See `SlotCopier`. Everything is copied now, or everything behind the training.
+        """See `SlotCopier`. The whole state is copied now, or the whole state behind the training.
 
         Raises:
             AsyncCkptError, RuntimeError, OSError: As `SlotStream` and `RingCopy.run`.
@@ -315,12 +315,12 @@ class RingCopier:
         Blocks: unless the result is deferred, until all but the last segments are written.
         """
         assert required.ring is not None
-        self._log_ring(step, plan, required.ring)
+        self._log_ring(step, path, plan, required.ring)
         devices = self._engine.device_indices(flat.tensors)
         deferred, owners, tensors = self._choose_deferred(flat.tensors, devices, plan)
         check = MutationCheck(flat, deferred, owners, save_id=save_id, step=step, path=path)
         if deferred and self._config.overlap_check != "off":
-            # The slot's bytes are gone by the time that they could be compared: the sources alone are.
+            # Only the sources are compared: the ring no longer holds the copies when the check runs.
             def sources_of(some: Sequence[int]) -> list[Source]:
                 return [Source(n, flat.tensors[n], None) for n in some]
 
@@ -342,13 +342,13 @@ class RingCopier:
     def _choose_deferred(
         self, tensors: list[torch.Tensor], devices: Sequence[int | None], plan: SavePlan
     ) -> tuple[frozenset[int], list[torch.Tensor], list[torch.Tensor]]:
-        """Return what is deferred, as `Overlap.choose_deferred`, and what all is copied from: sources, or clones."""
+        """Return what is deferred, as `Overlap.choose_deferred`, and the tensors to copy: sources, or clones."""
         deferred, owners = self._overlap.choose_deferred(tensors, range(len(tensors)), needs_core=False)
         others = sorted({box.number for box in plan.boxes} - deferred)
         cloned_nbytes = sum(tensors[n].numel() * tensors[n].element_size() for n in others)
-        if not deferred or cloned_nbytes > CLONED_NBYTES or any(device is not None for device in devices):
+        if not deferred or cloned_nbytes > MAX_CLONED_NBYTES or any(device is not None for device in devices):
             return frozenset(), [], tensors
-        with torch.no_grad():  # IMPORTANT: `parameter.data = other` must not free what is still to be copied
+        with torch.no_grad():  # IMPORTANT: detached, so that `parameter.data = other` does not free copied memory
             for n in deferred:
                 tensors[n] = tensors[n].detach()
             copied = list(tensors)
@@ -359,7 +359,7 @@ class RingCopier:
         return deferred, owners, copied
 
     def _completed_request(self, required: SlotRequirement, report: StructureReport) -> bytes:
-        """Return the request, with the samples of what lies on devices: it is as long as it was with zeros."""
+        """Return the request with the samples of tensors on devices, in the place of zeros: its length is the same."""
         if not report.samples.device_windows:
             return required.request
         fetched = []
@@ -371,14 +371,15 @@ class RingCopier:
             fetched.append(ctypes.string_at(host.data_ptr(), host.numel()))
         return encode_request(replace(required.asked, samples=report.samples.completed(fetched).encode()))
 
-    def _log_ring(self, step: int, plan: SavePlan, ring: StreamLayout) -> None:
+    def _log_ring(self, step: int, path: str, plan: SavePlan, ring: StreamLayout) -> None:
         level, self._has_warned = logging.INFO if self._has_warned else logging.WARNING, True
         not_kept = ", and is not kept in memory" if self._config.keep_in_memory == "latest" else ""
         _log.log(
             level,
-            "step %d: %d bytes do not fit into arena_limit_bytes=%d: they go through %d bytes of memory in segments. "
-            "The save takes as long as writing%s",
+            "save of step %d to %s: %d bytes do not fit into arena_limit_bytes=%d, so they are copied in segments "
+            "through a ring of %d bytes. The save takes as long as writing%s",
             step,
+            path,
             plan.file_nbytes,
             self._config.arena_limit_bytes,
             ring.cells_nbytes,
@@ -393,7 +394,7 @@ class HostCopy:
         image: The image in the slot.
         tensors: All tensors of the state, by number.
         work: The boxes that are left to copy.
-        mark: Tells the worker how far the slot is filled; None: it writes when the slot is sealed.
+        mark: Tells the worker how far the slot is filled; None: the worker writes once the slot is sealed.
     """
 
     def __init__(
@@ -406,16 +407,16 @@ class HostCopy:
         """See `CopyJob`."""
         return bool(self._work)
 
-    def run(self, careful: bool = False) -> None:
+    def run(self, fault_safe: bool = False) -> None:
         """See `CopyJob`."""
-        self._image.copy(self._tensors, self._work, careful, self._mark)
+        self._image.copy(self._tensors, self._work, fault_safe, self._mark)
 
     def cancel(self) -> None:
         """See `CopyJob`."""
         self._image.cancel()
 
     def extended_deadline(self) -> float:
-        """Return 0.0: a copy into memory is waited for no longer than its caller says."""
+        """Return 0.0: a copy into memory extends no deadline."""
         return 0.0
 
 
@@ -431,23 +432,23 @@ def _watermark(image: SlotImage, slot: Slot, stream: SlotStream) -> Watermark:
 
 
 def image_of(slot: Slot, plan: SavePlan) -> SlotImage:
-    """Return the slot's image of `plan`: the one it has, or had when it was last used for that plan, or a new one.
+    """Return the slot's image of `plan`: the current one, a cached one, or a new one.
 
-    Plans of one structure under several agreements share their layout, and with it the image.
+    Plans of one structure under several agreements share their layout, and so the image.
     """
 
     def make() -> SlotImage:
         with gc_paused():
             made = SlotImage(slot.memory.mapping.address, plan)
         if len(plan.boxes) >= MANY_BOXES:
-            give_back()  # what a plan and its views take for a moment, and their C library keeps
+            give_back()  # temporary memory of making the plan and its views, which the C library would keep
         return made
 
     return _use_image(slot, SlotImage, lambda image: image.plan.layout is plan.layout, make)
 
 
 def ring_image_of(slot: Slot, plan: SavePlan, ring: StreamLayout) -> RingImage:
-    """Return the slot's image of `plan` by segments, as `image_of`."""
+    """As `image_of`, for a ring."""
 
     def fits(image: RingImage) -> bool:
         return image.plan.layout is plan.layout and image.ring.is_like(ring)
@@ -456,7 +457,7 @@ def ring_image_of(slot: Slot, plan: SavePlan, ring: StreamLayout) -> RingImage:
 
 
 def _use_image(slot: Slot, kind: type[Image], fits: Callable[[Image], bool], make: Callable[[], Image]) -> Image:
-    """Return the image for the next save: the current one, one that the slot had before, or a new one."""
+    """Return the image for the next save: the current one, a cached one, or a new one."""
     current = slot.views
     if isinstance(current, kind) and fits(current):
         return current

@@ -1,7 +1,7 @@
 """The two stagers.
 
-`SlotStager` is the default one: it flattens the state, finds the plan, takes a slot, copies and seals. `HostStager`
-clones into host memory, for a `checkpoint_process` of the user's own.
+`SlotStager` is the default: it flattens the state, finds the plan, takes a slot, copies and seals. `HostStager` clones
+the state in host memory, for a custom `checkpoint_process`.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class SlotStager(CheckpointStager):
     """Copies into slots of the worker.
 
     Args:
-        process: The worker, which lends slots and is told that a save begins.
+        process: The client of the worker, which lends slots and gets the announcement of each save.
         ranks: The ranks that save together.
         config: For layout and writing options.
         engine: Copies the tensors; default: one for CUDA devices.
-        overlap: The overlap of a stager that this one replaces: optimizers stay attached.
+        overlap: The `Overlap` of a stager that this one replaces, so that its optimizers stay attached.
 
     Attributes:
         plans: Plans by structure.
@@ -106,28 +106,28 @@ class SlotStager(CheckpointStager):
     def stage(self, state_dict: Mapping[str, Any], **kw: Any) -> StagedSnapshot:
         """Take the snapshot into a slot and seal it. Blocks for a free slot (by policy) and for the copy.
 
-        What may be copied behind the training (`Overlap.choose_deferred`) is left to the result's `start_deferred`, and so is the
-        seal.
+        What may be copied behind the training (`Overlap.choose_deferred`), and the seal after it, are left to the
+        result's `start_deferred`.
 
         Args:
             state_dict: The state.
             **kw: `path`, `step`, `save_id` (its epoch, and the run of several ranks, are filled in here), `metadata`;
-                others are kept for the commit hook.
+                others are kept for the commit hooks.
 
         Raises:
             UnsupportedLeafError, DuplicateNameError: The state cannot be stored; nothing was begun.
             StagingError: torch could not copy a tensor.
-            PlanTimeoutError, RanksDisagreeError: A save in which several ranks meet; see `Coordination.agree`.
+            PlanTimeoutError, RanksDisagreeError: In a save in which the ranks meet; see `Coordination.agree`.
             AsyncCkptError: No slot, no memory, no worker.
 
-        Blocks: a save in which several ranks meet for the others, up to `plan_timeout_s`.
+        Blocks: in a save in which the ranks meet, also for the other ranks, up to `plan_timeout_s`.
         """
         began = time.perf_counter()
         path, step = kw["path"], kw["step"]
         plan, flat, save_id = self._planned(state_dict, kw)
         leaves = encode_leaves(flat, self._config.layout)
         planned = time.perf_counter()
-        self._process.connect()  # a session that is known to be lost is ended first, and its slots are given up
+        self._process.connect()  # if the session is lost, open another one before a slot of the lost one is taken
         save_id = save_id.with_parts(epoch=self._process.epochs.epoch_for(path, save_id.run_id))
         report = self._reporter.report(plan, flat, save_id.sequence)
         if report.changed:
@@ -191,7 +191,7 @@ class SlotStager(CheckpointStager):
         return self._full_copier if required.ring is None else self._ring_copier
 
     def _roll_back(self, save_id: SaveId, error: BaseException, step: int, path: str) -> AsyncCkptError:
-        """Withdraw a save whose copy has failed and has ended; returns the error for its futures."""
+        """Withdraw a save whose copy has failed, and has ended; return the error for its futures."""
         reach("trainer: withdrawing")
         skipped = isinstance(error, SaveSkippedError)
         self._process.withdraw(save_id, str(error) if skipped else f"staging failed: {error!r}", skipped=skipped)
@@ -203,20 +203,20 @@ class SlotStager(CheckpointStager):
         return found
 
     def _reclaim_cleanup(self, sequence: int) -> None:
-        """The copier does not roll this save back after all: `save()` does."""
-        with contextlib.suppress(ValueError):  # it had not begun to
+        """Let `save()`, not the copier, roll this save back."""
+        with contextlib.suppress(ValueError):  # `transfer_cleanup` was not called
             self._process.handled.remove(sequence)
 
     def prepare(self, state_dict: Mapping[str, Any], *, refused: AsyncCkptError | None = None) -> None:
-        """Do for `state_dict` what its first save would do once: plan, slot, views, pages. Takes no save id.
+        """Do the one-time work of the first save of `state_dict`: plan, slot, views, pages. Takes no save id.
 
         Args:
             state_dict: The state.
-            refused: Why this rank cannot: it is raised once the other ranks have been told.
+            refused: Why this rank cannot do so; it is raised once the other ranks have been told.
 
         Raises:
             UnsupportedLeafError, DuplicateNameError: The state cannot be stored.
-            PlanTimeoutError, RanksDisagreeError: Several ranks; see `Coordination.prepare`.
+            PlanTimeoutError, RanksDisagreeError: With several ranks; see `Coordination.prepare`.
             AsyncCkptError: No slot, no memory, no worker.
 
         Blocks: for the worker, for pages, for a slot as `on_busy` says, and for the other ranks.
@@ -268,7 +268,7 @@ class SlotStager(CheckpointStager):
         )
 
     def _planned(self, state_dict: Mapping[str, Any], kw: Mapping[str, Any]) -> tuple[SavePlan, Flattened, SaveId]:
-        """Return the plan, what it is about, and the save's id without its epoch."""
+        """Return the plan, the flattened state, and the save's id, still without its epoch."""
         save_id: SaveId = kw["save_id"]
         ranks, own, state_dicts = self._ranks, save_id.sequence, StateDictCache()
         if not ranks.alone:
@@ -277,7 +277,8 @@ class SlotStager(CheckpointStager):
             if ranks.must_meet:
                 flat = self.plans.flatten(state_dict, state_dicts)
                 ranks.agree(flat, contribution_of(flat), sequence=save_id.sequence, path=kw["path"], step=kw["step"])
-                with contextlib.suppress(AsyncCkptError):  # as above; now, since it makes this rank known to the worker
+                # `stage` asks again. Ask already here, since it makes this rank known to the worker.
+                with contextlib.suppress(AsyncCkptError):
                     self._process.epochs.epoch_for(kw["path"], ranks.run_id)
             else:
                 ranks.skip_meeting(save_id.sequence, kw["path"])
@@ -292,26 +293,26 @@ class SlotStager(CheckpointStager):
         """Wait, as `on_busy` says, until it is known whether this save meets the other ranks.
 
         Raises:
-            SlotTimeoutError, SaveSkippedError, SlotBusyError: As the policy says.
-            WorkerUnavailableError: There is no worker that could tell.
+            SlotTimeoutError, SaveSkippedError, SlotBusyError: As `on_busy` says.
+            WorkerUnavailableError: There is no worker that could report it.
         """
         ranks, outcomes, config = self._ranks, self._ranks.outcomes, self._config
         deadline, losses = time.monotonic() + config.slot_timeout_s, outcomes.losses
         if ranks.agreement is not None or ranks.is_out_of_sync:
-            self._process.connect()  # else nobody tells it how saves have ended, nor hears that it refuses this one
+            self._process.connect()  # without a worker this rank gets no outcomes, and cannot refuse the save
         connected = time.monotonic()
         while (awaited := ranks.awaited_save(save_id.sequence)) is not None:
             limit = deadline
-            if config.on_busy != "wait":  # what is not in one of this rank's slots ends as soon as the worker answers
+            if config.on_busy != "wait":  # without a slot of ours in use, the outcome only needs the worker's answer
                 limit = connected if self._process.pool.is_in_use else min(deadline, connected + ALLOCATE_NOWAIT_S)
             left_s = limit - time.monotonic()
-            # In steps: when an outcome is given up depends on when the worker was first heard.
+            # In steps: when the outcome counts as lost depends on when the worker first reports, during this wait.
             step_s = min(outcomes.resolve_after_timeout(ranks.run_id, awaited), OUTCOME_TIMEOUT_S)
             outcomes.wait(ranks.run_id, awaited, losses, max(0.0, min(step_s, left_s)))
             if ranks.awaited_save(save_id.sequence) != awaited:
                 continue
             if outcomes.losses != losses and time.monotonic() < deadline:
-                # With nothing in flight of its own, this rank looks for another worker itself.
+                # With no save in flight, no failover finds another worker for this rank: connect here.
                 losses = outcomes.losses
                 self._process.connect()
                 connected = time.monotonic()
@@ -319,18 +320,18 @@ class SlotStager(CheckpointStager):
                 raise _not_ended(save_id, awaited, ranks.window, config, step=step, path=path)
 
     def close(self) -> None:
-        """Give up copies that still run, and take the hooks away; the slots belong to the process."""
+        """Cancel copies that still run, and remove the hooks. The slots belong to `process`."""
         self.overlap.close()
 
 
 def _not_ended(
     save_id: SaveId, awaited: int, window: int, config: CheckpointerConfig, *, step: int, path: str
 ) -> AsyncCkptError:
-    """Return the error of a save that an earlier one is in the way of, as `on_busy` says."""
+    """Return the error, as `on_busy` says, of a save that cannot begin before an earlier one has ended."""
     what, facts = describe_save(save_id, step), {"save_id": str(save_id), "step": step, "path": path}
     busy = (
-        f"{what} was not saved: save {awaited} of this run has not ended on all ranks, and these keep at most {window} "
-        "in memory (the smallest `slots`)"
+        f"{what} was not saved: save {awaited} of this run has not ended on all ranks, and at most {window} saves (the "
+        "smallest `slots` of all ranks) may be in flight"
     )
     if config.on_busy == "skip":
         return SaveSkippedError(busy, **facts)
@@ -356,7 +357,7 @@ def _prepare_slot(pool: SlotPool, plan: SavePlan, required: SlotRequirement, rea
     Blocks: for an allocation and its pages; while every slot is in use and too small, as `on_busy` says.
     """
     if pool.fits(required.nbytes):
-        return  # in use now, so its pages are there
+        return  # a slot in use is large enough, and its pages are mapped
     user = SaveId(0, next(_prepare_numbers), "prepare")
     slot = pool.acquire(required.nbytes, plan, user, step=0, path="(prepare)", spare_nbytes=required.spare_nbytes)
     try:
@@ -368,7 +369,7 @@ def _prepare_slot(pool: SlotPool, plan: SavePlan, required: SlotRequirement, rea
 
 
 def _fault_in(slot: Slot) -> None:
-    """Map every page of a new slot, which the worker may still be faulting in."""
+    """Map every page of a new slot into this process; the worker may still be allocating them."""
     mapping = slot.memory.mapping
     try:
         complete = mapping.populate(0, mapping.nbytes)
@@ -383,11 +384,11 @@ def _fault_in(slot: Slot) -> None:
 class HostStager(CheckpointStager):
     """Returns a deep copy of the state dict whose tensors lie in host memory.
 
-    In the place of a tensor of which this process holds a part stands a `ShardedSlice`, a list of them where it holds
-    several parts, or none.
+    A tensor of which this process holds only a part is replaced by a `ShardedSlice`; by a list of them if it holds no
+    part, or several.
 
     Args:
-        allow_pickle: Copies leaves of any type, by way of a pickle.
+        allow_pickle: Copy leaves of any type, through a pickle.
     """
 
     def __init__(self, *, allow_pickle: bool = False) -> None:

@@ -29,7 +29,7 @@ class CopyClock:
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        memcopy.careful_copy = self._timed(memcopy.careful_copy)
+        memcopy.fault_safe_copy = self._timed(memcopy.fault_safe_copy)
         memcopy.ctypes.memmove = self._timed(memcopy.ctypes.memmove)  # type: ignore[attr-defined]
         cpu_copy._copy_batch = self._timed(cpu_copy._copy_batch)
 

@@ -44,7 +44,7 @@ class Middle:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
         self.open.set()
-        self.moved, move = 0, memcopy.careful_copy
+        self.moved, move = 0, memcopy.fault_safe_copy
 
         def held(target: int, source: int, nbytes: int) -> None:
             self.moved += nbytes
@@ -53,7 +53,7 @@ class Middle:
                 assert self.open.wait(DEADLINE_S)
             move(target, source, nbytes)
 
-        monkeypatch.setattr(memcopy, "careful_copy", held)
+        monkeypatch.setattr(memcopy, "fault_safe_copy", held)
 
     def close(self) -> None:
         self.moved = 0

@@ -93,7 +93,7 @@ TRAINERS = """
                 sys.exit(7)
         return checkpointer, optimizer
 
-    cpu_copy.DEFERRED_FROM_NBYTES, overlap.has_idle_core = 0, lambda: True
+    cpu_copy.MIN_DEFERRED_NBYTES, overlap.has_idle_core = 0, lambda: True
     torch.optim.SGD([torch.ones(1)], lr=1.0)  # which imports much, once for all
     copy, called = SlotImage.copy, threading.Event()
     running, codes = {}, {}

@@ -99,7 +99,7 @@ def test_on_cores_that_are_all_busy_auto_copies_before_save_returns_and_overlap_
 def test_small_tensors_are_copied_before_save_returns_large_ones_behind_it(
     checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_copy, "DEFERRED_FROM_NBYTES", cpu_copy.LARGE_NBYTES)
+    monkeypatch.setattr(cpu_copy, "MIN_DEFERRED_NBYTES", cpu_copy.LARGE_NBYTES)
     small = torch.nn.Parameter(torch.arange(1000.0))
     large = torch.nn.Parameter(torch.arange(cpu_copy.LARGE_NBYTES / 4))
     optimizer = torch.optim.SGD([small, large], lr=1.0)
@@ -453,7 +453,7 @@ def test_what_is_attached_can_be_copied_and_pickled_and_has_no_hooks_once_it_is_
 def test_only_optimizers_and_modules_can_be_attached(checkpointer: AsyncCheckpointer, wrong: Any) -> None:
     model, optimizer = linear()
     is_wrapper = wrong is Wrapper
-    with pytest.raises(ConfigError, match=r"Wrapper .* attach the one inside" if is_wrapper else "attach") as caught:
+    with pytest.raises(ConfigError, match=r"Wrapper .* attach that one" if is_wrapper else "attach") as caught:
         checkpointer.attach(model, optimizer, Wrapper(optimizer) if is_wrapper else wrong)
     assert caught.value.field == "attach"
     assert_no_hooks(model, optimizer)  # all or none

@@ -232,7 +232,10 @@ def ranks_saver(device: SimulatedDevice, ranks: Ranks, **fields: Any) -> Saver:
     stager: Any = saver.stager
     stager._ranks = SimpleNamespace(
         rank=RankInfo(0, 2), alone=False, must_meet=False, run_id="0123456789ab", agreement=ranks.agreement,
-        aligned=lambda own: own, awaited_save=lambda sequence: None, skip_meeting=lambda *_: None, refuse=lambda *_: None,
+        aligned=lambda own: own,
+        awaited_save=lambda sequence: None,
+        skip_meeting=lambda *_: None,
+        refuse=lambda *_: None,
         outcomes=Outcomes(),
     )  # fmt: skip
     return saver

@@ -44,7 +44,12 @@ def waits(process: Process, slot_timeout_s: float, **settings: Any) -> None:
         return None if known else 0
 
     ranks = SimpleNamespace(
-        agreement=object(), is_out_of_sync=False, outcomes=process.outcomes, run_id=RUN, window=1, awaited_save=awaited_save
+        agreement=object(),
+        is_out_of_sync=False,
+        outcomes=process.outcomes,
+        run_id=RUN,
+        window=1,
+        awaited_save=awaited_save,
     )
     waiting: Any = SimpleNamespace(
         _ranks=ranks, _process=process, _config=CheckpointerConfig(slot_timeout_s=slot_timeout_s, **settings)

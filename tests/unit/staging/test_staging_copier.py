@@ -32,7 +32,7 @@ class Raising:
         if self.raised is not None:
             raise self.raised
 
-    def run(self, careful: bool = False) -> None:
+    def run(self, fault_safe: bool = False) -> None:
         self._do()
 
     def write(self, *_: Any, **__: Any) -> Any:

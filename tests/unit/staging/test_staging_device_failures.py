@@ -263,7 +263,7 @@ def test_a_device_that_never_comes_to_it_ends_the_save(
     monkeypatch.setattr(device_copy, "TRANSFER_TIMEOUT_S", 0.05)
     device.frozen = True
     error = saver.ended(saver.save(state))
-    assert type(error) is StagingError and "had not copied the state" in str(error)
+    assert type(error) is StagingError and "have not copied the state" in str(error)
     monkeypatch.undo()
     device.frozen = False
     device.drain()

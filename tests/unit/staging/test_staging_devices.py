@@ -205,11 +205,11 @@ OFF = {"staging": "overlap", "overlap_check": "off"}  # what a sample has read c
 MODES = [{"staging": "blocking"}, OFF, {**OFF, "use_non_blocking_copy": False}]
 
 
-@pytest.mark.parametrize("few_nbytes", [copy_engine.FEW_NBYTES, 0], ids=["few at once", "all later"])
+@pytest.mark.parametrize("few_nbytes", [copy_engine.MAX_INLINE_NBYTES, 0], ids=["few at once", "all later"])
 def test_save_and_fence_return_while_no_kernel_has_run(
     saver: Saver, device: SimulatedDevice, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch, few_nbytes: int
 ) -> None:
-    monkeypatch.setattr(copy_engine, "FEW_NBYTES", few_nbytes)
+    monkeypatch.setattr(copy_engine, "MAX_INLINE_NBYTES", few_nbytes)
     expected = saver.expect(state)
     device.frozen = True
     handle = saver.save(state)

@@ -64,7 +64,7 @@ def staged() -> Iterator[Staged]:
 @pytest.fixture
 def helped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second thread helps with five small tensors or more."""
-    monkeypatch.setattr(cpu_copy, "HELPED_FROM", 5)
+    monkeypatch.setattr(cpu_copy, "MIN_SHARED_TENSORS", 5)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
 
 
@@ -276,7 +276,7 @@ def test_a_copy_says_how_far_it_is_after_every_few_pieces(staged: Staged, monkey
     word.value = 7  # what was copied before `save()` returned, say
     seen: list[int] = []
 
-    def one_after_the_other(queue: memcopy.CopyQueue, careful: bool) -> None:
+    def one_after_the_other(queue: memcopy.CopyQueue, fault_safe: bool) -> None:
         while queue:
             target, source, nbytes = queue.popleft()
             ctypes.memmove(target, source, nbytes)
@@ -301,10 +301,10 @@ def test_a_careful_copy_reports_memory_that_has_gone_and_the_next_one_works(stag
     image, tensors = prepared(staged, state)
     number = image._numbers.index(next(n for n, t in enumerate(tensors) if t.numel() > 5))
     with pytest.raises(OSError, match="Bad address") as caught:
-        image.copy([Gone(t) if t.numel() > 5 else t for t in tensors], image._all, careful=True)
+        image.copy([Gone(t) if t.numel() > 5 else t for t in tensors], image._all, fault_safe=True)
     assert caught.value.errno == errno.EFAULT
     assert not image._queue and not [t for t in threading.enumerate() if t.name == "asyncckpt-copy"]
-    image.copy(tensors, image._all, careful=True)
+    image.copy(tensors, image._all, fault_safe=True)
     assert torch.equal(image._targets[number], state["a"])
 
 
@@ -338,9 +338,9 @@ def test_where_the_kernel_refuses_a_careful_copy_it_is_made_all_the_same(
     source, target = torch.arange(400_000), torch.zeros(400_000, dtype=torch.int64)
     with open("/proc/self/maps") as maps:  # the kernel's clock is mapped like a driver's memory everywhere
         for clock in (int(line.partition("-")[0], 16) for line in maps if line.endswith("[vvar]\n")):
-            memcopy.careful_copy(target.data_ptr(), clock, 4096)
+            memcopy.fault_safe_copy(target.data_ptr(), clock, 4096)
     monkeypatch.setattr(memcopy, "_read", refused)
-    memcopy.careful_copy(target.data_ptr(), source.data_ptr(), 3_200_000)
+    memcopy.fault_safe_copy(target.data_ptr(), source.data_ptr(), 3_200_000)
     assert torch.equal(target, source)
 
 
@@ -355,7 +355,7 @@ def test_a_careful_copy_that_comes_in_parts_goes_on(monkeypatch: pytest.MonkeyPa
 
     source, target = torch.arange(100_000), torch.zeros(100_000, dtype=torch.int64)
     monkeypatch.setattr(memcopy, "_read", in_parts)
-    memcopy.careful_copy(target.data_ptr(), source.data_ptr(), 800_000)
+    memcopy.fault_safe_copy(target.data_ptr(), source.data_ptr(), 800_000)
     assert torch.equal(target, source) and asked == [300_000, 300_000, 200_000]
 
 
@@ -377,7 +377,7 @@ def test_pieces_are_gathered_and_read_one_by_one_where_the_kernel_does_not_take_
     for answer in (read, refused, half):
         monkeypatch.setattr(memcopy, "_read", answer)
         target = torch.zeros(40, dtype=torch.int64)
-        memcopy.careful_gather(target.data_ptr(), addresses, 64)
+        memcopy.fault_safe_gather(target.data_ptr(), addresses, 64)
         assert torch.equal(target, expected)
 
 
@@ -385,4 +385,4 @@ def test_pieces_of_memory_that_has_gone_are_an_error() -> None:
     source, target = torch.arange(1000), torch.zeros(24, dtype=torch.int64)
     gone = Gone(torch.zeros(8192, dtype=torch.uint8))
     with pytest.raises(OSError, match="Bad address"):
-        memcopy.careful_gather(target.data_ptr(), [source.data_ptr(), gone.data_ptr() + 4096, source.data_ptr()], 64)
+        memcopy.fault_safe_gather(target.data_ptr(), [source.data_ptr(), gone.data_ptr() + 4096, source.data_ptr()], 64)

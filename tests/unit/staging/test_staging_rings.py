@@ -312,7 +312,7 @@ def test_while_every_core_is_busy_a_ring_is_filled_behind_the_training_and_a_who
 
 
 def test_much_that_no_optimizer_owns_makes_the_save_blocking(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot_copy, "CLONED_NBYTES", 1000)
+    monkeypatch.setattr(slot_copy, "MAX_CLONED_NBYTES", 1000)
     saver = make()
     owned = Owned(saver, statistic=1000)
     handle = saver.save(owned.state())
