@@ -146,7 +146,7 @@ def serve(config: WorkerConfig, *, claimed: tuple[str, int] | None = None, own_l
         EndpointError: The endpoint is taken or unsafe.
         OSError: The log file cannot be opened.
     """
-    from asyncckpt.memory.heap import keep_small
+    from asyncckpt.memory.heap import return_large_blocks
     from asyncckpt_worker.service import log
     from asyncckpt_worker.service.daemon import Daemon
     from asyncckpt_worker.service.metrics import lower_priority
@@ -154,7 +154,7 @@ def serve(config: WorkerConfig, *, claimed: tuple[str, int] | None = None, own_l
     if config.log_file is not None and own_log is None:
         log.redirect_output(config.log_file)
     log.configure(config.log_format, rotated=own_log)
-    keep_small()  # what is large here lives for milliseconds
+    return_large_blocks()  # what is large here lives for milliseconds
     os.umask(0)  # the modes of files and directories come from each request
     daemon = Daemon(config, claimed=claimed)
     gc.freeze()  # what is there by now stays: a full collection would walk it while a trainer waits for its answer

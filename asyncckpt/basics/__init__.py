@@ -1,4 +1,4 @@
-"""What every other package may use: system calls, paths, units, signals, threads that end with the process, test hooks.
+"""Helpers for all other packages: system calls, paths, units, signals, threads that end with the process, failpoints.
 
-Nothing here knows of checkpoints, imports torch, or imports other modules of ours but `errors` and `dtypes`.
+Nothing here knows about checkpoints. Modules import no torch, and of this project only `errors` and `dtypes`.
 """

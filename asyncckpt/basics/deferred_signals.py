@@ -1,7 +1,7 @@
-"""Steps between which Ctrl-C, or a scheduler's signal, waits for the last of them.
+"""Defers signals (Ctrl-C, or a scheduler's) while steps run that must not be separated.
 
-Starting a thread is one: an exception out of `Thread.start`, raised in the instant in which that holds the lock of an
-event, keeps the new thread from ever getting it, and the interpreter waits for that thread at its end.
+One of them is to start a thread. If a signal handler raises in `Thread.start` while that holds the lock of an event,
+the new thread never gets the lock, and the interpreter waits for the thread for ever at exit.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Keep signals whose handlers are Python's from interrupting the block; they are handled at its end.
+    """Defer signals that have handlers in Python: they are handled at the end of the block.
 
-    Every handler is given back, and every signal that came is handled, also where the handler of another one raises:
-    what the first of them raised is raised at the end.
+    At the end every handler is restored and every signal that came is handled, even if a handler raises; then the first
+    error of a handler is raised.
 
-    Handlers run in the main thread alone, so in others there is nothing to do. What ends the process at once, or is
-    ignored, stays so.
+    Handlers run in the main thread only, so in other threads this does nothing. Signals that end the process, or are
+    ignored, keep doing so.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -51,7 +51,7 @@ def signals_deferred() -> Iterator[None]:
         while before or came:
             try:
                 while before:
-                    # IMPORTANT: Ctrl-C, whose handler raises, was taken first and is given back last.
+                    # IMPORTANT: in reverse order, so that the handler of Ctrl-C, which raises, is restored last.
                     number, handler = next(reversed(before.items()))
                     if signal.getsignal(number) is note:
                         signal.signal(number, handler)
@@ -65,13 +65,13 @@ def signals_deferred() -> Iterator[None]:
 
 
 def mapped(pool: Executor, work: Callable[[_Item], _Found], items: Iterable[_Item]) -> Iterator[_Found]:
-    """As `pool.map`, whose threads are started `uninterrupted`."""
+    """As `pool.map`, with signals deferred while its threads are started."""
     with signals_deferred():
         return pool.map(work, items)
 
 
 def join_all(threads: Iterable[threading.Thread]) -> None:
-    """Wait until threads have ended, whatever comes meanwhile: a signal's exception is raised after that."""
+    """Wait until all threads have ended; if a signal handler raises meanwhile, raise its error after that."""
     interrupted: BaseException | None = None
     for thread in threads:
         while thread.is_alive():

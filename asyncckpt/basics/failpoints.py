@@ -1,13 +1,13 @@
-"""Named instants of saves, commits, overwrites, loads and of what cleans up, at which tests kill, fail or hold.
+"""Failpoints: named points in saves, commits, overwrites, loads and cleanup, at which tests kill, fail or pause.
 
-Each step of those ends in a call `reach("its point")`, so that a point is the instant between two steps: after the one
-and before the next. Nothing happens there, unless code of this very process has called `observed`: no variable, file
-or message can switch it on, and a test sees to it that only tests do. Off, a point costs a call and a comparison
-(21 ns; a save of one rank reaches some 25, and one more for each extent, or three for each segment that is streamed).
+Each step ends with a call `reach("name of the point")`: a point is the instant between two steps. It does nothing,
+unless code in the same process has called `observed`; no variable, file or message can enable it, and a test checks
+that only tests call `observed`. Disabled, a point costs a call and a comparison (21 ns; a save of one rank reaches
+about 25, one more for each extent, or three for each streamed segment).
 
-A new step gets a line in `POINTS` and a call of `reach` where an OSError may be raised; then
-tests/fault/test_failpoints.py kills, fails and holds it too, once a scenario there comes by. What only some saves and
-loads come by has scenarios of its own: `tests/failpoint_groups.py` lists them.
+For a new step, add a line to `POINTS` and a call of `reach` at a place where an OSError may be raised. If a scenario of
+tests/fault/test_failpoints.py reaches it, that test kills, fails and pauses there. Points that only some saves and
+loads reach have scenarios of their own, listed in `tests/failpoint_groups.py`.
 """
 
 from __future__ import annotations
@@ -124,13 +124,13 @@ POINTS: Mapping[str, str] = {
     "recall: mapped": "all of it is mapped, nothing was read",
     "recall: read": "something was read from it, which may have been written to meanwhile",
 }
-"""Name -> what is true at that instant."""
+"""Name -> what is true at that point."""
 
 _observer: Callable[[str], None] | None = None
 
 
 def reach(point: str) -> None:
-    """Be at `point`, one of `POINTS`. Does nothing; raises what a test's observer raises."""
+    """Report that `point`, one of `POINTS`, is reached. Does nothing, except in tests; raises the observer's errors."""
     if _observer is not None:
         _observer(point)
 

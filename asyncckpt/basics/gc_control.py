@@ -1,4 +1,4 @@
-"""Python's cyclic collector, kept from walking over and over what is being built."""
+"""Controls Python's cyclic garbage collector while many objects are made."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Switch the cyclic collector off for a while, if it is on.
+    """Disable the cyclic collector inside the block, if it is enabled.
 
-    What builds some objects for each of 20,000 tensors makes it walk all that a training holds, several times: a third
-    of the time of a load, two thirds of a first plan's. Nothing that is built so has cycles.
+    Code that makes some objects for each of 20,000 tensors would make it visit all objects of the training several
+    times: that was a third of the time of a load, and two thirds of that of a first plan. None of the new objects form
+    cycles.
     """
     if not gc.isenabled():
         yield
@@ -25,10 +26,9 @@ def gc_paused() -> Iterator[None]:
 
 
 def collect_garbage() -> None:
-    """Let the cyclic collector walk everything once, if it is on, behind what has made many objects that stay.
+    """Run the cyclic collector once, if it is enabled, after many objects were made that stay.
 
-    Else it does so when somebody makes some objects next: 0.19 s beside 20,000 tensors, in the `state_dict()` of the
-    first save.
+    Else it runs when objects are made next: 0.19 s with 20,000 tensors, in the `state_dict()` of the first save.
     """
     if gc.isenabled():
         gc.collect()

@@ -1,6 +1,6 @@
-"""The C library's calls that Python's own modules lack, declared once for all who use them; free descriptors.
+"""System calls that Python's own modules lack; which addresses are read-only, and how many descriptors are free.
 
-They release the GIL. What went wrong with one is in `ctypes.get_errno()`.
+The calls release the GIL. `ctypes.get_errno()` returns the error of the last one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Sequence
 
 libc = ctypes.CDLL(None, use_errno=True)
-"""IMPORTANT: arguments are declared here and nowhere else: who declared them otherwise would do so for everybody."""
+"""IMPORTANT: declare argument types here only. The object is shared: other declarations would apply to all callers."""
 
 MAP_FAILED = ctypes.c_void_p(-1).value
 """What `mmap` returns for an error."""
@@ -33,11 +33,11 @@ _MAX_VECTORS = 1024
 
 
 def read_only(addresses: Iterable[int]) -> set[int]:
-    """Return those of `addresses` that this process may not write to: a write there ends it by SIGSEGV.
+    """Return those of `addresses` that are mapped read-only: a write there would end the process with SIGSEGV.
 
-    One byte at each is written over itself, by the kernel, which answers instead of sending a signal; takes about a
-    microsecond each. What it refuses is looked up, since it also refuses memory of devices that may be written to.
-    None is found where the call is filtered or `/proc` is hidden.
+    The kernel is asked to overwrite one byte at each address with itself, and returns an error instead of sending a
+    signal; takes about a microsecond each. Refused addresses are looked up in /proc/self/maps, since the kernel also
+    refuses memory of devices that may be written to. Returns none if the call is filtered, or `/proc` is hidden.
     """
     refused, rest = [], list(dict.fromkeys(addresses))
     while rest:
@@ -64,13 +64,13 @@ def _without_permission(addresses: Sequence[int]) -> set[int]:
 
 
 def try_descriptors(wanted: int) -> tuple[int, OSError | None]:
-    """Find out how many file descriptors are free, by opening them. Takes microseconds.
+    """Find out how many file descriptors are free, by opening and closing them. Takes microseconds.
 
     Args:
-        wanted: As many are tried at most.
+        wanted: How many to open at most.
 
     Returns:
-        How many there were, and why no more.
+        How many could be opened, and the error of the next one; None: all of them.
     """
     found: list[int] = []
     try:

@@ -1,4 +1,4 @@
-"""What this process makes of the paths that a user gives: absolute ones, and the umask of what is made there."""
+"""Checks paths that a user gives and makes them absolute; reads this process's umask."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from asyncckpt.errors import UnsupportedPathError
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 MAX_PATH_BYTES = 4000
-"""Of UTF-8. Linux takes 4096 with the terminating zero (PATH_MAX); the rest is for our file names."""
+"""Longest path of a directory, in UTF-8. Linux allows 4096 with the terminating zero (PATH_MAX); the rest is for our
+file names."""
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
     """Return `path` with `~` expanded and made absolute against this process's working directory.
 
     Raises:
-        UnsupportedPathError: Empty, a URL, not text, or with a NUL byte.
+        UnsupportedPathError: It is empty, a URL, too long, not text, or has a NUL byte.
     """
     try:
         text = os.fspath(path)
@@ -27,7 +28,7 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
             f"path is a {type(path).__name__}, expected str or PathLike", path=repr(path)
         ) from None
     if not isinstance(text, str) or not text or "\0" in text:
-        raise UnsupportedPathError(f"path {text!r} is no directory path", path=repr(text))
+        raise UnsupportedPathError(f"path {text!r} is not the path of a directory", path=repr(text))
     if _SCHEME.match(text):
         raise UnsupportedPathError(
             f"path {text!r} is a URL; only directories of a mounted file system are supported", path=text
@@ -43,7 +44,7 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
 
 
 def is_local_path(path: Any) -> bool:
-    """Whether `path` is one of this machine's file systems, as `absolute_path` takes it."""
+    """Whether `absolute_path` accepts `path`: it is a path in this machine's file systems."""
     try:
         absolute_path(path)
     except UnsupportedPathError:

@@ -1,4 +1,4 @@
-"""What happens to living checkpointers, and to our threads, when the interpreter exits, and in a forked child."""
+"""Ends live checkpointers and our threads when the interpreter exits, and cleans up in a forked child."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 EXIT_WAIT_S = 4.5
-"""Interpreter exit, and leaving by an exception, wait no longer, all checkpointers together.
+"""How long interpreter exit, or leaving a checkpointer by an exception, waits for all checkpointers together.
 
-GUARANTEES P13 gives an exit 5 s: what is left of them is for ending threads and unmapping, on a machine that is busy.
+docs/guarantees.md, P13, allows 5 s: the rest is for ending threads and unmapping, on a busy machine.
 """
 
 GIVE_UP_S = 0.25
-"""How long a thread may take to end after `give_up`. The rest of the 5 s is for what follows."""
+"""How long a thread may take to end after `give_up`."""
 
 _log = logging.getLogger("asyncckpt")
 
@@ -26,17 +26,17 @@ _log = logging.getLogger("asyncckpt")
 class BackgroundThread(threading.Thread):
     """A daemon thread that is ended before the interpreter is finalised.
 
-    IMPORTANT: every thread of this package is one. Before Python 3.14 a daemon thread that waits for the GIL while the
-    interpreter is finalised is unwound at that point. If a destructor of torch is on its stack (the thread drops or
+    IMPORTANT: use it for every thread of this package. Before Python 3.14, a daemon thread that waits for the GIL while
+    the interpreter is finalised is unwound at that point. If a destructor of torch is on its stack (the thread drops or
     copies a tensor), that aborts the process: "terminate called without an active exception", exit code 134.
 
     Args:
         target: The function that the thread runs.
         name: The thread's name, for debuggers.
         args: Arguments of `target`.
-        end: Called when the interpreter exits, after checkpointers have ended: the thread should end soon, whatever it
-            waits for. None: it ends by itself. Must not block.
-        give_up: Called when the time for that is over: the thread should drop its work. Must not block.
+        end: Called at interpreter exit, once checkpointers have ended: it should make the thread end soon, whatever the
+            thread waits for. None: the thread ends by itself. Must not block.
+        give_up: Called if the thread has not ended in time: it should make the thread drop its work. Must not block.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class BackgroundThread(threading.Thread):
         """As `threading.Thread.start`.
 
         Raises:
-            RuntimeError: The system has no thread left, or the interpreter exits.
+            RuntimeError: The limit of threads is reached, or the interpreter exits.
         """
         _running.add(self)  # IMPORTANT: before the check; an exit sets `_exiting` first, and then reads `_running`
         try:
@@ -77,7 +77,7 @@ class BackgroundThread(threading.Thread):
 
 
 class ExitHandler(Protocol):
-    """What is remembered here."""
+    """A checkpointer, as seen from here."""
 
     def leave(self, timeout_s: float, *, at_exit: bool) -> None:
         """Called at interpreter exit; may take `timeout_s`."""
@@ -92,12 +92,12 @@ _exiting = threading.Event()
 
 
 def register(checkpointer: ExitHandler) -> None:
-    """Let `checkpointer` take part until `forget`, or until nobody holds it."""
+    """Call `checkpointer` at exit and in forked children, until `unregister` or its garbage collection."""
     _living.add(checkpointer)
 
 
 def unregister(checkpointer: ExitHandler) -> None:
-    """It was closed."""
+    """Do not call `checkpointer` any more: it was closed."""
     _living.discard(checkpointer)
 
 
@@ -107,30 +107,30 @@ def _at_exit() -> None:
         try:
             checkpointer.leave(max(0.1, deadline - GIVE_UP_S - time.monotonic()), at_exit=True)
         except Exception:
-            _log.exception("a checkpointer did not end in order")
+            _log.exception("a checkpointer could not be closed at interpreter exit")
     _exiting.set()
     _end_threads(deadline)
 
 
 def _end_threads(deadline: float) -> None:
-    """End what still runs: of checkpointers that were dropped, or whose user is called back, and of no checkpointer."""
+    """End all threads that still run: of checkpointers that were dropped, in the user's callbacks, and all others."""
     for call, until in (("end", deadline - GIVE_UP_S), ("give_up", deadline)):
         threads = [one for one in list(_running) if one is not threading.current_thread()]
         for thread in threads:
-            told = getattr(thread, call)
-            if told is not None:
-                told()
+            callback = getattr(thread, call)
+            if callback is not None:
+                callback()
         for thread in threads:
-            if thread.ident is not None:  # else it is just being started, and ends with what starts it
+            if thread.ident is not None:  # else it is being started, and ends with the thread that starts it
                 thread.join(max(0.0, until - time.monotonic()))
 
 
 def _in_child() -> None:
-    # The child shares the slots' fds; kept open they would keep the memory alive after the trainer is gone.
+    # The child has copies of the slots' fds; open, they would keep the memory alive after the trainer has ended.
     for checkpointer in list(_living):
         checkpointer.close_inherited_fds()
     _living.clear()
-    _running.clear()  # none of them lives there
+    _running.clear()  # a forked child has none of these threads
 
 
 atexit.register(_at_exit)

@@ -1,4 +1,4 @@
-"""Sizes, durations and counts as people write and read them: one parser of each, for all commands and the worker."""
+"""Parses and formats sizes, durations and counts, for all commands and the worker."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 MAX_NBYTES = 1 << 60
 MAX_SECONDS = 1e9
-"""31 years: more than anybody waits for, and what every clock and every call of the system can add."""
+"""31 years: longer than any wait, and small enough for every clock and every system call to add."""
 
 _NBYTES = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*(?:([kmgtp])(i?))?b?\Z", re.IGNORECASE)
 _SECONDS_OF = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def human(nbytes: float) -> str:
-    """Return a size in decimal units, three digits."""
+    """Format a size in decimal units, with three digits."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(nbytes) < 1000 or unit == "TB":
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
@@ -25,7 +25,7 @@ def human(nbytes: float) -> str:
 
 
 def human_s(seconds: float) -> str:
-    """Return a duration in one unit, three digits."""
+    """Format a duration in one unit, with three digits."""
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     for unit, length, longest in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172800)):
@@ -35,10 +35,10 @@ def human_s(seconds: float) -> str:
 
 
 def parse_nbytes(text: str) -> int:
-    """Return a number of bytes: `40GB` and `40G` in powers of 1000, `1.5TiB` in powers of 1024, or `1000000`.
+    """Parse a number of bytes: `40GB` and `40G` in powers of 1000, `1.5TiB` in powers of 1024, or `1000000`.
 
     Raises:
-        argparse.ArgumentTypeError: No such size, less than 1 byte, or more than `MAX_NBYTES`.
+        argparse.ArgumentTypeError: It is not a size, less than 1 byte, or more than `MAX_NBYTES`.
     """
     found = _NBYTES.match(text.strip())
     if found is not None:
@@ -50,10 +50,10 @@ def parse_nbytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Return seconds: `90`, `90s`, `30m`, `12h`, `2d`.
+    """Parse a duration in seconds: `90`, `90s`, `30m`, `12h`, `2d`.
 
     Raises:
-        argparse.ArgumentTypeError: No such duration, less than 0, or more than `MAX_SECONDS`.
+        argparse.ArgumentTypeError: It is not a duration, less than 0, or more than `MAX_SECONDS`.
     """
     unit = _SECONDS_OF.get(text[-1:])
     try:

@@ -1,6 +1,6 @@
 """Slots as sealed memfds: created by the worker, opened by the trainer through /proc/<pid>/fd/<n>.
 
-The memory belongs to nobody by name: it is gone when the last process that holds an fd or a mapping is gone.
+The memory has no name: the kernel frees it when no process has an fd or a mapping of it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from asyncckpt.memory.mapping import Mapping
 from asyncckpt.memory.slot import MAX_SLOT_NBYTES, MIN_SLOT_NBYTES, PAGE_NBYTES, TOKEN_NBYTES, SlotControl, SlotError
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Neither side can change the size under the other; a shrunk memfd would turn a read into SIGBUS."""
+"""Neither side can change the size of a slot: a read from a shrunk memfd would raise SIGBUS in the other."""
 
 
 class SlotMemory:
-    """One slot: its fd, its mapping, its control pages. Has one owner, who calls `close()`.
+    """One slot: its fd, its mapping, its control pages. It has one owner, which calls `close()`.
 
     Attributes:
         fd: Close-on-exec file descriptor of the memfd.
@@ -40,7 +40,7 @@ class SlotMemory:
         """Make a new slot of `nbytes`.
 
         Raises:
-            SlotError: Not whole pages, or out of bounds.
+            SlotError: `nbytes` is not a multiple of the page size, or out of bounds.
             UnsupportedPlatformError: The kernel or a sandbox has no memfd_create(2).
             OSError: There is no memory, or no descriptor.
         """
@@ -51,8 +51,8 @@ class SlotMemory:
             if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
                 raise
             raise UnsupportedPlatformError(
-                f"memory for snapshots cannot be made: memfd_create(2) is refused ({error.strerror}). Allow it in the "
-                "seccomp profile of this container; Linux has it since 3.17. `asyncckpt doctor` tries it out"
+                f"memory for snapshots cannot be made: memfd_create(2) failed ({error.strerror}). Allow it in the "
+                "seccomp profile of this container; it needs Linux 3.17 or later. `asyncckpt doctor` checks it"
             ) from error
         try:
             os.ftruncate(fd, nbytes)
@@ -66,29 +66,29 @@ class SlotMemory:
 
     @classmethod
     def attach(cls, pid: int, fd_number: int, nbytes: int, token: bytes, *, writable: bool = True) -> SlotMemory:
-        """Open another process's slot and prove that it is the one promised.
+        """Open another process's slot and check that it is the expected one.
 
         Args:
-            pid: The process that holds it; the caller watches its pidfd, so that the number cannot be another's.
+            pid: The process that holds it; the caller watches its pidfd, so that the pid cannot be reused.
             fd_number: The fd's number there.
-            nbytes: The promised size.
-            token: The promised token.
+            nbytes: The expected size.
+            token: The expected token.
             writable: False maps it for reading only.
 
         Raises:
-            SlotError: It is not that slot: another user's, no memfd, or other size, seals or token.
+            SlotError: It is not that slot: another user's, no memfd, or another size, other seals or token.
             OSError: It cannot be opened.
         """
         _check_size(nbytes)
         mode = os.O_RDWR if writable else os.O_RDONLY
-        # Whatever else it is, a FIFO say, is not waited for.
+        # O_NONBLOCK: if the fd is something else, a FIFO say, opening it must not block.
         fd = os.open(f"/proc/{pid}/fd/{fd_number}", mode | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             found = os.fstat(fd)
             if found.st_uid != os.geteuid():
                 raise SlotError(f"the slot belongs to user {found.st_uid}")
             if found.st_size != nbytes:
-                raise SlotError(f"the slot has {found.st_size} bytes, promised were {nbytes}")
+                raise SlotError(f"the slot has {found.st_size} bytes, expected {nbytes}")
             if _seals(fd) & SEALS != SEALS:
                 raise SlotError("the slot is not sealed against resizing")
             slot = cls(fd, nbytes, token, writable=writable)
@@ -103,13 +103,13 @@ class SlotMemory:
         return slot
 
     def close_inherited_fd(self) -> None:
-        """In a forked child: drop the child's copy of the fd, so that the child does not keep the memory alive."""
+        """In a forked child: close the child's copy of the fd, so that the child does not keep the memory alive."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def close(self) -> None:
-        """Unmap and close; later calls do nothing. Every view must be gone."""
+        """Unmap and close. Idempotent. No view of the memory may be left."""
         self.mapping.close()
         if self.fd >= 0:
             os.close(self.fd)
@@ -118,7 +118,7 @@ class SlotMemory:
 
 def _check_size(nbytes: int) -> None:
     if not MIN_SLOT_NBYTES <= nbytes <= MAX_SLOT_NBYTES or nbytes % PAGE_NBYTES:
-        raise SlotError(f"a slot of {nbytes} bytes")
+        raise SlotError(f"a slot of {nbytes} bytes; expected whole pages, from {MIN_SLOT_NBYTES} bytes on")
 
 
 def _seals(fd: int) -> int:

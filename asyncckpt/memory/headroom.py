@@ -1,4 +1,4 @@
-"""Is there memory for a snapshot? Free memory of the machine, and the limits of our cgroups, v1 and v2."""
+"""Checks that there is memory for a slot: free memory of the machine, and the limits of our cgroups, v1 and v2."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import psutil
 from asyncckpt.errors import InsufficientMemoryError
 
 RESERVE_NBYTES = 64 << 20
-"""Memory that must stay free beside a new slot: page tables, the worker itself. Chosen, not measured."""
+"""Memory that must stay free besides a new slot: for page tables and the worker itself. Chosen, not measured."""
 
 _UNLIMITED = 1 << 60
-"""cgroup v1 writes its largest page-aligned number where there is no limit."""
+"""At least so much means no limit: cgroup v1 then shows its largest page-aligned number."""
 
 
 def check_memory(nbytes: int, promised: int, *, cgroup_root: str = "/sys/fs/cgroup") -> None:
-    """Prove that a slot of `nbytes` fits into free memory and into the cgroup's limit.
+    """Check that a slot of `nbytes` fits into free memory and into the cgroup's limit.
 
     Args:
         nbytes: Size of the new slot.
-        promised: Bytes that other slots were promised and have not used yet: they are not free.
-        cgroup_root: Where the cgroup file system is mounted.
+        promised: Bytes of other slots whose pages are not allocated yet: they count as used.
+        cgroup_root: Mount point of the cgroup file system.
 
     Raises:
-        InsufficientMemoryError: It does not fit.
+        InsufficientMemoryError: The slot does not fit.
     """
     available = int(psutil.virtual_memory().available)
     limit, used = cgroup_limit(cgroup_root)
@@ -35,7 +35,7 @@ def check_memory(nbytes: int, promised: int, *, cgroup_root: str = "/sys/fs/cgro
         of = f" under the cgroup's limit of {limit:,}" if limit is not None else ""
         raise InsufficientMemoryError(
             f"a slot of {nbytes:,} bytes does not fit into memory: {available:,} bytes are available{of}, "
-            f"{promised:,} are promised to other slots; save less, use fewer slots, or give the job more memory",
+            f"{promised:,} are reserved for other slots; save less, use fewer slots, or give the job more memory",
             nbytes=nbytes,
             available=available,
             limit=limit,
@@ -43,10 +43,10 @@ def check_memory(nbytes: int, promised: int, *, cgroup_root: str = "/sys/fs/cgro
 
 
 def cgroup_limit(root: str = "/sys/fs/cgroup", membership: str = "/proc/self/cgroup") -> tuple[int | None, int]:
-    """Return (limit, bytes in use that cannot be reclaimed) of the tightest cgroup that we are in, v1 or v2.
+    """Return (limit, bytes in use that cannot be reclaimed) of the tightest of this process's cgroups, v1 or v2.
 
     Returns:
-        (None, 0) when there is no limit.
+        (None, 0) if there is no limit.
     """
     try:
         with open(membership) as f:
@@ -69,7 +69,7 @@ def cgroup_limit(root: str = "/sys/fs/cgroup", membership: str = "/proc/self/cgr
 
 
 def _upwards(base: str, path: str) -> list[str]:
-    """Return the cgroup's directory and its ancestors up to `base`; inside a container only `base` may exist."""
+    """Return the cgroup's directory and its ancestors up to `base`; in a container, maybe only `base` exists."""
     parts = [p for p in path.split("/") if p and p != ".."]
     return [os.path.join(base, *parts[:n]) for n in range(len(parts), -1, -1)]
 

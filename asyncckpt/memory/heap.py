@@ -1,4 +1,4 @@
-"""Memory that was freed, and that the C library still keeps: given back to the kernel where somebody would count it."""
+"""Returns freed memory, which the C library keeps for later, to the kernel."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import gc
 from typing import Any
 
 LARGE_NBYTES = 256 << 10
-"""What a worker allocates in pieces of this size and above goes back to the kernel when it is freed. glibc begins with
-128 KiB, and goes up to 32 MiB as such pieces are freed: it then keeps them, in one arena for each thread."""
+"""Blocks of at least this size go back to the kernel when the worker frees them. By default glibc does so from 128 KiB
+on, and raises that up to 32 MiB as such blocks are freed: smaller ones it keeps, in one arena for each thread."""
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 
 
-def give_back(*, collect: bool = False) -> None:
-    """Give what is freed back to the kernel; glibc only. Blocks for milliseconds, other threads' allocations too.
+def trim_heap(*, collect: bool = False) -> None:
+    """Return freed memory to the kernel; glibc only. Blocks for milliseconds, and other threads' allocations as well.
 
     Args:
-        collect: Of Python's memory too, which keeps freed tuples, and with each the megabyte around it, until its
-            collector has walked everything: only for processes that hold little.
+        collect: Run Python's cyclic collector first. Until then Python keeps freed tuples, each of which may pin a
+            megabyte around it. Only for processes with few objects, since the collector visits all of them.
     """
     if collect:
         gc.collect()
@@ -27,8 +27,8 @@ def give_back(*, collect: bool = False) -> None:
         trim(0)
 
 
-def keep_small() -> None:
-    """From now on give large pieces back when they are freed, and keep none of them for later. glibc only."""
+def return_large_blocks() -> None:
+    """From now on return blocks of at least `LARGE_NBYTES` to the kernel as soon as they are freed. glibc only."""
     option = _of_glibc("mallopt")
     if option is not None:
         option(_M_MMAP_THRESHOLD, LARGE_NBYTES)

@@ -1,8 +1,7 @@
-"""Mapped memory with one owner: libc's mmap, because Python's keeps an fd, unmaps after fork, and closes under views.
+"""Mapped memory with one owner, by libc's mmap: Python's keeps an fd, unmaps after fork, and closes under views.
 
-A `Mapping` never unmaps by itself while the process runs: its owner calls `close()` once every view is gone.
-In a forked child the pages are not there (MADV_DONTFORK) and `close()` does nothing. `copy_bytes` copies between
-addresses.
+A `Mapping` is never unmapped by itself while the process runs: its owner calls `close()` once every view is gone. In a
+forked child the pages are not mapped (MADV_DONTFORK) and `close()` does nothing. `copy_bytes` copies between addresses.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Mapping:
     """`nbytes` of mapped memory at `address`.
 
     Args:
-        fd: What to map, shared; -1 for private anonymous memory.
+        fd: The file to map, shared; -1 for private anonymous memory.
         nbytes: Length, a multiple of the page size.
         writable: False maps for reading only.
 
@@ -65,13 +64,13 @@ class Mapping:
         return memoryview((ctypes.c_char * self.nbytes).from_address(self.address)).cast("B")
 
     def populate(self, offset: int, nbytes: int, *, writable: bool = True) -> bool:
-        """Fault pages in ahead of use. Releases the GIL.
+        """Fault pages in before they are used. Releases the GIL.
 
         Returns:
-            False where the kernel cannot (before 5.14), or was interrupted: then some pages may not be there.
+            False if the kernel does not support it (before 5.14) or was interrupted: then some pages may be missing.
 
         Raises:
-            OSError: No memory.
+            OSError: There is not enough memory.
         """
         nbytes = min(nbytes, self.nbytes - offset)
         advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
@@ -82,7 +81,7 @@ class Mapping:
         return True
 
     def close(self) -> None:
-        """Unmap; later calls, and calls in a forked child, do nothing. Every view must be gone."""
+        """Unmap. Idempotent; no-op in a forked child. No view of the memory may be left."""
         if self._open and os.getpid() == self._owner_pid:
             self._open = False
             if _libc.munmap(self.address, self.nbytes):
@@ -101,7 +100,7 @@ class Mapping:
 
 
 _HOLD_GIL_BELOW_NBYTES = 64 * 1024
-"""A copy this short takes less time than giving the GIL up and getting it back. Chosen, not measured."""
+"""A shorter copy takes less time than releasing the GIL and taking it again. Chosen, not measured."""
 
 _memmove_holding_gil = ctypes.PyDLL(None).memmove
 _memmove_holding_gil.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]

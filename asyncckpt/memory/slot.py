@@ -1,19 +1,19 @@
 """The bytes of a slot: two control pages around the file images and the request.
 
-    offset 0                head page    magic, layout version, token, generation, state, where the request lies
+    offset 0                head page    magic, layout version, token, generation, state, position of the request
     4096                    body         part 0, padded to 4096 | part 1 ... | request
     nbytes - 4096           tail page    magic, token, generation
 
 Table of states (one aligned 64-bit word, `STATE_OFFSET`):
 
-    EMPTY       the slot holds nothing that anybody may use
-    OPEN        the trainer is writing to it; it belongs to nobody else
-    SEALED      the snapshot of `generation` is complete; the trainer writes no more until the save has ended
-    STREAMED    the request stands, and may be written as far as the trainer says that the body is filled (`ring`)
+    EMPTY       the slot holds no snapshot
+    OPEN        the trainer is writing to it; nobody else may read it
+    SEALED      the snapshot of `generation` is complete; the trainer does not write to it until the save has ended
+    STREAMED    the request is complete; the worker may write the body as far as it is filled (memory/streaming.py)
 
-The trainer's order (numbers are those of SPEC.md section 3): state OPEN, tail generation, head generation, body,
-request, request fields, state SEALED. A reader's: state SEALED, then head generation == tail generation, then use,
-then both again.
+The trainer's order of writes (SPEC.md section 3): state OPEN, tail generation, head generation, body, request, request
+fields, state SEALED. A reader checks state SEALED and head generation == tail generation, uses the snapshot, and then
+checks both again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STATES = {STATE_EMPTY: "EMPTY", STATE_OPEN: "OPEN", STATE_SEALED: "SEALED", STAT
 
 MIN_SLOT_NBYTES = 3 * PAGE_NBYTES
 MAX_SLOT_NBYTES = 1 << 46
-"""64 TiB: beyond any node's memory; refuses nonsense lengths before they are multiplied."""
+"""64 TiB, more than any node's memory: absurd lengths are refused before they are multiplied."""
 
 _HEAD = struct.Struct("<8sQ16sQ")  # magic, version, token, slot nbytes
 _TAIL = struct.Struct("<8s16s")  # magic, token
@@ -57,18 +57,20 @@ TAIL_GENERATION_OFFSET = 64
 COUNTERS_OFFSET = 1024
 COUNTERS_NBYTES = 64
 COUNTERS_GENERATIONS = 32
-"""A worker that is late with an old generation does not write to the counters of the next ones."""
+"""The counters of so many generations have places of their own, so that a worker that is late with an old generation
+does not overwrite the counters of the next ones."""
 
-_LOOKS, _LOOK_AGAIN_S = 50, 0.001
-"""A reader may meet the stores between another request and its seal, which take microseconds. Chosen."""
+_READS, _READ_AGAIN_S = 50, 0.001
+"""How often, and after which pause, a reader reads a request that is being replaced: the stores from then to the seal
+take microseconds. Chosen."""
 
 
 class SlotError(ValueError):
-    """A slot does not hold what it must; the message says which field."""
+    """A slot does not have the expected contents; the message says which field is wrong."""
 
 
 class SealedRequest(NamedTuple):
-    """What a sealed slot says, or a streamed one: its generation and the request's bytes."""
+    """The request in a sealed or streamed slot: the slot's generation and the request's bytes."""
 
     generation: int
     request: bytes
@@ -86,7 +88,8 @@ def _round_up(nbytes: int) -> int:
 class SlotControl:
     """Reads and writes the control pages of one mapped slot. The mapping must outlive it.
 
-    The generation and state words are single aligned 64-bit accesses, so that no reader sees half of one.
+    Generation and state are aligned 64-bit words, each read and written by one access, so that no reader sees half of
+    one.
     """
 
     def __init__(self, address: int, nbytes: int) -> None:
@@ -104,7 +107,7 @@ class SlotControl:
         self._staged = word(address + STAGED_OFFSET)
 
     def initialise(self, token: bytes) -> None:
-        """Write both control pages of a new slot; done once, by its creator."""
+        """Write both control pages of a new slot. Called once, by its creator."""
         if len(token) != TOKEN_NBYTES:
             raise SlotError(f"a token of {len(token)} bytes, expected {TOKEN_NBYTES}")
         ctypes.memmove(self._address, _HEAD.pack(HEAD_MAGIC, SLOT_VERSION, token, self.nbytes), _HEAD.size)
@@ -112,25 +115,25 @@ class SlotControl:
         self._store(self._address + STATE_OFFSET, STATE_EMPTY)
 
     def check(self, token: bytes) -> None:
-        """Prove that this is the slot that was promised.
+        """Check that this is the expected slot.
 
         Raises:
-            SlotError: Another magic, version, token or size.
+            SlotError: It has another magic, version, token or size.
         """
         magic, version, found, nbytes = _HEAD.unpack(ctypes.string_at(self._address, _HEAD.size))
         tail_magic, tail_token = _TAIL.unpack(ctypes.string_at(self._tail, _TAIL.size))
         if magic != HEAD_MAGIC or tail_magic != TAIL_MAGIC:
-            raise SlotError("no slot: its magic is missing")
+            raise SlotError("not a slot: its magic is missing")
         if version != SLOT_VERSION:
             raise SlotError(f"slot version {version}, expected {SLOT_VERSION}")
         if found != token or tail_token != token:
             raise SlotError("another slot: its token differs")
         if nbytes != self.nbytes:
-            raise SlotError(f"slot says {nbytes} bytes, mapped are {self.nbytes}")
+            raise SlotError(f"the slot's head page says {nbytes} bytes, but {self.nbytes} are mapped")
 
     @property
     def state(self) -> int:
-        """EMPTY, OPEN or SEALED."""
+        """One of `STATES`."""
         return self._state.value
 
     @property
@@ -140,24 +143,24 @@ class SlotControl:
 
     @property
     def staged_address(self) -> int:
-        """Where the trainer notes how many bytes it has copied, for who looks on. No decision depends on it."""
+        """Address of the number of bytes that the trainer has copied, for observers. No decision depends on it."""
         return self._address + STAGED_OFFSET
 
     def staged_nbytes(self, generation: int) -> int:
-        """Return about how many bytes of `generation` were copied so far; 0 if the slot holds another one."""
+        """Return about how many bytes of `generation` have been copied; 0 if the slot holds another generation."""
         found = self._staged.value
         return found if self._generation.value == generation == self._tail_generation.value else 0
 
     def note_staged(self, nbytes: int) -> None:
-        """Say how many bytes of what is being staged were copied so far."""
+        """Publish how many bytes of the snapshot have been copied, for observers."""
         self._store(self.staged_address, nbytes)
 
     def open(self, generation: int) -> None:
-        """Begin to write the snapshot of `generation`; readers of the one before find it gone."""
+        """Begin the snapshot of `generation`; readers of the last one find that it is gone."""
         self._store(self._address + STATE_OFFSET, STATE_OPEN)
         self._store(self.staged_address, 0)
-        # IMPORTANT: the tail changes before the body, so that a reader of the old snapshot that compares both ends
-        # after its last read cannot miss a writer.
+        # IMPORTANT: change the tail before the body. A reader of the old snapshot compares both generations after its
+        # last read, and so cannot miss that the body has changed.
         self._store(self._tail + TAIL_GENERATION_OFFSET, generation)
         self._store(self._address + GENERATION_OFFSET, generation)
         reach("slot: opened")
@@ -174,9 +177,10 @@ class SlotControl:
         self.finish()
 
     def ask_again(self, request: bytes, offset: int) -> None:
-        """Put another request in the place of that of a slot that is streamed, before `finish`; it lies elsewhere.
+        """Replace the request of a streamed slot, before `finish`. `offset` must not overlap the old request.
 
-        A system call on the memfd MUST come between the two, such as `Counters` makes: no message orders them.
+        IMPORTANT: make a system call on the memfd, as `Counters` does, between this and `finish`. It orders the stores
+        for a worker that polls the state; there is no message that would.
 
         Raises:
             SlotError: As `seal`.
@@ -184,7 +188,7 @@ class SlotControl:
         self._write_request(request, offset)
 
     def stream(self, request: bytes, offset: int) -> None:
-        """Write the request at `offset` and let the body be written as far as it is filled.
+        """Write the request at `offset`, and let the worker write the body as far as it is filled.
 
         Raises:
             SlotError: As `seal`.
@@ -194,9 +198,9 @@ class SlotControl:
         reach("slot: streamed")
 
     def finish(self) -> None:
-        """Publish the snapshot of a slot that was streamed, once all of it is filled."""
-        # IMPORTANT: the last store. From here the snapshot outlives the trainer; a seal before the request would let
-        # the worker write what the trainer never meant, and what is sealed and written is committed at once.
+        """Publish the snapshot: seal the slot, which is filled."""
+        # IMPORTANT: this must be the last store. From here on the snapshot outlives the trainer. If the seal came
+        # before the request, the worker could write and commit by another request, or by half of one.
         self._store(self._address + STATE_OFFSET, STATE_SEALED)
         reach("slot: sealed")
 
@@ -209,16 +213,16 @@ class SlotControl:
         self._store(self._address + REQUEST_CHECKSUM_OFFSET, xxhash.xxh3_64_intdigest(request))
 
     def discard(self) -> None:
-        """Mark the slot as holding nothing."""
+        """Discard the snapshot: the slot is EMPTY."""
         self._store(self._address + STATE_OFFSET, STATE_EMPTY)
 
     def is_sealed(self, generation: int) -> bool:
-        """Whether the slot still holds the sealed snapshot of `generation`, at both ends."""
+        """Whether the slot still holds the sealed snapshot of `generation`, by head and tail page."""
         is_sealed = self._state.value == STATE_SEALED
         return is_sealed and self._generation.value == generation == self._tail_generation.value
 
     def is_written(self, generation: int) -> bool:
-        """Whether the slot still holds `generation`, streamed or sealed, at both ends."""
+        """Whether the slot still holds `generation`, streamed or sealed, by head and tail page."""
         is_written = self._state.value in (STATE_STREAMED, STATE_SEALED)
         return is_written and self._generation.value == generation == self._tail_generation.value
 
@@ -226,30 +230,30 @@ class SlotControl:
         """Return the sealed request.
 
         Raises:
-            SlotError: Not sealed, out of bounds, or damaged.
+            SlotError: The slot is not sealed, or its request is out of bounds or damaged.
         """
         return self._read_request(self.is_sealed)
 
     def read_streamed(self) -> tuple[SealedRequest, bool]:
-        """Return the request of a slot that is sealed, or of one that is streamed, and whether it is that.
+        """Return the request of a sealed or streamed slot, and whether the slot is streamed.
 
         Raises:
-            SlotError: Neither, out of bounds, or damaged.
+            SlotError: The slot is neither, or its request is out of bounds or damaged.
         """
-        for _ in range(_LOOKS):
-            if self.state == STATE_SEALED:  # once: it may become so meanwhile
+        for _ in range(_READS):
+            if self.state == STATE_SEALED:  # read the state once: it may become SEALED meanwhile
                 return self.read_request(), False
             with contextlib.suppress(SlotError):
                 return self._read_request(self.is_written), True
             if self.state != STATE_STREAMED:
                 break
-            time.sleep(_LOOK_AGAIN_S)  # another request is being sealed: its place, length and checksum are three words
+            time.sleep(_READ_AGAIN_S)  # the request is being replaced: offset, length and checksum are three stores
         return self._read_request(self.is_written), True
 
     def _read_request(self, holds: Callable[[int], bool]) -> SealedRequest:
         generation = self.generation
         if not holds(generation):
-            raise SlotError(f"the slot is {STATES.get(self.state, 'of an unknown state')}, not SEALED")
+            raise SlotError(f"the slot is {STATES.get(self.state, f'in unknown state {self.state}')}, not SEALED")
         offset, nbytes = self._request_offset.value, self._request_nbytes.value
         if not PAGE_NBYTES <= offset <= offset + nbytes <= self.nbytes - PAGE_NBYTES:
             raise SlotError(f"the request lies at {offset}+{nbytes} in a slot of {self.nbytes}")

@@ -1,11 +1,11 @@
-"""A slot that is written while it is being filled: its segments, and how far these are filled (SPEC.md section 5).
+"""A slot that is written while it is being filled: its segments, and counters of filled and written bytes (SPEC.md 5).
 
-    a slot with room for everything  | head page | part 0 | part 1 | ... | request | tail page |
-    a ring, for what does not fit    | head page | cell 0 | cell 1 | ... | request | tail page |
+    a slot with room for the image   | head page | part 0 | part 1 | ... | request | tail page |
+    a ring, for a larger image       | head page | cell 0 | cell 1 | ... | request | tail page |
 
-The trainer counts what it has filled, the worker what it has written; each polls the other's counter. In a ring the
-memory of what is written is used again: segment n lies in cell n modulo their number. If its worker dies, the save
-ends.
+The trainer counts the bytes that it has filled, the worker those that it has written; each polls the other's counter. A
+ring reuses the memory of written segments: segment n is in cell n modulo the number of cells. If the worker dies, the
+save through a ring fails.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _COUNTER = struct.Struct("<QQ")
 _ONES = (1 << 64) - 1
 _FREED_OFFSET = 32
 _READS = 100
-"""So often a counter is read in the middle of a write at most; a write takes nanoseconds. Chosen."""
+"""How often to read a counter that is just being written: a write takes nanoseconds. Chosen."""
 
 
 class Segment(NamedTuple):
-    """Bytes `start` to `end` of a part's file, the pages' padding excluded."""
+    """Bytes `start` to `end` of a part's file, without padding."""
 
     part: int
     start: int
@@ -42,18 +42,18 @@ class Segment(NamedTuple):
 
 
 class StreamLayout:
-    """How an image is cut into segments, and where these lie in the slot.
+    """How an image is cut into segments, and where these are in the slot.
 
     Args:
-        parts: Where each file begins in the image, in bytes from the slot's beginning, and its exact length.
-        segment_nbytes: Length of a segment, and of a cell: whole pages.
-        n_cells: How many cells a ring has; 0: the slot has room for the image, and each byte lies where it does there.
+        parts: Offset of each file in the image, counted from the slot's beginning, and its exact length, in bytes.
+        segment_nbytes: Length of a segment and of a cell, in whole pages.
+        n_cells: Number of cells of a ring; 0: the slot has room for the image, and is no ring.
 
     Attributes:
-        segments: In their order: part by part.
-        cells_nbytes: Of all cells.
-        image_nbytes: Of the image, from the end of the head page on.
-        end: Where the request may begin in the slot.
+        segments: The segments in the order of the files.
+        cells_nbytes: Size of all cells.
+        image_nbytes: Size of the image, from the end of the head page on.
+        end: Least offset of the request in the slot.
     """
 
     def __init__(self, parts: Sequence[tuple[int, int]], segment_nbytes: int, n_cells: int = 0) -> None:
@@ -67,7 +67,7 @@ class StreamLayout:
         self._offsets = [offset for offset, _ in parts]
         self.image_nbytes = max((o - PAGE_NBYTES + -(-n // PAGE_NBYTES) * PAGE_NBYTES for o, n in parts), default=0)
         self.end = PAGE_NBYTES + (self.cells_nbytes if n_cells else self.image_nbytes)
-        # Also if the parts did not lie one after another.
+        # `max`: the parts need not be in the order of their offsets.
         self._ends = list(accumulate((self._offsets[s.part] - PAGE_NBYTES + s.end for s in self.segments), max))
         self._firsts: list[int] = []
         at = 0
@@ -76,46 +76,47 @@ class StreamLayout:
             at += -(-nbytes // segment_nbytes)
 
     def is_like(self, other: StreamLayout) -> bool:
-        """Whether the same image is cut into segments, and these lie in the slot, in the same way."""
+        """Whether `other` has the same segments at the same offsets of the slot."""
         mine = (self.segments, self._offsets, self.segment_nbytes, self.n_cells)
         return mine == (other.segments, other._offsets, other.segment_nbytes, other.n_cells)
 
     def number_of(self, part: int, start: int) -> int:
-        """Return the number of the segment that byte `start` of a part's file lies in."""
+        """Return the number of the segment that contains byte `start` of a part's file."""
         return self._firsts[part] + start // self.segment_nbytes
 
     def number_at(self, offset_bytes: int) -> int:
-        """Return the number of the segment that a byte of a file lies in: in the image, from the slot's beginning."""
+        """As `number_of`, by the byte's offset in the image, counted from the slot's beginning."""
         part = bisect_right(self._offsets, offset_bytes) - 1
         return self.number_of(part, offset_bytes - self._offsets[part])
 
     def offset_of(self, number: int) -> int:
-        """Return where a segment lies in the slot."""
+        """Return the offset of a segment in the slot."""
         if self.n_cells:
             return PAGE_NBYTES + number % self.n_cells * self.segment_nbytes
         return self.image_offset_of(number)
 
     def image_offset_of(self, number: int) -> int:
-        """Return where a segment begins in the image, from the slot's beginning."""
+        """Return the offset of a segment in the image, counted from the slot's beginning."""
         segment = self.segments[number]
         return self._offsets[segment.part] + segment.start
 
     def end_of(self, count: int) -> int:
-        """Return what a counter says once the first `count` segments are filled, or written."""
+        """Return the value of a counter once the first `count` segments are filled, or written."""
         return self._ends[count - 1] if count else 0
 
     def count_in(self, nbytes: int) -> int:
-        """Return how many segments are filled, or written, when a counter says `nbytes`."""
+        """Return how many segments are filled, or written, if a counter has the value `nbytes`."""
         return bisect_right(self._ends, nbytes)
 
 
 class Counters:
-    """How many bytes of the image, from its beginning on, are filled and written, of one generation.
+    """How many bytes of one generation's image, from its beginning on, are filled and written.
 
     The slot's fd must outlive it.
 
-    IMPORTANT: by system calls, not through the mapping. On some architectures a plain store may be seen before the
-    bytes of the image that it speaks of; the kernel's locks of page and file order both.
+    IMPORTANT: access the counters by system calls, not through the mapping. On some architectures another process may
+    see a plain store before the bytes of the image that were stored earlier; the kernel's locks of page and file order
+    them.
     """
 
     def __init__(self, memory: SlotMemory, generation: int) -> None:
@@ -123,7 +124,7 @@ class Counters:
         self._offset = COUNTERS_OFFSET + COUNTERS_NBYTES * (generation % COUNTERS_GENERATIONS)
 
     def reset(self) -> None:
-        """Nothing is filled, nothing written; by the trainer, before the slot is streamed."""
+        """Set both counters to 0. Called by the trainer, before the slot is streamed."""
         self._write(self._offset, 0)
         self._write(self._offset + _FREED_OFFSET, 0)
 
@@ -138,7 +139,7 @@ class Counters:
 
     @property
     def freed(self) -> int:
-        """How many bytes the worker has written and needs no more."""
+        """How many bytes the worker has written, so that their memory may be reused."""
         return self._read(self._offset + _FREED_OFFSET)
 
     @freed.setter
@@ -147,11 +148,11 @@ class Counters:
 
     def _write(self, offset: int, nbytes: int) -> None:
         if os.pwrite(self._memory.fd, _COUNTER.pack(nbytes, nbytes ^ _ONES), offset) != _COUNTER.size:
-            raise SlotError("a counter of the slot was not written")
+            raise SlotError(f"a counter of the slot at offset {offset} was not written")
 
     def _read(self, offset: int) -> int:
         for _ in range(_READS):
             nbytes, complement = _COUNTER.unpack(os.pread(self._memory.fd, _COUNTER.size, offset))
             if nbytes == complement ^ _ONES:
                 return int(nbytes)
-        raise SlotError("a counter of the slot is damaged")
+        raise SlotError(f"the counter of the slot at offset {offset} is damaged")

@@ -21,7 +21,7 @@ from asyncckpt.client.slot_stream import SlotStream, StreamingClient, Watermark,
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.format.layout import round_up
 from asyncckpt.format.names import SaveId
-from asyncckpt.memory.heap import give_back
+from asyncckpt.memory.heap import trim_heap
 from asyncckpt.memory.slot import PAGE_NBYTES, slot_nbytes
 from asyncckpt.memory.streaming import StreamLayout
 from asyncckpt.planning.planner import PlanCache
@@ -259,7 +259,7 @@ class FullSlotCopier:
     def _choose_deferred(
         self, image: SlotImage, tensors: Sequence[torch.Tensor]
     ) -> tuple[frozenset[int], list[torch.Tensor], DeviceSnapshot | None]:
-        """Return what is deferred and the optimizers' tensors, as `Overlap.choose_deferred`; and the device snapshot."""
+        """Return what is deferred and its owners, as `Overlap.choose_deferred`; and the snapshot on devices."""
         deferred, owners = self._overlap.choose_deferred(tensors, self._engine.worth_deferring(image, tensors))
         snapshot = self._engine.snapshot(image, tensors) if self._config.staging == "device" else None
         if snapshot is None:
@@ -441,7 +441,7 @@ def image_of(slot: Slot, plan: SavePlan) -> SlotImage:
         with gc_paused():
             made = SlotImage(slot.memory.mapping.address, plan)
         if len(plan.boxes) >= MANY_BOXES:
-            give_back()  # temporary memory of making the plan and its views, which the C library would keep
+            trim_heap()  # temporary memory of making the plan and its views, which the C library would keep
         return made
 
     return _use_image(slot, SlotImage, lambda image: image.plan.layout is plan.layout, make)

@@ -1,5 +1,5 @@
 """The synchronous save: the caller's process stages, writes and commits, without a worker.
 
-`writer` is the part that `SyncCheckpointer` calls, `local_save` what one rank does, `collective_save` how several ranks
-agree on each step. What asynchronous saves share with it (planning, staging, files, commit) lives in those packages.
+`SyncCheckpointer` calls `writer`; `local_save` has the steps of one rank, `collective_save` coordinates several ranks.
+What asynchronous saves do too is in the packages for planning, staging, files and commit.
 """

@@ -1,4 +1,4 @@
-"""The synchronous save of several ranks: every step is taken by all of them, and rank 0 commits."""
+"""The synchronous save of several ranks: each step runs on all ranks, and succeeds on all or none; rank 0 commits."""
 
 from __future__ import annotations
 
@@ -43,16 +43,17 @@ def save_collectively(
     """Save on all ranks.
 
     Args:
-        steps: This rank's.
-        state_dict, path: What, and where to.
+        steps: The steps of this rank.
+        state_dict: The state.
+        path: Directory of the checkpoint.
         kw: `step`, `save_id`, `metadata`.
-        extra: For the commit hook.
+        extra: Arguments for the commit hooks.
 
     Returns:
         The save's id, and what this rank wrote.
 
     Raises:
-        AsyncCkptError: As `SyncWriter.write` says; on every rank when it fails on one.
+        AsyncCkptError: As `SyncWriter.write`; on every rank if the save fails on one.
     """
     given: SaveId = kw["save_id"]
     rank = steps.ranks.rank.rank
@@ -65,7 +66,7 @@ def save_collectively(
         try:
             results = _store(steps, meeting, state_dict, state_dicts, save_id, path, kw, extra, mine)
         except Exception:
-            if rank == 0:  # nobody writes any more: every rank has said how its part ended
+            if rank == 0:  # no rank still writes: each has reported the end of its part
                 steps.remove(path, save_id)
             raise
         request, result = mine[0]
@@ -76,7 +77,7 @@ def save_collectively(
 
 
 def _together(meeting: Meeting, work: Callable[[], Any], timeout_s: float) -> list[Any]:
-    """Do one step of the save on all ranks; `timeout_s`: for the other ranks, once it is done here."""
+    """Do one step of the save on all ranks; `timeout_s`: how long to wait for the other ranks after it."""
     return all_or_none(lambda data: meeting.gather(data, time.monotonic() + timeout_s), work, _failed_on)
 
 
@@ -92,7 +93,7 @@ def _failed_on(rank: int, error: AsyncCkptError) -> SaveFailedError:
 def _publish(
     steps: LocalSave, meeting: Meeting, save_id: SaveId, request: SaveRequest, results: list[RankResult]
 ) -> None:
-    """Let rank 0 commit, and tell everybody how that ended."""
+    """Let rank 0 commit, and tell all ranks the outcome."""
     rank, path, published = request.rank, request.path, False
 
     def publish() -> None:
@@ -113,10 +114,12 @@ def _publish(
     except (SaveFailedError, PlanTimeoutError) as error:
         lost = isinstance(error, PlanTimeoutError) or error.code == "exchange"
         if published:
-            _log.warning("%s is committed, but not every rank could be told: %s", path, error)
+            _log.warning(
+                "save of step %d to %s is committed, but not every rank could be told: %s", request.step, path, error
+            )
         elif error.code == CommitUnknownError.wire_code or (lost and rank != 0):
             raise CommitUnknownError(
-                f"save {save_id} to {path}: rank 0 was to commit it, and it is not known whether it has: {error}",
+                f"save of step {request.step} to {path}: it is not known whether rank 0 has committed it: {error}",
                 path=path,
                 save_id=str(save_id),
             ) from error
@@ -133,13 +136,13 @@ def _agree(
     step: int,
     given: SaveId,
 ) -> SaveId:
-    """Agree on run, epoch, path, step and on who writes what; returns the save's id."""
+    """Agree on run, epoch, path, step, and on which rank writes what; return the save's id."""
     ranks, timeout_s = steps.ranks, steps.config.plan_timeout_s
     flattened: list[Flattened] = []
 
     def introduce() -> dict[str, Any]:
         mine, agreement = ranks.own_introduction(path, step), ranks.agreement
-        # IMPORTANT: all ranks look at their states here, whatever they know: a `state_dict()` may be a collective.
+        # IMPORTANT: all ranks call `state_dict()` here, with or without an agreement: it may be a collective.
         if agreement is None:
             flattened.append(steps.plans.flatten(state_dict, state_dicts))
             is_changed = True
@@ -167,7 +170,7 @@ def _agree(
 
 
 def _meet(steps: LocalSave, meeting: Meeting, flatten: Callable[[], Flattened]) -> None:
-    """Agree anew, from what all ranks hold."""
+    """Make a new agreement from the contributions of all ranks."""
     ranks, timeout_s = steps.ranks, steps.config.plan_timeout_s
     flattened: list[Flattened] = []
 
@@ -182,7 +185,7 @@ def _meet(steps: LocalSave, meeting: Meeting, flatten: Callable[[], Flattened]) 
             flattened[0],
             lambda digests: meeting.gather(digests, time.monotonic() + timeout_s),
         )
-    except (OverlappingShardsError, RanksDisagreeError):  # on all ranks: some may hold no longer what they said
+    except (OverlappingShardsError, RanksDisagreeError):  # raised on all ranks: their claims of shards may be outdated
         ranks.agreement = None
         raise
 
@@ -198,7 +201,7 @@ def _store(
     extra: Mapping[str, Any],
     mine: list[tuple[SaveRequest, RankResult]],
 ) -> list[RankResult]:
-    """Write every rank's files, compare replicas, and ask the hooks; returns what all ranks wrote."""
+    """Write every rank's files, run the hooks, and compare replicas; return what all ranks wrote."""
 
     rank = steps.ranks.rank.rank
 
@@ -217,7 +220,7 @@ def _store(
     results = [_result_of(found["result"]) for found in everybody]
     tallies = [result.tally for result in results if result.tally is not None]
     holes = uncovered([found["structure"] for found in everybody], tallies, seed=seed_of(save_id))
-    if differing or holes:  # known to all ranks alike, so that the next save works
+    if differing or holes:  # all ranks have found the same, and store these per rank, so that the next save works
         whole = {found[0] for found in differing if not BOX.search(found[0])}
         steps.ranks.store_per_rank(sorted(whole | {found[0] for found in holes}))
     for name, _, groups in differing:
@@ -236,16 +239,16 @@ def _store(
 
 
 BOX = re.compile(r" \[[0-9:,]*\]\Z")
-"""What follows the FQN in the name of a sample that is of a shard: its box."""
+"""In the name of a sample of a shard, the box that follows the FQN."""
 
 WHAT_NEXT = (
-    "A whole tensor is stored for each rank from the next save on; a shard must be the same on all ranks that hold it, "
-    "and all of a tensor's shards must be saved: see offsets, global shape and mesh"
+    "From the next save on, a whole tensor is stored for each rank. A shard must be equal on all ranks that hold it, and "
+    "all shards of a tensor must be saved: check offsets, global shape and mesh"
 )
 
 
 def hole_error(holes: Sequence[tuple[str, str]], save_id: SaveId, path: str) -> SaveFailedError:
-    """Return the error for tensors that are not stored exactly once: names, and what is wrong."""
+    """Return the error for tensors that would not be stored exactly once: (name, what is wrong) of each."""
     return SaveFailedError(
         f"save {save_id} to {path}: tensor {holes[0][0]!r} would not be stored exactly once: {holes[0][1]}; nothing "
         f"was published. {WHAT_NEXT}",

@@ -1,4 +1,4 @@
-"""One rank's part in a save without a worker, step by step: stage, write, ask the hook, publish, clean up."""
+"""The steps of one rank in a save without a worker: stage, write, run the hook, publish, clean up."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ _log = logging.getLogger("asyncckpt.sync")
 
 
 class LocalSave:
-    """Stages into private memory, kept for the next save. The order of the steps is the caller's business.
+    """Stages into private memory, which is kept for the next save. The caller decides the order of the steps.
 
     Args:
         config: For layout and writing options.
-        ranks: Who else saves.
+        ranks: The ranks that save together.
         hooks: The user's commit hooks.
-        files: The storage seam; tests replace it.
+        files: System calls on files; tests replace it.
 
     Attributes:
-        plans: By structure.
+        plans: Plans by structure.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class LocalSave:
 
     @contextlib.contextmanager
     def failures(self, save_id: SaveId, path: str, step: int | None) -> Iterator[None]:
-        """Turn what the system refuses inside into errors of our own.
+        """Convert an OSError inside the block.
 
         Raises:
-            SaveFailedError: Naming call, rank and path.
+            SaveFailedError: Naming the system call, rank and path.
         """
         try:
             yield
@@ -104,7 +104,7 @@ class LocalSave:
         """Stage and write this rank's files; `kw`: `step` and `metadata`.
 
         Returns:
-            What was asked of the writer, and what it wrote.
+            The request to the writer, and what it wrote.
 
         Raises:
             StagingError: torch could not copy a tensor.
@@ -154,7 +154,7 @@ class LocalSave:
         """Call `pre_commit`.
 
         Raises:
-            SaveFailedError: It vetoes.
+            SaveFailedError: It raised: a veto.
         """
         veto = self.hooks.before(path, extra)
         if veto is not None:
@@ -170,38 +170,43 @@ class LocalSave:
             )
 
     def publish(self, request: SaveRequest, results: Sequence[RankResult]) -> None:
-        """Put the manifest of a checkpoint whose ranks are all written; `request`: of rank 0.
+        """Commit a checkpoint: all ranks have written their files.
+
+        Args:
+            request: The request of rank 0.
+            results: What each rank wrote.
 
         Raises:
-            CheckpointExistsError, CommitUnknownError, OSError: As `storage.commit.publish`.
+            CheckpointExistsError, CommitUnknownError, OSError: As `storage.commit.commit_save`.
         """
         store = LocalStore(self._files, umask=request.umask)
         commit.commit_save([request], results, store=store, package=__version__)
         self._made = []
 
     def remove(self, path: str, save_id: SaveId) -> None:
-        """Remove the files of a save that has failed, and directories that it made for them; what cannot be removed
-        goes with the next one there.
+        """Remove the files of a failed save, and directories that it made.
+
+        Files that cannot be removed are left: the next save to `path` removes them.
         """
         with contextlib.suppress(OSError):
             commit.remove_files_of(path, save_id, store=self._local_store())
-            if self.ranks.alone:  # else any rank may have made them
+            if self.ranks.alone:  # with several ranks, another rank may have made the directories
                 remove_made(self._made, self._local_store())
         self._made = []
 
     def clean_up(self, path: str, save_id: SaveId) -> None:
-        """Remove what other attempts left; the checkpoint stands whether that works or not."""
+        """Remove files that failed saves have left in the directory of a committed checkpoint. Does not fail."""
         try:
             commit.remove_leftovers(path, keep=save_id, store=self._local_store())
         except OSError as error:
-            _log.warning("leftovers stay in %s: %s", path, error)
+            _log.warning("files of failed saves cannot be removed from %s: %s", path, error)
 
     def _image_for(self, plan: SavePlan) -> tuple[PrivateStagingBuffer, SlotImage]:
         wanted = PAGE_NBYTES + plan.body_nbytes
         limit = self.config.arena_limit_bytes
         if limit is not None and wanted > limit:
             raise InsufficientMemoryError(
-                f"the snapshot needs {wanted} bytes of memory, arena_limit_bytes is {limit}; raise the limit",
+                f"the snapshot needs {wanted} bytes of memory, but arena_limit_bytes is {limit}; raise the limit",
                 nbytes=wanted,
                 limit=limit,
             )
@@ -219,12 +224,12 @@ class LocalSave:
         return self._memory, self._image
 
     def _drop(self) -> None:
-        self._image = None  # the views go before the mapping
+        self._image = None  # views must be dropped before the memory is unmapped
         if self._memory is not None:
             self._memory.close()
             self._memory = None
 
     def close(self) -> None:
-        """Free memory and threads. Twice is fine."""
+        """Free memory and threads. Idempotent."""
         self._pool.shutdown()
         self._drop()

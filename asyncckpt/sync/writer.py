@@ -1,4 +1,4 @@
-"""Writes a checkpoint in this process, with no worker: the same format, the same durability, in the caller's time."""
+"""Writes a checkpoint in this process, without a worker: same format and durability, while the caller waits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OURS = frozenset({"step", "save_id", "metadata"})
 
 
 class SyncWriter(CheckpointWriter):
-    """See the module; arguments as `LocalSave`."""
+    """The default writer of `SyncCheckpointer`; arguments as `LocalSave`."""
 
     def __init__(
         self, config: CheckpointerConfig, ranks: Coordination, hooks: HookRunner, files: Files | None = None
@@ -33,19 +33,19 @@ class SyncWriter(CheckpointWriter):
         self._steps = LocalSave(config, ranks, hooks, files)
 
     def write(self, state_dict: Mapping[str, Any], path: str, **kw: Any) -> SaveReport:
-        """Write and commit. Blocks until the checkpoint is durable, of all ranks.
+        """Write and commit. Blocks until the checkpoint of all ranks is durable.
 
         Args:
             state_dict: The state.
             path: Absolute path of the checkpoint's directory.
             **kw: `step`, `save_id` (its epoch, and the run of several ranks, are filled in here), `metadata`; others
-                are the commit hook's.
+                are passed to the commit hooks.
 
         Raises:
             UnsupportedLeafError, DuplicateNameError: The state cannot be stored.
             InsufficientMemoryError: The snapshot does not fit into memory.
             CheckpointExistsError, SaveFailedError, CommitUnknownError: Storage; see `asyncckpt.errors`.
-            PlanTimeoutError, RanksDisagreeError, ReplicaMismatchError: Several ranks.
+            PlanTimeoutError, RanksDisagreeError, ReplicaMismatchError: With several ranks.
         """
         began = time.perf_counter()
         extra = {name: value for name, value in kw.items() if name not in _OURS}
@@ -86,5 +86,5 @@ class SyncWriter(CheckpointWriter):
         return save_id, result
 
     def close(self) -> None:
-        """Free memory and threads. Twice is fine."""
+        """Free memory and threads. Idempotent."""
         self._steps.close()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.structure import decode_structure
-from asyncckpt.memory.heap import LARGE_NBYTES, give_back
+from asyncckpt.memory.heap import LARGE_NBYTES, trim_heap
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.coverage import Tally, no_collections, seed_of, tally_of, uncovered
 
@@ -54,7 +54,7 @@ class Prover:
         with self._lock:
             self._keep(key, tally)
         if len(request.structure) >= LARGE_NBYTES:
-            give_back(collect=True)
+            trim_heap(collect=True)
         return tally
 
     def _keep(self, key: tuple[bytes, int, int], tally: Tally) -> None:

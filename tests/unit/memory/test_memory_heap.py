@@ -26,7 +26,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 def test_what_is_freed_is_given_back(library: Library) -> None:
-    heap.give_back()
+    heap.trim_heap()
     assert library.asked == [("malloc_trim", 0)]
 
 
@@ -34,21 +34,21 @@ def test_python_gives_its_own_back_first_where_that_is_wanted(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heap.gc, "collect", lambda: library.asked.append(("collect",)))
-    heap.give_back(collect=True)
+    heap.trim_heap(collect=True)
     assert library.asked == [("collect",), ("malloc_trim", 0)]
 
 
 def test_large_pieces_are_not_kept(library: Library) -> None:
-    heap.keep_small()
+    heap.return_large_blocks()
     assert library.asked == [("mallopt", -3, heap.LARGE_NBYTES)]
 
 
 def test_a_c_library_that_has_neither_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: Library())
-    heap.give_back()
-    heap.keep_small()
+    heap.trim_heap()
+    heap.return_large_blocks()
 
 
 def test_the_library_of_this_machine_takes_the_calls() -> None:
-    heap.give_back(collect=True)
+    heap.trim_heap(collect=True)
     assert gc.isenabled()

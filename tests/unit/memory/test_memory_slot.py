@@ -237,4 +237,4 @@ def test_a_reader_between_the_words_of_another_request_and_its_seal_looks_again(
     else:
         with pytest.raises(SlotError):
             control.read_streamed()
-    assert len(looks) == (slots._LOOKS if ends == "never" else 3)
+    assert len(looks) == (slots._READS if ends == "never" else 3)
