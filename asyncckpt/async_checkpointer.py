@@ -1,4 +1,4 @@
-"""AsyncCheckpointer: stage, hand over, return. Wiring only; the parts do the work."""
+"""AsyncCheckpointer: connects stager, worker client, hooks and reader; its parts do the work."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from asyncckpt.staging.overlap import Overlap
 from asyncckpt.staging.stager import HostStager, SlotStager
 
 STAGED_SHARE = 0.9
-"""How much of the time to leave in is for what is still being copied. Telling the worker takes milliseconds; chosen."""
+"""The share of `leave`'s time for copies that still run. Chosen: to tell the worker takes milliseconds."""
 
 _log = logging.getLogger("asyncckpt")
 _ARGUMENT_ERRORS = (UnsupportedLeafError, DuplicateNameError, ConfigError)
@@ -56,20 +56,20 @@ _ARGUMENT_ERRORS = (UnsupportedLeafError, DuplicateNameError, ConfigError)
 class AsyncCheckpointer(Checkpointer):
     """Stages into memory of a worker process and returns; the worker writes, commits and completes the futures.
 
+    Not thread-safe: call `save()` in one thread. Futures may be used in any thread.
+
     Args:
-        endpoint: Of a running worker, `ipc://...`; default: `$ASYNCCKPT_ENDPOINT`, else this user's worker of this job,
-            which is started when there is none.
+        endpoint: Endpoint of a running worker, `ipc://...`; default: `$ASYNCCKPT_ENDPOINT`, else this user's worker of
+            this job, which is started if there is none.
         config: Settings; single fields may also be given as keywords.
-        checkpoint_stager, checkpoint_process, reader: Own parts in the place of the default ones.
+        checkpoint_stager, checkpoint_process, reader: Custom parts that replace the default ones.
         commit_hook: A `CommitHook`, or any object with one of its methods.
         **fields: Fields of `CheckpointerConfig`.
 
     Raises:
         WorkerUnavailableError: A given endpoint cannot be reached.
-        ConfigError: An impossible setting, one of a part that was replaced, or an argument without its name.
-        UnsupportedPlatformError: Elsewhere than Linux.
-
-    Not thread-safe: one thread saves. Futures may be used from any.
+        ConfigError: An invalid setting, a setting of a part that was replaced, or a positional argument.
+        UnsupportedPlatformError: This is not Linux.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class AsyncCheckpointer(Checkpointer):
         refuse_misplaced(fields, own_stager=checkpoint_stager is not None, own_process=checkpoint_process is not None)
         self._process: CheckpointProcess
         if checkpoint_process is not None and endpoint is not None:
-            raise ConfigError("endpoint is of the worker, which checkpoint_process replaces", field="endpoint")
+            raise ConfigError("endpoint belongs to the worker, which checkpoint_process replaces", field="endpoint")
         if checkpoint_process is not None and commit_hook is not None:
             raise ConfigError(
-                "commit_hook is asked by the worker, which checkpoint_process replaces", field="commit_hook"
+                "commit_hook belongs to the worker, which checkpoint_process replaces", field="commit_hook"
             )
         self._retired: list[WorkerClient] = []
         if checkpoint_process is None:
@@ -132,11 +132,11 @@ class AsyncCheckpointer(Checkpointer):
         if isinstance(before, WorkerClient):
             self._reach_worker(member, at_once=False, overlap=self._overlap)
             self._retired = [*(process for process in self._retired if not process.has_ended), before]
-            before.retire()  # its saves end as what they are
+            before.retire()  # its saves end as saves of the old rank
         super()._take_ranks(member)
 
     def _workers(self) -> list[WorkerClient]:
-        """Return the worker as each rank saw it that this process has been, the last one at the end."""
+        """Return the worker clients of all ranks that this process has had, the current one last."""
         return [*self._retired, *([self._process] if isinstance(self._process, WorkerClient) else [])]
 
     def save(
@@ -150,42 +150,44 @@ class AsyncCheckpointer(Checkpointer):
     ) -> SaveHandle:
         """Stage `state_dict` for the directory `path`, and return. Tensors may be changed once it has returned.
 
-        What an attached optimizer owns may be copied after that, as `staging` says, and may be changed once `staged` is
-        done, or after `fence()`; the optimizer's own `step()` and `load_state_dict()` wait for it. All else is copied
-        here, or, where it lies on a GPU, before what comes next in the current stream; other streams wait for that, or
-        for `staged`.
+        Exception: tensors that an attached optimizer owns may be copied later, depending on `staging`. They may be
+        changed once `staged` is done, or after `fence()`; the optimizer's own `step()` and `load_state_dict()` wait for
+        the copy. All other tensors are copied by this call; those on a GPU, before later work in the current stream.
+        Work in other streams must wait for that stream, or for `staged`.
 
-        Blocks for the copy, and for a free slot as `on_busy` says; the first save also for the worker and, with several
-        ranks, up to `plan_timeout_s` for the others: every rank must call it. Later saves wait for no other rank, but
-        for one of those after a rank has saved something new, or after replicas were found to differ: that one waits as
-        the first does.
+        Blocks: for the copy, and for a free slot as `on_busy` says. The first save also waits for the worker and, with
+        several ranks, up to `plan_timeout_s` for the other ranks: every rank must call it. Later saves do not wait for
+        other ranks, except one save after a rank has saved something new, or after replicas were found to differ: it
+        waits as the first one does.
 
         Args:
             state_dict: Nested dicts, lists and tuples of tensors, plain values, and objects with a `state_dict()`
-                (modules, optimizers): what it returns is stored in their place, of a module the bare model's.
-            path: The checkpoint's directory; made where it is missing. Relative to this process's working directory.
+                (modules, optimizers), which is stored in their place; for a wrapped module, that of the bare model.
+            path: The checkpoint's directory, which is made if it is missing. Relative to this process's working
+                directory.
             step: An int, of Python or numpy, from 0. Default: the top-level leaf `step` if it is such an int or a 0-d
                 integer tensor in host memory, else the number of this save.
-            metadata: JSON kept in the manifest.
-            **kw: Reaches own stagers and processes, and the commit hook.
+            metadata: JSON to keep in the manifest.
+            **kw: Passed to custom stagers and processes, and to the commit hook.
 
         Returns:
-            A handle with the futures `staged`, `durable`, `written`. Whatever goes wrong with slot, worker or disk is
-            set on them; a failed save never damages the checkpointer.
+            A handle with the futures `staged`, `durable`, `written`. Errors of slot, worker or disk are set on them;
+            after a failed save the checkpointer works as before.
 
         Raises:
-            UnsupportedLeafError, DuplicateNameError, UnsupportedPathError, ConfigError: The arguments.
-            CheckpointerClosedError, ForkedError, ReentrantCallError: The checkpointer.
+            UnsupportedLeafError, DuplicateNameError, UnsupportedPathError, ConfigError: An argument is invalid.
+            CheckpointerClosedError, ForkedError, ReentrantCallError: The checkpointer cannot be used here.
         """
         self._check_usable()
         self._follow_ranks()
-        save_id = self._next_save_id()  # every call takes one, whatever its end: all ranks count alike
+        # IMPORTANT: every call takes a save id, even if it fails, so that sequences are equal on all ranks.
+        save_id = self._next_save_id()
         try:
             self._refuse_in_callback("save()")
             if not self._saving.acquire(blocking=False):
                 raise ReentrantCallError(
-                    "save() was called while another save() runs: by a signal handler, or from a second thread. Set a "
-                    "flag there, and save from the training loop"
+                    "save() was called while another save() runs: by a signal handler, or in a second thread. Set a "
+                    "flag there, and save in the training loop"
                 )
             try:
                 began = time.perf_counter()
@@ -228,12 +230,12 @@ class AsyncCheckpointer(Checkpointer):
                 handle.fail(error)
             return handle
         except BaseException as error:
-            if not isinstance(error, Exception):  # an interrupt: the caller gets no handle, so nothing may stay behind
+            if not isinstance(error, Exception):  # an interrupt: the caller gets no handle to wait for
                 handle.fail(error)
             raise
 
     def _decline(self, save_id: SaveId, path: Any, error: BaseException) -> None:
-        """The other ranks must not wait for this one."""
+        """Tell the other ranks not to wait for this one."""
         if isinstance(self._process, WorkerClient):
             skipped = isinstance(error, SaveSkippedError)
             self._process.decline(save_id, self._path_if_any(path), repr(error), skipped=skipped)
@@ -241,26 +243,26 @@ class AsyncCheckpointer(Checkpointer):
     # ---- copies behind the training ---------------------------------------------------------------------------------
 
     def attach(self, *optimizers: Any) -> None:
-        """Copy what these optimizers own behind forward and backward, from the next save on.
+        """Copy the tensors that these optimizers own during forward and backward, from the next save on.
 
-        Owned are an optimizer's parameters and the tensors in its `state`, which change in `step()` only. Their copies
-        run in a thread after `save()` has returned; `step()` and `load_state_dict()` of the optimizer wait for them.
-        With `staging="blocking"` they are copied before `save()` returns all the same.
+        An optimizer owns its parameters and the tensors in its `state`, which change in `step()` only. They are copied
+        in a thread after `save()` has returned; `step()` and `load_state_dict()` of the optimizer wait for the copy.
+        With `staging="blocking"` they are copied before `save()` returns.
 
         The condition: nothing else changes these tensors before `fence()` or `staged`. A module may be attached too:
-        then its `load_state_dict()` waits as well. That of any other module, and every other write, fails the save
-        with `SnapshotTornError` if a version counter records it. Not promised: writes that no version counter records
+        then its `load_state_dict()` waits as well. `load_state_dict()` of any other module, and every other write,
+        fails the save with `SnapshotTornError` if a version counter shows it. Not promised: writes that no counter sees
         (`.data`, raw pointers, fused kernels outside `step()`, CUDA graphs) between `save()` and the fence.
-        `overlap_check` looks for them, and cannot find all.
+        `overlap_check` searches for them, and cannot find all.
 
         Args:
-            *optimizers: `torch.optim.Optimizer` objects, and `torch.nn.Module` objects. Twice is fine. Optimizers are
-                not kept alive.
+            *optimizers: `torch.optim.Optimizer` objects, and `torch.nn.Module` objects. Idempotent. Optimizers are not
+                kept alive.
 
         Raises:
-            ConfigError: Something else, or an optimizer whose `step()` calls no hooks because it only wraps another
-                one: attach that; or the stager is the user's own.
-            CheckpointerClosedError, ForkedError: The checkpointer.
+            ConfigError: An argument is neither; or an optimizer whose `step()` calls no hooks because it only wraps
+                another one (attach that one); or the stager is custom.
+            CheckpointerClosedError, ForkedError: The checkpointer cannot be used here.
         """
         self._check_usable()
         overlap = self._overlap
@@ -270,7 +272,7 @@ class AsyncCheckpointer(Checkpointer):
         self._events.watch(optimizers)
 
     def detach(self) -> None:
-        """Take back what `attach` did, for all optimizers and modules. Twice is fine.
+        """Undo `attach` for all optimizers and modules. Idempotent.
 
         Blocks: as `fence()`.
 
@@ -283,45 +285,45 @@ class AsyncCheckpointer(Checkpointer):
             self._overlap.detach()
 
     def fence(self) -> None:
-        """Wait until everything that was saved has been copied: for loops that change tensors outside the hooks.
+        """Wait until all saves have been copied: for code that changes tensors outside of hooked calls.
 
-        For tensors on GPUs it is the calling thread's current streams that wait, not the CPU: whoever changes them
-        from other streams, or from another thread, waits for `staged`.
+        For tensors on GPUs, the calling thread's current streams wait, not the CPU. Code that changes such tensors in
+        other streams, or in another thread, must wait for `staged`.
 
-        Blocks: for running copies, at most 60 s; what has not been copied then is given up, and its save fails.
+        Blocks: for running copies, at most 60 s; a copy that has not ended by then is cancelled, and its save fails.
 
         Raises:
             ReentrantCallError: Called by a callback of `staged`, in the thread that copies.
-            CheckpointerClosedError, ForkedError: The checkpointer.
+            CheckpointerClosedError, ForkedError: The checkpointer cannot be used here.
         """
         self._check_usable()
         if self._overlap is not None:
             self._overlap.fence.wait()
 
     def prepare(self, state_dict: Mapping[str, Any]) -> None:
-        """Do now what the first save of such a state would do: plan it, get memory, fault its pages in.
+        """Do the one-time work of the first save of such a state now: plan it, get memory, fault its pages in.
 
-        The first save after it is as fast as later ones. Optional; for several structures, call it for each.
+        The first save is then as fast as later ones. Optional; with several structures, call it for each.
 
-        Blocks: for the worker and the memory, 0.3 s and more per GB; with several ranks, it is a collective, up to
-        `plan_timeout_s` for the others.
+        Blocks: for the worker and the memory, 0.3 s and more per GB. With several ranks it is a collective, and waits
+        for the others up to `plan_timeout_s`.
 
         Args:
             state_dict: As for `save()`; its values do not matter.
 
         Raises:
             UnsupportedLeafError, DuplicateNameError: It cannot be saved.
-            PlanTimeoutError, RanksDisagreeError, SaveFailedError: The other ranks.
+            PlanTimeoutError, RanksDisagreeError, SaveFailedError: Ranks are missing, disagree, or have failed.
             InsufficientMemoryError, WorkerUnavailableError: No memory; no worker.
             SlotTimeoutError, SaveSkippedError, SlotBusyError: Every slot is in use and too small, as `on_busy` says.
-            ConfigError: The stager is the user's own.
-            CheckpointerClosedError, ForkedError, ReentrantCallError: The checkpointer.
+            ConfigError: The stager is custom.
+            CheckpointerClosedError, ForkedError, ReentrantCallError: The checkpointer cannot be used here.
         """
         self._check_usable()
         self._follow_ranks()
         if not isinstance(self._stager, SlotStager):
             raise ConfigError("prepare() is for the default stager and process, which were replaced", field="prepare")
-        self._refuse_in_callback("prepare()")  # the other ranks are not told: that would wait for this very thread
+        self._refuse_in_callback("prepare()")  # without telling the other ranks, which would wait for this very thread
         if not self._saving.acquire(blocking=False):
             refused = ReentrantCallError("prepare() was called while save() runs")
             return self._stager.prepare(state_dict, refused=refused)
@@ -331,7 +333,7 @@ class AsyncCheckpointer(Checkpointer):
             self._saving.release()
 
     def load(self, path: str | os.PathLike[str], state_dict: Any = None, **kw: Any) -> Any:
-        """As `Checkpointer.load`; into tensors of a `state_dict`, after `fence()`."""
+        """As `Checkpointer.load`; with a `state_dict`, waits for running copies first, as `fence()`."""
         self._check_usable()
         if state_dict is not None and self._overlap is not None:
             self._overlap.fence.wait(ordered=False)
@@ -339,7 +341,7 @@ class AsyncCheckpointer(Checkpointer):
 
     @property
     def _overlap(self) -> Overlap | None:
-        """None where an own stager copies."""
+        """The copies behind the training; None with a custom stager."""
         return self._stager.overlap if isinstance(self._stager, SlotStager) else None
 
     # ---- the end of saves, and of the checkpointer ------------------------------------------------------------------
@@ -364,8 +366,8 @@ class AsyncCheckpointer(Checkpointer):
             timeout: Seconds; None waits as long as `commit_timeout_s` lets a save live.
 
         Raises:
-            WaitTimeoutError: Saves are still pending; they go on.
-            PendingSavesError: `on_error="raise"` and errors that nobody fetched.
+            WaitTimeoutError: Saves are still pending; they continue.
+            PendingSavesError: `on_error="raise"`, and there are errors that were not fetched from a future.
         """
         self._check_usable()
         self._refuse_in_callback("wait()")
@@ -373,14 +375,14 @@ class AsyncCheckpointer(Checkpointer):
         self._tracker.raise_errors()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait for pending saves, then free everything. Twice is fine; does nothing in a forked child.
+        """Wait for pending saves, then free everything. Idempotent; no-op in a forked child.
 
         Args:
-            timeout_s: Default: `worker_shutdown_timeout_s`. Saves that are still pending then are left to the worker,
-                which finishes them; their futures hold `CheckpointerClosedError`.
+            timeout_s: Default: `worker_shutdown_timeout_s`. The worker finishes saves that are still pending after it;
+                their futures hold `CheckpointerClosedError`.
 
         Raises:
-            PendingSavesError: `on_error="raise"` and errors that nobody fetched.
+            PendingSavesError: `on_error="raise"`, and there are errors that were not fetched from a future.
             ReentrantCallError: Called by a future's callback or a hook.
         """
         if self._closed or os.getpid() != self._owner_pid:
@@ -388,7 +390,7 @@ class AsyncCheckpointer(Checkpointer):
         self._refuse_in_callback("close()")
         self._closed = True
         for handle in self._tracker.settle(self.config.worker_shutdown_timeout_s if timeout_s is None else timeout_s):
-            _log.warning("close() leaves the save of step %d to %s to the worker", handle.step, handle.path)
+            _log.warning("save of step %d to %s: close() leaves it to the worker", handle.step, handle.path)
         self._close_parts()
         self._tracker.raise_errors()
 
@@ -400,8 +402,8 @@ class AsyncCheckpointer(Checkpointer):
         finally:
             for process in self._retired:
                 process.close()
-            self._process.close()  # a WorkerClient that was closed already has nothing left to do
-            for handle in self._tracker.pending():  # of an own process; the worker's have been ended by now
+            self._process.close()  # no effect on a WorkerClient that is closed already
+            for handle in self._tracker.pending():  # only with a custom process: WorkerClient has ended its saves
                 handle.fail(CheckpointerClosedError("the checkpointer was closed before this save had ended"))
             self._events.close()
 
@@ -414,15 +416,15 @@ class AsyncCheckpointer(Checkpointer):
         return copies_here or any(process.in_client_thread() for process in self._workers())
 
     def leave(self, timeout_s: float = EXIT_WAIT_S, *, at_exit: bool = False) -> None:
-        """End without waiting for writes: by an exception, or at interpreter exit. What is staged is safe.
+        """End without waiting for writes, after an exception or at interpreter exit. Staged snapshots are not lost.
 
-        Blocks at most `timeout_s`. Twice is fine; does nothing in a forked child.
+        Blocks: at most `timeout_s`. Idempotent; no-op in a forked child.
         """
         if self._closed or os.getpid() != self._owner_pid:
             return
         self._closed = True
         deadline = time.monotonic() + timeout_s
-        # A daemon thread of the user's may be in save(), and must not be in torch when the interpreter is taken down.
+        # A daemon thread of the user's may be in save(), and must not be in torch when the interpreter is finalised.
         if at_exit and self._saving.acquire(timeout=timeout_s * STAGED_SHARE / 2):
             self._saving.release()
         if isinstance(self._stager, SlotStager):
@@ -440,16 +442,16 @@ class AsyncCheckpointer(Checkpointer):
                 "an AsyncCheckpointer was dropped without close()", ResourceWarning, source=self, stacklevel=2
             )
             self._closed = True
-            # A collector may run this in any thread, under any lock: nothing here waits.
+            # IMPORTANT: never wait here. The garbage collector may call this in any thread, under any lock.
             if not isinstance(self._process, WorkerClient):
                 self._close_parts()
-            elif isinstance(self._stager, SlotStager):  # what is still being copied is submitted first
+            elif isinstance(self._stager, SlotStager):  # running copies end, and are submitted, first
                 self._stager.overlap.copier.when_idle(self._process.abandon)
             else:
                 self._process.abandon()
 
     def close_inherited_fds(self) -> None:
-        """In a forked child: drop the child's copies of our fds, so that it keeps no memory alive."""
+        """In a forked child: close the child's copies of our fds, so that it keeps no memory alive."""
         for process in self._workers():
             process.close_inherited_fds()
 
@@ -466,15 +468,15 @@ def make_async_checkpointer(
     """Return an `AsyncCheckpointer` with the default parts.
 
     Args:
-        config: Settings; None takes environment and defaults.
-        rank_info: Which rank of how many this process is; None takes `config`'s, else torch.distributed's, else
-            torchrun's environment, else 0 of 1.
+        config: Settings; None: from the environment, and defaults.
+        rank_info: Rank of this process; None: that of `config`, else torch.distributed's, else that of torchrun's
+            environment, else 0 of 1.
         commit_hook: A `CommitHook`, or any object with one of its methods.
 
     Raises:
         WorkerUnavailableError: `$ASYNCCKPT_ENDPOINT` names a worker that cannot be reached.
-        ConfigError: An impossible setting.
-        UnsupportedPlatformError: Elsewhere than Linux.
+        ConfigError: An invalid setting.
+        UnsupportedPlatformError: This is not Linux.
     """
     fields: dict[str, Any] = {} if rank_info is None else {"rank_info": rank_info}
     return AsyncCheckpointer(config=config, commit_hook=commit_hook, **fields)
@@ -483,17 +485,17 @@ def make_async_checkpointer(
 def hand_over(
     process: CheckpointProcess, handle: SaveHandle, result: Any, arguments: Mapping[str, Any], kw: Mapping[str, Any]
 ) -> None:
-    """Let `process` write what was staged, now or when its rest has been copied. Does not wait.
+    """Let `process` write what was staged: now, or when the deferred copy has ended. Does not wait.
 
     Args:
-        process: Writes it.
-        handle: Its futures are completed, by whatever goes wrong with `process`, or with a copy, once it is begun.
-        result: A stager's.
+        process: Writes the save.
+        handle: Its futures get the outcome, and any error of `process` or of a deferred copy that was started.
+        result: The result of a stager.
         arguments: `path`, `step`, `save_id`, `metadata` of the save.
         kw: The extra arguments of `save()`.
 
     Raises:
-        StagingError: The rest of the copy could not be begun; the save is the caller's to take back.
+        StagingError: The deferred copy could not be started; the caller must roll the save back.
     """
     if not isinstance(result, StagedSnapshot) or result.start_deferred is None:
         _write(process, handle, result, arguments, kw)
@@ -506,7 +508,7 @@ def hand_over(
             return
         try:
             _write(process, handle, result, arguments, kw)
-        except BaseException as caught:  # nobody else hears of it: this is the copier's thread
+        except BaseException as caught:  # in the copier's thread, where no caller could see it
             handle.fail(caught)
             raise
 
@@ -515,7 +517,7 @@ def hand_over(
         start_deferred(handle.staged, copied)
     except Exception as error:
         raise StagingError(
-            f"step {result.step}: the copy behind the training could not be begun: {error!r}",
+            f"save of step {result.step} to {result.path}: the copy behind the training did not start: {error!r}",
             save_id=str(result.save_id),
             step=result.step,
             path=result.path,
@@ -539,9 +541,9 @@ def _write(
         handle.fail(error)
         return
     try:
-        with contextlib.suppress(InvalidStateError):  # an interrupt in `save()`, or `close()`, has failed it meanwhile
+        with contextlib.suppress(InvalidStateError):  # it failed meanwhile, by an interrupt in `save()` or by `close()`
             handle.staged.set_result(report)
-    finally:  # also after an exit by a callback of `staged`
+    finally:  # also if a callback of `staged` raises SystemExit
         if isinstance(future, Future):
             handle.follow(future)
         else:
@@ -553,11 +555,15 @@ _STAGER_FIELDS = frozenset(
     {"staging", "overlap_check", "layout", "files_per_rank", "max_shard_bytes", "fsync", "write_threads"}
 )
 _KEPT_FIELDS = frozenset({"allow_pickle", "on_error", "worker_shutdown_timeout_s", "rank_info"})
-"""What an own process leaves to the checkpointer, its reader, and the stager that copies for it."""
+"""Fields that still have an effect with a custom process: those of the checkpointer, its reader and its stager."""
 
 
 def refuse_misplaced(given: Iterable[str], *, own_stager: bool, own_process: bool) -> None:
-    """Refuse fields, given by name, of parts that were replaced: nobody would heed them.
+    """Refuse fields of parts that were replaced: they would have no effect.
+
+    Args:
+        given: Names of the fields that the user has given.
+        own_stager, own_process: Whether the stager, or the process, is custom.
 
     Raises:
         ConfigError: Naming the first.
@@ -572,23 +578,23 @@ def refuse_misplaced(given: Iterable[str], *, own_stager: bool, own_process: boo
 def reach_worker(
     config: CheckpointerConfig, member: Membership, named: str | None, hooks: HookRunner, *, at_once: bool
 ) -> tuple[WorkerClient, Coordination]:
-    """Return the worker, as this rank sees it, and what its ranks agree on.
+    """Return the client of this rank's worker, and the coordination with the other ranks.
 
     Args:
         config: Settings.
         member: Rank of this process.
-        named: The endpoint that the user named. None: this user's worker of this job, which is started where there is
+        named: The endpoint that the user named. None: this user's worker of this job, which is started if there is
             none.
         hooks: The user's commit hooks.
-        at_once: What was named must answer now; else the worker is looked for in the background.
+        at_once: Connect to `named` now, and do not start a worker there; else connect in the background.
 
     Raises:
         ConfigError: The endpoint is malformed.
-        WorkerUnavailableError: `at_once`, and nobody answers at `named`.
+        WorkerUnavailableError: `at_once`, and no worker answers at `named`.
     """
     endpoint = named or default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
     socket_path(endpoint)
-    worker, rank = _Reached(), member.rank
+    worker, rank = _ClientAccess(), member.rank
     ranks = Coordination(
         rank,
         config,
@@ -606,8 +612,8 @@ def reach_worker(
     return process, ranks
 
 
-class _Reached(WorkerAccess):
-    """The worker of `process`, which is made after this."""
+class _ClientAccess(WorkerAccess):
+    """Reaches the worker by `process`, which is made after this object."""
 
     process: WorkerClient
 

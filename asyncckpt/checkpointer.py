@@ -1,4 +1,4 @@
-"""Checkpointer: what both kinds share: arguments checked, saves numbered, loads."""
+"""Checkpointer: the base class of both checkpointers: checks arguments, numbers saves, loads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _log = logging.getLogger("asyncckpt")
 
 
 def refuse_unknown(kw: Mapping[str, Any]) -> None:
-    """Refuse arguments of `save()` that no part takes: own parts get them, the default ones have no use for them.
+    """Refuse extra arguments of `save()`: only custom parts and commit hooks take them.
 
     Raises:
         ConfigError: Naming the first.
@@ -58,10 +58,10 @@ def refuse_unknown(kw: Mapping[str, Any]) -> None:
 def _save_path(path: str | os.PathLike[str]) -> str:
     directory = absolute_path(path)
     if directory == os.path.dirname(directory):
-        raise UnsupportedPathError("/ is no place for a checkpoint: every other one would lie in it", path=directory)
+        raise UnsupportedPathError("/ cannot be a checkpoint: every other one would be inside it", path=directory)
     if is_quarantined(os.path.basename(directory)):
         raise UnsupportedPathError(
-            f"{directory} has the name of a broken checkpoint that was put aside, which nobody lists; save elsewhere",
+            f"{directory} has the name of a quarantined checkpoint, which is not listed; save to another directory",
             path=directory,
         )
     return directory
@@ -95,44 +95,44 @@ class Checkpointer(ABC):
 
     @property
     def rank_info(self) -> RankInfo:
-        """Which rank of how many this process is now.
+        """This process's rank now.
 
         Raises:
-            ConfigError: torchrun's environment has changed, and makes no sense.
+            ConfigError: torchrun's environment has changed, and is invalid.
         """
         self._follow_ranks()
         return self._rank
 
     @property
     def rank_changes(self) -> int:
-        """How often this process has become another rank, or got another process group, since this was made."""
+        """How often this process's rank or process group has changed since this checkpointer was made."""
         self._follow_ranks()
         return self._rank_changes
 
     def _follow_ranks(self) -> None:
-        """Take the rank that this process has now: saves from here on are a run of their own if it is another one."""
+        """Use this process's current rank; if it has changed, later saves belong to a new run."""
         if self._closed or os.getpid() != self._owner_pid:
             return
         if self._member.is_current():
             return
         now, before = Membership(self.config.rank_info), self._rank
         _log.info(
-            "this process is rank %d of %d in a process group that the checkpointer had not seen; before it was rank "
-            "%d of %d. The ranks agree anew in the next save",
+            "this process is now rank %d of %d in a new process group; it was rank %d of %d. The ranks meet in the "
+            "next save",
             *now.rank,
             *before,
         )
         self._take_ranks(now)
 
     def _take_ranks(self, member: Membership) -> None:
-        """Make the parts anew that depend on the rank."""
+        """Replace the parts that depend on the rank."""
         self._member, self._rank_changes = member, self._rank_changes + 1
         self._run_id, self._sequence = secrets.token_hex(6), 0
         self._reader = self._own_reader or self._default_reader()
 
     @property
     def exchange(self) -> Callable[[], Exchange] | None:
-        """Returns where the ranks meet; None: they do not, with own parts."""
+        """Returns the exchange for meetings of the ranks; None: with custom parts they do not meet."""
         self._follow_ranks()
         return None if self._coordination is None else self._coordination.find
 
@@ -162,9 +162,9 @@ class Checkpointer(ABC):
         Args:
             path: The checkpoint's directory.
             state_dict: Filled in place and returned; None returns a new dict.
-            default_map_location: Where new tensors go: device, string, dict or callable as in `torch.load`.
-            strict: Raise when the checkpoint lacks keys of `state_dict`; False logs them.
-            **kw: Reaches the reader.
+            default_map_location: Where to put new tensors: device, string, dict or callable as in `torch.load`.
+            strict: Raise if the checkpoint lacks keys of `state_dict`; False logs them.
+            **kw: Passed to the reader.
 
         Raises:
             CheckpointNotFoundError, CheckpointNotCommittedError, CorruptCheckpointError, MissingKeysError, ...: As
@@ -176,7 +176,7 @@ class Checkpointer(ABC):
         found, missing = self._reader.read(
             directory, state_dict, map_location=default_map_location, strict=strict, **kw
         )
-        if strict and missing:  # an own reader need not know `strict`
+        if strict and missing:  # a custom reader may ignore `strict`
             raise MissingKeysError(
                 f"{directory}: {len(missing)} keys are not in the checkpoint: {', '.join(map(str, missing))}",
                 path=directory,
@@ -187,24 +187,24 @@ class Checkpointer(ABC):
     def latest_checkpoint(
         self, root: str | os.PathLike[str], *, timeout_s: float = 60.0, source: str = "auto"
     ) -> str | None:
-        """Return the newest checkpoint below `root`: committed, or whole in the worker's memory; None without any.
+        """Return the newest checkpoint below `root`, committed or complete in the worker's memory; None: there is none.
 
-        To go on after a crash: all ranks get the same answer, the newest that rank 0 sees and each of them can load;
-        saves to `root` that the worker still writes for a run that has died are waited for. On several ranks it is a
-        collective. What is in memory only, because it could not be written or is not yet, is loaded by this
-        checkpointer's `load`; it is not counted once the directory that it was saved to has been removed, unless
-        `source="memory"`.
+        For resuming after a crash: all ranks get the same answer, the newest that rank 0 finds and every rank can load.
+        Waits for saves to `root` that the worker still writes for a run that has ended. On several ranks it is a
+        collective. A snapshot that is in memory only, because it could not be written or is not written yet, can be
+        loaded by this checkpointer's `load`. It does not count once the directory that it was saved to has been
+        removed, unless `source="memory"`.
 
         Args:
             root: The directory that holds the checkpoints' directories.
             timeout_s: How long to wait for such saves, and for the other ranks.
-            source: "disk" counts what is committed only, as `asyncckpt.latest_checkpoint` does; "memory" what is not.
+            source: "disk": only committed ones count, as for `asyncckpt.latest_checkpoint`; "memory": only others.
 
         Raises:
             PlanTimeoutError: Not every rank has called it.
-            UnsupportedPathError: A URL.
+            UnsupportedPathError: `root` is a URL.
             ConfigError: An unknown `source`.
-            SaveFailedError: Rank 0 could not look (on the other ranks).
+            SaveFailedError: Rank 0 could not read `root` (raised on the other ranks).
             OSError: `root` cannot be read.
         """
         self._check_usable()
@@ -240,17 +240,17 @@ class Checkpointer(ABC):
     ) -> RestoredCheckpoint | None:
         """Load the newest checkpoint below `root` that verifies, as `asyncckpt.restore_latest`.
 
-        To go on after a crash: saves to `root` that the worker still writes for a run that has died are waited for.
+        For resuming after a crash: waits for saves to `root` that the worker still writes for a run that has ended.
 
         Args:
-            root, state_dict, strict, quarantine, **options: As there; by the package's own reader.
+            root, state_dict, strict, quarantine, **options: As for `asyncckpt.restore_latest`. Uses the default reader.
             timeout_s: How long to wait for such saves, and for the other ranks.
 
         Returns:
-            As there; None: there is nothing to go on from.
+            As `asyncckpt.restore_latest`; None: there is no checkpoint.
 
         Raises:
-            NoSoundCheckpointError, ...: As there.
+            NoSoundCheckpointError, ...: As `asyncckpt.restore_latest`.
         """
         return self.restore_first(
             look, root, state_dict, strict=strict, quarantine=quarantine, timeout_s=timeout_s, **options
@@ -267,18 +267,18 @@ class Checkpointer(ABC):
         timeout_s: float = 60.0,
         **options: Any,
     ) -> RestoredCheckpoint | None:
-        """As `restore_latest`, for who has an own idea of what is to be tried, and in which order.
+        """As `restore_latest`, with other candidates, or another order of them.
 
         Args:
-            find: Called on rank 0 with the absolute path of `root`: what is to be tried of what is on disk.
-            root, state_dict, quarantine, timeout_s, **options: As there.
-            below: Saves to this directory are waited for; None: to `root`.
+            find: Returns the candidates on disk. Called on rank 0 with the absolute path of `root`.
+            root, state_dict, quarantine, timeout_s, **options: As for `restore_latest`.
+            below: Wait for saves to this directory; None: to `root`.
 
         Returns:
-            As there; None: there is nothing to go on from.
+            As `restore_latest`.
 
         Raises:
-            NoSoundCheckpointError, ...: As there.
+            NoSoundCheckpointError, ...: As `restore_latest`.
         """
         self._check_usable()
         self._follow_ranks()
@@ -309,12 +309,12 @@ class Checkpointer(ABC):
         return f"{type(self).__name__}({facts})"
 
     def _facts(self) -> dict[str, Any]:
-        """Return what `repr` shows, by name. Takes no lock and raises nothing, so that `repr` is safe anywhere."""
+        """Return what `repr` shows, by name. Must not take a lock or raise, so that `repr` is safe anywhere."""
         return {"rank": self._rank.rank, "world_size": self._rank.world_size, "closed": self._closed}
 
     @abstractmethod
     def close(self) -> None:
-        """Free everything. Twice is fine."""
+        """Free everything. Idempotent."""
 
     def _check_usable(self) -> None:
         self._check_owner()
@@ -324,8 +324,8 @@ class Checkpointer(ABC):
     def _check_owner(self) -> None:
         if os.getpid() != self._owner_pid:
             raise ForkedError(
-                f"this checkpointer was made by process {self._owner_pid}, this is its forked child {os.getpid()}; "
-                "make a new one here"
+                f"this checkpointer was made by process {self._owner_pid}, and this is its forked child "
+                f"{os.getpid()}; make a new one here"
             )
 
     def _next_save_id(self) -> SaveId:
@@ -333,13 +333,13 @@ class Checkpointer(ABC):
         return SaveId(0, sequence, self._run_id)
 
     def _number_of(self, save_id: SaveId) -> int:
-        """Return the number of a save of this rank, which is that of all ranks."""
+        """Return the sequence that all ranks give a save of this rank."""
         ranks = self._coordination
         return save_id.sequence if ranks is None else ranks.aligned(save_id.sequence)
 
     @staticmethod
     def _path_if_any(path: Any) -> str:
-        """Return the directory of a checkpoint, or "" if what was given is no path for one."""
+        """Return the directory of a checkpoint, or "" if `path` is not valid."""
         try:
             return _save_path(path)
         except (AsyncCkptError, TypeError, ValueError, OSError):
@@ -348,7 +348,7 @@ class Checkpointer(ABC):
     def _arguments(
         self, state_dict: Any, path: Any, step: int | None, metadata: Mapping[str, Any] | None, save_id: SaveId
     ) -> dict[str, Any]:
-        """Check what `save` was given; returns the keywords that every part receives."""
+        """Check the arguments of `save`; return the keywords that every part receives."""
         if step is None:
             found = step_in(state_dict)
             step = self._number_of(save_id) if found is None else found

@@ -14,13 +14,13 @@ _log = logging.getLogger("asyncckpt")
 
 
 class HookRunner:
-    """Calls the methods of a hook that it really has.
+    """Calls the methods that a hook defines.
 
     Args:
-        hook: A `CommitHook`, or any object with one or both of its methods; None has neither.
+        hook: A `CommitHook`, or any object with one or both of its methods; None: no hook.
 
     Raises:
-        ConfigError: Something else.
+        ConfigError: `hook` is something else.
     """
 
     def __init__(self, hook: Any | None) -> None:
@@ -36,11 +36,11 @@ class HookRunner:
 
     @property
     def asks(self) -> bool:
-        """Whether a commit has to wait for `before`."""
+        """Whether a commit must wait for `before`."""
         return self._pre is not None
 
     def before(self, path: str, extra: Mapping[str, Any]) -> str | None:
-        """Call `pre_commit`; returns why it vetoes, or None."""
+        """Call `pre_commit`; return its error, which is a veto, as text, or None."""
         if self._pre is None:
             return None
         try:
@@ -52,7 +52,7 @@ class HookRunner:
         return None
 
     def after(self, path: str, extra: Mapping[str, Any]) -> None:
-        """Call `post_commit`; what it raises is logged."""
+        """Call `post_commit`; log its error."""
         if self._post is None:
             return
         try:

@@ -1,6 +1,6 @@
-"""The parts that a checkpointer is wired from; each can be replaced by the user's own.
+"""The interfaces of a checkpointer's parts; each part can be replaced by a custom one.
 
-`**kw` of `save()` and `load()` reaches every part, so own parts take what they need from it.
+`**kw` of `save()` and `load()` is passed to every part, so that custom parts can take arguments of their own.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class CheckpointStager(ABC):
             **kw: `path`, `step`, `save_id`, `metadata`, and the extra arguments of `save()`.
 
         Returns:
-            The staging result that is handed to `CheckpointProcess.write`.
+            The staging result, which is passed to `CheckpointProcess.write`.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the stager holds. May be called twice."""
+        """Free resources of the stager. Must be idempotent."""
 
 
 class CheckpointProcess(ABC):
@@ -36,28 +36,28 @@ class CheckpointProcess(ABC):
 
     @abstractmethod
     def write(self, staging_result: Any, path: str, **kw: Any) -> Future[Any]:
-        """Begin to write; must not block.
+        """Start to write; must not block.
 
         Returns:
             A future that is done when the checkpoint is committed. If it has an attribute `durable`, that is a future
-            for this rank's files being safe.
+            that is done when this rank's files are durable.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the process holds. May be called twice."""
+        """Free resources of the process. Must be idempotent."""
 
 
 class CheckpointWriter(ABC):
-    """Writes a state dict at once, for `SyncCheckpointer`."""
+    """Writes a state dict while the caller waits, for `SyncCheckpointer`."""
 
     @abstractmethod
     def write(self, state_dict: Mapping[str, Any], path: str, **kw: Any) -> Any:
-        """Write and commit; blocks until that is done. Raises on any failure."""
+        """Write and commit. Blocks until the checkpoint is committed; must raise on any failure."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the writer holds. May be called twice."""
+        """Free resources of the writer. Must be idempotent."""
 
 
 class CheckpointReader(ABC):
@@ -70,7 +70,7 @@ class CheckpointReader(ABC):
         Args:
             path: Its directory.
             state_dict: Filled in place; None builds a new one.
-            map_location: Where tensors go, as `torch.load` has it.
+            map_location: Where to put tensors, as for `torch.load`.
             **kw: The extra arguments of `load()`.
 
         Returns:
@@ -79,24 +79,23 @@ class CheckpointReader(ABC):
 
 
 class CommitHook:
-    """Called in the trainer around the commit of each save. Subclass it and override what is needed.
+    """Called in the trainer before and after the commit of each save. Subclass it and override one method or both.
 
     Both run in the thread that completes futures, not in the training thread: they must not block for long, and cannot
-    call `save()`. `SyncCheckpointer` calls them in the caller's thread. A hook with a `pre_commit` of its own is asked
-    before every commit: the worker waits for it up to `hook_timeout_s`, and a save whose rank dies before it has
-    answered is not committed.
+    call `save()`. `SyncCheckpointer` calls them in the caller's thread. If `pre_commit` is overridden, every commit
+    waits for it, up to `hook_timeout_s`; if the rank dies before it has returned, the save is not committed.
     """
 
     def pre_commit(self, path: str, **kw: Any) -> None:
-        """This rank's files at `path` are durable; the checkpoint is not committed yet.
+        """Run before the commit: this rank's files at `path` are durable.
 
         Args:
             path: The checkpoint's directory.
             **kw: The extra arguments of `save()`.
 
         Raises:
-            Exception: Any, to veto: the save fails on all ranks, and nothing is published.
+            Exception: Any error is a veto: the save fails on all ranks, and nothing is published.
         """
 
     def post_commit(self, path: str, **kw: Any) -> None:
-        """The checkpoint at `path` is committed; arguments as in `pre_commit`. What this raises is logged."""
+        """Run after the commit of the checkpoint at `path`; arguments as for `pre_commit`. Its errors are logged."""

@@ -1,4 +1,4 @@
-"""All settings of a checkpointer: frozen, keyword-only, checked when built. The one reader of environment variables.
+"""All settings of a checkpointer: frozen, keyword-only, checked when built, also from environment variables.
 
 Precedence: arguments, then `ASYNCCKPT_<FIELD>` from the environment, then the defaults below.
 """
@@ -22,10 +22,10 @@ MAX_WRITE_THREADS = 64
 MAX_FILES_PER_RANK = 256
 MAX_SLOTS = 16
 MIN_SHARD_NBYTES = 64 * 1024
-"""Of `max_shard_bytes`: a header takes pages of it. Chosen, far below what anybody wants."""
+"""Least `max_shard_bytes`: a header takes some pages of it. Chosen: far below useful values."""
 
 _OTHER_VARIABLES = ("ENDPOINT", "JOB", "ADVERTISE")
-"""What follows `PREFIX` and sets no field: `ENDPOINT_VARIABLE`, `protocol.endpoint.JOB_VARIABLES`, the worker's."""
+"""Names behind `PREFIX` that are no fields: `ENDPOINT_VARIABLE`, `protocol.endpoint.JOB_VARIABLES`, the worker's."""
 
 _TESTS = "TEST_"
 _log = logging.getLogger("asyncckpt")
@@ -33,7 +33,7 @@ _warned: set[str] = set()
 
 
 class RankInfo(NamedTuple):
-    """Which rank of how many this process is."""
+    """This process's rank, and the number of ranks."""
 
     rank: int
     world_size: int
@@ -147,7 +147,7 @@ class CheckpointerConfig:
         """Check every field.
 
         Raises:
-            ConfigError: Naming field, value and what is allowed.
+            ConfigError: A field is invalid; names field, value and what is allowed.
         """
         for name, allowed in _CHOICES.items():
             _require(
@@ -174,12 +174,12 @@ class CheckpointerConfig:
         """Combine a config, single fields given as arguments, and the environment.
 
         Args:
-            config: Taken as a whole, in the place of environment and defaults; None builds one from them.
-            arguments: Fields by name; they win.
+            config: Used instead of environment and defaults; None builds one from them.
+            arguments: Fields by name; they override all others.
             environ: Defaults to `os.environ`.
 
         Raises:
-            ConfigError: An unknown field, or an impossible value.
+            ConfigError: An unknown field, or an invalid value.
         """
         names = {f.name for f in fields(cls)}
         for name in sorted(set(arguments) - names):
@@ -195,31 +195,35 @@ class CheckpointerConfig:
 
 
 def check_rank_info(info: RankInfo) -> None:
-    """Refuse what is no rank of a world.
+    """Check a `RankInfo`.
 
     Raises:
-        ConfigError: A plain tuple, which might as well be meant the other way round; or a rank outside its world.
+        ConfigError: It is a plain tuple, whose order may be confused; or the rank is outside its world.
     """
     fits = isinstance(info, RankInfo) and all(type(n) is int for n in info) and 0 <= info.rank < info.world_size
     _require(fits, "rank_info", info, "asyncckpt.RankInfo(rank, world_size) with 0 <= rank < world_size")
 
 
 def _warn_of_unknown(environ: Mapping[str, str], names: set[str]) -> None:
-    """Log each variable that looks like one of ours and is none, once in a process: it may be misspelt."""
+    """Log each variable with our prefix that is not known, once per process: it may be misspelt."""
     known = [*(n.upper() for n in sorted(names)), *_OTHER_VARIABLES]
     for name in sorted(n.removeprefix(PREFIX) for n in environ if n.startswith(PREFIX)):
         if name not in known and name not in _warned and not name.startswith(_TESTS):
             _warned.add(name)
             close = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {PREFIX}{close[0]}?" if close else ""
-            _log.warning("environment variable %s%s has no meaning to asyncckpt and is ignored%s", PREFIX, name, hint)
+            _log.warning("environment variable %s%s is unknown to asyncckpt and ignored%s", PREFIX, name, hint)
 
 
 def refuse_positional(given: Sequence[object], what: str) -> None:
-    """Refuse arguments without a name, where Python itself would say only how many it had expected.
+    """Refuse positional arguments, with a better message than Python's.
+
+    Args:
+        given: The positional arguments.
+        what: Name of the class or function, for the message.
 
     Raises:
-        ConfigError: Saying under which name the first one belongs, if that can be told.
+        ConfigError: There are some; says the name of the first one, if its type tells.
     """
     if not given:
         return
@@ -234,7 +238,7 @@ def refuse_positional(given: Sequence[object], what: str) -> None:
 
 
 def endpoint_from_environment(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return `$ASYNCCKPT_ENDPOINT`, or None when it is not set or empty."""
+    """Return `$ASYNCCKPT_ENDPOINT`; None if it is not set or empty."""
     return (os.environ if environ is None else environ).get(ENDPOINT_VARIABLE) or None
 
 
@@ -295,7 +299,7 @@ def _parse(name: str, text: str) -> Any:
 
 def _expected(name: str) -> str:
     if name in _INTEGERS:
-        return "a plain integer, in bytes if it is a size, or 'none' where that has a meaning"
+        return "a plain integer (of bytes if it is a size), or 'none' for a field that may be None"
     if name in _SECONDS:
         return "a number of seconds"
     if name in _SWITCHES:
@@ -304,15 +308,15 @@ def _expected(name: str) -> str:
 
 
 def check_keywords(kind: type, given: Iterable[str], fields: Iterable[str] = ()) -> None:
-    """Check what was given to a constructor by keywords that are none of its own.
+    """Check keywords of a constructor that are not its own parameters.
 
     Args:
         kind: The class.
-        given: The names.
-        fields: What is taken of `CheckpointerConfig`.
+        given: Names of the keywords.
+        fields: Fields of `CheckpointerConfig` that it takes.
 
     Raises:
-        ConfigError: One is neither.
+        ConfigError: One is unknown.
     """
     taken = frozenset(fields)
     for name in sorted(set(given) - taken):

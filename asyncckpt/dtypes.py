@@ -1,4 +1,4 @@
-"""dtype name <-> itemsize <-> safetensors name: the single table.
+"""The table of dtypes: name, item size, and name in safetensors.
 
 Names are torch's without the `torch.` prefix. A dtype that safetensors lacks is stored as U8 with one more
 dimension of `itemsize` bytes (none when the itemsize is 1), and the index keeps its true name.
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class DType(NamedTuple):
-    """One row: torch's name, bytes per element, and safetensors' name or None."""
+    """A dtype: torch's name, bytes per element, and safetensors' name or None."""
 
     name: str
     itemsize: int

@@ -1,4 +1,4 @@
-"""The mark on what belongs to one rank: random number states, positions in the data."""
+"""PerRank: marks a part of a state dict that belongs to one rank, such as random number states and data positions."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 class PerRank:
     """Marks a subtree of a state dict as belonging to the rank that saves it.
 
-    It is stored for every rank and given back to the same rank number. One inside another means nothing more.
+    It is stored for every rank, and loaded by the rank with the same number. Inside another `PerRank` it has no effect.
 
     Args:
-        value: Anything that a state dict may hold. It may be replaced at any time.
+        value: Any value that a state dict may hold. It may be replaced at any time.
     """
 
     __slots__ = ("value",)

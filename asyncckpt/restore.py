@@ -1,9 +1,9 @@
-"""`asyncckpt.restore_latest`: the newest checkpoint that verifies, the same on all ranks.
+"""`asyncckpt.restore_latest`: loads the newest checkpoint that verifies, the same on all ranks.
 
-The checkpoints are tried from the newest to older ones. A target is filled as the bytes are read, so what a broken
-checkpoint has filled must be filled again by the one that is used: a name that this one lacks is an error, not a value
-of another step. In the good case this costs nothing; `low_memory=False` verifies all that this rank reads before the
-target changes, for a second copy of the state in memory.
+Checkpoints are tried from the newest to the oldest. A target is filled while bytes are read, so a broken checkpoint may
+fill a part of it. The checkpoint that is used must fill that part again: if it lacks a name, that is an error, since
+the target would keep a value of another step. `low_memory=False` verifies everything that this rank reads before the
+target changes; that takes memory for a second copy of the state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asyncckpt.storage.catalog import Candidate, candidates_in
 from asyncckpt.storage.local import LocalStore
 
 ARRIVE_TIMEOUT_S = 60.0
-"""For the last rank to call `restore_latest`; as `plan_timeout_s` has it."""
+"""How long to wait for the last rank to call `restore_latest`. The default of `plan_timeout_s`."""
 
 _log = logging.getLogger("asyncckpt")
 
@@ -40,9 +40,9 @@ class SkippedCheckpoint:
 
     Attributes:
         path: Its directory, when it was tried.
-        step: Of its manifest; None where that is damaged.
-        error: What is wrong with it. On a rank that could load it: SharedLoadError, with the rank that could not.
-        moved_to: Where it was put; None: it is where it was.
+        step: Step in its manifest; None if that is damaged.
+        error: Why it is broken. On a rank that could load it, a SharedLoadError that names a rank that could not.
+        moved_to: Its quarantine directory; None: it was not moved.
     """
 
     path: str
@@ -53,15 +53,15 @@ class SkippedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoredCheckpoint:
-    """What `restore_latest` has loaded.
+    """The checkpoint that `restore_latest` has loaded.
 
     Attributes:
         path: The checkpoint's directory.
         step: Its training step.
-        state_dict: The target, or a new one.
-        save_id: Of the save that was loaded.
-        metadata: As it was saved with.
-        skipped: Newer ones that are broken, the newest first; empty when the newest was sound.
+        state_dict: The target, or a new state dict.
+        save_id: ID of the save that was loaded.
+        metadata: The metadata of the save.
+        skipped: Newer checkpoints that are broken, the newest first; empty if the newest one was sound.
     """
 
     path: str
@@ -81,47 +81,47 @@ def restore_latest(
     rank_info: RankInfo | None = None,
     **options: Any,
 ) -> RestoredCheckpoint | None:
-    """Load the newest checkpoint of a directory that verifies; one that is broken is passed over, and that is said.
+    """Load the newest checkpoint of a directory that verifies; skip broken ones, with a warning.
 
-    Newest by lineage, as `latest_checkpoint` has it. What all ranks had staged and is in the worker's memory only, for
-    it could not be written or is not yet, counts as well, unless `source="disk"`. Passed over, with a warning, is what
-    was committed and is not what was written any more: damaged or missing files, storage that lost the bytes; and what
-    is in memory no more, or not for all ranks. Whatever else goes wrong is raised: a shape or a key that does not fit
-    says that the caller asks for something else than was saved.
+    Newest by lineage, as for `latest_checkpoint`. A snapshot of all ranks that is only in the worker's memory, because
+    it could not be written or is not written yet, counts as well, unless `source="disk"`. A checkpoint is broken if it
+    was committed and its bytes are not what was written: files are damaged or missing, or storage has lost bytes; and a
+    snapshot is, if it is no longer in memory for all ranks. Any other error is raised: if a shape or a key does not
+    fit, the caller asks for something else than was saved.
 
-    In an initialised process group it is a collective: all ranks take the same checkpoint, and what is broken for one
-    is passed over by all.
+    In an initialised process group it is a collective: all ranks load the same checkpoint, and skip one that is broken
+    for any of them.
 
-    The target is filled as the bytes are read. What a broken checkpoint has filled is filled again by the one that is
-    used, and if that one lacks it, it is an error: nothing of another step stays behind unnoticed. With
-    `low_memory=False` nothing changes before all that this rank reads has been verified, for as much memory again.
+    The target is filled while bytes are read. The checkpoint that is used fills again what broken ones have filled; it
+    is an error if it lacks a part of that, so that no value of another step is left. With `low_memory=False` the target
+    does not change before everything that this rank reads has been verified, which takes as much memory again.
 
     Args:
         root: The directory whose children are checkpoints.
         state_dict: A target, as for `load`; None: a new one is made.
         strict: Whether keys that the target has and the checkpoint lacks are an error; False logs them.
-        quarantine: Rename broken ones to `<name>.broken-<n>`, which nobody takes for a checkpoint any more: only when
-            another one has been loaded, and only directories that are ours.
-        rank_info: RankInfo(0, 1) restores in this process alone, whatever others do; None takes torch.distributed's
-            rank, else torchrun's environment, else 0 of 1.
-        **options: Further arguments of `load`, with their meaning. `source` also says which checkpoints are tried:
-            those on disk, those in memory, or both.
+        quarantine: Rename broken checkpoints to `<name>.broken-<n>`, so that they are not listed any more: only if
+            another one has been loaded, and only directories of asyncckpt.
+        rank_info: RankInfo(0, 1) restores in this process alone; None: torch.distributed's rank, else that of
+            torchrun's environment, else 0 of 1.
+        **options: Further arguments of `load`. `source` also selects the checkpoints to try: those on disk, those in
+            memory, or both.
 
     Returns:
-        What was loaded, and what was passed over. None, on all ranks: there is nothing to go on from, neither on disk
-        (no directory, or nothing committed in it) nor in memory; the target is as it was. So a first run needs no
-        look before it, and a look at the disk alone would hide what is in memory only.
+        The loaded checkpoint, and the skipped ones. None, on all ranks: there is no checkpoint, neither on disk (no
+        directory, or nothing committed in it) nor in memory; the target is unchanged. So a first run need not check
+        beforehand; a check of the disk alone would miss snapshots that are only in memory.
 
     Raises:
-        NoSoundCheckpointError: There are some, and not one verifies; lists them. A target holds parts of them.
-        MissingKeysError: The checkpoint lacks what the target has, or what a broken one has filled; as `load`.
+        NoSoundCheckpointError: There are checkpoints, and none verifies; lists them. The target holds parts of them.
+        MissingKeysError: The checkpoint lacks keys of the target, or keys that a broken one has filled; as `load`.
         SharedLoadError: Another rank failed.
         PlanTimeoutError: Some ranks do not restore.
         RanksDisagreeError: They restore from different directories; or the checkpoint was overwritten meanwhile.
         ConfigError: Several ranks without a process group; or as `load`.
-        AsyncCkptError, OSError: As `load`, but CorruptCheckpointError.
+        AsyncCkptError, OSError: As `load`, except CorruptCheckpointError.
 
-    Blocks: for the reads, of the slowest rank.
+    Blocks: until the slowest rank has read.
     """
     return restore_first(
         look,
@@ -136,7 +136,7 @@ def restore_latest(
 
 
 def look(root: str) -> list[Candidate]:
-    """Return what may be restored of `root`, the newest first.
+    """Return the checkpoints on disk in `root` that may be restored, the newest first.
 
     Raises:
         OSError: `root` cannot be listed.
@@ -159,16 +159,17 @@ def restore_first(
     endpoint: str | None = None,
     **options: Any,
 ) -> RestoredCheckpoint | None:
-    """Load the first of several checkpoints that verifies; arguments and errors as `restore_latest` has them.
+    """Load the first of several checkpoints that verifies; arguments and errors as `restore_latest`.
 
     Args:
-        candidates: Called on rank 0 with the absolute path of `root`; returns what is on disk, the newest first.
-        root, state_dict, quarantine, rank_info, **options: See there.
+        candidates: Returns the checkpoints on disk, the newest first. Called on rank 0 with the absolute path of
+            `root`.
+        root, state_dict, quarantine, rank_info, **options: As for `restore_latest`.
         timeout_s: How long `candidates` may take, and how long to wait for the last rank.
-        meet: Where several ranks meet that have no process group.
-        endpoint: Of the worker that may hold snapshots in memory; None: this user's of this job.
+        meet: Returns a meeting for several ranks without a process group.
+        endpoint: Endpoint of the worker that may hold snapshots in memory; None: this user's worker of this job.
     """
-    if "map_location" in options:  # the reader's word for it: it must not go unnoticed
+    if "map_location" in options:  # the reader's name of default_map_location, which would be overwritten below
         raise TypeError("restore got an unexpected keyword argument 'map_location': it is default_map_location")
     rank = find_rank_info(rank_info)
     options["map_location"] = options.pop("default_map_location", None)
@@ -189,7 +190,7 @@ def restore_first(
             if broken is None:
                 moved = _quarantined(skipped, ranks, quarantine=quarantine)
                 return _restored(candidate.path, retry_state, loaded, skipped, moved)
-            _log.warning("%s is broken and passed over: %s", candidate.path, broken.error)
+            _log.warning("%s is broken and skipped: %s", candidate.path, broken.error)
             skipped.append((candidate, broken))
     if not skipped:
         _say_none(directory, is_first=rank.rank == 0)
@@ -215,7 +216,7 @@ def _tried(
 
 
 def _quarantined(skipped: Sequence[tuple[Candidate, Broken]], ranks: Ranks, *, quarantine: bool) -> list[str | None]:
-    """Put aside what is damaged, now that a sound one is known to be there. Returns the new paths."""
+    """Quarantine damaged checkpoints, now that a sound one was loaded; return the new path of each, or None."""
 
     def move() -> list[str | None]:
         return [_moved(candidate) if quarantine and broken.is_damaged else None for candidate, broken in skipped]
@@ -229,12 +230,12 @@ def _moved(candidate: Candidate) -> str | None:
     try:
         moved = quarantine_checkpoint(candidate.path, candidate.save_id, LocalStore())
     except OSError as error:
-        _log.warning("%s cannot be put aside: %s", candidate.path, error)
+        _log.warning("%s cannot be quarantined: %s", candidate.path, error)
         return None
     if moved is None:
-        _log.warning("%s is not put aside: it is a link, or a newer save is under way there", candidate.path)
+        _log.warning("%s is not quarantined: it is a link, or a newer save is under way there", candidate.path)
     else:
-        _log.warning("%s was put aside as %s", candidate.path, moved)
+        _log.warning("%s was quarantined as %s", candidate.path, moved)
     return moved
 
 
@@ -263,11 +264,11 @@ def _restored(
 
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp")
-"""Of files that others keep states in."""
+"""Suffixes of files in which other libraries store states."""
 
 
 def _say_none(root: str, *, is_first: bool) -> None:
-    """Log it as a warning where other things lie at `root`: it may be the wrong directory."""
+    """Log that there is no checkpoint; as a warning if `root` has other contents: it may be the wrong directory."""
     if not is_first:
         return
     names = []
@@ -279,16 +280,16 @@ def _say_none(root: str, *, is_first: bool) -> None:
         ]
     if names:
         _log.warning(
-            "nothing to restore: no checkpoint is committed in %s, nor in memory; the %d entries in it, %s among them, "
-            "are none of asyncckpt's (load() takes other formats, one by one)",
+            "nothing to restore: no checkpoint is committed in %s, nor in memory; its %d entries, such as %s, are not "
+            "checkpoints of asyncckpt (load() reads a single one of another format)",
             root,
             len(names),
             min(names),
         )
     elif os.path.isfile(root):
-        _log.warning("nothing to restore: %s is a file, and no directory with checkpoints: load() takes files", root)
+        _log.warning("nothing to restore: %s is a file, not a directory of checkpoints; load() reads files", root)
     elif os.path.islink(root) and not os.path.exists(root):
-        _log.warning("nothing to restore: %s is a symbolic link that leads nowhere; is a disk not mounted?", root)
+        _log.warning("nothing to restore: %s is a broken symbolic link; is a disk not mounted?", root)
     else:
         _log.info("nothing to restore: no checkpoint is committed in %s, nor in memory", root)
 
@@ -298,7 +299,7 @@ def _none_left(root: str, skipped: Sequence[tuple[Candidate, Broken]], *, is_tou
     target = "; the target holds parts of them and must not be used" if is_touched else ""
     listed = "".join(f"\n  {text}" for text in texts)
     return NoSoundCheckpointError(
-        f"not one of {len(texts)} checkpoints in {root} verifies{target}:{listed}",
+        f"none of {len(texts)} checkpoints in {root} verifies{target}:{listed}",
         path=root,
         detail=texts[0],
         tried=texts,

@@ -1,6 +1,6 @@
-"""What the trainer of rank 0 puts into `events.jsonl` (docs/observability.md): its stalls, and the steps between saves.
+"""Rank 0's part of `events.jsonl` (docs/observability.md): stalls of saves, and steps between saves.
 
-Nothing here waits: lines go to a thread, and a step costs one look at the clock.
+Nothing here waits: a thread writes the lines. A step costs one read of the clock.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from asyncckpt.save_handle import SaveFuture, SaveHandle, SaveReport
 from asyncckpt.staging.overlap import Overlap
 
 CLOSE_S = 0.5
-"""How long a checkpointer waits for its last lines. Chosen: a line takes a millisecond."""
+"""How long `close` waits for the last lines to be written. Chosen: a line takes a millisecond."""
 
 MAX_ERROR_CHARS = 1000
 
 
 class SaveEvents:
-    """See the module. Used by the training thread; what ends a save may come from another one.
+    """Writes events of one checkpointer. For the training thread; saves may end in any thread.
 
     Args:
-        on: Whether anything is written.
-        overlap: Has the fence at which steps wait for copies; None: nobody waits.
+        on: Whether events are written.
+        overlap: Its fence knows how long steps have waited for copies; None: they do not wait.
     """
 
     def __init__(self, on: bool, overlap: Overlap | None = None) -> None:
@@ -55,17 +55,17 @@ class SaveEvents:
         self._hooks.append(first.register_step_post_hook(tick))
 
     def unwatch(self) -> None:
-        """Take the hook away."""
+        """Remove the hook."""
         hooks, self._hooks = self._hooks, []
         for hook in hooks:
             hook.remove()
 
     def saved(self, handle: SaveHandle, began: float) -> SaveHandle:
-        """`save()` is about to return; returns the handle.
+        """Record a save whose `save()` is about to return; return the handle.
 
         Args:
-            handle: Of the save.
-            began: `time.perf_counter()` when it was called.
+            handle: Handle of the save.
+            began: `time.perf_counter()` when `save()` was called.
         """
         if self._log is None:
             return handle
@@ -100,7 +100,7 @@ class SaveEvents:
         self._log.add(os.path.dirname(handle.path), "save", facts, umask=self._umask)
 
     def close(self) -> None:
-        """Write what is left, end the thread. Twice is fine. Blocks: at most `CLOSE_S`."""
+        """Write the remaining lines, and end the thread. Idempotent. Blocks: at most `CLOSE_S`."""
         self.unwatch()
         if self._log is not None:
             self._log.close(CLOSE_S)

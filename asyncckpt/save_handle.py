@@ -1,4 +1,4 @@
-"""SaveHandle: what a caller holds of one save."""
+"""SaveHandle: the futures of one save, which `save()` returns."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _log = logging.getLogger("asyncckpt")
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """What a phase of a save amounted to.
+    """The result of a save's future.
 
     Attributes:
-        save_id: Which save.
-        nbytes: Bytes of this rank's files (`staged`: of its slot's images).
+        save_id: ID of the save.
+        nbytes: Size of this rank's files (`staged`: of its files' images in the slot).
         seconds: Seconds per phase: "plan", "acquire", "copy", "seal", "write", "commit" as far as they are known, and
             "total" since `save()` was called.
         details: Further facts. "direct": O_DIRECT was used. "ring_nbytes": the state was larger than
-            `arena_limit_bytes`, and went through so much memory in segments. Of a commit whose tensors all are bit for
-            bit those that the run committed before at another step, "same_tensors_as_step": that one; "unchanged": the
-            rest is equal too, but for the step.
+            `arena_limit_bytes`, and was copied in segments through a ring of so many bytes. If all tensors of a
+            committed save are bit for bit those that the run has committed at another step: "same_tensors_as_step" is
+            that step, and "unchanged" says that the other leaves are equal too, except for the step.
     """
 
     save_id: str
@@ -45,15 +45,15 @@ class SaveReport:
 
 
 class SaveFuture(Future[SaveReport]):
-    """A future that knows whether anybody has looked at its outcome."""
+    """A future that knows whether its outcome was fetched."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fetched = False
-        self.set_running_or_notify_cancel()  # from here cancel() answers False: a save is not taken back
+        self.set_running_or_notify_cancel()  # from here on cancel() returns False: a save cannot be cancelled
 
     def add_done_callback(self, fn: Callable[[Future[SaveReport]], object]) -> None:
-        """As `Future.add_done_callback`; a callback that exits, with `sys.exit()` say, ends no thread of ours."""
+        """As `Future.add_done_callback`; a callback that calls `sys.exit()`, say, does not end a thread of ours."""
 
         def guarded(done: Future[SaveReport]) -> None:
             try:
@@ -63,7 +63,7 @@ class SaveFuture(Future[SaveReport]):
             except BaseException:
                 if threading.current_thread() is threading.main_thread():
                     raise
-                _log.exception("a callback wanted to end the thread that completes saves; it goes on")
+                _log.exception("a callback of a save's future tried to end the thread that completes saves; ignored")
 
         super().add_done_callback(guarded)
 
@@ -82,7 +82,7 @@ class SaveFuture(Future[SaveReport]):
             self.fetched = self.fetched or self.done()
 
     def peek(self) -> tuple[SaveReport | None, BaseException | None]:
-        """Return (result, exception) of a future that is done, without counting as a look."""
+        """Return (result, exception) of a future that is done; does not set `fetched`."""
         error = super().exception(0)
         return (None, error) if error is not None else (super().result(0), None)
 
@@ -94,9 +94,9 @@ class SaveHandle:
         staged: Done when tensors may be mutated: the snapshot outlives this process.
         durable: Done when this rank's files are fsynced.
         written: Done when the whole checkpoint is committed.
-        step, path, save_id: Which save this is; `save_id` has epoch 0 when no worker could be asked for one.
+        step, path, save_id: Step, directory and ID of the save; the ID has epoch 0 if no worker could be reached.
 
-    Each future's result is a `SaveReport`; a failed save sets a typed exception on all that have not completed.
+    Each future's result is a `SaveReport`; a failed save sets a typed exception on all futures that are not done.
     Callbacks run in the client thread and must not block.
     """
 
@@ -124,7 +124,7 @@ class SaveHandle:
         return "staged" if self.staged.done() else "staging"
 
     def fail(self, error: BaseException) -> None:
-        """Set `error` on every future that has not completed; its traceback goes to the debug log only."""
+        """Set `error`, without its traceback, on every future that is not done; the debug log gets the traceback."""
         _log.debug("save %s failed", self.save_id, exc_info=error)
         _drop_frames(error)
         for future in self.futures():
@@ -132,13 +132,13 @@ class SaveHandle:
                 future.set_exception(error)
 
     def follow(self, written: Future[Any]) -> None:
-        """Take over the outcome of `written`, and of its attribute `durable` where it has one."""
+        """Complete with the outcome of `written`, and `durable` with that of its attribute `durable`, if it has one."""
         getattr(written, "durable", written).add_done_callback(_copy_to(self.durable))
         written.add_done_callback(_copy_to(self.written))
 
 
 def _drop_frames(error: BaseException) -> None:
-    """Forget where `error` was raised: the frames would keep the whole state alive as long as the handle is."""
+    """Drop the traceback of `error`: its frames would keep the whole state alive as long as the handle."""
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:

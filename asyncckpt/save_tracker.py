@@ -1,4 +1,4 @@
-"""The handles of one checkpointer: which are pending, and whose error nobody has fetched."""
+"""Tracks the handles of one checkpointer: pending saves, and errors that were not fetched from a future."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from asyncckpt.errors import CheckpointerClosedError, PendingSavesError, SaveSki
 from asyncckpt.save_handle import SaveFuture, SaveHandle, SaveReport
 
 CALLBACK_S = 1.0
-"""How long `_ended` may take to be called once a future is done. Chosen, far above what it takes."""
+"""How long after a future is done `_ended` may be called. Chosen: far above the usual time."""
 
 UNCHANGED = (
-    "step %d, saved to %s, is bit for bit what step %s was: is what is saved still what is trained? A state dict that "
-    "was cloned once never changes"
+    "save of step %d to %s: the state is bit for bit that of step %s. Check that the saved state is the one that is "
+    "trained: a state dict that was cloned once never changes"
 )
+"""Logged with step, path, and the step whose state is equal."""
+
 _log = logging.getLogger("asyncckpt")
 
 
 class SaveTracker:
-    """Follows every handle from `save()` to its end, and writes the one log line of each save.
+    """Tracks every handle from `save()` to its end, and logs the outcome of each save.
 
     Args:
         on_error: "warn" or "raise", as in `CheckpointerConfig`.
@@ -34,7 +36,7 @@ class SaveTracker:
         self._failed: list[SaveHandle] = []
 
     def add(self, handle: SaveHandle) -> None:
-        """Follow `handle` until its `written` is done."""
+        """Track `handle` until its `written` is done."""
         with self._changed:
             self._pending.append(handle)
         handle.written.add_done_callback(lambda done: self._ended(handle, done))
@@ -43,15 +45,15 @@ class SaveTracker:
         assert isinstance(done, SaveFuture)
         report, error = done.peek()
         if error is None:
-            _log.info("saved step %d to %s: %s", handle.step, handle.path, report)
-            if isinstance(report, SaveReport) and report.details.get("unchanged"):  # an own process returns anything
+            _log.info("save of step %d to %s is committed: %s", handle.step, handle.path, report)
+            if isinstance(report, SaveReport) and report.details.get("unchanged"):  # a custom process returns any type
                 _log.warning(UNCHANGED, handle.step, handle.path, report.details.get("same_tensors_as_step"))
         elif isinstance(error, SaveSkippedError):
             _log.info("%s", error)
         elif isinstance(error, CheckpointerClosedError):
             _log.warning("save of step %d to %s was not waited for: %s", handle.step, handle.path, error)
         else:
-            known = handle.path in str(error)  # ours name it already
+            known = handle.path in str(error)  # most errors of ours name the path already
             _log.warning("%s%s", "" if known else f"save of step {handle.step} to {handle.path} failed: ", error)
         with self._changed:
             self._pending.remove(handle)
@@ -70,11 +72,11 @@ class SaveTracker:
         return len(self._open())
 
     def _open(self) -> list[SaveHandle]:
-        # Who waits for a future wakes up before its callbacks run, `_ended` among them.
+        # A thread that waits for a future may wake up before its callbacks, such as `_ended`, have run.
         return [h for h in self._pending if not h.written.done()]
 
     def settle(self, timeout_s: float | None) -> list[SaveHandle]:
-        """Wait until nothing is pending, at most `timeout_s`; returns what still is."""
+        """Wait until no save is pending, at most `timeout_s`; return the handles of pending saves."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while self._pending:
@@ -88,21 +90,21 @@ class SaveTracker:
         """As `settle`.
 
         Raises:
-            WaitTimeoutError: Something is still pending.
+            WaitTimeoutError: Saves are still pending.
         """
         left = self.settle(timeout_s)
         if left:
             raise WaitTimeoutError(
-                f"{len(left)} saves are still pending after {timeout_s:g} s; they go on",
+                f"{len(left)} saves are still pending after {timeout_s:g} s; they continue",
                 save_ids=[str(h.save_id) for h in left],
                 timeout_s=timeout_s,
             )
 
     def raise_errors(self) -> None:
-        """With `on_error="raise"`: raise the errors of saves whose futures nobody has looked at, once each.
+        """With `on_error="raise"`, raise the errors of saves none of whose futures was fetched; each error once.
 
         Raises:
-            PendingSavesError: With all of them in `errors`.
+            PendingSavesError: There are such errors, in `errors`.
         """
         with self._changed:
             failed, self._failed = self._failed, []

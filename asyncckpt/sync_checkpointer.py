@@ -1,4 +1,4 @@
-"""SyncCheckpointer: saves in the caller's time."""
+"""SyncCheckpointer: saves while the caller waits."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _log = logging.getLogger("asyncckpt")
 
 
 class SyncCheckpointer(Checkpointer):
-    """Saves in the caller's time, without a worker process or shared memory, in the same format.
+    """Saves while the caller waits, without a worker process or shared memory, in the same format.
 
     Args:
-        writer, reader: Own parts in the place of the default ones.
+        writer, reader: Custom parts that replace the default ones.
         config: Settings; single fields may also be given as keywords.
         commit_hook: A `CommitHook`, or any object with one of its methods.
         **fields: Fields of `CheckpointerConfig`.
 
     Raises:
-        ConfigError: An impossible setting.
+        ConfigError: An invalid setting.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SyncCheckpointer(Checkpointer):
         misplaced = sorted(set(fields) & _WORKER_FIELDS)
         if misplaced:
             raise ConfigError(
-                f"{misplaced[0]} is about the worker, which SyncCheckpointer does without", field=misplaced[0]
+                f"{misplaced[0]} is about the worker, which SyncCheckpointer does not use", field=misplaced[0]
             )
         super().__init__(CheckpointerConfig.resolve(config, fields), reader)
         if writer is not None and commit_hook is not None:
@@ -98,13 +98,16 @@ class SyncCheckpointer(Checkpointer):
     ) -> None:
         """Write `state_dict` to the directory `path`. Blocks until the checkpoint is committed.
 
-        On several ranks it is a collective: all must call it, and it raises on all when it fails on one.
+        On several ranks it is a collective: all must call it, and it raises on all if it fails on one.
+
+        Args:
+            state_dict, path, step, metadata, **kw: As for `AsyncCheckpointer.save`.
 
         Raises:
-            UnsupportedLeafError, DuplicateNameError, UnsupportedPathError, ConfigError: The arguments.
-            CheckpointExistsError, SaveFailedError, CommitUnknownError, InsufficientMemoryError: The save.
-            PlanTimeoutError, RanksDisagreeError, ReplicaMismatchError: The other ranks.
-            CheckpointerClosedError, ForkedError: The checkpointer.
+            UnsupportedLeafError, DuplicateNameError, UnsupportedPathError, ConfigError: An argument is invalid.
+            CheckpointExistsError, SaveFailedError, CommitUnknownError, InsufficientMemoryError: The save failed.
+            PlanTimeoutError, RanksDisagreeError, ReplicaMismatchError: Ranks are missing or disagree.
+            CheckpointerClosedError, ForkedError: The checkpointer cannot be used here.
         """
         self._check_usable()
         self._follow_ranks()
@@ -120,10 +123,10 @@ class SyncCheckpointer(Checkpointer):
         path_text = arguments.pop("path")
         report = self._writer.write(state_dict, path_text, **arguments, **kw)
         if isinstance(report, SaveReport):
-            _log.info("saved step %d to %s: %s", arguments["step"], path_text, report)
+            _log.info("save of step %d to %s is committed: %s", arguments["step"], path_text, report)
 
     def close(self) -> None:
-        """Free memory and threads. Twice is fine; does nothing in a forked child."""
+        """Free memory and threads. Idempotent; no-op in a forked child."""
         if not self._closed and os.getpid() == self._owner_pid:
             self._closed = True
             self._writer.close()
@@ -134,7 +137,7 @@ def _exchange_of(rank: RankInfo) -> Exchange:
     if found is None:
         raise ConfigError(
             f"this is rank {rank.rank} of {rank.world_size}, and SyncCheckpointer needs an initialised process group "
-            "of these ranks; where only rank 0 saves, pass rank_info=RankInfo(0, 1) there",
+            "of these ranks; if only rank 0 saves, pass rank_info=RankInfo(0, 1) there",
             field="rank_info",
             value=repr(rank),
         )
@@ -147,8 +150,8 @@ def make_sync_checkpointer(
     """Return a `SyncCheckpointer` with the default parts; arguments as `make_async_checkpointer`.
 
     Raises:
-        ConfigError: An impossible setting.
-        UnsupportedPlatformError: Elsewhere than Linux.
+        ConfigError: An invalid setting.
+        UnsupportedPlatformError: This is not Linux.
     """
     fields: dict[str, Any] = {} if rank_info is None else {"rank_info": rank_info}
     return SyncCheckpointer(config=config, commit_hook=commit_hook, **fields)

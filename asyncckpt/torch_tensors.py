@@ -1,4 +1,4 @@
-"""Dtypes of torch by name; where the elements of a tensor are in memory, and why some tensors have no memory."""
+"""torch's dtypes by name; addresses and bytes of tensors; why some tensors have no readable memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE
 _BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
 
 CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""By itemsize: dtypes that torch can copy and slice, and whose copies keep every bit."""
+"""By item size: dtypes that torch can copy and slice, and whose copies keep every bit."""
 
 NO_ADDRESS_BELOW = 1 << 40
-"""A smaller address may be an offset: memory is hardly ever there, and no storage is that long."""
+"""A smaller address may be an offset in a freed storage: memory is almost never mapped there, and no storage is so
+large."""
 
 NO_MEMORY = "it has elements and no memory: its storage was freed or never allocated"
 SHRUNK = "its storage holds fewer bytes than its elements take: it was resized"
@@ -38,12 +39,12 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str | None:
-    """Return the table's name of `dtype`, or None when it cannot be stored."""
+    """Return the name of `dtype` in `dtypes.DTYPES`, or None if it cannot be stored."""
     return _BY_DTYPE.get(dtype)
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Return the address of the elements; 0: none. `data_ptr()` of a view of freed storage is its offset in it."""
+    """Return the address of the elements; 0: they have none. `data_ptr()` of a view of freed storage is an offset."""
     address = tensor.data_ptr()
     return address if address >= NO_ADDRESS_BELOW or (address and tensor.untyped_storage().data_ptr()) else 0
 
@@ -56,18 +57,16 @@ def fits_in_storage(tensor: torch.Tensor) -> bool:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements in row-major order as flat uint8 on the tensor's device; a view if they are contiguous.
-
-    A single element may have any stride and is contiguous all the same, which a view of another width refuses.
-    """
+    """Return the elements in row-major order as flat uint8 on the tensor's device; a view if they are contiguous."""
+    # `as_strided`: a tensor of one element is contiguous with any stride, but `view` of another width refuses some.
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a subclass defines the elements in `__torch_dispatch__`, so that they are not what its memory holds.
+    """Whether a subclass defines its elements in `__torch_dispatch__`, so that `data_ptr()` does not point to them.
 
-    DTensors, fake tensors and quantized tensors of libraries are such; their `data_ptr()` means nothing.
+    Such as DTensors, fake tensors, and quantized tensors of libraries.
     """
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
@@ -81,15 +80,12 @@ def why_unreadable(tensor: torch.Tensor) -> str | None:
         if tensor.untyped_storage().device != tensor.device or (tensor.numel() and not address_of(tensor)):
             return NO_MEMORY
         return None if fits_in_storage(tensor) else SHRUNK
-    except RuntimeError as error:  # a subclass that stands for a tensor, as torch.compile has them
+    except RuntimeError as error:  # a placeholder subclass, as torch.compile uses
         return f"a {type(tensor).__name__}: {error}"
 
 
 def why_no_memory(tensor: torch.Tensor) -> str | None:
-    """Return why a tensor that torch made without memory has none; None: it was made with memory.
-
-    A tensor whose storage was freed was made with memory.
-    """
+    """Return why torch made a tensor without memory; None: it was made with memory, which may have been freed since."""
     fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
     if fake is not None and isinstance(tensor, fake):
         return "it is a fake tensor, which has no memory"
@@ -97,7 +93,7 @@ def why_no_memory(tensor: torch.Tensor) -> str | None:
         return "it is on the meta device, where it has no memory"
     try:
         if torch._is_functional_tensor(tensor):
-            return "it belongs to a torch.func transform, which keeps its memory to itself"
+            return "it belongs to a torch.func transform, which hides its memory"
         tensor.data_ptr()
     except (RuntimeError, NotImplementedError) as error:
         return f"it has no memory of its own: {error}"
@@ -105,7 +101,7 @@ def why_no_memory(tensor: torch.Tensor) -> str | None:
 
 
 def check_memory_is_real(what: str) -> None:
-    """Check that torch makes ordinary tensors at the moment. Others have no address that may be written to.
+    """Check that torch makes ordinary tensors now. Others have no address that may be written to.
 
     Args:
         what: Name of the operation that was called, for the message.
@@ -131,8 +127,8 @@ def plain_parameter(value: Any) -> torch.Tensor | None:
     """Return the elements of a parameter or buffer of a subclass as a plain tensor that shares its memory.
 
     Returns:
-        None for everything else; for one that is not initialised yet; and for one whose class says itself what
-        operations do (`__torch_dispatch__`), since its elements need not be what it shows.
+        None for everything else: also for a parameter that is not initialised yet, and for one whose class implements
+        operations itself (`__torch_dispatch__`), since its elements may not be in its memory.
     """
     kind = type(value)
     if not _PARAMETERS.intersection(kind.__mro__) or torch.nn.parameter.is_lazy(value):

@@ -242,8 +242,8 @@ BOX = re.compile(r" \[[0-9:,]*\]\Z")
 """In the name of a sample of a shard, the box that follows the FQN."""
 
 WHAT_NEXT = (
-    "From the next save on, a whole tensor is stored for each rank. A shard must be equal on all ranks that hold it, and "
-    "all shards of a tensor must be saved: check offsets, global shape and mesh"
+    "From the next save on, a whole tensor is stored for each rank. A shard must be equal on all ranks that hold it, "
+    "and all shards of a tensor must be saved: check offsets, global shape and mesh"
 )
 
 

@@ -177,7 +177,7 @@ def test_a_save_that_kills_every_worker_fails_with_their_number(
             lose(checkpointer)
             error = handle.written.exception(several_s)
         assert isinstance(error, WorkerUnavailableError)
-        assert f"handed to {MAX_HANDOVERS + 1} workers" in str(error)
+        assert f"handed over to {MAX_HANDOVERS + 1} workers" in str(error)
         assert len(killed) == MAX_HANDOVERS
         checkpointer.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
         states.assert_same(asyncckpt.load(tmp_path / "2"), STATE)

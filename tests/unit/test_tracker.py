@@ -97,7 +97,7 @@ def test_warn_raises_nothing_and_logs_each_end_once(caplog: pytest.LogCaptureFix
     skipped.fail(SaveSkippedError("step 2 was not saved"))
     tracker.raise_errors()
     assert [r.levelname for r in caplog.records] == ["INFO", "WARNING", "INFO"]
-    assert "saved step 0 to /x/0" in caplog.messages[0]
+    assert "save of step 0 to /x/0" in caplog.messages[0]
     assert "step 1 to /x/1 failed: no space" in caplog.messages[1]
 
 

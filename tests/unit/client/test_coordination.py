@@ -210,7 +210,7 @@ def test_a_rank_that_is_cut_off_in_the_last_round_meets_when_the_others_hear_of_
     assert met is True and isinstance(error, SaveFailedError)
     ranks.exchanges[1].breaks_in_round = -1
     met, error = ranks.save(1)
-    assert met is False and "cut off while they agreed" in str(error)
+    assert met is False and "lost in the last round of a meeting" in str(error)
     for sequence in (0, 1):
         ranks.ends(sequence, meet=True)
     assert ranks.save(2) == [True, True]
@@ -232,7 +232,7 @@ def test_a_rank_that_is_cut_off_while_they_prepare_meets_when_the_others_hear_of
     ranks.exchanges[1].breaks_in_round = -1
     for sequence in (1, 2):
         met, error = ranks.save(sequence)
-        assert met is False and "cut off while they agreed" in str(error)
+        assert met is False and "lost in the last round of a meeting" in str(error)
         ranks.ends(sequence, meet=True)
     assert ranks.save(3) == [True, True]
 
@@ -295,7 +295,7 @@ def test_ranks_that_a_dead_worker_and_its_successor_told_different_outcomes_do_n
         ranks.ends(sequence)
     for sequence in range(n_slots, 2 * n_slots):
         found = ranks.save(sequence)
-        assert "was not told" in str(found[first]) and found[1 - first] is False
+        assert "has not reported" in str(found[first]) and found[1 - first] is False
         ranks.ends(sequence, meet=True)
     assert ranks.save(2 * n_slots) == [True, True]
 
