@@ -58,7 +58,7 @@ class HookRunner:
         try:
             self._post(path, **extra)
         except BaseException:
-            _log.exception("post_commit of %s failed; the checkpoint is committed all the same", path)
+            _log.exception("post_commit of %s failed; the checkpoint is committed nevertheless", path)
 
 
 def _own_method(hook: Any, name: str) -> Any:

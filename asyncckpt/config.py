@@ -77,8 +77,8 @@ class CheckpointerConfig:
             snapshots. "none": a slot may be used again as soon as its save has ended. Default: "none".
         events: True: rank 0 writes stalls and step times to `events.jsonl` in the directory that holds the checkpoints,
             and a worker that is started writes the outcomes of saves there; for `asyncckpt report`. Default: False.
-        on_error: "warn": log an error that nobody has fetched from a future. "raise": `wait()` and `close()` raise it
-            as well. Default: "warn".
+        on_error: "warn": log the errors of saves. "raise": `wait()` and `close()` also raise those that were not
+            fetched from a future. Default: "warn".
         overwrite: True: a save replaces an older checkpoint at its path once the new one is complete, in one step, so
             that one of the two is there at every instant (without `fsync`, except for a power cut). Default: False.
         fsync: False: skip every fsync. Faster, but a power cut may lose or damage the checkpoint; the manifest records
@@ -95,8 +95,8 @@ class CheckpointerConfig:
             copies run one after the other and are waited for; overlapped ones are made by a thread, as above. Default:
             True.
         allow_pickle: True: store leaves of types that have no other form as pickles, and let the checkpointer's
-            `load()` unpickle. DANGER: whoever can write to a checkpoint's directory can then run code in the process
-            that loads it. Default: False.
+            `load()` unpickle. DANGER: anybody who can write to a checkpoint's directory can then run code in the
+            process that loads it. Default: False.
         write_threads: Threads that write one save, at least 2; None: the worker decides. Default: None.
         replicated: "check": compare tensors that several ranks hold under one name, in full when the ranks meet, and by
             a rotating sample in every save. "assume": take them for equal. Large ones are split over the ranks, so if

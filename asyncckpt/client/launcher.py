@@ -1,4 +1,4 @@
-"""Starts a worker as a process of its own: no child of the trainer, no inherited fd, its own session."""
+"""Starts a worker as a detached process: not a child of the trainer, no inherited fds, in its own session."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol.endpoint import make_directory
 
 START_TIMEOUT_S = 30.0
-"""How long the command itself may take; it returns as soon as it has forked, usually within 0.1 s."""
+"""How long the command may take. It returns once it has forked, usually within 0.1 s."""
 
 ALREADY_SERVED = "is already served by a running worker"
-"""What the command says, with exit code 1, when somebody else was faster: as good as a start."""
+"""Text of the command, which then exits with code 1, if another process has started a worker first: a success too."""
 
 WORKER_MODULE = "asyncckpt_worker.cli"
 """Its `main()` is the command `asyncckpt-worker`."""
 
 
 def log_path_of(endpoint: str) -> str:
-    """Return where a worker that was started for `endpoint` writes its log: beside the socket.
+    """Return the path of the log of a worker that is started for `endpoint`: beside the socket.
 
     Raises:
         ConfigError: The endpoint is malformed.
@@ -32,25 +32,25 @@ def log_path_of(endpoint: str) -> str:
 
 
 def start_worker(endpoint: str, *, log_path: str | None = None, options: Sequence[str] = ()) -> None:
-    """Start a worker, or leave the one that serves `endpoint` already.
+    """Start a worker, unless one serves `endpoint` already.
 
-    Blocks: until the command has gone into the background; not until the worker answers.
+    Blocks: until the command has forked to the background; not until the worker answers.
 
     Args:
         endpoint: `ipc:///absolute/path`.
-        log_path: Where its log goes; None puts it beside the socket.
+        log_path: Path of its log; None: beside the socket.
         options: More options for the command, such as ("--root", "/checkpoints").
 
     Raises:
         ConfigError: The endpoint is malformed.
         EndpointError: Its directory is not safe to use.
-        WorkerUnavailableError: The command failed; what it said is in `detail`. Or there is no Python to run it.
+        WorkerUnavailableError: The command failed, with its output in `detail`; or there is no Python to run it.
     """
     log_path = log_path or log_path_of(endpoint)
     if not sys.executable:
         detail = (
-            "sys.executable is empty, as in a Python that another program embeds; start one by `asyncckpt-worker "
-            f"--endpoint {endpoint}`, or set sys.executable to a Python that has asyncckpt"
+            "sys.executable is empty, as in a Python that another program embeds; start a worker by `asyncckpt-worker "
+            f"--endpoint {endpoint}`, or set sys.executable to a Python with asyncckpt installed"
         )
         raise _failed(endpoint, log_path, detail)
     command = [*python_command(WORKER_MODULE), "--endpoint", endpoint, "--detach", "--log-file", log_path]
@@ -68,25 +68,25 @@ def start_worker(endpoint: str, *, log_path: str | None = None, options: Sequenc
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _failed(endpoint, log_path, str(error)) from error
-    said = done.stderr.decode(errors="replace").strip()
-    if done.returncode != 0 and ALREADY_SERVED not in said:
-        raise _failed(endpoint, log_path, said[-2000:] or f"exit code {done.returncode}")
+    output = done.stderr.decode(errors="replace").strip()
+    if done.returncode != 0 and ALREADY_SERVED not in output:
+        raise _failed(endpoint, log_path, output[-2000:] or f"exit code {done.returncode}")
 
 
 def start_child(endpoint: str, *, log_path: str, options: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-    """Start a worker in the foreground, as a child whose end is seen, in a session of its own.
+    """Start a worker in the foreground, as a child process, in its own session.
 
     Args:
         endpoint: `ipc:///absolute/path`.
-        log_path: Where its log goes, and what it says before that is open.
+        log_path: Path of its log, which also gets its output before the log is open.
         options: More options for the command.
 
     Raises:
-        OSError: The log cannot be opened, or no process made.
+        OSError: The log cannot be opened, or the process cannot be started.
     """
     command = [*python_command(WORKER_MODULE), "--endpoint", endpoint, "--log-file", log_path]
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-    log = os.open(log_path, flags | os.O_NONBLOCK, 0o600)  # else a pipe in its place would be waited for
+    log = os.open(log_path, flags | os.O_NONBLOCK, 0o600)  # O_NONBLOCK: if it is a FIFO, opening it must not block
     os.set_blocking(log, True)
     try:
         return subprocess.Popen(
@@ -103,14 +103,15 @@ def start_child(endpoint: str, *, log_path: str, options: Sequence[str] = ()) ->
 
 
 def python_command(module: str) -> list[str]:
-    """Return a command that calls `main()` of a module, to which arguments are added.
+    """Return a command that calls `main()` of a module; the caller appends its arguments.
 
-    It finds whatever this process finds, directories that the program has added to `sys.path` included; those come
-    last. IMPORTANT: it does not look in its current directory, as `-m` would: a directory `/asyncckpt` would hide an
-    editable installation, and no save would find a worker.
+    The command can import what this process can: its `sys.path` ends with the directories that the program has added.
+
+    IMPORTANT: it does not import from its current directory, as `-m` would. The directory is `/`, where a directory
+    `/asyncckpt` would hide an editable installation, and no worker could be started.
 
     Args:
-        module: Its full name.
+        module: Full name of the module.
     """
     added = [entry for entry in _absolute(sys.path) if os.path.exists(entry)]
     code = (
@@ -121,7 +122,7 @@ def python_command(module: str) -> list[str]:
 
 
 def worker_environment() -> dict[str, str]:
-    """Return our environment for a process in `/`: with relative entries of PYTHONPATH made absolute."""
+    """Return our environment for a process in `/`: relative entries of PYTHONPATH are made absolute."""
     environment = dict(os.environ)
     if environment.get("PYTHONPATH"):
         entries = environment["PYTHONPATH"].split(os.pathsep)
@@ -130,7 +131,7 @@ def worker_environment() -> dict[str, str]:
 
 
 def _absolute(entries: Iterable[str]) -> list[str]:
-    """Make paths absolute; relative ones are left out where the current directory was removed."""
+    """Make paths absolute; drop relative ones if the current directory was removed."""
     found = []
     for entry in entries:
         with contextlib.suppress(FileNotFoundError):

@@ -345,7 +345,7 @@ class WorkerClient(CheckpointProcess):
             save_id, step, path: ID, step and directory of the save; `step` is None if only rank 0 knows it.
             slot: The slot that it is staged into.
             nbytes: Size of the shard files and the request.
-            umask: Of the files to create.
+            umask: Umask of the files to create.
 
         Raises:
             WorkerUnavailableError: The worker was lost since the slot was acquired, and no other one will adopt it.

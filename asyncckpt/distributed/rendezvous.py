@@ -124,7 +124,7 @@ def all_or_none(
     except Exception as error:
         failure, payload = error, encode_failure(error, secondary)
     try:
-        everybody = gather(payload)
+        payloads = gather(payload)
     except AsyncCkptError as lost:
         names_the_cause = isinstance(failure, secondary) and getattr(lost, "rank", None) is not None
         if failure is None or names_the_cause:
@@ -132,7 +132,7 @@ def all_or_none(
         raise failure from None
     if failure is not None and not isinstance(failure, secondary):
         raise failure
-    found = [msgpack.unpackb(data, strict_map_key=False, unicode_errors="surrogateescape") for data in everybody]
+    found = [msgpack.unpackb(data, strict_map_key=False, unicode_errors="surrogateescape") for data in payloads]
     errors = sorted((other["told"], rank) for rank, other in enumerate(found) if "error" in other)
     if errors:
         rank = errors[0][1]

@@ -60,21 +60,21 @@ def equal_fields(config: CheckpointerConfig, *, package: str, path: str, step: i
     }
 
 
-def check_equal(everybody: Sequence[Mapping[str, Any]]) -> None:
+def check_equal(introductions: Sequence[Mapping[str, Any]]) -> None:
     """Check that all ranks save the same step to the same path, with the same settings.
 
     Args:
-        everybody: The ranks' introductions, by rank.
+        introductions: The ranks' introductions, by rank.
 
     Raises:
         RanksDisagreeError: They do not; names the field that differs, and the ranks.
     """
     for name in _EQUAL_FIELDS:
-        known = [rank for rank, found in enumerate(everybody) if found[name] != ""]
+        known = [rank for rank, found in enumerate(introductions) if found[name] != ""]
         for rank in known:
-            if everybody[rank][name] != everybody[known[0]][name]:
-                first, second = (known[0], everybody[known[0]][name]), (rank, everybody[rank][name])
-                raise ranks_disagree(name, first, second, everybody[0]["path"])
+            if introductions[rank][name] != introductions[known[0]][name]:
+                first, second = (known[0], introductions[known[0]][name]), (rank, introductions[rank][name])
+                raise ranks_disagree(name, first, second, introductions[0]["path"])
 
 
 def decode_introduction(data: bytes) -> dict[str, Any]:
@@ -170,14 +170,14 @@ class Coordination:
         """Return the sequence that all ranks give the save which this rank counts as its `own`."""
         return own + self._sequence_offset
 
-    def align(self, mine: int, everybody: Iterable[int]) -> int:
+    def align(self, mine: int, sequences: Iterable[int]) -> int:
         """Continue with the highest sequence of all ranks, and return it.
 
         Args:
             mine: This rank's sequence of the save that all ranks are in, or have made last.
-            everybody: The same of all ranks.
+            sequences: The same of all ranks.
         """
-        latest = max(everybody)
+        latest = max(sequences)
         self._sequence_offset += latest - mine
         return latest
 
@@ -294,22 +294,22 @@ class Coordination:
         try:
             reach("ranks: meeting")
             payloads = meeting.gather(msgpack.packb(mine), self._first_deadline())
-            everybody = [decode_introduction(data) for data in payloads]
+            introductions = [decode_introduction(data) for data in payloads]
             self._waited_in_vain = False
             # IMPORTANT: align before any check that may fail, so that all ranks use the same sequence for the next
             # save, in which they meet again.
-            self._last_sequence = self.align(self._last_sequence, (found["sequence"] for found in everybody))
+            self._last_sequence = self.align(self._last_sequence, (found["sequence"] for found in introductions))
             self._last_attended = self._last_sequence if save else self._last_attended
             reach("ranks: introduced")
-            check_equal(everybody)
-            if len({found["agreement"] for found in everybody}) > 1:
+            check_equal(introductions)
+            if len({found["agreement"] for found in introductions}) > 1:
                 self.agreement = None
-            self.run_id, self.knows_run = everybody[0]["run"], True
-            workers = [found["worker"] for found in everybody]
+            self.run_id, self.knows_run = introductions[0]["run"], True
+            workers = [found["worker"] for found in introductions]
             self.links.link(self.run_id, workers, lambda data: meeting.gather(data, self._deadline()))
             reach("ranks: linked")
-            raw = {rank: found["contribution"] for rank, found in enumerate(everybody)}
-            differ = {name for found in everybody for name in found["differ"]}
+            raw = {rank: found["contribution"] for rank, found in enumerate(introductions)}
+            differ = {name for found in introductions for name in found["differ"]}
             self.renew_agreement(raw, flat, lambda digests: meeting.gather(digests, self._deadline()), differ)
             reach("ranks: agreed")
             has_agreed = True
@@ -321,7 +321,7 @@ class Coordination:
                 # IMPORTANT: the others may have passed the barrier, and do not meet in the next save. By the outcome of
                 # this save they learn that this rank has not passed it, and meet when that outcome says so. To wait
                 # for them in a save before that one would be in vain.
-                self._window = min(found["slots"] for found in everybody)
+                self._window = min(found["slots"] for found in introductions)
                 first = self._last_sequence if save else self._last_sequence + 1
                 self._lose_sync(first, "the connection to the other ranks was lost in the last round of a meeting")
             else:
@@ -329,7 +329,7 @@ class Coordination:
             raise
         finally:
             meeting.close()
-        self._note_meeting(everybody, names, is_save=save is not None)
+        self._note_meeting(introductions, names, is_save=save is not None)
         assert self.agreement is not None
         return self.agreement
 
@@ -342,16 +342,18 @@ class Coordination:
             "absent": not self._new_names <= set(names),
         }
 
-    def _note_meeting(self, everybody: Sequence[Mapping[str, Any]], names: Collection[str], *, is_save: bool) -> None:
+    def _note_meeting(
+        self, introductions: Sequence[Mapping[str, Any]], names: Collection[str], *, is_save: bool
+    ) -> None:
         """Set the state that all ranks share after a successful meeting."""
-        self._window = min(found["slots"] for found in everybody)
+        self._window = min(found["slots"] for found in introductions)
         self._outcomes_count_from = self._last_sequence if is_save else self._last_sequence + 1
         self._checked_until, self._out_of_sync = self._last_sequence, ""
         left = self._new_names.difference(names)
         # New tensors that a rank has announced may belong to another structure than this save's: if some were absent
         # from this save, the next save meets too.
         may_meet = self._n_meetings_in_a_row < MAX_MEETINGS_IN_A_ROW
-        self._next_meets = may_meet and any(found["absent"] for found in everybody)
+        self._next_meets = may_meet and any(found["absent"] for found in introductions)
         self._n_meetings_in_a_row = self._n_meetings_in_a_row + 1 if self._next_meets else 0
         self._new_names = left if self._next_meets else frozenset()
         self._never_shared = self._never_shared.difference(names) | (frozenset() if self._next_meets else left)

@@ -155,18 +155,18 @@ def _agree(
         fingerprint = "" if agreement is None else agreement.fingerprint
         return {**mine, "agreement": fingerprint, "changed": is_changed, "epoch": epoch, "sequence": given.sequence}
 
-    everybody = _together(meeting, introduce, timeout_s)
-    sequence = ranks.align(given.sequence, (found["sequence"] for found in everybody))
-    check_equal(everybody)
-    ranks.run_id = everybody[0]["run"]
-    agreed = {found["agreement"] for found in everybody}
+    introductions = _together(meeting, introduce, timeout_s)
+    sequence = ranks.align(given.sequence, (found["sequence"] for found in introductions))
+    check_equal(introductions)
+    ranks.run_id = introductions[0]["run"]
+    agreed = {found["agreement"] for found in introductions}
     if len(agreed) > 1:
         ranks.agreement = None
-    if len(agreed) > 1 or any(found["changed"] for found in everybody):
+    if len(agreed) > 1 or any(found["changed"] for found in introductions):
         _meet(steps, meeting, lambda: flattened[0] if flattened else steps.plans.flatten(state_dict, state_dicts))
     if steps.plans.agreement is not ranks.agreement:
         steps.plans.agreement = ranks.agreement
-    return given.with_parts(epoch=everybody[0]["epoch"], sequence=sequence, run_id=ranks.run_id)
+    return given.with_parts(epoch=introductions[0]["epoch"], sequence=sequence, run_id=ranks.run_id)
 
 
 def _meet(steps: LocalSave, meeting: Meeting, flatten: Callable[[], Flattened]) -> None:
@@ -215,11 +215,11 @@ def _store(
         result = replace(result, tally=tally_of(plan.structure, rank, seed_of(save_id)))
         return {"result": asdict(result), "structure": plan.structure, "samples": samples}
 
-    everybody = _together(meeting, store, steps.config.commit_timeout_s)
-    differing = unequal({rank: decode_samples(found["samples"]) for rank, found in enumerate(everybody)})
-    results = [_result_of(found["result"]) for found in everybody]
+    stored = _together(meeting, store, steps.config.commit_timeout_s)
+    differing = unequal({rank: decode_samples(found["samples"]) for rank, found in enumerate(stored)})
+    results = [_result_of(found["result"]) for found in stored]
     tallies = [result.tally for result in results if result.tally is not None]
-    holes = uncovered([found["structure"] for found in everybody], tallies, seed=seed_of(save_id))
+    holes = uncovered([found["structure"] for found in stored], tallies, seed=seed_of(save_id))
     if differing or holes:  # all ranks have found the same, and store these per rank, so that the next save works
         whole = {found[0] for found in differing if not BOX.search(found[0])}
         steps.ranks.store_per_rank(sorted(whole | {found[0] for found in holes}))
