@@ -11,7 +11,7 @@ from functools import partial
 
 from asyncckpt.basics.process_lifecycle import BackgroundThread
 from asyncckpt.client import launcher
-from asyncckpt.client.session import START_AFTER_S, Session
+from asyncckpt.client.session import SILENT, START_AFTER_S, Session
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import (
     AsyncCkptError,
@@ -166,7 +166,7 @@ class Connection:
             self._connecting = thread
 
     def _on_lost(self, session: Session, error: WorkerUnavailableError) -> None:
-        if error.facts().get("detail") == "silent":
+        if error.facts().get("detail") == SILENT:
             self._unreachable = True  # it may hang for a long time, and still holds the endpoint
         self._report_loss(session, error)
 

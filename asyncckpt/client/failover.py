@@ -15,7 +15,7 @@ from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.process_lifecycle import BackgroundThread
 from asyncckpt.client.connection import Connection
 from asyncckpt.client.pending_saves import PendingSaves, UnfinishedSave
-from asyncckpt.client.session import NO_TIMEOUT_S, Session
+from asyncckpt.client.session import NO_TIMEOUT_S, TIMED_OUT, Session
 from asyncckpt.client.slot import Slot
 from asyncckpt.client.slot_lender import await_grant
 from asyncckpt.client.slot_pool import SlotPool
@@ -109,7 +109,7 @@ class Failover:
                     f"the worker at {self._endpoint} did not adopt the slot of save {slot.user} within "
                     f"{self._timeout_s:g} s",
                     endpoint=self._endpoint,
-                    detail="request timeout",
+                    detail=TIMED_OUT,
                 )
             reply = asked.result()
         except AsyncCkptError as error:

@@ -56,8 +56,14 @@ about the worker."""
 DIED = "died"
 """`detail` of the error of a proved loss: the worker's process has ended."""
 
+SILENT = "silent"
+"""`detail` of the error of a loss that is not proved: the worker does not answer."""
+
 CLOSED = "closed"
 """`detail` of the error of a session that we have closed."""
+
+TIMED_OUT = "request timeout"
+"""`detail` of the error of a request without an answer."""
 
 ABANDON_TIMEOUT_S = 3.0
 """How long an abandoned session waits for answers before it says goodbye."""
@@ -250,7 +256,7 @@ class Session:
             raise WorkerUnavailableError(
                 f"the worker at {self.endpoint} did not answer a request within {timeout_s + margin_s:g} s",
                 endpoint=self.endpoint,
-                detail="request timeout",
+                detail=TIMED_OUT,
             )
         return future.result(0)
 
@@ -409,7 +415,7 @@ class Session:
             raise WorkerUnavailableError(
                 f"the worker (pid {self.worker.pid}) at {self.endpoint} has not answered for {self._timeout_s:g} s",
                 endpoint=self.endpoint,
-                detail="silent",
+                detail=SILENT,
             )
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_s
@@ -430,7 +436,7 @@ class Session:
                     WorkerUnavailableError(
                         f"the worker at {self.endpoint} did not answer a request within its timeout",
                         endpoint=self.endpoint,
-                        detail="request timeout",
+                        detail=TIMED_OUT,
                     )
                 )
             elif now - item.sent >= RESEND_S:

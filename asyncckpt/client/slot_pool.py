@@ -26,8 +26,8 @@ from asyncckpt.planning.save_plan import SavePlan
 WAIT_STEP_S = 1.0
 """How often a waiting `acquire` looks again, even if it was not notified."""
 
-ALLOCATE_NOWAIT_S = 1.0
-"""How long an allocation may take if `on_busy` is not "wait". A live worker lends a slot in milliseconds. Chosen."""
+NOWAIT_ANSWER_S = 1.0
+"""How long to wait for the worker's answer if `on_busy` is not "wait". A live worker answers in milliseconds. Chosen."""
 
 SPARE_SAVES = 8
 """After so many saves in a row that found all other slots free, one of these is given back. Chosen, not measured."""
@@ -257,7 +257,7 @@ class SlotPool:
         if all(s.free for s in list(self._slots)):
             return None
         left = max(0.0, deadline - time.monotonic())
-        return left if self._config.on_busy == "wait" else min(left, ALLOCATE_NOWAIT_S)
+        return left if self._config.on_busy == "wait" else min(left, NOWAIT_ANSWER_S)
 
     def _wait(self, deadline: float | None, save_id: SaveId, step: int | None, path: str) -> None:
         timeout_s, what = self._config.slot_timeout_s, describe_save(save_id, step)

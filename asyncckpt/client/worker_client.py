@@ -88,7 +88,7 @@ MAX_HANDLED = 64
 """How many saves that `decline` need not end are remembered. More than are in flight at once."""
 
 MAX_LOSSES = 16
-"""How many lost sessions are remembered, with whether their slots are handed over. More than own slots at once."""
+"""How many lost sessions are remembered, with whether their slots are handed over. More than can matter at once."""
 
 
 MAX_FAILED = 16

@@ -21,7 +21,7 @@ from asyncckpt.basics.gc_control import collect_garbage, gc_paused
 from asyncckpt.client.pending_saves import StagedSnapshot
 from asyncckpt.client.save_outcomes import OUTCOME_TIMEOUT_S
 from asyncckpt.client.slot import Slot, describe_save
-from asyncckpt.client.slot_pool import ALLOCATE_NOWAIT_S, SlotPool
+from asyncckpt.client.slot_pool import NOWAIT_ANSWER_S, SlotPool
 from asyncckpt.client.worker_client import WorkerClient
 from asyncckpt.components import CheckpointStager
 from asyncckpt.config import CheckpointerConfig
@@ -304,7 +304,7 @@ class SlotStager(CheckpointStager):
         while (awaited := ranks.awaited_save(save_id.sequence)) is not None:
             limit = deadline
             if config.on_busy != "wait":  # without a slot of ours in use, the outcome only needs the worker's answer
-                limit = connected if self._process.pool.is_in_use else min(deadline, connected + ALLOCATE_NOWAIT_S)
+                limit = connected if self._process.pool.is_in_use else min(deadline, connected + NOWAIT_ANSWER_S)
             left_s = limit - time.monotonic()
             # In steps: when the outcome counts as lost depends on when the worker first reports, during this wait.
             step_s = min(outcomes.resolve_after_timeout(ranks.run_id, awaited), OUTCOME_TIMEOUT_S)

@@ -117,7 +117,7 @@ def test_of_a_save_of_which_no_end_was_told_nothing_is_given_up(monkeypatch: pyt
 
 
 def test_the_start_of_a_worker_does_not_count_as_waiting_for_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stager, "ALLOCATE_NOWAIT_S", 0.5)
+    monkeypatch.setattr(stager, "NOWAIT_ANSWER_S", 0.5)
     process = Process(Outcomes(), tells=0)
 
     def connect() -> None:

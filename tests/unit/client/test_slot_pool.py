@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncckpt.client.slot import Slot
-from asyncckpt.client.slot_pool import ALLOCATE_NOWAIT_S, SPARE_SAVES, SlotPool
+from asyncckpt.client.slot_pool import NOWAIT_ANSWER_S, SPARE_SAVES, SlotPool
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import (
     AsyncCkptError,
@@ -223,7 +223,7 @@ def test_who_waits_for_no_slot_waits_a_second_for_an_answer(make: Make, plan: Sa
     pool, lender = make(on_busy="skip")
     acquire(pool, plan, 0)
     acquire(pool, plan, 1)
-    assert lender.within_s == [None, ALLOCATE_NOWAIT_S]
+    assert lender.within_s == [None, NOWAIT_ANSWER_S]
 
 
 def test_a_waiting_save_gets_the_slot_that_is_freed(make: Make, plan: SavePlan) -> None:
