@@ -250,8 +250,8 @@ class AsyncCheckpointer(Checkpointer):
         With `staging="blocking"` they are copied before `save()` returns.
 
         The condition: nothing else changes these tensors before `fence()` or `staged`. A module may be attached too:
-        then its `load_state_dict()` waits as well. `load_state_dict()` of any other module, and every other write,
-        fails the save with `SnapshotTornError` if a version counter shows it. Not promised: writes that no counter sees
+        then its `load_state_dict()` waits as well. That of any other module, and every other write, fails the save
+        with `SnapshotTornError` if a version counter records it. Not promised: writes that no version counter records
         (`.data`, raw pointers, fused kernels outside `step()`, CUDA graphs) between `save()` and the fence.
         `overlap_check` searches for them, and cannot find all.
 

@@ -24,7 +24,6 @@ POLL_S = 0.005
 """A killed process closes its descriptors, then frees its memory, then counts as ended: some milliseconds. Chosen."""
 
 
-
 def retry_on_worker_death(connect: Callable[[], Session], ask: Callable[[Session], T], attempts: int) -> T:
     """Return what `ask` returns for a session; if that worker dies during the call, ask the next worker.
 

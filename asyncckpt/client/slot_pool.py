@@ -27,7 +27,7 @@ WAIT_STEP_S = 1.0
 """How often a waiting `acquire` looks again, even if it was not notified."""
 
 NOWAIT_ANSWER_S = 1.0
-"""How long to wait for the worker's answer if `on_busy` is not "wait". A live worker answers in milliseconds. Chosen."""
+"""How long to wait for the worker's answer if `on_busy` is not "wait": a live one answers in milliseconds. Chosen."""
 
 SPARE_SAVES = 8
 """After so many saves in a row that found all other slots free, one of these is given back. Chosen, not measured."""
