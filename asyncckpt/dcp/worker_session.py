@@ -16,7 +16,7 @@ from asyncckpt.basics import process_lifecycle
 from asyncckpt.client.connection import CLOSE_TIMEOUT_S
 from asyncckpt.client.save_outcomes import Outcomes, Run
 from asyncckpt.client.worker_client import WorkerClient
-from asyncckpt.client.worker_links import Build, WorkerLinks, WorkerAccess
+from asyncckpt.client.worker_links import Build, WorkerAccess, WorkerLinks
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol import messages

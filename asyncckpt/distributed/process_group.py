@@ -29,8 +29,8 @@ from asyncckpt.distributed.rendezvous import (
     POLL_S,
     Exchange,
     Meeting,
-    WaitTimer,
     Save,
+    WaitTimer,
     ranks_disagree,
     refused,
 )

@@ -29,7 +29,7 @@ import msgpack
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.client.save_outcomes import Outcomes
-from asyncckpt.client.worker_links import WorkerLinks, WorkerAccess
+from asyncckpt.client.worker_links import WorkerAccess, WorkerLinks
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.distributed.rendezvous import SAVE, Exchange, Meeting, Save, ranks_disagree
 from asyncckpt.errors import AsyncCkptError, PlanTimeoutError, RanksDisagreeError, SaveFailedError
