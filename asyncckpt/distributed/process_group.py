@@ -397,8 +397,11 @@ class GroupMeeting(Meeting):
         self._wait_registry.start_waiting()
         try:
             self._wait_for_all(timer)
-        finally:
-            self._wait_registry.publish("")
+        except BaseException:
+            with contextlib.suppress(Exception):  # what has failed says more
+                self._wait_registry.publish("")
+            raise
+        self._wait_registry.publish("")
         self._one_machine = store.add(here, 0) == world_size
 
     def _wait_for_all(self, timer: WaitTimer) -> None:

@@ -45,13 +45,13 @@ def adapter_on_one(rank: int, step: int) -> State:
 def saves(rank: int, build: str, slots: int, root: str) -> list[tuple[str | None, bool]]:
     """Save step by step; returns for each the error, and whether the ranks have met in it."""
     met: list[int] = []
-    agree = Coordination._meet_and_settle
+    agree = Coordination._meet_and_agree
 
     def counted(ranks: Coordination, *arguments: Any, **named: Any) -> Any:
         met.append(1)
         return agree(ranks, *arguments, **named)
 
-    Coordination._meet_and_settle = counted  # type: ignore[method-assign]
+    Coordination._meet_and_agree = counted  # type: ignore[method-assign]
     found: list[tuple[str | None, bool]] = []
     with AsyncCheckpointer(slots=slots, keep_in_memory="none", plan_timeout_s=DEADLINE_S) as checkpointer:
         for step in range(N_SAVES):

@@ -85,7 +85,7 @@ def test_what_was_committed_is_taken_to_ask_for_no_meeting_if_all_have_died_that
     waits(process, 600.0)
     assert 0.2 < time.monotonic() - began < 60
     found.update(RUN, [(0, True)])
-    assert found.get(RUN, 0) is False, "what was assumed holds: the others are told by refusals"
+    assert found.meets_after(RUN, 0) is False, "what was assumed holds: the others are told by refusals"
 
 
 @pytest.mark.parametrize(("committed", "known"), [(True, False), (False, None)])
@@ -99,12 +99,12 @@ def test_the_next_worker_is_heard_only_after_a_while(
     found.note_ended(RUN, 0, committed=committed)
     found.note_worker_lost()
     process = Process(found, tells=0)
-    heard = threading.Timer(0.5, found.take, (RUN, [(-1, False)]))
+    heard = threading.Timer(0.5, found.update, (RUN, [(-1, False)]))
     process.connect = heard.start  # type: ignore[method-assign]
     began = time.monotonic()
     waits(process, 600.0)
     assert 0.7 < time.monotonic() - began < 60
-    assert found.get(RUN, 0) is known and found.is_lost(RUN, 0) is not committed
+    assert found.meets_after(RUN, 0) is known and found.is_lost(RUN, 0) is not committed
 
 
 def test_of_a_save_of_which_no_end_was_told_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_of_a_save_of_which_no_end_was_told_nothing_is_given_up(monkeypatch: pyt
     found.update(RUN, [(-1, False)])
     found.note_worker_lost()
     found.update(RUN, [(-1, False)])
-    assert found.resolve_after_timeout(RUN, 0) == math.inf and found.get(RUN, 0) is None
+    assert found.resolve_after_timeout(RUN, 0) == math.inf and found.meets_after(RUN, 0) is None
 
 
 def test_the_start_of_a_worker_does_not_count_as_waiting_for_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:

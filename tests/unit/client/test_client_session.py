@@ -158,18 +158,18 @@ def test_answer_of_one_callback_leaves_before_the_next_callback_runs() -> None:
 
 def test_a_silent_worker_is_given_up(session: Session) -> None:
     now = time.monotonic()
-    session._silent_since, session._turned = now - 100, now
+    session._silent_since, session._looped_at = now - 100, now
     with pytest.raises(WorkerUnavailableError, match="has not answered for 3 s"):
-        session._beat(Sent())  # type: ignore[arg-type]
+        session._send_heartbeat(Sent())  # type: ignore[arg-type]
 
 
 def test_a_thread_that_was_late_itself_asks_again_before_it_judges(session: Session) -> None:
     now = time.monotonic()
-    session._silent_since, session._turned = now - 100, now - 100  # stopped in the middle of a turn
+    session._silent_since, session._looped_at = now - 100, now - 100  # stopped in the middle of a turn
     session._next_heartbeat = now + 100
     socket: Any = Sent()
-    session._beat(socket)
+    session._send_heartbeat(socket)
     assert [type(m) for m in socket.messages] == [messages.Heartbeat]
-    session._turned = time.monotonic()
-    session._beat(socket)  # and gives the worker the whole time to answer that
+    session._looped_at = time.monotonic()
+    session._send_heartbeat(socket)  # and gives the worker the whole time to answer that
     assert session._silent_since is not None and session._silent_since >= now

@@ -15,7 +15,7 @@ import torch
 
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.distributed.rendezvous import Exchange, Meeting, Save, refused
-from asyncckpt.distributed.run_agreement import MAX_IN_A_ROW, Coordination
+from asyncckpt.distributed.run_agreement import MAX_MEETINGS_IN_A_ROW, Coordination
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.planning.planner import contribution_of
 from asyncckpt.planning.write_agreement import AssignmentKind
@@ -361,10 +361,10 @@ def test_something_new_that_never_comes_again_makes_only_so_many_meetings() -> N
     ranks.save(0)
     assert ranks.each[1].is_changed(["m"])
     ranks.ends(0, meet=True)
-    for sequence in range(1, 2 + MAX_IN_A_ROW):
+    for sequence in range(1, 2 + MAX_MEETINGS_IN_A_ROW):
         assert ranks.save(sequence) == [True, True]
         ranks.ends(sequence)
-    assert ranks.save(2 + MAX_IN_A_ROW) == [False, False]
+    assert ranks.save(2 + MAX_MEETINGS_IN_A_ROW) == [False, False]
     assert not ranks.each[1].is_changed(["m"]) and ranks.each[1].is_changed(["n"])
 
 

@@ -10,7 +10,7 @@ import msgpack
 import pytest
 from simulated_workers import KEY, SECRET
 
-from asyncckpt.client.worker_links import Build, WorkerLinks, WorkerAccess
+from asyncckpt.client.worker_links import Build, WorkerAccess, WorkerLinks
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import EndpointError, RanksDisagreeError, WorkerUnavailableError
 from asyncckpt.protocol import messages

@@ -90,7 +90,7 @@ def test_size_that_cannot_be_a_slots_is_refused(nbytes: int, slot: SlotMemory) -
 
 
 def test_slot_of_another_size_or_token_is_refused(slot: SlotMemory) -> None:
-    with pytest.raises(SlotError, match="promised"):
+    with pytest.raises(SlotError, match="expected"):
         _attach(slot, nbytes=NBYTES + PAGE_NBYTES)
     with pytest.raises(SlotError, match="token"):
         _attach(slot, token=bytes(16))
