@@ -12,7 +12,7 @@ PIECES_PER_S = 10
 """A call writes at most the bytes of a tenth of a second, so that the rate holds over any second. Chosen."""
 
 ALIGNMENT = 1 << 20
-"""Of pieces: direct writes must begin and end at blocks of the device, and few calls are cheaper than many."""
+"""Alignment of pieces: direct writes must begin and end at device blocks, and few calls are cheaper than many."""
 
 
 class PacedFiles(Files):

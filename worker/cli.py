@@ -168,7 +168,7 @@ def serve(config: WorkerConfig, *, claimed: tuple[str, int] | None = None, own_l
 
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(name, stop)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whoever started us may have blocked them, to wait for them
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent process may have blocked them, to wait for them
     complete = daemon.run()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -270,7 +270,7 @@ def acquire_lock(path: str) -> int | None:
         fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # IMPORTANT: who held it may have removed the file; the next to come would lock another one.
+            # IMPORTANT: the last holder may have removed the file; the next process would then lock another file.
             if _is_at(fd, f"{path}.lock"):
                 return fd
         except BlockingIOError:

@@ -28,7 +28,7 @@ MAX_MISSING = 64
 """Ranks named in one row of a Saves message, so that a full table of rows stays below the frame's limit."""
 
 MAX_PIECE_NBYTES = 512 << 10
-"""Of one Share or Fetched: half a frame. Chosen, not measured."""
+"""Limit of one Share or Fetched: half a frame. Chosen, not measured."""
 
 _SAVE_ID = re.compile(r"[0-9]{6}-[0-9]{8}-[0-9a-f]{12}\Z")
 _HEX12 = re.compile(r"[0-9a-f]{12}\Z")
@@ -50,7 +50,7 @@ def sint(value: Any) -> bool:
 
 
 def sint_or_none(value: Any) -> bool:
-    """As `sint`, or None."""
+    """Whether `value` passes `sint` or is None."""
     return value is None or sint(value)
 
 

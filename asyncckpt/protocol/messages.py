@@ -15,7 +15,7 @@ from asyncckpt.protocol import fields as check
 from asyncckpt.protocol.fields import Check
 
 PROTOCOL_VERSION = 11
-"""Of messages, records between workers and the request in a slot; SPEC.md section 2 says when it is to be raised."""
+"""Version of messages, records between workers and the request in a slot. SPEC.md section 2 says when to raise it."""
 
 MAX_TABLE = check.MAX_TABLE
 
@@ -330,7 +330,7 @@ class Following(Message):
     checks: ClassVar[dict[str, Check]] = {"id": check.uint, "leader": check.hex16}
 
 
-# ---- snapshots in the worker's memory: who loads them asks where they are -------------------------------------------
+# ---- snapshots in the worker's memory: a load asks where they are ---------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

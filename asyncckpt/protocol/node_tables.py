@@ -22,7 +22,7 @@ PAGE_NBYTES = 512 << 10
 """A page takes no further row beyond this. Chosen, not measured."""
 
 MAX_REQUEST_NBYTES = 2 << 20
-"""Of a request without its structure, objects and metadata: samples have 1 MiB, parts 20 KiB."""
+"""Limit of a request without its structure, objects and metadata: samples have 1 MiB, parts 20 KiB."""
 
 BEAT_S = 2.0
 """Each table is sent so often, changed or not. Chosen, not measured."""

@@ -15,7 +15,7 @@ from asyncckpt.protocol.messages import PROTOCOL_VERSION
 from asyncckpt.protocol.samples import are_samples
 
 MAX_METADATA_NBYTES = 16 << 20
-"""Of the indented form that the manifest holds. Chosen so that metadata and 100,000 ranks fit a manifest's limit."""
+"""Limit of the indented form in the manifest. Chosen so that metadata and 100,000 ranks fit a manifest's limit."""
 
 MAX_METADATA_NESTING = 64
 MAX_PARTS = 1000

@@ -16,7 +16,7 @@ MAX_SHARED_NBYTES = 64 << 20
 """What one rank may lay down: names and shapes of a million tensors. Chosen, not measured."""
 
 MAX_BOARDS_NBYTES = 256 << 20
-"""Of all boards together, counted from the first piece. Chosen, not measured."""
+"""Limit of all boards together, counted from the first piece. Chosen, not measured."""
 
 
 @dataclass(slots=True)

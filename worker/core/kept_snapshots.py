@@ -28,10 +28,10 @@ SPARE_SHARE = 64
 """A kept slot is lent again to who asks for less by a 64th at most: a limit of the asker's is kept, nearly."""
 
 MAX_ROWS_NBYTES = 512 << 10
-"""Of the answer to a Recall: half a frame."""
+"""Limit of the answer to a Recall: half a frame."""
 
 _ROW_NBYTES = 256
-"""Of a row without its path, names of the fields included, rounded up."""
+"""Size of a row without its path, names of the fields included, rounded up."""
 
 _OBJECTIONS = frozenset({"vetoed", "coverage", "disagree", "withdrawn", "not_sealed", "slot_reused"})
 """Codes of `save_failed` that speak against the snapshot, not the storage."""

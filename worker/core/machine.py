@@ -204,7 +204,7 @@ class Core:
         )
         self._lineages.tell_followers = self._decider.epoch_found
         self.moves: list[Moved] = []
-        """What the last event has moved."""
+        """Phase changes caused by the last event."""
 
         self._shutdown = Shutdown(
             self.tables, self._slot_book, config, lambda: self._decider.busy or self._follower.busy

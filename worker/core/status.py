@@ -204,7 +204,7 @@ MAX_RANKS_SHOWN = 64
 """Ranks of one save that are named there."""
 
 MAX_ERROR_CHARS = 300
-"""Of why a save has failed: it names the rank."""
+"""Limit of the text that says why a save has failed: it names the rank."""
 
 _ORDER = (OPEN, RECOVERING, SEALED, WRITING, DURABLE)
 

@@ -21,10 +21,10 @@ MAX_DECODED = 4096
 """Structures that are remembered as sound, with their tallies."""
 
 MAX_TALLIES_NBYTES = 256 << 20
-"""Of those tallies together: of 4,096 structures with 5,000 tensors each."""
+"""Limit of those tallies together: enough for 4,096 structures with 5,000 tensors each."""
 
 MAX_DETAIL_CHARS = 2000
-"""Of what a failed proof says."""
+"""Limit of the text of a failed proof."""
 
 
 class Prover:

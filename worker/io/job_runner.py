@@ -47,7 +47,7 @@ MAX_HELPERS = 64
 """Threads of that lane."""
 
 MAX_THREADS = 384
-"""Of all file systems together, half of them helpers at most. Chosen: four that hang, with all that each may have."""
+"""For all file systems together; at most half are helpers. Chosen: enough for four that hang, each at its limit."""
 
 IDLE_S = 20.0
 """How long a thread waits for its next job before it ends: less than `THREAD_WAIT_S`. Chosen, not measured."""
@@ -325,7 +325,7 @@ class _Helpers(Executor):
         self._lanes, self._device = lanes, device
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """As `Executor.submit`; where no thread can be had, the future waits for one."""
+        """Do as `Executor.submit`; if no thread is available, the future waits for one."""
         future: Future[T] = Future()
 
         def work(_: Executor) -> None:

@@ -86,7 +86,7 @@ def _followed_once(path: str, point: str) -> str | None:
         except OSError as error:
             if error.errno == errno.EINVAL:  # no link
                 continue
-            return None  # whoever uses the path will meet the error
+            return None  # the caller gets the same error when it uses the path
         return os.path.normpath(os.path.join(parent or "/", target, *names[n:]))
     return None
 

@@ -38,9 +38,9 @@ _OPTIONS: dict[int, int] = {
     zmq.RECONNECT_IVL: 100,
     zmq.RECONNECT_IVL_MAX: 2000,
     zmq.CONNECT_TIMEOUT: 5000,
-    zmq.HEARTBEAT_IVL: 2000,  # so that a connection whose other side is gone without a word is made anew
+    zmq.HEARTBEAT_IVL: 2000,  # reconnects when the other side has disappeared without closing
     zmq.HEARTBEAT_TIMEOUT: 10_000,
-    zmq.HANDSHAKE_IVL: 10_000,  # who proves no key in this time is a stranger
+    zmq.HANDSHAKE_IVL: 10_000,  # a peer that proves no key in this time is disconnected
     zmq.IMMEDIATE: 1,
 }
 
@@ -71,7 +71,7 @@ class NodeSockets:
 
         Args:
             port: 0 takes the configured one.
-            secret: Of a key pair to take, in Z85; "" makes one.
+            secret: Secret key to use, in Z85; "" makes a key pair.
 
         Returns:
             Address, public key and secret key.
@@ -81,7 +81,7 @@ class NodeSockets:
         """
         public_key, secret_key = _key_pair(secret)
         if self._zap is None:
-            # IMPORTANT: before the socket is bound: without a handler libzmq lets everybody in who knows the server.
+            # IMPORTANT: before the socket is bound: without a handler libzmq admits any client that has the server key.
             self._zap = self._made(zmq.REP)
             self._zap.bind(ZAP_ENDPOINT)
         host = _bracketed(self._advertise)
@@ -186,7 +186,7 @@ class NodeSockets:
             return None
 
     def send(self, run: str, route: bytes, message: Message) -> None:
-        """Send without waiting; who is gone, or does not read, loses the message."""
+        """Send without waiting; a receiver that is gone or does not read loses the message."""
         socket = self._router if route else self._dealers.get(run)
         frames = encode(message, MAX_NODE_FRAME_NBYTES)
         try:

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 LOGGER = "asyncckpt.worker"
 MAX_LOG_NBYTES = 1 << 20
-"""Of a started worker's log file: it lies in a tmpfs as a rule. One older file of that size is kept beside it."""
+"""Limit of a started worker's log file, usually in a tmpfs. One older file of that size is kept beside it."""
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from asyncckpt_worker.service.prometheus import Exporter
 
 SHARE = 0.5
-"""Of `WATCHDOG_USEC` after which the manager is told that all is well: what sd_watchdog_enabled(3) advises."""
+"""Fraction of `WATCHDOG_USEC` after which the manager gets a heartbeat: what sd_watchdog_enabled(3) advises."""
 
 MIN_INTERVAL_S = 0.1
 
@@ -159,9 +159,9 @@ class Observers:
     Used from the control loop's thread.
 
     Args:
-        config: Says who looks on.
-        count: Counts bugs of our own, which cost nobody a save.
-        environ: Of the process; without the service manager's where that is not ours.
+        config: Says which observers there are.
+        count: Counts internal errors of observers; they fail no save.
+        environ: Environment of the process, used only if the worker is supervised.
 
     Raises:
         ConfigError, EndpointError: The address of the metrics.
@@ -217,7 +217,7 @@ class Observers:
             self._guarded(lambda: exporter.show(report(), wall))
 
     def _guarded(self, call: Callable[[], None]) -> None:
-        """IMPORTANT: nothing is raised. Who looks on must never cost anybody a save."""
+        """Call, and log an exception. IMPORTANT: nothing is raised: an observer's failure must never fail a save."""
         try:
             call()
         except Exception as error:
@@ -225,7 +225,7 @@ class Observers:
             log.write("error", f"our own bug, in what is told of saves: {error!r}", error=error)
 
     def close(self, reason: str) -> None:
-        """Say goodbye. Twice is fine. Blocks: at most a few seconds."""
+        """Tell the service manager and close all observers. Idempotent. Blocks: at most a few seconds."""
         self._supervisor.stopping(reason)
         if self._event_writer is not None:
             self._event_writer.close()

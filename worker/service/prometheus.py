@@ -1,7 +1,7 @@
 """Answers Prometheus at a loopback address, by `prometheus_client` (the extra `metrics`), in threads of its own.
 
 The control loop hands over its status report and goes on; who asks, however often or slowly, never waits for it nor it
-for them. No label holds a path: whoever can reach the port is told figures, not names.
+for them. No label holds a path: a client that can reach the port gets figures, not names.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ACCEPT_FAILED_S = 0.05
 PREFIX = "asyncckpt_"
 MAX_RUNS_SHOWN = 20
 BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)
-"""Of the histograms, seconds. Chosen: from a small model on one disk to terabytes on a busy file system."""
+"""Bounds of the histograms, in seconds. Chosen: from a small model on one disk to terabytes on a busy file system."""
 
 OUTCOMES = ("committed", "failed", "abandoned", "unknown")
 PHASES = ("open", "recovering", "sealed", "writing", "durable")
@@ -222,7 +222,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        """As `HTTPServer`, without its question to the resolver, which may not answer."""
+        """Bind as `HTTPServer` does, but without its DNS query, which may never be answered."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
         self.setup_environ()

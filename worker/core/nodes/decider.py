@@ -58,7 +58,7 @@ class _Reporter:
     """Counter of its last page."""
 
     counter: int = 0
-    """Of the last page sent to it."""
+    """Counter of the last page sent to it."""
 
     world_size: int = 0
     ranks: dict[int, int] = field(default_factory=dict)

@@ -87,7 +87,7 @@ class _Followed:
     """Ranks of which the decider has shown that it knows that they are gone."""
 
     counter: int = 0
-    """Of the last page sent."""
+    """Counter of the last page sent."""
 
     heard: int = 0
     """Counter of the last page of the decider's."""

@@ -29,7 +29,7 @@ STEPS = {"": 0, OPEN: 1, SEALED: 2, DURABLE: 3}
 """Phase of a row -> how far that is."""
 
 MAX_SUMS_NBYTES = 1 << 20
-"""Of the sums of a rank's structure in a row; larger ones are added up again from the rank's index. Chosen."""
+"""Limit of the sums of a rank's structure in a row; larger ones are added up again from its index. Chosen."""
 
 _ANY_OFFSET = 1 << 62
 """Where a request's parts lie in the slot is the follower's affair."""
