@@ -132,7 +132,7 @@ def _place(origin: str, base: str, name: str, uid: int, *, owned: bool) -> Place
     Args:
         origin: The variable that names `base`, or "".
         base: A directory.
-        name: Of the directory in it.
+        name: Name of the directory in `base`.
         uid: Whose it must be.
         owned: `base` must be this user's too. IMPORTANT: `sudo -E` and `su` keep the variable of another user: a
             directory that root makes there shuts that user out for good.
@@ -218,7 +218,7 @@ def make_directory(endpoint: str) -> str:
 
 
 def check_directory(endpoint: str) -> None:
-    """Prove that whoever listens at the endpoint is this user: who can enter its directory can listen in its place.
+    """Check that only this user can enter the endpoint's directory: another user could listen in our place there.
 
     Raises:
         EndpointError: The directory is there, and belongs to somebody else or is open to others, or cannot be seen.
@@ -250,7 +250,7 @@ def _found(found: os.stat_result) -> str:
 
 
 def _make_parents(directory: str) -> None:
-    """Make missing parents with mode 0755 at most, whatever the umask: who can write one can replace what is in it."""
+    """Make missing parents with mode 0755 at most, whatever the umask: write access allows replacing what is inside."""
     if not os.path.isdir(directory):
         _make_parents(os.path.dirname(directory))
         with contextlib.suppress(FileExistsError):

@@ -325,7 +325,7 @@ class SaveBook:
         return None
 
     def end_here(self, save: Save, outcome: str, error: Wire) -> None:
-        """As `end`, also where another worker decides: it has."""
+        """Do as `end`. If another worker decides, it has decided already."""
         save.outcome, save.error = outcome, error
         self._runs.decide(save.save_id, meet=save.meet or asks_to_meet(error))
         if outcome == UNKNOWN:
@@ -523,7 +523,7 @@ def write_again(t: Tables, save: Save, entry: RankSave, error: Wire) -> None:
 
 
 def stop_early(t: Tables) -> None:
-    """Nobody waits any longer for those who stage: what is written beside that, and is no ring, ends."""
+    """Stop waiting for ranks that stage. Writes that run beside the staging end, except through a ring."""
     for _, entry in t.entries():
         if entry.phase == OPEN and entry.streaming and entry.writing and not entry.ring:
             t.actions.append(CutOff(slot=entry.slot, generation=entry.generation))

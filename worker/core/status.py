@@ -26,12 +26,12 @@ class Moved:
     """One rank has reached a phase.
 
     Attributes:
-        save_id, step, path, rank, world_size: Of what.
+        save_id, step, path, rank, world_size: The save and its rank.
         phase: One of `asyncckpt.protocol.save_phases`.
         was: The phase before; "" for a rank that has just come.
         was_s: How long it was in that.
-        nbytes: Of its files, as far as they are known.
-        umask: Of the trainer.
+        nbytes: Size of its files, as far as it is known.
+        umask: Umask of the trainer.
         report: What its jobs have reported.
         error: Why it has failed; empty else.
         ends: This rank ends the save: `begun_s` is how long that took from the first rank's begin.

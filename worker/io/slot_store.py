@@ -1,4 +1,4 @@
-"""The worker's slots in memory: made, filled with pages ahead of use, lent to jobs, closed by whoever leaves last."""
+"""The worker's slots in memory: made, filled with pages ahead of use, lent to jobs, closed by their last user."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class SlotStore:
             return 0 if held is None or held.doomed else held.memory.control.staged_nbytes(generation)
 
     def cut_off(self, number: int, generation: int) -> None:
-        """Let whoever waits for `generation` to be filled wait no longer. Does not wait."""
+        """Wake the jobs that wait for `generation` to be filled: no more comes. Does not wait."""
         with self._lock:
             held = self._held.get(number)
             if held is not None:

@@ -230,7 +230,7 @@ class Daemon:
                     todo.append(answer)
 
     def _failed_at(self, event: ev.Event, error: Exception) -> list[ev.Event]:
-        """Log a bug of the core's, answer whoever waits, and return the end of the save that is concerned."""
+        """Log an internal error of the core, answer the waiting client, and return the event that ends the save."""
         self._bug(type(event).__name__, error)
         if isinstance(event, ev.StopRequested) and event.immediately:
             self._exit = ac.Exit(complete=False, reason="an internal error")

@@ -1,7 +1,7 @@
 """Answers Prometheus at a loopback address, by `prometheus_client` (the extra `metrics`), in threads of its own.
 
-The control loop hands over its status report and goes on; who asks, however often or slowly, never waits for it nor it
-for them. No label holds a path: a client that can reach the port gets figures, not names.
+The control loop hands over its status report and goes on. Clients and the loop never wait for each other, however often
+or slowly a client asks. No label holds a path: a client that can reach the port gets figures, not names.
 """
 
 from __future__ import annotations

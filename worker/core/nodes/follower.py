@@ -497,7 +497,7 @@ def _question_rows(known: _Followed) -> Iterator[Row]:
 
 
 def _unreachable(known: _Followed, why: str) -> WorkerUnavailableError:
-    """Return the error of who waits for the decider in vain."""
+    """Return the error for requests that wait for a decider that cannot be reached."""
     address = known.connect.address
     return WorkerUnavailableError(
         f"the worker at {address} that leads run {known.run.run_id} cannot be reached from here: {why}. Start the "
