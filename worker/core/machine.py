@@ -73,7 +73,7 @@ from asyncckpt_worker.core.save_admission import SaveAdmission
 from asyncckpt_worker.core.saves import SaveBook, look_sooner, stop_early
 from asyncckpt_worker.core.sessions import SessionBook
 from asyncckpt_worker.core.slots import AdoptionBook, SlotBook
-from asyncckpt_worker.core.status import MAX_ROWS, Moved, look, news, report, states
+from asyncckpt_worker.core.status import MAX_ROWS, Moved, news, phase_changes, report, states
 from asyncckpt_worker.core.tables import Tables
 
 
@@ -235,7 +235,7 @@ class Core:
             self.snapshot_book.answer()
         if t.touched:
             self._look_sooner()
-            self.moves = look(t)
+            self.moves = phase_changes(t)
         self._follower.flush()
         self._decider.flush()
         t.touched.clear()

@@ -58,7 +58,7 @@ class Moved:
     followed: bool = False
 
 
-def look(t: Tables) -> list[Moved]:
+def phase_changes(t: Tables) -> list[Moved]:
     """Return what this event has moved, in order, and note since when each rank is where it is.
 
     IMPORTANT: before `touched` is cleared.

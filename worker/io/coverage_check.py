@@ -104,7 +104,7 @@ class Prover:
         return faults
 
 
-def hole(request: SaveRequest, faults: Sequence[tuple[str, str]]) -> SaveFailedError:
+def coverage_error(request: SaveRequest, faults: Sequence[tuple[str, str]]) -> SaveFailedError:
     """Return the error for structures that do not cover what they name."""
     detail = f"tensor {faults[0][0]!r}: {faults[0][1]}"
     if len(detail) > MAX_DETAIL_CHARS:

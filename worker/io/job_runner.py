@@ -26,7 +26,7 @@ from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.core.events import Event
 from asyncckpt_worker.io.content_digest import contents_of
-from asyncckpt_worker.io.coverage_check import Prover, hole
+from asyncckpt_worker.io.coverage_check import Prover, coverage_error
 from asyncckpt_worker.io.mount_table import MountTable
 from asyncckpt_worker.io.slot_store import SlotStore
 from asyncckpt_worker.io.writer import Writer
@@ -476,7 +476,7 @@ class JobRunner:
             tallies = [result.tally for result in action.results]
             faults = self._prover.faults(action.requests, tallies, self._writer.structures(action))
             if faults:
-                error_wire = to_wire(hole(action.requests[0], faults))
+                error_wire = to_wire(coverage_error(action.requests[0], faults))
                 return ev.Published(now=time.monotonic(), save_id=action.save_id, error=error_wire)
             report = self._writer.commit(action)
         except BaseException as error:

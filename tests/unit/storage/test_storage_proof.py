@@ -17,7 +17,7 @@ from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.storage.coverage import uncovered
 from asyncckpt_worker.core.nodes.tables import pack_result, unpack_result
 from asyncckpt_worker.io import coverage_check
-from asyncckpt_worker.io.coverage_check import Prover, hole
+from asyncckpt_worker.io.coverage_check import Prover, coverage_error
 
 Piece = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """FQN, dtype, global shape, offsets, sizes."""
@@ -77,7 +77,7 @@ def test_proof_is_made_once_and_a_fault_every_time(monkeypatch: pytest.MonkeyPat
     good = [replace(REQUEST, structure=structure(piece)) for piece in (TOP, BOTTOM)]
     assert [prover.faults(good) for _ in range(3)] == [[], [], []] and calls == [2]
     for _ in range(2):
-        error = hole(good[0], prover.faults(good[:1]))
+        error = coverage_error(good[0], prover.faults(good[:1]))
         assert (error.code, error.save_id) == ("coverage", REQUEST.save_id) and "'w'" in error.detail  # type: ignore[attr-defined]
     assert calls == [2, 1, 1]
 
@@ -160,9 +160,9 @@ def test_a_text_about_a_hole_names_the_missing_box_and_its_neighbours_and_is_bou
 ) -> None:
     middle = ("w", "float32", (4, 3), (2, 0), (1, 3))
     requests = [replace(REQUEST, rank=n, structure=structure(piece)) for n, piece in enumerate((TOP, middle))]
-    error = hole(requests[0], Prover().faults(requests))
+    error = coverage_error(requests[0], Prover().faults(requests))
     assert "[3:4,0:3] is missing (rank 1 holds [2:3,0:3] beside it)" in str(error)
-    assert len(hole(requests[0], [("w" * 100_000, "torn")]).detail) == coverage_check.MAX_DETAIL_CHARS
+    assert len(coverage_error(requests[0], [("w" * 100_000, "torn")]).detail) == coverage_check.MAX_DETAIL_CHARS
 
 
 @pytest.mark.parametrize(
