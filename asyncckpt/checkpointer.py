@@ -14,7 +14,8 @@ from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
-from asyncckpt.basics.paths import absolute_path
+from asyncckpt.basics.paths import checkpoint_path
+from asyncckpt.basics.urls import is_object_url, parent_of
 from asyncckpt.components import CheckpointReader
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.distributed.checkpoint_vote import RESTORE, same_choice
@@ -56,15 +57,41 @@ def refuse_unknown(kw: Mapping[str, Any]) -> None:
 
 
 def _save_path(path: str | os.PathLike[str]) -> str:
-    directory = absolute_path(path)
-    if directory == os.path.dirname(directory):
-        raise UnsupportedPathError("/ cannot be a checkpoint: every other one would be inside it", path=directory)
+    directory = checkpoint_path(path)
+    if directory == parent_of(directory):
+        raise UnsupportedPathError(
+            f"{directory} cannot be a checkpoint: every other one would be inside it", path=directory
+        )
     if is_quarantined(os.path.basename(directory)):
         raise UnsupportedPathError(
             f"{directory} has the name of a quarantined checkpoint, which is not listed; save to another directory",
             path=directory,
         )
     return directory
+
+
+def _refuse_in_object_store(path: str, config: CheckpointerConfig) -> None:
+    """Refuse settings that need what only files have.
+
+    Raises:
+        ConfigError: Naming the setting, and what to do instead.
+    """
+    if not is_object_url(path):
+        return
+    if config.overwrite:
+        raise ConfigError(
+            f"save to {path}: overwrite=True replaces a checkpoint under a lock, which object stores do not have; save "
+            "to a path of its own, and remove the older one with `asyncckpt prune`",
+            field="overwrite",
+            value=True,
+        )
+    if config.layout != "safetensors":
+        raise ConfigError(
+            f"save to {path}: layout={config.layout!r} has two commit records, which object stores cannot put at once; "
+            'use layout="safetensors"',
+            field="layout",
+            value=config.layout,
+        )
 
 
 class Checkpointer(ABC):
@@ -172,7 +199,7 @@ class Checkpointer(ABC):
         """
         self._check_usable()
         self._follow_ranks()
-        directory = absolute_path(path)
+        directory = checkpoint_path(path)
         found, missing = self._reader.read(
             directory, state_dict, map_location=default_map_location, strict=strict, **kw
         )
@@ -209,7 +236,7 @@ class Checkpointer(ABC):
         """
         self._check_usable()
         self._follow_ranks()
-        directory, deadline = absolute_path(root), time.monotonic() + timeout_s
+        directory, deadline = checkpoint_path(root), time.monotonic() + timeout_s
         where = check_source(source)
 
         def look() -> list[NewestCandidate]:
@@ -360,7 +387,9 @@ class Checkpointer(ABC):
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"metadata must be a dict of JSON values: {error}", field="metadata") from error
         metadata = json.loads(text)
-        return {"path": _save_path(path), "step": step, "metadata": metadata, "save_id": save_id}
+        directory = _save_path(path)
+        _refuse_in_object_store(directory, self.config)
+        return {"path": directory, "step": step, "metadata": metadata, "save_id": save_id}
 
     def __enter__(self) -> Any:
         return self

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncckpt.basics.paths import absolute_path
+from asyncckpt.basics.paths import checkpoint_path
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.checkpoint_vote import Broken, Ranks, ranks_that_restore
 from asyncckpt.distributed.process_group import find_rank_info
@@ -26,7 +26,7 @@ from asyncckpt.loading.read_source import RetryState, check_source
 from asyncckpt.maintenance.quarantine import quarantine_checkpoint
 from asyncckpt.recall.newest import merged_candidates
 from asyncckpt.storage.catalog import Candidate, candidates_in
-from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.locate import store_at
 
 ARRIVE_TIMEOUT_S = 60.0
 """How long to wait for the last rank to call `restore_latest`. The default of `plan_timeout_s`."""
@@ -142,7 +142,7 @@ def look(root: str) -> list[Candidate]:
         OSError: `root` cannot be listed.
     """
     try:
-        return candidates_in(root, LocalStore())
+        return candidates_in(root, store_at(root))
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -179,7 +179,7 @@ def restore_first(
     with ranks_that_restore(rank, meet) as ranks:
         if type(quarantine) is not bool:
             raise ConfigError(f"quarantine={quarantine!r}: expected True or False", field="quarantine")
-        directory, source = absolute_path(root), check_source(options.get("source", "auto"))
+        directory, source = checkpoint_path(root), check_source(options.get("source", "auto"))
 
         def look_at_both() -> list[Candidate]:
             return merged_candidates(directory, candidates(directory), source, endpoint)
@@ -228,7 +228,7 @@ def _moved(candidate: Candidate) -> str | None:
     if candidate.save_id is None:
         return None
     try:
-        moved = quarantine_checkpoint(candidate.path, candidate.save_id, LocalStore())
+        moved = quarantine_checkpoint(candidate.path, candidate.save_id, store_at(candidate.path))
     except OSError as error:
         _log.warning("%s cannot be quarantined: %s", candidate.path, error)
         return None

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from asyncckpt.storage.store import OBJECT, PREFIX, Entry, Store, UnknownOutcomeError
+from asyncckpt.storage.shard_writer import Image, ShardWriter
+from asyncckpt.storage.store import OBJECT, PREFIX, Entry, Store, UnknownOutcomeError, UnsupportedByStoreError
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,18 @@ class MemoryStore(Store):
         self._count = 0
         self._lock = threading.Lock()
 
-    def put(self, name: str, data: memoryview | bytes, *, durable: bool = True) -> None:
+    def put(self, name: str, data: memoryview | bytes, *, durable: bool = True, replace: bool = False) -> None:
         self.before("put", name)
         with self._lock:
-            self._put_new(name, bytes(data))
+            if replace:
+                self._set(name, bytes(data))
+            else:
+                self._put_new(name, bytes(data))
+
+    def shard_writer(
+        self, path: str, image: Image, offset: int, nbytes: int, *, aligned: bool, fsync: bool
+    ) -> ShardWriter:
+        raise UnsupportedByStoreError("shards", path)
 
     def put_if_absent(self, name: str, data: bytes, *, temporary: str, durable: bool = True) -> None:
         self.before("put_if_absent", name)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from asyncckpt import __version__
+from asyncckpt.basics.paths import checkpoint_path
 from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.protocol.endpoint import default_endpoint
 from asyncckpt.protocol.options import ADVERTISE_VARIABLE, LOOPBACK, add_options
@@ -58,7 +59,7 @@ def _config(options: argparse.Namespace) -> WorkerConfig:
         endpoint = default_endpoint(os.environ, uid=os.geteuid(), package=__version__, interpreter=sys.prefix)
     return WorkerConfig(
         endpoint=endpoint,
-        roots=tuple(os.path.abspath(os.path.expanduser(root)) for root in options.root),
+        roots=tuple(checkpoint_path(root) for root in options.root),
         idle_exit_s=options.idle_exit_s,
         while_pid=options.while_pid,
         keep_snapshots_s=options.keep_snapshots_s,

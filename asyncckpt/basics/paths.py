@@ -6,6 +6,7 @@ import os
 import re
 from typing import Any
 
+from asyncckpt.basics.urls import normalized_url
 from asyncckpt.errors import UnsupportedPathError
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -15,23 +16,32 @@ MAX_PATH_BYTES = 4000
 file names."""
 
 
+def is_url(path: str) -> bool:
+    """Return whether `path` has the form of a URL, of whatever scheme."""
+    return _SCHEME.match(path) is not None
+
+
+def checkpoint_path(path: str | os.PathLike[str]) -> str:
+    """Return `path` as `absolute_path` does, or the URL of an object store without a slash at its end.
+
+    Raises:
+        UnsupportedPathError: As `absolute_path`; or a URL that names no place in an object store.
+    """
+    text = _text(path)
+    return normalized_url(text) if is_url(text) else absolute_path(text)
+
+
 def absolute_path(path: str | os.PathLike[str]) -> str:
     """Return `path` with `~` expanded and made absolute against this process's working directory.
 
     Raises:
         UnsupportedPathError: It is empty, a URL, too long, not text, or has a NUL byte.
     """
-    try:
-        text = os.fspath(path)
-    except TypeError:
+    text = _text(path)
+    if is_url(text):
         raise UnsupportedPathError(
-            f"path is a {type(path).__name__}, expected str or PathLike", path=repr(path)
-        ) from None
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise UnsupportedPathError(f"path {text!r} is not the path of a directory", path=repr(text))
-    if _SCHEME.match(text):
-        raise UnsupportedPathError(
-            f"path {text!r} is a URL; only directories of a mounted file system are supported", path=text
+            f"path {text.partition('?')[0]!r} is a URL; only directories of a mounted file system are supported here",
+            path=text.partition("?")[0],
         )
     try:
         text.encode()
@@ -41,6 +51,18 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
     if len(absolute.encode()) > MAX_PATH_BYTES:
         raise UnsupportedPathError(f"the path is longer than {MAX_PATH_BYTES} bytes: {absolute[:80]}...", path=absolute)
     return absolute
+
+
+def _text(path: str | os.PathLike[str]) -> str:
+    try:
+        text = os.fspath(path)
+    except TypeError:
+        raise UnsupportedPathError(
+            f"path is a {type(path).__name__}, expected str or PathLike", path=repr(path)
+        ) from None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise UnsupportedPathError(f"path {text!r} is not the path of a directory", path=repr(text))
+    return text
 
 
 def is_local_path(path: Any) -> bool:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
+from asyncckpt.basics.paths import checkpoint_path, is_url
 from asyncckpt.basics.quantities import human
 from asyncckpt.errors import (
     CheckpointNotCommittedError,
@@ -22,6 +23,7 @@ from asyncckpt.errors import (
     WorkerUnavailableError,
 )
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.locate import files_at
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -71,19 +73,31 @@ def add_delete(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--delete", action="store_true", help="remove what is listed; without it nothing is changed")
 
 
-def existing_directory(given: str, files: Files) -> str:
-    """Return the absolute path of an existing directory.
+def given_path(given: str) -> str:
+    """Return the absolute path that was given, or the URL.
 
     Raises:
-        CheckpointNotFoundError: There is no such directory.
+        UnsupportedPathError: A URL of something else than an object store.
+    """
+    return checkpoint_path(given) if is_url(given) else os.path.abspath(given)
+
+
+def existing_directory(given: str) -> tuple[str, Files]:
+    """Return the absolute path or URL of what holds checkpoints, and the calls by which it is read.
+
+    Raises:
+        CheckpointNotFoundError: There is no such directory, or nothing below the URL.
+        UnsupportedPathError: A URL of something else than an object store.
         OSError: It cannot be read.
     """
-    root = os.path.abspath(given)
+    root = given_path(given)
+    files = files_at(root)
     try:
         files.listdir(root)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointNotFoundError(f"{given} is not a directory", path=root) from error
-    return root
+        text = f"nothing is below {given}" if is_url(given) else f"{given} is not a directory"
+        raise CheckpointNotFoundError(text, path=root) from error
+    return root, files
 
 
 def nothing_found(args: argparse.Namespace, what: str) -> str:

@@ -13,7 +13,8 @@ from asyncckpt.cli.output import can_redraw
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.storage.catalog import read_manifest
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.local import store_over
+from asyncckpt.storage.store import Store, StoreFiles
 
 Show = Callable[[int, int], None]
 """Called with (done, total) bytes, by several threads. A total of 0 means unknown."""
@@ -65,20 +66,42 @@ def _print_line(done: int, total: int, pace: str) -> None:
     print(f"{min(1.0, done / total):.0%}, {pace}" if total else pace, file=sys.stderr, flush=True)
 
 
-class _CountingFiles(Files):
-    """A `Files` that shows the progress of reads."""
+class _Counter:
+    """Shows how much was read; from several threads."""
 
     def __init__(self, show: Show, total: int) -> None:
-        super().__init__()
         self._show, self._total, self._done, self._lock = show, total, 0, threading.Lock()
 
-    def preadv(self, fd: int, buffers: Sequence[memoryview | bytearray], offset: int, flags: int = 0) -> int:
-        """Read, and show the progress."""
-        count = super().preadv(fd, buffers, offset, flags)
+    def add(self, count: int) -> int:
+        """Count bytes, and return their number."""
         with self._lock:
             self._done += count
             self._show(self._done, self._total)
         return count
+
+
+class _CountingFiles(Files):
+    """A `Files` that shows the progress of reads."""
+
+    def __init__(self, counter: _Counter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview | bytearray], offset: int, flags: int = 0) -> int:
+        """Read, and show the progress."""
+        return self._counter.add(super().preadv(fd, buffers, offset, flags))
+
+
+class _CountingStoreFiles(StoreFiles):
+    """The same, over an object store."""
+
+    def __init__(self, store: Store, counter: _Counter) -> None:
+        super().__init__(store)
+        self._counter = counter
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview | bytearray], offset: int, flags: int = 0) -> int:
+        """Read, and show the progress."""
+        return self._counter.add(super().preadv(fd, buffers, offset, flags))
 
 
 @contextlib.contextmanager
@@ -91,12 +114,17 @@ def show_reads(files: Files, total: Callable[[], int], *, quiet: bool) -> Iterat
         quiet: Show nothing.
     """
     with progress(quiet=quiet) as show:
-        yield files if show is None else _CountingFiles(show, total())
+        if show is None:
+            yield files
+        elif isinstance(files, StoreFiles):
+            yield _CountingStoreFiles(files.store, _Counter(show, total()))
+        else:
+            yield _CountingFiles(_Counter(show, total()))
 
 
 def recorded_nbytes(path: str, files: Files) -> int:
     """Return the size of a checkpoint according to its manifest, in bytes; 0: not known."""
     try:
-        return read_manifest(path, LocalStore(files)).nbytes
+        return read_manifest(path, store_over(files)).nbytes
     except (AsyncCkptError, OSError):
         return 0

@@ -21,9 +21,9 @@ from asyncckpt.dcp.plan_targets import PlanTargets, box_of_item
 from asyncckpt.distributed.process_group import machine
 from asyncckpt.distributed.user_group import UserGroup
 from asyncckpt.errors import ConfigError
-from asyncckpt.loading.broadcast import Broadcast
-from asyncckpt.loading.broadcast_plan import MessagePart, Transfer, assign_reads, transfers_by_rank
 from asyncckpt.loading.fetch import thread_count
+from asyncckpt.loading.shared.broadcast import Broadcast
+from asyncckpt.loading.shared.broadcast_plan import MessagePart, Transfer, assign_reads, transfers_by_rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from asyncckpt import __version__
 from asyncckpt.dcp.saved_metadata import kept_planner_data, nested
 from asyncckpt.dcp.write_plan import StoredLeaf, StoredRank
 from asyncckpt.errors import SaveFailedError
+from asyncckpt.format.coverage import uncovered
 from asyncckpt.format.index import MAX_INDEX_NBYTES, decode_index
 from asyncckpt.format.manifest import PLANNER_KEY
 from asyncckpt.format.names import SaveId
@@ -24,9 +25,8 @@ from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.state_dict.flatten import check_keys
 from asyncckpt.storage.commit import commit_save
 from asyncckpt.storage.contents import read_named_file
-from asyncckpt.storage.coverage import uncovered
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.local import store_over
 from asyncckpt.storage.rank_writer import RankResult, RankWriter
 from asyncckpt.sync.collective_save import hole_error
 from asyncckpt.torch_tensors import dtype_name
@@ -101,7 +101,7 @@ def commit_all(
         raise hole_error(holes, writer.save_id, request.path)
     ranks[request.rank] = writer.finish(request)
     written = [done for _, done in sorted(ranks.items()) if done is not None]
-    commit_save([request], written, store=LocalStore(files, umask=request.umask), package=__version__)
+    commit_save([request], written, store=store_over(files, umask=request.umask), package=__version__)
 
 
 def _whole(

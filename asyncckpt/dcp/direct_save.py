@@ -34,7 +34,7 @@ from asyncckpt.staging.save_request import build_request
 from asyncckpt.storage import commit
 from asyncckpt.storage.checkpoint_dir import prepare_directory, remove_made
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.local import store_over
 from asyncckpt.storage.rank_writer import RankWriter
 
 LOOK_EVERY_S = 0.05
@@ -301,7 +301,7 @@ class InProcess:
             raise
         self._committed()
         try:
-            commit.remove_leftovers(self._path, keep=unfinished.writer.save_id, store=LocalStore(self._files))
+            commit.remove_leftovers(self._path, keep=unfinished.writer.save_id, store=store_over(self._files))
         except OSError as error:
             _log.warning("leftovers stay in %s: %s", self._path, error)
 
@@ -315,7 +315,7 @@ class InProcess:
         return prepare_directory(
             self._path,
             save_id=save_id,
-            store=LocalStore(self._files, umask=current_umask()),
+            store=store_over(self._files, umask=current_umask()),
             fsync=self._config.fsync,
             overwrite=self._config.overwrite,
         )
@@ -336,5 +336,5 @@ def _remove(path: str, save_id: SaveId, files: Files, made: Sequence[str], pid: 
     if os.getpid() != pid:  # a forked child lets its copy of the writer go
         return
     with contextlib.suppress(OSError):
-        commit.remove_files_of(path, save_id, store=LocalStore(files))
-        remove_made(made, LocalStore(files))
+        commit.remove_files_of(path, save_id, store=store_over(files))
+        remove_made(made, store_over(files))

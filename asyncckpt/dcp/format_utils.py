@@ -12,7 +12,7 @@ from asyncckpt.interop.convert import ConversionReport, convert
 from asyncckpt.interop.sources.detect import kind_at
 from asyncckpt.storage.checkpoint_dir import remove_made
 from asyncckpt.storage.files import MODE_DIRECTORY, Files, fsync_directory
-from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.local import store_over
 
 
 def dcp_to_torch_save(
@@ -112,7 +112,7 @@ def _parents_of(path: str) -> Iterator[None]:
             fsync_directory(files, os.path.dirname(directory))
         yield
     except BaseException:
-        remove_made(made, LocalStore(files))
+        remove_made(made, store_over(files))
         raise
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from asyncckpt.dcp.file_leaves import Fact
 from asyncckpt.dcp.write_plan import check_target
 from asyncckpt.errors import LeafTypeMismatchError, MissingKeysError, ShapeMismatchError
-from asyncckpt.loading.broadcast_plan import Box, MessagePart
+from asyncckpt.loading.shared.broadcast_plan import Box, MessagePart
 from asyncckpt.torch_tensors import CARRIERS
 
 

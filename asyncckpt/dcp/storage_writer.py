@@ -49,7 +49,7 @@ from asyncckpt.format.dcp import DCP_VERSION
 from asyncckpt.format.names import SaveId
 from asyncckpt.storage import catalog
 from asyncckpt.storage.files import Files, save_failure
-from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.local import store_over
 from asyncckpt.torch_tensors import check_memory_is_real
 
 _begun: deque[tuple[SaveId, int]] = deque(maxlen=64)
@@ -383,7 +383,7 @@ class StorageWriter(TorchStorageWriter, Stager):
         """
         given: list[SaveTask] | None = None
         with self._one.going_on(), self._failures(None):
-            epoch = catalog.next_epoch_beside(self.path, LocalStore(self._files))
+            epoch = catalog.next_epoch_beside(self.path, store_over(self._files))
             if self._by_worker is not None and self._worker_info is not None:
                 given = self._by_worker.begin(self.path, self._worker_info, epoch, plans, self._files)
             if given is None:

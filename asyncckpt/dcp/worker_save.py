@@ -22,7 +22,7 @@ from asyncckpt.errors import AsyncCkptError, CommitTimeoutError
 from asyncckpt.format.names import SaveId
 from asyncckpt.storage.checkpoint_dir import look_at_directory
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.local import store_over
 
 FIELDS = frozenset(
     {
@@ -157,7 +157,7 @@ class ByWorker:
                 self._await_earlier(path)
                 self._seal_room.note_plans(plans, at)
                 look_at_directory(
-                    path, save_id=given[0].save_id, store=LocalStore(files), overwrite=self._config.overwrite
+                    path, save_id=given[0].save_id, store=store_over(files), overwrite=self._config.overwrite
                 )
                 return given
         text = "the save to %s is written in the training process, for there is no worker: %s"

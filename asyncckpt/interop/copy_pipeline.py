@@ -21,7 +21,7 @@ from asyncckpt.format.layout import Payload, round_up
 from asyncckpt.format.torch_zip import combined_crc32
 from asyncckpt.memory.mapping import Mapping as Memory
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.shard_writer import ShardWriter
+from asyncckpt.storage.shard_writer import FileShardWriter
 
 WINDOW_NBYTES = 12 << 20
 """Whole blocks of checksums. Measured on two cores: 16 MiB take as long, 8 MiB a twentieth more (ADR 0039)."""
@@ -282,7 +282,7 @@ class _Output:
     def __init__(self, file: OutputFile, path: str, files: Files, mode: int) -> None:
         nbytes = file.nbytes
         self.file, self.checksums, self._image = file, _Checksums(file), _Image(nbytes)
-        self.writer = ShardWriter(path, self._image, 0, nbytes, aligned=True, mode=mode, fsync=True, files=files)
+        self.writer = FileShardWriter(path, self._image, 0, nbytes, aligned=True, mode=mode, fsync=True, files=files)
         self.windows_left = -(-nbytes // WINDOW_NBYTES)
 
     def write(self, start: int, window: memoryview) -> None:

@@ -25,8 +25,8 @@ import torch
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import ConfigError, CorruptCheckpointError, InsufficientMemoryError
 from asyncckpt.format.checksums import BLOCK_NBYTES
-from asyncckpt.loading.broadcast import SharedReads
 from asyncckpt.loading.byte_ranges import Placement, ranges_by_file, region_of, wanted_ranges
+from asyncckpt.loading.shared.broadcast import SharedReads
 from asyncckpt.loading.target_tensors import (
     ONE_TENSOR,
     Filling,

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from asyncckpt.basics.gc_control import gc_paused
-from asyncckpt.basics.paths import absolute_path
+from asyncckpt.basics.paths import checkpoint_path
 from asyncckpt.components import CheckpointReader
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import ConfigError, MissingKeysError, SharedLoadError
 from asyncckpt.format.state_tree import ARRAY, BYTES, DICT, MAPPINGS, OBJECT, TENSOR, Node, Path, fqn_of
-from asyncckpt.loading.broadcast import SharedReads
 from asyncckpt.loading.fetch import Filler, thread_count
 from asyncckpt.loading.key_selection import KeyMap, Selection, key_list, missing_hint, selected
 from asyncckpt.loading.matching import Matches, MatchReport, Replacement, match_target
@@ -31,6 +30,7 @@ from asyncckpt.loading.saved_state import (
     per_rank_unavailable,
     report_rank_differences,
 )
+from asyncckpt.loading.shared.broadcast import SharedReads
 from asyncckpt.loading.target_tensors import (
     ONE_OBJECT,
     TargetTensor,
@@ -48,6 +48,7 @@ from asyncckpt.state_dict.flatten import mappings
 from asyncckpt.state_dict.unflatten import has_lost_factory
 from asyncckpt.storage.contents import SavedTensor, check_lengths
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.locate import files_at
 from asyncckpt.torch_tensors import check_memory_is_real, torch_dtype
 
 
@@ -250,7 +251,7 @@ class DefaultReader(CheckpointReader):
         endpoint: str | None = None,
         retry_state: RetryState | None = None,
     ) -> None:
-        self._files, self._endpoint = files or Files(), endpoint
+        self._files, self._endpoint = files, endpoint
         self._rank_info, self._allow_pickle, self._retry_state = rank_info, allow_pickle, retry_state
 
     def read(
@@ -284,7 +285,7 @@ class DefaultReader(CheckpointReader):
             wanted = LoadOptions(map_location=map_location, **options)
             if wanted.key_map is not None and state_dict is None:
                 raise ConfigError("key_map renames the keys of a target: pass a state_dict too", field="key_map")
-            wanted, directory = wanted.checked(), absolute_path(path)
+            wanted, directory = wanted.checked(), checkpoint_path(path)
             check_memory_is_real("load")
 
             def use(found: ReadSource) -> tuple[Any, list[str]]:
@@ -293,7 +294,8 @@ class DefaultReader(CheckpointReader):
                 return one.into_new() if state_dict is None else one.into_target(state_dict)
 
             # IMPORTANT: no retry in a broadcast. One rank reads for others, so all would have to start again together.
-            return read_from_source(directory, wanted.source, self._endpoint, self._files, use, once=shared is not None)
+            files = files_at(directory, files=self._files)
+            return read_from_source(directory, wanted.source, self._endpoint, files, use, once=shared is not None)
 
 
 def _flag(name: str, value: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.basics.paths import absolute_path
+from asyncckpt.basics.paths import checkpoint_path
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, MissingKeysError, PerRankUnavailableError
@@ -28,6 +28,7 @@ from asyncckpt.loading.tensor_writers import new_tensor
 from asyncckpt.state_dict.numpy_values import array_of
 from asyncckpt.storage.contents import Contents, Inline, SavedTensor, Strided, check_lengths
 from asyncckpt.storage.files import Files, opened
+from asyncckpt.storage.locate import files_at
 from asyncckpt.storage.reader import DEFAULT_THREADS
 from asyncckpt.torch_tensors import check_memory_is_real, torch_dtype
 
@@ -296,7 +297,8 @@ def open_checkpoint(
     Blocks: for reading the indexes.
     """
     reader, where = find_rank_info(rank_info), check_source(source)
-    found, held = open_source(absolute_path(path), where, None, Files())
+    directory = checkpoint_path(path)
+    found, held = open_source(directory, where, None, files_at(directory))
     return OpenCheckpoint(found, reader, allow_pickle=allow_pickle, held=held)
 
 

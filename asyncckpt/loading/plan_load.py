@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from asyncckpt.basics.paths import absolute_path
+from asyncckpt.basics.paths import checkpoint_path
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.format.state_tree import OBJECT, fqn_of, leaves
@@ -20,7 +20,7 @@ from asyncckpt.loading.read_source import read_from_source
 from asyncckpt.loading.saved_state import SavedTree
 from asyncckpt.loading.target_tensors import find_aliased, placement_names, placements_of
 from asyncckpt.storage.contents import Contents, SavedTensor
-from asyncckpt.storage.files import Files
+from asyncckpt.storage.locate import files_at
 from asyncckpt.torch_tensors import why_no_memory
 
 
@@ -97,8 +97,10 @@ def plan_load(
     """
     options = LoadOptions(keys=keys, key_map=key_map, source=source).checked()
     reader = find_rank_info(rank_info)
-    directory = absolute_path(path)
-    contents = read_from_source(directory, options.source, None, Files(), lambda found: found.contents, once=True)
+    directory = checkpoint_path(path)
+    contents = read_from_source(
+        directory, options.source, None, files_at(directory), lambda found: found.contents, once=True
+    )
     saved, wanted = SavedTree(contents, reader), Selection(options.keys)
     refused: list[Mismatch] = []
     matches = match_target(state_dict, saved, Selection(options.keys), key_map, contents.path, refused.append)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from asyncckpt.basics.process_lifecycle import BackgroundThread
+from asyncckpt.basics.urls import is_object_url
 
 EVENTS_NAME = "events.jsonl"
 ROTATED_NAME = f"{EVENTS_NAME}.1"
@@ -81,12 +82,13 @@ class EventLog:
         """Queue one line for the file of `directory`.
 
         Args:
-            directory: Directory of the checkpoints; it is not created here.
+            directory: Directory of the checkpoints; it is not created here. For a URL nothing is written, since
+                objects cannot be appended to.
             event: Name of the event.
             facts: Values for JSON; those that JSON has no form for are written as text.
             umask: Umask for a new file.
         """
-        if os.getpid() != self._owner_pid:  # a forked child has no thread
+        if os.getpid() != self._owner_pid or is_object_url(directory):  # a forked child has no thread
             return
         line = json.dumps({"t": round(time.time(), 6), "event": event, **facts}, default=str)
         with self._changed:

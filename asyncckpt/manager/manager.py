@@ -15,8 +15,9 @@ from types import TracebackType
 from typing import Any
 
 from asyncckpt.async_checkpointer import AsyncCheckpointer
-from asyncckpt.basics.paths import absolute_path
+from asyncckpt.basics.paths import checkpoint_path
 from asyncckpt.basics.process_lifecycle import EXIT_WAIT_S
+from asyncckpt.basics.urls import is_object_url
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.config import CheckpointerConfig, check_keywords
 from asyncckpt.distributed.rendezvous import path_digest
@@ -86,7 +87,7 @@ class StepNames:
         Raises:
             ConfigError: `step` is no step.
         """
-        return absolute_path(os.path.join(self._root, self.name(checked_step(step))))
+        return checkpoint_path(os.path.join(self._root, self.name(checked_step(step))))
 
 
 _CHECKPOINTER_KEYWORDS = {field.name for field in dataclasses.fields(CheckpointerConfig)} | {
@@ -173,7 +174,7 @@ class CheckpointManager:
         **fields: Any,
     ) -> None:
         check_keywords(CheckpointManager, fields, _CHECKPOINTER_KEYWORDS)
-        self.root = absolute_path(root)
+        self.root = checkpoint_path(root)
         self._names = StepNames(self.root, step_format)
         self._quarantine = quarantine
         self._ancestry: tuple[SaveId, ...] = ()
@@ -211,7 +212,9 @@ class CheckpointManager:
             self._interval_clock = clock
             self._policy = SavePolicy(save_interval_steps, save_on_steps, save_when, clock)
             self._shared, self._has_claimed = shared, False
-            self._root_lock = RootLock(self.root) if rank.rank == 0 and not shared else None
+            # An object store has nothing that a process holds and that ends with it.
+            has_lock = rank.rank == 0 and not shared and not is_object_url(self.root)
+            self._root_lock = RootLock(self.root) if has_lock else None
             self._retention = RootRetention(
                 self.root,
                 policy,

@@ -19,7 +19,7 @@ from asyncckpt.maintenance.retention import Score, Survey, is_read_back, prune, 
 from asyncckpt.manager.root_lock import RootLock
 from asyncckpt.restore import RestoredCheckpoint, look
 from asyncckpt.storage.catalog import Candidate
-from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.locate import store_at
 
 POLL_S = 0.2
 """How often a waiting save checks whether preemption has begun. Chosen."""
@@ -154,7 +154,7 @@ class RootRetention:
 
         self._dead_after_s = dead_after_s
         self._root, self._policy, self._best_fn, self._is_leader = root, policy, best_fn, is_leader
-        self._store, self._pid = LocalStore(umask=current_umask()), os.getpid()
+        self._store, self._pid = store_at(root, umask=current_umask()), os.getpid()
         self._lock = threading.Lock()
         self._busy: dict[str, set[DirectoryHold]] = {}
         self._broken: set[str] = set()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncckpt.basics.paths import MAX_PATH_BYTES
+from asyncckpt.basics.urls import is_object_url
 from asyncckpt.protocol.save_phases import PHASES
 
 MAX_TEXT_CHARS = 200
@@ -118,8 +119,10 @@ def address(value: Any) -> bool:
 
 
 def path(value: Any) -> bool:
-    """An absolute path that has a UTF-8 form."""
-    if type(value) is not str or not value.startswith("/") or "\0" in value or not _is_utf8(value):
+    """An absolute path that has a UTF-8 form, or the URL of an object store."""
+    if type(value) is not str or "\0" in value or not _is_utf8(value):
+        return False
+    if not value.startswith("/") and not is_object_url(value):
         return False
     return len(value.encode()) <= MAX_PATH_BYTES
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from asyncckpt.recall.snapshots import HeldSnapshot, held_snapshots
 from asyncckpt.storage.catalog import Candidate
 from asyncckpt.storage.checkpoint_dir import is_at_home, is_finished, standing_at
-from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.locate import store_at
 from asyncckpt.storage.store import Store
 
 _log = logging.getLogger("asyncckpt")
@@ -53,7 +53,7 @@ def newest_candidates(root: str, on_disk: str | None, source: str, endpoint: str
 
     Blocks: for the worker's answer, as `held_snapshots`.
     """
-    store, found = LocalStore(), list[NewestCandidate]()
+    store, found = store_at(root), list[NewestCandidate]()
     standing = None if on_disk is None else standing_at(on_disk, store)
     for snapshot in _memory_only(_newest_in(root, endpoint), store, asked=source == "memory"):
         if standing is not None and snapshot.save_id <= standing.save_id:
@@ -87,7 +87,7 @@ def merged_candidates(root: str, on_disk: list[Candidate], source: str, endpoint
     if source == "memory":
         return [_candidate(snapshot) for snapshot in _newest_in(root, endpoint)]
     merged, paths = list(on_disk), {one.path for one in on_disk}
-    for snapshot in _memory_only(_newest_in(root, endpoint), LocalStore(), asked=False):
+    for snapshot in _memory_only(_newest_in(root, endpoint), store_at(root), asked=False):
         if snapshot.path in paths:  # its manifest is damaged, which loading it will report
             continue
         age = snapshot.save_id

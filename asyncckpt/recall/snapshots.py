@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt import __version__
-from asyncckpt.basics.paths import absolute_path
+from asyncckpt.basics.paths import checkpoint_path
 from asyncckpt.config import endpoint_from_environment
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.format.names import SaveId
@@ -121,7 +121,7 @@ def held_snapshots(root: str | os.PathLike[str], *, endpoint: str | None = None)
 
     Blocks: at most `ANSWER_S`.
     """
-    path, where = absolute_path(root), endpoint_of(endpoint)
+    path, where = checkpoint_path(root), endpoint_of(endpoint)
     try:
         with RecallSession(where, __version__, ANSWER_S / 2) as worker:
             return snapshots_of(worker.recall(path, hold=False).parts)

@@ -7,7 +7,7 @@ import logging
 import os
 from dataclasses import dataclass
 
-from asyncckpt.basics.paths import absolute_path
+from asyncckpt.basics.paths import checkpoint_path
 from asyncckpt.errors import (
     AsyncCkptError,
     CheckpointNotCommittedError,
@@ -28,7 +28,7 @@ from asyncckpt.format.names import (
 )
 from asyncckpt.storage.checkpoint_dir import dcp_metadata_owner, is_finished, tombstone_at
 from asyncckpt.storage.files import named
-from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.locate import store_at
 from asyncckpt.storage.store import LINK, PREFIX, Store
 
 COMMITTED = "committed"
@@ -196,6 +196,7 @@ def scan(root: str, store: Store, *, recursive: bool = False, links: bool = Fals
     Raises:
         OSError: `root` cannot be listed.
     """
+    store = store.listed(root)
     names = store.names(root)
     here = look(root, store)
     if here is not None and (here.state != CORRUPT or any(map(owner_of, names))):
@@ -233,7 +234,7 @@ def _behind_link(path: str, store: Store) -> list[Found]:
         store.names(path)
     except FileNotFoundError:
         error = CheckpointNotFoundError(
-            f"{path} is a symbolic link that leads nowhere; is a disk not mounted?", path=path
+            f"{path} is a broken symbolic link; is a disk not mounted?", path=path
         )
         return [Found(path=path, state=UNREADABLE, error=error)]
     except NotADirectoryError:
@@ -256,6 +257,7 @@ def next_epoch_beside(path: str, store: Store) -> int:
             to this one is passed over: it can be no checkpoint that this user loads.
     """
     parent = os.path.dirname(path)
+    store = store.listed(parent)
     try:
         children = sorted(store.names(parent))
     except (FileNotFoundError, NotADirectoryError):
@@ -333,6 +335,7 @@ def candidates_in(root: str, store: Store) -> list[Candidate]:
     Raises:
         OSError: `root` cannot be listed.
     """
+    store = store.listed(root)
     found = [candidate for one in scan(root, store, links=True) if (candidate := _candidate(one, store)) is not None]
     return sorted(found, key=_order, reverse=True)
 
@@ -382,8 +385,9 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
         UnsupportedPathError: A URL or no path.
         OSError: The directory cannot be listed, for another reason than that it does not exist.
     """
+    path = checkpoint_path(root)
     try:
-        found = scan(absolute_path(root), LocalStore(), links=True)
+        found = scan(path, store_at(path), links=True)
     except FileNotFoundError:
         return None
     for one in found:

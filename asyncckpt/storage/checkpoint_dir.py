@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from asyncckpt.basics.failpoints import reach
+from asyncckpt.basics.urls import is_object_url, parent_of
 from asyncckpt.errors import AsyncCkptError, CheckpointExistsError, UnsupportedFormatError
 from asyncckpt.format.dcp import OWNER_WITHIN_NBYTES, owner_of_metadata
 from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, Tombstone, decode_manifest, decode_tombstone
@@ -288,7 +289,8 @@ def _are_rivals(one: SaveId, other: SaveId) -> bool:
 def exists(path: str, save_id: SaveId, standing: Manifest | None, *, overwrite: bool) -> CheckpointExistsError:
     """Return the error of a save that finds `path` taken."""
     what = f"save {standing.save_id}, step {standing.step}" if standing else "its manifest cannot be read"
-    kind, advice = "a committed", "save to another path, or by a checkpointer made with overwrite=True"
+    kind, advice = "a committed", "save to another path"
+    advice += "" if is_object_url(path) else ", or by a checkpointer made with overwrite=True"
     if standing is not None and overwrite and _are_rivals(standing.save_id, save_id):
         kind, advice = "another run's", "it began when this run did, so neither is older: save to another path"
     elif overwrite:
@@ -338,8 +340,8 @@ def refuse_inside(path: str, save_id: SaveId, store: Store) -> None:
         CheckpointExistsError: Naming the outer one.
         OSError: It cannot be known.
     """
-    outer = os.path.dirname(path)
-    while outer != os.path.dirname(outer):
+    outer = parent_of(path)
+    while outer != parent_of(outer):
         try:
             data = store.read_whole(os.path.join(outer, MANIFEST_NAME), MAX_MANIFEST_NBYTES)
             existing: str | None = str(decode_manifest(data, outer).save_id)
@@ -348,7 +350,7 @@ def refuse_inside(path: str, save_id: SaveId, store: Store) -> None:
         except (OSError, AsyncCkptError) as error:
             if isinstance(error, OSError) and error.errno not in _NO_MANIFEST:
                 raise
-            outer = os.path.dirname(outer)
+            outer = parent_of(outer)
             continue
         raise CheckpointExistsError(
             f"cannot save to {path}: it lies inside the committed checkpoint {outer} "

@@ -107,6 +107,7 @@ def check_rank_files(path: str, manifest: Manifest, *, store: Store) -> None:
     Raises:
         OSError: It is not.
     """
+    store = store.listed(path)
     for record in manifest.ranks:
         index_path = os.path.join(path, record.index_name)
         data = store.read_whole(index_path, record.index_nbytes)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.libc import libc as _libc
-from asyncckpt.format.names import LOCK_NAME
+from asyncckpt.format.names import LOCK_NAME, replacing_name
 from asyncckpt.storage.files import (
     MODE_DIRECTORY,
     MODE_FILE,
@@ -31,7 +31,18 @@ from asyncckpt.storage.files import (
     read_small_file,
     write_new_file,
 )
-from asyncckpt.storage.store import LINK, OBJECT, OTHER, PREFIX, DirectoryIdentity, Entry, Store, UnknownOutcomeError
+from asyncckpt.storage.shard_writer import FileShardWriter, Image, ShardWriter
+from asyncckpt.storage.store import (
+    LINK,
+    OBJECT,
+    OTHER,
+    PREFIX,
+    DirectoryIdentity,
+    Entry,
+    Store,
+    StoreFiles,
+    UnknownOutcomeError,
+)
 
 DEFAULT_UMASK = 0o022
 
@@ -84,8 +95,14 @@ class LocalStore(Store):
         self._mode = MODE_FILE & ~umask
         self._directory_mode = MODE_DIRECTORY & ~umask
 
-    def put(self, name: str, data: memoryview | bytes, *, durable: bool = True) -> None:
-        """Create the file exclusively, write, flush and close it. It is seen while it is written."""
+    def put(self, name: str, data: memoryview | bytes, *, durable: bool = True, replace: bool = False) -> None:
+        """Create the file exclusively, write, flush and close it. It is seen while it is written.
+
+        To replace one, that is done under a temporary name, which is then renamed onto the other.
+        """
+        if replace:
+            self._put_over(name, data, durable=durable)
+            return
         try:
             write_new_file(self.files, name, data, mode=self._mode, fsync=durable)
         except FileExistsError:
@@ -93,6 +110,28 @@ class LocalStore(Store):
         except BaseException:
             self.remove_quietly(name)
             raise
+
+    def _put_over(self, name: str, data: memoryview | bytes, *, durable: bool) -> None:
+        temporary = replacing_name(name)
+        with contextlib.suppress(FileNotFoundError):
+            self.files.unlink(temporary)  # of a worker that died here
+        self.put(temporary, data, durable=durable)
+        try:
+            reach("small file: replacing")
+            self.files.rename(temporary, name)
+            reach("small file: replaced")
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.files.unlink(temporary)
+            raise
+
+    def shard_writer(
+        self, path: str, image: Image, offset: int, nbytes: int, *, aligned: bool, fsync: bool
+    ) -> ShardWriter:
+        """As of `Store`: a file, by O_DIRECT where that is taken."""
+        return FileShardWriter(
+            path, image, offset, nbytes, aligned=aligned, mode=self._mode, fsync=fsync, files=self.files
+        )
 
     def put_if_absent(self, name: str, data: bytes, *, temporary: str, durable: bool = True) -> None:
         """Write the file under its temporary name, flush it and the directory, and link it to its name."""
@@ -329,6 +368,11 @@ def _entry(name: str, found: os.stat_result) -> Entry:
         # the lock, so that two of one length within one tick of the clock are not mixed up.
         version=f"{found.st_mtime_ns}.{found.st_size}",
     )
+
+
+def store_over(files: Files, *, umask: int = DEFAULT_UMASK) -> Store:
+    """Return the store whose objects `files` reads: files of this machine, or objects; `umask`: as of `LocalStore`."""
+    return files.store if isinstance(files, StoreFiles) else LocalStore(files, umask=umask)
 
 
 def birth_ns(path: str) -> int:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.format.checksums import BLOCK_NBYTES, file_checksum
+from asyncckpt.format.coverage import Tally
 from asyncckpt.format.dcp import encode_items
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord, encode_index
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, save_id_bytes
@@ -31,14 +32,12 @@ from asyncckpt.format.names import (
     index_name,
     items_name,
     objects_name,
-    replacing_name,
     shard_name,
 )
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.checkpoint_dir import overtaken, refuse_foreign_metadata
-from asyncckpt.storage.coverage import Tally
-from asyncckpt.storage.files import MODE_FILE, Files
-from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import store_over
 from asyncckpt.storage.shard_writer import Image, ShardWriter, is_page_aligned, shards_print
 from asyncckpt.storage.store import Store
 
@@ -80,7 +79,7 @@ class SmallFiles:
     Args:
         request: Of the rank.
         save_id: The request's.
-        store: That has renames.
+        store: Where it lies.
 
     Attributes:
         paths: Of these files, the index first: it says that the others are whole.
@@ -109,25 +108,9 @@ class SmallFiles:
             OSError: A call failed; what stood before stands.
         """
         path = os.path.join(self._request.path, name)
-        if self.stand:
-            self._replace(path, data)
-            return
-        self._store.put(path, data, durable=self._request.fsync)
-        self.created.append(path)
-
-    def _replace(self, path: str, data: bytes) -> None:
-        temporary = replacing_name(path)
-        with contextlib.suppress(FileNotFoundError):
-            self._store.remove(temporary)  # of a worker that died here
-        self._store.put(temporary, data, durable=self._request.fsync)
-        try:
-            reach("small file: replacing")
-            self._store.move(temporary, path, replace=True)
-            reach("small file: replaced")
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._store.remove(temporary)
-            raise
+        self._store.put(path, data, durable=self._request.fsync, replace=self.stand)
+        if not self.stand:
+            self.created.append(path)
 
 
 class RankWriter:
@@ -157,19 +140,17 @@ class RankWriter:
     ) -> None:
         self.request, self.image, self.files, self.check = request, image, files, check
         self.save_id = SaveId.parse(request.save_id)
-        self._store = LocalStore(files, umask=request.umask)
+        self._store = store_over(files, umask=request.umask)
         self._write_s = 0.0
         aligned = is_page_aligned(image)
         self.shards = [
-            ShardWriter(
+            self._store.shard_writer(
                 os.path.join(request.path, shard_name(self.save_id, request.rank, part, request.layout)),
                 image,
                 offset,
                 nbytes,
                 aligned=aligned and offset % PAGE_NBYTES == 0,
-                mode=MODE_FILE & ~request.umask,
                 fsync=request.fsync,
-                files=files,
             )
             for part, (offset, nbytes) in enumerate(request.parts)
         ]
@@ -313,6 +294,8 @@ class RankWriter:
             self._todo.clear()
             if self._error is None:
                 self._error = error
+        for shard in self.shards if error is not None else ():
+            shard.stop()
 
     def keep_shards(self, flush: Callable[[ShardWriter], None]) -> None:
         """In the place of `write_shards`: the files stand already, and `digests` are filled in; flush each again.

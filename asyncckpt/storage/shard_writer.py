@@ -10,6 +10,7 @@ So the print takes that block without it, and of all others the checksums that t
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import ctypes
 import errno
@@ -83,25 +84,99 @@ _NO_PREALLOCATION = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, err
 _NONE_KNOWN: Mapping[int, bytes] = {}
 
 
-class ShardWriter:
-    """Writes one shard file. `write_extent` may be called from several threads, the rest from one at a time.
+class ShardWriter(abc.ABC):
+    """Writes one shard. `write_extent` may be called from several threads, the rest from one at a time.
 
     Args:
-        path: The file; it must not exist.
+        path: Its name; nothing must have it.
         image: What it is written from.
-        offset: Where the file's bytes begin in `image`.
-        nbytes: The file's exact length.
-        aligned: Whether `image` and `offset` are page-aligned.
-        mode: Permission bits.
-        fsync: Whether `finish` flushes.
-        files: The storage seam.
+        offset: Where the shard's bytes begin in `image`.
+        nbytes: The shard's exact length.
 
     Attributes:
         extent_nbytes_total: What the extents must cover: whole pages when O_DIRECT may be used.
         direct: Whether writes go by O_DIRECT.
-        created: Whether the file was created here.
+        created: Whether something was begun under the name.
         digests: One checksum per block, filled by `write_extent`; `first`: as `first_block` returns it, likewise.
         fsync_s: Seconds that fsync took.
+    """
+
+    def __init__(self, path: str, image: Image, offset: int, nbytes: int) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self.direct = False
+        self.extent_nbytes_total = nbytes
+        self.created = False
+        self.digests = bytearray(block_count(nbytes) * DIGEST_NBYTES)
+        self.first = b""
+        self.fsync_s = 0.0
+        self._image, self._offset = image, offset
+
+    def write_extent(self, start: int, end: int, known: Mapping[int, bytes] = _NONE_KNOWN) -> None:
+        """Digest and write the bytes `start` to `end`; whole blocks but for the last. Opens the file if need be.
+
+        Args:
+            start, end: See above.
+            known: Checksums of blocks, by number, that are not computed again.
+
+        Raises:
+            OSError: Names the shard and the byte range.
+        """
+        self._open()
+        with self._image[self._offset + start : self._offset + end] as view:
+            exact = min(end, self.nbytes) - start
+            for at in range(0, exact, BLOCK_NBYTES):
+                with view[at : min(at + BLOCK_NBYTES, exact)] as block:
+                    number = (start + at) // BLOCK_NBYTES
+                    where = number * DIGEST_NBYTES
+                    self.digests[where : where + DIGEST_NBYTES] = known.get(number) or block_digest(block)
+                    if where == 0:
+                        self.first = first_block(block)
+            self._write(view, start)
+        reach("shard: extent written")
+
+    @abc.abstractmethod
+    def _open(self) -> None:
+        """Begin it, if nobody has."""
+
+    @abc.abstractmethod
+    def _write(self, view: memoryview, start: int) -> None:
+        """Write bytes from `start` on."""
+
+    @abc.abstractmethod
+    def flush(self) -> None:
+        """Flush what was written so far. From several threads, as `write_extent`.
+
+        Raises:
+            OSError: Names the file, which must be given up: the kernel reports a lost page to one caller only.
+        """
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Make it whole, of its exact length, and durable if that was asked for; called once, after the last extent.
+
+        Raises:
+            OSError: Names the shard. IMPORTANT: after an fsync error the file must be given up.
+        """
+
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """Let go of one that will not be finished; does nothing to one that is. No thread may be writing."""
+
+    @abc.abstractmethod
+    def stop(self) -> None:
+        """Another thread has failed: threads that wait for an extent of this shard must wait no longer."""
+
+
+class FileShardWriter(ShardWriter):
+    """Writes a shard into a file.
+
+    Args:
+        path, image, offset, nbytes: As of `ShardWriter`.
+        aligned: Whether `image` and `offset` are page-aligned.
+        mode: Permission bits.
+        fsync: Whether `finish` flushes.
+        files: The storage seam.
     """
 
     def __init__(
@@ -116,43 +191,17 @@ class ShardWriter:
         fsync: bool,
         files: Files,
     ) -> None:
-        self.path = path
-        self.nbytes = nbytes
+        super().__init__(path, image, offset, nbytes)
         self.direct = aligned and offset + round_up(nbytes) <= len(image)
         self.extent_nbytes_total = round_up(nbytes) if self.direct else nbytes
-        self.created = False
-        self.digests = bytearray(block_count(nbytes) * DIGEST_NBYTES)
-        self.first = b""
-        self.fsync_s = 0.0
-        self._image, self._offset = image, offset
         self._mode, self._fsync, self._files = mode, fsync, files
         self._fd = -1
         self._refused: OSError | None = None
         self._lock = threading.Lock()
 
-    def write_extent(self, start: int, end: int, known: Mapping[int, bytes] = _NONE_KNOWN) -> None:
-        """Digest and write the bytes `start` to `end`; whole blocks but for the last. Opens the file if need be.
-
-        Args:
-            start, end: See above.
-            known: Checksums of blocks, by number, that are not computed again.
-
-        Raises:
-            OSError: Names the file and the byte range.
-        """
-        self._open()
-        with self._image[self._offset + start : self._offset + end] as view:
-            exact = min(end, self.nbytes) - start
-            for at in range(0, exact, BLOCK_NBYTES):
-                with view[at : min(at + BLOCK_NBYTES, exact)] as block:
-                    number = (start + at) // BLOCK_NBYTES
-                    where = number * DIGEST_NBYTES
-                    self.digests[where : where + DIGEST_NBYTES] = known.get(number) or block_digest(block)
-                    if where == 0:
-                        self.first = first_block(block)
-            done = self._write_direct(view, start) if self.direct else 0
-            write_all(self._files, self._fd, view[done:], start + done, self.path)
-        reach("shard: extent written")
+    def _write(self, view: memoryview, start: int) -> None:
+        done = self._write_direct(view, start) if self.direct else 0
+        write_all(self._files, self._fd, view[done:], start + done, self.path)
 
     def _write_direct(self, view: memoryview, start: int) -> int:
         """Write with O_DIRECT until done or refused; return how much was written."""
@@ -217,21 +266,13 @@ class ShardWriter:
                 self.direct = False
 
     def flush(self) -> None:
-        """Flush what was written so far. From several threads, as `write_extent`.
-
-        Raises:
-            OSError: Names the file, which must be given up: the kernel reports a lost page to one caller only.
-        """
+        """As of `ShardWriter`, by fsync."""
         started = time.perf_counter()
         fsync_file(self._files, self._fd, self.path)
         self.fsync_s += time.perf_counter() - started
 
     def finish(self) -> None:
-        """Cut the file to its length, flush and close it; called once, after the last extent.
-
-        Raises:
-            OSError: Names the file. IMPORTANT: after an fsync error the file must be given up.
-        """
+        """As of `ShardWriter`: cut the file to its length, flush and close it."""
         try:
             self._files.ftruncate(self._fd, self.nbytes)
             found = self._files.fstat(self._fd).st_size
@@ -252,8 +293,11 @@ class ShardWriter:
             raise named(error, self.path, "close") from error
         reach("shard: closed")
 
+    def stop(self) -> None:
+        """As of `ShardWriter`: extents of a file do not wait for each other."""
+
     def abandon(self) -> None:
-        """Close a file that will not be finished; does nothing to one that is closed. No thread may be writing."""
+        """As of `ShardWriter`: close the file."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             with contextlib.suppress(OSError):

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.shard_writer import Image, ShardWriter
 
 OBJECT = "object"
 PREFIX = "prefix"
@@ -92,16 +93,17 @@ class Store(abc.ABC):
     """A store of objects by name; the errors of its methods are above."""
 
     @abc.abstractmethod
-    def put(self, name: str, data: memoryview | bytes, *, durable: bool = True) -> None:
+    def put(self, name: str, data: memoryview | bytes, *, durable: bool = True, replace: bool = False) -> None:
         """Make a new object.
 
         Args:
             name: That nobody else gives, such as one with a save id in it.
             data: Its content.
             durable: Whether the content must survive a power cut when this returns; its name does after `sync`.
+            replace: Take the place of what has the name, in one step. If that fails, what stood before stands.
 
         Raises:
-            FileExistsError: The name is taken; what is there is left alone.
+            FileExistsError: The name is taken, and `replace` is False; what is there is left alone.
             OSError: It failed, and what was begun is removed.
         """
 
@@ -181,12 +183,36 @@ class Store(abc.ABC):
         """
         return [entry.name for entry in self.entries(prefix)]
 
+    def listed(self, prefix: str) -> Store:
+        """Return a store that tells names, entries and lengths below `prefix` as of now, for looking through all of it.
+
+        Where each look is a request, that is one listing; files are looked at themselves.
+
+        Raises:
+            OSError: It cannot be listed.
+        """
+        return self
+
+    @abc.abstractmethod
+    def shard_writer(
+        self, path: str, image: Image, offset: int, nbytes: int, *, aligned: bool, fsync: bool
+    ) -> ShardWriter:
+        """Return what writes a shard of `nbytes` bytes from `offset` of `image` on. Nothing is begun yet.
+
+        Args:
+            path: Name of the shard, that nobody else gives.
+            image: Holds its bytes.
+            offset, nbytes: Where they lie.
+            aligned: Whether `image` and `offset` are page-aligned.
+            fsync: Whether it must survive a power cut once it is finished.
+        """
+
     @abc.abstractmethod
     def remove(self, name: str) -> None:
         """Remove an object.
 
         Raises:
-            FileNotFoundError: There is none.
+            FileNotFoundError: There is none. Stores that cannot tell say nothing.
         """
 
     def remove_quietly(self, name: str) -> None:
@@ -262,10 +288,14 @@ class Store(abc.ABC):
 
 
 class StoreFiles(Files):
-    """The reading calls of `Files` over a store of objects. Everything is cold, and nothing is cached or mapped."""
+    """The reading calls of `Files` over a store of objects. Everything is cold, and nothing is cached or mapped.
+
+    Attributes:
+        store: That one.
+    """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self.store = self._store = store
         self._lock = threading.Lock()
         self._open: dict[int, Entry] = {}
         self._next = _FIRST_FD
@@ -320,6 +350,13 @@ class StoreFiles(Files):
         """Return the names below a prefix."""
         return self._store.names(path)
 
+    def unlink(self, path: str) -> None:
+        """Remove an object."""
+        self._store.remove(path)
+
+    def fsync(self, fd: int) -> None:
+        """Do nothing: what a store has confirmed, it keeps."""
+
     def resident(self, fd: int, offset: int, nbytes: int) -> bool:
         """Say no."""
         return False
@@ -331,11 +368,16 @@ class StoreFiles(Files):
         """Do nothing."""
 
 
+STAT_BLOCK_NBYTES = 512
+"""Of `st_blocks` (stat(3type))."""
+
+
 def _status(entry: Entry) -> os.stat_result:
     mode = stat.S_IFDIR if entry.kind == PREFIX else stat.S_IFREG
     seconds = entry.mtime_ns // 1_000_000_000
     inode = int.from_bytes(hashlib.sha256(entry.version.encode()).digest()[:7], "little")
-    return os.stat_result((mode | 0o444, inode, 0, 1, 0, 0, entry.nbytes, seconds, seconds, seconds))
+    fields = (mode | 0o444, inode, 0, 1, 0, 0, entry.nbytes, seconds, seconds, seconds)
+    return os.stat_result(fields, {"st_blocks": -(-entry.nbytes // STAT_BLOCK_NBYTES)})
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from asyncckpt.errors import (
     ReplicaMismatchError,
     SaveFailedError,
 )
+from asyncckpt.format.coverage import Tally, seed_of, tally_of, uncovered
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId
 from asyncckpt.planning.planner import contribution_of
@@ -30,7 +31,6 @@ from asyncckpt.protocol.samples import decode_samples, unequal
 from asyncckpt.state_dict.flatten import Flattened
 from asyncckpt.state_dict.leaf_codecs import encode_leaves
 from asyncckpt.state_dict.stateful import StateDictCache
-from asyncckpt.storage.coverage import Tally, seed_of, tally_of, uncovered
 from asyncckpt.storage.rank_writer import RankResult
 from asyncckpt.sync.local_save import LocalSave
 

@@ -38,8 +38,10 @@ from asyncckpt.state_dict.flatten import Flattened
 from asyncckpt.storage import catalog, commit
 from asyncckpt.storage.checkpoint_dir import prepare_directory, remove_made
 from asyncckpt.storage.files import Files, save_failure
-from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.local import store_over
+from asyncckpt.storage.locate import files_at
 from asyncckpt.storage.rank_writer import DEFAULT_THREADS, RankResult, RankWriter
+from asyncckpt.storage.store import Store
 
 _log = logging.getLogger("asyncckpt.sync")
 
@@ -68,16 +70,19 @@ class LocalSave:
             max_shard_nbytes=config.max_shard_bytes,
             layout=config.layout,
         )
-        self._files = files or Files()
+        self._files = files
         self._made: list[str] = []
         self._memory: PrivateStagingBuffer | None = None
         self._image: SlotImage | None = None
         self._engine = CopyEngine(config)
-        self._epochs = EpochCache(lambda path, *_: catalog.next_epoch_beside(path, self._local_store()))
+        self._epochs = EpochCache(lambda path, *_: catalog.next_epoch_beside(path, self._store_at(path)))
         self._pool = ThreadPoolExecutor(config.write_threads or DEFAULT_THREADS, thread_name_prefix="asyncckpt-write")
 
-    def _local_store(self) -> LocalStore:
-        return LocalStore(self._files, umask=current_umask())
+    def _files_at(self, path: str) -> Files:
+        return files_at(path, files=self._files)
+
+    def _store_at(self, path: str) -> Store:
+        return store_over(self._files_at(path), umask=current_umask())
 
     @contextlib.contextmanager
     def failures(self, save_id: SaveId, path: str, step: int | None) -> Iterator[None]:
@@ -115,7 +120,7 @@ class LocalSave:
             self._made = prepare_directory(
                 path,
                 save_id=save_id,
-                store=self._local_store(),
+                store=self._store_at(path),
                 fsync=self.config.fsync,
                 overwrite=self.config.overwrite,
             )
@@ -147,7 +152,9 @@ class LocalSave:
                 metadata=kw.get("metadata"),
             )
             threads = request.write_threads or DEFAULT_THREADS
-            result = RankWriter(request, buffer.mapping.view(), self._files, threads=threads).write(self._pool)
+            result = RankWriter(request, buffer.mapping.view(), self._files_at(request.path), threads=threads).write(
+                self._pool
+            )
         return request, replace(result, seconds={"copy": copied, **result.seconds})
 
     def ask_hook(self, path: str, save_id: SaveId, step: int, extra: Mapping[str, Any]) -> None:
@@ -179,7 +186,7 @@ class LocalSave:
         Raises:
             CheckpointExistsError, CommitUnknownError, OSError: As `storage.commit.commit_save`.
         """
-        store = LocalStore(self._files, umask=request.umask)
+        store = store_over(self._files_at(request.path), umask=request.umask)
         commit.commit_save([request], results, store=store, package=__version__)
         self._made = []
 
@@ -189,15 +196,15 @@ class LocalSave:
         Files that cannot be removed are left: the next save to `path` removes them.
         """
         with contextlib.suppress(OSError):
-            commit.remove_files_of(path, save_id, store=self._local_store())
+            commit.remove_files_of(path, save_id, store=self._store_at(path))
             if self.ranks.alone:  # with several ranks, another rank may have made the directories
-                remove_made(self._made, self._local_store())
+                remove_made(self._made, self._store_at(path))
         self._made = []
 
     def clean_up(self, path: str, save_id: SaveId) -> None:
         """Remove files that failed saves have left in the directory of a committed checkpoint. Does not fail."""
         try:
-            commit.remove_leftovers(path, keep=save_id, store=self._local_store())
+            commit.remove_leftovers(path, keep=save_id, store=self._store_at(path))
         except OSError as error:
             _log.warning("files of failed saves cannot be removed from %s: %s", path, error)
 

@@ -12,10 +12,10 @@ from asyncckpt.components import CheckpointWriter
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.errors import CommitUnknownError
+from asyncckpt.format.coverage import uncovered
 from asyncckpt.format.names import SaveId
 from asyncckpt.save_handle import SaveReport
 from asyncckpt.state_dict.leaf_codecs import encode_leaves
-from asyncckpt.storage.coverage import uncovered
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_writer import RankResult
 from asyncckpt.sync.collective_save import hole_error, save_collectively

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from asyncckpt.format.checksums import DIGEST_NBYTES, file_checksum
+from asyncckpt.format.coverage import seed_of, tally_of
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord, encode_index
 from asyncckpt.format.manifest import Manifest, RankRecord
 from asyncckpt.format.names import SaveId, index_name, objects_name, shard_name
@@ -39,7 +40,6 @@ from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.sharding.mesh_layout import Grid
 from asyncckpt.state_dict.flatten import Flattened, ShardLeaf
 from asyncckpt.storage.commit import publish
-from asyncckpt.storage.coverage import seed_of, tally_of
 from asyncckpt.storage.local import LocalStore
 from asyncckpt_worker.io.coverage_check import Prover
 from benchmarks.figures import Row

@@ -202,7 +202,7 @@ def test_a_later_run_is_newer_whatever_its_steps(shared_worker: RealWorker, tmp_
         ({"state_dict": {"f": print}}, UnsupportedLeafError),
         ({"state_dict": [1]}, UnsupportedLeafError),
         ({"state_dict": {"a.b": 1, "a": {"b": 1}}}, DuplicateNameError),
-        ({"path": "s3://bucket/x"}, UnsupportedPathError),
+        ({"path": "ftp://host/x"}, UnsupportedPathError),
         ({"path": ""}, UnsupportedPathError),
         ({"step": 1.5}, ConfigError),
         ({"step": "7"}, ConfigError),

@@ -107,7 +107,7 @@ def test_gc_says_by_exit_code_1_what_could_not_be_removed(
 ) -> None:
     from storage_samples import failing
 
-    monkeypatch.setattr("asyncckpt.cli.commands.gc.Files", lambda: failing("link", 5))
+    monkeypatch.setattr("asyncckpt.storage.locate.Files", lambda: failing("link", 5))
     code, found = command.json("gc", root, "--delete")
     assert code == 1 and found["found"][0]["action"] == "failed" and found["found"][0]["removed"] == []
 

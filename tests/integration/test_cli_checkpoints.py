@@ -211,13 +211,13 @@ def test_a_newer_version_is_unsupported_and_not_corrupt_for_every_command(
 def test_a_refusal_by_the_file_system_is_unreadable_and_not_corrupt(
     root: Path, command: Command, monkeypatch: pytest.MonkeyPatch, at: str, number: int
 ) -> None:
-    monkeypatch.setattr("asyncckpt.cli.commands.verify.Files", lambda: failing("open", number, at=at))
+    monkeypatch.setattr("asyncckpt.storage.locate.Files", lambda: failing("open", number, at=at))
     code, rows = command.json("verify", root / "b")
     assert (code, rows[0]["state"]) == (1, "unreadable")
     assert os.strerror(number) in rows[0]["faults"][0]["message"]
     code, out, _ = command("verify", root / "b")
     assert (code, out.splitlines()[0]) == (1, f"{root / 'b'}: UNREADABLE")
-    monkeypatch.setattr("asyncckpt.cli.commands.inspect.Files", lambda: failing("open", number, at=at))
+    monkeypatch.setattr("asyncckpt.storage.locate.Files", lambda: failing("open", number, at=at))
     if at != ".safetensors":
         code, _, err = command("inspect", root / "b")
         assert code == 1
@@ -227,8 +227,7 @@ def test_a_refusal_by_the_file_system_is_unreadable_and_not_corrupt(
 def test_a_directory_that_cannot_be_listed_fails_ls_and_is_no_fault_of_a_checkpoint(
     root: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("ls", "verify"):
-        monkeypatch.setattr(f"asyncckpt.cli.commands.{name}.Files", lambda: failing("listdir", errno.EACCES))
+    monkeypatch.setattr("asyncckpt.storage.locate.Files", lambda: failing("listdir", errno.EACCES))
     code, out, err = command("ls", root)
     assert (code, out) == (1, "") and os.strerror(errno.EACCES) in err
     code, rows = command.json("verify", root / "b")

@@ -37,14 +37,14 @@ def ending(checkpointer: AsyncCheckpointer, state: Any, path: str, step: int) ->
 
 def hears_late(rank: int, root: str) -> list[str]:
     """Rank 1 hears nothing of saves that fail, more of them than the worker tells again."""
-    take, found = Outcomes.take, []
+    take, found = Outcomes.update, []
     state = {"weight": torch.arange(1000.0)}
     with AsyncCheckpointer(slots=SLOTS, keep_in_memory="none", slot_timeout_s=0.2 if rank else 600) as checkpointer:
         for step in range(N_UNHEARD + 3 * SLOTS):
             if rank and step == 1:
-                Outcomes.take = lambda *told: None  # type: ignore[method-assign,assignment]
+                Outcomes.update = lambda *told: None  # type: ignore[method-assign,assignment]
             elif step == N_UNHEARD:
-                Outcomes.take = take  # type: ignore[method-assign]
+                Outcomes.update = take  # type: ignore[method-assign]
                 checkpointer._process.flush(DEADLINE_S)  # type: ignore[attr-defined]
                 checkpointer._stager._config = replace(checkpointer.config, slot_timeout_s=DEADLINE_S)
             found.append(ending(checkpointer, state, f"{root}/{step}", step))

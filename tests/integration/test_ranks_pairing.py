@@ -102,7 +102,7 @@ def test_one_save_too_many_before_the_ranks_have_met(
 def no_path_on_rank_one(rank: int, root: str, kind: type[Any]) -> list[Any]:
     found: list[Any] = []
     with kind(plan_timeout_s=60) as checkpointer:
-        for path in (f"{root}/0" if rank == 0 else "s3://nowhere/0", f"{root}/1"):
+        for path in (f"{root}/0" if rank == 0 else "ftp://nowhere/0", f"{root}/1"):
             began = time.monotonic()
             try:
                 handle = checkpointer.save(STATE, path, step=1)

@@ -17,8 +17,8 @@ import asyncckpt
 from asyncckpt.basics.failpoints import observed
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import ConfigError, CorruptCheckpointError, PlanTimeoutError, SharedLoadError
-from asyncckpt.loading import broadcast
 from asyncckpt.loading.load import DefaultReader
+from asyncckpt.loading.shared import broadcast
 from tests.failing_process import ACTIONS, At
 
 MIB = 1 << 20

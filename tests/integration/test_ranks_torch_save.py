@@ -95,7 +95,7 @@ class Counted:
         import torch.distributed as dist
 
         from asyncckpt.dcp import file_leaves
-        from asyncckpt.loading import broadcast
+        from asyncckpt.loading.shared import broadcast
 
         self.received = 0
         self.opened = False

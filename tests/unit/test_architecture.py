@@ -26,6 +26,9 @@ DISTRIBUTED = {
 }
 """The modules that may ask torch.distributed itself."""
 
+MAX_FILES = 16
+"""Of a package."""
+
 PLUGS = {"dcp", "integrations"}
 """Rooms that may import torch.distributed.checkpoint: they plug into it."""
 
@@ -338,6 +341,12 @@ def test_what_the_c_library_takes_is_declared_in_one_module() -> None:
         if isinstance(node, ast.Attribute) and node.attr == "argtypes"
     ]
     assert set(declared) == {"asyncckpt.basics.libc", "asyncckpt.memory.mapping"}  # the latter's function keeps the GIL
+
+
+def test_no_package_has_more_files_than_can_be_looked_through() -> None:
+    packages = {file.parent for root in ROOTS for file in (REPOSITORY / root).rglob("__init__.py")}
+    sizes = {str(package.relative_to(REPOSITORY)): len(list(package.glob("*.py"))) for package in packages}
+    assert {package: size for package, size in sizes.items() if size > MAX_FILES} == {}
 
 
 def test_listed_packages_are_the_ones_in_the_tree() -> None:

@@ -9,12 +9,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from asyncckpt.format.coverage import Tally
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.protocol import fields as kinds
 from asyncckpt.protocol import request, save_phases
 from asyncckpt.protocol.messages import PROTOCOL_VERSION, REPLIES, REQUESTS, Message
 from asyncckpt.protocol.node_tables import NODE_MESSAGES, PART_DETAILS, ROWS
-from asyncckpt.storage.coverage import Tally
 from asyncckpt.storage.rank_writer import RankResult
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "wire.json"

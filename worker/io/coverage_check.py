@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from asyncckpt.errors import SaveFailedError
+from asyncckpt.format.coverage import Tally, no_collections, seed_of, tally_of, uncovered
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.structure import decode_structure
 from asyncckpt.memory.heap import LARGE_NBYTES, trim_heap
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt.storage.coverage import Tally, no_collections, seed_of, tally_of, uncovered
 
 MAX_PROOFS = 256
 """Sets of tallies that are remembered as proved."""

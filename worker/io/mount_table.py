@@ -8,6 +8,8 @@ import re
 import time
 from collections.abc import Mapping
 
+from asyncckpt.basics.urls import is_object_url, location_of
+
 MOUNTINFO = "/proc/self/mountinfo"
 
 UNKNOWN = "?"
@@ -33,7 +35,12 @@ class MountTable:
         self._read_at = float("-inf")
 
     def device_of(self, path: str) -> str:
-        """Return the device number of the mount that `path` names a place on, links not followed. Does not wait."""
+        """Return the device number of the mount that `path` names a place on, links not followed; of a URL: the bucket.
+
+        Does not wait.
+        """
+        if is_object_url(path):
+            return location_of(path).root
         devices = self._mounts()
         return devices.get(_mount_point(os.path.normpath(path), devices), UNKNOWN)
 
@@ -49,6 +56,8 @@ class MountTable:
 
         Blocks: as long as the file system of `path`, and no other, does not answer.
         """
+        if is_object_url(path):
+            return path, location_of(path).root
         path = os.path.normpath(path)
         devices = self._mounts()
         point = _mount_point(path, devices)

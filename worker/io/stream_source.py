@@ -13,11 +13,11 @@ from dataclasses import replace
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import ProtocolError, SaveFailedError
+from asyncckpt.format.coverage import Tally
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
 from asyncckpt.memory.streaming import Counters, StreamLayout
 from asyncckpt.protocol.request import SaveRequest, decode_request
-from asyncckpt.storage.coverage import Tally
 from asyncckpt.storage.files import Files, whose
 from asyncckpt.storage.rank_writer import DEFAULT_THREADS, EXTENT_NBYTES, RankResult, RankWriter
 from asyncckpt.storage.recovery import keep_ring_files

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from asyncckpt import __version__
 from asyncckpt.basics.failpoints import reach
+from asyncckpt.basics.urls import is_object_url
 from asyncckpt.errors import AsyncCkptError, SaveFailedError
 from asyncckpt.format.names import DCP, SaveId
 from asyncckpt.memory.slot import SlotError
@@ -23,10 +24,11 @@ from asyncckpt.storage.catalog import next_epoch_beside
 from asyncckpt.storage.checkpoint_dir import home_of, prepare_directory, remove_made
 from asyncckpt.storage.commit import commit_save, remove_files_of, remove_leftovers
 from asyncckpt.storage.files import Files, save_failure, whose
-from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.local import DEFAULT_UMASK, store_over
+from asyncckpt.storage.locate import files_at
 from asyncckpt.storage.rank_writer import DEFAULT_THREADS, RankResult, RankWriter
 from asyncckpt.storage.recovery import is_committed, resume_rank_files
-from asyncckpt.storage.store import DirectoryIdentity
+from asyncckpt.storage.store import DirectoryIdentity, Store
 from asyncckpt_worker.core.actions import Commit, Prepare, Write
 from asyncckpt_worker.core.events import SaveKey
 from asyncckpt_worker.io.content_digest import rest_print
@@ -64,6 +66,12 @@ class Writer:
         self.threads = max(threads or DEFAULT_THREADS, MIN_THREADS)
         self._written: dict[SaveKey, list[int]] = {}
 
+    def _files_at(self, path: str) -> Files:
+        return files_at(path, files=self._files)
+
+    def _store(self, path: str, umask: int = DEFAULT_UMASK) -> Store:
+        return store_over(self._files_at(path), umask=umask)
+
     def prepare(self, job: Prepare) -> bool:
         """Make the directory and look for what would make the save fail.
 
@@ -79,7 +87,7 @@ class Writer:
         def run() -> bool:
             reach("worker: preparing")
             check_root(job.path, self._roots)
-            store = LocalStore(self._files, umask=job.umask)
+            store = self._store(job.path, job.umask)
             if job.resumed and is_committed(job.path, SaveId.parse(save_id), store=store):
                 remove_leftovers(job.path, SaveId.parse(save_id), store=store)
                 return True
@@ -93,7 +101,7 @@ class Writer:
             )
             try:
                 if not job.resumed:  # its files may have taken the room that they need
-                    check_disk(job.path, job.nbytes, self._files)
+                    check_disk(job.path, job.nbytes, self._files_at(job.path))
             except OSError:
                 remove_made(made, store)
                 raise
@@ -103,7 +111,7 @@ class Writer:
 
     def home(self, path: str) -> DirectoryIdentity:
         """Return which directory a save goes to, so that its snapshot is not offered once somebody has removed that."""
-        return home_of(path, LocalStore(self._files))
+        return home_of(path, self._store(path))
 
     def write(self, job: Write, pool: Executor, prove: Prove = unproved) -> tuple[RankResult, bool]:
         """Write one rank's files from its slot; those that the worker before has made durable are kept.
@@ -127,7 +135,7 @@ class Writer:
 
         def filed(pieces: list[int]) -> tuple[RankResult, bool]:
             threads = min(MAX_WRITE_THREADS, max(request.write_threads or self.threads, MIN_THREADS))
-            files, progress = self._files, pieces.append
+            files, progress = self._files_at(request.path), pieces.append
             with self._slots.use(job.slot) as memory:
                 if request.ring_segments or job.early:
                     return write_streamed(
@@ -161,8 +169,9 @@ class Writer:
         def read(rank: int) -> bytes:
             def run() -> bytes:
                 record = job.results[rank].record
-                await_shared(first.path, [record], self._files)
-                return index_at(first.path, record, self._files).structure
+                files = self._files_at(first.path)
+                await_shared(first.path, [record], files)
+                return index_at(first.path, record, files).structure
 
             return self._wrapped(run, first.save_id, rank, first.step, first.path)
 
@@ -185,24 +194,24 @@ class Writer:
         def run() -> None:
             reach("worker: committing")
             if job.remote:
-                await_shared(request.path, [results[rank].record for rank in job.remote], self._files)
+                await_shared(request.path, [results[rank].record for rank in job.remote], self._files_at(request.path))
                 reach("commit: others seen")
             for rank in job.remote if request.layout == DCP else ():
-                part = dcp_part_at(request.path, results[rank].record, self._files)
+                part = dcp_part_at(request.path, results[rank].record, self._files_at(request.path))
                 results[rank] = replace(results[rank], dcp=part)
-            store = LocalStore(self._files, umask=request.umask)
+            store = self._store(request.path, request.umask)
             commit_save(job.requests, results, store=store, package=__version__)
 
         self._wrapped(run, request.save_id, request.rank, request.step, request.path)
         seconds = time.perf_counter() - begun
-        removed = remove_leftovers(request.path, SaveId.parse(request.save_id), store=LocalStore(self._files))
+        removed = remove_leftovers(request.path, SaveId.parse(request.save_id), store=self._store(request.path))
         if removed:
             _logger.info("removed %d leftovers", len(removed), extra={"save_id": request.save_id})
         return {"seconds_commit": seconds}
 
     def remove(self, save_id: str, path: str) -> None:
         """Remove the files of a save that failed; errors are logged only."""
-        remove_files_of(path, SaveId.parse(save_id), store=LocalStore(self._files))
+        remove_files_of(path, SaveId.parse(save_id), store=self._store(path))
 
     def lineage(self, path: str) -> int:
         """Return the epoch of a run whose first checkpoint is at `path`.
@@ -214,7 +223,7 @@ class Writer:
         def run() -> int:
             check_root(path, self._roots)
             reach("worker: lineage asked for")
-            return next_epoch_beside(path, LocalStore(self._files))
+            return next_epoch_beside(path, self._store(path))
 
         return self._wrapped(run, None, None, None, path)
 
@@ -257,7 +266,7 @@ def check_root(path: str, roots: Sequence[str]) -> None:
     Raises:
         SaveFailedError: It does not; code EPERM.
     """
-    real = os.path.realpath(path)
+    real = path if is_object_url(path) else os.path.realpath(path)
     # IMPORTANT: names first. To follow a root's links waits for its file system, which may hang and be another one.
     if not roots or any(_is_below(real, root) for root in (*roots, *map(os.path.realpath, roots))):
         return
@@ -271,15 +280,19 @@ def check_root(path: str, roots: Sequence[str]) -> None:
 
 
 def _is_below(real: str, root: str) -> bool:
+    if is_object_url(real) or is_object_url(root):
+        return real == root or real.startswith(root.rstrip("/") + "/")
     return os.path.commonpath((real, root)) == os.path.normpath(root)
 
 
 def check_disk(path: str, nbytes: int, files: Files) -> None:
-    """Prove that the file system of the existing directory `path` has room for `nbytes`.
+    """Prove that the file system of the existing directory `path` has room for `nbytes`; object stores have.
 
     Raises:
         OSError: ENOSPC when it has not; or statvfs failed.
     """
+    if is_object_url(path):
+        return
     found = files.statvfs(path)
     free = (found.f_bfree if os.geteuid() == 0 else found.f_bavail) * found.f_frsize
     if free < nbytes:

@@ -15,7 +15,7 @@ from asyncckpt.basics.quantities import human
 from asyncckpt.cli.output import EXIT_OK, add_root, existing_directory, nothing_found, print_rows, say
 from asyncckpt.storage.catalog import COMMITTED, Found, scan
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.local import store_over
 
 EXAMPLES = ("asyncckpt du runs/a", "asyncckpt du -r runs --json")
 
@@ -26,9 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit code 4 if there is no such directory."""
-    files = Files()
-    root = existing_directory(args.root, files)
-    rows = [_row(found, files) for found in scan(root, LocalStore(files), recursive=args.recursive)]
+    root, files = existing_directory(args.root)
+    rows = [_row(found, files) for found in scan(root, store_over(files), recursive=args.recursive)]
     rows.sort(key=lambda row: (-row["allocated_nbytes"], row["path"]))
     totals = {state: Counter[str]() for state in sorted({row["state"] for row in rows})}
     for row in rows:

@@ -29,8 +29,8 @@ from asyncckpt.maintenance.gc import (
     remove_temporary,
     temporaries_in,
 )
-from asyncckpt.storage.files import Files
-from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.local import store_over
+from asyncckpt.storage.store import Store
 
 EXAMPLES = (
     "asyncckpt gc runs/a",
@@ -66,8 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit codes: 1 something could not be removed, 4 there is no such directory."""
-    files = Files()
-    root = existing_directory(args.root, files)
+    root, files = existing_directory(args.root)
     busy, worker = busy_paths(args)
     rules = GarbageRules(
         now=time.time(),
@@ -77,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         locks=args.locks,
         broken=args.broken,
     )
-    store = LocalStore(files, umask=current_umask())
+    store = store_over(files, umask=current_umask())
     rows = []
     for garbage in garbage_in(root, store, rules, recursive=args.recursive):
         done = None
@@ -101,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     )
 
 
-def _removed(garbage: Garbage, store: LocalStore) -> CollectionResult:
+def _removed(garbage: Garbage, store: Store) -> CollectionResult:
     try:
         return CollectionResult(garbage=garbage, removed=tuple(remove_temporary(garbage, store)))
     except OSError as error:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from asyncckpt.basics.quantities import human
-from asyncckpt.cli.output import EXIT_OK, path_argument, print_json, print_table, say
+from asyncckpt.cli.output import EXIT_OK, given_path, path_argument, print_json, print_table, say
 from asyncckpt.cli.progress import show_reads
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.format.objects import decode_value
@@ -18,6 +17,7 @@ from asyncckpt.interop.sources.detect import OURS, read_any
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_objects
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.locate import files_at
 
 EXAMPLES = (
     "asyncckpt inspect runs/a/step-300",
@@ -41,11 +41,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit codes: 3 damaged or incomplete, 4 not found, 1 unreadable."""
-    files = Files()
-    contents = read_any(os.path.abspath(args.path), files)
+    path = given_path(args.path)
+    files = files_at(path)
+    contents = read_any(path, files)
     described = _describe(contents, files)
     if args.stats:
-        _add_statistics(described, contents, quiet=args.json)
+        _add_statistics(described, contents, files, quiet=args.json)
     if args.json:
         print_json(described)
     else:
@@ -53,12 +54,12 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _add_statistics(described: dict[str, Any], contents: Contents, *, quiet: bool) -> None:
+def _add_statistics(described: dict[str, Any], contents: Contents, files: Files, *, quiet: bool) -> None:
     """Add `stats` to each described tensor."""
     from asyncckpt.interop.statistics import statistics_of
 
-    with show_reads(Files(), lambda: int(described["nbytes"]), quiet=quiet) as files:
-        found = {saved.fqn: stats.described() for saved, stats in statistics_of(contents, files)}
+    with show_reads(files, lambda: int(described["nbytes"]), quiet=quiet) as shown:
+        found = {saved.fqn: stats.described() for saved, stats in statistics_of(contents, shown)}
     for tensor in described["tensors"]:
         tensor["stats"] = found[tensor["fqn"]]
 

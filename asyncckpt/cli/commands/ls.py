@@ -18,7 +18,7 @@ from asyncckpt.interop.sources.detect import OURS, kind_at
 from asyncckpt.storage.catalog import Found, scan
 from asyncckpt.storage.checkpoint_dir import is_pinned
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.local import store_over
 
 EXAMPLES = (
     "asyncckpt ls runs/a",
@@ -34,9 +34,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit codes: 4 there is no such directory, 1 it cannot be read."""
-    files = Files()
-    root = existing_directory(args.root, files)
-    found = sorted(scan(root, LocalStore(files), recursive=args.recursive), key=_order)
+    root, files = existing_directory(args.root)
+    found = sorted(scan(root, store_over(files), recursive=args.recursive), key=_order)
     others = _others(root, {f.path for f in found}, files, depth=_ANY_DEPTH if args.recursive else 1)
     rows = [_row(f, OURS, files) for f in found]
     rows += [_row(Found(path=path, state=FOREIGN), kind, files) for path, kind in others]
@@ -86,7 +85,7 @@ def _row(found: Found, kind: str, files: Files) -> dict[str, Any]:
 
 def _is_pinned(path: str, files: Files) -> bool:
     try:
-        return is_pinned(path, LocalStore(files))
+        return is_pinned(path, store_over(files))
     except OSError:  # no permission
         return False
 

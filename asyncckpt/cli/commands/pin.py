@@ -10,12 +10,11 @@ import os
 from typing import Any
 
 from asyncckpt.basics.paths import current_umask
-from asyncckpt.cli.output import EXIT_OK, existing_directory, path_argument, print_json, print_rows, say
+from asyncckpt.cli.output import EXIT_OK, existing_directory, given_path, path_argument, print_json, print_rows, say
 from asyncckpt.errors import AsyncCkptError, CheckpointNotFoundError, ConfigError
 from asyncckpt.maintenance.pins import pin, pinned_in, unpin
 from asyncckpt.storage.catalog import read_manifest
-from asyncckpt.storage.files import Files
-from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.locate import store_at
 
 EXAMPLES = (
     "asyncckpt pin runs/a/step-300",
@@ -38,14 +37,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit codes: 4 there is no such checkpoint or pin, 3 it is not committed."""
-    files = Files()
     if args.list and args.remove:
         raise ConfigError("--list and --remove cannot be used together", field="list")
     if args.list:
-        return _list(args, files)
-    store = LocalStore(files, umask=current_umask())
-    paths = [os.path.abspath(path) for path in args.paths]
+        return _list(args)
+    paths = [given_path(path) for path in args.paths]
     for path in paths:
+        store = store_at(path, umask=current_umask())
         if args.remove and not unpin(path, store):
             raise CheckpointNotFoundError(f"{path} is not pinned", path=path)
         if not args.remove:
@@ -57,17 +55,17 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _list(args: argparse.Namespace, files: Files) -> int:
-    roots = [existing_directory(path, files) for path in args.paths]
-    paths = [os.path.join(root, name) for root in roots for name in sorted(pinned_in(root, LocalStore(files)))]
-    rows: list[dict[str, Any]] = [{"path": path, "pinned": True, "step": _step(path, files)} for path in paths]
+def _list(args: argparse.Namespace) -> int:
+    roots = [existing_directory(path)[0] for path in args.paths]
+    paths = [os.path.join(root, name) for root in roots for name in sorted(pinned_in(root, store_at(root)))]
+    rows: list[dict[str, Any]] = [{"path": path, "pinned": True, "step": _step(path)} for path in paths]
     print_rows(args, rows, ("STEP", "PATH"), [[row["step"], row["path"]] for row in rows], "nothing is pinned")
     return EXIT_OK
 
 
-def _step(path: str, files: Files) -> int | None:
+def _step(path: str) -> int | None:
     """Return the step of a pinned checkpoint; None if the checkpoint does not exist."""
     try:
-        return read_manifest(path, LocalStore(files)).step
+        return read_manifest(path, store_at(path)).step
     except (AsyncCkptError, OSError):
         return None

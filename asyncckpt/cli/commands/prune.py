@@ -23,8 +23,8 @@ from asyncckpt.errors import ConfigError
 from asyncckpt.maintenance.pins import pinned_in
 from asyncckpt.maintenance.policy import BEST_MODES, RetentionPolicy
 from asyncckpt.maintenance.retention import Pruned, Survey, prune, survey
-from asyncckpt.storage.files import Files
-from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.local import store_over
+from asyncckpt.storage.store import Store
 
 EXAMPLES = (
     "asyncckpt prune runs/a --keep 5",
@@ -65,9 +65,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit codes: 1 something could not be removed, 4 there is no such directory."""
-    files = Files()
-    root = os.path.realpath(existing_directory(args.root, files))
-    store = LocalStore(files, umask=current_umask())
+    given, files = existing_directory(args.root)
+    root = store_over(files).resolve(given)
+    store = store_over(files, umask=current_umask())
     policy = RetentionPolicy(max_to_keep=args.keep, keep_period=args.keep_period, best_mode=args.best_mode)
     busy, worker = busy_paths(args)
 
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     )
 
 
-def _kept(before: Survey, done: list[Pruned], store: LocalStore, root: str) -> list[dict[str, Any]]:
+def _kept(before: Survey, done: list[Pruned], store: Store, root: str) -> list[dict[str, Any]]:
     given_up, pinned = {one.stored.name for one in done}, pinned_in(root, store)
     return [
         {"path": os.path.join(root, one.name), "step": one.step, "score": one.score, "pinned": one.name in pinned}

@@ -24,7 +24,7 @@ from asyncckpt.reporting.history import History, SaveRecord, history_of, recover
 from asyncckpt.reporting.page import NO_CHARTS, page
 from asyncckpt.storage.catalog import scan
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.local import store_over
 
 EXAMPLES = (
     "asyncckpt report runs/a",
@@ -44,12 +44,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit code 4 if there is neither an event nor a checkpoint."""
-    root = existing_directory(args.root, Files())
+    root, files = existing_directory(args.root)
     if args.json and args.output:
-        raise ConfigError(
-            "--json and --output cannot be used together: --json writes no page", field="output", value=args.output
-        )
-    history = history_of(read_events(root), _manifests(root))
+        raise ConfigError("--json writes no page: leave out --output", field="output", value=args.output)
+    history = history_of(read_events(root), _manifests(root, files))
     if not history.saves:
         raise CheckpointNotFoundError(
             f"{args.root} contains no checkpoints, and no events of saves in {EVENTS_NAME} or {ROTATED_NAME}",
@@ -74,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _manifests(root: str) -> Iterator[tuple[str, Manifest]]:
-    for found in scan(root, LocalStore()):
+def _manifests(root: str, files: Files) -> Iterator[tuple[str, Manifest]]:
+    for found in scan(root, store_over(files)):
         if found.manifest is not None:
             yield os.path.basename(found.path), found.manifest
 

@@ -8,7 +8,6 @@ asyncckpt.restore_latest would load.
 from __future__ import annotations
 
 import argparse
-import os
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from asyncckpt.cli.output import (
     EXIT_NOT_FOUND,
     EXIT_OK,
     existing_directory,
+    given_path,
     path_argument,
     print_json,
     say,
@@ -31,7 +31,8 @@ from asyncckpt.interop.sources.verify import verify_any
 from asyncckpt.storage.catalog import UNREADABLE, UNSUPPORTED, candidates_in, is_broken
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.local import store_over
+from asyncckpt.storage.locate import files_at
 from asyncckpt.storage.reader import DEFAULT_THREADS
 from asyncckpt.storage.verification import ABSENT, OK, Verdict, leftovers
 
@@ -73,9 +74,11 @@ def run(args: argparse.Namespace) -> int:
         The worst code of all paths: 3 damaged or incomplete; then 1 unreadable, or of a newer version; then 4 not
         found.
     """
-    files, codes, rows = Files(), set(), []
+    codes: set[int] = set()
+    rows = []
     used: str | None = None
-    for path in _newest_first(args, files) if args.newest else map(os.path.abspath, args.paths):
+    for path in _newest_first(args) if args.newest else map(given_path, args.paths):
+        files = files_at(path)
         with show_reads(files, partial(recorded_nbytes, path, files), quiet=args.json or args.fast) as shown:
             verdict = verify_any(path, shown, fast=args.fast, threads=args.threads)
         rows.append(_row(verdict, files))
@@ -94,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     return next(code for code in _WORST_FIRST if code in codes)
 
 
-def _newest_first(args: argparse.Namespace, files: Files) -> list[str]:
+def _newest_first(args: argparse.Namespace) -> list[str]:
     """Return the checkpoints below the one directory, the newest first.
 
     Raises:
@@ -103,8 +106,8 @@ def _newest_first(args: argparse.Namespace, files: Files) -> list[str]:
     """
     if len(args.paths) > 1:
         raise ConfigError("--newest takes one directory", field="paths", value=len(args.paths))
-    root = existing_directory(args.paths[0], files)
-    found = [candidate.path for candidate in candidates_in(root, LocalStore(files))]
+    root, files = existing_directory(args.paths[0])
+    found = [candidate.path for candidate in candidates_in(root, store_over(files))]
     if not found:
         raise CheckpointNotFoundError(f"no checkpoint has been committed in {args.paths[0]}", path=root)
     return found

@@ -13,13 +13,13 @@ from asyncckpt.basics.failpoints import reach
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import AsyncCkptError, CorruptCheckpointError, DuplicateNameError, UnsupportedFormatError
 from asyncckpt.format.checksums import file_checksum
+from asyncckpt.format.coverage import coverage_fault
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import SaveId, objects_name
 from asyncckpt.format.state_tree import OBJECT, TENSOR, Node, Path, fqn_of, leaves
 from asyncckpt.format.structure import MAX_TENSORS, Chunk, Structure, TensorEntry
 from asyncckpt.storage.contents import Contents, ForeignSource, Lazy, Located, Place, RankContents, SavedTensor
-from asyncckpt.storage.coverage import coverage_fault
 from asyncckpt.storage.files import Files
 
 

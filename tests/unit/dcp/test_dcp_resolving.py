@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 import asyncckpt
 from asyncckpt.dcp import direct_save, tensor_stream
 from asyncckpt.dcp.direct_save import CallersResolves
-from asyncckpt.storage import rank_writer
+from asyncckpt.storage import rank_writer, shard_writer
 from tests.simulated_device import SimulatedDevice
 
 STATE = {f"w{n:02}": torch.full((300, 1000), float(n)) for n in range(20)}
@@ -63,14 +63,14 @@ def test_the_calling_thread_alone_calls_the_planner_and_others_write(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writers = set()
-    write_extent = rank_writer.ShardWriter.write_extent
+    write_extent = shard_writer.ShardWriter.write_extent
 
     def noted(self: Any, *arguments: Any) -> None:
         writers.add(threading.current_thread())
         time.sleep(0.002)
         write_extent(self, *arguments)
 
-    monkeypatch.setattr(rank_writer.ShardWriter, "write_extent", noted)
+    monkeypatch.setattr(shard_writer.ShardWriter, "write_extent", noted)
     planner = Noting()
     dcp_calls.save(STATE, StorageWriter(tmp_path / "a"), planner=planner)
     assert planner.threads == {threading.current_thread()}
@@ -100,13 +100,13 @@ def test_ctrl_c_leaves_no_thread(tmp_path: pathlib.Path, late: bool, monkeypatch
     def soon() -> None:
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
 
-    write_extent = rank_writer.ShardWriter.write_extent
+    write_extent = shard_writer.ShardWriter.write_extent
 
     def slow(self: Any, *arguments: Any) -> None:
         time.sleep(0.03)
         write_extent(self, *arguments)
 
-    monkeypatch.setattr(rank_writer.ShardWriter, "write_extent", slow)
+    monkeypatch.setattr(shard_writer.ShardWriter, "write_extent", slow)
     planner = Noting("w05", soon if late else interrupt)
     with pytest.raises((KeyboardInterrupt, CheckpointException)) as caught:
         dcp_calls.save(STATE, StorageWriter(tmp_path / "a"), planner=planner)

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from asyncckpt.loading.broadcast_plan import (
+from asyncckpt.loading.shared.broadcast_plan import (
     ALIGN_NBYTES,
     Box,
     ReadRequest,

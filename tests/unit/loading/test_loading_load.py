@@ -545,7 +545,7 @@ def test_a_copied_checkpoint_loads_and_a_partial_copy_is_found(tmp_path: Path) -
         assert caught.value.file == name
 
 
-@pytest.mark.parametrize("path", ["s3://bucket/x", "", 7, b"bytes"])
+@pytest.mark.parametrize("path", ["ftp://host/x", "", 7, b"bytes"])
 def test_what_is_no_path_is_refused(path: Any) -> None:
     with pytest.raises(UnsupportedPathError):
         load(path)

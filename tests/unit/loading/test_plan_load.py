@@ -103,7 +103,7 @@ def test_values_of_other_ranks_are_told_apart(tmp_path: Path) -> None:
 
 def test_no_data_is_read(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     files = RecordingFiles()
-    monkeypatch.setattr(plan_load_module, "Files", lambda: files)
+    monkeypatch.setattr(plan_load_module, "files_at", lambda path: files)
     plan_load(path, target())
     opened = [str(where) for name, where in files.calls if name == "open"]
     assert len(opened) == 3 and all(name.endswith((".index", "manifest.json")) for name in opened)

@@ -19,6 +19,7 @@ from asyncckpt.client import slot_stream
 from asyncckpt.client.slot_stream import Watermark
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.format.checksums import BLOCK_NBYTES, block_digest
+from asyncckpt.format.coverage import Tally
 from asyncckpt.format.index import decode_index
 from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up, save_id_bytes
 from asyncckpt.format.names import SaveId, index_name, objects_name, shard_name
@@ -27,7 +28,6 @@ from asyncckpt.format.structure import Structure, encode_structure
 from asyncckpt.memory.slot import PAGE_NBYTES
 from asyncckpt.memory.streaming import Counters
 from asyncckpt.protocol.request import PartRange, SaveRequest, encode_request
-from asyncckpt.storage.coverage import Tally
 from asyncckpt.storage.files import Files
 from asyncckpt_worker.core.actions import Write
 from asyncckpt_worker.io import stream_source

@@ -13,11 +13,11 @@ from simulated_ranks import Ranks
 
 from asyncckpt import PerRank, ShardedSlice
 from asyncckpt.errors import OverlappingShardsError, RanksDisagreeError, ReplicaMismatchError, UnsupportedLeafError
+from asyncckpt.format.coverage import uncovered
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.planning.shard_ownership import MeshSharding, ShardOwnership
 from asyncckpt.sharding.shard_claims import ShardClaim
 from asyncckpt.state_dict.flatten import flatten
-from asyncckpt.storage.coverage import uncovered
 from tests.bytecodes import bytecodes
 
 __all__ = ["grids"]

@@ -20,7 +20,7 @@ from asyncckpt.format.index import decode_index
 from asyncckpt.protocol.request import PartRange
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_writer import RankWriter
-from asyncckpt.storage.shard_writer import ShardWriter
+from asyncckpt.storage.shard_writer import FileShardWriter
 
 MIB = 1 << 20
 
@@ -305,7 +305,7 @@ def test_a_rank_whose_files_the_winner_of_a_race_removed_says_so(tmp_path: Path)
 
 def test_every_thread_is_told_why_a_file_could_not_be_begun(tmp_path: Path) -> None:
     image = memoryview(bytearray(4096))
-    writer = ShardWriter(
+    writer = FileShardWriter(
         str(tmp_path / "x"),
         image,
         0,
@@ -324,7 +324,7 @@ def test_every_thread_is_told_why_a_file_could_not_be_begun(tmp_path: Path) -> N
 
 def test_a_checksum_that_is_known_is_not_computed_again(tmp_path: Path, rng: Random) -> None:
     data = rng.randbytes(2 * BLOCK_NBYTES + 5)
-    writer = ShardWriter(
+    writer = FileShardWriter(
         str(tmp_path / "x"), memoryview(data), 0, len(data), aligned=False, mode=0o600, fsync=False, files=Files()
     )
     writer.write_extent(0, 2 * BLOCK_NBYTES, {1: b"known up"})

@@ -21,21 +21,29 @@ from asyncckpt.maintenance.quarantine import quarantine_checkpoint
 from asyncckpt.maintenance.retention import finish_removal, prune, remove_checkpoint
 from asyncckpt.storage.catalog import ABANDONED, COMMITTED, candidates_in, look, next_epoch_beside, read_manifest, scan
 from asyncckpt.storage.checkpoint_dir import NO_HOME, home_of, prepare_directory, tombstone_at
+from asyncckpt.storage.cloud.object_store import ObjectStore
 from asyncckpt.storage.commit import publish, remove_files_of, remove_leftovers
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.store import OBJECT, PREFIX, Store, UnknownOutcomeError, UnsupportedByStoreError, exclusively
 from asyncckpt.storage.verification import verify_checkpoint
+from tests import object_servers
 from tests.memory_store import MemoryStore
+
+object_servers.start_runtime()
 
 RUN = SAVE_ID.run_id
 ALL_OLD = GarbageRules(now=4e9, older_than_s=60.0)
 
 
-@pytest.fixture(params=["files", "memory"])
+@pytest.fixture(params=["files", "memory", "objects"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Store, str]:
     """Return a store and a prefix in it."""
     if request.param == "files":
         return LocalStore(), str(tmp_path)
+    if request.param == "objects":
+        objects = ObjectStore("s3://bucket", client=object_servers.memory_store())
+        objects.put("s3://bucket/store/anchor/x", b"")
+        return objects, "s3://bucket/store"
     store = MemoryStore()
     store.put("/store/anchor/x", b"")
     return store, "/store"
@@ -70,7 +78,8 @@ def test_prefixes_are_listed_as_such_and_nothing_below_them_is(place: tuple[Stor
 def test_what_is_absent_or_of_another_kind_is_an_error(place: tuple[Store, str]) -> None:
     store, root = place
     store.put(f"{root}/a", b"x")
-    for call in (store.stat, store.remove, store.names, lambda name: store.read(name, 0, 1)):
+    tells_removals = not isinstance(store, ObjectStore)
+    for call in (store.stat, store.names, lambda name: store.read(name, 0, 1), *[store.remove] * tells_removals):
         with pytest.raises(FileNotFoundError):
             call(f"{root}/nothing")
     with pytest.raises(NotADirectoryError):

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgpack
 
+from asyncckpt.format.coverage import KINDS_NBYTES, LANE_NBYTES, Tally
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId, index_name
 from asyncckpt.protocol import fields as check
@@ -20,7 +21,6 @@ from asyncckpt.protocol.messages import Begin
 from asyncckpt.protocol.node_tables import PAGE_NBYTES
 from asyncckpt.protocol.request import SaveRequest, decode_request, encode_request
 from asyncckpt.protocol.save_phases import DURABLE, OPEN, SEALED
-from asyncckpt.storage.coverage import KINDS_NBYTES, LANE_NBYTES, Tally
 from asyncckpt.storage.rank_writer import RankResult
 from asyncckpt.storage.shard_writer import PRINT_NBYTES
 from asyncckpt_worker.core.model import RankSave

@@ -22,7 +22,8 @@ from asyncckpt.distributed.process_group import GroupMeeting, find_exchange
 from asyncckpt.distributed.rendezvous import all_or_none, encode_failure
 from asyncckpt.errors import AsyncCkptError, ConfigError, SaveFailedError, SharedLoadError
 from asyncckpt.format.structure import row_major
-from asyncckpt.loading.broadcast_plan import (
+from asyncckpt.loading.byte_ranges import Placement, box_of
+from asyncckpt.loading.shared.broadcast_plan import (
     Box,
     Message,
     MessagePart,
@@ -34,7 +35,6 @@ from asyncckpt.loading.broadcast_plan import (
     encode_request,
     transfers_by_rank,
 )
-from asyncckpt.loading.byte_ranges import Placement, box_of
 from asyncckpt.loading.tensor_writers import BoxWriter, takes_bytes
 from asyncckpt.memory.mapping import copy_bytes
 from asyncckpt.torch_tensors import flat_bytes, torch_dtype

@@ -1,4 +1,4 @@
-"""storage.coverage: every element exactly once, against counting; and where a tensor is not covered."""
+"""format.coverage: every element exactly once, against counting; and where a tensor is not covered."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ import pytest
 import xxhash
 
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.format.names import SaveId
-from asyncckpt.format.structure import Box
-from asyncckpt.storage import coverage
-from asyncckpt.storage.coverage import (
+from asyncckpt.format import coverage
+from asyncckpt.format.coverage import (
     LANE_NBYTES,
     Counter,
     Tally,
@@ -28,6 +26,8 @@ from asyncckpt.storage.coverage import (
     tally_of,
     uncovered,
 )
+from asyncckpt.format.names import SaveId
+from asyncckpt.format.structure import Box
 
 SEED = seed_of(SaveId(1, 0, "0123456789ab"))
 

@@ -13,8 +13,8 @@ from simulated_workers import result_of
 
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format import layout
+from asyncckpt.format.coverage import uncovered
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
-from asyncckpt.storage.coverage import uncovered
 from asyncckpt_worker.core.nodes.tables import pack_result, unpack_result
 from asyncckpt_worker.io import coverage_check
 from asyncckpt_worker.io.coverage_check import Prover, coverage_error

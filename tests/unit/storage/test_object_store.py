@@ -1,0 +1,266 @@
+"""storage.cloud: shards in parts, errors of the store, URLs. What every store does is in test_stores."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from storage_samples import SAVE_ID, Snapshot
+
+from asyncckpt.basics.paths import absolute_path, checkpoint_path
+from asyncckpt.basics.urls import location_of, parent_of
+from asyncckpt.errors import ConfigError, UnsupportedPathError
+from asyncckpt.storage.cloud import object_shards, object_store
+from asyncckpt.storage.cloud.object_shards import ObjectShardWriter
+from asyncckpt.storage.cloud.object_store import ObjectStore
+from asyncckpt.storage.cloud.store_errors import translated, words_of
+from asyncckpt.storage.local import store_over
+from asyncckpt.storage.locate import files_at, store_at
+from asyncckpt.storage.store import UnknownOutcomeError
+from asyncckpt.storage.verification import verify_checkpoint
+from tests import object_servers
+
+pytest.importorskip("obstore", reason="the extra cloud is not installed")
+object_servers.start_runtime()
+
+PATH = "s3://bucket/runs/a/step-1"
+
+
+@pytest.fixture
+def store() -> ObjectStore:
+    return ObjectStore("s3://bucket", client=object_servers.memory_store())
+
+
+class Upload:
+    """What `open_upload` returns: notes what it is given."""
+
+    def __init__(self, fails_at: int = 1 << 60) -> None:
+        self.data, self.closed, self._fails_at = bytearray(), False, fails_at
+
+    def write(self, piece: bytes) -> None:
+        if len(self.data) + len(piece) > self._fails_at:
+            raise ConnectionResetError("the store went away")
+        self.data += piece
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def shard_of(data: bytes, upload: Upload, nbytes_there: int | None = None) -> ObjectShardWriter:
+    from asyncckpt.storage.store import OBJECT, Entry
+
+    there = len(data) if nbytes_there is None else nbytes_there
+    return ObjectShardWriter(
+        "s3://bucket/x",
+        memoryview(data),
+        0,
+        len(data),
+        open_upload=lambda *_: upload,
+        stat=lambda name: Entry(name, OBJECT, there, 0, ""),
+    )
+
+
+def in_threads(calls: Sequence[Any]) -> list[BaseException]:
+    errors: list[BaseException] = []
+
+    def run(call: Any) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return errors
+
+
+# ---- shards ---------------------------------------------------------------------------------------------------------
+
+
+def test_extents_of_several_threads_are_uploaded_in_the_order_of_the_shard() -> None:
+    data, upload = os.urandom(8 << 20), Upload()
+    shard = shard_of(data, upload)
+    extents = [(at, at + (1 << 20)) for at in range(0, len(data), 1 << 20)]
+    assert in_threads([lambda e=e: shard.write_extent(*e) for e in reversed(extents)]) == []
+    shard.finish()
+    assert bytes(upload.data) == data and upload.closed and not shard.direct
+
+
+def test_a_thread_that_waits_for_its_turn_stops_when_another_has_failed() -> None:
+    shard = shard_of(bytes(4 << 20), Upload(fails_at=0))
+    errors = in_threads([lambda: shard.write_extent(1 << 20, 2 << 20), lambda: shard.write_extent(0, 1 << 20)])
+    assert len(errors) == 2 and {type(error) for error in errors} == {ConnectionResetError, OSError}
+    shard.abandon()
+    waiting = shard_of(bytes(4 << 20), Upload())
+    threading.Timer(0.05, waiting.stop).start()
+    with pytest.raises(OSError) as caught:
+        waiting.write_extent(1 << 20, 2 << 20)
+    assert caught.value.errno == errno.ECANCELED
+    waiting.abandon()
+
+
+def test_an_object_that_is_shorter_than_what_was_uploaded_is_an_error() -> None:
+    shard = shard_of(bytes(1 << 20), Upload(), nbytes_there=1 << 19)
+    shard.write_extent(0, 1 << 20)
+    with pytest.raises(OSError, match="524288 bytes long after 1048576 were uploaded"):
+        shard.finish()
+
+
+def test_uploads_that_ended_in_any_way_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_shards, "UPLOAD_WAIT_S", 0.0)
+    for _ in range(3 * object_shards.UPLOADS_AT_A_TIME):
+        done, given_up = shard_of(b"x", Upload()), shard_of(b"x", Upload())
+        done.write_extent(0, 1)
+        given_up.write_extent(0, 1)
+        done.finish()
+        given_up.abandon()
+    acquired = [object_shards._uploads.acquire(blocking=False) for _ in range(object_shards.UPLOADS_AT_A_TIME)]
+    assert all(acquired)
+    object_shards._uploads.release(len(acquired))
+
+
+def test_a_rank_is_written_to_objects_and_verifies(store: ObjectStore) -> None:
+    with Snapshot({"a": 3_000_000, "b": 5}, save_id=SAVE_ID) as snapshot:
+        result = snapshot.write(PATH, store.as_files())
+    assert result.record.nbytes > 3_000_000 and not result.direct
+    assert len(store.names(PATH)) == 3
+    assert verify_checkpoint(PATH, store.as_files()).contents is None, "nothing is committed yet"
+
+
+# ---- the store ------------------------------------------------------------------------------------------------------
+
+
+def test_a_listing_answers_for_all_that_is_below_and_asks_for_nothing_more(store: ObjectStore) -> None:
+    for name in ("a/x", "a/y", "b/z", "top"):
+        store.put(f"s3://bucket/root/{name}", name.encode())
+    listed = store.listed("s3://bucket/root")
+    store.put("s3://bucket/root/later", b"")
+    assert sorted(listed.names("s3://bucket/root")) == ["a", "b", "top"]
+    assert sorted(listed.names("s3://bucket/root/a")) == ["x", "y"]
+    assert listed.stat("s3://bucket/root/a/x").nbytes == 3 and listed.read_whole("s3://bucket/root/a/x", 9) == b"a/x"
+    for call in (listed.stat, listed.names, lambda name: listed.read_whole(name, 9)):
+        with pytest.raises(FileNotFoundError):
+            call("s3://bucket/root/later")
+    with pytest.raises(NotADirectoryError):
+        listed.names("s3://bucket/root/top")
+    assert listed.listed("s3://bucket/root/a") is listed
+
+
+def test_a_put_whose_answer_was_lost_has_succeeded_if_its_content_is_there(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "RETRY_FOR_S", 0.3)
+
+    class Lost:
+        def __init__(self, arrives: bool) -> None:
+            self.arrives = arrives
+
+        def put(self, key: str, data: bytes, **options: Any) -> None:
+            if self.arrives:
+                client.put(key, data)
+            from obstore.exceptions import GenericError
+
+            raise GenericError("the connection broke")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(client, name)
+
+    client = store._client
+    arrived = ObjectStore("s3://bucket", client=Lost(arrives=True))
+    arrived.put_if_absent("s3://bucket/a", b"mine", temporary="")
+    with pytest.raises(UnknownOutcomeError) as caught:
+        ObjectStore("s3://bucket", client=Lost(arrives=False)).put_if_absent("s3://bucket/b", b"mine", temporary="")
+    assert caught.value.errno == errno.EREMOTEIO and "the connection broke" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "number"),
+    [
+        ("PermissionDeniedError", PermissionError, errno.EACCES),
+        ("UnauthenticatedError", PermissionError, errno.EACCES),
+        ("AlreadyExistsError", FileExistsError, errno.EEXIST),
+        ("PreconditionError", FileExistsError, errno.EEXIST),
+        ("NotSupportedError", OSError, errno.EOPNOTSUPP),
+        ("GenericError", OSError, errno.EREMOTEIO),
+    ],
+)
+def test_errors_of_the_store_become_ours_with_its_own_words(kind: str, expected: type[OSError], number: int) -> None:
+    from obstore import exceptions
+
+    with pytest.raises(expected) as caught, translated("s3://bucket/a"):
+        raise getattr(exceptions, kind)("what the store said\n\nDebug source:\nmany lines")
+    assert caught.value.errno == number and caught.value.filename in ("s3://bucket/a", None)
+    assert expected is FileExistsError or "what the store said" in str(caught.value)
+
+
+def test_signatures_in_a_url_are_not_repeated() -> None:
+    said = words_of(RuntimeError("GET https://x.blob.core.windows.net/c/a?sig=SECRET&se=1 failed"))
+    assert said == "GET https://x.blob.core.windows.net/c/a?... failed"
+
+
+# ---- URLs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("s3://bucket/a/b/", "s3://bucket/a/b"), ("gs://bucket", "gs://bucket"), ("az://box/a b", "az://box/a b")],
+)
+def test_urls_of_object_stores_are_paths_of_checkpoints(given: str, expected: str) -> None:
+    assert checkpoint_path(given) == expected
+    with pytest.raises(UnsupportedPathError, match="is a URL"):
+        absolute_path(given)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "ftp://host/a",
+        "s3://",
+        "s3:///a",
+        "s3://key:SECRET@bucket/a",
+        "s3://bucket/a?versionId=SECRET",
+        "s3://bucket/a#b",
+        "s3://bucket//a",
+        "s3://bucket/a/../b",
+        "s3://bucket/a\nb",
+        "s3://bucket/" + "x" * 901,
+    ],
+)
+def test_what_is_no_place_in_a_store_is_refused_and_no_secret_is_repeated(wrong: str) -> None:
+    with pytest.raises(UnsupportedPathError) as caught:
+        checkpoint_path(wrong)
+    assert "SECRET" not in str(caught.value)
+
+
+def test_parents_end_at_the_bucket() -> None:
+    assert parent_of("s3://bucket/a/b") == "s3://bucket/a" and parent_of("s3://bucket") == "s3://bucket"
+    assert parent_of("/a") == "/" and location_of("s3://bucket/a/b") == ("s3://bucket", "a/b")
+
+
+def test_a_path_leads_to_its_store(tmp_path: Any) -> None:
+    files = files_at(PATH)
+    assert isinstance(store_over(files), ObjectStore) and store_over(files) is store_at(PATH)
+    assert not isinstance(store_at(str(tmp_path)), ObjectStore)
+
+
+def test_options_are_checked_and_secrets_are_not_shown() -> None:
+    with pytest.raises(UnsupportedPathError, match="cannot be opened"):
+        ObjectStore("s3://bucket", {"nonsense": "x"})
+    options = {"region": "us-east-1", "access_key_id": "SECRET", "secret_access_key": "SECRET"}
+    assert repr(ObjectStore("s3://bucket", options)) == "ObjectStore('s3://bucket')"
+
+
+@pytest.mark.parametrize("wrong", [{"overwrite": True}, {"layout": "dcp"}])
+def test_settings_that_need_files_are_refused_before_anything_is_staged(wrong: dict[str, Any]) -> None:
+    torch = pytest.importorskip("torch")
+    from asyncckpt import SyncCheckpointer
+
+    with SyncCheckpointer(**wrong) as checkpointer, pytest.raises(ConfigError, match="object stores"):
+        checkpointer.save({"w": torch.zeros(1)}, PATH, step=1)
