@@ -233,9 +233,7 @@ def _behind_link(path: str, store: Store) -> list[Found]:
     try:
         store.names(path)
     except FileNotFoundError:
-        error = CheckpointNotFoundError(
-            f"{path} is a broken symbolic link; is a disk not mounted?", path=path
-        )
+        error = CheckpointNotFoundError(f"{path} is a broken symbolic link; is a disk not mounted?", path=path)
         return [Found(path=path, state=UNREADABLE, error=error)]
     except NotADirectoryError:
         return []
