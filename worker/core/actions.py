@@ -1,6 +1,6 @@
-"""What the core asks for, as values: `service.daemon` performs actions at once, or as jobs.
+"""Actions of the core, as values: `service.daemon` performs them at once, or as jobs.
 
-What the core must know before it goes on (a watch, a slot, a socket) it asks of `Resources`, which never waits.
+`Resources`, which never waits, supplies what the core needs before it can continue: a watch, a slot, a socket.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Unwatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdoptSlot:
-    """Open a slot that lies with a trainer, whose worker is dead. Job; answered by SlotCreated."""
+    """Open a slot that a trainer still holds after its worker died. Job; answered by SlotCreated."""
 
     slot: int
     nbytes: int
@@ -51,7 +51,7 @@ class AdoptSlot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreeSlot:
-    """Unmap and close: nobody reads or writes this slot any more. Job; answered by SlotFreed."""
+    """Unmap and close a slot that is no longer read or written. Job; answered by SlotFreed."""
 
     slot: int
 
@@ -121,7 +121,7 @@ class Remove:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScanLineage:
-    """Find the next epoch beside a path. Job; answered by LineageScanned."""
+    """Find the next epoch in the parent directory of a path. Job; answered by LineageScanned."""
 
     run: str
     path: str

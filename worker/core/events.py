@@ -108,7 +108,7 @@ class Written:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
-    """The answer to Commit. `unknown`: an error at the manifest itself; nobody knows whether it stands.
+    """The answer to Commit. `unknown`: an error at the manifest itself; it may or may not exist.
 
     `contents`: what it holds, to compare the next save of the run with; None where that cannot be said.
     """
@@ -142,7 +142,7 @@ class LineageScanned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Relayed:
-    """Another worker has said something. `route`: of a follower, whose key is that of `run`; b"": the run's leader."""
+    """A message from another worker. `route`: of a follower, whose key is that of `run`; b"": the run's leader."""
 
     now: float
     run: str

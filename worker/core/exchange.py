@@ -88,7 +88,7 @@ class BoardBook:
         return Ok(id=m.id)
 
     def fetch(self, session: Session, m: Fetch) -> Message | AsyncCkptError:
-        """Return a piece, or who is still missing."""
+        """Return a piece, or the ranks that are still missing."""
         if not m.rank < session.world_size:
             return ProtocolError(f"rank {m.rank} of world {session.world_size}", detail="rank")
         board = self._boards.get(m.board)
@@ -101,7 +101,7 @@ class BoardBook:
         return _piece(m, board.ranks[m.rank].data)
 
     def ended(self, session: Session, successor: Session | None = None) -> None:
-        """A session has ended: what it shared goes to the one that replaces it, or is forgotten."""
+        """End a session: what it shared passes to the session that replaces it, or is forgotten."""
         for name, board in list(self._boards.items()):
             mine = board.ranks.get(session.rank)
             if mine is not None and mine.session == session.name:

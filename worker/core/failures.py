@@ -31,7 +31,7 @@ _DIFFERENCES = frozenset(error.wire_code for error in (CommitTimeoutError, Ranks
 _KIND = re.compile(r"\w{1,40}\Z", re.ASCII)
 
 MAX_KINDS = 200
-"""Kinds of failures that are counted apart: more than we have; another worker may tell any."""
+"""Maximum kinds of failures counted apart; above those of this version, as another worker may report any."""
 
 SHOWN = 20
 """Ranks that a text names at most; the error's field has more."""
@@ -82,7 +82,7 @@ def path_in_use(save: Save, entry: RankSave, other: str) -> Wire:
 
 
 def not_sealed(save: Save, rank: int, detail: str) -> Wire:
-    """A rank is gone that has not sealed."""
+    """A rank was lost before it sealed its snapshot."""
     entry = save.ranks.get(rank) or save.ranks[min(save.ranks)]
     which = f"save {save.save_id} ({whose(entry.step, rank)}) to {entry.path}"
     return to_wire(
@@ -172,17 +172,17 @@ def timed_out(save: Save, missing: list[int]) -> Wire:
 
 
 def worker_lost(save: Save, entry: RankSave, why: str) -> Wire:
-    """The worker of another node is gone before it had written a rank's files."""
+    """The worker of another node was lost before it had written a rank's files."""
     return failed(save, entry, "worker_lost", f"its worker was lost: {why}")
 
 
 def leader_lost(save: Save, why: str, *, unknown: bool) -> Wire:
-    """The worker that decides is gone, or silent. `unknown`: it may have committed the save."""
+    """The leader was lost, or is silent. `unknown`: it may have committed the save."""
     entry = save.ranks[min(save.ranks)]
-    detail = f"the worker beside rank 0, which commits, was lost: {why}"
+    detail = f"the worker of rank 0, which commits, was lost: {why}"
     missing = save.told_missing
     if missing is not None:
-        detail += f"; it waited for ranks {missing[:SHOWN]} when it was heard last" if missing else ""
+        detail += f"; it waited for ranks {missing[:SHOWN]} at its last message" if missing else ""
     else:
         missing = [rank for rank in range(save.world_size) if rank not in save.ranks][:MAX_MISSING]
         detail += f"; nothing was heard of ranks {missing[:SHOWN]}, which have other workers" if missing else ""

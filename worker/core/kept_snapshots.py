@@ -1,4 +1,4 @@
-"""The core's kept snapshots: slots whose trainers are gone, so that the restarted ones load what they hold.
+"""The core's kept snapshots: slots of trainers that exited, from which the restarted trainers load.
 
 A slot that is closing is freed, unless the snapshot in it is worth keeping: *whole* (all ranks have staged it, and
 nobody has objected), and the newest one below its directory. What is kept is bounded by number, by time, and by the
@@ -19,7 +19,7 @@ from asyncckpt_worker.core.model import RankSave, Save, Session, Slot
 from asyncckpt_worker.core.tables import Tables
 
 MAX_KEPT_SAVES = 4
-"""Saves of which slots are kept, whatever number of directories they go to. Chosen, not measured."""
+"""Maximum number of saves whose slots are kept, over all directories. Chosen, not measured."""
 
 PARTING_S = 10.0
 """After a goodbye a process that crashes is gone by then; one that lives on has no use for its snapshot. Chosen."""
@@ -139,7 +139,7 @@ class SnapshotBook:
             self._t.slots[number].parting = False
 
     def freed(self, slot: Slot) -> None:
-        """A slot is no more: nobody needs to watch who had it."""
+        """A slot was freed: the process that held it need not be watched any more."""
         slots = self._t.parting.get(slot.session, set())
         if slots == {slot.number}:
             del self._t.parting[slot.session]
@@ -167,7 +167,7 @@ class SnapshotBook:
         return chosen
 
     def _is_free(self, slot: Slot) -> bool:
-        """Whether nobody needs what a slot holds: it is on disk, not being read, and its former process is dead."""
+        """Whether a slot's snapshot is no longer needed: it is on disk and not being read, and its process is dead."""
         found = _snapshot_in(slot)
         idle = slot.kept and not (slot.held_by or slot.parting or slot.dropped or slot.reading or slot.writes)
         return idle and found is not None and _committed(found[0])
@@ -203,7 +203,7 @@ class SnapshotBook:
         self.answer()
 
     def answer(self) -> None:
-        """Answer what waits, unless a slot is being read whose trainer is gone."""
+        """Answer the waiting requests, unless the slot of a trainer that exited is still being read."""
         if any(s.reading for s in self._t.closing.values()):
             return
         asked, self.asked = self.asked, {}

@@ -1,18 +1,18 @@
-"""The machine: events in, actions out. No clock, no randomness, no I/O of its own.
+"""The worker's state machine: events in, actions out. It has no clock and no randomness, and does no I/O.
 
-A rank's part in a save is moved by the table in `model`.
+The table in `model` defines the phases of a rank's part in a save.
 
 A slot's states:
 
-    creating   Adopt came, and AdoptSlot is under way; or it waits until there is memory for it
+    creating   Adopt was received and AdoptSlot is in progress, or the slot waits until there is memory for it
     lent       the session stages into it; only the session decides when it is used again
-    closing    Release, Goodbye, or proof of death: it is read once more (a sealed snapshot is taken up, one that is
-               open is abandoned), then freed when no save and no job needs it any more
-    kept       its session has ended, and what it holds may be loaded (`kept_snapshots`): freed or lent again later
+    closing    Release, Goodbye, or the process is dead: the slot is read once more (a sealed snapshot is taken up, an
+               open one is abandoned), then freed when no save and no job needs it any more
+    kept       its session has ended and its snapshot may be loaded (`kept_snapshots`); it is freed or lent again later
 
-A slot is read when its doorbell (Submit) comes, when it was adopted, when it is closing, and when a drain begins.
-`taken` holds the highest generation that was taken up: together with the save id it makes every message repeatable.
-Messages may be lost, repeated, or overtake each other; a message that makes no sense is refused and changes nothing.
+A slot is read when its Submit arrives, after it was adopted, when it is closing, and when a drain begins.
+`taken` is the highest generation that was taken up. Together with the save ID it makes every message repeatable.
+Messages may be lost, repeated or reordered. An invalid message is refused and changes nothing.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ from asyncckpt_worker.core.tables import Tables
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoreConfig:
-    """Identity and times (seconds; see `WorkerConfig`). `instance`: random, per process."""
+    """Identity of the worker, and times in seconds (see `WorkerConfig`). `instance`: a random ID of the process."""
 
     package: str
     pid: int
@@ -93,16 +93,16 @@ class CoreConfig:
 
 
 class Shutdown:
-    """Adds the action Exit, once.
+    """Decides when the worker exits, and adds the action Exit once.
 
     Args:
-        tables: The core's.
-        slot_book: Looks into slots.
-        config: For the times.
-        is_telling: Whether another worker, which is there, has not heard everything yet.
+        tables: The tables of the core.
+        slot_book: Reads all lent slots when a drain begins, and again before the exit.
+        config: Supplies `idle_exit_s`, `drain_timeout_s` and `staging_grace_s`.
+        is_telling: Whether a reachable leader or follower has not received everything yet.
 
     Attributes:
-        kept: Somebody wants the worker to stay although it is idle.
+        kept: Whether the worker must stay although it is idle, as the last Tick said.
     """
 
     def __init__(self, tables: Tables, slot_book: SlotBook, config: CoreConfig, is_telling: Callable[[], bool]) -> None:
@@ -116,7 +116,7 @@ class Shutdown:
         self._exiting = False
 
     def times(self) -> Iterator[float]:
-        """Yield when something is due."""
+        """Yield the times at which `consider` must run again."""
         if self._drain_deadline is not None:
             yield self._drain_deadline
         if self._t.draining:
@@ -154,20 +154,20 @@ class Shutdown:
             at_rest = not working and not reading
             self._looked_again = self._looked_again and not working
             if at_rest and not self._looked_again and t.now < self._drain_deadline and self._slot_book.read_all_lent():
-                # IMPORTANT: what was sealed since the first look, its doorbell still under way, must not be lost.
+                # IMPORTANT: a snapshot sealed since the first read, whose Submit has not arrived, must not be lost.
                 self._looked_again = True
             elif at_rest:
                 self._leave(True, "drained")
             elif t.now >= self._drain_deadline:
                 if unfinished:
-                    text = f"{len(unfinished)} saves are unfinished and will not be committed"
+                    text = f"{len(unfinished)} saves are unfinished and will not be committed ({self._why})"
                     t.log("error", text, facts_saves=[s.save_id for s in unfinished[:20]])
                 self._leave(not unfinished, self._why)
         elif self._idle_since is not None and 0 < self._config.idle_exit_s <= t.now - self._idle_since:
             self._leave(True, "idle")
 
     def _staging(self, drain_deadline: float) -> bool:
-        """Whether a drain waits for a trainer that copies: each save gets the grace from its own begin."""
+        """Whether a drain waits for trainers that stage: each save gets `staging_grace_s` from its own begin."""
         t = self._t
         begun = [e.begun_at for _, e in t.entries() if e.is_open]
         for begun_at in begun:
@@ -211,7 +211,7 @@ class Core:
         )
 
     def handle(self, event: Event) -> list[Action]:
-        """Return what is to be done about `event`, in this order."""
+        """Handle `event`; return the actions to perform, in order."""
         t = self.tables
         t.now = max(t.now, event.now)
         self.moves = []
@@ -230,7 +230,7 @@ class Core:
         if t.postponed:
             self._slot_book.create_what_was_postponed()
         if t.stirred:
-            self._slot_book.free_what_is_over()  # what was kept may have to make room
+            self._slot_book.free_what_is_over()  # kept slots may have to make room
         if self.snapshot_book.asked:
             self.snapshot_book.answer()
         if t.touched:
@@ -254,7 +254,7 @@ class Core:
 
     @property
     def wakes_at(self) -> float | None:
-        """When the next Tick is due at the latest, by the events' clock; None: whenever."""
+        """Latest time of the next Tick, by the clock of the events; None if nothing is due."""
         times = [*self._shutdown.times(), *self._decider.times(), *self._follower.times()]
         times += [save.look_at for save in self.tables.saves.values() if save.outcome is None]
         return min((t for t in times if self.tables.now <= t < float("inf")), default=None)
@@ -265,7 +265,7 @@ class Core:
         return {**found, **report(self.tables, self._config.instance)}
 
     def run_of_key(self, client_public: str) -> str | None:
-        """Return the run whose followers prove this key, or None."""
+        """Return the run whose followers authenticate with this key, or None."""
         return self._decider.run_of(client_public)
 
     # ---- events -----------------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ class Core:
         session = self.tables.sessions.get(self.tables.peers.get(peer, ""))
         id = getattr(m, "id", 0)
         if session is None:
-            error = UnknownSaveError("this worker knows no such session: it was restarted, or saw the process die")
+            error = UnknownSaveError("this worker has no such session: it was restarted, or it saw the process exit")
             return self.tables.refuse(peer, id, error)
         return self._requested(session, m)
 

@@ -178,7 +178,7 @@ class Waiter:
 
 @dataclass(slots=True)
 class Slot:
-    """A slot and who uses it; the table of its states is in `state`."""
+    """A slot and the session that uses it; the table of its states is in `state`."""
 
     number: int
     nbytes: int
@@ -214,7 +214,7 @@ class Slot:
     """As `Session.link`: then it is nothing that we have."""
 
     process: tuple[int, int] = (0, 0)
-    """Pid and start time of who has it, or had."""
+    """PID and start time of the process that has the slot, or had it last."""
 
     closed_at: float = 0.0
     """When its session ended."""
@@ -230,7 +230,7 @@ class Slot:
 
     kept: bool = False
     held_by: set[str] = field(default_factory=set)
-    """Sessions that read what it holds."""
+    """Sessions that read the slot's snapshot."""
 
     @property
     def key(self) -> SaveKey | None:
@@ -349,7 +349,7 @@ class RankSave:
 
 @dataclass(slots=True)
 class Save:
-    """One checkpoint in the making: the ranks that were heard of so far. `outcome`: an ended phase, or None."""
+    """One save that is not over: the ranks that are known so far. `outcome`: an ended phase, or None."""
 
     save_id: SaveId
     world_size: int
@@ -485,7 +485,7 @@ class Newest:
 
 @dataclass(slots=True)
 class Run:
-    """The ranks that save together, and what they were told."""
+    """The ranks that save together, and the outcomes that were sent to them."""
 
     run_id: str
     world_size: int
@@ -496,7 +496,7 @@ class Run:
     """Rank -> how its session ended; its slots have been read since."""
 
     highest: int = -1
-    """The highest sequence that was heard of."""
+    """The highest sequence that was received."""
 
     withdrawn: dict[int, Wire] = field(default_factory=dict)
     """Sequence -> why that save can never be."""

@@ -35,7 +35,7 @@ MAX_WITHDRAWN = 1024
 
 @dataclass(slots=True)
 class _Leaving:
-    """A session that has ended and whose slots may still hold what it sealed."""
+    """A session that has ended and whose slots may still hold sealed snapshots."""
 
     run: str
     rank: int
@@ -99,7 +99,7 @@ class RunBook:
         return None
 
     def settle(self) -> list[tuple[Run, int]]:
-        """Find the ranks that are gone as of this event."""
+        """Return the ranks that became lost in this event."""
         read = {slot.session for slot in self._t.closing.values() if slot.reading}
         found = []
         for name in [n for n in self.leaving if n not in read]:
@@ -181,7 +181,7 @@ class RunBook:
 
 
 Question = tuple[Peer, int]
-"""Who asks, by which request; b"": the ranks of followers."""
+"""The session that asks, and its request; b"": the ranks of followers."""
 
 
 class LineageBook:
@@ -203,7 +203,7 @@ class LineageBook:
         self._waiting: dict[tuple[str, str], dict[Question, None]] = {}
 
     def ask(self, session: Session, m: Lineage) -> None:
-        """Answer at once what the run was told before; else look at the disk."""
+        """Repeat the answer that the run was given before; else scan the disk."""
         run = self._runs.join(session, m.run)
         if run is None:
             world_size = self._t.runs[m.run].world_size
@@ -225,7 +225,7 @@ class LineageBook:
         return None
 
     def scanned(self, event: LineageScanned) -> None:
-        """Reserve the epoch, and answer everybody who has asked meanwhile."""
+        """Reserve the epoch, and answer all requests that arrived meanwhile."""
         parent = os.path.dirname(event.path)
         waiting = self._waiting.pop((event.run, parent), None)
         if waiting is None:

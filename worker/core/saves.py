@@ -126,7 +126,7 @@ class SaveBook:
         self._t.actions.append(prepare_of(save.save_id, entry))
 
     def _compare(self, save: Save, entry: RankSave) -> None:
-        """End a save whose ranks disagree, or that one of them can never be in."""
+        """End a save whose ranks disagree, or that one of its ranks can never join."""
         if entry.is_open:
             return
         problem = self._problem(save, entry)
@@ -205,7 +205,7 @@ class SaveBook:
             self.advance(save, entry, "prepared")
 
     def _go_on(self, save: Save) -> None:
-        """A look has shown that the save was not committed; nobody but this worker can have done it since."""
+        """The disk shows that the save was not committed; only this worker can have committed it since."""
         save.looked = True
         for entry in save.ranks.values():
             if entry.phase == RECOVERING:
@@ -635,7 +635,7 @@ def rival(path: str, save_id: str, saves: Mapping[str, Save]) -> Save | None:
 def has_elder(save: Save, saves: Mapping[str, Save]) -> bool:
     """Whether an earlier save of the same run has not ended.
 
-    Whoever sees a checkpoint may rely on the ones before it: a small state must not overtake a large one. A save that
+    A reader of a checkpoint may rely on the ones before it: a small state must not overtake a large one. A save that
     is only being staged counts too; it ends with its session at the latest.
     """
     own = save.save_id

@@ -1,4 +1,4 @@
-"""The core's sessions: which process speaks over which connection, and when it has gone."""
+"""The core's sessions: which process uses which connection, and when it has ended."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SessionBook:
         except AsyncCkptError as error:
             return self._t.refuse(peer, m.id, error)
         if not is_watched:
-            text = f"the worker sees no process {m.pid} with that start time; both must share a PID namespace"
+            text = f"the worker finds no process {m.pid} with that start time; both must share a PID namespace"
             return self._t.refuse(peer, m.id, WorkerUnavailableError(text, detail="pid"))
         session = Session(m.session, peer, m.pid, m.pid_start, m.rank, m.world_size, m.package, m.replaces)
         self._t.sessions[m.session] = session
@@ -85,7 +85,7 @@ class SessionBook:
         self._runs.leave(session, "its checkpointer was closed")
 
     def _replace(self, session: Session) -> None:
-        """End the session that this one's client gave up: nobody else would, as long as the process lives."""
+        """End the earlier session of this client: nothing else ends it while the process lives."""
         old = self._t.sessions.get(session.replaces)
         if old is not None and old is not session and (old.pid, old.pid_start) == (session.pid, session.pid_start):
             self._t.log("info", f"replaced by session {session.name}", session=old.name, count="sessions_replaced")

@@ -1,4 +1,4 @@
-"""The core's slots: who holds which memory, and when it may be freed.
+"""The core's slots: which session holds which memory, and when it may be freed.
 
 Two rules: memory is freed only after a release, a goodbye or the proof of its holder's death, never by a timeout; and
 only when no save reads it any more. Before it is freed it is read once more, so that a sealed snapshot whose doorbell
@@ -66,7 +66,7 @@ class SlotBook:
             self._create(slot)
 
     def is_of(self, session: Session, slot: Slot) -> None:
-        """Note whose slot it is, and which request it answers."""
+        """Record the session of a slot, and the request that it answers."""
         session.slots.add(slot.number)
         for old in list(session.granted)[: -MAX_SLOTS_PER_SESSION * 4]:
             del session.granted[old]
@@ -129,7 +129,7 @@ class SlotBook:
         return bool(self._t.freeing) or any(s.reading for s in self._t.closing.values())
 
     def create_what_was_postponed(self) -> None:
-        """Try again what did not fit, once everything that was being freed is."""
+        """Retry slots that did not fit, once all pending frees are done."""
         if self._freeing():
             return
         postponed, self._t.postponed = self._t.postponed, {}
@@ -241,7 +241,7 @@ class SlotBook:
             self._read(slot)
 
     def slot_read(self, event: SlotRead) -> None:
-        """Take up what is sealed, whoever asked: a sealed snapshot is meant to be written."""
+        """Take up a sealed snapshot, whatever caused the read: a sealed snapshot is meant to be written."""
         slot = self._t.slots.get(event.slot)
         if slot is None or not slot.reading:
             return

@@ -1,4 +1,4 @@
-"""What the core tells: rows for trainers, what each event has moved, and its part of the status report.
+"""Reports of the core: rows for trainers, phase changes of each event, and its part of the status report.
 
 Read off the tables; it changes nothing that a decision depends on.
 """

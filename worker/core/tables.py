@@ -1,4 +1,4 @@
-"""All that the core knows: open saves, slots, sessions and runs; and small records of the saves that have ended.
+"""The state of the core: open saves, slots, sessions and runs; and small records of the saves that have ended.
 
 A record of an ended save answers late questions and repeated requests. What all ranks have alike, and what the saves of
 a run have alike, is there once. What a rank's jobs have reported is kept for the latest saves only: the trainers have
@@ -193,7 +193,7 @@ class History:
 
 @dataclass(slots=True)
 class Tables:
-    """All that the core knows, and the actions that the current event has led to so far."""
+    """The state of the core, and the actions that the current event has caused so far."""
 
     now: float = 0.0
     draining: bool = False
@@ -220,7 +220,7 @@ class Tables:
     """Slots that are being read, or opened to be read."""
 
     freeing: set[int] = field(default_factory=set)
-    """Slots that nobody has any more and whose memory is not back yet."""
+    """Slots that no session has any more and whose memory is not freed yet."""
 
     saves: dict[str, Save] = field(default_factory=dict)
     """Those that have not ended, or of which a job is outstanding. At the end of an event the others go to `ended`."""
@@ -319,7 +319,7 @@ class Tables:
         return [s for s in found if s.outcome is None and run_id in (None, s.save_id.run_id)]
 
     def run_of(self, save_id: SaveId) -> Run | None:
-        """Return the run of a save, or None: never heard of, or forgotten."""
+        """Return the run of a save, or None if it is unknown or forgotten."""
         return self.runs.get(save_id.run_id)
 
     def entries(self) -> Iterable[tuple[Save, RankSave]]:

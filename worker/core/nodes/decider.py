@@ -31,7 +31,7 @@ from asyncckpt_worker.core.status import missing_of
 from asyncckpt_worker.core.tables import EndedSave, Tables
 
 MAX_LED = 64
-"""Runs whose followers are admitted; the oldest that nobody saves in any more makes room. Chosen, not measured."""
+"""Runs whose followers are admitted; the oldest run without open saves makes room. Chosen, not measured."""
 
 MAX_FOLLOWERS = 4096
 """More than a job has nodes."""
@@ -43,7 +43,7 @@ FORGET_S = 600.0
 """A follower that is silent for so long, and longer than any of its saves may take, is forgotten."""
 
 PRESENT_S = 5.0
-"""A follower that was heard so lately is there."""
+"""A follower counts as present for this long after its last message."""
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class _Reporter:
 
 
 class Decider:
-    """Takes reports, and tells outcomes."""
+    """Receives reports of followers, and sends them outcomes."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Decider:
         return run is not None and bool(run.members)
 
     def run_of(self, client_public: str) -> str | None:
-        """Return the run whose followers prove this key, or None: nobody of ours."""
+        """Return the run whose followers authenticate with this key, or None if the key is unknown."""
         return next((run_id for run_id, key in self._admitted.items() if key == client_public), None)
 
     # ---- what followers report --------------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ class Decider:
         self._lineages.ask(session, Lineage(id=0, run=reporter.run_id, path=row["path"]))
 
     def epoch_found(self, run_id: str, path: str, epoch: int, error: Wire | None) -> None:
-        """Tell every follower of the run that asks."""
+        """Send the epoch to every follower of the run that asked for it."""
         parent = os.path.dirname(path)
         if error is not None:
             self._answers[run_id, parent] = error
@@ -387,7 +387,7 @@ class Decider:
     # ---- what followers are told ------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Forget followers that are gone for good."""
+        """Forget followers that have been silent for too long."""
         for reporter in list(self._reporters.values()):
             silent_s = self._t.now - self._t.heard.get(reporter.link, self._t.now)
             if silent_s >= FORGET_S and all(silent_s >= s.timeout_s for s in self._t.open_saves(reporter.run_id)):
@@ -395,7 +395,7 @@ class Decider:
         forget_the_silent(self._t, self._reporters.keys())
 
     def flush(self) -> None:
-        """At the end of an event: tell of what has changed, or everything when that is due."""
+        """At the end of an event, send the rows that changed, or the whole table when that is due."""
         told, self._told = self._told, {}
         if not self._reporters:
             return

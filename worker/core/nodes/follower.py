@@ -48,7 +48,7 @@ MAX_PAST = 64
 """Instances of former deciders of a run that are remembered: what comes late from one is not heard."""
 
 PARTING_S, PRESENT_S = 60.0, 5.0
-"""Silence after which a connection that nobody uses is given up, and after which a decider counts as away."""
+"""Silence after which an unused connection is closed, and after which a decider counts as away."""
 
 
 @dataclass(slots=True)
@@ -166,7 +166,7 @@ class Follower:
         return busy() if known is not None and len(known.follows) >= MAX_ASKING else None
 
     def lineage(self, session: Session, run: Run, m: Lineage) -> None:
-        """Ask the decider; its answer is remembered."""
+        """Ask the decider for the lineage; its answer is remembered."""
         known = self._followed.get(run.run_id)
         if known is None or len(known.questions) >= MAX_ASKING:
             return self._t.refuse(session.peer, m.id, busy())
@@ -465,7 +465,7 @@ class Follower:
 
     @property
     def busy(self) -> bool:
-        """Whether a decider that is there has not shown everything yet."""
+        """Whether a reachable decider has not acknowledged everything yet."""
         now = self._t.now
         return any(self._is_owing(f) and now - f.heard_at < PRESENT_S for f in self._followed.values())
 
@@ -475,7 +475,7 @@ def _is_unknown(entry: RankSave) -> bool:
 
 
 def _was_told_to_another(known: _Followed, entry: RankSave) -> bool:
-    """Whether a decider that is gone may have heard of a part."""
+    """Whether a lost decider may have received a rank's part."""
     return entry.reported_to not in ("", known.run.leader)
 
 
