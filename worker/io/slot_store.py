@@ -83,7 +83,7 @@ class SlotStore:
             return 0 if held is None or held.doomed else held.memory.control.staged_nbytes(generation)
 
     def cut_off(self, number: int, generation: int) -> None:
-        """Wake the jobs that wait for `generation` to be filled: no more comes. Does not wait."""
+        """Tell jobs that wait for `generation` to be filled to stop: they poll `is_cut_off`. Does not wait."""
         with self._lock:
             held = self._held.get(number)
             if held is not None:
