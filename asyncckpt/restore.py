@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.paths import checkpoint_path
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.checkpoint_vote import Broken, Ranks, ranks_that_restore
@@ -185,6 +186,7 @@ def restore_first(
             return merged_candidates(directory, candidates(directory), source, endpoint)
 
         tried = ranks.same_candidates(directory, look_at_both, timeout_s)
+        reach("restore: candidates listed")
         for candidate in tried:
             loaded, broken = _tried(candidate, reader, retry_state, state_dict, options, ranks)
             if broken is None:

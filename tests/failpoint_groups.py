@@ -39,6 +39,9 @@ LOADS: Group = {
     "copied first": ("load: copies verified",),
     "another library's": ("load: foreign structure read",),
 }
+RESTORES: Group = {"disk": ("restore: candidates listed",)}
+"""tests/fault/test_restore_faults.py."""
+
 RECALLS: Group = {"memory": ("recall: held", "recall: mapped", "recall: read")}
 """tests/fault/test_failpoints_loads.py."""
 
@@ -69,8 +72,8 @@ LINKS: Group = {"another worker": ("ranks: linking again",)}
 """tests/fault/test_failpoints_links.py."""
 
 GROUPS: Sequence[Group] = (
-    STREAMED_BY_TRAINER, STREAMED_BY_WORKER, RESUMED, TOLD, HANDED_OVER, LOADS, RECALLS, DEVICES, COMPARED, RANKS,
-    WORKERS, LINKS,
+    STREAMED_BY_TRAINER, STREAMED_BY_WORKER, RESUMED, TOLD, HANDED_OVER, LOADS, RESTORES, RECALLS, DEVICES, COMPARED,
+    RANKS, WORKERS, LINKS,
 )  # fmt: skip
 
 

@@ -110,6 +110,7 @@ POINTS: Mapping[str, str] = {
     "quarantine: renaming": "another checkpoint is loaded, the broken one is about to be renamed",
     "quarantine: renamed": "it has its new name, which is not flushed",
     # ---- a load
+    "restore: candidates listed": "`restore_latest` knows which checkpoints it tries, none of them is read",
     "load: manifest read": "the manifest was read and checked",
     "load: index read": "one more rank's index was read and checked",
     "load: foreign structure read": "another library's description of its files was read and checked",
