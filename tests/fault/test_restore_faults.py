@@ -25,7 +25,7 @@ from asyncckpt.format.names import LAYOUTS
 from asyncckpt.maintenance.retention import remove_checkpoint
 from asyncckpt.storage.catalog import read_manifest
 from asyncckpt.storage.local import LocalStore
-from tests.failing_process import At
+from tests.failing_process import At, fail
 
 pytestmark = pytest.mark.fault
 
@@ -100,6 +100,15 @@ def test_if_the_last_one_goes_the_error_names_it_and_the_target_stays(root: path
     assert observer.met and len(caught.value.tried) == 1
     assert is_state(target, 0)
     assert asyncckpt.restore_latest(root) is None
+
+
+def test_an_error_before_anything_is_read_is_raised_and_the_target_stays(root: pathlib.Path) -> None:
+    target, observer = state(0), At(LISTED, fail)
+    with observed(observer), pytest.raises(OSError, match=r"Input/output error"):
+        asyncckpt.restore_latest(root, target)
+    assert observer.met and is_state(target, 0)
+    found = asyncckpt.restore_latest(root, target)
+    assert found is not None and is_state(target, 2)
 
 
 @pytest.mark.parametrize("point", ["load: manifest read", "load: index read", "load: shard opened"])
