@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -304,16 +305,31 @@ def test_a_malformed_endpoint_is_wrong_usage(command: Command) -> None:
 
 
 def test_quick_commands_and_the_package_itself_do_not_import_torch(root: Path) -> None:
+    nobody = "ipc:///nonexistent/x.sock"
+    calls = [
+        ["ls", str(root)],
+        ["inspect", str(root / "b")],
+        ["verify", str(root / "b")],
+        ["verify", "--newest", str(root)],
+        ["gc", str(root)],
+        ["du", str(root)],
+        ["doctor"],
+        ["pin", "--list", str(root)],
+        ["prune", str(root / "other"), "--keep", "1"],
+        ["report", str(root / "other")],
+        ["top", "--once", "--endpoint", nobody],
+        ["worker", "status", "--endpoint", nobody],
+    ]
+    page = (Path(__file__).parents[2] / "docs/cli.md").read_text()
+    promised = re.search(r"([^.]+)start without importing torch", page)
+    assert promised is not None
+    assert set(re.findall(r"`(\w+)`", promised[1])) == {words[0] for words in calls}, "docs/make_cli.py, and the calls"
     script = f"""
 import contextlib, io, sys
 import asyncckpt
 assert "torch" not in sys.modules, "import asyncckpt"
 from asyncckpt import CheckpointerConfig, RankInfo, cli
-for arguments in (["ls", {str(root)!r}], ["inspect", {str(root / "b")!r}], ["verify", {str(root / "b")!r}],
-                  ["verify", "--newest", {str(root)!r}], ["gc", {str(root)!r}], ["du", {str(root)!r}], ["doctor"],
-                  ["pin", "--list", {str(root)!r}], ["prune", {str(root / "other")!r}, "--keep", "1"],
-                  ["report", {str(root / "other")!r}], ["top", "--once", "--endpoint", "ipc:///nonexistent/x.sock"],
-                  ["worker", "status", "--endpoint", "ipc:///nonexistent/x.sock"]):
+for arguments in {calls!r}:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         cli.main(arguments)
     assert not {{"torch", "numpy"}} & set(sys.modules), arguments

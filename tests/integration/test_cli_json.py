@@ -44,16 +44,22 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     return json.loads(capsys.readouterr().out, parse_constant=refuse)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        *("ls .", "du .", "inspect s2", "inspect s2 --stats", "verify s1 s2", "diff s1 s2", "pin s1"),
-        *("prune . --keep 1", "prune . --keep 1 --best limit", "gc .", "report .", "doctor ."),
-        "convert s2 c --to dcp",
-    ],
+CALLS = (
+    *("ls .", "du .", "inspect s2", "inspect s2 --stats", "verify s1 s2", "diff s1 s2", "pin s1"),
+    *("prune . --keep 1", "prune . --keep 1 --best limit", "gc .", "report .", "doctor ."),
+    "convert s2 c --to dcp",
 )
+
+
+@pytest.mark.parametrize("command", CALLS)
 def test_every_command_prints_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, *command.split())
+
+
+def test_no_command_that_prints_json_is_left_out() -> None:
+    needs_a_worker = {"top"}
+    called = {call.split()[0] for call in CALLS}
+    assert called == set(cli.COMMANDS) - {*cli.WITHOUT_JSON} - needs_a_worker, "add a call of the command to CALLS"
 
 
 def test_diff_names_nan_and_infinity_and_prune_the_score(capsys: pytest.CaptureFixture[str]) -> None:
