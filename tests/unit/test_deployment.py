@@ -28,6 +28,11 @@ def config_of(words: list[str], endpoint: str = "ipc:///run/x/w.sock") -> Any:
     return _config(options)
 
 
+def test_the_page_names_the_default_of_the_drain() -> None:
+    named = re.search(r"`--drain-timeout-s` \(([0-9]+) s\)", (DEPLOYMENT / "README.md").read_text())
+    assert named is not None and int(named[1]) == config_of([]).drain_timeout_s
+
+
 # ---- systemd
 
 

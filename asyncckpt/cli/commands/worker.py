@@ -17,8 +17,11 @@ from asyncckpt.config import endpoint_from_environment
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt.protocol.identity import is_gone, start_ticks
-from asyncckpt.protocol.options import add_options, to_arguments
+from asyncckpt.protocol.options import DRAIN_TIMEOUT_S, add_options, to_arguments
 from asyncckpt.recall.snapshots import endpoint_of
+
+EXIT_MARGIN_S = 30.0
+"""How much longer than a worker drains by default the command waits for its exit. Chosen, not measured."""
 
 EXAMPLES = (
     "asyncckpt worker start --root /checkpoints --idle-exit-s 0",
@@ -56,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             action.add_argument(
                 "--timeout-s",
                 type=parse_seconds,
-                default=150.0,
+                default=DRAIN_TIMEOUT_S + EXIT_MARGIN_S,
                 metavar="S",
                 help="seconds to wait until it has exited (default: %(default)s)",
             )
