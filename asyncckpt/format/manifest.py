@@ -172,6 +172,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "writer": manifest.writer,
         "metadata": dict(manifest.metadata),
         "timings": dict(manifest.timings),
+        # An optional field that is added goes here, and is left out if it is None.
         "ranks": [
             {
                 "rank": r.rank,
