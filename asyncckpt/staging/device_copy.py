@@ -38,7 +38,7 @@ TRANSFER_TIMEOUT_S = 600.0
 """Time limit for the devices' earlier work and the copies. Chosen: no queue of kernels takes so long, unless one of
 them waits for a rank that has ended."""
 
-DRAIN_TIMEOUT_S = 30.0
+SETTLE_TIMEOUT_S = 30.0
 """Time limit for the copies of a failed save to end, so that nothing writes to its slot. Chosen: far above the time to
 copy a full slot."""
 
@@ -459,12 +459,12 @@ class Transfer:
     def settle(self) -> bool:
         """Wait until all copies have ended, whatever has failed before.
 
-        Blocks: at most `DRAIN_TIMEOUT_S`. An interrupt is raised at the end of the wait.
+        Blocks: at most `SETTLE_TIMEOUT_S`. An interrupt is raised at the end of the wait.
 
         Returns:
             False if it is not known whether they have ended: then the slot must stay mapped and pinned for good.
         """
-        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S
         interrupt: BaseException | None = None
         while True:
             try:

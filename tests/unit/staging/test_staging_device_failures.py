@@ -33,7 +33,7 @@ def saver(
     device: SimulatedDevice, small_pieces: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Saver]:
     note_seals(device, monkeypatch)
-    monkeypatch.setattr(device_copy, "DRAIN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(device_copy, "SETTLE_TIMEOUT_S", 0.2)
     fields = {"staging": "overlap", "slots": 1, "slot_timeout_s": 30, **getattr(request, "param", {})}
     made = Saver(device, **fields)
     yield made
