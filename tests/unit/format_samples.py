@@ -67,8 +67,8 @@ INDEX = RankIndex(
     structure=encode_structure(STRUCTURE),
 )
 _INDEX_BYTES = encode_index(INDEX)
-# IMPORTANT: everything here is what tests/golden/format-v1 holds, which does not change. A test of a field that was added
-# later uses `dataclasses.replace(MANIFEST, field=...)`.
+# IMPORTANT: everything here is what tests/golden/format-v1 holds, which does not change. A test of a field that was
+# added later uses `dataclasses.replace(MANIFEST, field=...)`.
 MANIFEST = Manifest(
     save_id=SAVE_ID,
     step=300,

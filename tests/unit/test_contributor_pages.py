@@ -19,6 +19,17 @@ def test_every_path_that_the_page_names_exists(page: str) -> None:
     assert [path for path in named if not any(REPOSITORY.glob(path))] == []
 
 
+def test_every_name_of_code_and_every_target_in_the_how_tos_exists() -> None:
+    page = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    sources = [file for root in ("asyncckpt", "tests") for file in (REPOSITORY / root).rglob("*.py")]
+    words = set(re.findall(r"\w+", "\n".join(file.read_text() for file in sources)))
+    named = set(re.findall(r"`(_\w{2,}|[A-Za-z]+_\w+|[A-Z]{3,})(?:\([\w, ]*\))?`", page))
+    assert len(named) > 8 and named - words == set()
+    targets = set(re.findall(r"^([\w./-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+    made = set(re.findall(r"^make ([\w./-]+)|`make ([\w-]+)`", page, re.MULTILINE))
+    assert len(made) > 4 and {first or second for first, second in made} - targets == set()
+
+
 def test_every_package_has_a_row_in_the_architecture() -> None:
     packages = {str(file.parent.relative_to(REPOSITORY)) for file in (REPOSITORY / "asyncckpt").glob("*/__init__.py")}
     rows = set(re.findall(r"^\| `([\w/]+)` \| ", ARCHITECTURE, re.MULTILINE))
@@ -36,6 +47,8 @@ def test_every_package_has_a_row_in_the_architecture() -> None:
         "how do I add an object store?",
         "how do I add a leaf type?",
         "a command?",
+        "a field of the manifest?",
+        "a setting, its default?",
         "a framework?",
         "where is the state machine?",
     ],
