@@ -1,13 +1,14 @@
 """The commit record of a checkpoint: small, human-readable JSON that carries its own checksum.
 
-IMPORTANT: a manifest is created last and never changed. Whatever it names was durable before it existed.
+IMPORTANT: a manifest is created last and never changed. All files that it names are durable before it is created.
 
-A tombstone is the record of a save that was given up: it stands where the manifest would, so that the save can never be
-committed. Like a manifest it is put if none is there. Whoever finds it may remove the files of its save and of all
-earlier ones at that path, because none of them can be published any more; later saves may take its place.
+A tombstone is the record of a save that was given up. It has the name of a manifest, so that the save can never be
+committed: like a manifest, it is created only if no file has that name. Once a tombstone exists, the files of its save
+and of all earlier saves to that path may be removed, because none of these can be committed any more. A later save may
+replace the tombstone.
 
-Every document of the format says its version and, in `must`, the fields that a reader must know; a reader ignores other
-fields that it does not know.
+Each document of the format has its version and, in the field `must`, the names of fields that a reader has to know. A
+reader ignores other fields that it does not know.
 """
 
 from __future__ import annotations
@@ -31,27 +32,28 @@ from asyncckpt.format.names import (
 )
 
 MUST = "must"
+"""The optional field of a document with the names of the fields that a reader has to know."""
 
 
 def check_version(
     document: Mapping[str, Any], key: str, supported: int, *, what: str, known: Collection[str] = ()
 ) -> None:
-    """Prove that this package can read `document`.
+    """Check that this package can read `document`.
 
     Args:
         document: The decoded map.
-        key: The field that holds the version.
-        supported: The newest version that this package reads; older ones it reads too.
-        what: For messages: "index", "manifest", ...
-        known: Fields that a document may demand.
+        key: Name of the field with the version.
+        supported: The newest version that this package reads. It reads all older ones as well.
+        what: Kind of document, for messages: "index", "manifest", ...
+        known: Fields that `must` may name.
 
     Raises:
-        UnsupportedFormatError: A newer version, or a required field that this version does not know.
-        ValueError: No version at all.
+        UnsupportedFormatError: The version is newer, or `must` names a field that is not in `known`.
+        ValueError: There is no valid version, or `must` is malformed.
     """
     found = document.get(key)
     if type(found) is not int or found < 1:
-        raise ValueError(f"{what} version {found!r}")
+        raise ValueError(f"field `{key}` is {found!r}, expected a version number from 1 on")
     if found > supported:
         raise UnsupportedFormatError(
             f"{what} version {found} is newer than this package reads ({supported}); upgrade asyncckpt",
@@ -60,36 +62,35 @@ def check_version(
         )
     must = list_of(document.get(MUST, ()))
     if not all(type(n) is str for n in must):
-        raise ValueError(f"{what}: `{MUST}` is no list of names")
+        raise ValueError(f"field `{MUST}` is not a list of strings")
     unknown = sorted(set(must) - set(known))
     if unknown:
         raise UnsupportedFormatError(
-            f"{what} needs {unknown[:10]}, which this package does not know; upgrade asyncckpt",
+            f"{what} requires the fields {unknown[:10]}, which this package does not know; upgrade asyncckpt",
             found=found,
             supported=supported,
         )
 
 
 def list_of(value: Any) -> Sequence[Any]:
-    """Return `value` if it is a list; a map or a text iterates too, and must not pass for one.
+    """Return `value` if it is a list or a tuple. Maps and strings can be iterated as well, and are refused.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is of another type.
     """
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{type(value).__name__} in place of a list")
+        raise ValueError(f"expected a list, found {type(value).__name__}")
     return value
 
 
 MANIFEST_VERSION = 1
 PLANNER_KEY = "torch.distributed.checkpoint"
-"""In `metadata`: what a planner of stock torch, which saved the checkpoint, keeps with it."""
+"""Key of `Manifest.metadata`: metadata of a planner of `torch.distributed.checkpoint` that saved the checkpoint."""
 
 MAX_MANIFEST_NBYTES = 64 << 20
 STATE_COMMITTED = "committed"
 STATE_ABANDONED = "abandoned"
-"""Of a tombstone, which commits nothing."""
-
+"""`state` of a tombstone, which commits nothing."""
 
 _MAX_INT = (1 << 63) - 1
 _ZERO_CHECKSUM = FILE_CHECKSUM_PREFIX + "0" * 32
@@ -100,7 +101,15 @@ _TRAILER_NBYTES = len(f'"checksum": "{_ZERO_CHECKSUM}"\n}}\n')
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRecord:
-    """What one rank contributed: its index with checksum, and totals for `ls` and `du`."""
+    """One rank's entry in the manifest: name, length and checksum of its index, and totals for `ls` and `du`.
+
+    Attributes:
+        rank: The rank.
+        index_name, index_nbytes, index_checksum: Name of the index, its exact length in bytes, its `file_checksum`.
+        n_tensors: Number of tensors whose first element the rank stored.
+        n_files: Number of files that the rank wrote, index included.
+        nbytes: Bytes of these files.
+    """
 
     rank: int
     index_name: str
@@ -113,7 +122,7 @@ class RankRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DcpRecord:
-    """The `.metadata` beside a manifest: exact length, `file_checksum` of its bytes."""
+    """The `.metadata` file beside a manifest of layout "dcp": exact length in bytes, `file_checksum` of its bytes."""
 
     nbytes: int
     checksum: str
@@ -124,13 +133,17 @@ class Manifest:
     """The commit record of a checkpoint.
 
     Attributes:
-        step: The training step, as the user counts.
-        created: ISO 8601, UTC.
-        fsync: False when the user switched fsync off; then a power cut may lose the checkpoint.
+        save_id: ID of the save.
+        step: The user's training step.
+        world_size: Number of ranks.
+        created: Time of the commit, ISO 8601, UTC.
+        fsync: Whether files were fsynced; if not, a power cut may lose the checkpoint.
+        writer: Package and version that wrote it.
+        ranks: One entry per rank, in order.
         metadata: The user's JSON.
-        timings: Seconds per phase of the save, for reports; no reader depends on it.
-        writer: Package and version.
-        dcp: In layout "dcp" what belongs beside it; None: layout "safetensors".
+        timings: Seconds that the slowest rank spent in each phase of the save, by the phase's name, for reports. A
+            writer must store the object, which may be empty; a load does not use the values.
+        dcp: In layout "dcp" the record of `.metadata`; None in layout "safetensors".
     """
 
     save_id: SaveId
@@ -146,7 +159,7 @@ class Manifest:
 
     @property
     def layout(self) -> str:
-        """What the shard files look like, one of `names.LAYOUTS`."""
+        """Layout of the shard files, one of `names.LAYOUTS`."""
         return SAFETENSORS if self.dcp is None else DCP
 
     @property
@@ -156,10 +169,10 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the file's bytes (format/SPEC.md section 2).
+    """Return the bytes of `manifest.json` (format/SPEC.md section 2).
 
     Raises:
-        ValueError: The metadata are no JSON, or too large.
+        ValueError: The metadata cannot be stored as JSON, or are too large.
     """
     document: dict[str, Any] = {
         "asyncckpt_manifest": MANIFEST_VERSION,
@@ -193,41 +206,42 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def sealed(document: dict[str, Any]) -> bytes:
-    """Return a document's bytes, with its checksum as the last member.
+    """Return the JSON of a manifest or tombstone with its checksum as the last member.
 
     Raises:
-        ValueError: It is no JSON, or too large.
+        ValueError: `document` cannot be stored as JSON, or is too large.
     """
     document["checksum"] = _ZERO_CHECKSUM
     blank = (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
     head, tail = blank[:-_TRAILER_NBYTES], blank[-_TRAILER_NBYTES:]
-    if len(blank) > MAX_MANIFEST_NBYTES:  # no reader would take it
-        raise ValueError(f"a manifest of {len(blank)} bytes, the limit is {MAX_MANIFEST_NBYTES}; save less metadata")
+    if len(blank) > MAX_MANIFEST_NBYTES:  # readers refuse it
+        raise ValueError(f"the manifest has {len(blank)} bytes, the limit is {MAX_MANIFEST_NBYTES}; save less metadata")
     return head + tail.replace(_ZERO_CHECKSUM.encode(), file_checksum(blank).encode())
 
 
 def decode_manifest(data: bytes, path: str = "") -> Manifest:
-    """Read and check a manifest.
+    """Decode and check a manifest.
 
     Args:
         data: The file's bytes.
         path: The checkpoint's directory, for messages.
 
     Raises:
-        UnsupportedFormatError: Written by a newer version.
+        UnsupportedFormatError: A newer version wrote it, or it requires a field that this version does not know.
         CheckpointNotCommittedError: It is a tombstone.
-        CorruptCheckpointError: Damaged, or not a manifest of ours.
+        CorruptCheckpointError: It is damaged, or not a manifest of asyncckpt.
     """
     try:
         raw = unsealed(data, path)
-        if raw["state"] == STATE_ABANDONED:
+        state = _field(raw, "state", str)
+        if state == STATE_ABANDONED:
             raise CheckpointNotCommittedError(
                 f"{path} holds a save that was begun, never committed, and given up by `asyncckpt gc`; load another "
                 "checkpoint",
                 path=path,
             )
-        if raw["state"] != STATE_COMMITTED:
-            raise ValueError(f"state {raw['state']!r}")
+        if state != STATE_COMMITTED:
+            raise ValueError(f"field `state` is {state!r}, expected {STATE_COMMITTED!r} or {STATE_ABANDONED!r}")
         return _checked_manifest(raw)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         if isinstance(error, (UnsupportedFormatError, CorruptCheckpointError)):
@@ -241,16 +255,22 @@ def decode_manifest(data: bytes, path: str = "") -> Manifest:
 
 
 def unsealed(data: bytes, path: str) -> dict[str, Any]:
-    """Return a document whose checksum and version were checked.
+    """Check the checksum and the version of a manifest or tombstone, and return its fields.
+
+    Args:
+        data: The file's bytes.
+        path: The checkpoint's directory, for messages.
 
     Raises:
-        UnsupportedFormatError: Written by a newer version.
-        ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError: Damaged.
+        UnsupportedFormatError: A newer version wrote it, or it requires a field that this version does not know.
+        ValueError, RecursionError: It is damaged.
     """
     _refuse_newer(data, path)
     trailer = _TRAILER.search(data[-_TRAILER_NBYTES:])
-    if len(data) > MAX_MANIFEST_NBYTES or trailer is None:
-        raise ValueError("no checksum at its end")
+    if len(data) > MAX_MANIFEST_NBYTES:
+        raise ValueError(f"it has {len(data)} bytes, the limit is {MAX_MANIFEST_NBYTES}")
+    if trailer is None:
+        raise ValueError("it does not end with a checksum")
     blank = data[:-_TRAILER_NBYTES] + data[-_TRAILER_NBYTES:].replace(trailer[1], _ZERO_CHECKSUM.encode())
     if file_checksum(blank) != trailer[1].decode():
         raise ValueError("its checksum does not match")
@@ -260,7 +280,7 @@ def unsealed(data: bytes, path: str) -> dict[str, Any]:
 
 
 def _refuse_newer(data: bytes, path: str) -> None:
-    """A newer version may end otherwise than ours, so its number is looked at before its checksum."""
+    """Check the version before the checksum, whose place may differ in a newer version."""
     found = _VERSION.match(data[:256])
     if found and int(found[1]) > MANIFEST_VERSION:
         raise UnsupportedFormatError(
@@ -273,66 +293,109 @@ def _refuse_newer(data: bytes, path: str) -> None:
 
 
 def _checked_manifest(raw: dict[str, Any]) -> Manifest:
-    save_id, world_size = SaveId.parse(raw["save_id"]), raw["world_size"]
-    if not _is_step(raw["step"]) or type(raw["fsync"]) is not bool or not isinstance(raw["metadata"], dict):
-        raise ValueError("a field has another type than the SPEC says")
-    if type(world_size) is not int or not 1 <= world_size <= MAX_RANKS or len(list_of(raw["ranks"])) != world_size:
-        raise ValueError(f"{len(raw['ranks'])} ranks of world {world_size!r}")
-    ranks = tuple(_checked_rank(r, number, save_id) for number, r in enumerate(raw["ranks"]))
+    save_id, world_size = SaveId.parse(_field(raw, "save_id", str)), _field(raw, "world_size", int)
+    records = _field(raw, "ranks", list)
+    if not 1 <= world_size <= MAX_RANKS:
+        raise ValueError(f"field `world_size` is {world_size}, expected 1 to {MAX_RANKS}")
+    if len(records) != world_size:
+        raise ValueError(f"field `ranks` has {len(records)} entries, expected {world_size}, as `world_size` says")
     return Manifest(
         save_id=save_id,
-        step=raw["step"],
+        step=_checked_number(raw, "step", minimum=-_MAX_INT),
         world_size=world_size,
-        created=str(raw["created"]),
-        fsync=raw["fsync"],
-        writer=str(raw["writer"]),
-        ranks=ranks,
-        metadata=raw["metadata"],
-        timings={str(k): float(v) for k, v in raw["timings"].items()},
-        dcp=_checked_dcp(raw[DCP_METADATA_NAME]) if layout_of(raw) == DCP else None,
+        created=str(_member(raw, "created")),
+        fsync=_field(raw, "fsync", bool),
+        writer=str(_member(raw, "writer")),
+        ranks=tuple(_checked_rank(record, number, save_id) for number, record in enumerate(records)),
+        metadata=_field(raw, "metadata", dict),
+        timings=_checked_timings(_field(raw, "timings", dict)),
+        dcp=_checked_dcp(_field(raw, DCP_METADATA_NAME, dict)) if layout_of(raw) == DCP else None,
     )
+
+
+def _checked_timings(raw: dict[str, Any]) -> dict[str, float]:
+    try:
+        return {str(phase): float(seconds) for phase, seconds in raw.items()}
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"field `timings` has a value that is not a number of seconds: {error}") from error
 
 
 def _checked_dcp(raw: dict[str, Any]) -> DcpRecord:
-    record = DcpRecord(nbytes=raw["nbytes"], checksum=raw["checksum"])
-    if type(record.nbytes) is not int or not 0 <= record.nbytes <= _MAX_INT or not is_file_checksum(record.checksum):
-        raise ValueError(f"malformed record of {DCP_METADATA_NAME}")
-    return record
+    where = f" of `{DCP_METADATA_NAME}`"
+    return DcpRecord(nbytes=_checked_number(raw, "nbytes", where), checksum=_checked_checksum(raw, "checksum", where))
 
 
-def _is_step(value: Any) -> bool:
-    return type(value) is int and -_MAX_INT <= value <= _MAX_INT
-
-
-def _checked_rank(raw: dict[str, Any], number: int, save_id: SaveId) -> RankRecord:
-    record = RankRecord(
-        rank=raw["rank"],
-        index_name=raw["index"],
-        index_nbytes=raw["index_nbytes"],
-        index_checksum=raw["index_checksum"],
-        n_tensors=raw["tensors"],
-        n_files=raw["files"],
-        nbytes=raw["nbytes"],
+def _checked_rank(raw: Any, number: int, save_id: SaveId) -> RankRecord:
+    where = f" of entry {number} of `ranks`"
+    _checked_type(raw, dict, f"entry {number} of `ranks`")
+    rank, expected = _member(raw, "rank", where), index_name(save_id, number)
+    if rank != number:
+        raise ValueError(f"field `rank`{where} is {rank!r}, expected {number}")
+    if _member(raw, "index", where) != expected:
+        raise ValueError(f"field `index`{where} is {raw['index']!r}, expected {expected!r}")
+    return RankRecord(
+        rank=rank,
+        index_name=expected,
+        index_nbytes=_checked_number(raw, "index_nbytes", where),
+        index_checksum=_checked_checksum(raw, "index_checksum", where),
+        n_tensors=_checked_number(raw, "tensors", where),
+        n_files=_checked_number(raw, "files", where),
+        nbytes=_checked_number(raw, "nbytes", where),
     )
-    numbers = (record.index_nbytes, record.n_tensors, record.n_files, record.nbytes)
-    if record.rank != number or record.index_name != index_name(save_id, number):
-        raise ValueError(f"entry {number} of ranks is rank {record.rank!r} with index {record.index_name!r}")
-    if any(type(n) is not int or not 0 <= n <= _MAX_INT for n in numbers) or not is_file_checksum(
-        record.index_checksum
-    ):
-        raise ValueError(f"malformed numbers of rank {number}")
-    return record
+
+
+_JSON_TYPES = {
+    bool: "true or false",
+    dict: "an object",
+    float: "a number",
+    int: "an integer",
+    list: "a list",
+    str: "a string",
+    type(None): "null",
+}
+
+
+def _member(raw: Mapping[str, Any], name: str, where: str = "") -> Any:
+    """Return a field's value; `where`: for messages, the part of the document that `raw` is."""
+    if name not in raw:
+        raise ValueError(f"field `{name}`{where} is missing")
+    return raw[name]
+
+
+def _field(raw: Mapping[str, Any], name: str, kind: type, where: str = "") -> Any:
+    """Return a field's value, which must be of type `kind`; a bool is not an integer."""
+    return _checked_type(_member(raw, name, where), kind, f"field `{name}`{where}")
+
+
+def _checked_type(value: Any, kind: type, what: str) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{what} is {_JSON_TYPES[type(value)]}, expected {_JSON_TYPES[kind]}")
+    return value
+
+
+def _checked_number(raw: Mapping[str, Any], name: str, where: str = "", minimum: int = 0) -> int:
+    number: int = _field(raw, name, int, where)
+    if not minimum <= number <= _MAX_INT:
+        raise ValueError(f"field `{name}`{where} is {number}, expected {minimum} to {_MAX_INT}")
+    return number
+
+
+def _checked_checksum(raw: Mapping[str, Any], name: str, where: str) -> str:
+    checksum: str = _field(raw, name, str, where)
+    if not is_file_checksum(checksum):
+        raise ValueError(f"field `{name}`{where} is {checksum[:60]!r}, expected `xxh3_128:` and 32 hex digits")
+    return checksum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tombstone:
-    """A record in the place of a manifest: saves up to `save_id` can no longer be committed there.
+    """The record in place of a manifest: saves up to `save_id` can no longer be committed to its directory.
 
     Attributes:
-        save_id: The latest save that was given up there.
-        created: ISO 8601, UTC.
-        writer: Package and version.
-        was_committed: The save had been committed, and retention has removed it.
+        save_id: The latest save that was given up.
+        created: Time at which it was written, ISO 8601, UTC.
+        writer: Package and version that wrote it.
+        was_committed: Whether that save had been committed, and retention then removed it.
     """
 
     save_id: SaveId
@@ -342,7 +405,7 @@ class Tombstone:
 
 
 def encode_tombstone(tombstone: Tombstone) -> bytes:
-    """Return the file's bytes (format/SPEC.md section 2)."""
+    """Return the bytes of a tombstone's file (format/SPEC.md section 2)."""
     return sealed(
         {
             "asyncckpt_manifest": MANIFEST_VERSION,
@@ -356,11 +419,14 @@ def encode_tombstone(tombstone: Tombstone) -> bytes:
 
 
 def decode_tombstone(data: bytes, path: str = "") -> Tombstone | None:
-    """Return the tombstone in `data`; None: it is a manifest, or nothing that can be read.
+    """Decode a tombstone.
 
     Args:
-        data: The bytes of a file called as a manifest is.
+        data: The bytes of a file that has the name of a manifest.
         path: The checkpoint's directory, for messages.
+
+    Returns:
+        The tombstone, or None if `data` is a manifest or cannot be decoded.
     """
     try:
         raw = unsealed(data, path)
@@ -377,5 +443,5 @@ def decode_tombstone(data: bytes, path: str = "") -> Tombstone | None:
 
 
 def newest(manifests: Iterable[tuple[str, Manifest]]) -> tuple[str, Manifest] | None:
-    """Return the (path, manifest) pair that is newest by lineage, or None."""
+    """Return the (path, manifest) pair with the largest save ID (by epoch, then sequence), or None if there is none."""
     return max(manifests, key=lambda pair: pair[1].save_id, default=None)

@@ -144,6 +144,37 @@ def test_bad_manifest_is_refused(data: bytes) -> None:
     assert caught.value.path == "/some/path"
 
 
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"no JSON", "it does not end with a checksum"),
+        (_manifest(asyncckpt_manifest="1"), "field `asyncckpt_manifest` is '1', expected a version number from 1 on"),
+        (_manifest(state="forgotten"), "field `state` is 'forgotten', expected 'committed' or 'abandoned'"),
+        (_manifest(step="300"), "field `step` is a string, expected an integer"),
+        (_manifest(fsync=1), "field `fsync` is an integer, expected true or false"),
+        (_manifest(world_size=True), "field `world_size` is true or false, expected an integer"),
+        (_manifest(world_size=2), "field `ranks` has 1 entries, expected 2, as `world_size` says"),
+        (_manifest(timings=[]), "field `timings` is a list, expected an object"),
+        (_manifest(timings={"write": "soon"}), "field `timings` has a value that is not a number of seconds: .*'soon'"),
+        (_manifest(ranks=[1]), "entry 0 of `ranks` is an integer, expected an object"),
+        (_manifest_rank(rank=1), "field `rank` of entry 0 of `ranks` is 1, expected 0"),
+        (_manifest_rank(files=None), "field `files` of entry 0 of `ranks` is null, expected an integer"),
+        (_manifest_rank(nbytes=-1), "field `nbytes` of entry 0 of `ranks` is -1, expected 0 to 9223372036854775807"),
+        (_manifest_rank(index_checksum="md5:0"), "field `index_checksum` of entry 0 of `ranks` is 'md5:0', expected"),
+    ],
+)
+def test_message_about_a_bad_manifest_names_the_field_and_what_was_found_and_expected(data: bytes, said: str) -> None:
+    with pytest.raises(CorruptCheckpointError, match=said):
+        decode_manifest(data, "/some/path")
+
+
+@pytest.mark.parametrize("field", sorted(json.loads(encode_manifest(MANIFEST)).keys() - {"checksum"}))
+def test_message_about_a_manifest_without_a_field_names_the_field(field: str) -> None:
+    without = {name: value for name, value in json.loads(encode_manifest(MANIFEST)).items() if name != field}
+    with pytest.raises(CorruptCheckpointError, match=f"field `{field}` is "):
+        decode_manifest(sealed_manifest(without), "/some/path")
+
+
 def test_manifest_that_no_reader_would_take_is_not_written() -> None:
     for metadata in ({"x": "y" * (65 << 20)}, {"x": float("nan")}):
         with pytest.raises(ValueError, match=r"bytes|JSON|float"):
