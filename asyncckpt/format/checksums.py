@@ -1,4 +1,4 @@
-"""The one checksum: xxh3, 64 bits per block and 128 bits for whole small files (docs/adr/0002)."""
+"""Checksums of the format: xxh3, 64 bits for each block of a shard file, 128 bits for a small file (docs/adr/0002)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import xxhash
 
 BLOCK_NBYTES = 256 * 1024
-"""Unit of checksum. Measured: two threads hash 256 KiB pieces at 30 GB/s, 1 MiB pieces at 33 (docs/adr/0002)."""
+"""Bytes of a shard file that have one checksum. Two threads hash 256 KiB blocks at 30 GB/s, 1 MiB blocks at 33 GB/s
+(docs/adr/0002)."""
 
 DIGEST_NBYTES = 8
-"""Width of one block's checksum: xxh3_64, little endian, seed 0."""
+"""Bytes of one block's checksum: xxh3_64, little endian, seed 0."""
 
 FILE_CHECKSUM_PREFIX = "xxh3_128:"
 _FILE_CHECKSUM = re.compile(r"xxh3_128:[0-9a-f]{32}\Z")
@@ -35,14 +36,19 @@ def block_digest(block: Buffer) -> bytes:
 
 
 def block_digests(blocks: memoryview, block_nbytes: int) -> bytes:
-    """Return the checksums of consecutive blocks, one behind the other; the last block may be short."""
+    """Return the checksums of consecutive blocks, concatenated.
+
+    Args:
+        blocks: The blocks' bytes; the last block may be short.
+        block_nbytes: Bytes of a block.
+    """
     digest = xxhash.xxh3_64_intdigest
     found = [digest(blocks[at : at + block_nbytes]) for at in range(0, len(blocks), block_nbytes)]
     return struct.pack(f"<{len(found)}Q", *found)
 
 
 def file_checksum(data: Buffer) -> str:
-    """Return the checksum of a small file as text: `xxh3_128:` and 32 hex digits."""
+    """Return the checksum of a small file's bytes as text: `xxh3_128:` and 32 hex digits."""
     return FILE_CHECKSUM_PREFIX + xxhash.xxh3_128_hexdigest(data)  # type: ignore[arg-type]
 
 

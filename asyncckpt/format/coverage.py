@@ -1,12 +1,14 @@
-"""Coverage: do the chunks of all ranks hold every element of every tensor exactly once? Pure.
+"""Coverage: checks that the chunks of all ranks hold each element of each tensor exactly once. Pure.
 
-Three answers, the cheapest first. By sums: what a rank stores of each tensor as one number, and those of all ranks add
-up to a known one. Every coordinate of every dimension has a number of its own, drawn by a hash. A run of elements
-counts as the number of its start less that of its end, a box as the product over its dimensions. Where boxes meet, what
-lies between them cancels out; so those that hold every element of a tensor exactly once add up to what a single box of
-its shape counts, however they are cut, and in whatever order they come. Any others do so by chance only, about once in
-2**58 (ADR 0018). Box by box, where sums do not add up (`coverage_fault`). For people, with the boxes that are missing
-or stored twice, and whose lie beside (`located_fault`).
+There are three checks, the cheapest first:
+
+1. Sums (`Tally`, `suspects`). Each rank turns its chunks of a tensor into one number, and the numbers of all ranks must
+   add up to a known one. A hash gives each coordinate of each dimension a number. The sum of a run of elements is the
+   number of its start minus the number of its end, and the sum of a box is the product of its runs. At the border of
+   two adjacent boxes the numbers cancel. So boxes that hold each element exactly once have the same sum as a single box
+   with the tensor's shape. Other boxes do so with a probability of about 2**-58 (ADR 0018).
+2. Box by box, for tensors whose sums are wrong (`coverage_fault`).
+3. For the message: which boxes are missing or stored twice, and which ranks hold adjacent ones (`located_fault`).
 """
 
 from __future__ import annotations
@@ -27,16 +29,17 @@ from asyncckpt.format.names import SaveId, split_per_rank_name
 from asyncckpt.format.structure import Box, find_overlap
 
 MAX_CUTS = 64
-"""One inside the other. A mesh has one for each dimension, a mesh of what a mesh has cut two. Chosen, not measured."""
+"""Most nested cuts through a tensor's shape. One device mesh makes at most one cut for each dimension, two meshes make
+two. Chosen, not measured."""
 
 MAX_PAIRS = 1_000_000
-"""Boxes that are compared with each other, about a second. What a mesh has cut is compared with nothing."""
+"""Most pairs of boxes that are compared, which takes about a second. Boxes of device meshes need no comparison."""
 
 
 def coverage_fault(global_shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
-    """Say what is wrong with `boxes` as a partition of a tensor of `global_shape`; None when nothing is.
+    """Return why `boxes` do not hold each element of a tensor of `global_shape` exactly once; None if they do.
 
-    Boxes lie inside the shape (the index's decoder saw to it). Those without elements count for nothing.
+    The boxes must lie inside the shape, which `decode_structure` checks. Boxes without elements are ignored.
     """
     if len(boxes) == 1 and boxes[0][1] == global_shape:
         return None
@@ -45,9 +48,9 @@ def coverage_fault(global_shape: tuple[int, ...], boxes: Sequence[Box]) -> str |
     if found == wanted and _fits_together(filled, tuple((0, n) for n in global_shape)):
         return None
     if len(filled) > 1 and not is_affordable(filled, len(global_shape)):
-        # IMPORTANT: refused, whoever is right: boxes that somebody has thought up would take hours.
+        # IMPORTANT: refuse them even though they may be correct: comparing boxes made by an attacker could take hours.
         if found == wanted:
-            return f"its {len(filled)} chunks lie in no order in which they could be compared"
+            return f"its {len(filled)} chunks overlap too much in each dimension to be compared"
     elif len(filled) > 1:
         twice = find_overlap(filled)
         if twice is not None:
@@ -58,7 +61,7 @@ def coverage_fault(global_shape: tuple[int, ...], boxes: Sequence[Box]) -> str |
 
 
 def is_affordable(boxes: Sequence[Box], n_dims: int) -> bool:
-    """Whether the sweep for boxes that overlap compares few enough of them."""
+    """Whether `find_overlap` compares at most `MAX_PAIRS` pairs of boxes."""
     if n_dims == 0:
         return True
     d = max(range(n_dims), key=lambda d: len({offsets[d] for offsets, _ in boxes}))
@@ -73,17 +76,17 @@ def is_affordable(boxes: Sequence[Box], n_dims: int) -> bool:
 
 
 def _fits_together(boxes: list[Box], region: tuple[tuple[int, int], ...], cuts: int = 0) -> bool:
-    """Whether `boxes` cover `region` ((start, end) in each dimension) exactly once. False may also mean: not obviously.
+    """Whether `boxes` cover `region` ((start, end) in each dimension) exactly once. False: they may or may not.
 
-    Where no box lies on both sides of a cut through the region, both sides are looked at by themselves: sorting is all
-    that thousands of boxes cost, which come from meshes, and from rows of what meshes have cut.
+    If no box crosses a cut through the region, the two sides are checked separately. So thousands of boxes of device
+    meshes, and rows of these, only have to be sorted.
     """
     if cuts > MAX_CUTS:
         return False
     if len(boxes) < 2 or not region:
         return [tuple((o, o + s) for o, s in zip(*box, strict=True)) for box in boxes] == [region]
     others = (tuple(start for start, _ in region[1:]), tuple(end - start for start, end in region[1:]))
-    if all((offsets[1:], sizes[1:]) == others for offsets, sizes in boxes):  # rows: by far the most
+    if all((offsets[1:], sizes[1:]) == others for offsets, sizes in boxes):  # rows, the most frequent case
         return _are_joined(sorted((offsets[0], sizes[0]) for offsets, sizes in boxes), *region[0])
     for d, (start, end) in enumerate(region):
         slabs: list[list[Box]] = []
@@ -117,28 +120,28 @@ def _are_joined(runs: Sequence[tuple[int, int]], start: int, end: int) -> bool:
 
 
 MAX_BOXES = 3
-"""Missing boxes that a text names."""
+"""Most missing boxes that a message names."""
 
 MAX_BESIDE = 4
-"""Ranks beside a missing box that a text names, and ranks that store nothing."""
+"""Most ranks with adjacent boxes, and most ranks without any, that a message names."""
 
 MAX_PIECES = 256
-"""Pieces that are looked at while what is missing is cut out. Chosen, not measured: holes of meshes are few boxes."""
+"""Most boxes while the missing ones are computed. Chosen, not measured: with a rank of a mesh missing they are few."""
 
 MAX_DIMS = 8
-"""Dimensions of a box that a text shows."""
+"""Most dimensions of a box that a message shows."""
 
 
 def located_fault(
     global_shape: tuple[int, ...], boxes: Sequence[Box], ranks: Sequence[int], idle: Sequence[int] = ()
 ) -> str | None:
-    """Say what is wrong with `boxes` as a partition of a tensor, where, and whose they are; None when nothing is.
+    """Return why `boxes` do not hold each element of a tensor exactly once, with places and ranks; None if they do.
 
     Args:
-        global_shape: Of the tensor.
-        boxes: What is stored of it; they lie inside the shape.
-        ranks: Whose each box is.
-        idle: Ranks that name the tensor, and store nothing of it.
+        global_shape: Shape of the tensor, in elements.
+        boxes: The stored boxes, which lie inside the shape.
+        ranks: The rank of each box.
+        idle: Ranks whose structure has the tensor without chunks.
     """
     fault = coverage_fault(global_shape, boxes)
     if fault is None:
@@ -156,7 +159,7 @@ def located_fault(
     parts = [f"{shown(box)} is missing{_beside(box, filled)}" for box in missing[:MAX_BOXES]]
     if len(missing) > MAX_BOXES:
         parts.append(f"and {len(missing) - MAX_BOXES} more boxes")
-    nothing = f"; {_naming(idle)} it without storing any of it" if idle else ""
+    nothing = f"; {_ranks_list(idle)} it without storing any of it" if idle else ""
     return f"{fault}: {', '.join(parts)}{nothing}"
 
 
@@ -167,7 +170,7 @@ def shown(box: Box) -> str:
 
 
 def missing_boxes(global_shape: tuple[int, ...], boxes: Sequence[Box]) -> list[Box]:
-    """Return boxes that hold every element that `boxes` do not; none when there are too many of them to tell."""
+    """Return boxes that hold the elements that `boxes` lack; none if there would be more than `MAX_PIECES`."""
     missing: list[Box] = [((0,) * len(global_shape), global_shape)] if 0 not in global_shape else []
     for box in sorted(boxes):
         missing = [piece for old in missing for piece in _without(old, box)]
@@ -177,7 +180,7 @@ def missing_boxes(global_shape: tuple[int, ...], boxes: Sequence[Box]) -> list[B
 
 
 def _without(box: Box, cut: Box) -> list[Box]:
-    """Return what is left of `box`, in at most two pieces for each dimension."""
+    """Return `box` without the elements of `cut`, as at most two boxes for each dimension."""
     low = [max(o, p) for o, p in zip(box[0], cut[0], strict=True)]
     high = [min(o + s, p + t) for o, s, p, t in zip(*box, *cut, strict=True)]
     if any(start >= end for start, end in zip(low, high, strict=True)):
@@ -194,7 +197,7 @@ def _without(box: Box, cut: Box) -> list[Box]:
 
 
 def _joined(boxes: list[Box]) -> list[Box]:
-    """Join boxes that make one together: cutting takes holes apart along the boxes around them."""
+    """Join adjacent boxes that form one box. `_without` splits a missing box along the edges of the boxes around it."""
     for d in range(len(boxes[0][0]) if boxes else 0):
         joined: list[Box] = []
         for offsets, sizes in sorted(boxes, key=lambda b, d=d: (_others(b, d), b[0][d])):  # type: ignore[misc]
@@ -213,7 +216,7 @@ def _others(box: Box, d: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _beside(hole: Box, filled: Sequence[tuple[int, Box]]) -> str:
-    """Name those who hold what lies next to a hole."""
+    """Return text that names the ranks with boxes adjacent to the missing box `hole`."""
     found = [(rank, box) for rank, box in filled if _touch(hole, box)]
     shown_ = [f"rank {rank} holds {shown(box)}" for rank, box in found[:MAX_BESIDE]]
     if len(found) > MAX_BESIDE:
@@ -222,12 +225,12 @@ def _beside(hole: Box, filled: Sequence[tuple[int, Box]]) -> str:
 
 
 def _touch(a: Box, b: Box) -> bool:
-    """Whether two boxes that have no element in common share a face."""
+    """Whether two disjoint boxes share a face."""
     gaps = [max(o, p) - min(o + s, p + t) for o, s, p, t in zip(*a, *b, strict=True)]
     return gaps.count(0) == 1 and max(gaps, default=1) == 0
 
 
-def _naming(ranks: Sequence[int]) -> str:
+def _ranks_list(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]} names"
     text = ", ".join(map(str, ranks[:MAX_BESIDE]))
@@ -236,12 +239,13 @@ def _naming(ranks: Sequence[int]) -> str:
 
 
 PRIME = (1 << 61) - 1
-"""Sums are taken modulo this, the largest Mersenne prime below the 64 bits of the hash."""
+"""The modulus of the sums: the largest Mersenne prime below 2**64, as the hash has 64 bits."""
 
 LANE_NBYTES = 10
-"""Of one tensor in `Tally.sums`: 2**19 ranks are added up before a sum could run into the next one."""
+"""Bytes of one tensor's sum in `Tally.sums`. The sums of 2**19 ranks can be added before one overflows these bytes."""
 
 KINDS_NBYTES = 16
+"""Bytes of `Tally.kinds`."""
 
 Kind = tuple[str, str, tuple[int, ...]]
 """Stored name, dtype, global shape."""
@@ -249,11 +253,11 @@ Kind = tuple[str, str, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tally:
-    """What one rank stores.
+    """The sums of one rank's tensors, without those that it stores whole and for itself (`tally_of`).
 
     Attributes:
-        kinds: Digest of the stored names, dtypes and shapes of the tensors that are summed, in order.
-        sums: Of each of them, `LANE_NBYTES`, little-endian.
+        kinds: Digest of the stored names, dtypes and shapes of these tensors, in order.
+        sums: The sums, concatenated: `LANE_NBYTES` each, little endian.
     """
 
     kinds: bytes
@@ -261,41 +265,44 @@ class Tally:
 
 
 def seed_of(save_id: SaveId) -> int:
-    """Return the seed of all tallies of a run: a structure that fools one run fools no other."""
+    """Return the seed of all tallies of a run.
+
+    It is random per run, so nobody can make a structure with gaps whose sums are right in a later run.
+    """
     return int(save_id.run_id, 16)
 
 
 def tally_of(structure: bytes, rank: int, seed: int) -> Tally:
-    """Add up what a structure stores of each tensor.
+    """Return the sums of one rank's tensors.
 
-    A tensor that belongs to `rank` by its name, and is stored exactly once here, is left out.
+    A tensor that belongs to `rank` by its name and is stored exactly once in this structure is left out.
 
     Args:
-        structure: Of a rank; it is taken for one.
-        rank: Whose it is.
-        seed: Of the hash; equal on all ranks.
+        structure: The rank's encoded structure, which `decode_structure` has checked.
+        rank: The rank.
+        seed: Seed of the hash, the same on all ranks.
 
     Raises:
-        ValueError, TypeError, KeyError, IndexError, OverflowError: It is obviously no structure.
+        ValueError, TypeError, KeyError, IndexError, OverflowError: `structure` is malformed.
     """
     return tally_of_tensors(tensors_in(structure), rank, seed)
 
 
 def tensors_in(structure: bytes) -> Sequence[Any]:
-    """Return the raw entries of a structure's tensors: name, dtype, shape, chunks (format/SPEC.md section 4).
+    """Return the undecoded entries of a structure's tensors: name, dtype, shape, chunks (format/SPEC.md section 4).
 
     Raises:
-        ValueError, TypeError, KeyError: It is obviously no structure.
+        ValueError, TypeError, KeyError: `structure` is malformed.
     """
     found: Sequence[Any] = msgpack.unpackb(structure, strict_map_key=True, use_list=False)["tensors"]
     return found
 
 
 def tally_of_tensors(tensors: Sequence[Any], rank: int, seed: int) -> Tally:
-    """As `tally_of`, of what `tensors_in` returns.
+    """Do what `tally_of` does, with the entries that `tensors_in` returns.
 
     Raises:
-        ValueError, TypeError, KeyError, IndexError, OverflowError: It is obviously no structure.
+        ValueError, TypeError, KeyError, IndexError, OverflowError: An entry is malformed.
     """
     count = Counter(seed)
     kinds, sums = [], []
@@ -309,7 +316,7 @@ def tally_of_tensors(tensors: Sequence[Any], rank: int, seed: int) -> Tally:
 
 
 def kinds_of(tensors: Iterable[Any], rank: int, tally: Tally, seed: int) -> list[Kind] | None:
-    """Return the tensors that `tally` is of; None when it is not of these of `rank`."""
+    """Return the tensors that `tally` sums; None if it was not made from these tensors of `rank`."""
     count, kinds = Counter(seed), []
     for fqn, dtype, shape, chunks in tensors:
         if not is_of_rank(fqn, rank) or count.chunks(shape, chunks) != count.whole(shape):
@@ -319,7 +326,7 @@ def kinds_of(tensors: Iterable[Any], rank: int, tally: Tally, seed: int) -> list
 
 
 def is_of_rank(fqn: str, rank: int | None = None) -> bool:
-    """Whether a tensor belongs to a rank by its stored name: to `rank`, or to whichever."""
+    """Whether a tensor belongs to `rank` by its stored name; without `rank`: to any rank."""
     if "@rank" not in fqn:
         return False
     found = split_per_rank_name(fqn)
@@ -331,10 +338,10 @@ def _digest(kinds: list[Kind]) -> bytes:
 
 
 class Counter:
-    """Counts boxes.
+    """Computes the sums of boxes that the module's docstring describes.
 
     Args:
-        seed: Of the hash.
+        seed: Seed of the hash.
     """
 
     def __init__(self, seed: int) -> None:
@@ -343,14 +350,18 @@ class Counter:
         self._tails: dict[tuple[int, ...], int] = {}
 
     def whole(self, shape: tuple[int, ...]) -> int:
-        """Return what the chunks of a tensor of this shape must add up to."""
+        """Return the sum that the chunks of a tensor of this shape must have."""
         found = self._wholes.get(shape)
         if found is None:
             found = self._wholes[shape] = self._box((0,) * len(shape), shape)
         return found
 
     def chunks(self, shape: tuple[int, ...], chunks: Iterable[Any]) -> int:
-        """Return what some chunks of a tensor add up to."""
+        """Return the sum of some chunks of a tensor.
+
+        Raises:
+            ValueError: A chunk does not have the tensor's number of dimensions.
+        """
         total = 0
         for chunk in chunks:
             if len(chunk) == 3:
@@ -358,8 +369,8 @@ class Counter:
                 continue
             offsets, sizes = chunk[3], chunk[4]
             if len(offsets) != len(sizes) or len(sizes) != len(shape):
-                raise ValueError(f"a chunk of {len(offsets)} dimensions of a tensor of shape {shape}")
-            if sizes[1:] == shape[1:] and not any(offsets[1:]) and shape:  # rows: by far the most
+                raise ValueError(f"a chunk has {len(offsets)} dimensions, its tensor has shape {shape}")
+            if sizes[1:] == shape[1:] and not any(offsets[1:]) and shape:  # rows, the most frequent case
                 total += self._run(0, offsets[0], sizes[0]) * self._tail(shape) % PRIME
             else:
                 total += self._box(offsets, sizes)
@@ -381,7 +392,7 @@ class Counter:
         return product
 
     def _run(self, dim: int, start: int, size: int) -> int:
-        # Every dimension has its own seed: else a box and the transposed one would count alike.
+        # Each dimension has its own seed: else a box and the transposed box would have the same sum.
         seed = self._seed + dim
         return _hash(start.to_bytes(8, "little"), seed) - _hash((start + size).to_bytes(8, "little"), seed)
 
@@ -390,17 +401,21 @@ _hash: Callable[[bytes, int], int] = xxhash.xxh3_64_intdigest
 
 
 def suspects(tallies: Sequence[Tally], structures: Sequence[bytes], seed: int) -> set[str] | None:
-    """Return the tensors that are not obviously stored exactly once; None: a tally is not of its rank's structure.
+    """Return the stored names of the tensors whose sums are wrong.
 
-    Of tensors that belong to a rank by their name those are among them that another one stores, or several times.
+    A tensor that belongs to a rank by its name is returned if another rank stores it, or if it is not stored exactly
+    once.
 
     Args:
-        tallies: Of every rank.
-        structures: Of every rank; one of each kind is decoded.
-        seed: That the tallies were made with.
+        tallies: The tally of each rank.
+        structures: The encoded structure of each rank. Of ranks with the same tensors only the first is decoded.
+        seed: The seed of the tallies.
+
+    Returns:
+        The names; None if a tally does not fit the structure of its rank, so that nothing is known.
 
     Raises:
-        ValueError, TypeError, KeyError, IndexError, OverflowError: A structure is obviously none.
+        ValueError, TypeError, KeyError, IndexError, OverflowError: A structure is malformed.
     """
     totals: dict[bytes, int] = {}
     first: dict[bytes, int] = {}
@@ -427,7 +442,7 @@ def suspects(tallies: Sequence[Tally], structures: Sequence[bytes], seed: int) -
     return odd
 
 
-_JUNK = (
+_DECODE_ERRORS = (
     ValueError,
     TypeError,
     KeyError,
@@ -439,28 +454,28 @@ _JUNK = (
 )
 
 MAX_LOCATED = 8
-"""Tensors of which a fault is said with its place: a text names fewer, and looking takes time."""
+"""Most tensors whose faults are located by `located_fault`, which takes time. Messages name fewer."""
 
 
 def uncovered(
     structures: Sequence[bytes], tallies: Sequence[Tally] | None = None, *, seed: int = 0
 ) -> list[tuple[str, str]]:
-    """Look for tensors that a reader would refuse.
+    """Return the tensors whose elements the ranks do not store exactly once.
 
-    Each structure by itself is taken for one: who wrote the rank's files has decoded it (`decode_structure`). Of
-    thousands of ranks, each with thousands of tensors, it would take too long here to do so once more. What the tallies
-    say is whole is not looked at box by box; the rest is, and only that is kept in memory.
+    Tensors with wrong sums are checked box by box; only their boxes are kept in memory. Structures are not checked by
+    themselves: the writer of the rank's files has called `decode_structure`, which would take too long here for
+    thousands of ranks with thousands of tensors each.
 
     Args:
-        structures: Of every rank, as they will lie in the indexes.
-        tallies: `tally_of` each of them, where that was made before: by whoever has decoded it.
-        seed: That `tallies` were made with; 0 and up.
+        structures: The encoded structure of each rank, as in its index.
+        tallies: `tally_of` each structure; None: they are computed here.
+        seed: The seed of `tallies`, 0 or above.
 
     Returns:
-        Stored name and what is wrong, in the order of the ranks and their structures; nothing when all is well.
+        (stored name, what is wrong) of each, in the order of the ranks and their structures. Empty if all is well.
 
     Raises:
-        CorruptCheckpointError: One of them is obviously no structure.
+        CorruptCheckpointError: A structure is malformed.
     """
     try:
         with no_collections():
@@ -470,16 +485,17 @@ def uncovered(
             if doubtful is not None and not doubtful:
                 return []
             return _uncovered(structures, doubtful)
-    except _JUNK as error:
+    except _DECODE_ERRORS as error:
         raise CorruptCheckpointError(f"the structure of a rank does not decode: {error}", detail=str(error)) from error
 
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """Keep the garbage collector from walking millions of tuples again and again, none of which is in a cycle.
+    """Switch Python's garbage collector off in a `with` block that makes millions of tuples without cycles.
 
-    With it looking box by box took 1.6 microseconds a chunk for 200,000 of them and 3.2 for 2,000,000; without, 1.3 and
-    1.7. Adding up took 3.4 of 256,000, and 1.9 without.
+    The collector would visit all of them several times. Checking box by box takes 1.6 microseconds for each of 200,000
+    chunks and 3.2 for each of 2,000,000; without the collector 1.3 and 1.7. Summing 256,000 chunks takes 3.4
+    microseconds each, and 1.9 without it.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -491,7 +507,7 @@ def no_collections() -> Iterator[None]:
 
 
 def _uncovered(structures: Sequence[bytes], doubtful: set[str] | None) -> list[tuple[str, str]]:
-    """Prove tensors box by box: those that are doubtful; None: all."""
+    """Check tensors box by box: the ones named in `doubtful`, or all if that is None."""
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     boxes: dict[str, list[Box]] = {}
     holders: dict[str, list[int]] = {}
@@ -506,7 +522,7 @@ def _uncovered(structures: Sequence[bytes], doubtful: set[str] | None) -> list[t
                 kinds[fqn] = known = (dtype, shape)
                 boxes[fqn], holders[fqn], idle[fqn] = [], [], []
             elif known[1] != shape or known[0] != dtype:
-                faults.setdefault(fqn, _unlike(rank, dtype, shape, *known))
+                faults.setdefault(fqn, _mismatch(rank, dtype, shape, *known))
             for chunk in here:
                 boxes[fqn].append(chunk[3:] if len(chunk) > 3 else ((0,) * len(shape), shape))
                 holders[fqn].append(rank)
@@ -525,6 +541,6 @@ def _uncovered(structures: Sequence[bytes], doubtful: set[str] | None) -> list[t
     return [(fqn, faults[fqn]) for fqn in kinds if fqn in faults]
 
 
-def _unlike(rank: int, dtype: str, shape: Sequence[int], other_dtype: str, other_shape: Sequence[int]) -> str:
+def _mismatch(rank: int, dtype: str, shape: Sequence[int], other_dtype: str, other_shape: Sequence[int]) -> str:
     text = f"rank {rank} has it as {dtype}{list(shape)}, "
-    return text + f"an earlier one as {other_dtype}{list(other_shape)}"
+    return text + f"an earlier rank as {other_dtype}{list(other_shape)}"

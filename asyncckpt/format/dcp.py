@@ -1,8 +1,8 @@
-"""Layout "dcp": shard files, items and the pickled `.metadata` that `torch.distributed.checkpoint` reads; no torch.
+"""Layout "dcp": shard files, items files and the `.metadata` that `torch.distributed.checkpoint` reads. No torch.
 
-Shard files are runs of `torch.save`'s archives, one for each chunk. The bytes before and behind each payload depend on
-dtype and sizes only, so they are known when the plan is made. Nothing in an archive depends on the elements: CRC-32 are
-left zero, which torch never looks at (`torch.serialization.set_crc32_options(False)`); blocks have checksums of ours.
+A shard file is a sequence of archives as `torch.save` writes them, one for each chunk. The bytes of an archive around
+the elements depend on dtype and sizes only, so they are known when the plan is made. CRC-32 are zero, because torch
+does not check them (`torch.serialization.set_crc32_options(False)`); asyncckpt has its own checksums of blocks.
 
 Source: torch 2.13 `distributed/checkpoint/_traverse.py`, `metadata.py`, `filesystem.py`, `default_planner.py`.
 """
@@ -57,7 +57,7 @@ from asyncckpt.format.torch_zip import torch_archive
 
 
 class Item(NamedTuple):
-    """A leaf as DCP sees it: a tensor, or all that stands at a path. `own`: it belongs to the rank that stored it."""
+    """An item of DCP: a tensor, or the whole value at a path. `own`: it belongs to the rank that stored it."""
 
     path: Path
     node: Node
@@ -65,8 +65,10 @@ class Item(NamedTuple):
 
 
 def items_of(tree: Node) -> Iterator[Item]:
-    """Yield the items of a tree, also of one that was unpacked and not checked, in order; keys are texts, positions in
-    lists numbers.
+    """Yield the items of a tree in order. In their paths, keys of mappings are strings, positions in lists integers.
+
+    Args:
+        tree: Checked, or as msgpack has unpacked it.
     """
 
     def visit(node: Node, path: Path, own: bool) -> Iterator[Item]:
@@ -85,12 +87,12 @@ def items_of(tree: Node) -> Iterator[Item]:
 
 
 def _key(raw: Any) -> Key:
-    """Return a key of a tree that was unpacked, or need not be: whether it is too long is for those who store it."""
+    """Return a key of a tree, which may be unchecked. Its length is checked where it is stored."""
     return raw if type(raw) in (str, int, TypedKey) else checked_key(raw)
 
 
 def is_terminal(node: Node) -> bool:
-    """Whether a list is one item: nothing in it but values and lists of them."""
+    """Whether a list is one item: it contains only objects, tuples and lists of these."""
     members = [child[1] if child[0] == PER_RANK else child for child in node[1]]
     return not any(
         child[0] in (DICT, ORDERED_DICT, TENSOR, ARRAY) or (child[0] == LIST and not is_terminal(child))
@@ -99,7 +101,7 @@ def is_terminal(node: Node) -> bool:
 
 
 def refusal_of(node: Node) -> str | None:
-    """Return why an item cannot be written while its elements are still to come; None: it can."""
+    """Return why layout "dcp" cannot store an item, with what to do; None if it can."""
     kind = node[0]
     if kind in (TENSOR, OBJECT):
         return None
@@ -108,7 +110,7 @@ def refusal_of(node: Node) -> str | None:
     if kind == ARRAY:
         return "a numpy array, which stock DCP would pickle: save a tensor instead"
     if kind == BYTES:
-        return "bytes of this length: save a uint8 tensor instead"
+        return "bytes so long that they are stored as a tensor: save a uint8 tensor instead"
     members = node[1] if kind in SEQUENCES else node[1][1::2]
     for member in members:
         if member[0] in (TENSOR, ARRAY):
@@ -120,7 +122,10 @@ def refusal_of(node: Node) -> str | None:
 
 
 def name_of(item: Item, rank: int) -> tuple[str, Path]:
-    """Return the name of an item of `rank`, and where DCP puts it back: what belongs to a rank is called so."""
+    """Return the name of an item, and its path in the state dict that DCP loads.
+
+    An item that belongs to `rank` has the rank in its name, and the name as its whole path.
+    """
     if item.own:
         name = per_rank_name(fqn_of(item.path), rank)
         return name, (name,)
@@ -128,10 +133,14 @@ def name_of(item: Item, rank: int) -> tuple[str, Path]:
 
 
 def item_pickle(node: Node, objects: Sequence[Any]) -> bytes:
-    """Return the pickle of an item that holds no tensor.
+    """Return the pickle of an item without tensors.
+
+    Args:
+        node: The item's node.
+        objects: JSON forms of the rank's objects, by number.
 
     Raises:
-        NotPickledError: A value in it has no form that `torch.load(weights_only=True)` reads.
+        NotPickledError: It has a value that `torch.load(weights_only=True)` would not read.
     """
     return PickleImage(_no_tensor, objects).of_node(_without_ranks(node))
 
@@ -148,23 +157,25 @@ def _without_ranks(node: Node) -> Node:
 
 
 def _no_tensor(number: int) -> tuple[str, tuple[int, ...]]:
-    raise AssertionError(f"tensor {number} inside of an item that holds none")
+    raise AssertionError(f"tensor {number} in an item without tensors")
 
 
 def encode_items(structure: bytes, objects: bytes, save_id: SaveId, rank: int) -> tuple[bytes, bytes]:
-    """Return the file of a rank's items that are no tensors, and its table.
+    """Return the items file of a rank, and the table of its items.
 
     Args:
-        structure: Of the rank, as it is stored.
-        objects: Of the rank, as they are stored.
-        save_id: Of the save.
-        rank: Whose they are.
+        structure: The rank's encoded structure.
+        objects: The bytes of its objects file.
+        save_id: ID of the save.
+        rank: The rank.
 
     Returns:
-        Archives back to back, each as `torch.save` writes it; and msgpack of [[name, path, offset, length], ...].
+        The file: archives as `torch.save` writes them, without gaps. The table: msgpack of [[name, path, offset,
+        length], ...], in bytes.
 
     Raises:
-        UnsupportedLeafError: A leaf has no form that stock readers know; the trainer has refused it before.
+        UnsupportedLeafError: `torch.load(weights_only=True)` would not read a leaf. The trainer refuses such leaves
+            before.
         CorruptCheckpointError: `objects` does not decode.
     """
     raw = msgpack.unpackb(structure, strict_map_key=True, use_list=False)
@@ -178,9 +189,7 @@ def encode_items(structure: bytes, objects: bytes, save_id: SaveId, rank: int) -
         try:
             archive = torch_archive(item_pickle(item.node, values), ())
         except NotPickledError as error:
-            raise UnsupportedLeafError(
-                f"layout='dcp' has no item for {error}", leaf="", type_name=str(error)
-            ) from error
+            raise UnsupportedLeafError(f"layout='dcp' cannot store {error}", leaf="", type_name=str(error)) from error
         data = b"".join(piece for piece in archive.pieces if isinstance(piece, bytes))
         table.append((*name_of(item, rank), offset, len(data)))
         parts.append(data)
@@ -189,24 +198,30 @@ def encode_items(structure: bytes, objects: bytes, save_id: SaveId, rank: int) -
 
 
 ALIGNMENT = 64
-"""Of archives in a file, and of payloads."""
+"""Alignment in bytes of archives in a shard file, and of the elements in an archive."""
 
 DCP_PREFIX = b"asyncckpt layout=dcp; torch.save archives; id ".ljust(SAVE_ID_OFFSET)
 DCP_HEADER_NBYTES = round_up(SAVE_ID_OFFSET + SAVE_ID_NBYTES, ALIGNMENT)
-"""Before the first archive of a file: the prefix, the save id, spaces and a line feed."""
+"""Bytes before the first archive of a shard file: the prefix, the save ID, spaces and a line feed."""
 
 _HEADER = (DCP_PREFIX + b"0" * SAVE_ID_NBYTES).ljust(DCP_HEADER_NBYTES - 1) + b"\n"
 assert len(DCP_PREFIX) == SAVE_ID_OFFSET
 
 
 class Frames:
-    """The bytes around payloads, remembered by dtype and sizes."""
+    """Returns the bytes of an archive around its elements; caches them by dtype and sizes."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, tuple[int, ...]], tuple[bytes, bytes]] = {}
 
     def around(self, dtype: str, sizes: tuple[int, ...], nbytes: int) -> tuple[bytes, bytes]:
-        """Return what stands before and behind the elements of a chunk in its archive."""
+        """Return the bytes of a chunk's archive before and after its elements.
+
+        Args:
+            dtype: Name of the dtype.
+            sizes: Shape of the chunk, in elements.
+            nbytes: Bytes of its elements.
+        """
         found = self._known.get((dtype, sizes))
         if found is None:
             pickle = PickleImage(lambda _: (dtype, sizes), ()).of_node((TENSOR, 0))
@@ -219,23 +234,26 @@ class Frames:
 
 
 def room_for_dcp(max_nbytes: int) -> int:
-    """Return how many bytes of a tensor fit into a part that holds nothing else: an archive adds less than a page."""
+    """Return how many bytes of a tensor fit into a file of `max_nbytes` that holds nothing else.
+
+    An archive adds less than a page.
+    """
     return max(1, max_nbytes - PAGE_NBYTES)
 
 
 def build_dcp_layout(specs: Sequence[BoxSpec], *, n_parts: int = 1, max_nbytes: int | None = None) -> Layout:
-    """Place every box into a part; as `layout.build_layout`.
+    """Assign a place in a shard file to each box, as `layout.build_layout` does.
 
     Args:
         specs: Boxes in the order of the state dict.
-        n_parts: Shard files to spread over, largest box first to the least loaded.
-        max_nbytes: No part is larger, unless it holds one box that is.
+        n_parts: Number of shard files. The largest box comes first, and each goes to the file with the fewest bytes.
+        max_nbytes: Largest length of a file in bytes. A file with a single box may be larger.
 
     Returns:
-        The layout; empty without boxes.
+        The layout; without boxes it has no files.
 
     Raises:
-        ConfigError: `max_nbytes` is too small for these boxes.
+        ConfigError: With `max_nbytes`, the boxes need more than `MAX_PARTS` files.
     """
     frames = Frames()
     around = [frames.around(s.dtype, s.sizes, s.nbytes) for s in specs]
@@ -259,7 +277,7 @@ def build_dcp_layout(specs: Sequence[BoxSpec], *, n_parts: int = 1, max_nbytes: 
 
 
 def _spread(lengths: Sequence[int], n_parts: int, max_nbytes: int | None) -> list[list[int]]:
-    """Return the numbers of the boxes of each part, in order; no part is empty."""
+    """Return for each shard file the positions of its boxes in `lengths`, in order. No file is empty."""
     members: list[list[int]] = [[] for _ in range(n_parts)]
     loads = [DCP_HEADER_NBYTES] * n_parts
     for n in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
@@ -271,8 +289,8 @@ def _spread(lengths: Sequence[int], n_parts: int, max_nbytes: int | None) -> lis
         part = min(fitting, key=lambda p: (loads[p], p), default=len(members))
         if part == MAX_PARTS:
             raise ConfigError(
-                f"max_shard_bytes={max_nbytes} is too small: this rank's part of the state needs more than "
-                f"{MAX_PARTS} files",
+                f"max_shard_bytes={max_nbytes} is too small: what this rank writes needs more than {MAX_PARTS} "
+                "files; choose a larger one",
                 field="max_shard_bytes",
                 value=str(max_nbytes),
             )
@@ -285,15 +303,15 @@ def _spread(lengths: Sequence[int], n_parts: int, max_nbytes: int | None) -> lis
 
 
 DCP_VERSION = "1.0.0"
-"""Of DCP's metadata: torch 2.13, `distributed/checkpoint/_version.py` and the planner that writes it."""
+"""Version of DCP's metadata: torch 2.13, `distributed/checkpoint/_version.py` and the planner that writes it."""
 
 OWNER_PREFIX = "asyncckpt "
 OWNER_WITHIN_NBYTES = 4096
-"""The save id stands within these first bytes of a `.metadata` of ours."""
+"""A `.metadata` that asyncckpt wrote has its save ID within this many bytes."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OWNER = re.compile(re.escape(OWNER_PREFIX.encode()) + rb"([0-9]{6}-[0-9]{8}-[0-9a-f]{12})")
-_JUNK = (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, msgpack.UnpackException)
+_DECODE_ERRORS = (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, msgpack.UnpackException)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -316,7 +334,13 @@ def _properties(dtype: str) -> Encoded:
 
 
 def tensor_entry(dtype: str, shape: Sequence[int], boxes: Iterable[Box]) -> Record:
-    """Return a `TensorStorageMetadata`; boxes are (offsets, sizes)."""
+    """Return DCP's `TensorStorageMetadata`.
+
+    Args:
+        dtype: Name of the dtype.
+        shape: Global shape, in elements.
+        boxes: (offsets, sizes) of each chunk, in elements.
+    """
     chunks = [
         Record(f"{_METADATA}.ChunkStorageMetadata", {"offsets": _size(tuple(offsets)), "sizes": _size(tuple(sizes))})
         for offsets, sizes in boxes
@@ -330,12 +354,12 @@ def tensor_entry(dtype: str, shape: Sequence[int], boxes: Iterable[Box]) -> Reco
 
 
 def bytes_entry() -> Record:
-    """Return a `BytesStorageMetadata`."""
+    """Return DCP's `BytesStorageMetadata`."""
     return Record(f"{_METADATA}.BytesStorageMetadata")
 
 
 def index_record(fqn: str, offset: Sequence[int] | None = None, number: int = 0) -> Record:
-    """Return a `MetadataIndex`: of a tensor's chunk number `number` at `offset`, or of an item without one."""
+    """Return DCP's `MetadataIndex`: of chunk `number` of a tensor, which begins at `offset`, or of another item."""
     state = {
         "fqn": fqn,
         "offset": None if offset is None else _size(tuple(offset)),
@@ -345,7 +369,7 @@ def index_record(fqn: str, offset: Sequence[int] | None = None, number: int = 0)
 
 
 def storage_record(name: str, offset: int, length: int) -> Record:
-    """Return a `_StorageInfo`."""
+    """Return DCP's `_StorageInfo` of `length` bytes from `offset` on in file `name`."""
     info = {"relative_path": name, "offset": offset, "length": length}
     return Record("torch.distributed.checkpoint.filesystem._StorageInfo", info)
 
@@ -353,11 +377,11 @@ def storage_record(name: str, offset: int, length: int) -> Record:
 def metadata_pickle(
     entries: Mapping[str, Record], paths: Mapping[str, Path], storage: Mapping[Any, Record], owner: str
 ) -> bytes:
-    """Return the file's bytes.
+    """Return the bytes of a `.metadata` file.
 
     Args:
         entries, paths, storage: DCP's `state_dict_metadata`, `planner_data`, `storage_data`.
-        owner: A text that the storage's metadata keep.
+        owner: Stored as `storage_meta.save_id`.
     """
     meta: dict[str, Any] = {"checkpoint_id": None, "save_id": owner, "load_id": None, "modules": []}
     state = {
@@ -373,14 +397,14 @@ def metadata_pickle(
 def metadata_of(save_id: SaveId, ranks: Sequence[tuple[bytes, bytes]]) -> bytes:
     """Return the `.metadata` of a save in layout "dcp".
 
-    At each name the first rank that has it counts, as for readers of ours.
+    If several ranks have an item of the same name, that of the first rank is taken, as asyncckpt's readers do.
 
     Args:
-        save_id: Of the save.
-        ranks: Of every rank, in order: its structure, and the table of its items that are no tensors.
+        save_id: ID of the save.
+        ranks: (structure, table of items as `encode_items` returns it) of each rank, in order.
 
     Raises:
-        CorruptCheckpointError: One of them does not decode.
+        CorruptCheckpointError: A structure or table does not decode.
     """
     entries: dict[str, Record] = {}
     paths: dict[str, Path] = {}
@@ -404,13 +428,13 @@ def metadata_of(save_id: SaveId, ranks: Sequence[tuple[bytes, bytes]]) -> bytes:
                 if name not in entries:
                     entries[name], paths[name] = bytes_entry(), path
                     storage[index_record(name)] = storage_record(items_name(save_id, rank), offset, length)
-    except _JUNK as error:
+    except _DECODE_ERRORS as error:
         raise CorruptCheckpointError(f"the structure of a rank does not decode: {error}", detail=str(error)) from error
     return metadata_pickle(entries, paths, storage, f"{OWNER_PREFIX}{save_id}")
 
 
 def _named(stored: str, name: str, path: Path) -> tuple[str, Path]:
-    """Return name and path of a tensor; one that a rank has stored for itself is called so."""
+    """Return name and path of a tensor. A tensor that belongs to a rank has the rank in its name."""
     own = split_per_rank_name(stored)
     if own is None:
         return name, path
@@ -419,7 +443,7 @@ def _named(stored: str, name: str, path: Path) -> tuple[str, Path]:
 
 
 def _places(save_id: SaveId, structures: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[Box, Record]]]:
-    """Return the chunks of every stored tensor over all ranks: (box, where its archive lies)."""
+    """Return (box, place of its archive) for each chunk of each stored tensor, over all ranks."""
     frames = Frames()
     found: dict[str, list[tuple[Box, Record]]] = {}
     for rank, raw in enumerate(structures):
@@ -435,20 +459,26 @@ def _places(save_id: SaveId, structures: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def owner_of_metadata(head: bytes) -> SaveId | None:
-    """Return the save of ours that wrote a `.metadata`, by its first `OWNER_WITHIN_NBYTES`; None: somebody else's."""
+    """Return the ID of the save that wrote a `.metadata`, by its first `OWNER_WITHIN_NBYTES`.
+
+    Returns:
+        The ID; None if asyncckpt did not write the file.
+    """
     found = _OWNER.search(head[:OWNER_WITHIN_NBYTES])
     return SaveId.parse(found[1].decode()) if found else None
 
 
 TEMPLATES_NBYTES = 16 << 20
-"""Of all templates together. They are kept compressed: of the 17 MB of 20,000 tensors 2 remain. Chosen."""
+"""Most bytes of all templates together. Compressed, the 17 MB of 20,000 tensors are 2 MB. Chosen."""
 
 
 class MetadataTemplates:
-    """Remembers what was made last. Safe to use from several threads.
+    """Makes `.metadata` files, and caches them: those of saves with the same structures differ only in the save ID.
+
+    Safe to use from several threads.
 
     Args:
-        max_nbytes: What is remembered at most; the least recently used goes first.
+        max_nbytes: Most bytes of the cache. The least recently used file is dropped first.
     """
 
     def __init__(self, max_nbytes: int = TEMPLATES_NBYTES) -> None:
@@ -457,7 +487,7 @@ class MetadataTemplates:
         self._known: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()
 
     def metadata_of(self, save_id: SaveId, ranks: Sequence[tuple[bytes, bytes]]) -> bytes:
-        """Return what `metadata_of` returns, with its arguments and errors."""
+        """Return the result of the function `metadata_of`, with its arguments and errors."""
         key, text = _digest(ranks), str(save_id).encode()
         with self._lock:
             found = self._known.get(key)
@@ -467,7 +497,7 @@ class MetadataTemplates:
             old, data = found
             return zlib.decompress(data).replace(old, text)
         data = metadata_of(save_id, ranks)
-        packed = b"" if _holds(ranks, text) else zlib.compress(data, 1)  # the id may be a part of somebody's name
+        packed = b"" if _holds(ranks, text) else zlib.compress(data, 1)  # not if a name contains the ID by chance
         if 0 < len(packed) <= self._max_nbytes:
             with self._lock:
                 self._known[key] = (text, packed)

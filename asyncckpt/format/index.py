@@ -1,7 +1,7 @@
-"""One rank's index: its structure, and the size and block checksums of every file that the rank wrote.
+"""One rank's index: its structure, and the sizes and checksums of the files that the rank wrote.
 
-The trainer provides the structure; the writer adds what it measured while writing. The manifest names the index
-with its checksum, the index names the files with theirs: so one valid manifest vouches for every byte.
+The trainer provides the structure; the writer adds sizes and checksums. The manifest has the checksum of each index,
+and an index has the checksums of its files. So a valid manifest is enough to verify every byte of the checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_BLOCK_NBYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardRecord:
-    """A shard file: name, exact length, and one 8-byte checksum per block, concatenated."""
+    """A shard file: name, exact length in bytes, and one 8-byte checksum per block, concatenated."""
 
     name: str
     nbytes: int
@@ -45,7 +45,7 @@ class ShardRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectsRecord:
-    """The objects file, or that of DCP's items: name, exact length, `file_checksum` of its bytes."""
+    """The objects file or the items file: name, exact length in bytes, `file_checksum` of its bytes."""
 
     name: str
     nbytes: int
@@ -54,9 +54,17 @@ class ObjectsRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankIndex:
-    """One rank's record of its files. `structure`: bytes of `encode_structure`; `block_nbytes`: the unit of `digests`.
+    """One rank's record of its files.
 
-    `layout`: one of `names.LAYOUTS`; `items`: in layout "dcp" the leaves that are no tensors, once more.
+    Attributes:
+        save_id: ID of the save.
+        rank, world_size: The rank, and how many there are.
+        block_nbytes: Bytes of a block of the shard files, which has one checksum.
+        shards: The shard files, in order of their part numbers.
+        objects: The objects file.
+        structure: Bytes of `encode_structure`.
+        layout: One of `names.LAYOUTS`.
+        items: In layout "dcp" the file with the non-tensor leaves as DCP's items; else None.
     """
 
     save_id: SaveId
@@ -92,18 +100,21 @@ def encode_index(index: RankIndex) -> bytes:
 
 
 def decode_index(data: bytes) -> RankIndex:
-    """Read and check `encode_index`'s bytes; the structure inside stays encoded.
+    """Decode and check an index. Its structure stays encoded.
+
+    Args:
+        data: The file's bytes.
 
     Raises:
-        UnsupportedFormatError: Written by a newer version, or needing a field that this one does not know.
-        CorruptCheckpointError: Anything that the SPEC forbids.
+        UnsupportedFormatError: A newer version wrote it, or it requires a field that this version does not know.
+        CorruptCheckpointError: It violates format/SPEC.md section 3.
     """
     try:
         if len(data) > MAX_INDEX_NBYTES:
-            raise ValueError(f"{len(data)} bytes")
+            raise ValueError(f"it has {len(data)} bytes, the limit is {MAX_INDEX_NBYTES}")
         raw = unpack_strict(data)
         if not isinstance(raw, dict):
-            raise ValueError("not a map")
+            raise ValueError(f"expected a map, found {type(raw).__name__}")
         check_version(raw, "asyncckpt_index", INDEX_VERSION, what="index", known=("layout",))
         return _checked_index(raw)
     except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
@@ -116,23 +127,23 @@ def _checked_index(raw: dict[str, Any]) -> RankIndex:
     save_id = SaveId.parse(raw["save_id"])
     rank, world_size = raw["rank"], raw["world_size"]
     if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size <= MAX_RANKS:
-        raise ValueError(f"rank {rank!r} of world {world_size!r}")
+        raise ValueError(f"`rank` is {rank!r} and `world_size` {world_size!r}")
     block_nbytes = raw["block_nbytes"]
     if type(block_nbytes) is not int or not MIN_BLOCK_NBYTES <= block_nbytes <= MAX_BLOCK_NBYTES or block_nbytes % 4096:
-        raise ValueError(f"block_nbytes {block_nbytes!r}")
+        raise ValueError(f"`block_nbytes` is {block_nbytes!r}")
     if len(list_of(raw["shards"])) > MAX_PARTS:
-        raise ValueError("too many shards")
+        raise ValueError(f"{len(raw['shards'])} shards, the limit is {MAX_PARTS}")
     layout = layout_of(raw)
     shards = []
     for part, (name, nbytes, digests) in enumerate(map(list_of, raw["shards"])):
         if name != shard_name(save_id, rank, part, layout):
-            raise ValueError(f"shard {part} is named {name!r}")
+            raise ValueError(f"shard {part} is named {name!r}, expected {shard_name(save_id, rank, part, layout)!r}")
         _check_length(nbytes)
         if not isinstance(digests, bytes) or len(digests) != -(-nbytes // block_nbytes) * DIGEST_NBYTES:
-            raise ValueError(f"shard {name} has {len(digests)} bytes of checksums for {nbytes} bytes")
+            raise ValueError(f"the checksums of shard {name} do not fit its {nbytes} bytes")
         shards.append(ShardRecord(name=name, nbytes=nbytes, digests=digests))
     if not isinstance(raw["structure"], bytes):
-        raise ValueError("malformed structure")
+        raise ValueError(f"`structure` is of type {type(raw['structure']).__name__}, expected bytes")
     return RankIndex(
         save_id=save_id,
         rank=rank,
@@ -156,4 +167,4 @@ def _checked_record(raw: Any, expected: str) -> ObjectsRecord:
 
 def _check_length(nbytes: Any) -> None:
     if type(nbytes) is not int or not 0 <= nbytes <= MAX_INT:
-        raise ValueError(f"length {nbytes!r}")
+        raise ValueError(f"a file's length is {nbytes!r}, expected an integer from 0 to 2**63 - 1")

@@ -1,7 +1,7 @@
-"""The slot is the file: where every tensor lies in the shard files, and their safetensors headers.
+"""Plans a rank's shard files of layout "safetensors": the offset of each tensor, and the headers.
 
-Pure and deterministic: from tensor specs to parts. A part's memory image is its header, padded so that the data begin
-at a multiple of 4096, then the tensors back to back, widest dtype first, so that each is naturally aligned.
+Pure and deterministic. A file is a header, padded so that the data begin at a multiple of 4096, and then the tensors
+without gaps, widest dtype first, so that each is naturally aligned. A slot holds the same bytes.
 """
 
 from __future__ import annotations
@@ -21,33 +21,36 @@ PAGE_NBYTES = 4096
 """Alignment of headers, parts and O_DIRECT I/O."""
 
 _FIRST_NBYTES = 512
-"""A header's members that are there whatever it holds, and the braces around."""
+"""At least the bytes of a header without its tensors."""
 
 
 def header_nbytes(fqn: str, n_dims: int) -> int:
-    """Return at least what a tensor takes of a part's header: it is named twice, and escaped when it is not ASCII."""
+    """Return an upper bound of the bytes that a tensor takes in a header, which has its FQN twice, escaped as JSON."""
     return 2 * (12 * len(fqn) if not fqn.isascii() or "\\" in fqn or '"' in fqn else len(fqn)) + 50 * n_dims + 160
 
 
 def room_for(fqn: str, n_dims: int, max_nbytes: int) -> int:
-    """Return how many bytes of a tensor fit into a part that holds nothing else."""
+    """Return how many bytes of a tensor fit into a file of `max_nbytes` that holds nothing else."""
     header = _FIRST_NBYTES + header_nbytes(fqn, n_dims)
     return max(1, max_nbytes - -(-header // PAGE_NBYTES) * PAGE_NBYTES)
 
 
 def packed(boxes: Sequence[tuple[str, int, int]], n_parts: int, max_nbytes: int) -> list[list[int]]:
-    """Spread boxes over parts, largest first to the least loaded one where it fits; more parts where it fits nowhere.
+    """Distribute boxes over files of bounded size.
+
+    The largest box comes first. Each goes to the file with the fewest bytes into which it fits; if there is none, to a
+    new file.
 
     Args:
-        boxes: (FQN, number of dimensions, bytes of data).
-        n_parts: At least so many parts, if there are as many boxes.
-        max_nbytes: Of a part with its header. One that holds a single box may be larger.
+        boxes: (FQN, number of dimensions, bytes of data) of each.
+        n_parts: Least number of files, if there are as many boxes.
+        max_nbytes: Largest length of a file, header included. A file with a single box may be larger.
 
     Returns:
-        The numbers of the boxes of each part; two of one FQN are never in the same.
+        For each file the positions of its boxes in `boxes`. A file never has two boxes of one FQN.
 
     Raises:
-        ConfigError: More parts than a rank may have would be needed.
+        ConfigError: It takes more than `MAX_PARTS` files.
     """
     members: list[list[int]] = [[] for _ in range(n_parts)]
     names: list[set[str]] = [set() for _ in range(n_parts)]
@@ -69,8 +72,8 @@ def packed(boxes: Sequence[tuple[str, int, int]], n_parts: int, max_nbytes: int)
         if part == len(members):
             if part == MAX_PARTS:
                 raise ConfigError(
-                    f"max_shard_bytes={max_nbytes} is too small: this rank's part of the state needs more than "
-                    f"{MAX_PARTS} files",
+                    f"max_shard_bytes={max_nbytes} is too small: what this rank writes needs more than {MAX_PARTS} "
+                    "files; choose a larger one",
                     field="max_shard_bytes",
                     value=str(max_nbytes),
                 )
@@ -90,22 +93,22 @@ def _pages(nbytes: int) -> int:
 
 
 MAX_HEADER_NBYTES = 100_000_000
-"""safetensors refuses larger headers (safetensors 0.8, `MAX_HEADER_SIZE`); more parts are used instead."""
+"""safetensors refuses larger headers (safetensors 0.8, `MAX_HEADER_SIZE`). The boxes then go to more files."""
 
 METADATA_KEY = "__metadata__"
 SAVE_ID_PREFIX = b'{"__metadata__":{"asyncckpt_save_id":"'
 SAVE_ID_OFFSET = 8 + len(SAVE_ID_PREFIX)
-"""Where the 28 characters of the save id stand in every shard file: they tie a file to its checkpoint."""
+"""Offset of the save ID in each shard file, which readers compare with the manifest's."""
 
 SAVE_ID_NBYTES = 28
 _NO_SAVE_ID = SaveId(0, 0, "0" * 12)
 HEADER_PIECE = 512
-"""Tensors of a header that are written at a time. As one value, those of 20,000 tensors took 18 MB for a moment."""
+"""Number of tensors of a header that are encoded at a time. Encoding 20,000 tensors at once takes 18 MB of memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """All elements of tensor number `tensor`, row-major."""
+    """All elements of tensor number `tensor`, row-major, as content of an archive."""
 
     tensor: int
     nbytes: int
@@ -113,7 +116,7 @@ class Payload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoxSpec:
-    """A box of a global tensor that is to be stored: FQN, dtype name, shapes and offsets in elements."""
+    """A box of a global tensor to store: FQN and dtype name of the tensor; its shape, offsets and sizes in elements."""
 
     fqn: str
     dtype: str
@@ -129,7 +132,13 @@ class BoxSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartLayout:
-    """One shard file: its header with a blank save id, its exact length, and what else is fixed, as (offset, bytes)."""
+    """One shard file.
+
+    Attributes:
+        header: Its first bytes; the save ID in it is zeros.
+        nbytes: Its exact length.
+        inserts: Other bytes that do not depend on elements, as (offset in the file, bytes).
+    """
 
     header: bytes
     nbytes: int
@@ -137,49 +146,50 @@ class PartLayout:
 
     @property
     def padded_nbytes(self) -> int:
-        """Length in the slot: whole pages."""
+        """Length in the slot, in whole pages."""
         return round_up(self.nbytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """All parts of one rank; `chunks[i]` says where the i-th spec lies."""
+    """All shard files of one rank. `chunks[i]` is the place of the i-th `BoxSpec`."""
 
     parts: tuple[PartLayout, ...]
     chunks: tuple[Chunk, ...]
 
 
 def round_up(nbytes: int, unit: int = PAGE_NBYTES) -> int:
-    """Return the least multiple of `unit` that is not below `nbytes`."""
+    """Return `nbytes` rounded up to a multiple of `unit`."""
     return -(-nbytes // unit) * unit
 
 
 def save_id_bytes(save_id: SaveId) -> bytes:
-    """Return the characters that stand at `SAVE_ID_OFFSET` of every shard file of `save_id`."""
+    """Return the bytes that shard files of `save_id` have at `SAVE_ID_OFFSET`."""
     text = str(save_id).encode()
     assert len(text) == SAVE_ID_NBYTES
     return text
 
 
 def build_layout(specs: Sequence[BoxSpec], *, n_parts: int = 1, max_nbytes: int | None = None) -> Layout:
-    """Place every box into a part.
+    """Assign a place in a shard file to each box.
 
     Args:
         specs: Boxes in the order of the state dict.
-        n_parts: Shard files to spread over, largest box first to the least loaded. More are used where a part's
-            header would exceed `MAX_HEADER_NBYTES`, or where two boxes of one FQN would meet in a file.
-        max_nbytes: No part is larger, unless it holds one box that is.
+        n_parts: Number of shard files. The largest box comes first, and each goes to the file with the fewest bytes.
+            There are more files if a header would exceed `MAX_HEADER_NBYTES`, or if a file would have two boxes of one
+            FQN.
+        max_nbytes: Largest length of a file in bytes. A file with a single box may be larger.
 
     Returns:
-        The layout; empty without boxes.
+        The layout; without boxes it has no files.
 
     Raises:
-        DuplicateNameError: An FQN that safetensors reserves for itself.
-        ConfigError: `max_nbytes` is too small for these boxes.
+        DuplicateNameError: A tensor has the name that safetensors reserves.
+        ConfigError: With `max_nbytes`, the boxes need more than `MAX_PARTS` files.
     """
     if any(s.fqn == METADATA_KEY for s in specs):
         raise DuplicateNameError(
-            f"a tensor is called {METADATA_KEY!r}, which safetensors keeps for itself; rename the key", fqn=METADATA_KEY
+            f"a tensor is called {METADATA_KEY!r}, a name that safetensors reserves; rename the key", fqn=METADATA_KEY
         )
     if not specs:
         return Layout(parts=(), chunks=())

@@ -1,4 +1,4 @@
-"""Save ids, the file names that carry them, and the names of tensors that belong to one rank."""
+"""Save IDs, names of files and directories, and names of tensors that belong to one rank."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 MANIFEST_NAME = "manifest.json"
 LOCK_NAME = "manifest.overwrite.lock"
-"""Held by who replaces a manifest; empty, and removed by its holder."""
+"""Lock file of a checkpoint's directory, held while its manifest is replaced. Empty; the holder removes it."""
 
 DCP_METADATA_NAME = ".metadata"
-"""Where `torch.distributed.checkpoint` looks for what is in a directory."""
+"""The file with `torch.distributed.checkpoint`'s description of a checkpoint."""
 
 SAFETENSORS, DCP = "safetensors", "dcp"
 LAYOUTS = (SAFETENSORS, DCP)
-"""What the shard files look like."""
+"""Layouts of shard files: format/SPEC.md sections 6 and 7."""
 
 MAX_RANKS = 100_000
 MAX_PARTS = 1_000
@@ -39,15 +39,16 @@ _OWN_FILES = (
 
 
 class SaveId(str):
-    """Which save of which run: its text, whose parts are read by name. Equal on all ranks.
+    """ID of a save, the same on all ranks: the string `EEEEEE-SSSSSSSS-rrrrrrrrrrrr` with its parts as attributes.
 
-    Checkpoints of one root are ordered by it, as by its text: by epoch, then sequence; the run id only breaks ties. Not
-    by step: after a rollback to step 100 the new branch's step 150 is newer than the old branch's step 900.
+    The order of IDs is the lineage of the checkpoints of a root: by epoch, then by sequence; the run ID only breaks
+    ties. The training step does not count: after a rollback to step 100, the new branch's step 150 is newer than the
+    old branch's step 900.
 
     Args:
-        epoch: One more than the largest beside the first path of the run, committed or only begun.
-        sequence: Counts the run's `save()` calls from 0.
-        run_id: 12 hex digits, random per run, so that files of two attempts never share a name.
+        epoch: One more than the largest epoch in the root at the run's first save, of committed and uncommitted saves.
+        sequence: Number of the `save()` call in the run, from 0.
+        run_id: 12 hex digits, random per run, so that files of two runs never have the same name.
     """
 
     __slots__ = ("epoch", "run_id", "sequence")
@@ -65,11 +66,14 @@ class SaveId(str):
 
     @property
     def call(self) -> str:
-        """Sequence and run: two saves of one call differ in their epochs. Calls of one run are ordered as texts."""
+        """Sequence and run ID as a string: it identifies a `save()` call, whose saves differ in their epochs.
+
+        The strings of one run's calls sort in the order of the calls.
+        """
         return self[7:]
 
     def with_parts(self, *, epoch: int | None = None, sequence: int | None = None, run_id: str | None = None) -> SaveId:
-        """Return the ID with other parts."""
+        """Return a copy of this ID with the given parts replaced."""
         return SaveId(
             self.epoch if epoch is None else epoch,
             self.sequence if sequence is None else sequence,
@@ -78,10 +82,10 @@ class SaveId(str):
 
     @classmethod
     def parse(cls, text: str) -> SaveId:
-        """Check a text; a save ID is returned as it is.
+        """Return the ID in `text`, or `text` itself if it is a `SaveId`.
 
         Raises:
-            ValueError: `text` is not a save id.
+            ValueError: `text` is not a save ID.
         """
         if isinstance(text, SaveId):
             return text
@@ -91,75 +95,75 @@ class SaveId(str):
 
 
 def shard_name(save_id: SaveId, rank: int, part: int, layout: str = SAFETENSORS) -> str:
-    """Return the name of part `part` of `rank`'s tensors."""
+    """Return the name of shard file number `part` of `rank`."""
     return f"rank-{rank:05d}-part-{part:03d}.{save_id}.{_SUFFIXES[layout]}"
 
 
 def items_name(save_id: SaveId, rank: int) -> str:
-    """Return the name of the file of `rank`'s non-tensor leaves as DCP's items, in layout "dcp"."""
+    """Return the name of `rank`'s items file: in layout "dcp", its non-tensor leaves as DCP's items."""
     return f"rank-{rank:05d}.{save_id}.items.distcp"
 
 
 def index_name(save_id: SaveId, rank: int) -> str:
-    """Return the name of `rank`'s index."""
+    """Return the name of `rank`'s index file."""
     return f"rank-{rank:05d}.{save_id}.index"
 
 
 def objects_name(save_id: SaveId, rank: int) -> str:
-    """Return the name of the file of `rank`'s non-tensor leaves."""
+    """Return the name of `rank`'s objects file: its non-tensor leaves."""
     return f"rank-{rank:05d}.{save_id}.objects.json"
 
 
 def per_rank_name(fqn: str, rank: int) -> str:
-    """Return the name under which `rank`'s own values of the tensor `fqn` are stored."""
+    """Return the name of a stored tensor that belongs to `rank`: its FQN and `@rank{n}`."""
     return f"{fqn}@rank{rank}"
 
 
 def split_per_rank_name(stored: str) -> tuple[str, int] | None:
-    """Return (FQN, rank) of a name that `per_rank_name` makes, else None."""
+    """Return (FQN, rank) of a name of the form of `per_rank_name`, or None for any other name."""
     found = _PER_RANK.match(stored)
     return (found[1], int(found[2])) if found else None
 
 
 def is_reserved(fqn: str) -> bool:
-    """Whether no tensor of a user's may be called so: it looks like a name of `per_rank_name`."""
+    """Whether a user's tensor may not have this FQN, because it ends in `@rank` and digits."""
     return _RESERVED.search(fqn) is not None
 
 
 def layout_of(document: Mapping[str, Any]) -> str:
-    """Return the layout that a manifest or an index names.
+    """Return the layout of a decoded manifest or index.
 
     Raises:
-        ValueError: An unknown one.
+        ValueError: It is unknown.
     """
     layout = document.get("layout", SAFETENSORS)
     if layout not in LAYOUTS:
-        raise ValueError(f"layout {layout!r}")
+        raise ValueError(f"field `layout` is {layout!r}, expected one of {LAYOUTS}")
     return str(layout)
 
 
 def temporary_dcp_metadata_name(save_id: SaveId) -> str:
-    """Return the name under which DCP's metadata are written before they are renamed."""
+    """Return the name of the file that is written first and then renamed to `.metadata`."""
     return f"dcp-metadata.{save_id}.tmp"
 
 
 def temporary_manifest_name(save_id: SaveId) -> str:
-    """Return the name under which a manifest is written before it is linked into place."""
+    """Return the name of the file that is written first and then linked to `manifest.json`."""
     return f"manifest.{save_id}.tmp"
 
 
 def quarantined_name(name: str, number: int) -> str:
-    """Return what the directory `name` of a broken checkpoint is called once it was put aside."""
+    """Return the name that the directory `name` of a damaged checkpoint gets when it is quarantined."""
     return f"{name}.broken-{number}"
 
 
 def is_quarantined(name: str) -> bool:
-    """Whether a directory's name is one that `quarantined_name` makes."""
+    """Whether a directory's name has the form of `quarantined_name`."""
     return _QUARANTINED.match(name) is not None
 
 
 def converting_name(name: str, token: str) -> str:
-    """Return what a conversion's target `name` is called until it is complete; `token`: 12 random hex digits."""
+    """Return the temporary name of a conversion's target `name`; `token`: 12 random hex digits."""
     name = name[:_CONVERTED_NBYTES]
     while len(os.fsencode(name)) > _CONVERTED_NBYTES:
         name = name[:-1]
@@ -167,36 +171,39 @@ def converting_name(name: str, token: str) -> str:
 
 
 def is_converting(name: str) -> bool:
-    """Whether a file or directory is called as `converting_name` has it: nobody takes it for a checkpoint."""
+    """Whether a name has the form of `converting_name`. Searches for checkpoints skip it."""
     return _CONVERTING.match(name) is not None
 
 
 def kept_name(converting: str) -> str:
-    """Return what a checkpoint is called that was to be replaced, was not, and could not be put back to its place."""
+    """Return the name for a checkpoint that a failed conversion moved away and could not rename back."""
     return f"{converting}.kept"
 
 
 def is_kept(name: str) -> bool:
-    """Whether a file or directory is called as `kept_name` has it: nobody removes it but people."""
+    """Whether a name has the form of `kept_name`. Only the user removes it; asyncckpt never does."""
     return _KEPT.match(name) is not None
 
 
 def replacing_name(name: str) -> str:
-    """Return the name under which a rank's index, objects or items are written before they replace those that stand."""
+    """Return the name of the file that is written first and then replaces a rank's index, objects or items file."""
     return f"{name}.tmp"
 
 
 def temporary_tombstone_name(save_id: SaveId) -> str:
-    """Return the name under which a tombstone is written: not that of a manifest, which its save might still link."""
+    """Return the name of the file that is written first and then becomes a tombstone.
+
+    It differs from that of a temporary manifest, which the save may still link.
+    """
     return f"tombstone.{save_id}.tmp"
 
 
 def is_temporary(name: str) -> bool:
-    """Whether the file called `name`, of a save, is one that is given another name once it is complete."""
+    """Whether `name` is that of a file of a save that gets another name when it is complete."""
     return name.endswith(".tmp") and owner_of(name) is not None
 
 
 def owner_of(name: str) -> SaveId | None:
-    """Return the save that wrote the file called `name`, or None when the name is not one of ours."""
+    """Return the ID of the save that wrote a file, by the file's name; None if it has no name of the format."""
     found = next(filter(None, (pattern.match(name) for pattern in _OWN_FILES)), None)
     return SaveId.parse(found[1]) if found else None

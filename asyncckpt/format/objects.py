@@ -1,8 +1,8 @@
-"""Typed JSON for leaves that are not tensors: nothing executable, nothing lost.
+"""Typed JSON for leaves that are not tensors. Decoding runs no code, and values come back with their types.
 
-JSON's own null, true, false, strings, lists, integers up to 2**53 and finite floats stand for themselves; every other
-value is an object `{"$": tag, "v": payload}`. A plain list is a Python list. See SPEC.md section 5 for the tags.
-Without numpy its scalars are the Python values that are nearest to them.
+null, true, false, strings, lists, integers up to 2**53 and finite floats are stored as such in JSON. Each other value
+is an object `{"$": tag, "v": payload}`; format/SPEC.md section 5 lists the tags. Without numpy, a numpy scalar is
+decoded as the nearest Python value.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from typing import Any
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
 from asyncckpt.format.manifest import check_version, list_of
 from asyncckpt.format.names import SaveId
-from asyncckpt.format.state_tree import all_met, is_maxlen
+from asyncckpt.format.state_tree import checked_hashes, is_maxlen
 
 _NUMBERS = {
     **{"|b1": "?", "|i1": "b", "|u1": "B", "<i2": "h", "<u2": "H", "<i4": "i", "<u4": "I", "<i8": "q", "<u8": "Q"},
     **{"<f2": "e", "<f4": "f", "<f8": "d", "<c8": "ff", "<c16": "dd"},
 }
-"""dtype strings of the array protocol -> how `struct` reads them, little endian."""
+"""Dtype strings of numpy's array protocol and their `struct` formats, little endian."""
 
 _SIZED = re.compile(r"(?:<U|\|S)(0|[1-9][0-9]{0,7})")
 _TIMES = re.compile(r"<[mM]8(?:\[(?:[1-9][0-9]{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
 
 
 def is_numpy_scalar(dtype: str) -> bool:
-    """Whether scalars of a dtype, named as the array protocol does, little endian, can be stored."""
+    """Whether numpy scalars of a dtype can be stored; `dtype`: as of the array protocol, little endian."""
     return dtype in _NUMBERS or bool(_SIZED.fullmatch(dtype) or _TIMES.fullmatch(dtype))
 
 
 def checked_numpy_scalar(payload: Any) -> tuple[str, bytes]:
-    """Return (dtype, bytes) of a stored scalar.
+    """Return (dtype, bytes) of a stored numpy scalar.
 
     Raises:
-        ValueError: Malformed.
+        ValueError: `payload` is malformed.
     """
     if not isinstance(payload, list) or len(payload) != 2 or not all(isinstance(part, str) for part in payload):
-        raise ValueError("a numpy scalar is [dtype, hex]")
+        raise ValueError("a numpy scalar is malformed, expected [dtype, hex]")
     dtype, data = payload[0], bytes.fromhex(payload[1])
     if not is_numpy_scalar(dtype):
-        raise ValueError(f"unknown dtype {dtype[:40]!r} of a numpy scalar")
+        raise ValueError(f"a numpy scalar has the unknown dtype {dtype[:40]!r}")
     if len(data) != _itemsize(dtype):
-        raise ValueError(f"{len(data)} bytes for a numpy scalar of dtype {dtype}")
+        raise ValueError(f"a numpy scalar of dtype {dtype} has {len(data)} bytes, expected {_itemsize(dtype)}")
     if dtype == "|b1" and data[0] > 1:
-        raise ValueError("a bool is 0 or 1")
+        raise ValueError(f"a numpy bool has the value {data[0]}, expected 0 or 1")
     return dtype, data
 
 
@@ -64,10 +64,15 @@ def _itemsize(dtype: str) -> int:
 
 
 def numpy_scalar_value(dtype: str, data: bytes) -> Any:
-    """Return what is nearest to a checked scalar: bool, int, float, complex, str, bytes; of a time its count of units.
+    """Return the Python value nearest to a numpy scalar: bool, int, float, complex, str or bytes.
+
+    A `datetime64` or `timedelta64` becomes its number of units.
+
+    Args:
+        dtype, data: As `checked_numpy_scalar` returns them.
 
     Raises:
-        ValueError: A text with something that is no character.
+        ValueError: A string has an invalid code point.
     """
     if dtype in _NUMBERS:
         found = struct.unpack("<" + _NUMBERS[dtype], data)
@@ -80,18 +85,18 @@ def numpy_scalar_value(dtype: str, data: bytes) -> Any:
 OBJECTS_VERSION = 1
 MAX_OBJECTS_NBYTES = 1 << 30
 MAX_EXACT_INT = 1 << 53
-"""Beyond it, JSON readers that use doubles lose digits; larger integers travel as text."""
+"""Larger integers are stored as strings: JSON readers that use doubles would lose digits."""
 
 MAX_NESTING = 64
 Extend = Callable[[Any], "tuple[str, Any] | None"]
-"""Encodes one more type: value -> (tag, JSON payload), or None when it does not know the type either."""
+"""Encodes a type that needs a library: returns (tag, JSON payload) of a value, or None for an unknown type."""
 
 Make = Callable[[str, Any], Any]
-"""Builds a value from (tag, payload) for tags that need a library; raises KeyError for one that it does not know."""
+"""Decodes a tag that needs a library: returns the value of (tag, payload); raises KeyError for an unknown tag."""
 
 
 class Opaque:
-    """A value whose type needs a library that the reader did not bring: its tag and payload, shown as they are."""
+    """Stands for a value whose type needs a library that the reader did not provide: its tag and payload."""
 
     __slots__ = ("payload", "tag")
 
@@ -109,7 +114,7 @@ class Opaque:
 
 
 class Record:
-    """What stands for an object of a class on the list: the class's name, and the state that it was saved with."""
+    """Stands for a pickled object of a known class: the class's full name, and the state that was pickled."""
 
     __slots__ = ("kind", "state")
 
@@ -125,7 +130,7 @@ class Record:
 
 
 class UnknownTypeError(TypeError):
-    """Internal to encoding: carries the value that no rule covers."""
+    """Raised for a value of a type that cannot be stored; `value` is that value. Internal."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(type(value).__name__)
@@ -135,8 +140,13 @@ class UnknownTypeError(TypeError):
 def encode_value(value: Any, extend: Extend | None = None, depth: int = 0) -> Any:
     """Return the JSON form of one leaf.
 
+    Args:
+        value: The leaf.
+        extend: Encodes further types.
+        depth: Number of containers around it.
+
     Raises:
-        UnknownTypeError: `value`, or something inside it, is of a type that cannot be stored.
+        UnknownTypeError: `value`, or a value inside it, is of a type that cannot be stored.
     """
     kind = type(value)
     if value is None or kind is bool:
@@ -166,7 +176,7 @@ def encode_value(value: Any, extend: Extend | None = None, depth: int = 0) -> An
         return {"$": "slice", "v": [encode_value(v, extend, depth + 1) for v in (value.start, value.stop, value.step)]}
     encoded = _scalar(value, kind) or (extend(value) if extend else None)
     if encoded is None:
-        if isinstance(value, tuple):  # a namedtuple comes back as a plain tuple
+        if isinstance(value, tuple):  # a namedtuple is decoded as a plain tuple
             return {"$": "tuple", "v": [encode_value(v, extend, depth + 1) for v in value]}
         raise UnknownTypeError(value)
     return {"$": encoded[0], "v": encoded[1]}
@@ -176,7 +186,7 @@ _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset
 
 
 def _is_text(value: str) -> bool:
-    """Whether JSON keeps it: two lone surrogates would come back as one character."""
+    """Whether JSON keeps `value`. It does not keep lone surrogates: two of them would be decoded as one character."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -197,7 +207,7 @@ def _scalar(value: Any, kind: type) -> tuple[str, Any] | None:
 
 
 def _is_plain_zone(zone: datetime.tzinfo | None) -> bool:
-    """Whether an offset from UTC is all that there is to a zone: no name, no rules."""
+    """Whether a time zone is only an offset from UTC, without name or rules."""
     if zone is None:
         return True
     return type(zone) is datetime.timezone and repr(zone) == repr(datetime.timezone(zone.utcoffset(None)))
@@ -227,9 +237,9 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "timedelta": lambda v: datetime.timedelta(*v),
     "tuple": tuple,
     "deque": _deque,
-    "set": lambda v: set(all_met(v)),
-    "frozenset": lambda v: frozenset(all_met(v)),
-    "dict": lambda v: dict(zip(all_met(k for k, _ in v), (value for _, value in v), strict=True)),
+    "set": lambda v: set(checked_hashes(v)),
+    "frozenset": lambda v: frozenset(checked_hashes(v)),
+    "dict": lambda v: dict(zip(checked_hashes(k for k, _ in v), (value for _, value in v), strict=True)),
 }
 
 TAGS = tuple(sorted(_MAKERS))
@@ -241,8 +251,12 @@ _SEQUENCE_TAGS = ("tuple", "set", "frozenset", "slice")
 def decode_value(raw: Any, make: Make | None = None) -> Any:
     """Return the Python value of one leaf's JSON form.
 
+    Args:
+        raw: The JSON form.
+        make: Decodes the tags of `LIBRARY_TAGS`; None: they become `Opaque`, and numpy scalars the nearest value.
+
     Raises:
-        ValueError: Malformed, or a tag that nobody knows.
+        ValueError: It is malformed or has an unknown tag.
     """
     try:
         return _decode(raw, make, 0)
@@ -252,13 +266,13 @@ def decode_value(raw: Any, make: Make | None = None) -> Any:
 
 def _decode(raw: Any, make: Make | None, depth: int) -> Any:
     if depth > 2 * MAX_NESTING + 2:
-        raise ValueError("nested too deeply")
+        raise ValueError(f"the values of a leaf are nested too deeply, the limit is {MAX_NESTING}")
     if isinstance(raw, list):
         return [_decode(v, make, depth + 1) for v in raw]
     if not isinstance(raw, dict):
         return raw
     if set(raw) != {"$", "v"} or not isinstance(raw["$"], str):
-        raise ValueError("an object without tag and payload")
+        raise ValueError("an object does not have exactly the members `$` and `v`")
     tag, payload = raw["$"], raw["v"]
     if tag in LIBRARY_TAGS:
         return make(tag, payload) if make else _without_library(tag, payload)
@@ -269,7 +283,7 @@ def _decode(raw: Any, make: Make | None, depth: int) -> Any:
     elif tag == "deque":
         maxlen, members = list_of(payload)
         if not is_maxlen(maxlen, len(list_of(members))):
-            raise ValueError(f"a deque of {len(members)} members and maxlen {maxlen!r}")
+            raise ValueError(f"a deque has {len(members)} members and maxlen {maxlen!r}")
         payload = maxlen, [_decode(v, make, depth + 1) for v in members]
     elif tag == "dict":
         payload = [
@@ -287,22 +301,26 @@ def _without_library(tag: str, payload: Any) -> Any:
 
 
 def pickled(payload: Any) -> tuple[str, bytes]:
-    """Return (name of the type, bytes) of a pickled leaf's payload. Nothing here looks into the bytes.
+    """Return (name of the type, bytes) of a pickled leaf. The bytes are not decoded.
 
     Raises:
-        ValueError: Malformed.
+        ValueError: `payload` is malformed.
     """
     kind, data = list_of(payload)
     if not isinstance(kind, str) or not isinstance(data, str):
-        raise ValueError("a pickled leaf is [type, base64]")
+        raise ValueError("a pickled leaf is malformed, expected [type, base64]")
     return kind, base64.b64decode(data, validate=True)
 
 
 def encode_objects(save_id: SaveId, values: Sequence[Any]) -> bytes:
-    """Return the objects file: `values` are JSON forms by object number.
+    """Return the bytes of an objects file.
+
+    Args:
+        save_id: ID of the save.
+        values: JSON forms of the objects, by number.
 
     Raises:
-        UnsupportedLeafError: Larger than a reader would take.
+        UnsupportedLeafError: The file would be larger than `MAX_OBJECTS_NBYTES`, and readers would refuse it.
     """
     document = {"asyncckpt_objects": OBJECTS_VERSION, "save_id": str(save_id), "values": values}
     data = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
@@ -315,22 +333,27 @@ def encode_objects(save_id: SaveId, values: Sequence[Any]) -> bytes:
 
 
 def decode_objects(data: bytes, save_id: SaveId, n_objects: int) -> list[Any]:
-    """Read an objects file back into JSON forms by object number.
+    """Return the JSON forms of the objects in an objects file, by number.
+
+    Args:
+        data: The file's bytes.
+        save_id: ID of the save that the file must belong to.
+        n_objects: Number of objects that it must have.
 
     Raises:
-        UnsupportedFormatError: Written by a newer version.
-        CorruptCheckpointError: Damaged, of another save, or with another number of objects.
+        UnsupportedFormatError: A newer version wrote it.
+        CorruptCheckpointError: It is damaged, of another save, or has another number of objects.
     """
     try:
         if len(data) > MAX_OBJECTS_NBYTES:
-            raise ValueError(f"{len(data)} bytes")
+            raise ValueError(f"it has {len(data)} bytes, the limit is {MAX_OBJECTS_NBYTES}")
         raw = json.loads(data)
         check_version(raw, "asyncckpt_objects", OBJECTS_VERSION, what="objects file")
         values = raw["values"]
         if raw["save_id"] != str(save_id) or not isinstance(values, list):
-            raise ValueError("its save id differs from the index")
+            raise ValueError("its save ID differs from that of the index, or `values` is not a list")
         if len(values) != n_objects:
-            raise ValueError(f"{len(values)} objects, the structure wants {n_objects}")
+            raise ValueError(f"it has {len(values)} objects, the structure has {n_objects}")
         return values
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, UnsupportedFormatError):

@@ -1,6 +1,6 @@
-"""The skeleton of a state dict: containers, typed keys, and where each leaf is stored.
+"""The tree of a state dict: its containers, their keys, and the number under which each leaf is stored.
 
-A node is a plain nested tuple, so that it compares, hashes and packs as msgpack without further ado:
+A node is a nested tuple, which can be compared, hashed and packed as msgpack:
 
     ("d", (key, node, key, node, ...))           dict
     ("d", (key, node, ...), form)                a dict of another type: ("Counter",) or ("defaultdict", factory)
@@ -13,12 +13,12 @@ A node is a plain nested tuple, so that it compares, hashes and packs as msgpack
     ("B", n)                                     bytes, stored as tensor number n of dtype uint8
     ("O", n)                                     object number n
 
-A factory is one of `FACTORIES`, None, or "?": another one, which is not stored. "r" is transparent: it adds no key to
-the paths of what is in it.
+A factory is one of `FACTORIES`, None, or "?" for another one, which is not stored. An "r" node adds no key to the paths
+of its leaves.
 
-Keys are strings and integers as they are, and all others as a tagged `TypedKey`: for Python 1, 1.0 and True are the
-same key, in dicts and in comparisons of paths; as `TypedKey` they differ. On disk a typed key is an array that begins
-with the tag (SPEC.md section 4):
+Strings and integers are keys as they are. Other keys are a `TypedKey`, because 1, 1.0 and True are equal in Python, in
+dicts and in paths; as `TypedKey` they differ. On disk a typed key is an array that begins with the tag
+(format/SPEC.md section 4):
 
     ["n"]  None          ["b", bool]          ["f", 16 hex digits: the double, big endian]
     ["y", bytes]         ["t", key, ...]      a tuple of keys, typed ones among them
@@ -32,62 +32,64 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from typing import Any
 
-MAX_ALIKE = 1000
-"""Different keys of one hash. Chosen: floats reach some dozens by themselves; a thousand cost half a millisecond."""
+MAX_COLLISIONS = 1000
+"""Most keys with the same hash in a dict or set. Chosen: floats have some dozens; 1,000 take half a millisecond."""
 
-_HARMLESS = frozenset({str, bytes, bool, type(None)})
+_SAFE_TYPES = frozenset({str, bytes, bool, type(None)})
+"""Types of keys for which a file cannot be made to have many collisions."""
+
 _MAX_WORD = 1 << 64
 
 
-class Hashes:
-    """Counts the keys that come to a dict or a set, or to several of them."""
+class CollisionLimit:
+    """Limits hash collisions of keys, which would make building a dict or set quadratic."""
 
-    __slots__ = ("_alike", "_first")
+    __slots__ = ("_colliding", "_first")
 
     def __init__(self) -> None:
         self._first: dict[int, Any] = {}
-        self._alike: dict[int, set[Any]] = {}
+        self._colliding: dict[int, set[Any]] = {}
 
-    def met(self, key: Any) -> Any:
-        """Return `key`.
+    def check(self, key: Any) -> Any:
+        """Count `key` and return it.
 
         Raises:
-            ValueError: Too many others have its hash.
+            ValueError: More than `MAX_COLLISIONS` other keys have its hash.
             TypeError: It cannot be hashed.
         """
         kind = type(key)
-        if kind in _HARMLESS or (kind is int and -_MAX_WORD < key < _MAX_WORD):
+        if kind in _SAFE_TYPES or (kind is int and -_MAX_WORD < key < _MAX_WORD):
             return key
         number = hash(key)
         if self._first.setdefault(number, key) is key:
             return key
-        alike = self._alike.setdefault(number, set())
-        alike.add(key)
-        if len(alike) > MAX_ALIKE:
-            raise ValueError(f"more than {MAX_ALIKE} keys with one hash")
+        colliding = self._colliding.setdefault(number, set())
+        colliding.add(key)
+        if len(colliding) > MAX_COLLISIONS:
+            raise ValueError(f"more than {MAX_COLLISIONS} keys have the same hash")
         return key
 
 
-def all_met(keys: Iterable[Any]) -> list[Any]:
-    """Return the keys of one dict, or the members of one set.
+def checked_hashes(keys: Iterable[Any]) -> list[Any]:
+    """Return the keys of one dict, or the members of one set, after `CollisionLimit.check` of each.
 
     Raises:
-        ValueError, TypeError: As `Hashes.met`.
+        ValueError, TypeError: As `CollisionLimit.check`.
     """
-    hashes = Hashes()
-    return [hashes.met(key) for key in keys]
+    limit = CollisionLimit()
+    return [limit.check(key) for key in keys]
 
 
 MAX_KEY_CHARS = 4096
-"""Of a string; of any other key its `repr`, which is its part of an FQN."""
+"""Most characters of a string key, or of the `repr` of another key, which is its part of an FQN."""
 
 _MAX_KEY_BITS = 12_000
-"""Of a number. Python writes out none of more than 4,300 digits as text, and a key is part of its leaf's name."""
+"""Most bits of an integer key. Python does not convert integers of more than 4,300 digits to text, as an FQN needs."""
 
 _MAX_INT_KEY = (1 << 63) - 1
 
 MAX_KEY_DEPTH = 8
-"""How deep tuples may be nested in a key. Chosen, not measured."""
+"""Most nested tuples in a key. Chosen, not measured."""
 
 
 _NONE_KEY, _BOOL_KEY, _FLOAT_KEY, _BYTES_KEY, _TUPLE_KEY = "n", "b", "f", "y", "t"
@@ -95,7 +97,7 @@ _NONE_KEY, _BOOL_KEY, _FLOAT_KEY, _BYTES_KEY, _TUPLE_KEY = "n", "b", "f", "y", "
 
 
 class TypedKey(tuple[Any, ...]):
-    """A key that is neither str nor int: the tag and its arguments. `repr` and `str` are those of `value`."""
+    """A key that is neither str nor int: a tuple of its tag and arguments. `repr` and `str` are those of `value`."""
 
     __slots__ = ()
 
@@ -117,14 +119,14 @@ Key = str | int | TypedKey
 
 
 def python_key(key: Any) -> Any:
-    """Return the Python value of a key of a tree or path."""
+    """Return the Python value of a tree's key."""
     return key.value if type(key) is TypedKey else key
 
 
 def key_of(value: Any, depth: int = 0) -> Key | None:
-    """Return the tree's key for a key of a dict; None: it cannot be stored.
+    """Return the tree's key for a Python key, or None if it cannot be stored.
 
-    Subclasses of str, int, float, bytes and tuple become the type that they extend.
+    A key of a subclass of str, int, float, bytes or tuple is stored as one of the base class.
     """
     if isinstance(value, str):
         return str.__str__(value)
@@ -145,7 +147,7 @@ def key_of(value: Any, depth: int = 0) -> Key | None:
 
 
 def is_storable(key: Any) -> bool:
-    """Whether the index can hold a key of a tree."""
+    """Whether a tree's key is within the limits of the format."""
     if isinstance(key, int):
         return -_MAX_INT_KEY <= key <= _MAX_INT_KEY
     if isinstance(key, str):
@@ -163,10 +165,10 @@ def _is_text(key: str) -> bool:
 
 
 def checked_key(raw: Any, depth: int = 0) -> Key:
-    """Turn a decoded msgpack value into a key.
+    """Return a decoded msgpack value as a tree's key.
 
     Raises:
-        ValueError: It is not a key.
+        ValueError: It is not a valid key.
     """
     if type(raw) is int or (type(raw) is str and len(raw) <= MAX_KEY_CHARS):
         return raw
@@ -177,12 +179,12 @@ def checked_key(raw: Any, depth: int = 0) -> Key:
         found = TypedKey((_NONE_KEY,))
     elif len(rest) == 1 and {_BOOL_KEY: bool, _FLOAT_KEY: str, _BYTES_KEY: bytes}.get(str(kind)) is type(rest[0]):
         found = TypedKey((kind, *rest))
-        if kind == _FLOAT_KEY and (len(str(rest[0])) != 16 or key_of(found.value) != found):  # of another case, or NaN
-            raise ValueError(f"{str(rest[0])[:40]!r} is no float of a key")
+        if kind == _FLOAT_KEY and (len(str(rest[0])) != 16 or key_of(found.value) != found):  # upper case, or NaN
+            raise ValueError(f"a float key is {str(rest[0])[:40]!r}, expected 16 lower-case hex digits of no NaN")
     else:
-        raise ValueError(f"a key of type {type(raw).__name__}, or of an unknown tag")
+        raise ValueError(f"a key is of type {type(raw).__name__}, or has an unknown tag or too many nested tuples")
     if not depth and len(str(found)) > MAX_KEY_CHARS:
-        raise ValueError(f"a key of more than {MAX_KEY_CHARS} characters")
+        raise ValueError(f"a key has more than {MAX_KEY_CHARS} characters")
     return found
 
 
@@ -196,30 +198,30 @@ CONTAINERS = (*MAPPINGS, *SEQUENCES, PER_RANK)
 Path = tuple[Key, ...]
 Node = tuple[Any, ...]
 Form = tuple[Any, ...]
-"""The third member of a container's node, which plain dicts and lists do not have."""
+"""The third member of a container's node: the type, if it is not a plain dict or list."""
 
 MAX_DEPTH = 64
-"""Containers inside containers. Chosen, not measured: far above real states, far below msgpack's and json's limits."""
+"""Most nested containers. Chosen, not measured: far above real states, far below the limits of msgpack and json."""
 
 MAX_MAXLEN = (1 << 63) - 1
 FACTORIES = (
     *("bool", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple"),
     *("collections.Counter", "collections.OrderedDict", "collections.defaultdict", "collections.deque"),
 )
-"""What a defaultdict may make for a key that it lacks."""
+"""Names of the `default_factory` of a defaultdict that are stored."""
 
 UNSTORED_FACTORY = "?"
 _MAX_HOLES = 1024
-"""A list with more members missing is kept as a dict with integer keys. Chosen, not measured."""
+"""A list that lacks more members becomes a dict with integer keys. Chosen, not measured."""
 
 
 def fqn_of(path: Path) -> str:
-    """Return the full name of a leaf: its keys joined by dots, those that are no text as Python writes them."""
+    """Return the full name of a leaf: its keys as text, joined by dots."""
     return ".".join(map(str, path))
 
 
 def form_in(node: Node) -> Form | None:
-    """Return the form that a node of a dict or list has."""
+    """Return the form of a dict's or list's node, or None if it has none."""
     return node[2] if len(node) > 2 else None
 
 
@@ -229,7 +231,7 @@ def is_counter(node: Node) -> bool:
 
 
 def members(node: Node) -> Iterator[tuple[Key, Node]]:
-    """Return (key, node) of what is in a mapping or a sequence; nothing for any other node."""
+    """Yield (key, node) of the members of a mapping or a sequence; nothing for any other node."""
     if node[0] in MAPPINGS:
         return zip(node[1][::2], node[1][1::2], strict=True)
     return enumerate(node[1] if node[0] in SEQUENCES else ())
@@ -242,7 +244,7 @@ def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
         items = node[1]
         for i in range(0, len(items), 2):
             child = items[i + 1]
-            if child[0] == TENSOR:  # by far the most, without a generator of its own
+            if child[0] == TENSOR:  # the usual case, without another generator
                 yield (*path, items[i]), child
             else:
                 yield from leaves(child, (*path, items[i]))
@@ -256,9 +258,9 @@ def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
 
 
 def named_leaves(node: Node) -> dict[str, Node]:
-    """Return leaf nodes by FQN, in the order of the state dict; of two with one name, the last.
+    """Return leaf nodes by FQN, in the order of the state dict. Of two leaves with one FQN the last is returned.
 
-    A node of one member is a hole, which has no name.
+    Missing members of lists, which are nodes with one member, are left out.
     """
     found: dict[str, Node] = {}
     _name_leaves(node, "", found)
@@ -266,7 +268,7 @@ def named_leaves(node: Node) -> dict[str, Node]:
 
 
 def _name_leaves(node: Node, prefix: str, found: dict[str, Node]) -> None:
-    """`prefix`: of the names below `node`: empty, or with a dot at its end."""
+    """Add the leaves below `node` to `found`. `prefix`: the start of their names, empty or with a dot at its end."""
     kind = node[0]
     while kind == PER_RANK:
         node = node[1]
@@ -287,14 +289,16 @@ def _name_leaves(node: Node, prefix: str, found: dict[str, Node]) -> None:
 
 
 def tree_of(leaves: Iterable[tuple[Path, Node]], hole: Callable[[], Node] | None = None) -> Node:
-    """Return the tree of leaves with paths of texts and numbers: a dict, in which numbers alone are a list's members.
+    """Return the tree of leaves whose paths have strings and integers as keys.
+
+    The root is a dict. A container below it is a list if its keys are the integers from 0 on, else a dict.
 
     Args:
-        leaves: In the order of the state dict.
-        hole: Makes a member of a list that nobody has; without it such a list is a dict with the numbers as keys.
+        leaves: (path, leaf node) of each, in the order of the state dict.
+        hole: Makes the node of a missing member of a list. Without it, a list with missing members becomes a dict.
 
     Raises:
-        ValueError: A leaf stands where another has its container, or another leaf.
+        ValueError: Two leaves have the same path, or the path of a leaf leads through another leaf.
     """
     root: dict[Any, Any] = {}
     for path, leaf in leaves:
@@ -302,9 +306,9 @@ def tree_of(leaves: Iterable[tuple[Path, Node]], hole: Callable[[], Node] | None
         for key in path[:-1]:
             branch = branch.setdefault(key, {})
             if not isinstance(branch, dict):
-                raise ValueError(f"{path!r} leads through a leaf")
+                raise ValueError(f"the path {path!r} leads through another leaf")
         if path[-1] in branch:
-            raise ValueError(f"two leaves stand at {path!r}")
+            raise ValueError(f"two leaves have the path {path!r}")
         branch[path[-1]] = leaf
     return DICT, tuple(part for key, child in root.items() for part in (key, _subtree(child, hole)))
 
@@ -321,7 +325,7 @@ def _subtree(branch: Any, hole: Callable[[], Node] | None) -> Node:
 
 
 def per_rank_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
-    """Yield (typed path, node inside) for every "r" node at or below `node`."""
+    """Yield (typed path, inner node) for each "r" node at or below `node`."""
     kind = node[0]
     if kind in MAPPINGS:
         items = node[1]
@@ -335,22 +339,22 @@ def per_rank_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
 
 
 def checked(raw: Any, n_tensors: int, n_objects: int, depth: int = 0, per_rank: bool = False) -> Node:
-    """Turn a decoded msgpack value into a node.
+    """Return a decoded msgpack value as a node.
 
     Args:
         raw: The value.
-        n_tensors, n_objects: Numbers of leaves are below these.
-        depth: Containers around it.
+        n_tensors, n_objects: How many tensors and objects there are.
+        depth: Number of containers around the node.
         per_rank: Whether it lies inside an "r" node.
 
     Raises:
-        ValueError: Not a node: unknown kind, key of another type, a repeated key, a number out of range, too deep,
-            "r" inside "r".
+        ValueError: It is not a valid node: an unknown kind, an invalid or repeated key, a number out of range, too many
+            nested containers, an "r" node inside another.
     """
     if depth > MAX_DEPTH:
-        raise ValueError(f"tree deeper than {MAX_DEPTH}")
+        raise ValueError(f"the tree has more than {MAX_DEPTH} nested containers")
     if not isinstance(raw, (list, tuple)) or not raw:
-        raise ValueError("tree node is not a list")
+        raise ValueError("a tree node is not a list, or is empty")
     kind = raw[0]
     if kind in MAPPINGS:
         return _checked_mapping(raw, n_tensors, n_objects, depth, per_rank)
@@ -361,7 +365,7 @@ def checked(raw: Any, n_tensors: int, n_objects: int, depth: int = 0, per_rank: 
         raise ValueError(f"tree node {kind!r} has {len(raw)} members, expected 2")
     if kind in SEQUENCES:
         if not isinstance(raw[1], (list, tuple)):
-            raise ValueError("sequence node without members")
+            raise ValueError(f"the members of tree node {kind!r} are not a list")
         members = tuple(checked(child, n_tensors, n_objects, depth + 1, per_rank) for child in raw[1])
         return (kind, members, *form)
     if kind == PER_RANK:
@@ -384,19 +388,19 @@ def _checked_mapping(raw: Any, n_tensors: int, n_objects: int, depth: int, per_r
         raise ValueError(f"malformed mapping node {kind!r}")
     if kind == DICT and depth < MAX_DEPTH and _are_tensors(items[::2], items[1::2], n_tensors):
         return (kind, tuple(items), *form)
-    seen: set[Any] = set()  # as Python has them, to which 1 and True are one key
-    hashes = Hashes()
+    seen: set[Any] = set()  # Python values: 1 and True are equal
+    limit = CollisionLimit()
     out: list[Any] = []
     for i in range(0, len(items), 2):
         key = items[i]
         if type(key) is not str or len(key) > MAX_KEY_CHARS:
             key = checked_key(key)
-        plain = hashes.met(python_key(key)) if type(key) is TypedKey else key
+        plain = limit.check(python_key(key)) if type(key) is TypedKey else key
         if plain in seen:
-            raise ValueError(f"key {key!r} twice in one mapping")
+            raise ValueError(f"key {key!r} occurs twice in one mapping")
         seen.add(plain)
         child = items[i + 1]
-        if type(child) is tuple and len(child) == 2 and child[0] == TENSOR:  # by far the most, without a call
+        if type(child) is tuple and len(child) == 2 and child[0] == TENSOR:  # the usual case, without a call
             n = child[1]
             if type(n) is int and 0 <= n < n_tensors and depth < MAX_DEPTH:
                 out += (key, child)
@@ -408,7 +412,7 @@ def _checked_mapping(raw: Any, n_tensors: int, n_objects: int, depth: int, per_r
 
 
 def _are_tensors(keys: Any, nodes: Any, n_tensors: int) -> bool:
-    """Whether a mapping has tensors only, and nothing is wrong with them: most of a checkpoint's, without a loop."""
+    """Whether a mapping has only tensors with valid keys and numbers: the usual case, checked without a loop."""
     if not nodes or set(map(type, nodes)) != {tuple} or set(map(len, nodes)) != {2}:
         return False
     numbers = [number for _, number in nodes]
@@ -426,14 +430,14 @@ def _checked_form(raw: Any) -> tuple[Any, ...]:
         return form
     factories = (None, UNSTORED_FACTORY, *FACTORIES)
     if len(form) != 2 or form[0] != "defaultdict" or form[1] not in factories:
-        raise ValueError(f"{raw!r} is no type of a dict")
+        raise ValueError(f"{raw!r} is not a valid form of a dict")
     return form
 
 
 def _checked_deque(raw: Any, members: Any) -> tuple[Any, ...]:
     form = tuple(raw) if isinstance(raw, (list, tuple)) else ()
     if len(form) != 2 or form[0] != "deque" or not is_maxlen(form[1], len(members)):
-        raise ValueError(f"{raw!r} is no deque")
+        raise ValueError(f"{raw!r} is not a valid form of a deque with {len(members)} members")
     return form
 
 
@@ -444,5 +448,5 @@ def is_maxlen(value: Any, length: int) -> bool:
 
 def _checked_number(raw: Any, limit: int) -> int:
     if type(raw) is not int or not 0 <= raw < limit:
-        raise ValueError(f"leaf number {raw!r} out of range 0..{limit - 1}")
+        raise ValueError(f"a leaf has number {raw!r}, expected 0 to {limit - 1}")
     return raw

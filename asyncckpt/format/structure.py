@@ -1,7 +1,7 @@
-"""One rank's structure: its tree of leaves, and which bytes of which part hold which box of which tensor.
+"""One rank's structure: the tree of its state dict, and for each chunk of a tensor its shard file and byte range there.
 
-It depends on keys, shapes, dtypes and what the ranks agreed upon, never on values, so it is computed once and stored
-verbatim with every save.
+It depends on keys, shapes, dtypes and the agreement of the ranks, never on values. So it is computed once, and each
+save stores the same bytes.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Chunk(NamedTuple):
-    """A box of a global tensor and where it lies. Like `TensorEntry` a tuple: a checkpoint has tens of thousands.
+    """A stored box of a global tensor. A tuple, because a checkpoint has tens of thousands.
 
     Attributes:
-        part: Number of the shard file of this rank.
-        offset_bytes: From the start of the file, safetensors header included.
-        nbytes: Length; elements are row-major and contiguous.
+        part: Number of this rank's shard file.
+        offset_bytes: Offset in that file, header included.
+        nbytes: Length in bytes; the elements are row-major and contiguous.
         offsets: Start of the box in the global tensor, in elements.
         sizes: Shape of the box, in elements.
     """
@@ -52,9 +52,9 @@ class Chunk(NamedTuple):
 
 
 def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """Return the positions of two boxes of one tensor that share an element; None: all are disjoint.
+    """Return the positions of two boxes of one tensor that share an element; None if all are disjoint.
 
-    It sweeps along the dimension in which the boxes have the most different offsets.
+    Sweeps along the dimension in which the boxes have the most different offsets.
     """
     filled = [n for n, (_, sizes) in enumerate(boxes) if 0 not in sizes]
     if len(filled) < 2:
@@ -76,9 +76,9 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 class TensorEntry(NamedTuple):
-    """One global tensor: its FQN (of its first path), dtype name, shape in elements, and the chunks of this rank.
+    """One global tensor: FQN of its first path, dtype name, shape in elements, and the chunks that this rank writes.
 
-    The FQN of a tensor that belongs to its rank ends in `@rank{n}`. No chunks: other ranks write it.
+    The FQN of a tensor that belongs to its rank ends in `@rank{n}`. Without chunks, other ranks write the tensor.
     """
 
     fqn: str
@@ -89,9 +89,13 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Structure:
-    """What one rank has saved: its tree, its tensors and the lengths of its shards.
+    """What one rank saved.
 
-    `tree` refers to `tensors` by position and to `n_objects` object leaves by number.
+    Attributes:
+        tree: The tree of its state dict. A leaf is the position of a tensor in `tensors`, or the number of an object.
+        tensors: Its tensors.
+        n_objects: Number of object leaves.
+        part_nbytes: Exact length of each of its shard files, in bytes.
     """
 
     tree: state_tree.Node
@@ -107,7 +111,7 @@ def encode_structure(structure: Structure) -> bytes:
     for value in ("structure", STRUCTURE_VERSION, "parts", structure.part_nbytes, "tensors"):
         packer.pack(value)
     packer.pack_array_header(len(structure.tensors))
-    for t in structure.tensors:  # one by one: as one value they take ten times their bytes
+    for t in structure.tensors:  # one at a time: packing all at once takes ten times the memory
         packer.pack((t.fqn, t.dtype, t.global_shape, [_pack_chunk(c, t) for c in t.chunks]))
     for value in ("n_objects", structure.n_objects, "tree", structure.tree):
         packer.pack(value)
@@ -122,19 +126,19 @@ def _pack_chunk(chunk: Chunk, entry: TensorEntry) -> list[Any]:
 
 
 def decode_structure(data: bytes) -> Structure:
-    """Read and check `encode_structure`'s bytes.
+    """Decode and check the bytes of `encode_structure`.
 
     Raises:
-        UnsupportedFormatError: Written by a newer version, or needing a field that this one does not know.
-        CorruptCheckpointError: Anything that the SPEC forbids: overlapping ranges, boxes outside their tensor,
-            lengths that do not match shapes, unknown dtypes, numbers out of range.
+        UnsupportedFormatError: A newer version wrote it, or it requires a field that this version does not know.
+        CorruptCheckpointError: It violates format/SPEC.md section 4: overlapping ranges, boxes outside their tensor,
+            lengths that do not match shapes, unknown dtypes, numbers out of range, and so on.
     """
     try:
         if len(data) > MAX_STRUCTURE_NBYTES:
-            raise ValueError(f"{len(data)} bytes")
+            raise ValueError(f"it has {len(data)} bytes, the limit is {MAX_STRUCTURE_NBYTES}")
         raw = unpack_strict(data)
         if not isinstance(raw, dict):
-            raise ValueError("not a map")
+            raise ValueError(f"expected a map, found {type(raw).__name__}")
         check_version(raw, "structure", STRUCTURE_VERSION, what="structure")
         return _checked_structure(raw)
     except (
@@ -154,7 +158,9 @@ def decode_structure(data: bytes) -> Structure:
 def _checked_structure(raw: dict[str, Any]) -> Structure:
     parts = tuple(_uint(n) for n in list_of(raw["parts"]))
     if len(parts) > MAX_PARTS or len(list_of(raw["tensors"])) > MAX_TENSORS:
-        raise ValueError("too many parts or tensors")
+        raise ValueError(
+            f"{len(parts)} shard files and {len(raw['tensors'])} tensors, the limits are {MAX_PARTS} and {MAX_TENSORS}"
+        )
     tensors = _plain_tensors(raw["tensors"], parts)
     if tensors is None:
         tensors = tuple(map(_checked_tensor, raw["tensors"]))
@@ -171,10 +177,10 @@ def _checked_structure(raw: dict[str, Any]) -> Structure:
 
 
 def _plain_tensors(raw: Any, parts: tuple[int, ...]) -> tuple[TensorEntry, ...] | None:
-    """Return the tensors if each has one chunk, the whole of it: checked column by column, for a third of the time.
+    """Decode tensors that have one chunk each, which is the whole tensor: the usual case, in a third of the time.
 
-    The same rules as `_checked_tensor` and `_check_ranges`. None: something else is there, or something is wrong; those
-    say what.
+    Checks by the same rules as `_checked_tensor` and `_check_ranges`. Returns None for other tensors, and if something
+    is wrong; these functions then say what.
     """
     if not _are_tuples(raw, 4):
         return None
@@ -208,14 +214,14 @@ def _are_tuples(values: Any, length: int) -> bool:
 
 
 def _whole_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return what a tensor takes; -1 if there cannot be one."""
+    """Return the bytes of a tensor, or -1 if the dtype or the shape is invalid."""
     known = dtype in DTYPES and len(shape) <= MAX_DIMS and all(0 <= n <= MAX_INT for n in shape)
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize if known else -1
     return nbytes if nbytes <= MAX_INT else -1
 
 
 def _are_apart(numbers: list[int], starts: list[int], lengths: list[int], parts: tuple[int, ...]) -> bool:
-    """Whether no two ranges share a byte, and each lies in its part."""
+    """Whether no two ranges share a byte, and each lies inside its file."""
     if len(parts) > 1 or any(map(le, starts[1:], starts)):
         numbers, starts, lengths = map(list, zip(*sorted(zip(numbers, starts, lengths, strict=True)), strict=True))
     ends = list(map(add, starts, lengths))
@@ -230,7 +236,7 @@ def _checked_tensor(raw: Any) -> TensorEntry:
     if type(fqn) is not str or type(dtype) is not str or dtype not in DTYPES:
         raise ValueError(f"tensor {fqn!r} of unknown dtype {dtype!r}")
     global_shape, itemsize = _box(shape), DTYPES[dtype].itemsize
-    if len(chunks) == 1 and type(chunks) is tuple:  # by far the most
+    if len(chunks) == 1 and type(chunks) is tuple:  # the usual case
         return TensorEntry(fqn, dtype, global_shape, (_checked_chunk(chunks[0], fqn, itemsize, global_shape),))
     return TensorEntry(
         fqn, dtype, global_shape, tuple([_checked_chunk(c, fqn, itemsize, global_shape) for c in list_of(chunks)])
@@ -243,7 +249,7 @@ def _checked_chunk(raw: Any, fqn: str, itemsize: int, global_shape: tuple[int, .
     elif len(raw) == 5:
         offsets, sizes = _box(raw[3]), _box(raw[4])
         if not len(offsets) == len(sizes) == len(global_shape):
-            raise ValueError(f"a chunk of {fqn} has another number of dimensions than its tensor")
+            raise ValueError(f"a chunk of {fqn} has {len(sizes)} dimensions, the tensor has {len(global_shape)}")
         if any(o + s > g for o, s, g in zip(offsets, sizes, global_shape, strict=True)):
             raise ValueError(f"chunk {offsets}+{sizes} of {fqn} lies outside its shape {global_shape}")
     else:
@@ -251,9 +257,9 @@ def _checked_chunk(raw: Any, fqn: str, itemsize: int, global_shape: tuple[int, .
     part, offset_bytes, nbytes = raw[:3]
     for n in (part, offset_bytes, nbytes):
         if type(n) is not int or not 0 <= n <= MAX_INT:
-            raise _no_uint(n)
+            raise _number_error(n)
     if nbytes != math.prod(sizes) * itemsize:
-        raise ValueError(f"chunk of {fqn} has {nbytes} bytes, its shape {sizes} wants {math.prod(sizes) * itemsize}")
+        raise ValueError(f"a chunk of {fqn} has {nbytes} bytes, its shape {sizes} has {math.prod(sizes) * itemsize}")
     return Chunk(part, offset_bytes, nbytes, offsets, sizes)
 
 
@@ -262,9 +268,9 @@ def _check_ranges(tensors: tuple[TensorEntry, ...], parts: tuple[int, ...]) -> N
     last_part, last_end = -1, 0
     for part, start, nbytes, fqn in ranges:
         if part >= len(parts) or start + nbytes > parts[part]:
-            raise ValueError(f"bytes {start}+{nbytes} of {fqn} lie outside part {part}")
+            raise ValueError(f"bytes {start} to {start + nbytes}, of {fqn}, lie outside shard file {part}")
         if part == last_part and start < last_end:
-            raise ValueError(f"bytes {start}+{nbytes} of {fqn} overlap those of another tensor")
+            raise ValueError(f"bytes {start} to {start + nbytes}, of {fqn}, overlap those of another tensor")
         last_part, last_end = part, start + nbytes
 
 
@@ -279,12 +285,12 @@ def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
 
 def _uint(raw: Any) -> int:
     if type(raw) is not int or not 0 <= raw <= MAX_INT:
-        raise _no_uint(raw)
+        raise _number_error(raw)
     return raw
 
 
-def _no_uint(raw: Any) -> ValueError:
-    return ValueError(f"{raw!r} is not an unsigned 63-bit integer")
+def _number_error(raw: Any) -> ValueError:
+    return ValueError(f"{raw!r} is not an integer from 0 to 2**63 - 1")
 
 
 def _box(raw: Any) -> tuple[int, ...]:
@@ -292,5 +298,5 @@ def _box(raw: Any) -> tuple[int, ...]:
         raise ValueError(f"{raw!r} is not a shape")
     for n in raw:
         if type(n) is not int or not 0 <= n <= MAX_INT:
-            raise _no_uint(n)
+            raise _number_error(n)
     return raw

@@ -1,6 +1,6 @@
-"""Writes the pickles that torch's files hold, opcode by opcode: what `torch.load(weights_only=True)` reads, no more.
+"""Writes pickles as in torch's files, opcode by opcode, with only what `torch.load(weights_only=True)` reads.
 
-Protocol 2, as torch uses. Tensors are persistent ids of storages that lie beside the pickle.
+Protocol 2, as torch uses. A tensor refers to its storage, an entry of the same archive, by a persistent ID.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ _STORAGES = {
     **{"int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool"},
     **{"complex64": "ComplexFloat", "complex128": "ComplexDouble"},
 }
-"""Dtypes with a storage class; the others are tensors over bytes."""
+"""Storage class of each dtype that has one. Tensors of other dtypes have an `UntypedStorage`."""
 
 
 class Call(NamedTuple):
-    """A value that calling a global makes."""
+    """A value that the reader makes by calling the global `name` with `arguments`."""
 
     name: str
     arguments: tuple[Any, ...]
 
 
 class Encoded(NamedTuple):
-    """A value that is written already: opcodes that leave it on the stack, and need no memo."""
+    """An encoded value: opcodes that push it to the stack without use of the memo."""
 
     data: bytes
 
 
 class NotPickledError(TypeError):
-    """Internal to writing: a value that `torch.load(weights_only=True)` would not read; names its type."""
+    """Raised for a value that `torch.load(weights_only=True)` would not read; the message names its type. Internal."""
 
 
 class PickleImage:
-    """One pickle while it is written.
+    """Writer of one pickle.
 
     Args:
-        tensor: (dtype, shape) of a tensor by number.
-        objects: JSON forms by number.
+        tensor: Returns (dtype, shape) of the tensor with a number.
+        objects: JSON forms of the objects, by number.
     """
 
     def __init__(self, tensor: Callable[[int], tuple[str, tuple[int, ...]]], objects: Sequence[Any]) -> None:
@@ -55,19 +55,19 @@ class PickleImage:
         self._memo: dict[int, int] = {}
 
     def of_node(self, node: Node) -> bytes:
-        """Return the pickle of everything below a node.
+        """Return the pickle of the value of a tree's node.
 
         Raises:
-            NotPickledError: A leaf cannot be.
+            NotPickledError: A leaf cannot be written.
         """
         self._node(node)
         return b"".join((*self._out, b"."))
 
     def of_value(self, value: Any) -> bytes:
-        """Return the pickle of a value that may hold `Record`s and `Call`s.
+        """Return the pickle of a value, which may contain `Record`, `Call` and `Encoded`.
 
         Raises:
-            NotPickledError: Something in it cannot be.
+            NotPickledError: A value in it cannot be written.
         """
         self._value(value)
         return b"".join((*self._out, b"."))
@@ -81,7 +81,7 @@ class PickleImage:
             self._put(b"ccollections\nCounter\n(}")
             self._members(node[1])
             self._put(b"tR")
-        elif kind == DICT:  # a defaultdict too, of which `weights_only` reads none
+        elif kind == DICT:  # also for a defaultdict, which `weights_only` does not read
             self._put(b"}")
             self._members(node[1])
         elif kind == ORDERED_DICT:
@@ -119,7 +119,7 @@ class PickleImage:
         self._put(b"u")
 
     def _metadata(self, metadata: Any) -> None:
-        """The `_metadata` of a module's state dict is an OrderedDict too."""
+        """Write the `_metadata` of a module's state dict, as an OrderedDict if it is a dict."""
         if not isinstance(metadata, dict):
             self._value(metadata)
             return
@@ -203,16 +203,16 @@ class PickleImage:
 
 
 def encoded(value: Any) -> Encoded:
-    """Return a value that stands in many places, written once; it holds no tensor.
+    """Encode a value without tensors once, for use in many places.
 
     Raises:
-        NotPickledError: Something in it cannot be.
+        NotPickledError: A value in it cannot be written.
     """
     return Encoded(PickleImage(_no_tensor, ()).of_value(value)[2:-1])
 
 
 def _no_tensor(number: int) -> tuple[str, tuple[int, ...]]:
-    raise AssertionError(f"tensor {number} in a value that holds none")
+    raise AssertionError(f"tensor {number} in a value without tensors")
 
 
 @functools.cache

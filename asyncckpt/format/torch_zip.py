@@ -1,4 +1,4 @@
-"""The zip archives that torch reads, as pieces: small entries as they are, the elements of tensors left open.
+"""Zip archives that torch reads. An archive is a list of pieces: bytes, and `Payload`s in place of tensors' elements.
 
 Sources: PKWARE APPNOTE.TXT 6.3.10, 4.3 and 4.5.3; torch's `caffe2/serialize/inline_container.cc`: data begin at
 multiples of 64, padded by an extra field "FB". `combined_crc32` is `crc32_combine` of zlib (crc32.c of version 1.2.12).
@@ -21,11 +21,15 @@ _UTF8 = 1 << 11
 
 
 class Archive:
-    """One archive; `pieces` are complete after `close`.
+    """Writer of one archive. `pieces` is complete after `close`.
 
     Args:
-        crc: False leaves zeros in the place of every CRC-32, as torch does when it is told not to compute them. One
-            with payloads has none.
+        crc: Whether to store CRC-32 of the entries. False stores zeros, as `torch.save` can be told to do. An archive
+            with payloads needs False.
+
+    Attributes:
+        pieces: The archive's bytes, with payloads in place of elements.
+        nbytes: Length of the archive so far.
     """
 
     def __init__(self, *, crc: bool = True) -> None:
@@ -53,7 +57,7 @@ class Archive:
         self.nbytes += len(header) + len(encoded) + len(extra) + nbytes
 
     def close(self) -> None:
-        """Add the directory."""
+        """Add the central directory."""
         start, parts, length = self.nbytes, [], 0
         for name, offset, nbytes, crc in self._entries:
             encoded = name.encode()
@@ -78,7 +82,14 @@ class Archive:
 
 
 def torch_archive(pickle: bytes, payloads: Sequence[Payload], *, prefix: str = "archive", crc: bool = True) -> Archive:
-    """Return an archive as `torch.save` writes it: the pickle, then one entry per storage."""
+    """Return an archive as `torch.save` writes it: the pickle, and one entry for each storage.
+
+    Args:
+        pickle: Content of `data.pkl`.
+        payloads: The storages, in the order of their numbers in the pickle.
+        prefix: Name of the folder in the archive.
+        crc: As of `Archive`.
+    """
     archive = Archive(crc=crc)
     archive.add(f"{prefix}/data.pkl", pickle)
     archive.add(f"{prefix}/.format_version", b"1")
@@ -96,7 +107,7 @@ _ONE, _X = 1 << 31, 1 << 30
 
 
 def combined_crc32(first: int, second: int, second_nbytes: int) -> int:
-    """Return the CRC-32 of bytes whose beginning has `first`, and whose last `second_nbytes` have `second`."""
+    """Return the CRC-32 of two byte strings joined, by their CRC-32 and the length of the second."""
     return _times(_x_to(8 * second_nbytes), first) ^ second
 
 
@@ -112,7 +123,7 @@ def _times(a: int, b: int) -> int:
 
 @lru_cache(64)
 def _x_to(power: int) -> int:
-    """Return x to a power; that of a whole window is wanted again and again."""
+    """Return x to a power, as a polynomial modulo `_POLYNOMIAL`. Cached, because window sizes repeat."""
     found, square = _ONE, _X
     while power:
         if power & 1:

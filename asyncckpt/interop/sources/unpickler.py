@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.format.objects import Record
-from asyncckpt.format.state_tree import Hashes, all_met
+from asyncckpt.format.state_tree import CollisionLimit, checked_hashes
 
 MAX_NBYTES = 1 << 30
 """Longest pickle that is read: all of it is held. The metadata of 100,000 chunks take some 20 MB. Chosen."""
@@ -207,7 +207,7 @@ def keys_of(keys: Iterable[Any]) -> list[Any]:
         UnpicklingError: As `hashable`.
         ValueError: Too many have one hash.
     """
-    return all_met(map(hashable, keys))
+    return checked_hashes(map(hashable, keys))
 
 
 def hashable(key: Any) -> Any:
@@ -275,7 +275,7 @@ class _Machine:
         self.known, self.persistent, self.opaque = known, persistent, opaque
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
-        self.hashes = Hashes()
+        self.collisions = CollisionLimit()
         self.may_give = _GIVEN_PER_BYTE * min(stream.nbytes, MAX_NBYTES) + _GIVEN_ANYWAY
 
     def run(self) -> Any:
@@ -383,7 +383,7 @@ class _Machine:
     def set_items(self, members: list[Any]) -> None:
         if (target := self.receiver(members, *DICTS)) is not None:
             for key, value in zip(members[::2], members[1::2], strict=True):
-                target[self.hashes.met(hashable(key))] = value
+                target[self.collisions.check(hashable(key))] = value
 
     def append(self, members: list[Any]) -> None:
         if (target := self.receiver(members, list)) is not None:
@@ -392,7 +392,7 @@ class _Machine:
     def add(self) -> None:
         members = self.marked()
         if (target := self.receiver(members, set)) is not None:
-            target.update(self.hashes.met(hashable(member)) for member in members)
+            target.update(self.collisions.check(hashable(member)) for member in members)
 
     def persistent_id(self) -> None:
         if self.persistent is None:

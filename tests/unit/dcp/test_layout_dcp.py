@@ -215,7 +215,7 @@ def test_plain_values_are_read(tmp_path: pathlib.Path) -> None:
 def refused_values() -> Iterator[tuple[str, Any, str]]:
     yield "tuple", (torch.ones(1), 2), "a tuple with tensors"
     yield "inside", [1, (torch.ones(1),)], "a tuple with tensors"
-    yield "bytes", bytes(1 << 17), "bytes of this length"
+    yield "bytes", bytes(1 << 17), "bytes so long"
     yield "date", datetime.date(2026, 1, 1), "a date"
     yield "frozen", frozenset({1}), "a frozenset"
     yield "pickled", io.BytesIO(b"x"), "a pickle"
