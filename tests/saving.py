@@ -13,7 +13,7 @@ from typing import Any
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol import messages as m
-from asyncckpt.storage.catalog import look, read_manifest
+from asyncckpt.storage.catalog import found_at, read_manifest
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.verification import verify_checkpoint
@@ -118,7 +118,7 @@ def violations(acknowledged: Mapping[str, Snapshot], others: Sequence[str] = ())
     """Return every broken promise: acknowledged and not there in full, or listed and not in full."""
     found = [fault for path, snapshot in acknowledged.items() if (fault := fault_of(path, snapshot))]
     for path in others:
-        seen = look(path, LocalStore())
+        seen = found_at(path, LocalStore())
         if seen is not None and seen.state == "committed" and verify_checkpoint(path, Files()).faults:
             found.append(f"{path}: listed, and damaged")
         if seen is not None and seen.state not in ("committed", "incomplete"):

@@ -458,7 +458,7 @@ def _refuse_pinned_or_saving(path: str, files: Files) -> None:
     """Raise if the checkpoint at `path` is pinned, or if files show that a save may be under way there."""
     if is_pinned(path, LocalStore(files)):
         raise CheckpointExistsError(
-            f"{path} is pinned; it was left untouched. Choose another path, or take the pin off "
+            f"{path} is pinned; it was left untouched. Choose another path, or remove the pin "
             "(`asyncckpt pin --remove`)",
             path=path,
         )

@@ -1,4 +1,4 @@
-"""What checkpoints are there: reading manifests, looking through directories for them, and which may be loaded."""
+"""The catalog: reads manifests, finds the checkpoints in a directory, and lists those that can be loaded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ QUARANTINED = "quarantined"
 _STATES: dict[type[Exception], str] = {CorruptCheckpointError: CORRUPT, UnsupportedFormatError: UNSUPPORTED}
 
 _LOST = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
-"""What a file system answers that has lost the bytes, or finds that they are not what it wrote."""
+"""Errors of a file system that has lost data, or has found that they are damaged."""
 
 _logger = logging.getLogger("asyncckpt")
 
@@ -50,15 +50,15 @@ _log = logging.getLogger("asyncckpt")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """One checkpoint, or what is left of one.
+    """A directory with a checkpoint, or with files of one.
 
     Attributes:
-        path: Its directory.
-        state: `committed`: a valid manifest stands. `incomplete`: files of ours without one. `corrupt`: a damaged
-            manifest. `unsupported`: of a newer version. `unreadable`: the file system refused. `abandoned`: a tombstone
-            stands. `quarantined`: put aside as broken, whatever it is.
-        manifest: Of a committed one.
-        error: Why it is none.
+        path: The directory.
+        state: `committed`: it has a valid manifest. `incomplete`: it has files of a save, but no manifest. `corrupt`:
+            the manifest is damaged. `unsupported`: the manifest is of a newer version. `unreadable`: a call failed.
+            `abandoned`: it has a tombstone. `quarantined`: it was renamed because the checkpoint was damaged.
+        manifest: The manifest of a committed checkpoint.
+        error: Why it is not committed.
     """
 
     path: str
@@ -70,11 +70,15 @@ class Found:
 def read_manifest(path: str, store: Store) -> Manifest:
     """Return the manifest of the checkpoint at `path`.
 
+    Args:
+        path: The checkpoint's directory.
+        store: Store that holds it.
+
     Raises:
-        CheckpointNotFoundError: No directory is there, or one that holds other things and nothing of ours.
-        CheckpointNotCommittedError: The directory is there, empty or with files of ours, but without a manifest.
-        CorruptCheckpointError: The manifest is damaged or no regular file.
-        UnsupportedFormatError: Written by a newer version.
+        CheckpointNotFoundError: There is no such directory, or it has other files, and none of a checkpoint.
+        CheckpointNotCommittedError: The directory is empty, or has files of a save, but no manifest.
+        CorruptCheckpointError: The manifest is damaged, or not a regular file.
+        UnsupportedFormatError: A newer version wrote it.
         OSError: It cannot be read (permissions, I/O).
     """
     try:
@@ -85,7 +89,10 @@ def read_manifest(path: str, store: Store) -> Manifest:
         if error.errno not in (errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.EISDIR, errno.ENXIO):
             raise
         raise CorruptCheckpointError(
-            f"{path}: manifest.json is no manifest: {error.strerror}", path=path, file=MANIFEST_NAME, detail=str(error)
+            f"{path}: manifest.json is not a regular file of a manifest's size: {error.strerror}",
+            path=path,
+            file=MANIFEST_NAME,
+            detail=str(error),
         ) from error
     manifest = decode_manifest(data, path)
     if manifest.dcp is not None and not is_finished(path, manifest, store):
@@ -98,21 +105,21 @@ def read_manifest(path: str, store: Store) -> Manifest:
 
 
 def read_newest_manifest(path: str, store: Store) -> Manifest:
-    """Return the manifest of the checkpoint at `path`, unless a stock one was saved to the same path after it.
+    """Return the manifest of the checkpoint at `path`; refuse it if a stock `dcp.save` has written there later.
 
     Raises:
-        CorruptCheckpointError: It was; or as `read_manifest`.
+        CorruptCheckpointError: A stock `dcp.save` has written to `path` later; or as `read_manifest`.
         AsyncCkptError: As `read_manifest`.
         OSError: It cannot be read.
     """
     manifest = read_manifest(path, store)
     if _is_replaced(path, manifest, store):
-        detail = f"{DCP_METADATA_NAME} is of torch.distributed.checkpoint, and newer than {MANIFEST_NAME}"
-        older = "" if manifest.dcp is not None else f"; the older one is read once {DCP_METADATA_NAME} is"
+        detail = f"torch.distributed.checkpoint wrote {DCP_METADATA_NAME} after {MANIFEST_NAME} was written"
+        older = "" if manifest.dcp is not None else f"; to load the older one, move {DCP_METADATA_NAME} away"
         raise CorruptCheckpointError(
-            f"{path}: {detail}: two checkpoints were saved to one path, and which is meant cannot be known. Stock "
-            f"dcp.load reads the newer one, and so does asyncckpt once {MANIFEST_NAME} and the "
-            f"files that carry {manifest.save_id} in their names are moved away{older}",
+            f"{path}: {detail}: two checkpoints were saved to this path, and it is unknown which one you want. To load "
+            f"the newer one, move {MANIFEST_NAME} and the files with {manifest.save_id} in their names away, or use "
+            f"stock dcp.load{older}",
             path=path,
             file=DCP_METADATA_NAME,
             detail=detail,
@@ -121,12 +128,13 @@ def read_newest_manifest(path: str, store: Store) -> Manifest:
 
 
 def _is_replaced(path: str, manifest: Manifest, store: Store) -> bool:
-    """Whether somebody else's `.metadata` came to stand beside a manifest after it: by a stock `dcp.save` to its path.
+    """Whether a stock `dcp.save` has written a `.metadata` to the directory after its manifest was written.
 
-    An older one was there before, and what is ours was saved beside it. Layout "dcp" is never saved beside one.
+    A checkpoint of layout "safetensors" may be saved to a directory that has such a `.metadata`; one of layout "dcp"
+    may not, so then the `.metadata` is always the newer one.
 
     Raises:
-        OSError: It cannot be known.
+        OSError: A call failed, so it is unknown.
     """
     try:
         theirs = store.stat(os.path.join(path, DCP_METADATA_NAME))
@@ -147,7 +155,7 @@ def _absent(path: str, store: Store) -> AsyncCkptError:
         return CheckpointNotFoundError(f"there is no checkpoint at {path}: no such directory", path=path)
     if not names:
         return CheckpointNotCommittedError(
-            f"{path} is an empty directory: nothing was saved there, or a save was begun and never committed", path=path
+            f"{path} is an empty directory: no save was begun there, or one was begun and never committed", path=path
         )
     if any(owner_of(name) for name in names):
         return CheckpointNotCommittedError(
@@ -156,11 +164,11 @@ def _absent(path: str, store: Store) -> AsyncCkptError:
         )
     inside = newest((f.path, f.manifest) for f in scan(path, store) if f.manifest is not None)
     hint = f"; the newest checkpoint inside it is {inside[0]}" if inside else ""
-    return CheckpointNotFoundError(f"there is no checkpoint at {path}: nothing of ours is in it{hint}", path=path)
+    return CheckpointNotFoundError(f"there is no checkpoint at {path}: it has no file of one{hint}", path=path)
 
 
-def look(path: str, store: Store) -> Found | None:
-    """Say what the directory at `path` is; None when nothing of a checkpoint is in it."""
+def found_at(path: str, store: Store) -> Found | None:
+    """Return the state of the directory at `path`; None if it has no file of a checkpoint, or does not exist."""
     try:
         names = store.names(path)
         if MANIFEST_NAME in names:
@@ -179,33 +187,34 @@ def look(path: str, store: Store) -> Found | None:
 
 
 def scan(root: str, store: Store, *, recursive: bool = False, links: bool = False) -> list[Found]:
-    """Look for checkpoints in `root` itself and one level below it, or at any depth.
+    """Find checkpoints in `root` itself and one level below it, or at any depth.
 
-    Nothing inside a checkpoint is looked at.
+    Does not look inside a checkpoint.
 
     Args:
         root: A directory.
-        store: Where it lies.
-        recursive: At any depth.
-        links: Symbolic links in `root` to checkpoints elsewhere count, as for whoever reads; one to a checkpoint that
-            is in `root` itself does not. A link that leads nowhere is `unreadable`. False: for whoever removes.
+        store: Store that holds it.
+        recursive: Whether to look at any depth.
+        links: Whether to include symbolic links in `root` that lead to checkpoints elsewhere, for callers that read.
+            A link to a checkpoint in `root` itself is left out; a broken link is `unreadable`. Callers that remove
+            checkpoints pass False.
 
     Returns:
-        What was found, ordered by path. Empty when `root` has none.
+        The checkpoints, ordered by path. Empty if there are none.
 
     Raises:
         OSError: `root` cannot be listed.
     """
     store = store.listed(root)
     names = store.names(root)
-    here = look(root, store)
+    here = found_at(root, store)
     if here is not None and (here.state != CORRUPT or any(map(owner_of, names))):
         return [here]
-    # What is called manifest.json there is somebody else's, or all that is left of a checkpoint.
+    # `root` has a manifest.json of another program, or only a damaged manifest: look at its children as well.
     found: list[Found] = []
     linked: list[Found] = []
     for entry in sorted(store.entries(root), key=lambda one: one.name):
-        if is_converting(entry.name):  # another name, or nothing, is there in a moment
+        if is_converting(entry.name):  # it is about to be renamed or removed
             continue
         child = os.path.join(root, entry.name)
         try:
@@ -213,7 +222,7 @@ def scan(root: str, store: Store, *, recursive: bool = False, links: bool = Fals
                 linked += _behind_link(child, store)
             if entry.kind != PREFIX:
                 continue
-            seen = look(child, store)
+            seen = found_at(child, store)
             if seen is not None and is_quarantined(entry.name):
                 found.append(Found(path=child, state=QUARANTINED, error=seen.error))
             elif seen is not None:
@@ -229,7 +238,7 @@ def scan(root: str, store: Store, *, recursive: bool = False, links: bool = Fals
 
 
 def _behind_link(path: str, store: Store) -> list[Found]:
-    """Return what the symbolic link at `path` leads to, if that is a checkpoint or cannot be known."""
+    """Return the checkpoint to which the symbolic link at `path` leads; also if that cannot be read."""
     try:
         store.names(path)
     except FileNotFoundError:
@@ -239,20 +248,24 @@ def _behind_link(path: str, store: Store) -> list[Found]:
         return []
     except OSError as error:
         return [Found(path=path, state=UNREADABLE, error=error)]
-    seen = look(path, store)
+    seen = found_at(path, store)
     return [] if seen is None else [seen]
 
 
 def next_epoch_beside(path: str, store: Store) -> int:
-    """Return the epoch of a run whose first checkpoint goes to `path`: above all that was ever begun beside it.
+    """Return the epoch of a run whose first checkpoint goes to `path`: one more than the largest in its parent.
 
-    Committed or not: a save that was begun and never committed may be finished later, by a worker that lives on, and
-    two runs of one epoch have no order. Manifests that are damaged or too new count by the names of their files.
+    Saves that were not committed count too, because another worker may still finish them, and two runs of the same
+    epoch have no order. If a manifest is damaged or of a newer version, the file names in its directory count.
+
+    Args:
+        path: Path of the checkpoint.
+        store: Store that holds it.
 
     Raises:
-        SaveFailedError: Code `epoch`: there is none left.
-        OSError: The parent, or a directory or manifest in it, cannot be read; names it. What another user keeps closed
-            to this one is passed over: it can be no checkpoint that this user loads.
+        SaveFailedError: Code `epoch`: the largest epoch is already used.
+        OSError: The parent, or a directory or manifest in it, cannot be read; the message names it. Directories of
+            other users that this user may not read are skipped, since this user cannot load their checkpoints.
     """
     parent = os.path.dirname(path)
     store = store.listed(parent)
@@ -265,21 +278,25 @@ def next_epoch_beside(path: str, store: Store) -> int:
 
 
 def check_epoch(epoch: int, path: str) -> int:
-    """Return `epoch` if a save id can hold it.
+    """Return `epoch` if a save ID can have it.
+
+    Args:
+        epoch: Epoch for a new run.
+        path: Path of its first checkpoint, for the message.
 
     Raises:
-        SaveFailedError: Code `epoch`.
+        SaveFailedError: Code `epoch`: it is larger than `MAX_EPOCH`.
     """
     if epoch <= MAX_EPOCH:
         return epoch
-    detail = f"a checkpoint beside it is of epoch {epoch - 1}, the last that there is"
+    detail = f"a checkpoint in the same directory has epoch {epoch - 1}, the largest possible one"
     raise SaveFailedError(
         f"cannot save to {path}: {detail}; save below another directory", code="epoch", path=path, detail=detail
     )
 
 
 def _largest_epoch(directory: str, store: Store) -> int:
-    """Return the largest epoch that a checkpoint's directory names; 0 when it names none."""
+    """Return the largest epoch in the manifest, tombstone and file names of a directory; 0 if there is none."""
     try:
         names = store.names(directory)
         epochs = [owner.epoch for name in names if (owner := owner_of(name)) is not None]
@@ -297,7 +314,7 @@ def _largest_epoch(directory: str, store: Store) -> int:
             raise named(error, directory, "looking for the epochs of earlier runs") from error
         return 0
     except OSError as error:
-        if error.errno == errno.ELOOP:  # links that lead in a circle
+        if error.errno == errno.ELOOP:  # a cycle of symbolic links
             return 0
         raise named(error, directory, "looking for the epochs of earlier runs") from error
     return max(epochs, default=0)
@@ -305,13 +322,13 @@ def _largest_epoch(directory: str, store: Store) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A checkpoint to be tried.
+    """A checkpoint that `restore_latest` may load.
 
     Attributes:
         path: Its directory.
-        save_id: Of its manifest; by the names of its files where that is damaged; None: not even those can be read,
-            or it is not on disk.
-        step: Of its manifest; None where that cannot be read.
+        save_id: ID in its manifest; if that is damaged, the largest in its file names; None: its directory cannot be
+            read, or the checkpoint is only in memory.
+        step: Step in its manifest; None: it cannot be read.
     """
 
     path: str
@@ -320,15 +337,15 @@ class Candidate:
 
 
 def candidates_in(root: str, store: Store) -> list[Candidate]:
-    """Return what may be loaded of `root`, the newest by lineage first.
+    """Return the checkpoints in `root` that `restore_latest` may load, the newest by lineage first.
 
-    Also those whose manifest is damaged: they were committed once, and whoever goes on from an older one must be told.
-    Not those that were never committed, and not those that were put aside as broken. Links to checkpoints elsewhere
-    count, as somebody has made who has moved them to another disk; what cannot be looked at is named in a warning.
+    Checkpoints with a damaged manifest are included: they were committed, so the user must be told if an older one is
+    loaded instead. Those that were never committed, and quarantined ones, are left out. Symbolic links to checkpoints
+    elsewhere are included, for users who move checkpoints to another disk. Directories that cannot be read are logged.
 
     Args:
         root: Absolute path of a directory whose children are checkpoints, or of a checkpoint.
-        store: Where it lies.
+        store: Store that holds it.
 
     Raises:
         OSError: `root` cannot be listed.
@@ -339,7 +356,7 @@ def candidates_in(root: str, store: Store) -> list[Candidate]:
 
 
 def _order(candidate: Candidate) -> tuple[bool, str]:
-    """One that may be the newest goes first: else it would be passed over in silence."""
+    """Sort key: a checkpoint without an ID may be the newest, and comes first, so that it is not skipped silently."""
     return candidate.save_id is None, candidate.save_id or ""
 
 
@@ -353,35 +370,35 @@ def _candidate(found: Found, store: Store) -> Candidate | None:
     except OSError as error:
         if is_broken(error):
             return Candidate(path=found.path, save_id=None)
-        _logger.warning("%s is passed over, it is %s: %s", found.path, found.state, found.error)
-        return None  # closed to this user, who can load nothing there
-    if not owners:  # what is called manifest.json is somebody else's
-        _logger.warning("%s is passed over, no file of a checkpoint is in it: %s", found.path, found.error)
+        _logger.warning("%s is skipped, it is %s: %s", found.path, found.state, found.error)
+        return None  # this user may not read it, so cannot load it
+    if not owners:  # its manifest.json is of another program
+        _logger.warning("%s is skipped, it has no file of a checkpoint: %s", found.path, found.error)
         return None
-    return Candidate(path=found.path, save_id=max(owners))  # loading it says what is wrong
+    return Candidate(path=found.path, save_id=max(owners))  # loading it reports what is wrong
 
 
 def is_broken(error: BaseException) -> bool:
-    """Whether `error` says that a checkpoint is not what was written, and not that the caller made a mistake."""
+    """Whether `error` means that a checkpoint is damaged or missing, rather than a mistake of the caller."""
     if isinstance(error, (CorruptCheckpointError, CheckpointNotCommittedError, CheckpointNotFoundError)):
         return True
     return isinstance(error, OSError) and error.errno in _LOST
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
-    """Return the path of the newest committed checkpoint in `root`, or None.
+    """Return the path of the newest committed checkpoint in `root`, or None if there is none.
 
-    Newest by lineage (the run's epoch, then the save's number), not by step: after a rollback the new branch wins.
-    Only the manifests are read, so that it may be one whose data is damaged or gone: `load` finds that out, and
-    `restore_latest` goes on to the one before. Whose manifest is damaged or cannot be read is passed over with a
-    warning.
+    The newest is that with the largest epoch, then the largest sequence number of the save, not the largest step:
+    after a rollback it is one of the new branch. Only manifests are read, so the data may be damaged or missing; `load`
+    then raises, and `restore_latest` tries the checkpoint before. Checkpoints whose manifest is damaged or cannot be
+    read are skipped with a warning.
 
     Args:
-        root: The directory whose children are checkpoints, or a checkpoint itself.
+        root: A directory whose children are checkpoints, or a checkpoint itself.
 
     Raises:
-        UnsupportedPathError: A URL or no path.
-        OSError: The directory cannot be listed, for another reason than that it does not exist.
+        UnsupportedPathError: `root` is not a path, or a URL whose store cannot be used (as `files_at`).
+        OSError: The directory exists and cannot be listed.
     """
     path = checkpoint_path(root)
     try:
@@ -390,6 +407,6 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
         return None
     for one in found:
         if one.state not in (COMMITTED, INCOMPLETE, ABANDONED, QUARANTINED):
-            _log.warning("%s is passed over, it is %s: %s", one.path, one.state, one.error)
+            _log.warning("%s is skipped, it is %s: %s", one.path, one.state, one.error)
     best = newest((f.path, f.manifest) for f in found if f.manifest is not None)
     return best[0] if best else None

@@ -1,4 +1,4 @@
-"""A checkpoint's directory: what stands there, whether a save may go there, and whether it is still the same one."""
+"""A checkpoint's directory: reads its manifest or tombstone, refuses saves to it, recognises it after a rename."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ _NO_MANIFEST = frozenset(
         errno.ENXIO,
     }
 )
-"""Why what is called manifest.json is none of ours, or none that this user could load."""
+"""Errors of reading `manifest.json` that mean that there is no manifest which this user can load."""
 
 PINS_NAME = ".pins"
-"""Of the directory beside the checkpoints."""
+"""Name of the directory of pins, in the directory that holds the checkpoints."""
 
 NO_HOME = DirectoryIdentity()
-"""No directory was there to be seen."""
+"""Returned by `home_of` if neither directory can be read."""
 
 
 def prepare_directory(
     path: str, *, save_id: SaveId, store: Store, fsync: bool, overwrite: bool = False, resumed: bool = False
 ) -> list[str]:
-    """Make the checkpoint's directory and its missing parents, each name flushed.
+    """Make the checkpoint's directory and its missing parents.
 
     Args:
         path: Absolute path of the checkpoint.
-        save_id: Of the save that goes there.
-        store: Where it lies.
-        fsync: Whether to flush.
-        overwrite: Whether an older checkpoint may stand there.
-        resumed: Whether the save's own manifest may: another process has begun this save, and died.
+        save_id: ID of the save that will be written there.
+        store: Store that holds the path.
+        fsync: Whether to flush the name of each directory.
+        overwrite: Whether the save may replace an older checkpoint.
+        resumed: Whether the directory may have the save's own manifest, because a process that wrote the save died.
 
     Returns:
-        The directories that this call has made, outermost first: for `remove_made`, if the save comes to nothing.
+        The directories that this call has made, outermost first. If the save fails, pass them to `remove_made`.
 
     Raises:
-        CheckpointExistsError: A manifest is there that is not to be replaced; or the path lies inside a checkpoint, or
-            is the directory that holds another one.
-        OSError: A part of the path is no directory, or a call failed. What this call made is gone again.
+        CheckpointExistsError: The directory has a manifest that the save may not replace, or holds another checkpoint,
+            or lies inside one.
+        OSError: A part of the path is not a directory, or a call failed. The directories made by this call are removed.
     """
     refuse_inside(path, save_id, store)
     made: list[str] = []
@@ -66,7 +66,7 @@ def prepare_directory(
             refuse_around(path, save_id, store)
         standing = refuse_standing(path, save_id, store, overwrite=overwrite)
         if isinstance(standing, Manifest) and standing.save_id == save_id and not resumed:
-            raise exists(path, save_id, standing, overwrite=overwrite)
+            raise exists_error(path, save_id, standing, overwrite=overwrite)
         reach("directory: made")
     except BaseException:
         remove_made(made, store)
@@ -75,11 +75,14 @@ def prepare_directory(
 
 
 def look_at_directory(path: str, *, save_id: SaveId, store: Store, overwrite: bool) -> None:
-    """Refuse what `prepare_directory` would refuse, and make nothing: another process will.
+    """Make the checks of `prepare_directory`, but no directory, as another process does that.
+
+    Args:
+        path, save_id, store, overwrite: As of `prepare_directory`.
 
     Raises:
-        CheckpointExistsError: As there.
-        OSError: It cannot be looked at.
+        CheckpointExistsError: As `prepare_directory`.
+        OSError: A directory cannot be read.
     """
     refuse_inside(path, save_id, store)
     refuse_around(path, save_id, store)
@@ -87,7 +90,7 @@ def look_at_directory(path: str, *, save_id: SaveId, store: Store, overwrite: bo
 
 
 def remove_made(made: Sequence[str], store: Store) -> None:
-    """Remove directories that `prepare_directory` has made, as far as they are empty."""
+    """Remove the directories that `prepare_directory` has made. One that is not empty, and those above it, stay."""
     with contextlib.suppress(OSError):
         for directory in reversed(made):
             reach("failed: removing directory")
@@ -95,7 +98,7 @@ def remove_made(made: Sequence[str], store: Store) -> None:
 
 
 def tombstone_at(path: str, store: Store) -> Tombstone | None:
-    """Return the tombstone that stands at `path`, or None when there is none that can be read."""
+    """Return the tombstone of the directory at `path`, or None if there is none that can be read."""
     try:
         return known_tombstone_at(path, store)
     except OSError:
@@ -103,13 +106,13 @@ def tombstone_at(path: str, store: Store) -> Tombstone | None:
 
 
 def known_tombstone_at(path: str, store: Store) -> Tombstone | None:
-    """As `tombstone_at`, for who must not take a failing call for the absence of a tombstone.
+    """Return the tombstone of the directory at `path`. Unlike `tombstone_at`, it raises if reading fails.
 
     Returns:
-        None: there is none, or what is called so is none of ours.
+        The tombstone; None: there is none, or `manifest.json` is another document.
 
     Raises:
-        OSError: A call failed: it cannot be known.
+        OSError: A call failed, so it is unknown whether there is a tombstone.
     """
     try:
         return decode_tombstone(store.read_whole(os.path.join(path, MANIFEST_NAME), MAX_MANIFEST_NBYTES), path)
@@ -120,7 +123,7 @@ def known_tombstone_at(path: str, store: Store) -> Tombstone | None:
 
 
 def standing_at(path: str, store: Store) -> Manifest | None:
-    """Return the manifest that stands at `path`, or None when there is none that can be read."""
+    """Return the manifest of the directory at `path`, or None if there is none that can be read."""
     try:
         return _readable_at(path, store)
     except FileNotFoundError:
@@ -128,13 +131,13 @@ def standing_at(path: str, store: Store) -> Manifest | None:
 
 
 def known_standing_at(path: str, store: Store) -> Manifest | None:
-    """As `standing_at`, for who must not take a failing call for the absence of a manifest.
+    """Return the manifest of the directory at `path`. Unlike `standing_at`, it raises if reading fails.
 
     Returns:
-        None: nothing is called as a manifest is, or it is no manifest that this version reads.
+        The manifest; None: there is no `manifest.json`, or this version cannot decode it as a manifest.
 
     Raises:
-        OSError: A call failed: it cannot be known.
+        OSError: A call failed, so it is unknown whether there is a manifest.
     """
     try:
         return decode_manifest(store.read_whole(os.path.join(path, MANIFEST_NAME), MAX_MANIFEST_NBYTES), path)
@@ -143,10 +146,10 @@ def known_standing_at(path: str, store: Store) -> Manifest | None:
 
 
 def _readable_at(path: str, store: Store) -> Manifest | None:
-    """As `standing_at`, where something is called as a manifest.
+    """Return the manifest of the directory at `path`, or None if `manifest.json` cannot be read.
 
     Raises:
-        FileNotFoundError: Nothing is.
+        FileNotFoundError: There is no `manifest.json`.
     """
     try:
         data = store.read_whole(os.path.join(path, MANIFEST_NAME), MAX_MANIFEST_NBYTES)
@@ -161,19 +164,19 @@ def _readable_at(path: str, store: Store) -> Manifest | None:
 
 
 def is_finished(path: str, manifest: Manifest, store: Store) -> bool:
-    """Whether a manifest that stands at `path` commits: in layout "dcp" only beside a `.metadata`.
+    """Whether a manifest of the directory at `path` commits a checkpoint: in layout "dcp" it needs a `.metadata`.
 
     Raises:
-        OSError: It cannot be known.
+        OSError: A call failed, so it is unknown whether there is a `.metadata`.
     """
     return manifest.dcp is None or has_dcp_metadata(path, store)
 
 
 def has_dcp_metadata(path: str, store: Store) -> bool:
-    """Whether a `.metadata`, of whomever, stands at `path`.
+    """Whether the directory at `path` has a `.metadata`, from asyncckpt or another program.
 
     Raises:
-        OSError: It cannot be known.
+        OSError: A call failed, so it is unknown.
     """
     try:
         return store.stat(os.path.join(path, DCP_METADATA_NAME)).is_object
@@ -182,21 +185,24 @@ def has_dcp_metadata(path: str, store: Store) -> bool:
 
 
 def dcp_metadata_owner(path: str, store: Store) -> SaveId | None:
-    """Return the save of ours that wrote the `.metadata` at `path`; None: somebody else.
+    """Return the ID of the save that wrote the `.metadata` in the directory at `path`.
+
+    Returns:
+        The ID; None: another program wrote it.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: There is no `.metadata`.
         OSError: It cannot be read.
     """
     return owner_of_metadata(store.read(os.path.join(path, DCP_METADATA_NAME), 0, OWNER_WITHIN_NBYTES))
 
 
 def refuse_foreign_metadata(path: str, save_id: SaveId, store: Store) -> None:
-    """Raise when a `.metadata` at `path` is not ours: it is another's checkpoint, and is never replaced.
+    """Refuse a directory whose `.metadata` another program wrote: it is a checkpoint that must not be replaced.
 
     Raises:
-        CheckpointExistsError: It is not.
-        OSError: It cannot be known.
+        CheckpointExistsError: Another program wrote it.
+        OSError: A call failed, so it is unknown.
     """
     try:
         owner = dcp_metadata_owner(path, store)
@@ -213,12 +219,15 @@ def refuse_foreign_metadata(path: str, save_id: SaveId, store: Store) -> None:
 
 
 def version_at(path: str, store: Store) -> str | None:
-    """Return the store's version of what is called as a manifest at `path`, for `replace_if`; None: nothing is.
+    """Return the store's version of `manifest.json` in the directory at `path`, for `Store.replace_if`.
 
-    Ask before reading it: then what was read is replaced, or nothing.
+    Call it before reading the file: then `replace_if` can only replace the content that was read.
+
+    Returns:
+        The version; None: there is no such file.
 
     Raises:
-        OSError: It cannot be known.
+        OSError: A call failed.
     """
     try:
         return store.stat(os.path.join(path, MANIFEST_NAME)).version
@@ -227,24 +236,25 @@ def version_at(path: str, store: Store) -> str | None:
 
 
 def refuse_standing(path: str, save_id: SaveId, store: Store, *, overwrite: bool) -> Manifest | Tombstone | None:
-    """Raise when a manifest stands at `path` that the save must not replace; its own is welcome.
+    """Refuse a directory with a manifest or tombstone that the save may not replace.
 
-    An older one of layout "dcp" that never got its `.metadata` commits nothing, and may always be replaced. So may a
-    tombstone by a later save than it was put for; that one and earlier ones were given up.
+    Two kinds may be replaced even without `overwrite`: an older manifest of layout "dcp" without `.metadata`, which
+    commits nothing, and the tombstone of an earlier save. The tombstone of this save or a later one means that this
+    save was given up.
 
     Args:
         path: The checkpoint's directory.
-        save_id: Of the save that goes there.
-        store: Where it lies.
-        overwrite: Whether it may replace an older one. One that cannot be read may be newer, or not ours at all; one
-            of the same epoch and of another run is not older, whatever its number.
+        save_id: ID of the save that will be written there.
+        store: Store that holds it.
+        overwrite: Whether the save may replace an older checkpoint. One whose manifest cannot be read may be newer, or
+            not of asyncckpt. Of two runs of the same epoch neither is older, whatever the numbers of their saves.
 
     Returns:
-        What stands there: its own manifest, or the one to be replaced. None: nothing.
+        The save's own manifest, or the manifest or tombstone that it may replace; None: there is neither.
 
     Raises:
-        CheckpointExistsError: It does; also an older one that is pinned.
-        OSError: It cannot be known.
+        CheckpointExistsError: The save may not replace it. Also if it is older and pinned.
+        OSError: A call failed, so it is unknown what the directory has.
     """
     try:
         standing = _readable_at(path, store)
@@ -255,9 +265,9 @@ def refuse_standing(path: str, save_id: SaveId, store: Store, *, overwrite: bool
     is_older = standing is not None and standing.save_id < save_id
     if standing is not None and is_older and not is_finished(path, standing, store):
         return standing
-    if standing is not None and is_older and overwrite and not _are_rivals(standing.save_id, save_id):
+    if standing is not None and is_older and overwrite and not _have_no_order(standing.save_id, save_id):
         if is_pinned(path, store):
-            raise pinned(path, save_id, standing)
+            raise pinned_error(path, save_id, standing)
         return standing
     try:
         store.stat(os.path.join(path, MANIFEST_NAME))
@@ -274,24 +284,31 @@ def refuse_standing(path: str, save_id: SaveId, store: Store, *, overwrite: bool
             save_id=str(save_id),
             existing_save_id=str(tombstone.save_id),
         )
-    raise exists(path, save_id, standing, overwrite=overwrite)
+    raise exists_error(path, save_id, standing, overwrite=overwrite)
 
 
-def _are_rivals(one: SaveId, other: SaveId) -> bool:
-    """Whether two runs have one epoch, so that their saves have no order.
+def _have_no_order(one: SaveId, other: SaveId) -> bool:
+    """Whether two saves are of different runs with the same epoch, so that they have no order.
 
-    Each was given it by a worker of its own before the other had begun a file: one worker may have been frozen there
-    until a restarted run had begun at another.
+    This happens if a worker chooses an epoch and is stopped before it writes the first file, and a restarted run
+    begins at another worker meanwhile.
     """
     return one.epoch == other.epoch and one.run_id != other.run_id
 
 
-def exists(path: str, save_id: SaveId, standing: Manifest | None, *, overwrite: bool) -> CheckpointExistsError:
-    """Return the error of a save that finds `path` taken."""
+def exists_error(path: str, save_id: SaveId, standing: Manifest | None, *, overwrite: bool) -> CheckpointExistsError:
+    """Return the error of a save to a directory whose manifest it may not replace.
+
+    Args:
+        path: The directory.
+        save_id: ID of the save.
+        standing: The manifest; None: it cannot be read.
+        overwrite: Whether the save may replace older checkpoints.
+    """
     what = f"save {standing.save_id}, step {standing.step}" if standing else "its manifest cannot be read"
     kind, advice = "a committed", "save to another path"
     advice += "" if is_object_url(path) else ", or by a checkpointer made with overwrite=True"
-    if standing is not None and overwrite and _are_rivals(standing.save_id, save_id):
+    if standing is not None and overwrite and _have_no_order(standing.save_id, save_id):
         kind, advice = "another run's", "it began when this run did, so neither is older: save to another path"
     elif overwrite:
         kind, advice = ("a newer" if standing else "a"), "overwrite=True replaces older ones only: save to another path"
@@ -303,11 +320,11 @@ def exists(path: str, save_id: SaveId, standing: Manifest | None, *, overwrite: 
     )
 
 
-def pinned(path: str, save_id: SaveId, standing: Manifest) -> CheckpointExistsError:
-    """Return the error of a save that would replace a pinned checkpoint."""
+def pinned_error(path: str, save_id: SaveId, standing: Manifest) -> CheckpointExistsError:
+    """Return the error of a save that would replace the pinned checkpoint with the manifest `standing`."""
     return CheckpointExistsError(
         f"{path} holds a pinned checkpoint (save {standing.save_id}, step {standing.step}); it was left untouched: "
-        "save to another path, or take the pin off (`asyncckpt pin --remove`)",
+        "save to another path, or remove the pin (`asyncckpt pin --remove`)",
         path=path,
         save_id=str(save_id),
         existing_save_id=str(standing.save_id),
@@ -315,13 +332,16 @@ def pinned(path: str, save_id: SaveId, standing: Manifest) -> CheckpointExistsEr
 
 
 @contextlib.contextmanager
-def overtaken(path: str, save_id: SaveId, store: Store, *, overwrite: bool) -> Iterator[None]:
-    """Say so when another save has won the race to `path`: before the block, and when a file is gone inside it.
+def refuse_other_commits(path: str, save_id: SaveId, store: Store, *, overwrite: bool) -> Iterator[None]:
+    """Raise the right error if another save has committed to `path`: before the `with` block, or while it runs.
 
-    The winner removes the loser's files as leftovers, so that the loser's own calls fail with ENOENT.
+    That save removes the files of this one, so calls in the block fail with ENOENT.
+
+    Args:
+        path, save_id, store, overwrite: As of `refuse_standing`.
 
     Raises:
-        CheckpointExistsError: Another save's manifest stands, and is not to be replaced.
+        CheckpointExistsError: Another save has committed, and this one may not replace its manifest.
     """
     refuse_standing(path, save_id, store, overwrite=overwrite)
     try:
@@ -332,13 +352,13 @@ def overtaken(path: str, save_id: SaveId, store: Store, *, overwrite: bool) -> I
 
 
 def refuse_inside(path: str, save_id: SaveId, store: Store) -> None:
-    """Raise when a directory above `path` is a committed checkpoint: who looks for checkpoints looks not inside one.
+    """Refuse a path inside a committed checkpoint: a search for checkpoints does not look inside one.
 
-    Other people's files are called manifest.json too: only one that is ours by its content counts.
+    A `manifest.json` of another program is ignored.
 
     Raises:
-        CheckpointExistsError: Naming the outer one.
-        OSError: It cannot be known.
+        CheckpointExistsError: A directory above `path` is a checkpoint; the message names it.
+        OSError: A call failed, so it is unknown.
     """
     outer = parent_of(path)
     while outer != parent_of(outer):
@@ -354,8 +374,8 @@ def refuse_inside(path: str, save_id: SaveId, store: Store) -> None:
             continue
         raise CheckpointExistsError(
             f"cannot save to {path}: it lies inside the committed checkpoint {outer} "
-            f"({f'save {existing}' if existing else 'of a newer version'}), where nobody would look for it; "
-            "save beside that one",
+            f"({f'save {existing}' if existing else 'of a newer version'}), and would not be found there; save beside "
+            "that one",
             path=path,
             save_id=str(save_id),
             existing_save_id=existing,
@@ -363,10 +383,10 @@ def refuse_inside(path: str, save_id: SaveId, store: Store) -> None:
 
 
 def refuse_around(path: str, save_id: SaveId, store: Store) -> None:
-    """Raise when a directory in `path` is a committed checkpoint: beside a manifest above it, nobody would look for it.
+    """Refuse a directory that holds a committed checkpoint: with a manifest above it, it would not be found any more.
 
     Raises:
-        CheckpointExistsError: Naming the inner one.
+        CheckpointExistsError: A directory in `path` is a checkpoint; the message names it.
         OSError: `path` cannot be listed.
     """
     try:
@@ -379,7 +399,7 @@ def refuse_around(path: str, save_id: SaveId, store: Store) -> None:
             inner = os.path.join(path, name)
             raise CheckpointExistsError(
                 f"cannot save to {path}: the committed checkpoint {inner} (save {standing.save_id}) lies in it, and "
-                f"would be listed no more; save beside that one, to {os.path.join(path, 'NAME')}",
+                f"would not be found any more; save beside that one, to {os.path.join(path, 'NAME')}",
                 path=path,
                 save_id=str(save_id),
                 existing_save_id=str(standing.save_id),
@@ -396,7 +416,7 @@ def is_pinned(path: str, store: Store) -> bool:
     """Whether the checkpoint at `path` is pinned.
 
     Raises:
-        OSError: It cannot be known.
+        OSError: A call failed, so it is unknown.
     """
     try:
         store.stat(pin_of(path))
@@ -406,7 +426,7 @@ def is_pinned(path: str, store: Store) -> bool:
 
 
 def home_of(path: str, store: Store) -> DirectoryIdentity:
-    """Return what the directory at `path` is; where there is none, the one that was to hold it; else `NO_HOME`."""
+    """Return the identity of the directory at `path`; if there is none, that of its parent; else `NO_HOME`."""
     for directory in (path, os.path.dirname(path)):
         found = _home_at(directory, store)
         if found != NO_HOME:
@@ -415,7 +435,7 @@ def home_of(path: str, store: Store) -> DirectoryIdentity:
 
 
 def is_at_home(path: str, home: DirectoryIdentity, store: Store) -> bool:
-    """Whether what `home_of` once returned for `path` is still there; `NO_HOME` always is."""
+    """Whether `path` or its parent still is the directory that `home_of` returned; True for `NO_HOME`."""
     return home == NO_HOME or any(
         _is_same(home, _home_at(directory, store)) for directory in (path, os.path.dirname(path))
     )

@@ -1,12 +1,12 @@
-"""The commit: a checkpoint's manifest, last of all its files; other attempts' leftovers after it. Steps: COMMIT.md.
+"""The commit: publishes the manifest after all other files, then removes files of earlier saves. Steps: COMMIT.md.
 
-IMPORTANT: the manifest is put if absent, or in the place of an older one, after everything that it names is durable.
-Whoever sees it may load.
+IMPORTANT: the manifest is published after all files that it names are durable, since readers may load as soon as it
+exists. It is created only if there is none, or replaces an older one in one step.
 
-Layout "dcp" has a second commit record: the `.metadata` that stock readers look for. It names files of one save that
-are all durable, and a rename gives it its name, so a stock reader finds a whole checkpoint. A manifest of this layout
-counts once any `.metadata` of ours stands beside it. So for both kinds of readers a save comes into being with the
-last of the two records, and what it replaces stays whole until then.
+Layout "dcp" has a second commit record: the `.metadata` that stock readers read. It names files of one save that are
+all durable, and gets its name by a rename, so a stock reader finds a complete checkpoint. A manifest of this layout
+counts only if there is also a `.metadata` of asyncckpt. So for both kinds of readers a save is committed by the last of
+the two records, and the checkpoint that it replaces is complete until then.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from asyncckpt.format.names import (
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.checkpoint_dir import (
     dcp_metadata_owner,
-    exists,
+    exists_error,
     has_dcp_metadata,
     is_finished,
-    overtaken,
     refuse_foreign_metadata,
+    refuse_other_commits,
     refuse_standing,
     standing_at,
     version_at,
@@ -49,7 +49,7 @@ from asyncckpt.storage.rank_writer import RankResult
 from asyncckpt.storage.store import Store, UnknownOutcomeError, exclusively
 
 LOCK_TIMEOUT_S = 30.0
-"""Nobody holds the lock longer than it takes to flush a few directories. Chosen, not measured."""
+"""Timeout of the directory's lock. A holder needs it only while it flushes a few directories. Chosen, not measured."""
 
 _logger = logging.getLogger("asyncckpt.storage")
 _templates = MetadataTemplates()
@@ -58,19 +58,20 @@ _templates = MetadataTemplates()
 def build_manifest(
     requests: Sequence[SaveRequest], results: Sequence[RankResult], *, package: str, dcp_metadata: bytes | None
 ) -> Manifest:
-    """Return the manifest of a checkpoint whose ranks are all written.
+    """Return the manifest of a save whose ranks are all written.
 
     Args:
-        requests: Those of the ranks that are known here, in order: the first is rank 0's, which says step and metadata.
-        results: Of every rank, in order.
+        requests: Save requests of the ranks that this worker serves, in order. The first is that of rank 0, which has
+            step and metadata.
+        results: Result of each rank, in order.
         package: asyncckpt's version.
         dcp_metadata: In layout "dcp" the content of `.metadata`.
 
     Returns:
-        The manifest; its timings are those of the slowest rank, in seconds.
+        The manifest. Its timings are in seconds; each is the largest of all ranks.
     """
     first = requests[0]
-    assert first.step is not None, "a rank 0 that seals without one contradicts itself"
+    assert first.step is not None, "the request of rank 0 has no step"
     return Manifest(
         save_id=SaveId.parse(first.save_id),
         step=first.step,
@@ -86,10 +87,14 @@ def build_manifest(
 
 
 def commit_save(requests: Sequence[SaveRequest], results: Sequence[RankResult], *, store: Store, package: str) -> None:
-    """Commit a save whose ranks are all written and durable; arguments as `build_manifest`, `store`: where it lies.
+    """Commit a save whose ranks are all written and durable.
+
+    Args:
+        requests, results, package: As of `build_manifest`.
+        store: Store that holds the checkpoint.
 
     Raises:
-        CorruptCheckpointError: In layout "dcp", a rank's structure does not decode.
+        CorruptCheckpointError: In layout "dcp", the structure of a rank does not decode.
         CheckpointExistsError, CommitUnknownError, OSError: As `publish`.
 
     Blocks: as `publish`.
@@ -102,10 +107,16 @@ def commit_save(requests: Sequence[SaveRequest], results: Sequence[RankResult], 
 
 
 def check_rank_files(path: str, manifest: Manifest, *, store: Store) -> None:
-    """Look at every file that `manifest` names: it is there, regular, and as long as its record says.
+    """Check that each file of a checkpoint is a regular file of the recorded length, and each index unchanged.
+
+    Args:
+        path: The checkpoint's directory.
+        manifest: Its manifest.
+        store: Store that holds it.
 
     Raises:
-        OSError: It is not.
+        OSError: A file is missing or differs; names it.
+        CorruptCheckpointError, UnsupportedFormatError: An index does not decode.
     """
     store = store.listed(path)
     for record in manifest.ranks:
@@ -127,31 +138,32 @@ def check_rank_files(path: str, manifest: Manifest, *, store: Store) -> None:
 def publish(
     path: str, manifest: Manifest, *, store: Store, overwrite: bool = False, dcp_metadata: bytes | None = None
 ) -> None:
-    """Commit: put `manifest` if no manifest is there. Doing it again for the same save succeeds.
+    """Commit: publish `manifest` if the directory has none. Idempotent for the same save.
 
-    With `overwrite`, it takes the place of an older one, in one step, under a lock that all who overwrite take. So does
-    layout "dcp", which puts two files; what died between them is replaced even without `overwrite`.
+    With `overwrite`, the manifest replaces an older one in one step, while the directory's lock is held. Layout "dcp"
+    takes the lock as well, because it publishes two files. An older manifest of layout "dcp" without `.metadata` is
+    replaced even without `overwrite`.
 
     Args:
-        path: The checkpoint's directory. Every file that the manifest names must be durable.
-        manifest: The commit record; `manifest.fsync` says whether to flush.
-        store: Where it lies.
-        overwrite: Whether to replace an older manifest. The old checkpoint's files are then leftovers.
-        dcp_metadata: In layout "dcp" the content of `.metadata`, as `manifest.dcp` says.
+        path: The checkpoint's directory. All files that the manifest names must be durable.
+        manifest: The manifest; `manifest.fsync` says whether to flush.
+        store: Store that holds the directory.
+        overwrite: Whether to replace an older manifest. `remove_leftovers` then removes the old checkpoint's files.
+        dcp_metadata: In layout "dcp" the content of `.metadata`, to which `manifest.dcp` belongs.
 
     Raises:
-        CheckpointExistsError: Another save's manifest is there, with `overwrite` a newer one; or a `.metadata` that is
-            not ours. It was left untouched.
-        CommitUnknownError: The put failed so that the manifest may or may not be there. Nothing was deleted.
-        OSError: Failed before the put; nothing was published.
+        CheckpointExistsError: The directory has the manifest of another save (with `overwrite`: one that is not older),
+            or a `.metadata` of another program. It was left unchanged.
+        CommitUnknownError: Publishing failed, so that the manifest may or may not be there. Nothing was deleted.
+        OSError: A call failed before publishing; nothing was published.
 
-    Blocks: with `overwrite`, also for another one that publishes at `path`, at most `LOCK_TIMEOUT_S`.
+    Blocks: for the writes; while another process holds the lock, at most `LOCK_TIMEOUT_S`.
     """
     reach("commit: begun")
     standing = refuse_standing(path, manifest.save_id, store, overwrite=overwrite)
     replaces = standing is not None and standing.save_id != manifest.save_id
     with contextlib.ExitStack() as stack:
-        if dcp_metadata is not None:  # two objects appear as one only under a lock
+        if dcp_metadata is not None:  # without a lock, readers and writers would see one of the two files alone
             stack.enter_context(store.lock(path, LOCK_TIMEOUT_S))
         elif overwrite or replaces:
             stack.enter_context(exclusively(store, path, LOCK_TIMEOUT_S))
@@ -162,15 +174,15 @@ def publish(
 def _publish(
     path: str, manifest: Manifest, store: Store, dcp_metadata: bytes | None, *, overwrite: bool, may_replace: bool
 ) -> None:
-    beside: str | None = None  # what is to become `.metadata`
-    version: str | None = None  # of what is to be replaced
+    temporary: str | None = None  # path of the file that becomes `.metadata`
+    version: str | None = None  # the store's version of the manifest to replace
     standing: Manifest | Tombstone | None = None
     try:
-        with overtaken(path, manifest.save_id, store, overwrite=overwrite):
+        with refuse_other_commits(path, manifest.save_id, store, overwrite=overwrite):
             check_rank_files(path, manifest, store=store)
         reach("commit: files checked")
         if dcp_metadata is not None:
-            beside = _write_dcp_metadata(path, manifest, dcp_metadata, store)
+            temporary = _write_dcp_metadata(path, manifest, dcp_metadata, store)
             reach("commit: metadata written")
         if manifest.fsync:
             store.sync(os.path.dirname(path))
@@ -179,16 +191,16 @@ def _publish(
             version = version_at(path, store)
             standing = refuse_standing(path, manifest.save_id, store, overwrite=overwrite)
     except BaseException:
-        if beside is not None:
-            store.remove_quietly(beside)
+        if temporary is not None:
+            store.remove_quietly(temporary)
         raise
-    if beside is None:
+    if temporary is None:
         _put(path, manifest, store, version if standing is not None else None)
     else:
-        _put_both(path, beside, manifest, standing, store, version)
+        _put_both(path, temporary, manifest, standing, store, version)
     try:
         reach("commit: put")
-        # IMPORTANT: until the directory is flushed, a power cut may take the manifest away again.
+        # IMPORTANT: until the directory is flushed, a power cut may remove the manifest again.
         if manifest.fsync:
             store.sync(path)
         reach("commit: durable")
@@ -198,54 +210,54 @@ def _publish(
 
 def _put_both(
     path: str,
-    beside: str,
+    temporary: str,
     manifest: Manifest,
     standing: Manifest | Tombstone | None,
     store: Store,
     version: str | None,
 ) -> None:
-    """Put manifest and `.metadata`, in the order in which a checkpoint that is replaced stays whole until the last."""
-    is_first = False
+    """Publish manifest and `.metadata`, in the order in which a checkpoint that they replace is complete until then."""
+    metadata_first = False
     try:
         if isinstance(standing, Manifest) and standing.save_id != manifest.save_id:
-            # A whole checkpoint without `.metadata` is replaced by the rename of the manifest, which then has to count.
-            is_first = is_finished(path, standing, store) and not has_dcp_metadata(path, store)
-        if is_first:
-            _put_dcp_metadata(path, beside, manifest, store)
+            # The rename of the manifest ends a complete checkpoint without `.metadata`: it must commit the new one.
+            metadata_first = is_finished(path, standing, store) and not has_dcp_metadata(path, store)
+        if metadata_first:
+            _put_dcp_metadata(path, temporary, manifest, store)
         _put(path, manifest, store, version if standing is not None else None)
     except CommitUnknownError:
         raise
     except BaseException:
-        if is_first:
-            _is_gone(path, store, doomed=manifest.save_id, is_locked=True)
-        store.remove_quietly(beside)
+        if metadata_first:
+            _remove_dcp_metadata_quietly(path, store, doomed=manifest.save_id, is_locked=True)
+        store.remove_quietly(temporary)
         raise
-    if not is_first:
+    if not metadata_first:
         try:
-            if manifest.fsync:  # IMPORTANT: else a power cut might keep `.metadata` alone
+            if manifest.fsync:  # IMPORTANT: else only `.metadata` might be there after a power cut
                 store.sync(path)
-            _put_dcp_metadata(path, beside, manifest, store)
+            _put_dcp_metadata(path, temporary, manifest, store)
         except OSError as error:
             raise _unknown(path, manifest.save_id, error) from error
 
 
 def _write_dcp_metadata(path: str, manifest: Manifest, data: bytes, store: Store) -> str:
-    """Write `.metadata` under its temporary name, flushed as `manifest.fsync` says, and return that.
+    """Write `.metadata` under its temporary name; flush it if `manifest.fsync` says so. Return the path.
 
     Raises:
-        CheckpointExistsError: A `.metadata` of somebody else stands there.
+        CheckpointExistsError: The directory has a `.metadata` of another program.
         OSError: It cannot be written.
     """
     refuse_foreign_metadata(path, manifest.save_id, store)
     temporary = os.path.join(path, temporary_dcp_metadata_name(manifest.save_id))
     with contextlib.suppress(FileNotFoundError):
-        store.remove(temporary)  # of an earlier try of this very save
+        store.remove(temporary)  # of an earlier attempt at this save
     store.put(temporary, data, durable=manifest.fsync)
     return temporary
 
 
 def _put_dcp_metadata(path: str, temporary: str, manifest: Manifest, store: Store) -> None:
-    """Give `.metadata` its name, flushed as `manifest.fsync` says.
+    """Rename the temporary file to `.metadata`; flush the directory if `manifest.fsync` says so.
 
     Raises:
         OSError: A call failed.
@@ -257,7 +269,10 @@ def _put_dcp_metadata(path: str, temporary: str, manifest: Manifest, store: Stor
 
 
 def _put(path: str, manifest: Manifest, store: Store, version: str | None) -> None:
-    """Put the manifest, if nothing has its name, or what `version` is of; that of this very save is a success."""
+    """Publish the manifest if there is none; with `version`, replace the file with that version.
+
+    If the save's own manifest is already there, this succeeds.
+    """
     final = os.path.join(path, MANIFEST_NAME)
     temporary = os.path.join(path, temporary_manifest_name(manifest.save_id))
     data = encode_manifest(manifest)
@@ -274,17 +289,17 @@ def _put(path: str, manifest: Manifest, store: Store, version: str | None) -> No
         standing = standing_at(path, store)
         if standing is not None and standing.save_id == manifest.save_id:
             return
-        # Who came first, if anybody, says more.
+        # If another save has committed meanwhile, that is the better message.
         refuse_standing(path, manifest.save_id, store, overwrite=version is not None)
         if error.errno == errno.EEXIST:
-            raise exists(path, manifest.save_id, standing, overwrite=False) from error
+            raise exists_error(path, manifest.save_id, standing, overwrite=False) from error
         raise
 
 
 def _unknown(path: str, save_id: SaveId, error: OSError) -> CommitUnknownError:
     return CommitUnknownError(
-        f"{path}: putting the manifest of save {save_id} failed ({error}); whether the checkpoint is committed is not "
-        "known until the storage answers again. Nothing was deleted; look with `asyncckpt ls`",
+        f"{path}: publishing the manifest of save {save_id} failed ({error}); whether the checkpoint is committed is "
+        "unknown until the storage answers again. Nothing was deleted; check with `asyncckpt ls`",
         code=errno.errorcode.get(error.errno or 0, "EIO"),
         path=path,
         detail=str(error),
@@ -293,33 +308,38 @@ def _unknown(path: str, save_id: SaveId, error: OSError) -> CommitUnknownError:
 
 
 def remove_leftovers(path: str, keep: SaveId, *, store: Store) -> list[str]:
-    """Remove the files of earlier attempts, and of a checkpoint that was replaced, from a committed one.
+    """Remove the files of earlier saves from the directory of a committed checkpoint.
 
-    IMPORTANT: only once a manifest of `keep` stands, because from then on no earlier attempt can commit here; a later
-    one, which overwrites, still can.
+    IMPORTANT: remove them only once the manifest of `keep` is there: from then on no earlier save can be committed to
+    this directory. A later save, which overwrites, still can, so its files stay.
 
     Args:
         path: The checkpoint's directory.
-        keep: The save that is committed there.
-        store: Where it lies.
+        keep: ID of the save that is committed there.
+        store: Store that holds it.
 
     Returns:
-        The names that were removed. Files that are not ours by name, links and directories stay; so does everything
-        when the manifest of `keep` is not there.
+        The names of the removed files. Other files, links and directories stay. If the manifest of `keep` is not
+        there, nothing is removed.
     """
     standing = standing_at(path, store)
     if standing is None or standing.save_id != keep:
         return []
-    if standing.dcp is None and not _is_gone(path, store, before=keep):
+    if standing.dcp is None and not _remove_dcp_metadata_quietly(path, store, before=keep):
         return []
     return _remove(path, store, lambda owner: owner < keep)
 
 
 def remove_files_of(path: str, save_id: SaveId, *, store: Store) -> list[str]:
-    """Remove the files of one save that was not committed and never will be; a committed one is left alone.
+    """Remove the files of a save that was given up. Removes nothing if it is, or may be, committed.
+
+    Args:
+        path: The checkpoint's directory.
+        save_id: ID of the save.
+        store: Store that holds it.
 
     Returns:
-        The names that were removed.
+        The names of the removed files.
     """
     try:
         store.stat(os.path.join(path, MANIFEST_NAME))
@@ -331,7 +351,7 @@ def remove_files_of(path: str, save_id: SaveId, *, store: Store) -> list[str]:
         standing = standing_at(path, store)
         if standing is None or standing.save_id == save_id:
             return []
-    if not _is_gone(path, store, doomed=save_id):
+    if not _remove_dcp_metadata_quietly(path, store, doomed=save_id):
         return []
     return _remove(path, store, lambda owner: owner == save_id)
 
@@ -339,19 +359,21 @@ def remove_files_of(path: str, save_id: SaveId, *, store: Store) -> list[str]:
 def remove_dcp_metadata(
     path: str, doomed: SaveId | None, before: SaveId | None, store: Store, *, is_locked: bool = False
 ) -> None:
-    """Remove a `.metadata` of ours whose files are about to go.
+    """Remove the `.metadata` of a save whose files are about to be removed.
 
-    IMPORTANT: before them. A stock reader takes whatever `.metadata` names for complete.
+    IMPORTANT: call it before the files are removed: a stock reader loads the files that `.metadata` names.
 
     Args:
         path: The checkpoint's directory.
-        doomed: The save that wrote it; or
-        before: one that is earlier than this, by (epoch, sequence).
-        store: Where it lies.
-        is_locked: The caller holds the lock of `path`.
+        doomed: Remove it if this save wrote it.
+        before: Remove it also if an earlier save than this wrote it.
+        store: Store that holds the directory.
+        is_locked: Whether the caller holds the directory's lock; else this function takes it.
 
     Raises:
-        OSError: It cannot be removed.
+        OSError: It cannot be removed, or another process holds the lock for too long.
+
+    Blocks: for the lock, at most `LOCK_TIMEOUT_S`.
     """
 
     def is_doomed(owner: SaveId | None) -> bool:
@@ -367,10 +389,10 @@ def remove_dcp_metadata(
                 store.remove(os.path.join(path, DCP_METADATA_NAME))
 
 
-def _is_gone(
+def _remove_dcp_metadata_quietly(
     path: str, store: Store, *, doomed: SaveId | None = None, before: SaveId | None = None, is_locked: bool = False
 ) -> bool:
-    """Remove a `.metadata` of these saves, and say whether none is left."""
+    """Do what `remove_dcp_metadata` does; log an error. Returns whether no `.metadata` of these saves is left."""
     try:
         remove_dcp_metadata(path, doomed, before, store, is_locked=is_locked)
     except OSError as error:
@@ -380,7 +402,7 @@ def _is_gone(
 
 
 def _remove(path: str, store: Store, doomed: Callable[[SaveId], bool]) -> list[str]:
-    """Remove what is there of these saves. A file that resists stays, and keeps none of the others."""
+    """Remove the files of the saves for which `doomed` is true. If one cannot be removed, the others still are."""
     removed: list[str] = []
     refused: OSError | None = None
     try:
@@ -397,7 +419,7 @@ def _remove(path: str, store: Store, doomed: Callable[[SaveId], bool]) -> list[s
                 store.remove(os.path.join(path, name))
                 removed.append(name)
         except FileNotFoundError:
-            continue  # its own writer was first, or another node's worker that removes the files of the same save
+            continue  # removed by its writer, or by the worker of another node that gives up the same save
         except OSError as error:
             refused = error
     if refused is not None:

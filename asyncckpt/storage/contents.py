@@ -1,6 +1,6 @@
-"""What a checkpoint holds: manifest, indexes and structures of all ranks, checked whole before any use.
+"""The contents of a checkpoint: manifest, indexes and structures of all ranks, all checked before any use.
 
-Of a checkpoint of another format also where the elements of its chunks lie (`ForeignSource`).
+For a checkpoint of another format, also the places of the elements of its chunks (`ForeignSource`).
 """
 
 from __future__ import annotations
@@ -31,17 +31,22 @@ from asyncckpt.storage.store import StoreFiles
 
 
 class Located(NamedTuple):
-    """Row-major elements of a chunk, from byte `offset` of shard number `part` on."""
+    """Place of a chunk whose elements are row-major in their file: from byte `offset` of shard number `part` on."""
 
     part: int
     offset: int
 
 
 class Strided(NamedTuple):
-    """Elements of a chunk that are not row-major in their file.
+    """Place of a chunk whose elements are not row-major in their file.
 
-    The range of `nbytes` at byte `offset` of shard `part` holds all of them: `itemsize` bytes each, `strides` apart, in
-    elements.
+    All are in the `nbytes` bytes from byte `offset` of shard number `part` on.
+
+    Attributes:
+        part, offset, nbytes: The range of bytes.
+        itemsize: Bytes of an element.
+        sizes: Shape of the chunk, in elements.
+        strides: Its strides, in elements.
     """
 
     part: int
@@ -53,7 +58,7 @@ class Strided(NamedTuple):
 
 
 class Inline(NamedTuple):
-    """Row-major elements that were read with the structure already."""
+    """Row-major elements of a chunk that were already read with the structure."""
 
     data: bytes
 
@@ -62,26 +67,26 @@ Place = Located | Strided | Inline
 
 
 Lazy = Callable[[Files], Place]
-"""Finds out where elements lie, by reading a little."""
+"""Returns the place of a chunk; reads a few bytes of its file for that."""
 
 
 @dataclass(slots=True)
 class ForeignSource:
-    """The reading side of a foreign format.
+    """How to read a checkpoint of another format.
 
-    A chunk's `part` numbers either a file or something that `place` resolves; its offset counts from there.
+    The `part` of a chunk is an index into `places`, and its offset counts from that place.
 
     Attributes:
         kind: `dcp`, `torch`, `safetensors` or `hf`.
-        directory: Where the shards' names begin.
-        objects: The JSON forms of the object leaves, by number.
-        metadata: What the format keeps beside the leaves, such as a safetensors file's `__metadata__`.
-        places: By part; of some what finds them when they are needed.
-        archives: The zip archives that the data lie in, whose entries carry a CRC-32: (file name, offset, length).
-        stamps: What tells, on this machine, that the files are those that the structure was read from: by file name.
-        changed: What is read in another form than it was written: by sentence, the FQNs and what is added to each.
-        names_save: Whether something in it is of this one save, as the save id in the `.metadata` of torch's
-            directories.
+        directory: Directory to which the shards' names are relative.
+        objects: JSON forms of the object leaves, by number.
+        metadata: Metadata of the format, such as a safetensors file's `__metadata__`.
+        places: Place of each part, or a function that finds it when it is needed.
+        archives: The zip archives with the data, whose entries have a CRC-32: (file name, offset, length in bytes).
+        stamps: `stamp_of` each file from which the structure was read, by file name.
+        changed: Leaves that are read in another form than they were written: for each sentence that describes a
+            change, the FQNs and an addition for each.
+        names_save: Whether the files contain an ID of this save, as the `.metadata` of a DCP directory does.
     """
 
     kind: str
@@ -95,31 +100,31 @@ class ForeignSource:
     names_save: bool = False
 
     def place(self, part: int, files: Files) -> Place:
-        """Say where the elements of part `part` begin.
+        """Return the place of the elements of `part`.
 
         Raises:
-            CorruptCheckpointError: They are not there as the structure says.
-            OSError: It cannot be read.
+            CorruptCheckpointError: The elements are not as the structure says.
+            OSError: The file cannot be read.
         """
         found = self.places[part]
-        if callable(found):  # what it finds stays true: whoever reads asks `check_unchanged` afterwards
+        if callable(found):  # may be kept: callers call `check_unchanged` after reading
             found = self.places[part] = found(files)
         return found
 
     def stamp(self, name: str, found: os.stat_result) -> None:
-        """Remember a file as it is when its structure is read."""
+        """Record the stamp of a file when its structure is read. `found`: its stat result."""
         self.stamps[name] = stamp_of(found)
 
     def check_unchanged(self, files: Files, names: Iterable[str] | None = None) -> None:
-        """Look whether files are those that the structure was read from. The formats name no save in their data.
+        """Check that files have not changed since the structure was read. Their data contain no save ID.
 
         Args:
-            files: The storage seam.
-            names: Of the files; None looks at all.
+            files: The `Files` to read with.
+            names: Names of the files to check; None: all.
 
         Raises:
-            CorruptCheckpointError: One was changed, replaced or removed since; names it.
-            OSError: It cannot be known.
+            CorruptCheckpointError: A file was changed, replaced or removed; names it.
+            OSError: A file cannot be read.
         """
         for name in self.stamps if names is None else set(names):
             stamp, path = self.stamps.get(name), os.path.join(self.directory, name)
@@ -128,17 +133,18 @@ class ForeignSource:
             except (FileNotFoundError, NotADirectoryError):
                 now = None
             if stamp is not None and now != stamp:
-                detail = "it was changed or replaced while it was read: what was read may be of two checkpoints"
+                detail = "it was changed or replaced while it was read, so the data may be of two checkpoints"
                 raise CorruptCheckpointError(f"{path}: {detail}", path=self.directory, file=name, detail=detail)
 
 
 def stamp_of(found: os.stat_result) -> tuple[int, int, int, int]:
-    """Return what tells that a file is still the same, with the same content."""
+    """Return a stamp of a file, which changes if the file is replaced or written: device, inode, size, mtime in ns."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 REQUESTS_AT_A_TIME = 16
-"""Of one process, for small objects. Chosen: stores answer one in 10 to 100 ms, and take thousands a second."""
+"""Most concurrent requests of one process for small objects. Chosen: a store answers one in 10 to 100 ms, and serves
+thousands per second."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -154,7 +160,7 @@ class RankContents:
 
 
 class SavedTensor(NamedTuple):
-    """A global tensor: FQN, dtype name, shape, and its chunks over all ranks as (rank, chunk)."""
+    """A global tensor: FQN, dtype name, shape in elements, and the chunks of all ranks as (rank, chunk)."""
 
     fqn: str
     dtype: str
@@ -164,9 +170,14 @@ class SavedTensor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """What a checkpoint holds. `tensors` is by FQN, in the order of the ranks and their structures.
+    """The contents of a checkpoint.
 
-    `source`: None for a checkpoint of ours; of another format what reading it needs.
+    Attributes:
+        path: Its directory.
+        manifest: Its manifest; for another format one that was made from the files.
+        ranks: Index and structure of each rank, in order.
+        tensors: The tensors by FQN, in the order of the ranks and their structures.
+        source: For a checkpoint of another format, how to read it; else None.
     """
 
     path: str
@@ -177,10 +188,10 @@ class Contents:
 
 
 def _for_each(files: Files, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Return what `call` returns for each of `items`, in order; several at a time where each one is a request.
+    """Return the results of `call` for `items`, in order. For an object store, several calls run concurrently.
 
     Raises:
-        Exception: The first, in order, that a call has raised.
+        Exception: The first error, in the order of `items`.
     """
     if not isinstance(files, StoreFiles) or len(items) < 2:
         return [call(item) for item in items]
@@ -189,24 +200,26 @@ def _for_each(files: Files, call: Callable[[T], R], items: Sequence[T]) -> list[
 
 
 def corrupt(path: str, file: str, detail: str) -> CorruptCheckpointError:
-    """Return the error for a file of the checkpoint at `path` that is not what was written."""
+    """Return the error of a damaged file of the checkpoint at `path`."""
     return CorruptCheckpointError(f"{os.path.join(path, file)}: {detail}", path=path, file=file, detail=detail)
 
 
 def read_contents(path: str, files: Files) -> Contents:
-    """Read and check everything about the checkpoint at `path` but its data.
+    """Read and check manifest, indexes and structures of the checkpoint at `path`.
 
     Args:
         path: The checkpoint's directory.
-        files: The storage seam.
+        files: The `Files` to read with.
 
     Raises:
-        CheckpointNotFoundError: Nothing is there.
+        CheckpointNotFoundError: There is no checkpoint.
         CheckpointNotCommittedError: It was never committed.
-        CorruptCheckpointError: Damaged; or the chunks of a tensor do not cover it exactly once; or a stock checkpoint
-            was saved to the same path after it.
-        UnsupportedFormatError: Written by a newer version.
+        CorruptCheckpointError: It is damaged, or the chunks of a tensor do not hold each element exactly once, or a
+            stock `dcp.save` has written to the same path later.
+        UnsupportedFormatError: A newer version wrote it.
         OSError: It cannot be read.
+
+    Blocks: for the reads.
     """
     manifest = read_newest_manifest(path, store_over(files))
     reach("load: manifest read")
@@ -215,10 +228,18 @@ def read_contents(path: str, files: Files) -> Contents:
 
 
 def read_named_file(path: str, name: str, *, nbytes: int, max_nbytes: int, checksum: str, files: Files) -> bytes:
-    """Return a small file of the checkpoint whose length and checksum are known.
+    """Return the bytes of a small file of a checkpoint, after a check of its length and checksum.
+
+    Args:
+        path: The checkpoint's directory.
+        name: Name of the file.
+        nbytes: Its recorded length.
+        max_nbytes: Largest length that the format allows.
+        checksum: Its recorded `file_checksum`.
+        files: The `Files` to read with.
 
     Raises:
-        CorruptCheckpointError: Missing, of another length or content, or no regular file.
+        CorruptCheckpointError: It is missing, has another length or content, or is not a regular file.
         OSError: It cannot be read.
     """
     try:
@@ -250,15 +271,19 @@ def _read_rank(path: str, manifest: Manifest, record: RankRecord, files: Files) 
         raise corrupt(path, name, error.message) from error
     expected = (manifest.save_id, record.rank, manifest.world_size)
     if (index.save_id, index.rank, index.world_size) != expected:
-        raise corrupt(path, name, f"it is of save {index.save_id}, rank {index.rank} of {index.world_size}")
+        detail = (
+            f"it is of save {index.save_id}, rank {index.rank} of {index.world_size}; expected save "
+            f"{manifest.save_id}, rank {record.rank} of {manifest.world_size}"
+        )
+        raise corrupt(path, name, detail)
     if index.layout != manifest.layout:
-        raise corrupt(path, name, f"it is of layout {index.layout}, the manifest of {manifest.layout}")
+        raise corrupt(path, name, f"it has layout {index.layout!r}, the manifest has {manifest.layout!r}")
     try:
         structure = decode_structure(index.structure)
     except CorruptCheckpointError as error:
         raise corrupt(path, name, error.message) from error
     if structure.part_nbytes != tuple(shard.nbytes for shard in index.shards):
-        raise corrupt(path, name, "its shards have other lengths than its structure says")
+        raise corrupt(path, name, "the lengths of its shards differ from those in its structure")
     reach("load: index read")
     return RankContents(index=index, structure=structure)
 
@@ -266,8 +291,13 @@ def _read_rank(path: str, manifest: Manifest, record: RankRecord, files: Files) 
 def join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
     """Return the tensors of all ranks by FQN.
 
+    Args:
+        path: The checkpoint's directory, for messages.
+        ranks: Index and structure of each rank, in order.
+
     Raises:
-        CorruptCheckpointError: The ranks contradict each other, or the chunks of a tensor do not cover it exactly once.
+        CorruptCheckpointError: Ranks have different dtypes or shapes for a tensor, or the chunks of a tensor do not
+            hold each element exactly once.
     """
     if len(ranks) == 1:
         alone = _of_one_rank(ranks[0].structure.tensors)
@@ -279,7 +309,7 @@ def join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
         for entry in contents.structure.tensors:
             fqn, dtype, shape, chunks = entry
             if "@rank" in fqn and is_reserved(fqn) and not _belongs_to(rank, fqn):
-                raise _corrupt_tensor(path, fqn, f"rank {rank} has it, and by its name it belongs to another rank")
+                raise _corrupt_tensor(path, fqn, f"rank {rank} stores it, but by its name it belongs to another rank")
             known = first.get(fqn)
             if known is None:
                 first[fqn] = entry
@@ -295,7 +325,7 @@ def join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
     }
     for fqn, _, shape, placed in tensors.values():
         if len(placed) == 1 and placed[0][1].sizes == shape:
-            continue  # the usual case, without a call
+            continue  # the usual case
         boxes = [(chunk.offsets, chunk.sizes) for _, chunk in placed]
         fault = located_fault(shape, boxes, [rank for rank, _ in placed])
         if fault:
@@ -304,7 +334,10 @@ def join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
 
 
 def _of_one_rank(entries: tuple[TensorEntry, ...]) -> dict[str, SavedTensor] | None:
-    """Return the tensors of the only rank, if each is one chunk and none belongs to a rank; without a look at each."""
+    """Return the tensors of the only rank if each is one chunk and none is per-rank: the usual case, without a loop.
+
+    Returns None otherwise, and if a chunk does not have its tensor's shape.
+    """
     fqns, chunks = [entry[0] for entry in entries], [entry[3] for entry in entries]
     if set(map(len, chunks)) != {1} or any("@rank" in fqn for fqn in fqns):
         return None
@@ -326,18 +359,18 @@ def _corrupt_tensor(path: str, fqn: str, detail: str) -> CorruptCheckpointError:
 
 
 def check_lengths(contents: Contents, files: Files, of: SavedTensor | None = None) -> None:
-    """Prove that every shard is there in full, so that no length in an index leads to an absurd allocation.
+    """Check that each shard has its recorded length, so that a wrong length cannot cause a huge allocation.
 
-    Of another format this was proven when it was opened.
+    For another format this was checked when the checkpoint was opened.
 
     Args:
         contents: The checkpoint.
-        files: The storage seam.
-        of: Look only at the shards that hold this tensor.
+        files: The `Files` to read with.
+        of: Check only the shards that hold this tensor; None: all.
 
     Raises:
-        CorruptCheckpointError: A shard is missing, of another length, or no regular file.
-        OSError: The file system refused.
+        CorruptCheckpointError: A shard is missing, has another length, or is not a regular file.
+        OSError: A call failed.
     """
     if contents.source is not None:
         return
@@ -363,11 +396,11 @@ def check_lengths(contents: Contents, files: Files, of: SavedTensor | None = Non
 
 
 def read_objects(contents: Contents, rank: int, files: Files) -> list[Any]:
-    """Return the JSON forms of `rank`'s object leaves, by number.
+    """Return the JSON forms of the object leaves of `rank`, by number.
 
     Raises:
-        CorruptCheckpointError: The file is damaged or missing.
-        UnsupportedFormatError: Written by a newer version.
+        CorruptCheckpointError: The objects file is damaged or missing.
+        UnsupportedFormatError: A newer version wrote it.
         OSError: It cannot be read.
     """
     if contents.source is not None:

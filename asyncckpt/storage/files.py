@@ -1,7 +1,7 @@
-"""The one seam to the file system: every file call of storage, loading and worker goes through a `Files`.
+"""`Files`: all system calls on files of storage, loading and worker, so that tests can replace them.
 
-Its methods are thin: they add O_CLOEXEC, and reach what Python's `os` lacks. Tests put a subclass in its place that
-fails, delays or counts calls. At the end: what a file system refuses, as an error that says what to do.
+A method makes one system call. It adds O_CLOEXEC, or makes a call that Python's `os` lacks. Tests use subclasses that
+fail, delay or count calls. `save_failure` turns an error of a call into a `SaveFailedError` that says what to do.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ MODE_DIRECTORY = 0o777
 
 
 class Files:
-    """File calls as the kernel has them. Every method raises OSError; all are safe to call from several threads."""
+    """The system calls. Each method may raise OSError, and may be called from several threads."""
 
     def open(self, path: str, flags: int, mode: int = MODE_FILE) -> int:
-        """Open `path`, close-on-exec, and return the fd."""
+        """Open `path` close-on-exec, and return the fd."""
         return os.open(path, flags | os.O_CLOEXEC, mode)
 
     def close(self, fd: int) -> None:
-        """Close `fd`; on Linux it is gone even when this raises."""
+        """Close `fd`. On Linux it is closed even if this raises."""
         os.close(fd)
 
     def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
@@ -47,10 +47,10 @@ class Files:
         return os.preadv(fd, buffers, offset, flags)
 
     def resident(self, fd: int, offset: int, nbytes: int) -> bool:
-        """Whether a range, whole pages but for its end, is in the page cache.
+        """Whether a range of bytes, which begins at a page, is in the page cache.
 
-        By mincore(2), because a RWF_NOWAIT read that misses starts read-ahead. The kernel says yes to all ranges of a
-        file that the caller could not write.
+        Uses mincore(2), because a RWF_NOWAIT read that misses starts read-ahead. For a file to which the caller may not
+        write, the kernel always answers yes.
         """
         address = _libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, offset)
         if address is None or address == _MAP_FAILED:
@@ -65,11 +65,11 @@ class Files:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def advise_needed(self, fd: int, offset: int, nbytes: int) -> None:
-        """Have a range read into the page cache, in pieces as large as the device takes them."""
+        """Ask the kernel to read a range into the page cache, in requests as large as the device allows."""
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def fsync(self, fd: int) -> None:
-        """Flush data and metadata of `fd`. IMPORTANT: after an error the file must be given up, not retried."""
+        """Flush data and metadata of `fd`. IMPORTANT: after an error give the file up; do not call it again."""
         os.fsync(fd)
 
     def ftruncate(self, fd: int, nbytes: int) -> None:
@@ -77,14 +77,14 @@ class Files:
         os.ftruncate(fd, nbytes)
 
     def fallocate(self, fd: int, nbytes: int) -> None:
-        """Reserve room from 0 to `nbytes`, by the system call: glibc's posix_fallocate writes zeros when it must."""
+        """Reserve disk space from 0 to `nbytes`. Not by glibc's posix_fallocate, which may write zeros."""
         while _libc.fallocate(fd, 0, 0, nbytes):
             code = ctypes.get_errno()
             if code != errno.EINTR:
                 raise OSError(code, os.strerror(code))
 
     def set_direct(self, fd: int, direct: bool) -> None:
-        """Switch O_DIRECT of an open fd. EINVAL: the file system has none."""
+        """Switch O_DIRECT of an open fd on or off. EINVAL: the file system does not support it."""
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
 
@@ -101,22 +101,22 @@ class Files:
         os.rmdir(path)
 
     def link(self, source: str, target: str) -> None:
-        """Hard-link; EEXIST when `target` is there."""
+        """Make a hard link. EEXIST: `target` exists."""
         os.link(source, target, follow_symlinks=False)
 
     def rename_noreplace(self, source: str, target: str) -> None:
-        """Rename; EEXIST when `target` is there, EINVAL where the file system cannot promise that."""
+        """Rename unless `target` exists. EEXIST: it does. EINVAL: the file system does not support this."""
         old, new = os.fsencode(source), os.fsencode(target)
         if _libc.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_NOREPLACE):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), source, None, target)
 
     def rename(self, source: str, target: str) -> None:
-        """Rename; what is called `target` is replaced in one step."""
+        """Rename. A file `target` is replaced in one step."""
         os.rename(source, target)
 
     def flock(self, fd: int) -> None:
-        """Lock `fd` for this holder alone, as long as it is open; EWOULDBLOCK when another holds it."""
+        """Take an exclusive flock on `fd`, held until it is closed. EWOULDBLOCK: another descriptor has it."""
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def unlink(self, path: str) -> None:
@@ -128,11 +128,11 @@ class Files:
         return os.listdir(path)
 
     def stat(self, path: str) -> os.stat_result:
-        """Follow links and stat."""
+        """Stat; follow symbolic links."""
         return os.stat(path)
 
     def lstat(self, path: str) -> os.stat_result:
-        """Stat without following a link at the end."""
+        """Stat; do not follow a symbolic link at the end of the path."""
         return os.lstat(path)
 
     def fstat(self, fd: int) -> os.stat_result:
@@ -140,13 +140,13 @@ class Files:
         return os.fstat(fd)
 
     def statvfs(self, path: str) -> os.statvfs_result:
-        """Return sizes and free room of the file system that holds `path`."""
+        """Return sizes and free space of the file system that holds `path`."""
         return os.statvfs(path)
 
 
 @contextlib.contextmanager
 def opened(files: Files, path: str, flags: int, mode: int = MODE_FILE) -> Iterator[int]:
-    """Open for the time of a `with` block. An error at close counts unless the block already raised one.
+    """Open a file in a `with` block, and close it at the end. An error of close is raised unless the block raised one.
 
     Raises:
         OSError: From open or close.
@@ -162,16 +162,16 @@ def opened(files: Files, path: str, flags: int, mode: int = MODE_FILE) -> Iterat
 
 
 def named(error: OSError, path: str, what: str = "") -> OSError:
-    """Return `error` with the file, and `what` was being done, in it; its class follows its errno."""
+    """Return an error with the errno of `error`, the file's path, and in its text what was being done (`what`)."""
     code = error.errno or errno.EIO
     text = error.strerror or str(error)
     return OSError(code, f"{what}: {text}" if what else text, path)
 
 
 def apply_mode(files: Files, fd: int, mode: int) -> None:
-    """Give an open file the permission bits `mode`, whatever this process's umask left; special bits stay.
+    """Set the permission bits of an open file to `mode`, regardless of this process's umask. Special bits stay.
 
-    File systems that keep no modes are left alone.
+    Does nothing on file systems without permission bits.
 
     Raises:
         OSError: From fstat or fchmod.
@@ -187,7 +187,7 @@ def apply_mode(files: Files, fd: int, mode: int) -> None:
 
 
 def write_all(files: Files, fd: int, data: memoryview, offset: int, path: str) -> None:
-    """Write all of `data` at `offset`, over as many short writes as it takes.
+    """Write all of `data` at `offset`, with as many calls as it takes.
 
     Raises:
         OSError: Names `path` and the byte range.
@@ -199,15 +199,15 @@ def write_all(files: Files, fd: int, data: memoryview, offset: int, path: str) -
         except OSError as error:
             raise named(error, path, f"writing bytes {offset + done} to {offset + len(data)}") from error
         if written <= 0:
-            raise OSError(errno.EIO, f"the file system took none of the bytes from {offset + done}", path)
+            raise OSError(errno.EIO, f"the file system took none of the bytes from {offset + done} on", path)
         done += written
 
 
 def write_new_file(files: Files, path: str, data: bytes | memoryview, *, mode: int, fsync: bool) -> None:
-    """Create `path`, which must not exist, with `data`; flushed, closed, errors of both counted.
+    """Create the file `path`, which must not exist, write `data`, flush it if `fsync`, and close it.
 
     Raises:
-        OSError: Names `path`; the file may be left behind, incomplete.
+        OSError: Names `path`. The file may exist and be incomplete.
     """
     with opened(files, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode) as fd:
         apply_mode(files, fd, mode)
@@ -217,14 +217,14 @@ def write_new_file(files: Files, path: str, data: bytes | memoryview, *, mode: i
 
 
 NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
-"""Answers of link(2) on file systems that have none, or no more of them for this file."""
+"""Errors of link(2) on file systems without hard links, or if a file has too many."""
 
 
 def put_new_name(files: Files, temporary: str, final: str) -> None:
-    """Give a finished file its final name, if nothing has it; the temporary one may stay beside it.
+    """Give a complete file its final name, unless that exists. The temporary name may stay.
 
     Raises:
-        FileExistsError: The name is taken.
+        FileExistsError: `final` exists.
         OSError: A call failed.
     """
     try:
@@ -239,7 +239,8 @@ def fsync_file(files: Files, fd: int, path: str) -> None:
     """Flush `fd`, which wrote `path`.
 
     Raises:
-        OSError: Names `path`. IMPORTANT: the kernel reports a lost page once, so a second fsync would lie.
+        OSError: Names `path`. IMPORTANT: do not retry. The kernel reports a lost page once, so a second fsync would
+            succeed although data are lost.
     """
     try:
         files.fsync(fd)
@@ -248,7 +249,7 @@ def fsync_file(files: Files, fd: int, path: str) -> None:
 
 
 def fsync_directory(files: Files, path: str) -> None:
-    """Flush the names in a directory. A file system that has no such thing (EINVAL) is taken at its word.
+    """Flush the names in a directory. Does nothing if the file system does not support it (EINVAL and others).
 
     Raises:
         OSError: Names `path`.
@@ -262,10 +263,10 @@ def fsync_directory(files: Files, path: str) -> None:
 
 
 def read_small_file(files: Files, path: str, max_nbytes: int) -> bytes:
-    """Return the whole of a regular file.
+    """Return the content of a regular file.
 
     Raises:
-        OSError: ELOOP for a symbolic link, EFBIG above `max_nbytes`, EINVAL for what is no regular file, and others.
+        OSError: ELOOP: a symbolic link. EFBIG: longer than `max_nbytes`. EINVAL: not a regular file. Or a call failed.
     """
     with opened(files, path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
         found = files.fstat(fd)
@@ -292,41 +293,43 @@ ADVICE = {
     "EACCES": "give this user the right to write there, or save elsewhere",
     "EPERM": "give this user the right to write there, or save elsewhere",
     "EROFS": "the file system is read-only: save elsewhere, or mount it writable",
-    "ENOTDIR": "a file is where a directory is wanted: save to another path",
-    "EEXIST": "something else is in the way: save to another path",
+    "ENOTDIR": "a part of the path is a file, not a directory: save to another path",
+    "EEXIST": "a file of this name exists: save to another path",
     "ENAMETOOLONG": "choose a shorter path",
-    "ELOOP": "symbolic links lead in a circle: choose another path",
-    "EIO": "the storage failed: look at the kernel's log before you trust it again",
+    "ELOOP": "the path has a cycle of symbolic links: choose another path",
+    "EIO": "the storage failed: look at the kernel's log before you use it again",
     "ESTALE": "the network file system lost the directory: check the mount",
     "EAGAIN": "another save to this path is being published: wait for its end",
-    "ENOLCK": "overwriting needs file locks: save to another path, or mount the file system with them",
+    "ENOLCK": "overwriting needs file locks: save to another path, or mount the file system with locks",
     "EMFILE": "raise the limit of open files of the process that writes (ulimit -n)",
     "ENFILE": "raise the machine's limit of open files (sysctl fs.file-max)",
     "EFBIG": "files may not get this large there (ulimit -f, or the file system): use more files, or save elsewhere",
 }
-_NOADVICE = "earlier checkpoints are untouched, and the next save tries anew"
+"""What to do about a failed save, by the name of the errno."""
+
+_DEFAULT_ADVICE = "earlier checkpoints are unchanged, and the next save tries again"
 
 
-def whose(step: int | None, rank: int | None) -> str:
-    """Return how texts say which part of a save; `step` is None where only rank 0 knows it."""
+def step_and_rank(step: int | None, rank: int | None) -> str:
+    """Return the text for messages that names step and rank; `step`: None if only rank 0 knows it."""
     return f"rank {rank}" if step is None else f"step {step}, rank {rank}"
 
 
 def save_failure(
     error: OSError, *, save_id: str | None, rank: int | None, step: int | None, path: str
 ) -> SaveFailedError:
-    """Return `error` as the typed error of a save.
+    """Return the `SaveFailedError` for an error of a file call.
 
     Args:
-        error: What the file system said; its filename and text go into the message.
-        save_id, rank, step: Of the save; None when it was looking around before one.
+        error: The error; its file name and text go into the message.
+        save_id, rank, step: ID, rank and step of the save; None: the call was made before a save began.
         path: The checkpoint's directory.
     """
     code = errno.errorcode.get(error.errno or 0, "EIO")
     detail = str(error) or type(error).__name__
-    what = f"save {save_id} ({whose(step, rank)}) to {path}" if save_id else f"looking beside {path}"
+    what = f"save {save_id} ({step_and_rank(step, rank)}) to {path}" if save_id else f"looking beside {path}"
     return SaveFailedError(
-        f"{what} failed: {detail}; nothing was published; {ADVICE.get(code, _NOADVICE)}",
+        f"{what} failed: {detail}; nothing was published; {ADVICE.get(code, _DEFAULT_ADVICE)}",
         code=code,
         rank=rank,
         path=path,

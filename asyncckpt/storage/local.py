@@ -1,8 +1,9 @@
-"""`LocalStore`: a `Store` of files, by POSIX calls that all go through `Files`, which fault tests replace.
+"""`LocalStore`: a `Store` of files. All system calls go through `Files`, which fault tests replace.
 
-A prefix is a directory, an object a regular file. Links are seen, and never followed below the prefix that was asked
-for. The lock is an flock(2) on a file in the directory, so that a holder's death frees it, on every node. Who holds it
-removes the file before it lets go; who then gets a lock on a file without a name takes the next one.
+A prefix is a directory, an object is a regular file. Symbolic links below a prefix are listed, but not followed.
+
+The lock is an flock(2) on a file in the directory, so it is freed when its holder dies, also on other nodes. The holder
+removes the file before it unlocks it. A process that then gets the lock of the removed file opens a new one.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ _SURELY_NOT_DONE = frozenset(
         errno.EROFS,
     }
 )
-"""Answers of link(2), rename(2) and renameat2(2) that mean refusal; after any other (EIO, ESTALE, ...) nobody knows."""
+"""Errors of link(2), rename(2) and renameat2(2) after which nothing has changed. After any other (EIO, ESTALE, ...) the
+outcome is unknown."""
 
 _NO_SUCH_RENAME = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _BUSY = frozenset({errno.EWOULDBLOCK, errno.EACCES, errno.EINTR})
@@ -75,7 +77,7 @@ _MASK_OFFSET, _BIRTH_OFFSET = 0, 80
 """statx(2), `struct statx` of linux/stat.h: `stx_mask`, and `stx_btime`: seconds, nanoseconds."""
 
 _LOW_63_BITS = (1 << 63) - 1
-"""What the worker's messages hold of a number. Overlays and network file systems give inodes that use all 64 bits."""
+"""Range of integers in the worker's messages. Overlays and network file systems have inode numbers of 64 bits."""
 
 _KINDS = {stat.S_IFREG: OBJECT, stat.S_IFDIR: PREFIX, stat.S_IFLNK: LINK}
 
@@ -83,11 +85,11 @@ _logger = logging.getLogger("asyncckpt.storage")
 
 
 class LocalStore(Store):
-    """A `Store` of files. Errors as of `Store`, with the calls' own errnos; all of them name the path.
+    """A `Store` of files. Its errors are those of `Store`, with the errno of the call and the path.
 
     Args:
-        files: The seam to the system calls; None: as the kernel has them.
-        umask: Of the modes 0666 and 0777 of what is made, whatever this process's umask is.
+        files: The `Files` to use; None: a new `Files`.
+        umask: Umask for new files and directories, regardless of this process's umask.
     """
 
     def __init__(self, files: Files | None = None, *, umask: int = DEFAULT_UMASK) -> None:
@@ -96,9 +98,9 @@ class LocalStore(Store):
         self._directory_mode = MODE_DIRECTORY & ~umask
 
     def put(self, name: str, data: memoryview | bytes, *, durable: bool = True, replace: bool = False) -> None:
-        """Create the file exclusively, write, flush and close it. It is seen while it is written.
+        """Implement `Store.put`: create the file exclusively, write, flush and close it.
 
-        To replace one, that is done under a temporary name, which is then renamed onto the other.
+        Others can see the file while it is written. With `replace`, it is written under a temporary name and renamed.
         """
         if replace:
             self._put_over(name, data, durable=durable)
@@ -114,7 +116,7 @@ class LocalStore(Store):
     def _put_over(self, name: str, data: memoryview | bytes, *, durable: bool) -> None:
         temporary = replacing_name(name)
         with contextlib.suppress(FileNotFoundError):
-            self.files.unlink(temporary)  # of a worker that died here
+            self.files.unlink(temporary)  # left by a worker that died here
         self.put(temporary, data, durable=durable)
         try:
             reach("small file: replacing")
@@ -128,13 +130,13 @@ class LocalStore(Store):
     def shard_writer(
         self, path: str, image: Image, offset: int, nbytes: int, *, aligned: bool, fsync: bool
     ) -> ShardWriter:
-        """As of `Store`: a file, by O_DIRECT where that is taken."""
+        """Implement `Store.shard_writer`: return a `FileShardWriter`, which uses O_DIRECT if possible."""
         return FileShardWriter(
             path, image, offset, nbytes, aligned=aligned, mode=self._mode, fsync=fsync, files=self.files
         )
 
     def put_if_absent(self, name: str, data: bytes, *, temporary: str, durable: bool = True) -> None:
-        """Write the file under its temporary name, flush it and the directory, and link it to its name."""
+        """Implement `Store.put_if_absent`: write and flush a temporary file, flush the directory, make a link."""
         self._write_temporary(temporary, data, durable=durable)
         try:
             put_new_name(self.files, temporary, name)
@@ -144,19 +146,19 @@ class LocalStore(Store):
             self.remove_quietly(temporary)
 
     def replace_if(self, name: str, data: bytes, version: str, *, temporary: str, durable: bool = True) -> None:
-        """Write the file under its temporary name, flush it and the directory, and rename it onto the other."""
+        """Implement `Store.replace_if`: write and flush a temporary file, flush the directory, rename."""
         self._write_temporary(temporary, data, durable=durable)
         try:
             if self._version_of(name) != version:
                 raise FileExistsError(errno.EEXIST, "it was replaced meanwhile", name)
-            # IMPORTANT: one rename. Without the name for an instant, a crash would leave nothing there at all.
+            # IMPORTANT: one rename. If the old file were removed first, a crash would leave no file of this name.
             self.files.rename(temporary, name)
         except OSError as error:
             self._settle(error, name, data, temporary)
 
     def _write_temporary(self, temporary: str, data: bytes, *, durable: bool) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self.files.unlink(temporary)  # of an earlier try that died
+            self.files.unlink(temporary)  # left by an earlier attempt that died
         try:
             write_new_file(self.files, temporary, data, mode=self._mode, fsync=durable)
             reach("put: written")
@@ -168,7 +170,12 @@ class LocalStore(Store):
             raise
 
     def _settle(self, error: OSError, name: str, data: bytes, temporary: str) -> None:
-        """Return if the put that failed has succeeded all the same; else raise what is known of it."""
+        """Return if the failed call has taken effect all the same; else raise the error that fits.
+
+        Raises:
+            UnknownOutcomeError: Whether it has taken effect is unknown.
+            OSError: It has not.
+        """
         try:
             is_there = read_small_file(self.files, name, len(data)) == data
         except OSError:
@@ -188,7 +195,7 @@ class LocalStore(Store):
             return None
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Open, read and close."""
+        """Implement `Store.read`: open, read and close the file."""
         with opened(self.files, name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
             if not stat.S_ISREG(self.files.fstat(fd).st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", name)
@@ -202,33 +209,33 @@ class LocalStore(Store):
             return bytes(found)
 
     def read_whole(self, name: str, max_nbytes: int) -> bytes:
-        """As of `Store`, by one opening of the file."""
+        """Implement `Store.read_whole`; open the file only once."""
         return read_small_file(self.files, name, max_nbytes)
 
     def stat(self, name: str) -> Entry:
-        """As of `Store`; a link is not followed."""
+        """Implement `Store.stat`; do not follow a symbolic link."""
         return _entry(name, self.files.lstat(name))
 
     def entries(self, prefix: str) -> Iterator[Entry]:
-        """As of `Store`; the prefix itself may be a link. What goes away meanwhile is left out."""
+        """Implement `Store.entries`. The prefix may be a symbolic link. Files removed meanwhile are left out."""
         for name in self.files.listdir(prefix):
             with contextlib.suppress(FileNotFoundError):
                 yield _entry(name, self.files.lstat(os.path.join(prefix, name)))
 
     def names(self, prefix: str) -> list[str]:
-        """As of `Store`, without a look at each."""
+        """Implement `Store.names`, without a stat of each file."""
         return self.files.listdir(prefix)
 
     def remove(self, name: str) -> None:
-        """Unlink."""
+        """Implement `Store.remove`: unlink the file."""
         self.files.unlink(name)
 
     def sync(self, prefix: str) -> None:
-        """fsync of the directory."""
+        """Implement `Store.sync`: fsync the directory."""
         fsync_directory(self.files, prefix)
 
     def make_prefix(self, prefix: str, *, durable: bool = True) -> list[str]:
-        """Make missing directories, outermost first, each with its mode and its name flushed."""
+        """Implement `Store.make_prefix`: make missing directories, outermost first, and flush each name."""
         made: list[str] = []
         try:
             self._make(prefix, made, durable=durable)
@@ -246,7 +253,7 @@ class LocalStore(Store):
             missing.append(current)
             current = os.path.dirname(current)
         for directory in reversed(missing):
-            with contextlib.suppress(FileExistsError):  # by another rank at the same time
+            with contextlib.suppress(FileExistsError):  # made by another rank at the same time
                 self.files.mkdir(directory, self._directory_mode)
                 made.append(directory)
                 with opened(self.files, directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as fd:
@@ -257,7 +264,7 @@ class LocalStore(Store):
                 fsync_directory(self.files, os.path.dirname(directory))
 
     def _is_directory(self, path: str) -> bool:
-        """Whether `path` is a directory; False when it is absent, an error when it is something else."""
+        """Return whether `path` is a directory. False: it does not exist. Raises if it is something else."""
         try:
             found = self.files.stat(path)
         except FileNotFoundError:
@@ -269,11 +276,15 @@ class LocalStore(Store):
         return True
 
     def remove_prefix(self, prefix: str) -> None:
-        """Remove a directory that is empty."""
+        """Implement `Store.remove_prefix`: remove an empty directory."""
         self.files.rmdir(prefix)
 
     def move(self, source: str, target: str, *, replace: bool = False) -> None:
-        """Rename. Where a rename cannot be told not to replace, an empty directory of this instant may be."""
+        """Implement `Store.move`: rename.
+
+        On a file system that cannot rename without replacing, a directory `target` that is made at the same moment and
+        empty may be replaced.
+        """
         if replace:
             self.files.rename(source, target)
             return
@@ -288,14 +299,14 @@ class LocalStore(Store):
             self.files.rename(source, target)
 
     def identity(self, prefix: str) -> DirectoryIdentity:
-        """Inode and birth: file systems give an inode's number to the next directory, but not with its birth.
+        """Return inode number and time of birth. A later directory may get the same number, with another birth.
 
-        Device numbers are left out, since some change when a file system is mounted again.
+        The device number is left out, since it may change when the file system is mounted again.
         """
         return DirectoryIdentity(self.files.stat(prefix).st_ino & _LOW_63_BITS, birth_ns(prefix) & _LOW_63_BITS)
 
     def as_files(self) -> Files:
-        """Return the calls themselves."""
+        """Return the `Files` of this store."""
         return self.files
 
     def is_own(self, prefix: str) -> bool:
@@ -303,12 +314,12 @@ class LocalStore(Store):
         return self.files.lstat(prefix).st_uid == os.geteuid()
 
     def resolve(self, name: str) -> str:
-        """As of `Store`, as far as the file system tells."""
+        """Implement `Store.resolve`; parts of the path that do not exist stay as they are."""
         return os.path.realpath(name)
 
     @contextlib.contextmanager
     def lock(self, prefix: str, timeout_s: float) -> Iterator[None]:
-        """As of `Store`. OSError also where the file system has no locks."""
+        """Implement `Store.lock`. Raises OSError also if the file system has no locks."""
         name = os.path.join(prefix, LOCK_NAME)
         fd = self._locked(name, time.monotonic() + timeout_s)
         try:
@@ -316,7 +327,7 @@ class LocalStore(Store):
             yield
         finally:
             try:
-                if self.files.fstat(fd).st_size == 0:  # else it is not ours: we never write into it
+                if self.files.fstat(fd).st_size == 0:  # else it is the file of another program: a lock file is empty
                     self.files.unlink(name)
                     reach("lock: removed")
             except OSError as error:
@@ -343,7 +354,7 @@ class LocalStore(Store):
             time.sleep(_POLL_S)
 
     def _try_lock(self, fd: int, name: str) -> bool:
-        """Return whether the lock was taken, on the file that has the name."""
+        """Take the lock, and return whether that succeeded and the file still has its name."""
         try:
             self.files.flock(fd)
         except OSError as error:
@@ -354,7 +365,7 @@ class LocalStore(Store):
             there = self.files.lstat(name)
         except FileNotFoundError:
             return False
-        # IMPORTANT: the holder before us removed the file; whoever made a new one holds another lock.
+        # IMPORTANT: the earlier holder may have removed the file. A process that made a new one has another lock.
         return os.path.samestat(there, self.files.fstat(fd))
 
 
@@ -364,19 +375,19 @@ def _entry(name: str, found: os.stat_result) -> Entry:
         kind=_KINDS.get(stat.S_IFMT(found.st_mode), OTHER),
         nbytes=found.st_size,
         mtime_ns=found.st_mtime_ns,
-        # Without the inode: file systems in user space may number the same file anew at each look. Who replaces holds
-        # the lock, so that two of one length within one tick of the clock are not mixed up.
+        # Without the inode: in file systems in user space, the same file may have another number in each stat. Writers
+        # that replace a file hold the lock, so two versions with the same length and time are not confused.
         version=f"{found.st_mtime_ns}.{found.st_size}",
     )
 
 
 def store_over(files: Files, *, umask: int = DEFAULT_UMASK) -> Store:
-    """Return the store whose objects `files` reads: files of this machine, or objects; `umask`: as of `LocalStore`."""
+    """Return the store that `files` reads from: that of a `StoreFiles`, or a `LocalStore` with this `umask`."""
     return files.store if isinstance(files, StoreFiles) else LocalStore(files, umask=umask)
 
 
 def birth_ns(path: str) -> int:
-    """Return when a file was made, in nanoseconds since 1970; 0: nobody knows."""
+    """Return the time of birth of a file in nanoseconds since 1970; 0: it is unknown."""
     if not hasattr(_libc, "statx"):  # glibc before 2.28
         return 0
     found = ctypes.create_string_buffer(_STATX_NBYTES)

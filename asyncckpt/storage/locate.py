@@ -1,4 +1,4 @@
-"""Which storage a path or URL means: files of this machine, or an object store."""
+"""Returns the store of a path or URL: files of this machine, or an object store."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from asyncckpt.storage.store import Store
 
 _lock = threading.Lock()
 _stores: dict[str, ObjectStore] = {}
-"""By bucket: connections are kept from one use to the next."""
+"""Stores by bucket. They are kept so that their connections are reused."""
 
 
 def files_at(path: str, files: Files | None = None) -> Files:
-    """Return the calls by which the checkpoint at `path` is read.
+    """Return the `Files` with which the checkpoint at `path` is read.
 
     Args:
         path: An absolute path, or a URL as `checkpoint_path` returns it.
-        files: The seam to this machine's files; None: as the kernel has them.
+        files: The `Files` for paths of this machine; None: a new `Files`.
 
     Raises:
-        UnsupportedPathError: A URL, and obstore is not installed, or the environment does not say how to reach it.
+        UnsupportedPathError: `path` is a URL, and obstore is not installed, or the environment lacks the settings with
+            which to reach the store.
     """
     if not is_object_url(path):
         return files or Files()
@@ -36,5 +37,13 @@ def files_at(path: str, files: Files | None = None) -> Files:
 
 
 def store_at(path: str, *, umask: int = DEFAULT_UMASK) -> Store:
-    """Return the store that holds `path`; arguments and errors as of `files_at`."""
+    """Return the store that holds `path`.
+
+    Args:
+        path: As of `files_at`.
+        umask: As of `LocalStore`.
+
+    Raises:
+        UnsupportedPathError: As `files_at`.
+    """
     return store_over(files_at(path), umask=umask)

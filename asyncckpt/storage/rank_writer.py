@@ -1,10 +1,11 @@
 """One rank's files of one save: shards, objects and index, written from memory by several threads.
 
-Every shard is created exclusively, reserved, written in extents by at least two threads, cut to its exact length,
-fsynced through the descriptor that wrote it and closed; each of these may fail, and then the whole rank fails.
+Each shard file is created exclusively, its disk space is reserved, several threads write it in extents, and it is
+truncated to its exact length, fsynced through the descriptor that wrote it, and closed. If one of these fails, the
+rank's save fails.
 
-IMPORTANT: of the small files, what stands is replaced in one step. Of several ranks another node's worker has heard
-that these files are durable, and may have committed them by now.
+IMPORTANT: existing small files are replaced in one step. With several ranks, the worker of another node may have been
+told that they are durable, and may be committing them.
 """
 
 from __future__ import annotations
@@ -35,32 +36,40 @@ from asyncckpt.format.names import (
     shard_name,
 )
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt.storage.checkpoint_dir import overtaken, refuse_foreign_metadata
+from asyncckpt.storage.checkpoint_dir import refuse_foreign_metadata, refuse_other_commits
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import store_over
 from asyncckpt.storage.shard_writer import Image, ShardWriter, is_page_aligned, shards_print
 from asyncckpt.storage.store import Store
 
 EXTENT_NBYTES = 16 << 20
-"""One write. 4 to 64 MiB reach the same speed on the machines measured so far; whole blocks."""
+"""Most bytes of one write, whole blocks. 4 to 64 MiB reach the same speed on the machines measured so far."""
 
 MIN_EXTENT_NBYTES = 4 * BLOCK_NBYTES
-"""Files below `EXTENT_NBYTES` per thread are cut finer, so that two threads share them. Chosen, not measured."""
+"""Least bytes of one write. Extents of files smaller than `EXTENT_NBYTES` per thread are smaller, so that all threads
+have some. Chosen, not measured."""
 
 DEFAULT_THREADS = 4
-"""Four keep the disk busy while one of them digests: 5 to 10 % faster than two with 1.4 GB on two cores."""
+"""Number of writing threads. Four keep the disk busy while one computes checksums: 5 to 10 % faster than two, with 1.4
+GB on two cores."""
 
 _logger = logging.getLogger("asyncckpt.storage")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankResult:
-    """What was written: the rank's line in the manifest, bytes, seconds per phase, whether O_DIRECT served all.
+    """What was written for one rank.
 
-    `seconds` has `write` (shards, with their fsync), `fsync` (of shards, summed over files) and `index` (the rest).
-    `shards_print`: of what the shards hold (`shard_writer.shards_print`); `rest_print`: of all else, added by a worker.
-    `dcp`: in layout "dcp" the rank's structure and the table of its items, for `format.dcp.metadata_of`.
-    `tally`: of the structure, seeded by the run (`seed_of`), for the proof of coverage; None: not made.
+    Attributes:
+        record: The rank's entry in the manifest.
+        nbytes: Bytes of its files.
+        seconds: Seconds by phase: `write` (shards, fsync included), `fsync` (fsync of shards, summed over the files),
+            `index` (all other files).
+        direct: Whether all shards were written with O_DIRECT.
+        dcp: In layout "dcp" the rank's structure and the table of its items, for `format.dcp.metadata_of`.
+        shards_print: Fingerprint of the shards (`shard_writer.shards_print`).
+        rest_print: Fingerprint of all else that the rank saves, added by the worker.
+        tally: Tally of the structure, with the seed of the run (`seed_of`), for the check of coverage; None: not made.
     """
 
     record: RankRecord
@@ -74,17 +83,17 @@ class RankResult:
 
 
 class SmallFiles:
-    """Writes objects, index and items of one rank, or replaces those that stand.
+    """Writes objects, index and items file of one rank, or replaces existing ones.
 
     Args:
-        request: Of the rank.
-        save_id: The request's.
-        store: Where it lies.
+        request: Save request of the rank.
+        save_id: ID of its save.
+        store: Store that holds the checkpoint.
 
     Attributes:
-        paths: Of these files, the index first: it says that the others are whole.
-        created: Paths to be removed if the save fails.
-        stand: They are there already: see `stand_already`.
+        paths: Paths of these files. The first is the index, which exists only if the shards are complete.
+        created: Paths of the files to remove if the save fails.
+        replaces: Whether `write` replaces existing files; set by `replace_existing`.
     """
 
     def __init__(self, request: SaveRequest, save_id: SaveId, store: Store) -> None:
@@ -93,39 +102,39 @@ class SmallFiles:
         names += [items_name(save_id, request.rank)] if request.layout == DCP else []
         self.paths = [os.path.join(request.path, name) for name in names]
         self.created: list[str] = []
-        self.stand = False
+        self.replaces = False
 
-    def stand_already(self) -> None:
-        """From here on `write` replaces, and what stands stays if the save fails: unless nobody else can commit it."""
-        self.stand = True
+    def replace_existing(self) -> None:
+        """Make `write` replace existing files. They stay if the save fails, unless only this worker can commit them."""
+        self.replaces = True
         if self._request.world_size == 1:
             self.created = list(self.paths)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write one file, flushed if the request says so.
+        """Write the file `name`; flush it if the request says so.
 
         Raises:
-            OSError: A call failed; what stood before stands.
+            OSError: A call failed. A file that existed before is unchanged.
         """
         path = os.path.join(self._request.path, name)
-        self._store.put(path, data, durable=self._request.fsync, replace=self.stand)
-        if not self.stand:
+        self._store.put(path, data, durable=self._request.fsync, replace=self.replaces)
+        if not self.replaces:
             self.created.append(path)
 
 
 class RankWriter:
-    """Writes all files of one rank and makes them durable, in one step (`write`) or in two.
+    """Writes all files of one rank and makes them durable: by `write`, or by `write_shards` and then `finish`.
 
-    When a step raises, what was created is removed.
+    If one of these raises, the files that it created are removed.
 
     Args:
-        request: What to write; the directory exists.
-        image: The bytes (format "B") that the parts lie in: a whole slot, private memory, or what makes them.
-            Page-aligned for O_DIRECT.
-        files: The storage seam.
-        check: Called before and after each extent, and before the end; raises when the image may not be used any more.
-        threads: How many write.
-        progress: Called with the bytes of each extent that was written, from several threads.
+        request: What to write. Its directory must exist.
+        image: The bytes of the shard files (format "B"): a whole slot, private memory, or a `MadeImage`. O_DIRECT needs
+            page-aligned memory.
+        files: The `Files` to write with.
+        check: Called before and after each extent, and before the end; raises if the image may not be used any more.
+        threads: Number of writing threads.
+        progress: Called from several threads with the number of bytes of each extent that was written.
     """
 
     def __init__(
@@ -164,7 +173,7 @@ class RankWriter:
         self._todo = self._plan()
 
     def _plan(self) -> list[tuple[int, int, int]]:
-        """Return (shard number, start, end) of every extent, in reverse: threads pop from the end."""
+        """Return (shard number, start, end) of each extent in reverse order, because threads pop from the end."""
         todo = []
         for number, shard in enumerate(self.shards):
             share = round_up(-(-shard.extent_nbytes_total // self._threads), BLOCK_NBYTES)
@@ -175,29 +184,32 @@ class RankWriter:
         return todo[::-1]
 
     def write(self, pool: Executor) -> RankResult:
-        """Write everything.
+        """Write all files of the rank.
 
         Args:
-            pool: Runs the other writing threads. The calling thread writes too, beside `threads - 1` of them, so that a
-                busy pool only slows it down.
+            pool: Runs up to `threads - 1` writing threads. The calling thread writes as well, so a busy pool only makes
+                this slower.
 
         Returns:
-            The result; every file is complete, and durable when `request.fsync`.
+            The result. All files are complete, and durable if `request.fsync`.
 
         Raises:
-            CheckpointExistsError: Another save has committed there meanwhile, which is not to be replaced; or a
-                `.metadata` that is not ours stands where one of ours is to go.
-            UnsupportedLeafError: A leaf has no form in the layout.
-            OSError: A file call failed, or a part does not carry the save id.
-            Exception: Whatever `check` raises.
+            CheckpointExistsError: Another save, which may not be replaced, was committed meanwhile; or, in layout
+                "dcp", the directory has a `.metadata` of another program.
+            UnsupportedLeafError: The layout cannot store a leaf.
+            OSError: A file call failed, or the image does not have the save ID.
+            Exception: As `check`.
 
-        Blocks: for the writes. No thread uses the image any more when this returns or raises.
+        Blocks: for the writes. When it returns or raises, no thread uses the image any more.
         """
         self.write_shards(pool)
         return self.finish(self.request)
 
     def write_shards(self, pool: Executor) -> None:
-        """Write the parts, as `write`, for whoever knows structure and objects only afterwards."""
+        """Write only the shard files, for callers that know structure and objects later.
+
+        Args, Raises and Blocks: as `write`.
+        """
         started = time.perf_counter()
         with self._removed_on_failure():
             if self.request.layout == DCP:
@@ -206,7 +218,13 @@ class RankWriter:
         self._write_s = time.perf_counter() - started
 
     def finish(self, request: SaveRequest) -> RankResult:
-        """Write objects and index of `request`, whose shards are written; its parts are those of the first request."""
+        """Write objects, index and items file after `write_shards`.
+
+        Args:
+            request: The request; its parts are those of the request with which this writer was made.
+
+        Returns, Raises and Blocks: as `write`.
+        """
         started = time.perf_counter()
         self.request = request
         with self._removed_on_failure():
@@ -229,7 +247,7 @@ class RankWriter:
     @contextlib.contextmanager
     def _removed_on_failure(self) -> Iterator[None]:
         try:
-            with overtaken(self.request.path, self.save_id, self._store, overwrite=self.request.overwrite):
+            with refuse_other_commits(self.request.path, self.save_id, self._store, overwrite=self.request.overwrite):
                 yield
         except BaseException:
             self.remove_created()
@@ -248,11 +266,11 @@ class RankWriter:
         if self._error is not None:
             raise self._error
         if any(self._remaining.values()):
-            raise AssertionError("extents were left unwritten without an error")
+            raise AssertionError("some extents were not written, and no error was raised")
 
     def _end(self, futures: list[Future[None]]) -> None:
-        """Let nothing more be written, end the other threads, and close what they leave open."""
-        # IMPORTANT: no thread may still use the image or a descriptor when this returns, whatever happened.
+        """Stop all writes, wait for the other threads, and close open files."""
+        # IMPORTANT: when this returns, no thread may use the image or a descriptor, whatever happened.
         self._stop(None)
         for future in futures:
             if not future.cancel():
@@ -266,10 +284,10 @@ class RankWriter:
         found = bytes(self.image[start : start + SAVE_ID_NBYTES])
         if found != save_id_bytes(self.save_id) or offset + nbytes > len(self.image):
             path = self.shards[number].path
-            raise OSError(errno.EINVAL, f"the image does not carry save id {self.save_id}", path)
+            raise OSError(errno.EINVAL, f"the image of this shard does not have save id {self.save_id}", path)
 
     def _run(self) -> None:
-        """One thread: take extents until none is left or one has failed. Errors are kept, not raised."""
+        """Body of each thread: write extents until none is left or one has failed. Errors are stored, not raised."""
         while True:
             with self._lock:
                 if not self._todo:
@@ -298,12 +316,15 @@ class RankWriter:
             shard.stop()
 
     def keep_shards(self, flush: Callable[[ShardWriter], None]) -> None:
-        """In the place of `write_shards`: the files stand already, and `digests` are filled in; flush each again.
+        """Keep existing shard files instead of `write_shards`. Their `digests` must be filled in.
 
-        What stands stays, if this fails: but where nobody else can commit it.
+        If this or `finish` fails, the files stay, unless only this worker can commit them.
+
+        Args:
+            flush: Called for each shard, to flush its file again.
         """
         started = time.perf_counter()
-        self.small.stand_already()
+        self.small.replace_existing()
         for shard in self.shards:
             shard.created = self.request.world_size == 1
         with self._removed_on_failure():
@@ -314,7 +335,7 @@ class RankWriter:
         self._write_s = time.perf_counter() - started
 
     def index(self) -> bytes:
-        """Return the index, of shards whose digests are filled in."""
+        """Return the bytes of the index. The `digests` of the shards must be filled in."""
         request, save_id = self.request, self.save_id
         items_record = None
         if request.layout == DCP:
@@ -344,7 +365,7 @@ class RankWriter:
         )
 
     def _write_small_files(self) -> RankRecord:
-        """Write objects and index, flush the directory, and return the rank's line in the manifest."""
+        """Write objects, index and items, flush the directory, and return the rank's entry in the manifest."""
         request, save_id, index = self.request, self.save_id, self.index()
         if request.layout == DCP:
             self.small.write(items_name(save_id, request.rank), self._items)
@@ -368,7 +389,7 @@ class RankWriter:
         )
 
     def remove_created(self) -> None:
-        """Remove what this call created; a file that resists is left to a later clean-up."""
+        """Remove the files that this writer created. One that cannot be removed is left to a later `gc`, and logged."""
         for path in [s.path for s in self.shards if s.created] + self.small.created:
             try:
                 reach("failed: removing")

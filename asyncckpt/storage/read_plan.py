@@ -1,4 +1,4 @@
-"""Which bytes of a shard file to read, and in which pieces. Pure."""
+"""Plans which bytes of a shard file are read, and in which steps and extents. Pure."""
 
 from __future__ import annotations
 
@@ -12,54 +12,65 @@ from asyncckpt.format.index import ShardRecord
 from asyncckpt.format.layout import PAGE_NBYTES, round_up
 
 EXTENT_NBYTES = 16 << 20
-"""One O_DIRECT read. Measured with 1.5 GB on two cores: extents of 2 MiB and three threads, whose buffers stay in the
-processor's cache, take 0.52 s on an idle machine and 1.0 s on a busy one, where every read that is done waits for a
-core; four threads of 16 MiB keep the disk supplied meanwhile and take 0.70 and 0.76 s. The disk alone: 0.42 s."""
+"""Most bytes of one O_DIRECT read. Measured with 1.5 GB on two cores: extents of 2 MiB and three threads, whose
+buffers stay in the processor's cache, take 0.52 s on an idle machine and 1.0 s on a busy one, where a thread whose read
+has ended waits for a core. Four threads with 16 MiB keep the disk busy meanwhile, and take 0.70 and 0.76 s. The disk
+alone takes 0.42 s."""
 
 STEP_NBYTES = 1 << 20
-"""One read from the page cache, and the piece that is verified and copied at once: half of a usual L2 cache."""
+"""Bytes of one read from the page cache, and of a step, which is verified and copied at once: half of a usual L2
+cache."""
 
 
 THROUGH_STEP_NBYTES = 2 << 20
-"""One read of what is read through, and the piece that is handed on at once. On two cores 1 MiB takes 9 % more time
-of the processor, 256 KiB a third more: each piece costs some calls into torch (ADR 0026)."""
+"""Bytes of a step of ranges that are read through the page cache. On two cores, 1 MiB takes 9 % more processor time,
+and 256 KiB a third more, because each step makes some calls into torch (ADR 0026)."""
 
 THROUGH_EXTENT_NBYTES = 4 << 20
-"""What one thread reads through at a time. Longer ones, of 8 and 16 MiB, were slower when cold: threads that are far
-apart find less of what others have brought in."""
+"""Bytes of such ranges that one thread reads at a time. 8 and 16 MiB were slower with a cold cache: threads far apart
+in the file profit less from each other's read-ahead."""
 
 EXACT_BELOW_NBYTES = 128 << 10
-"""Shorter runs are read by their own ends, without checksums; the pages around longer ones are 6 % more at most."""
+"""Without checksums, shorter runs are read without the rest of their pages, which for longer ones is at most 6 %."""
 
 
 def with_verifiers(readers: int) -> int:
-    """Return how many threads it takes so that `readers` of them read from the disk at any time (ADR 0038).
+    """Return the number of threads with which `readers` threads read from the disk at any time (ADR 0038).
 
-    If there are no others, their reads share the disk and end together, and it idles while all verify and copy: 78 ms
-    of a load of 480 (1.5 GB, two cores). With half as many more it idles for none.
+    If there were only `readers` threads, their reads would end together, and the disk would idle while all verify and
+    copy: for 78 ms of a load of 480 ms (1.5 GB, two cores). With half as many more it does not idle.
     """
     return readers + readers // 2 if readers > 1 else 1
 
 
 class Sink(Protocol):
-    """Takes the verified bytes of one wanted range, in pieces, in any order, from several threads."""
+    """Receives the verified bytes of one wanted range, in pieces, in any order, from several threads."""
 
     def deliver(self, position: int, address: int, nbytes: int) -> None:
-        """Take `nbytes` at `address`, which belong at `position` of the range; they are gone afterwards."""
+        """Receive bytes of the range.
+
+        Args:
+            position: Offset of the bytes in the range.
+            address: Address of the bytes in memory, valid until this returns.
+            nbytes: Number of bytes.
+        """
 
 
 class Wanted(NamedTuple):
-    """A byte range of a shard file, whose it is, and where it goes: an address, a `Sink`, or None to verify only.
+    """A byte range of a shard file to read, or several of equal length.
 
-    With `times` there are as many ranges of `nbytes`, `every` bytes apart; they go to the sink one behind the other.
-    Such are not verified.
+    Ranges with `times` above 1 or with `every` are not verified.
 
-    One range with `every` holds wanted bytes and others, in rows of `every` bytes: it is read through the page cache,
-    for the others are what other processes of the machine want, and comes in whole rows, or in pieces whose distance
-    from `offset` is a multiple of `THROUGH_STEP_NBYTES`. Not verified either.
-
-    With `dense` all of its bytes are wanted: such rows, of some length, are read as other ranges are, and come in the
-    same pieces, so that none cuts an element wherever in the file that begins.
+    Attributes:
+        offset, nbytes: The range.
+        fqn: FQN of the tensor that it belongs to, for messages.
+        sink: Where its bytes go: an address in memory, a `Sink`, or None to verify only.
+        times: Number of ranges of `nbytes`, which begin `every` bytes apart. The sink gets them without gaps.
+        every: With `times` of 1, the range consists of rows of `every` bytes, of which only some bytes are wanted. It
+            is read through the page cache, because other processes of the machine want the other bytes. The sink gets
+            whole rows, or pieces that begin at multiples of `THROUGH_STEP_NBYTES` from `offset`.
+        dense: All bytes of the rows are wanted. If the range is long enough, it is read like other ranges, and the sink
+            gets pieces as with `every`, which never split an element.
     """
 
     offset: int
@@ -73,7 +84,7 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardRequest:
-    """What is wanted of one shard file. Ranges may overlap; `block_nbytes` is its rank's unit of checksum."""
+    """The ranges to read of one shard file, which may overlap. `block_nbytes`: bytes of a block with one checksum."""
 
     shard: ShardRecord
     block_nbytes: int
@@ -81,7 +92,7 @@ class ShardRequest:
 
 
 class Batch(NamedTuple):
-    """Some of the ranges of one `Wanted`: `times` of them from the `first` on."""
+    """Ranges number `first` to `first + times - 1` of one `Wanted` with several ranges."""
 
     wanted: Wanted
     first: int
@@ -89,23 +100,23 @@ class Batch(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read."""
+        """Number of wanted bytes."""
         return self.times * self.wanted.nbytes
 
     @property
     def start(self) -> int:
-        """Offset of the first of them in the file."""
+        """Offset of the first range in the file."""
         return self.wanted.offset + self.first * self.wanted.every
 
     @property
     def span(self) -> tuple[int, int]:
-        """Offset and length of all of them with what lies between, from the beginning of a page."""
+        """Offset and length of the bytes from the page of the first range to the end of the last one."""
         start = self.start // PAGE_NBYTES * PAGE_NBYTES
         return start, self.start + (self.times - 1) * self.wanted.every + self.wanted.nbytes - start
 
 
 def plan_batches(request: ShardRequest) -> list[Batch]:
-    """Cut what is wanted in several ranges into batches of about `STEP_NBYTES`."""
+    """Divide each `Wanted` with several ranges into batches of about `STEP_NBYTES` wanted bytes."""
     batches = []
     for w in request.wanted:
         if w.times > 1 and w.nbytes:
@@ -115,7 +126,7 @@ def plan_batches(request: ShardRequest) -> list[Batch]:
 
 
 class Step(NamedTuple):
-    """Bytes that are verified and handed on at once, and the ranges that want some of them."""
+    """Bytes `start` to `end` of a file, which are verified and delivered at once, and the ranges that have some."""
 
     start: int
     end: int
@@ -125,19 +136,20 @@ class Step(NamedTuple):
 def plan_extents(
     request: ShardRequest, threads: int, *, unit: int, exact_below: int = 0, extent_nbytes: int = EXTENT_NBYTES
 ) -> list[list[Step]]:
-    """Cut what is wanted of a file into steps, and group them into extents.
+    """Divide the wanted ranges of a file into steps, and group these into extents. Batches are not included.
 
     Args:
-        request: The ranges that are wanted.
-        threads: How many readers there are: for several, small requests are cut finer, so that each has something to
-            do.
-        unit: Every step begins at a multiple of it, and ends there or at the end of the file. In bytes.
-        exact_below: A run of wanted bytes that is shorter, and a unit or more from others, keeps its own ends.
-        extent_nbytes: No extent is longer, unless a step is.
+        request: The wanted ranges.
+        threads: Number of reading threads. With several, extents of small requests are shorter, so that each thread has
+            some.
+        unit: Steps begin and end at multiples of this number of bytes, or at the end of the file.
+        exact_below: A run of wanted bytes that is shorter than this, and at least a unit away from others, is not
+            extended to multiples of `unit`.
+        extent_nbytes: Largest length of an extent with more than one step.
 
     Returns:
-        Extents of consecutive steps, of all that is wanted in one range each. No byte is read twice; no unit is read
-        that nobody wants. Behind them, those of ranges that come in rows, each for itself.
+        The extents, each a list of consecutive steps; those of ranges in rows come last. No byte is read twice, and no
+        unit without wanted bytes is read.
     """
     step_nbytes = max(unit, STEP_NBYTES // unit * unit)
     steps = _steps(request, unit, step_nbytes, exact_below)
@@ -159,21 +171,21 @@ def plan_extents(
 
 
 def is_through(steps: Sequence[Step]) -> bool:
-    """Whether an extent is of ranges that are read through: one thread reads it front to back."""
+    """Whether an extent is read through the page cache from start to end, because it has rows with unwanted bytes."""
     return bool(steps) and any(w.every and _is_through(w) for w in steps[0].wanted)
 
 
 def reads_through(request: ShardRequest) -> bool:
-    """Whether something of a file is read through."""
+    """Whether an extent of this file is read as `is_through` says."""
     return any(w.every and w.times == 1 and _is_through(w) for w in request.wanted)
 
 
 def _is_through(w: Wanted) -> bool:
-    return w.every > 0 and not (w.dense and w.nbytes >= EXACT_BELOW_NBYTES)  # a call for each short one costs more
+    return w.every > 0 and not (w.dense and w.nbytes >= EXACT_BELOW_NBYTES)  # short dense rows: fewer calls this way
 
 
 def _plan_rows(wanted: Sequence[Wanted], threads: int, extent_nbytes: int) -> list[list[Step]]:
-    """Cut ranges that come in rows into steps, and group them into extents, each for one thread; by their offsets."""
+    """Divide ranges in rows, which are sorted by offset, into steps, and group these into extents."""
     limit = min(extent_nbytes, sum(w.nbytes for w in wanted) // (2 * threads))
     extents: list[list[Step]] = []
     for w in wanted:
@@ -188,24 +200,24 @@ def _plan_rows(wanted: Sequence[Wanted], threads: int, extent_nbytes: int) -> li
 
 
 def _cuts(w: Wanted) -> Iterable[int]:
-    """Return where the steps of a range in rows begin."""
+    """Return the offsets at which the steps of a range in rows begin."""
     end, size = w.offset + w.nbytes, THROUGH_STEP_NBYTES
     if w.every > size or not _is_through(w):
         return range(w.offset, end, size // w.every * w.every or size)
-    # At the last row before each unit of the file: then a step needs no page of a unit that is another thread's.
+    # At the last row before each multiple of `size` in the file, so that threads do not share pages.
     edges = range((w.offset // size + 1) * size, end, size)
     return dict.fromkeys((w.offset, *(edge - (edge - w.offset) % w.every for edge in edges)))
 
 
 def buffer_nbytes(steps: Sequence[Step]) -> int:
-    """Return the bytes of buffer that an extent takes, whole pages of the file."""
+    """Return the size of the buffer for an extent, in bytes: whole pages of the file."""
     if is_through(steps):
         return max(step.end - step.start for step in steps)
     return round_up(steps[-1].end) - steps[0].start // PAGE_NBYTES * PAGE_NBYTES
 
 
 def pages_of(start: int, end: int, file_nbytes: int) -> tuple[int, int]:
-    """Return offset and length of the whole pages of a file that hold a run, or of a short one the run itself."""
+    """Return offset and length of the pages of a file with bytes `start` to `end`; for a short run only these bytes."""
     if end - start < EXACT_BELOW_NBYTES:
         return start, end - start
     low = start // PAGE_NBYTES * PAGE_NBYTES
@@ -213,7 +225,7 @@ def pages_of(start: int, end: int, file_nbytes: int) -> tuple[int, int]:
 
 
 def _runs(wanted: Sequence[Wanted], unit: int, exact_below: int) -> list[tuple[int, int]]:
-    """Join ranges that lie less than a unit apart, then round the ends of runs to units: they stay disjoint."""
+    """Return (start, end) of disjoint runs: ranges less than a unit apart are joined, and ends rounded to units."""
     runs: list[list[int]] = []
     for w in wanted:
         end = w.offset + w.nbytes
@@ -235,7 +247,7 @@ def _steps(request: ShardRequest, unit: int, step_nbytes: int, exact_below: int)
         cuts = [start, *range((start // step_nbytes + 1) * step_nbytes, stop, step_nbytes), stop]
         steps += [Step(low, high, []) for low, high in itertools.pairwise(cuts)]
     first = 0
-    for w in wanted:  # by their offsets, as the steps are
+    for w in wanted:  # sorted by offset, as the steps are
         start, end = w.offset, w.offset + w.nbytes
         while steps[first].end <= start:
             first += 1
@@ -248,6 +260,6 @@ def _steps(request: ShardRequest, unit: int, step_nbytes: int, exact_below: int)
 
 
 def fqns_of(wanted: Sequence[Wanted]) -> str:
-    """Return whose ranges they are, for a message."""
+    """Return the FQNs of some ranges as text, for messages."""
     names = list(dict.fromkeys(w.fqn for w in wanted))
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,7 +1,7 @@
-"""Reads byte ranges of shard files with several threads: whole blocks, verified, then copied to where they go.
+"""Reads byte ranges of shard files with several threads. Whole blocks are read, verified, and then copied.
 
-What the page cache has is read in small steps, so that digest and copy find it in the processor's cache; the rest is
-read by O_DIRECT in large extents.
+Data in the page cache are read in small steps, so that they are still in the processor's cache when they are verified
+and copied. Other data are read with O_DIRECT in large extents.
 """
 
 from __future__ import annotations
@@ -44,18 +44,20 @@ from asyncckpt.storage.read_plan import (
 )
 
 DEFAULT_THREADS, BUFFERS_NBYTES = 4, 192 << 20
-"""All threads' buffers together: three quarters of what a load may take beside its targets (design/API.md, 256 MB)."""
+"""Number of reading threads; most bytes of all threads' buffers: three quarters of the 256 MB that a load may take
+besides its targets."""
 
 
 NEAR = 8
-"""Short ranges of which one byte in so many is wanted, or more, are asked for with what is between. Chosen, not
-measured."""
+"""For a batch of short ranges, the kernel is asked to read the bytes between them as well if at least one byte in
+this many is wanted. Chosen, not measured."""
 
 SAMPLES = 8
-"""So many extents are looked at for whether all seem to be in memory: then there are no more threads than cores. With
-six on two cores each waits for the interpreter of the others: a load of 1.5 GB from memory takes a quarter longer."""
+"""Number of extents that are sampled to find whether all are in the page cache. If so, there are no more threads than
+cores: with six threads on two cores, which wait for the GIL, a load of 1.5 GB from memory takes 25 % longer."""
 
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+"""Errors of open(2) if no more files can be opened."""
 
 _NOT_CACHED = frozenset({errno.EAGAIN, errno.EINTR})
 _NO_NOWAIT = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -74,29 +76,32 @@ def read_shards(
     buffer: memoryview | None = None,
     extent_nbytes: int = EXTENT_NBYTES,
 ) -> None:
-    """Read, verify and hand on all wanted ranges.
+    """Read all wanted ranges, verify them, and deliver them.
 
-    All files are opened and checked (length, save id) before the first byte is handed on.
+    All files are opened and checked (length, save ID) before the first byte is delivered.
 
     Args:
         path: The checkpoint's directory.
-        save_id: Whose files they must be; None: files of another format, which have no digests to verify.
-        requests: One per file.
-        files: The storage seam.
-        threads: Readers, the calling thread among them; half as many more verify meanwhile.
-        verify: False checks no digest, and reads whole pages instead of whole blocks, of short runs not even these.
-        on_corrupt: Called, from any thread, for every damaged block instead of raising; its bytes are not handed on.
-        buffer: Page-aligned memory for what one thread reads, of at least a block: whoever reads often keeps one, for
-            the kernel's fresh pages cost as much as a copy. None, or more threads: new memory.
-        extent_nbytes: What one thread reads at a time, at most. A `buffer` that is used is filled in one read.
+        save_id: ID of the save that the files must have; None: files of another format, which have no checksums.
+        requests: The ranges of each file.
+        files: The `Files` to read with.
+        threads: Number of threads that read at the same time, the calling thread included. Half as many more verify
+            meanwhile.
+        verify: Whether to compare checksums. If not, whole pages are read instead of whole blocks, and short runs
+            exactly.
+        on_corrupt: Called, from any thread, with the error of each damaged block instead of raising it. The bytes of
+            the block are not delivered.
+        buffer: Page-aligned memory of at least a block, used if one thread reads. Callers that read often keep one,
+            because new pages of the kernel cost as much as a copy. None, or with several threads: new memory.
+        extent_nbytes: Most bytes that one thread reads at a time. If `buffer` is used, its length.
 
     Raises:
-        CorruptCheckpointError: A file is missing, of another length or save, or a block differs from its checksum;
+        CorruptCheckpointError: A file is missing, has another length or save ID, or a block differs from its checksum;
             with file, FQN and byte range.
         OSError: A read failed; names the file and the byte range.
-        Exception: Whatever a sink raises.
+        Exception: As a sink.
 
-    Blocks: for the reads. No thread is left when this returns or raises.
+    Blocks: for the reads. When it returns or raises, no thread is left.
     """
     requests = [r for r in requests if any(w.nbytes for w in r.wanted)]
     for request in requests:
@@ -110,7 +115,7 @@ def read_shards(
 
 @dataclass(slots=True)
 class _Source:
-    """A shard file, open from its first extent to its last."""
+    """A shard file, which is open from its first extent to its last."""
 
     request: ShardRequest
     remaining: int
@@ -124,7 +129,7 @@ class _Source:
 
 
 class _Extent(NamedTuple):
-    """What one thread reads at a time of one file: consecutive steps, or a batch of short ranges."""
+    """What one thread reads of one file at a time: consecutive steps, or a batch of short ranges."""
 
     source: _Source
     steps: list[Step]
@@ -132,7 +137,7 @@ class _Extent(NamedTuple):
 
 
 class _ParallelRead:
-    """One `read_shards`: its plan, its threads and their first error."""
+    """One call of `read_shards`: its plan, its threads, and their first error."""
 
     def __init__(
         self,
@@ -152,7 +157,7 @@ class _ParallelRead:
         self._scarce = self._alone = False
 
     def plan(self, request: ShardRequest, threads: int, extent_nbytes: int) -> list[_Extent]:
-        """Cut what is wanted of a file into extents."""
+        """Return the extents of a file, each for one thread."""
         limit = min(extent_nbytes, BUFFERS_NBYTES // with_verifiers(threads))
         unit, exact_below = (request.block_nbytes, 0) if self._verify else (PAGE_NBYTES, EXACT_BELOW_NBYTES)
         groups = plan_extents(request, threads, unit=unit, exact_below=exact_below, extent_nbytes=limit)
@@ -163,14 +168,14 @@ class _ParallelRead:
         return [_Extent(source, steps) for steps in groups] + [_Extent(source, [], batch) for batch in batches]
 
     def run(self, todo: list[_Extent], threads: int, buffer: memoryview | None) -> None:
-        """Work through all extents; the first error of any thread is raised once all have stopped."""
+        """Read all extents. The first error of any thread is raised after all threads have stopped."""
         room = round_up(max(e.batch.nbytes if e.batch else buffer_nbytes(e.steps) for e in todo))
         self._todo = todo[::-1]
         self._disk = threading.Semaphore(max(1, threads))
         threads = max(1, min(with_verifiers(threads), len(todo), BUFFERS_NBYTES // room))
         try:
             if threads > 1 and self._seem_cached(todo):
-                threads = min(threads, len(os.sched_getaffinity(0)))  # nothing waits for a disk
+                threads = min(threads, len(os.sched_getaffinity(0)))  # no thread waits for a disk
             if threads == 1 and buffer is not None and room <= len(buffer):
                 part = buffer, ctypes.addressof(ctypes.c_char.from_buffer(buffer))
                 self._work(*part)
@@ -185,7 +190,7 @@ class _ParallelRead:
             raise self._error
 
     def _seem_cached(self, todo: list[_Extent]) -> bool:
-        """Whether extents, by a few of them, seem to be in the page cache."""
+        """Whether all extents seem to be in the page cache, by a sample of them."""
         try:
             return all(self._open(e.source).is_cached(*_span_of(e)) for e in todo[:: -(-len(todo) // SAMPLES)])
         except OSError as error:
@@ -209,7 +214,7 @@ class _ParallelRead:
         self._work_alone(*parts[0])
 
     def _help(self, buffer: memoryview, address: int) -> None:
-        """Work in a thread that is waited for."""
+        """Do the work of another thread, for which `_wait_for_helpers` waits."""
         with self._idle:
             self._helping += 1
         try:
@@ -222,7 +227,7 @@ class _ParallelRead:
     def _wait_for_helpers(self) -> None:
         """Wait until no other thread is at work.
 
-        IMPORTANT: nothing ends this early, not even a second Ctrl-C: they would read on into memory that is freed.
+        IMPORTANT: nothing may end this early, not even a second Ctrl-C: the threads would read into freed memory.
         """
         while True:
             try:
@@ -233,9 +238,9 @@ class _ParallelRead:
                 self._stop(error)
 
     def _work(self, buffer: memoryview, address: int) -> None:
-        """One thread: take extents until none is left or one has failed. Errors are kept, not raised.
+        """Body of each thread: read extents until none is left or one has failed. Errors are stored, not raised.
 
-        Where no file descriptor is left, all threads end, and one does the rest with one file open at a time.
+        If no file descriptor is left, all threads end, and then one reads the rest with one file open at a time.
         """
         while True:
             with self._lock:
@@ -258,9 +263,9 @@ class _ParallelRead:
                 return
 
     def _opened(self, extent: _Extent) -> bool:
-        """Whether an extent's file is open. Where no descriptor is left, the extent is put back for `_work_alone`.
+        """Open the file of an extent. If no descriptor is left, put the extent back for `_work_alone`, return False.
 
-        Only here is that no error: nothing of the extent was delivered.
+        Only here a missing descriptor is not an error, since no byte of the extent was delivered yet.
         """
         try:
             self._open(extent.source)
@@ -274,7 +279,7 @@ class _ParallelRead:
         return True
 
     def _work_alone(self, buffer: memoryview, address: int) -> None:
-        """Do what is left, where no descriptor was, with one file open at a time. No other thread is at work."""
+        """After a lack of descriptors, read the remaining extents with one file open at a time, in this thread only."""
         if self._scarce and self._error is None:
             self._alone = True
             self._work(buffer, address)
@@ -282,7 +287,7 @@ class _ParallelRead:
     def _stop(self, error: BaseException) -> None:
         with self._lock:
             self._todo.clear()
-            self._error = (self._error or error) if isinstance(error, Exception) else error  # Ctrl-C is heard
+            self._error = (self._error or error) if isinstance(error, Exception) else error  # Ctrl-C comes first
 
     def _open(self, source: _Source) -> ShardFile:
         with source.lock:
@@ -310,7 +315,7 @@ class _ParallelRead:
         reach("load: ranges read")
 
     def _read_steps(self, source: _Source, steps: list[Step], buffer: memoryview, address: int) -> None:
-        """Read an extent: through the page cache in steps as far as it has them, the rest by O_DIRECT at once."""
+        """Read an extent: the steps that are in the page cache one by one, the rest at once with O_DIRECT."""
         file, through = self._open(source), is_through(steps)
         start, end, at = steps[0].start, steps[-1].end, 0
         if through or file.is_cached(*pages_of(start, end, file.nbytes)):
@@ -337,7 +342,7 @@ class _ParallelRead:
                 self._deliver(source, step, view, address + step.start - low)
 
     def _deliver(self, source: _Source, step: Step, view: memoryview, address: int) -> None:
-        """Verify a step, whose bytes are in `view` at `address`, and give each range its part."""
+        """Verify a step, whose bytes are in `view` at `address`, and deliver each range's part of it."""
         reach("load: bytes read")
         if self._verify and not self._is_sound(source.request, step, view):
             return
@@ -351,7 +356,7 @@ class _ParallelRead:
                 sink.deliver(low - offset, address + low - start, high - low)  # type: ignore[union-attr]
 
     def _is_sound(self, request: ShardRequest, step: Step, view: memoryview) -> bool:
-        """Whether the blocks of a step are as their checksums say; one that is not is reported, or raised."""
+        """Whether the blocks of a step have the right checksums. The errors of others are reported or raised."""
         unit, digests = request.block_nbytes, request.shard.digests
         first = step.start // unit * DIGEST_NBYTES
         found = block_digests(view, unit)
@@ -365,7 +370,7 @@ class _ParallelRead:
 
 
 def _span_of(extent: _Extent) -> tuple[int, int]:
-    """Return offset and length of what an extent reads, with what lies between the ranges of a batch."""
+    """Return offset and length of the bytes of an extent; for a batch with the bytes between its ranges."""
     if extent.batch is None:
         start = extent.steps[0].start // PAGE_NBYTES * PAGE_NBYTES
         return start, extent.steps[-1].end - start
@@ -373,20 +378,20 @@ def _span_of(extent: _Extent) -> tuple[int, int]:
 
 
 class ShardFile:
-    """One shard file, open for reading and proven to be the right one.
+    """One shard file, open for reading, after checks of its length and save ID.
 
-    Its methods that read may be called from several threads; `close()` by the last of them.
+    Its methods that read may be called from several threads; `close()` only when none is reading.
 
     Args:
         path: The checkpoint's directory.
         shard: Name and exact length of the file.
-        save_id: Whose file it must be; None: a file of another format, which may be reached by a link.
-        files: The storage seam.
-        read_ahead: The kernel reads ahead, for what is read front to back by `read_buffered`: that takes a third of the
-            time of pages that are asked for by number, since the kernel takes them in larger units.
+        save_id: ID of the save that the file must have; None: a file of another format, which may be a symbolic link.
+        files: The `Files` to read with.
+        read_ahead: Whether the kernel reads ahead. For a file that `read_buffered` reads from start to end, that takes
+            a third of the time, because the kernel then uses larger pages.
 
     Raises:
-        CorruptCheckpointError: Missing, no regular file, of another length or of another save.
+        CorruptCheckpointError: It is missing, not a regular file, or has another length or save ID.
         OSError: It cannot be opened or read.
     """
 
@@ -436,7 +441,7 @@ class ShardFile:
             raise named(error, self._path, "reading its save id") from error
         if bytes(marker) != save_id_bytes(save_id):
             raise self._corrupt(
-                f"it carries save id {bytes(marker).decode('ascii', 'replace')!r}, expected {save_id}: the file of "
+                f"it has save id {bytes(marker).decode('ascii', 'replace')!r}, expected {save_id}: it is a file of "
                 "another checkpoint, or damaged",
                 offset=SAVE_ID_OFFSET,
                 nbytes=SAVE_ID_NBYTES,
@@ -448,11 +453,11 @@ class ShardFile:
         )
 
     def is_cached(self, offset: int, nbytes: int) -> bool:
-        """Whether a range that begins with a page seems to be in the page cache; it may have gone when it is read."""
+        """Whether a range that begins at a page seems to be in the page cache. It may be evicted before it is read."""
         return self._nowait and self._files.resident(self._fd, offset, nbytes)
 
     def read_cached(self, view: memoryview, offset: int) -> bool:
-        """Fill `view` from `offset` if all of it is in the page cache; False otherwise, without waiting.
+        """Fill `view` from `offset` on if all bytes are in the page cache; else return False, without waiting.
 
         Raises:
             OSError: The read failed.
@@ -467,12 +472,12 @@ class ShardFile:
             return False
 
     def read(self, buffer: memoryview, offset: int, nbytes: int) -> None:
-        """Fill `buffer[:nbytes]` from `offset`, by O_DIRECT where it works.
+        """Fill `buffer[:nbytes]` from `offset` on, with O_DIRECT if possible.
 
         Args:
-            buffer: Page-aligned, with room for whole pages.
-            offset: O_DIRECT takes whole pages only.
-            nbytes: Up to the end of the file at most.
+            buffer: Page-aligned memory of whole pages.
+            offset: Offset in the file; O_DIRECT is used only for whole pages.
+            nbytes: Number of bytes, at most to the end of the file.
 
         Raises:
             CorruptCheckpointError: The file ends early.
@@ -482,7 +487,7 @@ class ShardFile:
         self.read_buffered(buffer, offset, nbytes, self._read_direct(buffer, offset, nbytes) if pages else 0)
 
     def read_buffered(self, buffer: memoryview, offset: int, nbytes: int, done: int = 0) -> None:
-        """Fill `buffer[done:nbytes]` with what is there from `offset` on, through the page cache.
+        """Fill `buffer[done:nbytes]` through the page cache; `offset`: that of `buffer[0]` in the file.
 
         Raises:
             CorruptCheckpointError: The file ends early.
@@ -498,14 +503,14 @@ class ShardFile:
             done += count
 
     def read_ranges(self, buffer: memoryview, batch: Batch) -> None:
-        """Fill `buffer` with the ranges of a batch, one behind the other.
+        """Fill `buffer` with the ranges of a batch, without gaps.
 
         Raises:
             CorruptCheckpointError: The file ends early.
             OSError: A read failed.
         """
         nbytes, every, at = batch.wanted.nbytes, batch.wanted.every, batch.start
-        if every <= NEAR * nbytes:  # else each small read waits for the disk
+        if every <= NEAR * nbytes:  # otherwise each small read would wait for the disk
             with contextlib.suppress(OSError):
                 self._files.advise_needed(self._fd, *batch.span)
         for start in range(0, batch.nbytes, nbytes):
@@ -514,7 +519,7 @@ class ShardFile:
             at += every
 
     def _read_direct(self, buffer: memoryview, offset: int, nbytes: int) -> int:
-        """Read whole pages by O_DIRECT; return how many bytes are good, 0 where it does not work."""
+        """Read whole pages with O_DIRECT. Return the number of bytes read; 0 if O_DIRECT does not work."""
         fd = self._open_direct()
         done = 0
         while fd >= 0 and done < nbytes:
@@ -545,7 +550,7 @@ class ShardFile:
             try:
                 if not os.path.samestat(self._files.fstat(self._fd), self._files.fstat(fd)):
                     raise self._corrupt("it was replaced while it was read")
-            except BaseException:  # else another thread would read on there
+            except BaseException:  # otherwise another thread would continue to read it
                 with contextlib.suppress(OSError):
                     self._files.close(fd)
                 raise
@@ -553,7 +558,7 @@ class ShardFile:
             return fd
 
     def close(self) -> None:
-        """Close both descriptors; later calls do nothing. Nothing was written, so errors do not matter."""
+        """Close both descriptors. Idempotent. Errors are ignored, since nothing was written."""
         for fd in (self._fd, self._direct_fd):
             if fd >= 0:
                 with contextlib.suppress(OSError):
@@ -562,7 +567,7 @@ class ShardFile:
 
 
 def _damaged_blocks(path: str, request: ShardRequest, step: Step, found: bytes) -> Iterator[CorruptCheckpointError]:
-    """Yield an error for each block of a step whose digest, one of those in `found`, is not that of the index."""
+    """Yield the error of each damaged block of a step. `found`: checksums of the bytes that were read."""
     unit, digests = request.block_nbytes, request.shard.digests
     for n, start in enumerate(range(step.start, step.end, unit)):
         at = start // unit * DIGEST_NBYTES
@@ -573,7 +578,7 @@ def _damaged_blocks(path: str, request: ShardRequest, step: Step, found: bytes) 
 def _damaged(
     path: str, request: ShardRequest, wanted: Sequence[Wanted], start: int, end: int
 ) -> CorruptCheckpointError:
-    """Return the error of a block that differs from its checksum; `wanted`: what is read around there."""
+    """Return the error of a damaged block, bytes `start` to `end`. `wanted`: ranges that may overlap it."""
     touched = [w for w in wanted if w.offset < end and start < w.offset + w.nbytes]
     detail = f"bytes {start} to {end} differ from their checksum"
     name = request.shard.name

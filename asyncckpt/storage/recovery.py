@@ -1,9 +1,9 @@
-"""A save that another worker had begun to write, and died: what of it stands counts, the rest is written anew.
+"""Recovery: continues a save whose worker died. Complete files of the dead worker are kept, others are written again.
 
-An index is written when all shards of its rank have been flushed without an error. So where it stands, and is byte for
-byte the one that the image leads to, the shards are durable. The small files are written anew all the same: whether
-*their* fsync has failed, nobody has told, and a second fsync would not repeat it. Each takes the old one's place in one
-step, since somebody may be committing them just now.
+An index is written after all shards of its rank were flushed without an error. So if it exists, and is equal to the
+index that the image gives, the shards are durable. The small files are always written again: their own fsync may have
+failed, and a second fsync would not report that. Each replaces the old file in one step, because another process may be
+committing them.
 """
 
 from __future__ import annotations
@@ -30,17 +30,22 @@ _logger = logging.getLogger("asyncckpt.storage")
 
 
 def is_committed(path: str, save_id: SaveId, *, store: Store) -> bool:
-    """Whether the save was committed, by whoever died afterwards; then that is flushed, and what it left is removed.
+    """Return whether a save was committed by a worker that then died. If so, flush the directory, and clean up.
+
+    Args:
+        path: The checkpoint's directory.
+        save_id: ID of the save.
+        store: Store that holds the directory.
 
     Raises:
-        OSError: It has, and whether that survives a power cut cannot be known.
+        OSError: It was committed, but flushing failed, so it is unknown whether it survives a power cut.
     """
     standing = standing_at(path, store)
     if standing is None or standing.save_id != save_id or not is_finished(path, standing, store):
         return False
     reach("resumed: committed")
     if standing.fsync:
-        # IMPORTANT: who put the manifest may have died before the directory was flushed.
+        # IMPORTANT: the worker that published the manifest may have died before it flushed the directory.
         store.sync(path)
     for name in (temporary_manifest_name(save_id), temporary_dcp_metadata_name(save_id)):
         with contextlib.suppress(OSError):
@@ -49,51 +54,61 @@ def is_committed(path: str, save_id: SaveId, *, store: Store) -> bool:
 
 
 def resume_rank_files(writer: RankWriter, pool: Executor) -> tuple[RankResult, bool]:
-    """As `writer.write`, where another process may have written some of them, or all, and is dead.
+    """Write the files of one rank as `writer.write` does, but keep shards that a dead process has completed.
+
+    Args:
+        writer: Writer of the rank.
+        pool: As of `RankWriter.write`.
 
     Returns:
-        The result, and whether the shards that stood there were kept.
+        The result, and whether existing shards were kept.
 
     Raises:
-        OSError: Whether they stand cannot be found out, and they stay: another node's worker may be committing them.
+        OSError: The existing files cannot be read. They stay, because the worker of another node may be committing
+            them.
         Exception: As `writer.write`.
 
     Blocks: for the writes.
     """
-    if _finds_shards(writer):
+    if _find_shards(writer):
         return _keep(writer), True
     _remove(writer.small.paths + [s.path for s in writer.shards], writer.files)
     return writer.write(pool), False
 
 
 def keep_ring_files(writer: RankWriter) -> RankResult | None:
-    """Keep one rank's files that a dead process has written from a ring, whose bytes are in memory no more.
+    """Keep the files of one rank that a dead process has written from a ring, whose bytes are no longer in memory.
 
-    Whether the shards are whole says the index alone: it must be, but for their checksums, what the request leads to.
+    The shards are complete if the index, apart from their checksums, is the one that the request gives.
 
     Returns:
-        The result; None where they are not whole: then nobody can have committed them.
+        The result; None: the shards are not complete, so the save was not committed.
 
     Raises:
-        OSError: Whether they are cannot be found out, and they stay: another node's worker may be committing them. Or
-            they cannot be made durable.
-        Exception: Whatever the writer's `check` raises.
+        OSError: The existing files cannot be read, and stay, because the worker of another node may be committing them;
+            or they cannot be flushed.
+        Exception: As the writer's `check`.
 
     Blocks: for the flush.
     """
-    return _keep(writer) if _finds_stated_shards(writer) else None
+    return _keep(writer) if _find_shards_by_index(writer) else None
 
 
 def _keep(writer: RankWriter) -> RankResult:
     request = writer.request
     reach("resumed: whole")
-    _logger.info("files of rank %d stand already, and are kept", request.rank, extra={"save_id": request.save_id})
+    _logger.info(
+        "save to %s: the shard files of rank %d are complete, and are kept",
+        request.path,
+        request.rank,
+        extra={"save_id": request.save_id},
+    )
     writer.keep_shards(lambda shard: _flush(shard, request, writer.files))
     return writer.finish(request)
 
 
-def _finds_stated_shards(writer: RankWriter) -> bool:
-    """As `_finds_shards`, but that the checksums are taken from the index."""
+def _find_shards_by_index(writer: RankWriter) -> bool:
+    """Do what `_find_shards` does, but take the checksums from the index instead of the image."""
     files = writer.files
     try:
         found = read_small_file(files, writer.small.paths[0], MAX_INDEX_NBYTES)
@@ -111,11 +126,11 @@ def _finds_stated_shards(writer: RankWriter) -> bool:
     return writer.index() == found
 
 
-def _finds_shards(writer: RankWriter) -> bool:
-    """Whether the shards stand and are durable; their digests are then filled in.
+def _find_shards(writer: RankWriter) -> bool:
+    """Return whether the shards exist and are durable, by their index; then fill in their digests.
 
     Raises:
-        OSError: That cannot be found out.
+        OSError: A file cannot be read, so it is unknown.
     """
     files = writer.files
     try:
@@ -151,7 +166,7 @@ def _flush(shard: ShardWriter, request: SaveRequest, files: Files) -> None:
 
 
 def _remove(paths: list[str], files: Files) -> None:
-    """Remove what a dead process left under these names; a name of the save's own that resists fails it."""
+    """Remove files that a dead process left. Raises OSError if one cannot be removed: it must be written again."""
     for path in paths:
         reach("resumed: removing")
         try:

@@ -1,8 +1,8 @@
-"""One rank's files of one save, written while they are still being staged: segment by segment, as these are filled.
+"""Writes one rank's files while the trainer still stages them: segment by segment, as these are filled.
 
-Helpers of a pool write, and the calling thread. Out of a ring the bytes of a segment come once, so what has gone wrong
-cannot be written again; out of a slot with room for everything it can, once that is sealed. Either way the files are
-removed, as after any failure. Everything else is as in `rank_writer`.
+Threads of a pool and the calling thread write. The bytes of a segment in a ring are overwritten, so if writing fails,
+the save fails. From a slot with room for everything, the files can be written again after it is sealed. In both cases
+the files are removed after an error. Everything else is as in `rank_writer`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_writer import DEFAULT_THREADS, RankResult, RankWriter
 from asyncckpt.storage.shard_writer import ShardWriter
 
-LINGER_S = 0.05
-"""A helper waits so long for another segment before it gives its thread back. Chosen, not measured."""
+IDLE_EXIT_S = 0.05
+"""Seconds that a helper thread waits for another segment before it returns to the pool. Chosen, not measured."""
 
-PATIENCE_S = 0.002
-"""So long a segment waits for a helper, then the calling thread takes it. Chosen: one of a pool begins in 0.1 ms."""
+HELPER_WAIT_S = 0.002
+"""Seconds that a segment waits for a helper thread before the calling thread writes it. Chosen: a thread of the pool
+begins within 0.1 ms."""
 
 
 class Source(Protocol):
-    """Where the segments come from."""
+    """Provides the segments: says which are filled, and is told which are written."""
 
     layout: StreamLayout
 
     def await_filled(self, count: int, goes_on: Callable[[], bool]) -> int:
-        """Return how many segments are filled, once these are more than `count`, or `goes_on()` is False.
+        """Wait until more than `count` segments are filled or `goes_on()` is False. Return how many are filled.
 
         Raises:
-            Exception: There will be none.
+            Exception: No more segments will be filled; the class is that of the source.
 
         Blocks: as the source says.
         """
@@ -47,15 +48,15 @@ class Source(Protocol):
         """Return how many segments are filled. Does not wait."""
 
     def freed(self, count: int) -> None:
-        """So many segments, from the first on, are needed no more."""
+        """Tell the source that the first `count` segments are written, so that their memory may be reused."""
 
 
 class StreamedImage:
-    """The image whose segments lie in a slot: what was filled and not freed of it can be read.
+    """The image of a slot that is written while it is filled. Segments that are filled and not freed can be read.
 
     Args:
         slot: The bytes of the slot.
-        layout: Where segments lie in it.
+        layout: Places of the segments in it.
     """
 
     is_page_aligned = True
@@ -68,27 +69,27 @@ class StreamedImage:
         return PAGE_NBYTES + self._layout.image_nbytes
 
     def __getitem__(self, piece: slice) -> memoryview:
-        """Return bytes of one segment."""
+        """Return the bytes of `piece`, which must lie in one segment."""
         number = self._layout.number_at(piece.start)
         at = self._layout.offset_of(number) + piece.start - self._layout.image_offset_of(number)
         return self._slot[at : at + piece.stop - piece.start]
 
 
 class SegmentWriter(RankWriter):
-    """As `RankWriter`, from the segments of `source` as they are filled.
+    """A `RankWriter` that writes the segments of `source` as they are filled.
 
-    Only segments that are there get a thread of the pool; the calling thread waits for them, and writes too.
+    The calling thread waits for segments, and writes too. Threads of the pool are used only for filled segments.
 
     Args:
         request: What to write.
-        slot: The bytes of the slot; page-aligned.
-        source: Says which segments are filled, and hears which are written.
-        files, check, threads, progress: As there.
+        slot: The bytes of the slot, page-aligned.
+        source: Provides the segments.
+        files, check, threads, progress: As of `RankWriter`.
     """
 
-    # Segments that are filled go to `_ready`; threads take them from there: helpers of the pool, and the calling one.
-    # `_at_work`: threads that write. `_over`: nothing is to be written any more. `_freed`: so many are written, from
-    # the first on.
+    # Numbers of filled segments go to `_ready`, from which the calling thread and the helper threads of the pool take
+    # them. `_filled`: number of filled segments that were put there. `_helpers`: number of helper threads. `_at_work`:
+    # number of threads that write. `_freed`: the first so many segments are written. `_over`: write no more segments.
 
     def __init__(
         self,
@@ -111,15 +112,18 @@ class SegmentWriter(RankWriter):
         self._over = False
 
     def write(self, pool: Executor, final: Callable[[], SaveRequest] | None = None) -> RankResult:
-        """As there.
+        """Write all files of the rank.
 
         Args:
-            pool: As there.
-            final: Returns the request of the seal, once it is sealed: of that are index and objects. Default: the one
-                that was begun with.
+            pool: As of `RankWriter.write`.
+            final: Waits until the slot is sealed, and returns the request of the seal, from which index and objects are
+                written. None: the request with which the writer was made.
+
+        Returns:
+            As `RankWriter.write`.
 
         Raises:
-            Exception: As there, and whatever `source` and `final` raise.
+            Exception: As `RankWriter.write`, `source` and `final`.
 
         Blocks: for the writes, for the segments and for `final`.
         """
@@ -131,13 +135,13 @@ class SegmentWriter(RankWriter):
     def _plan(self) -> list[tuple[int, int, int]]:
         for segment in self._segments:
             self._remaining[segment.part] = self._remaining.get(segment.part, 0) + 1
-        return []  # nothing is there yet
+        return []  # no segment is filled yet
 
     def _write_shards(self, pool: Executor) -> None:
         futures: list[Future[None]] = []
         try:
             while self._error is None and self._filled < len(self._written):
-                # IMPORTANT: not beyond an error of a helper's: the trainer waits for that very segment to be freed.
+                # IMPORTANT: stop waiting if a helper fails: the trainer may be waiting until its segment is freed.
                 self._note(self._source.await_filled(self._filled, lambda: self._error is None))
                 self._call_helpers(pool, futures)
                 while self._is_left_over():
@@ -151,7 +155,7 @@ class SegmentWriter(RankWriter):
         if self._error is not None:
             raise self._error
         if not all(self._written):
-            raise AssertionError("segments were left unwritten without an error")
+            raise AssertionError("some segments were not written, and no error was raised")
 
     def _note(self, filled: int) -> None:
         with self._changed:
@@ -169,17 +173,17 @@ class SegmentWriter(RankWriter):
             futures.append(pool.submit(self._help))
 
     def _is_left_over(self) -> bool:
-        """Whether a segment is ready that no helper gets to: all are at work, or the pool has no thread to spare."""
+        """Whether no helper thread takes a ready segment: all are at work, or the pool has no free thread."""
         with self._changed:
             if self._ready and self._at_work < self._threads - 1:
-                self._changed.wait_for(lambda: not self._ready, PATIENCE_S)
+                self._changed.wait_for(lambda: not self._ready, HELPER_WAIT_S)
             return bool(self._ready)
 
     def _help(self) -> None:
-        """Write what is ready, until nothing comes any more: the pool's threads are all saves' together."""
+        """Body of a helper thread: write segments until there are none for a while, as other saves use the pool too."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._ready or self._over, LINGER_S)
+                self._changed.wait_for(lambda: self._ready or self._over, IDLE_EXIT_S)
                 if not self._ready or self._over:
                     self._helpers -= 1
                     return
@@ -190,7 +194,7 @@ class SegmentWriter(RankWriter):
                 self._stop(error)
 
     def _take_one(self) -> bool:
-        """Write a segment that is ready; False: none is. Errors are kept, not raised."""
+        """Write one ready segment; return False if there is none. Errors are stored, not raised."""
         with self._changed:
             if not self._ready:
                 return False
@@ -222,7 +226,7 @@ class SegmentWriter(RankWriter):
         end = min(round_up(segment.end), shard.extent_nbytes_total)
         shard.write_extent(segment.start, end)
         self._progress(end - segment.start)
-        self._let_go(shard)
+        self._flush_before_reuse(shard)
         reach("segment: written")
         self.check()
         with self._lock:
@@ -236,8 +240,8 @@ class SegmentWriter(RankWriter):
                 self._freed += 1
             self._source.freed(self._freed)
 
-    def _let_go(self, shard: ShardWriter) -> None:
-        """A segment of `shard` has been given to the system, and its cell in a ring is about to be used again."""
+    def _flush_before_reuse(self, shard: ShardWriter) -> None:
+        """Flush a segment of `shard` before its cell in a ring is used again."""
         if self._source.layout.n_cells and self.request.fsync and not shard.direct:
-            # IMPORTANT: else what the ring keeps out of memory piles up there as the kernel's dirty pages.
+            # IMPORTANT: else dirty pages of the kernel take the memory that the ring saves.
             shard.flush()

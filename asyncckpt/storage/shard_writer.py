@@ -1,11 +1,11 @@
-"""One shard file while it is written: created, reserved, filled by any thread, cut, flushed, closed.
+"""Writes one shard file: creates it, reserves its space, writes extents, truncates, flushes and closes it.
 
-O_DIRECT is used when the memory is page-aligned and the file system takes it; a refusal, even at the first write, turns
-the same descriptor to buffered writes.
+O_DIRECT is used if the memory is page-aligned and the file system supports it. If the file system refuses it, even at
+the first write, the same descriptor is used for buffered writes.
 
-Of what a rank's shard files hold, apart from the save that they belong to, there is a print: equal prints mean equal
-snapshots. A shard file differs between two saves of the same values in its save id only, which lies in the first block.
-So the print takes that block without it, and of all others the checksums that there are already.
+The fingerprint of a rank's shard files (`shards_print`) is equal if two saves have the same values. Such files differ
+only in the save ID, which is in the first block. So the fingerprint is made from the first block without the save ID,
+and from the checksums of all other blocks.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from asyncckpt.storage.files import Files, apply_mode, fsync_file, named, write_
 
 
 class MadeImage(Protocol):
-    """Makes the bytes of an image piece by piece; from several threads.
+    """An image whose bytes are made when they are read. May be read from several threads.
 
     Attributes:
-        is_page_aligned: Whether each piece lies in memory as it does in the image, relative to pages.
+        is_page_aligned: Whether a piece that begins at a page of the image is page-aligned in memory.
     """
 
     is_page_aligned: bool
@@ -41,14 +41,14 @@ class MadeImage(Protocol):
         """Return the image's length in bytes."""
 
     def __getitem__(self, piece: slice, /) -> memoryview:
-        """Return the bytes of `piece`, good until the calling thread asks for others."""
+        """Return the bytes of `piece`, valid until the calling thread reads another one."""
 
 
 Image = memoryview | MadeImage
 
 
 def is_page_aligned(image: Image) -> bool:
-    """Whether O_DIRECT can write from `image` at whole pages of it."""
+    """Whether pages of `image` are page-aligned in memory, as O_DIRECT needs."""
     if not isinstance(image, memoryview):
         return image.is_page_aligned
     if image.readonly or not len(image):
@@ -57,11 +57,11 @@ def is_page_aligned(image: Image) -> bool:
 
 
 PRINT_NBYTES = 16
-"""xxh3_128: two snapshots that differ meet by accident once in 2**128."""
+"""Bytes of a fingerprint: xxh3_128. Different snapshots have the same one with a probability of 2**-128."""
 
 
-def first_block(block: memoryview) -> bytes:
-    """Return the print of a shard's first block: all but the save id."""
+def first_block_print(block: memoryview) -> bytes:
+    """Return the fingerprint of a shard's first block without its save ID."""
     digest = xxhash.xxh3_128()
     with block[:SAVE_ID_OFFSET] as before, block[SAVE_ID_OFFSET + SAVE_ID_NBYTES :] as behind:
         digest.update(before)
@@ -70,11 +70,11 @@ def first_block(block: memoryview) -> bytes:
 
 
 def shards_print(shards: Iterable[ShardWriter]) -> bytes:
-    """Return the print of a rank's shards, in order."""
+    """Return the fingerprint of a rank's shards, in order."""
     digest = xxhash.xxh3_128()
     for shard in shards:
         digest.update(shard.nbytes.to_bytes(8, "little"))
-        # Of one that was kept, and not read: its own, which has the save id in it and equals no other's.
+        # A shard that was kept has no fingerprint of its first block. Its checksum, with the save ID, is unique.
         digest.update(shard.first or bytes(shard.digests[:DIGEST_NBYTES]))
         digest.update(bytes(shard.digests[DIGEST_NBYTES:]))
     return digest.digest()
@@ -85,20 +85,21 @@ _NONE_KNOWN: Mapping[int, bytes] = {}
 
 
 class ShardWriter(abc.ABC):
-    """Writes one shard. `write_extent` may be called from several threads, the rest from one at a time.
+    """Writes one shard. `write_extent` may be called from several threads, other methods from one at a time.
 
     Args:
-        path: Its name; nothing must have it.
-        image: What it is written from.
-        offset: Where the shard's bytes begin in `image`.
-        nbytes: The shard's exact length.
+        path: Its path, which must not exist.
+        image: The image with its bytes.
+        offset: Offset of the shard in `image`.
+        nbytes: Exact length of the shard.
 
     Attributes:
-        extent_nbytes_total: What the extents must cover: whole pages when O_DIRECT may be used.
-        direct: Whether writes go by O_DIRECT.
-        created: Whether something was begun under the name.
-        digests: One checksum per block, filled by `write_extent`; `first`: as `first_block` returns it, likewise.
-        fsync_s: Seconds that fsync took.
+        extent_nbytes_total: Length of all extents together: `nbytes`, or whole pages if O_DIRECT may be used.
+        direct: Whether O_DIRECT is used.
+        created: Whether the file was created, or the upload begun.
+        digests: One checksum per block, filled in by `write_extent`.
+        first: `first_block_print` of the first block, set by `write_extent`.
+        fsync_s: Seconds spent in fsync.
     """
 
     def __init__(self, path: str, image: Image, offset: int, nbytes: int) -> None:
@@ -113,11 +114,11 @@ class ShardWriter(abc.ABC):
         self._image, self._offset = image, offset
 
     def write_extent(self, start: int, end: int, known: Mapping[int, bytes] = _NONE_KNOWN) -> None:
-        """Digest and write the bytes `start` to `end`; whole blocks but for the last. Opens the file if need be.
+        """Compute the checksums of an extent, and write it. The first call creates the file.
 
         Args:
-            start, end: See above.
-            known: Checksums of blocks, by number, that are not computed again.
+            start, end: Bytes of the shard; whole blocks, except at the end of the shard.
+            known: Checksums by block number, of blocks for which they are not computed again.
 
         Raises:
             OSError: Names the shard and the byte range.
@@ -131,29 +132,29 @@ class ShardWriter(abc.ABC):
                     where = number * DIGEST_NBYTES
                     self.digests[where : where + DIGEST_NBYTES] = known.get(number) or block_digest(block)
                     if where == 0:
-                        self.first = first_block(block)
+                        self.first = first_block_print(block)
             self._write(view, start)
         reach("shard: extent written")
 
     @abc.abstractmethod
     def _open(self) -> None:
-        """Begin it, if nobody has."""
+        """Create the file, or begin the upload, unless that is done."""
 
     @abc.abstractmethod
     def _write(self, view: memoryview, start: int) -> None:
-        """Write bytes from `start` on."""
+        """Write `view` at offset `start` of the shard."""
 
     @abc.abstractmethod
     def flush(self) -> None:
-        """Flush what was written so far. From several threads, as `write_extent`.
+        """Flush the bytes written so far. May be called from several threads.
 
         Raises:
-            OSError: Names the file, which must be given up: the kernel reports a lost page to one caller only.
+            OSError: Names the file. It must be given up: the kernel reports a lost page to one caller only.
         """
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """Make it whole, of its exact length, and durable if that was asked for; called once, after the last extent.
+        """Complete the shard with its exact length, and make it durable if requested. Called once, after all extents.
 
         Raises:
             OSError: Names the shard. IMPORTANT: after an fsync error the file must be given up.
@@ -161,22 +162,22 @@ class ShardWriter(abc.ABC):
 
     @abc.abstractmethod
     def abandon(self) -> None:
-        """Let go of one that will not be finished; does nothing to one that is. No thread may be writing."""
+        """Close a shard that will not be finished. No-op after `finish`. No thread may be writing."""
 
     @abc.abstractmethod
     def stop(self) -> None:
-        """Another thread has failed: threads that wait for an extent of this shard must wait no longer."""
+        """Wake threads that wait for another extent of this shard, because a thread has failed."""
 
 
 class FileShardWriter(ShardWriter):
-    """Writes a shard into a file.
+    """Writes a shard to a file.
 
     Args:
         path, image, offset, nbytes: As of `ShardWriter`.
         aligned: Whether `image` and `offset` are page-aligned.
-        mode: Permission bits.
-        fsync: Whether `finish` flushes.
-        files: The storage seam.
+        mode: Permission bits of the file.
+        fsync: Whether `finish` calls fsync.
+        files: The `Files` to write with.
     """
 
     def __init__(
@@ -204,7 +205,7 @@ class FileShardWriter(ShardWriter):
         write_all(self._files, self._fd, view[done:], start + done, self.path)
 
     def _write_direct(self, view: memoryview, start: int) -> int:
-        """Write with O_DIRECT until done or refused; return how much was written."""
+        """Write with O_DIRECT until all is written or it is refused. Return how many bytes were written."""
         done = 0
         while done < len(view):
             try:
@@ -223,7 +224,7 @@ class FileShardWriter(ShardWriter):
         with self._lock:
             if self._fd >= 0:
                 return
-            if self._refused is not None:  # another thread was first: what it was told counts, not that a file is there
+            if self._refused is not None:  # the error of the thread that tried first, rather than EEXIST
                 raise named(self._refused, self.path)
             fd = self._files.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL, self._mode)
             self.created = True
@@ -241,7 +242,7 @@ class FileShardWriter(ShardWriter):
             self._fd = fd
 
     def _reserve(self, fd: int) -> None:
-        """A full disk shows here, before anything is written; and writers inside a file's length do not queue."""
+        """Reserve the file's space: a full disk is noticed before writing, and writers need not wait for each other."""
         try:
             self._files.fallocate(fd, self.extent_nbytes_total)
         except OSError as error:
@@ -249,7 +250,7 @@ class FileShardWriter(ShardWriter):
                 raise named(error, self.path, f"reserving {self.extent_nbytes_total} bytes") from error
 
     def _go_direct(self, fd: int) -> None:
-        """Switched on after creation, because open(O_CREAT | O_DIRECT) leaves a file behind when it is refused."""
+        """Switch O_DIRECT on. Not at creation: a refused open(O_CREAT | O_DIRECT) leaves a file behind."""
         if not self.direct:
             return
         try:
@@ -266,20 +267,20 @@ class FileShardWriter(ShardWriter):
                 self.direct = False
 
     def flush(self) -> None:
-        """As of `ShardWriter`, by fsync."""
+        """Implement `ShardWriter.flush`: fsync the file."""
         started = time.perf_counter()
         fsync_file(self._files, self._fd, self.path)
         self.fsync_s += time.perf_counter() - started
 
     def finish(self) -> None:
-        """As of `ShardWriter`: cut the file to its length, flush and close it."""
+        """Implement `ShardWriter.finish`: truncate the file to its length, fsync and close it."""
         try:
             self._files.ftruncate(self._fd, self.nbytes)
             found = self._files.fstat(self._fd).st_size
         except OSError as error:
             raise named(error, self.path, f"setting its length to {self.nbytes}") from error
         if found != self.nbytes:
-            raise OSError(errno.EIO, f"{found} bytes long after {self.nbytes} were written", self.path)
+            raise OSError(errno.EIO, f"it is {found} bytes long after {self.nbytes} were written", self.path)
         reach("shard: cut")
         if self._fsync:
             started = time.perf_counter()
@@ -294,10 +295,10 @@ class FileShardWriter(ShardWriter):
         reach("shard: closed")
 
     def stop(self) -> None:
-        """As of `ShardWriter`: extents of a file do not wait for each other."""
+        """Implement `ShardWriter.stop`: nothing to do, since extents of a file do not wait for each other."""
 
     def abandon(self) -> None:
-        """As of `ShardWriter`: close the file."""
+        """Implement `ShardWriter.abandon`: close the file."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             with contextlib.suppress(OSError):

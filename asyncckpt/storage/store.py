@@ -1,16 +1,17 @@
-"""`Store`: what commit, catalog, garbage collection and retention need of storage, and nothing else.
+"""`Store`: the interface to a storage, with what commit, catalog, garbage collection and retention need.
 
-A name is a text of parts joined by "/"; a prefix is the name of what holds others, without a "/" at its end. Objects
-appear whole or not at all, but for `put` into files, whose names nobody reads before a commit names them.
+A name consists of parts joined by "/". A prefix is the name of what contains other names, without "/" at its end. An
+object appears complete or not at all. Only a file that `put` writes can be seen before it is complete; readers open it
+only after a commit.
 
     FileNotFoundError      there is no such object, or nothing below such a prefix
-    FileExistsError        a condition does not hold: the name is taken, or was changed
-    UnknownOutcomeError    the store failed so that a conditional put may have taken effect, or not
+    FileExistsError        a condition is not fulfilled: the name exists, or the object was changed
+    UnknownOutcomeError    the store failed, and a conditional put may have taken effect or not
     UnsupportedByStoreError   the store lacks a capability
     OSError                a call failed, by its errno; nothing was changed
 
-All methods are safe to call from several threads. What only files have is a capability: the last methods of `Store`,
-which stores without it leave as they are.
+All methods may be called from several threads. The last methods of `Store` are capabilities that only files have; other
+stores do not override them.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ LINK = "link"
 OTHER = "other"
 
 _FIRST_FD = 1 << 29
-"""Numbers from here on are no descriptors of the kernel, nor those of what lies in memory (`recall.memory_overlay`)."""
+"""First number for opened objects: above all descriptors of the kernel, below those of `recall.memory_overlay`."""
 
 _logger = logging.getLogger("asyncckpt.storage")
 
 
 class UnknownOutcomeError(OSError):
-    """A conditional put failed, and whether it took effect cannot be told."""
+    """A conditional put failed, and it is unknown whether it has taken effect."""
 
 
 class UnsupportedByStoreError(OSError):
-    """The store does not have what was asked for."""
+    """The store lacks a capability."""
 
     def __init__(self, what: str, name: str) -> None:
         super().__init__(errno.EOPNOTSUPP, f"this storage has no {what}", name)
@@ -55,14 +56,14 @@ class UnsupportedByStoreError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a store says of one name.
+    """Properties of a name in a store.
 
     Attributes:
-        name: As it was asked for; of a listing: the last part.
-        kind: `object`; `prefix`; of files also `link` and `other`, which are never followed, read or removed.
-        nbytes: Length of an object.
-        mtime_ns: When it was changed, in nanoseconds since 1970; 0: unknown.
-        version: Changes with the object; what `replace_if` compares.
+        name: The name that was passed to `stat`; in a listing, the last part of the name.
+        kind: `object` or `prefix`; for files also `link` and `other`, which are never followed, read or removed.
+        nbytes: Length of an object in bytes.
+        mtime_ns: Time of the last change, in nanoseconds since 1970; 0: unknown.
+        version: A string that changes with the object, for `replace_if`.
     """
 
     name: str
@@ -83,75 +84,80 @@ class Entry:
 
 
 class DirectoryIdentity(NamedTuple):
-    """Which directory a path means: inode number, and birth in nanoseconds since 1970 (0: unknown). 63 bits each."""
+    """Identity of a directory: inode number, and time of birth in nanoseconds since 1970 (0: unknown). 63 bits each."""
 
     inode: int = 0
     birth_ns: int = 0
 
 
 class Store(abc.ABC):
-    """A store of objects by name; the errors of its methods are above."""
+    """A store of objects by name. The module's docstring lists the errors of its methods."""
 
     @abc.abstractmethod
     def put(self, name: str, data: memoryview | bytes, *, durable: bool = True, replace: bool = False) -> None:
         """Make a new object.
 
         Args:
-            name: That nobody else gives, such as one with a save id in it.
+            name: Its name, which no other process uses, such as one with a save ID.
             data: Its content.
-            durable: Whether the content must survive a power cut when this returns; its name does after `sync`.
-            replace: Take the place of what has the name, in one step. If that fails, what stood before stands.
+            durable: Whether the content survives a power cut when this returns. The name does after `sync`.
+            replace: Whether to replace an object of this name, in one step. If that fails, it stays unchanged.
 
         Raises:
-            FileExistsError: The name is taken, and `replace` is False; what is there is left alone.
-            OSError: It failed, and what was begun is removed.
+            FileExistsError: The name exists, and `replace` is False. The existing object is unchanged.
+            OSError: A call failed. An incomplete new object is removed.
         """
 
     @abc.abstractmethod
     def put_if_absent(self, name: str, data: bytes, *, temporary: str, durable: bool = True) -> None:
-        """Make a new object that appears whole, if nothing has the name.
+        """Make a new object, which appears complete, if the name does not exist.
 
-        A put that meets its own success, the same content under the name, has succeeded.
+        Succeeds also if the name exists with the same content, as after an earlier attempt.
 
         Args:
-            name: Of the object.
+            name: Its name.
             data: Its content.
-            temporary: Name beside it for stores that must write the content before it appears. What a dead process
-                left there is replaced.
-            durable: Whether the content, and all names that were given before under the same prefix, must survive a
-                power cut before the object appears; its own name does after `sync`.
+            temporary: A name of the same prefix, for stores that write the content first and then rename. An object
+                that a dead process left there is replaced.
+            durable: Whether the content, and all names that were made under the same prefix before, survive a power cut
+                before the object appears. Its own name does after `sync`.
 
         Raises:
-            FileExistsError: The name is taken.
-            UnknownOutcomeError: It may be there, or not. Nothing was removed.
-            OSError: It failed, and is not there.
+            FileExistsError: The name exists, with other content.
+            UnknownOutcomeError: The object may exist or not. Nothing was removed.
+            OSError: A call failed; the object does not exist.
         """
 
     @abc.abstractmethod
     def replace_if(self, name: str, data: bytes, version: str, *, temporary: str, durable: bool = True) -> None:
-        """Replace an object in one step, if it is still what `stat` has called `version`.
+        """Replace an object in one step, if it still has the version that `stat` has returned.
 
-        Files compare and replace in two steps: whoever replaces holds `lock`. Arguments and errors as of
-        `put_if_absent`.
+        A store of files compares and renames in two steps, so its callers must hold `lock`.
+
+        Args:
+            name, data, temporary, durable: As of `put_if_absent`.
+            version: The `version` in the result of `stat`.
 
         Raises:
-            FileExistsError: It is another one now, or gone.
+            FileExistsError: The object was replaced or removed.
+            UnknownOutcomeError: The object may have been replaced or not.
+            OSError: A call failed; the object was not replaced.
         """
 
     @abc.abstractmethod
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Return `nbytes` bytes of an object from `offset` on; fewer where it ends before.
+        """Return `nbytes` bytes of an object from `offset` on, or fewer at its end.
 
         Raises:
-            FileNotFoundError: There is none.
-            OSError: EINVAL, ELOOP, ENXIO: what is there is no object.
+            FileNotFoundError: There is no such object.
+            OSError: EINVAL, ELOOP, ENXIO: the name is not that of an object. Or a call failed.
         """
 
     def read_whole(self, name: str, max_nbytes: int) -> bytes:
-        """Return all of an object.
+        """Return the content of an object.
 
         Raises:
-            OSError: EFBIG: it is longer than `max_nbytes`. Others as of `read`.
+            OSError: EFBIG: it is longer than `max_nbytes`. Others: as `read`.
         """
         nbytes = self.stat(name).nbytes
         if nbytes > max_nbytes:
@@ -160,23 +166,23 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def stat(self, name: str) -> Entry:
-        """Return what the store says of an object, or of what a file system has under this name.
+        """Return the properties of an object; for files, of whatever has this name.
 
         Raises:
-            FileNotFoundError: There is none.
+            FileNotFoundError: There is no such object.
         """
 
     @abc.abstractmethod
     def entries(self, prefix: str) -> Iterator[Entry]:
-        """Yield what is right below a prefix, in no order, page by page.
+        """Yield the entries directly below a prefix, in any order. Large listings are requested in pages.
 
         Raises:
-            FileNotFoundError: Nothing is there. Directories of files may be empty.
+            FileNotFoundError: There is no such prefix. With files, a prefix may be an empty directory.
             NotADirectoryError: The prefix is an object.
         """
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names of `entries`, where it is cheaper to do without the rest.
+        """Return the names of `entries`, which may be cheaper than the entries.
 
         Raises:
             OSError: As `entries`.
@@ -184,12 +190,12 @@ class Store(abc.ABC):
         return [entry.name for entry in self.entries(prefix)]
 
     def listed(self, prefix: str) -> Store:
-        """Return a store that tells names, entries and lengths below `prefix` as of now, for looking through all of it.
+        """Return a store for many calls of `stat`, `names` and `entries` below `prefix`.
 
-        Where each look is a request, that is one listing; files are looked at themselves.
+        An object store lists the prefix once and answers these calls from the listing. A store of files returns itself.
 
         Raises:
-            OSError: It cannot be listed.
+            OSError: The prefix cannot be listed.
         """
         return self
 
@@ -197,14 +203,14 @@ class Store(abc.ABC):
     def shard_writer(
         self, path: str, image: Image, offset: int, nbytes: int, *, aligned: bool, fsync: bool
     ) -> ShardWriter:
-        """Return what writes a shard of `nbytes` bytes from `offset` of `image` on. Nothing is begun yet.
+        """Return a writer for one shard. Nothing is written yet.
 
         Args:
-            path: Name of the shard, that nobody else gives.
-            image: Holds its bytes.
-            offset, nbytes: Where they lie.
+            path: Name of the shard, which no other process uses.
+            image: The image with its bytes.
+            offset, nbytes: Offset of the shard in `image`, and its length.
             aligned: Whether `image` and `offset` are page-aligned.
-            fsync: Whether it must survive a power cut once it is finished.
+            fsync: Whether the shard must survive a power cut once it is finished.
         """
 
     @abc.abstractmethod
@@ -212,11 +218,11 @@ class Store(abc.ABC):
         """Remove an object.
 
         Raises:
-            FileNotFoundError: There is none. Stores that cannot tell say nothing.
+            FileNotFoundError: There is no such object. A store that does not know does not raise.
         """
 
     def remove_quietly(self, name: str) -> None:
-        """Remove an object that may be gone already; a failure is logged, not raised."""
+        """Remove an object if it exists. A failure is logged, not raised."""
         try:
             self.remove(name)
         except FileNotFoundError:
@@ -226,72 +232,79 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def sync(self, prefix: str) -> None:
-        """Make the names right below a prefix, given and removed, survive a power cut.
+        """Make new and removed names directly below a prefix survive a power cut.
 
         Raises:
-            OSError: It is not known which do. IMPORTANT: trying again would not tell either.
+            OSError: It is unknown which of them do. IMPORTANT: a second call does not tell either.
         """
 
     def make_prefix(self, prefix: str, *, durable: bool = True) -> list[str]:
-        """Make the directories of a prefix where there are such things, and return those that were missing.
+        """Make the missing directories of a prefix, and return them. Stores without directories return none.
+
+        Args:
+            prefix: The prefix.
+            durable: Whether the new directories survive a power cut when this returns.
 
         Raises:
-            OSError: Something else is in the way, or a call failed. What was made is gone again.
+            OSError: A part of the prefix is not a directory, or a call failed. The directories made by this call are
+                removed.
         """
         return []
 
     def remove_prefix(self, prefix: str) -> None:
-        """Remove the directory of a prefix where there are such things.
+        """Remove the empty directory of a prefix. Stores without directories do nothing.
 
         Raises:
-            OSError: It is not empty, or not there.
+            OSError: It is not empty, or does not exist.
         """
         return
 
     def lock(self, prefix: str, timeout_s: float) -> AbstractContextManager[None]:
-        """Capability: hold the lock of a prefix, alone on all machines, until the block ends or the process dies.
+        """Capability: hold the lock of a prefix until the `with` block ends or the process dies.
+
+        It excludes all other processes, on all machines.
 
         Raises:
-            OSError: EWOULDBLOCK: another one has held it for `timeout_s`.
+            OSError: EWOULDBLOCK: another process has held it for `timeout_s`.
 
-        Blocks: for another holder, at most `timeout_s`.
+        Blocks: while another process holds it, at most `timeout_s`.
         """
         raise UnsupportedByStoreError("locks", prefix)
 
     def move(self, source: str, target: str, *, replace: bool = False) -> None:
-        """Capability: give an object or a prefix another name, in one step.
+        """Capability: rename an object or a prefix in one step.
 
         Raises:
-            FileExistsError: The name is taken, and `replace` is False.
+            FileExistsError: `target` exists, and `replace` is False.
         """
         raise UnsupportedByStoreError("renames", source)
 
     def identity(self, prefix: str) -> DirectoryIdentity:
-        """Capability: say which directory this is, for whoever asks later whether it is still the same.
+        """Capability: return the identity of a directory, by which it is recognised later.
 
         Raises:
-            OSError: It is not there.
+            OSError: It does not exist, or cannot be read.
         """
         raise UnsupportedByStoreError("directories", prefix)
 
     def as_files(self) -> Files:
-        """Return the calls by which loads read. Files have all of them; elsewhere `read`, `stat` and `names` do."""
+        """Return the `Files` with which loads read. For an object store they use `read`, `stat` and `names`."""
         return StoreFiles(self)
 
     def is_own(self, prefix: str) -> bool:
-        """Whether this user owns what holds a prefix. Stores without owners say yes."""
+        """Whether this user owns the directory of a prefix. True for stores without owners."""
         return True
 
     def resolve(self, name: str) -> str:
-        """Return a name without links in it. Stores without links return it as it is."""
+        """Return a name with all symbolic links resolved. Stores without links return it unchanged."""
         return name
 
 
 class StoreFiles(Files):
-    """The reading calls of `Files` over a store of objects. Everything is cold, and nothing is cached or mapped.
+    """The reading methods of `Files` for an object store. Nothing is ever in a page cache.
 
     Attributes:
-        store: That one.
+        store: The store.
     """
 
     def __init__(self, store: Store) -> None:
@@ -301,7 +314,7 @@ class StoreFiles(Files):
         self._next = _FIRST_FD
 
     def open(self, path: str, flags: int, mode: int = 0) -> int:
-        """Look whether an object is there, and return a number for it."""
+        """Check that an object exists, and return a number for it in place of a descriptor."""
         if flags & (os.O_WRONLY | os.O_RDWR | os.O_DIRECTORY):
             raise UnsupportedByStoreError("such files", path)
         if flags & os.O_DIRECT:
@@ -313,7 +326,7 @@ class StoreFiles(Files):
             return self._next
 
     def close(self, fd: int) -> None:
-        """Forget the number."""
+        """Drop the number."""
         with self._lock:
             del self._open[fd]
 
@@ -331,11 +344,11 @@ class StoreFiles(Files):
         return done
 
     def fstat(self, fd: int) -> os.stat_result:
-        """Return what was seen when it was opened."""
+        """Return the properties of the object when it was opened."""
         return _status(self._open[fd])
 
     def lstat(self, path: str) -> os.stat_result:
-        """Ask for an object, or for a prefix of some."""
+        """Return the properties of an object or prefix."""
         try:
             return _status(self._store.stat(path))
         except FileNotFoundError:
@@ -343,7 +356,7 @@ class StoreFiles(Files):
             return _status(Entry(path, PREFIX, 0, 0, ""))
 
     def stat(self, path: str) -> os.stat_result:
-        """As `lstat`: there are no links."""
+        """Return the result of `lstat`, since there are no links."""
         return self.lstat(path)
 
     def listdir(self, path: str) -> list[str]:
@@ -355,10 +368,10 @@ class StoreFiles(Files):
         self._store.remove(path)
 
     def fsync(self, fd: int) -> None:
-        """Do nothing: what a store has confirmed, it keeps."""
+        """Do nothing: an object that a store has confirmed is durable."""
 
     def resident(self, fd: int, offset: int, nbytes: int) -> bool:
-        """Say no."""
+        """Return False."""
         return False
 
     def advise_random(self, fd: int) -> None:
@@ -369,7 +382,7 @@ class StoreFiles(Files):
 
 
 STAT_BLOCK_NBYTES = 512
-"""Of `st_blocks` (stat(3type))."""
+"""Unit of `st_blocks` (stat(3type))."""
 
 
 def _status(entry: Entry) -> os.stat_result:
@@ -382,10 +395,10 @@ def _status(entry: Entry) -> os.stat_result:
 
 @contextlib.contextmanager
 def exclusively(store: Store, prefix: str, timeout_s: float) -> Iterator[bool]:
-    """Hold the lock of a prefix where there are locks; elsewhere conditional puts alone decide.
+    """Hold the lock of a prefix if the store has locks. On other stores, conditional puts alone decide.
 
     Returns:
-        A context manager that says whether the lock is held.
+        A context manager, whose value is whether the lock is held.
 
     Raises:
         OSError: As of `Store.lock`.

@@ -1,4 +1,4 @@
-"""Is a checkpoint what was written? Every checksum, every size, coverage; all faults, not just the first."""
+"""Verification: checks all checksums, lengths and the coverage of a checkpoint, and reports all faults."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _STATES: tuple[tuple[type[AsyncCkptError], str], ...] = (
     (CorruptCheckpointError, CORRUPT),
     (UnsupportedFormatError, UNSUPPORTED),
 )
-"""What weighs most comes first. The first two are a verdict's only fault."""
+"""State for each class of fault, the most severe first. One of the first two is always the only fault."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Verdict:
-    """What was found at a path.
+    """Result of a verification.
 
     Attributes:
         path: The checkpoint's directory.
-        contents: Its manifest and indexes; None when they are not sound or not there.
-        faults: Everything that is wrong; empty when the checkpoint is sound.
+        contents: Its contents; None: manifest, indexes or structures are damaged or missing.
+        faults: All faults; empty if the checkpoint is sound.
         read_nbytes: Bytes of shard files that were read and compared.
-        unchecked: Of another format: what it cannot tell; empty when everything was checked.
+        unchecked: For another format, what it gives no means to check; empty if everything was checked.
     """
 
     path: str
@@ -55,7 +55,7 @@ class Verdict:
 
     @property
     def state(self) -> str:
-        """`ok`; or of its faults what weighs most: absent, incomplete, corrupt, unsupported, unreadable."""
+        """`ok`, or the most severe of the faults: absent, incomplete, corrupt, unsupported, unreadable."""
         for kind, state in _STATES:
             if any(isinstance(fault, kind) for fault in self.faults):
                 return state
@@ -67,12 +67,14 @@ def verify_checkpoint(path: str, files: Files, *, fast: bool = False, threads: i
 
     Args:
         path: Its directory.
-        files: The storage seam.
-        fast: Manifest, indexes, objects, coverage, and every shard's length and save id, but not its data.
-        threads: That read and compare.
+        files: The `Files` to read with.
+        fast: Check manifest, indexes, objects, coverage, and length and save ID of each shard, but not its data.
+        threads: Number of threads that read and compare.
 
     Returns:
-        The verdict; nothing is raised for what is wrong with the checkpoint. Blocks for the reads.
+        The verdict, with all faults: none is raised.
+
+    Blocks: for the reads.
     """
     verdict = Verdict(path=path)
     try:
@@ -131,7 +133,7 @@ def _verify_shard(
 
 
 def _gaps(chunks: Sequence[tuple[Chunk, str]], nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of what lies between and behind the chunks of a shard."""
+    """Yield (start, end) of the bytes of a shard between and after its chunks."""
     ends = sorted((c.offset_bytes, c.offset_bytes + c.nbytes) for c, _ in chunks)
     for (_, end), (start, _) in zip(ends, [*ends[1:], (nbytes, nbytes)], strict=True):
         if start > end:
@@ -164,7 +166,7 @@ def _attempt(action: Callable[[], object], report: Callable[[AsyncCkptError | OS
 
 
 def leftovers(path: str, files: Files, contents: Contents) -> list[str]:
-    """Return names in the directory that the checkpoint does not name: foreign files, or another attempt's."""
+    """Return the names in the directory that the checkpoint does not use: other files, or files of other saves."""
     if contents.source is not None:
         return []
     known = {MANIFEST_NAME}

@@ -44,7 +44,7 @@ from asyncckpt.maintenance.gc import GarbageRules, collect
 from asyncckpt.maintenance.retention import remove_checkpoint
 from asyncckpt.memory.slot import SlotControl
 from asyncckpt.protocol import messages
-from asyncckpt.storage.catalog import look
+from asyncckpt.storage.catalog import found_at
 from asyncckpt.storage.checkpoint_dir import standing_at
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
@@ -179,7 +179,7 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Pat
 
 def standing(path: pathlib.Path) -> int | None:
     """Return which state stands at `path`, read and compared bit for bit; None where nothing is listed."""
-    found = look(str(path), LocalStore())
+    found = found_at(str(path), LocalStore())
     if found is None or found.state in ("incomplete", "abandoned"):
         with pytest.raises((CheckpointNotFoundError, CheckpointNotCommittedError)):
             asyncckpt.load(path)

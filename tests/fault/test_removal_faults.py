@@ -25,7 +25,7 @@ from asyncckpt.format.names import LOCK_NAME, MANIFEST_NAME, SaveId, is_temporar
 from asyncckpt.maintenance.gc import GarbageRules, collect
 from asyncckpt.maintenance.quarantine import quarantine_checkpoint
 from asyncckpt.maintenance.retention import finish_removal, remove_checkpoint
-from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, look, read_manifest
+from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, found_at, read_manifest
 from asyncckpt.storage.checkpoint_dir import known_standing_at
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
@@ -124,7 +124,7 @@ def ours(path: pathlib.Path) -> set[str]:
 def check_left(scenario: str, path: pathlib.Path, what: str, *, done: bool) -> None:
     """Whole or no checkpoint, and nothing foreign is gone; `done`: there is nothing left to remove."""
     assert (path / "notes.txt").read_text() == "mine", what
-    found = look(str(path), LocalStore())
+    found = found_at(str(path), LocalStore())
     state = None if found is None else found.state
     if state == COMMITTED:
         assert verify_checkpoint(str(path), DISKS()).faults == [], what

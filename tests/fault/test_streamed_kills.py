@@ -28,7 +28,7 @@ from real_worker import RealWorker, is_served, stop_whoever_serves, wait_until
 import asyncckpt
 from asyncckpt.client import launcher
 from asyncckpt.protocol import save_phases
-from asyncckpt.storage.catalog import COMMITTED, look
+from asyncckpt.storage.catalog import COMMITTED, found_at
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.verification import verify_checkpoint
@@ -183,5 +183,5 @@ def settled(endpoint: str, root: pathlib.Path) -> set[int]:
     launcher.start_worker(endpoint, options=())
     worker = RealWorker(endpoint)
     wait_until(lambda: is_idle(worker.status()), "nothing is under way")
-    looked = {path.name: look(str(path), LocalStore()) for path in root.iterdir()} if root.exists() else {}
+    looked = {path.name: found_at(str(path), LocalStore()) for path in root.iterdir()} if root.exists() else {}
     return {int(name) for name, one in looked.items() if one is not None and one.state == COMMITTED}

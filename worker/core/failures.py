@@ -19,7 +19,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.protocol.fields import MAX_MISSING
 from asyncckpt.protocol.save_phases import NOT_AGREED
-from asyncckpt.storage.files import whose
+from asyncckpt.storage.files import step_and_rank
 from asyncckpt_worker.core.events import Wire
 from asyncckpt_worker.core.model import RankSave, Save
 
@@ -64,7 +64,8 @@ def failed(save: Save, entry: RankSave, code: str, detail: str, **more: Any) -> 
     """One rank cannot go on. `code`: a word of ours; `more`: further facts."""
     return to_wire(
         SaveFailedError(
-            f"save {save.save_id} ({whose(entry.step, entry.rank)}) to {entry.path}: {detail}; nothing was published",
+            f"save {save.save_id} ({step_and_rank(entry.step, entry.rank)}) to {entry.path}: {detail}; nothing was "
+            "published",
             code=code,
             rank=entry.rank,
             path=entry.path,
@@ -84,7 +85,7 @@ def path_in_use(save: Save, entry: RankSave, other: str) -> Wire:
 def not_sealed(save: Save, rank: int, detail: str) -> Wire:
     """A rank was lost before it sealed its snapshot."""
     entry = save.ranks.get(rank) or save.ranks[min(save.ranks)]
-    which = f"save {save.save_id} ({whose(entry.step, rank)}) to {entry.path}"
+    which = f"save {save.save_id} ({step_and_rank(entry.step, rank)}) to {entry.path}"
     return to_wire(
         SaveFailedError(
             f"{which}: rank {rank} has not staged it: {detail}; nothing was published",
@@ -190,7 +191,7 @@ def leader_lost(save: Save, why: str, *, unknown: bool) -> Wire:
         return failed(save, entry, "leader_lost", detail, missing_ranks=missing)
     return to_wire(
         CommitUnknownError(
-            f"save {save.save_id} ({whose(entry.step, entry.rank)}) to {entry.path}: {detail}; this node's "
+            f"save {save.save_id} ({step_and_rank(entry.step, entry.rank)}) to {entry.path}: {detail}; this node's "
             "ranks were written, so that it may have committed the checkpoint, or may still; look with `asyncckpt ls`",
             code="leader_lost",
             path=entry.path,

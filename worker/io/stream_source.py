@@ -18,7 +18,7 @@ from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
 from asyncckpt.memory.streaming import Counters, StreamLayout
 from asyncckpt.protocol.request import SaveRequest, decode_request
-from asyncckpt.storage.files import Files, whose
+from asyncckpt.storage.files import Files, step_and_rank
 from asyncckpt.storage.rank_writer import DEFAULT_THREADS, EXTENT_NBYTES, RankResult, RankWriter
 from asyncckpt.storage.recovery import keep_ring_files
 from asyncckpt.storage.segment_writer import SegmentWriter, StreamedImage
@@ -214,7 +214,7 @@ class StreamSource:
         """Return the error of a slot that is not filled to its end, or of a ring that is lost."""
         request = self._job.request
         return SaveFailedError(
-            f"save {request.save_id} ({whose(request.step, request.rank)}) to {request.path} failed: {detail}; "
+            f"save {request.save_id} ({step_and_rank(request.step, request.rank)}) to {request.path} failed: {detail}; "
             "nothing was published; save again",
             code=code,
             detail=detail,

@@ -23,7 +23,7 @@ from asyncckpt.memory.slot import SlotError
 from asyncckpt.storage.catalog import next_epoch_beside
 from asyncckpt.storage.checkpoint_dir import home_of, prepare_directory, remove_made
 from asyncckpt.storage.commit import commit_save, remove_files_of, remove_leftovers
-from asyncckpt.storage.files import Files, save_failure, whose
+from asyncckpt.storage.files import Files, save_failure, step_and_rank
 from asyncckpt.storage.local import DEFAULT_UMASK, store_over
 from asyncckpt.storage.locate import files_at
 from asyncckpt.storage.rank_writer import DEFAULT_THREADS, RankResult, RankWriter
@@ -248,7 +248,7 @@ def wrap(error: BaseException, save_id: str | None, rank: int | None, step: int 
         code, advice = "internal", "this is a bug in asyncckpt: report it with the worker's log"
         _logger.error("unexpected error", exc_info=error, extra={"save_id": save_id})
     detail = str(error) or type(error).__name__
-    what = f"save {save_id} ({whose(step, rank)}) to {path}" if save_id else f"looking beside {path}"
+    what = f"save {save_id} ({step_and_rank(step, rank)}) to {path}" if save_id else f"looking beside {path}"
     return SaveFailedError(
         f"{what} failed: {detail}; nothing was published; {advice}",
         code=code,

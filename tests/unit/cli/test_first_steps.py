@@ -39,7 +39,7 @@ def test_a_save_to_the_directory_that_holds_checkpoints_is_refused(tmp_path: Pat
     save(tmp_path / "step-1")
     with pytest.raises(CheckpointExistsError, match="step-1"):
         save(tmp_path)
-    with pytest.raises(CheckpointExistsError, match="listed no more"):
+    with pytest.raises(CheckpointExistsError, match="not be found any more"):
         save(tmp_path, overwrite=True)
     assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "step-1")
     (tmp_path / "step-1" / "manifest.json").unlink()  # one that was never committed hides nothing

@@ -423,7 +423,7 @@ def test_what_died_between_manifest_and_metadata_is_no_checkpoint_for_anybody(ha
     with pytest.raises(dcp.api.CheckpointException, match=r"\.metadata"):
         dcp.load({"w": torch.zeros(100)}, checkpoint_id=str(half), no_dist=True)
     assert asyncckpt.latest_checkpoint(half.parent) is None
-    found = catalog.look(str(half), LocalStore(FILES))
+    found = catalog.found_at(str(half), LocalStore(FILES))
     assert found is not None and found.state == "incomplete"
     assert catalog.next_epoch_beside(str(half), LocalStore(FILES)) == 2
 

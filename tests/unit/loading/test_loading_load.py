@@ -662,7 +662,7 @@ def test_the_newest_checkpoint_is_told_and_what_is_passed_over_is_said(
     assert asyncckpt.latest_checkpoint(tmp_path / "none") is None
     (tmp_path / "3" / "manifest.json").write_text("{")
     assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "5")
-    assert f"{tmp_path / '3'} is passed over, it is corrupt" in caplog.text
+    assert f"{tmp_path / '3'} is skipped, it is corrupt" in caplog.text
     with pytest.raises(NotADirectoryError):
         asyncckpt.latest_checkpoint(tmp_path / "5" / "manifest.json")
 

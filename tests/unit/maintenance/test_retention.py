@@ -24,7 +24,7 @@ from asyncckpt.maintenance import pins, policy, retention
 from asyncckpt.maintenance.gc import QUIET_S
 from asyncckpt.maintenance.policy import RetentionPolicy, StoredCheckpoint, best_of, newest_of, to_delete
 from asyncckpt.maintenance.retention import Pruned, finish_removal, is_whole, prune, remove_checkpoint, survey
-from asyncckpt.storage.catalog import ABANDONED, COMMITTED, look, next_epoch_beside, scan
+from asyncckpt.storage.catalog import ABANDONED, COMMITTED, found_at, next_epoch_beside, scan
 from asyncckpt.storage.checkpoint_dir import prepare_directory, tombstone_at
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.files import Files
@@ -304,7 +304,7 @@ def test_foreign_files_stay_and_so_does_their_directory(three: Path) -> None:
     (three / "step-1" / "notes.txt").write_text("mine")
     prune_all(three)
     assert os.listdir(three / "step-1") == ["notes.txt"]
-    assert look(str(three / "step-1"), STORE) is None
+    assert found_at(str(three / "step-1"), STORE) is None
 
 
 def test_a_save_that_has_taken_the_place_is_left_alone(three: Path) -> None:
@@ -338,7 +338,7 @@ def test_a_failing_removal_is_reported_and_done_the_next_time(three: Path) -> No
 
     done = prune_all(three, Refusing())
     assert [one.error is not None for one in done] == [True, False]
-    assert look(str(three / "step-1"), STORE).state == ABANDONED  # type: ignore[union-attr]
+    assert found_at(str(three / "step-1"), STORE).state == ABANDONED  # type: ignore[union-attr]
     prune_all(three)
     assert os.listdir(three) == ["step-3"]
 

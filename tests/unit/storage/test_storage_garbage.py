@@ -35,7 +35,7 @@ from asyncckpt.maintenance.gc import (
     collect,
     garbage_in,
 )
-from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, look, next_epoch_beside, read_manifest, scan
+from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, found_at, next_epoch_beside, read_manifest, scan
 from asyncckpt.storage.checkpoint_dir import prepare_directory
 from asyncckpt.storage.commit import publish, remove_files_of
 from asyncckpt.storage.files import Files
@@ -242,7 +242,7 @@ def test_a_tombstone_says_what_it_is_to_every_reader(root: Path) -> None:
     path = str(root / "attempt")
     with pytest.raises(CheckpointNotCommittedError, match="given up"):
         read_manifest(path, STORE)
-    found = look(path, STORE)
+    found = found_at(path, STORE)
     assert found is not None and found.state == ABANDONED and found.manifest is None
     data = (root / "attempt" / MANIFEST_NAME).read_bytes()
     tombstone = decode_tombstone(data)
@@ -272,7 +272,7 @@ def test_the_save_that_was_given_up_and_earlier_ones_are_refused_for_ever(
     begun(tmp_path / "c", save_id)  # a worker that was frozen, and goes on
     with pytest.raises(CheckpointExistsError, match="given up"):
         commit(tmp_path / "c", manifests[save_id], overwrite=overwrite)
-    assert look(str(tmp_path / "c"), STORE).state == ABANDONED  # type: ignore[union-attr]
+    assert found_at(str(tmp_path / "c"), STORE).state == ABANDONED  # type: ignore[union-attr]
     remove_files_of(str(tmp_path / "c"), save_id, store=STORE)
     assert (tmp_path / "c" / MANIFEST_NAME).exists()
 
@@ -320,7 +320,7 @@ def test_a_commit_that_was_frozen_ahead_of_its_last_call_finds_the_tombstone(tmp
     manifest = begun(tmp_path / "c", EARLIER)
     with pytest.raises(CheckpointExistsError, match="given up"):
         commit(tmp_path / "c", manifest, MeanwhileFiles("link", lambda: collected(tmp_path / "c")))
-    assert look(str(tmp_path / "c"), STORE).state == ABANDONED  # type: ignore[union-attr]
+    assert found_at(str(tmp_path / "c"), STORE).state == ABANDONED  # type: ignore[union-attr]
 
 
 def test_a_commit_that_comes_first_is_left_whole(tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ def test_killed_at_any_call_an_attempt_is_gone_whole_or_can_be_collected_again(t
         except OSError as error:  # ahead of its first change
             assert error.errno == errno.EIO
         assert files.is_dead
-        assert look(str(path), STORE).state in (INCOMPLETE, ABANDONED)  # type: ignore[union-attr]
+        assert found_at(str(path), STORE).state in (INCOMPLETE, ABANDONED)  # type: ignore[union-attr]
         if then == "the save goes on":
             try:
                 commit(path, manifest)
@@ -385,7 +385,7 @@ def test_killed_at_any_call_an_attempt_is_gone_whole_or_can_be_collected_again(t
         done = collected(path)
         assert done is None or done.error is None
         assert owners(path) == set() and set(os.listdir(path)) <= {MANIFEST_NAME, LOCK_NAME}, nth
-        assert look(str(path), STORE).state == ABANDONED  # type: ignore[union-attr]
+        assert found_at(str(path), STORE).state == ABANDONED  # type: ignore[union-attr]
     assert outcomes == ({"refused", "committed"} if then == "the save goes on" else set())
 
 

@@ -240,7 +240,7 @@ def test_a_check_that_raises_ends_the_writing_and_leaves_nothing(tmp_path: Path,
 
 
 def test_an_image_without_the_save_id_is_refused(tmp_path: Path) -> None:
-    with Snapshot({"a": 100}) as snapshot, pytest.raises(OSError, match="does not carry save id"):
+    with Snapshot({"a": 100}) as snapshot, pytest.raises(OSError, match="does not have save id"):
         snapshot.write(str(tmp_path), save_id=OTHER_ID)
     assert names_in(tmp_path) == []
 

@@ -142,7 +142,7 @@ def test_an_error_in_any_call_removes_every_file_and_is_raised(tmp_path: Path) -
 def test_an_error_of_a_helper_ends_the_wait_for_a_trainer_that_waits_for_that_very_segment(
     tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segment_writer, "PATIENCE_S", DEADLINE_S)  # so that helpers write everything
+    monkeypatch.setattr(segment_writer, "HELPER_WAIT_S", DEADLINE_S)  # so that helpers write everything
     calling = threading.get_ident()
     waiting = threading.Event()
     await_filled = trainer.await_filled

@@ -19,7 +19,15 @@ from asyncckpt.maintenance.pins import pin
 from asyncckpt.maintenance.policy import RetentionPolicy
 from asyncckpt.maintenance.quarantine import quarantine_checkpoint
 from asyncckpt.maintenance.retention import finish_removal, prune, remove_checkpoint
-from asyncckpt.storage.catalog import ABANDONED, COMMITTED, candidates_in, look, next_epoch_beside, read_manifest, scan
+from asyncckpt.storage.catalog import (
+    ABANDONED,
+    COMMITTED,
+    candidates_in,
+    found_at,
+    next_epoch_beside,
+    read_manifest,
+    scan,
+)
 from asyncckpt.storage.checkpoint_dir import NO_HOME, home_of, prepare_directory, tombstone_at
 from asyncckpt.storage.cloud.object_store import ObjectStore
 from asyncckpt.storage.commit import publish, remove_files_of, remove_leftovers
@@ -335,7 +343,7 @@ def test_a_commit_that_was_frozen_finds_the_tombstone(memory: MemoryStore, tmp_p
     with pytest.raises(CheckpointExistsError, match="given up"):
         publish("/store/s", manifest, store=memory)
     assert memory.names("/store/s") == [MANIFEST_NAME]
-    found = look("/store/s", memory)
+    found = found_at("/store/s", memory)
     assert found is not None and found.state == ABANDONED
     saved(memory, "/store/s", ids(2)[0], tmp_path)
     assert stands(memory, "/store/s") == ids(2)[0]

@@ -13,7 +13,7 @@ from worker_bench import FIRST, REQUEST, SECOND, Bench
 from asyncckpt.format.layout import SAVE_ID_OFFSET, save_id_bytes
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import encode_objects
-from asyncckpt.storage.shard_writer import PRINT_NBYTES, first_block
+from asyncckpt.storage.shard_writer import PRINT_NBYTES, first_block_print
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.core.events import Contents
@@ -75,9 +75,9 @@ def test_a_first_block_is_equal_but_for_its_save_id() -> None:
     def block(save_id: str, tail: bytes = b"t" * 100) -> memoryview:
         return memoryview(b"h" * SAVE_ID_OFFSET + save_id_bytes(SaveId.parse(save_id)) + tail)
 
-    assert first_block(block(FIRST)) == first_block(block(SECOND))
-    assert first_block(block(FIRST)) != first_block(block(FIRST, b"t" * 99 + b"u"))
-    assert first_block(block(FIRST)) != first_block(block(FIRST, b"u" + b"t" * 99))
+    assert first_block_print(block(FIRST)) == first_block_print(block(SECOND))
+    assert first_block_print(block(FIRST)) != first_block_print(block(FIRST, b"t" * 99 + b"u"))
+    assert first_block_print(block(FIRST)) != first_block_print(block(FIRST, b"u" + b"t" * 99))
 
 
 @pytest.mark.parametrize(
