@@ -86,7 +86,7 @@ class SlotMemory:
         try:
             found = os.fstat(fd)
             if found.st_uid != os.geteuid():
-                raise SlotError(f"the slot belongs to user {found.st_uid}")
+                raise SlotError(f"the slot belongs to user {found.st_uid}, expected {os.geteuid()}")
             if found.st_size != nbytes:
                 raise SlotError(f"the slot has {found.st_size} bytes, expected {nbytes}")
             if _seals(fd) & SEALS != SEALS:
@@ -118,7 +118,10 @@ class SlotMemory:
 
 def _check_size(nbytes: int) -> None:
     if not MIN_SLOT_NBYTES <= nbytes <= MAX_SLOT_NBYTES or nbytes % PAGE_NBYTES:
-        raise SlotError(f"a slot of {nbytes} bytes; expected whole pages, from {MIN_SLOT_NBYTES} bytes on")
+        raise SlotError(
+            f"a slot of {nbytes} bytes; expected whole pages of {PAGE_NBYTES} bytes, from {MIN_SLOT_NBYTES} to "
+            f"{MAX_SLOT_NBYTES} bytes"
+        )
 
 
 def _seals(fd: int) -> int:

@@ -12,7 +12,7 @@ RESERVE_NBYTES = 64 << 20
 """Memory that must stay free besides a new slot: for page tables and the worker itself. Chosen, not measured."""
 
 _UNLIMITED = 1 << 60
-"""At least so much means no limit: cgroup v1 then shows its largest page-aligned number."""
+"""A limit of at least this is no limit: cgroup v1 shows its largest page-aligned number if there is none."""
 
 
 def check_memory(nbytes: int, promised: int, *, cgroup_root: str = "/sys/fs/cgroup") -> None:
@@ -20,7 +20,7 @@ def check_memory(nbytes: int, promised: int, *, cgroup_root: str = "/sys/fs/cgro
 
     Args:
         nbytes: Size of the new slot.
-        promised: Bytes of other slots whose pages are not allocated yet: they count as used.
+        promised: Bytes of other slots whose pages are not allocated yet. They count as used memory.
         cgroup_root: Mount point of the cgroup file system.
 
     Raises:

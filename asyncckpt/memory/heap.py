@@ -1,4 +1,4 @@
-"""Returns freed memory, which the C library keeps for later, to the kernel."""
+"""Returns freed memory to the kernel, which the C library otherwise keeps."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def trim_heap(*, collect: bool = False) -> None:
     """Return freed memory to the kernel; glibc only. Blocks for milliseconds, and other threads' allocations as well.
 
     Args:
-        collect: Run Python's cyclic collector first. Until then Python keeps freed tuples, each of which may pin a
-            megabyte around it. Only for processes with few objects, since the collector visits all of them.
+        collect: Run Python's cyclic garbage collector first. Python keeps freed tuples until then, and each may keep
+            the megabyte around it allocated. Only for processes with few objects, since the collector visits all.
     """
     if collect:
         gc.collect()
-    trim = _of_glibc("malloc_trim")
+    trim = _glibc_function("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 def return_large_blocks() -> None:
     """From now on return blocks of at least `LARGE_NBYTES` to the kernel as soon as they are freed. glibc only."""
-    option = _of_glibc("mallopt")
+    option = _glibc_function("mallopt")
     if option is not None:
         option(_M_MMAP_THRESHOLD, LARGE_NBYTES)
 
 
-def _of_glibc(name: str) -> Any:
+def _glibc_function(name: str) -> Any:
     return getattr(ctypes.CDLL(None), name, None)

@@ -1,4 +1,4 @@
-"""Mapped memory with one owner, by libc's mmap: Python's keeps an fd, unmaps after fork, and closes under views.
+"""Mapped memory with one owner, by libc's mmap. Python's `mmap` keeps an fd open, and is unmapped in forked children.
 
 A `Mapping` is never unmapped by itself while the process runs: its owner calls `close()` once every view is gone. In a
 forked child the pages are not mapped (MADV_DONTFORK) and `close()` does nothing. `copy_bytes` copies between addresses.

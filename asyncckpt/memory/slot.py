@@ -90,11 +90,18 @@ class SlotControl:
 
     Generation and state are aligned 64-bit words, each read and written by one access, so that no reader sees half of
     one.
+
+    Args:
+        address: Address of the mapped slot.
+        nbytes: Its size, control pages included.
+
+    Raises:
+        SlotError: `nbytes` is not a possible size.
     """
 
     def __init__(self, address: int, nbytes: int) -> None:
         if nbytes < MIN_SLOT_NBYTES or nbytes % PAGE_NBYTES:
-            raise SlotError(f"a slot of {nbytes} bytes")
+            raise SlotError(f"a slot has {nbytes} bytes, expected whole pages and at least {MIN_SLOT_NBYTES}")
         self.nbytes = nbytes
         self._address = address
         self._tail = address + nbytes - PAGE_NBYTES
@@ -109,7 +116,7 @@ class SlotControl:
     def initialise(self, token: bytes) -> None:
         """Write both control pages of a new slot. Called once, by its creator."""
         if len(token) != TOKEN_NBYTES:
-            raise SlotError(f"a token of {len(token)} bytes, expected {TOKEN_NBYTES}")
+            raise SlotError(f"the token has {len(token)} bytes, expected {TOKEN_NBYTES}")
         ctypes.memmove(self._address, _HEAD.pack(HEAD_MAGIC, SLOT_VERSION, token, self.nbytes), _HEAD.size)
         ctypes.memmove(self._tail, _TAIL.pack(TAIL_MAGIC, token), _TAIL.size)
         self._store(self._address + STATE_OFFSET, STATE_EMPTY)
@@ -123,11 +130,11 @@ class SlotControl:
         magic, version, found, nbytes = _HEAD.unpack(ctypes.string_at(self._address, _HEAD.size))
         tail_magic, tail_token = _TAIL.unpack(ctypes.string_at(self._tail, _TAIL.size))
         if magic != HEAD_MAGIC or tail_magic != TAIL_MAGIC:
-            raise SlotError("not a slot: its magic is missing")
+            raise SlotError("the memory is not a slot: its magic number is wrong")
         if version != SLOT_VERSION:
-            raise SlotError(f"slot version {version}, expected {SLOT_VERSION}")
+            raise SlotError(f"the slot has version {version}, expected {SLOT_VERSION}")
         if found != token or tail_token != token:
-            raise SlotError("another slot: its token differs")
+            raise SlotError("the memory is another slot: its token differs")
         if nbytes != self.nbytes:
             raise SlotError(f"the slot's head page says {nbytes} bytes, but {self.nbytes} are mapped")
 
@@ -206,7 +213,9 @@ class SlotControl:
 
     def _write_request(self, request: bytes, offset: int) -> None:
         if not PAGE_NBYTES <= offset <= offset + len(request) <= self.nbytes - PAGE_NBYTES:
-            raise SlotError(f"a request of {len(request)} bytes at {offset} in a slot of {self.nbytes}")
+            raise SlotError(
+                f"a request of {len(request)} bytes does not fit at offset {offset} of a slot of {self.nbytes} bytes"
+            )
         ctypes.memmove(self._address + offset, request, len(request))
         self._store(self._address + REQUEST_OFFSET_OFFSET, offset)
         self._store(self._address + REQUEST_NBYTES_OFFSET, len(request))
@@ -239,6 +248,8 @@ class SlotControl:
 
         Raises:
             SlotError: The slot is neither, or its request is out of bounds or damaged.
+
+        Blocks: while the trainer replaces the request, at most 0.05 s.
         """
         for _ in range(_READS):
             if self.state == STATE_SEALED:  # read the state once: it may become SEALED meanwhile
@@ -256,7 +267,9 @@ class SlotControl:
             raise SlotError(f"the slot is {STATES.get(self.state, f'in unknown state {self.state}')}, not SEALED")
         offset, nbytes = self._request_offset.value, self._request_nbytes.value
         if not PAGE_NBYTES <= offset <= offset + nbytes <= self.nbytes - PAGE_NBYTES:
-            raise SlotError(f"the request lies at {offset}+{nbytes} in a slot of {self.nbytes}")
+            raise SlotError(
+                f"the request, {nbytes} bytes at offset {offset}, lies outside a slot of {self.nbytes} bytes"
+            )
         request = ctypes.string_at(self._address + offset, nbytes)
         if xxhash.xxh3_64_intdigest(request) != self._request_checksum.value:
             raise SlotError("the request's checksum does not match")
