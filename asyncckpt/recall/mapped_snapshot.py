@@ -20,11 +20,11 @@ class MappedSnapshot:
     """The mapped parts of a snapshot. A context manager; all reads must have ended before it is closed.
 
     Args:
-        snapshot: Snapshot that the worker holds for this process.
-        pid: Process id of the worker, which has just answered.
+        snapshot: Snapshot that the worker keeps for this process.
+        pid: Process ID of the worker, which must be alive.
 
     Attributes:
-        staged: What the ranks have staged.
+        staged: The checkpoint that the ranks have staged.
 
     Raises:
         SnapshotUnavailableError: A part cannot be mapped, or its slot holds something else.
@@ -55,7 +55,10 @@ class MappedSnapshot:
         wanted = self.snapshot
         found = (generation, request.save_id, request.path, request.rank, request.world_size)
         if found != (part.generation, str(wanted.save_id), wanted.path, part.rank, wanted.world_size):
-            raise SlotError(f"the slot of rank {part.rank} holds another snapshot by now: {found}")
+            raise SlotError(
+                f"the slot of rank {part.rank} holds another snapshot by now: generation, save ID, path, rank and "
+                f"number of ranks are {found}"
+            )
         return request
 
     def _staged(self, requests: list[SaveRequest]) -> StagedCheckpoint:
@@ -64,7 +67,10 @@ class MappedSnapshot:
             raise SlotError("the request of rank 0 has no step")
         for request, (_, memory) in zip(requests, self._mapped, strict=True):
             if request.layout != first.layout or request.step not in (first.step, None):
-                raise SlotError(f"rank {request.rank} has staged another layout or step than rank {first.rank}")
+                raise SlotError(
+                    f"rank {request.rank} has staged step {request.step} in layout {request.layout!r}, and rank "
+                    f"{first.rank} step {first.step} in layout {first.layout!r}"
+                )
             ranks.append(
                 StagedRank(
                     rank=request.rank,
@@ -90,7 +96,7 @@ class MappedSnapshot:
         """Check that the slots were not reused while the `with` block read from them.
 
         Raises:
-            SnapshotUnavailableError: One was; what was read does not count.
+            SnapshotUnavailableError: A slot was reused; discard the data that were read.
         """
         self._check()
         try:
@@ -99,7 +105,8 @@ class MappedSnapshot:
             self._check()  # a slot that was reused looks damaged
             raise
         reach("recall: read")
-        # IMPORTANT: after the last read. A block that was verified may have been overwritten before it was copied.
+        # IMPORTANT: check after the last read. A block may have been overwritten after it was verified, and before it
+        # was copied.
         self._check()
 
     def _check(self) -> None:
@@ -121,7 +128,7 @@ class MappedSnapshot:
         )
 
     def close(self) -> None:
-        """Unmap everything; later calls do nothing."""
+        """Unmap all slots. Idempotent."""
         for _, memory in self._mapped:
             memory.close()
 

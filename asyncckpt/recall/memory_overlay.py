@@ -1,7 +1,7 @@
-"""A checkpoint whose files are still in slots, read by the same code as one on disk.
+"""Lets a checkpoint whose files are still in slots be read by the same code as one on disk.
 
-A slot has the layout of the shard file, so a shard is a range of a memfd. `OverlaidFiles` serves these ranges under the
-names of the files; `staged_contents` returns the contents of a checkpoint that has no manifest and no index yet.
+A slot has the layout of the shard file, so a shard is a range of a memfd. `OverlaidFiles` provides these ranges as
+files with the names of the shards. `staged_contents` returns the contents of a checkpoint without manifest and indexes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SlotShard(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagedRank:
-    """What one rank has staged. `images` are its shards, in order; the rest is as in the save request."""
+    """The snapshot of one rank. `images`: its shards, in order. The other fields are those of the save request."""
 
     rank: int
     images: tuple[SlotShard, ...]
@@ -49,7 +49,7 @@ class StagedRank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagedCheckpoint:
-    """What some or all ranks of one save have staged."""
+    """The snapshots of some or all ranks of one save; `package`: asyncckpt's version that staged them."""
 
     path: str
     save_id: SaveId
@@ -87,7 +87,7 @@ class OverlaidFiles(Files):
             self._held[os.path.join(staged.path, name)] = rank.objects
 
     def open(self, path: str, flags: int, mode: int = MODE_FILE) -> int:
-        """Open a held file under a number of its own, or the one on disk."""
+        """Open a file in memory, and return a number in place of a descriptor; or open a file on disk."""
         held = self._held.get(path)
         if held is None:
             return self._below.open(path, flags, mode)
@@ -97,7 +97,7 @@ class OverlaidFiles(Files):
             return self._next
 
     def close(self, fd: int) -> None:
-        """Close it."""
+        """Close a file in memory or on disk."""
         if fd < _FIRST_FD:
             return self._below.close(fd)
         with self._lock:
@@ -105,7 +105,7 @@ class OverlaidFiles(Files):
         return None
 
     def preadv(self, fd: int, buffers: Sequence[memoryview | bytearray], offset: int, flags: int = 0) -> int:
-        """Read at `offset`."""
+        """Read at `offset` of an open file."""
         if fd < _FIRST_FD:
             return self._below.preadv(fd, buffers, offset, flags)
         held, done = self._opened[fd], 0
@@ -160,14 +160,14 @@ def _stat_of(held: _Held) -> os.stat_result:
 
 
 def staged_contents(staged: StagedCheckpoint) -> Contents:
-    """Return the contents of a checkpoint that all of its ranks have staged; reads nothing from disk.
+    """Return the contents of a checkpoint that all of its ranks have staged. Reads nothing from disk.
 
-    It has no checksums of blocks, which are computed when the files are written.
+    Their shards have no checksums, which are computed only when files are written.
 
     Raises:
-        CorruptCheckpointError: A structure does not decode, or is not that of the shards; or the chunks of a tensor do
-            not cover it exactly once.
-        UnsupportedFormatError: A structure of a newer version.
+        CorruptCheckpointError: A structure does not decode, or the lengths of the shards differ from those in it; or
+            the chunks of a tensor do not hold each element exactly once.
+        UnsupportedFormatError: A structure is of a newer version.
     """
     assert [r.rank for r in staged.ranks] == list(range(staged.world_size))
     manifest = Manifest(
@@ -200,7 +200,7 @@ def _record(staged: StagedCheckpoint, rank: StagedRank) -> RankRecord:
 def _contents(staged: StagedCheckpoint, rank: StagedRank) -> RankContents:
     save_id, structure = staged.save_id, decode_structure(rank.structure)
     if structure.part_nbytes != tuple(image.nbytes for image in rank.images):
-        detail = f"the shards that rank {rank.rank} has staged have other lengths than its structure says"
+        detail = f"the lengths of the shards that rank {rank.rank} has staged differ from those in its structure"
         raise CorruptCheckpointError(f"{staged.path}: {detail}", path=staged.path, detail=detail)
     objects = ObjectsRecord(
         name=objects_name(save_id, rank.rank), nbytes=len(rank.objects), checksum=file_checksum(rank.objects)

@@ -1,4 +1,4 @@
-"""The newest checkpoint of disk and memory: memory may hold one that is being written, or could not be written."""
+"""Finds the newest checkpoint on disk and in memory, which may hold one that is being written or could not be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncckpt.storage.store import Store
 _log = logging.getLogger("asyncckpt")
 _MEMORY_ONLY = "%s: the newest snapshot, of step %d, is in the worker's memory only: save %s"
 _DIRECTORY_REMOVED = (
-    "the worker's memory has a snapshot of step %d of %s, which is passed over, since it is not on disk and its "
+    "the worker's memory has a snapshot of step %d of %s, which is skipped, since it is not on disk and its "
     "directory was removed; source='memory' loads it"
 )
 
@@ -36,11 +36,12 @@ class NewestCandidate(NamedTuple):
 
 
 def newest_candidates(root: str, on_disk: str | None, source: str, endpoint: str | None) -> list[NewestCandidate]:
-    """Return what may be the newest checkpoint in `root`: snapshots that are in memory only, then the one on disk.
+    """Return the checkpoints in `root` that may be the newest: snapshots only in memory, then the newest one on disk.
 
-    Three kinds of snapshots are left out: one at whose path another save is committed, as that one would be loaded; one
-    that was committed, and then removed from disk; and one whose directory was removed or replaced. Whoever removes a
-    checkpoint wants to resume from an older one, or to start again. With `source` "memory" the third kind is returned.
+    Three kinds of snapshots are left out: those at whose path another save is committed, because that one would be
+    loaded; those that were committed, and then removed from disk; and those whose directory was removed or replaced. A
+    user who removes a checkpoint wants to resume from an older one, or to start again. With `source` "memory", the
+    third kind is returned.
 
     Args:
         root: Absolute path of the directory that holds the checkpoints' directories, or of one of these.
@@ -100,7 +101,7 @@ def merged_candidates(root: str, on_disk: list[Candidate], source: str, endpoint
 
 
 def _candidate(snapshot: HeldSnapshot) -> Candidate:
-    """Return it without a save id: it has no directory that could be quarantined."""
+    """Return a candidate without save ID, since a snapshot has no directory that could be quarantined."""
     return Candidate(path=snapshot.path, save_id=None, step=snapshot.step)
 
 

@@ -1,4 +1,4 @@
-"""Requests to a worker that runs already, and a short session, during which it keeps snapshots in memory for a reader.
+"""Requests to a running worker, and a short session, during which it keeps snapshots in memory for a reader.
 
 No worker is started. The worker releases the snapshots when the session ends, or when this process dies.
 """
@@ -24,7 +24,8 @@ RESEND_S = 0.2
 """A request without an answer is sent again after this. Chosen: a round trip takes less than a millisecond."""
 
 LOOK_EVERY_S = 1.0
-"""How often to check whether the worker still listens. Each check takes a place in the queue of a worker that hangs."""
+"""Seconds between checks whether the worker still listens. Each check adds a connection to the queue of a worker that
+hangs."""
 
 GOODBYE_LINGER_S = 0.2
 
@@ -45,7 +46,7 @@ def is_served(endpoint: str) -> bool:
 
 
 class RequestChannel:
-    """Sends requests to a worker that runs already, without a session. Used from one thread.
+    """Sends requests to a running worker, without a session. Used from one thread.
 
     Args:
         endpoint: Endpoint of the worker, `ipc://...`.
@@ -67,9 +68,15 @@ class RequestChannel:
     def call(self, build: Callable[[int], messages.Message], answer: type[M]) -> M:
         """Send a request, repeat it until it is answered, and return the answer.
 
+        Args:
+            build: Makes the request with the given number.
+            answer: Class of the answer.
+
         Raises:
             WorkerUnavailableError: No answer came in time, or no process listens any more.
-            AsyncCkptError: The worker refused; its error.
+            AsyncCkptError: The worker refused the request; this is its error.
+
+        Blocks: at most `answer_s`.
         """
         number = next(self._ids)
         frames, deadline = codec.encode(build(number)), time.monotonic() + self._answer_s
@@ -88,7 +95,9 @@ class RequestChannel:
                 if isinstance(reply, answer) and getattr(reply, "id", 0) == number:
                     return reply
         raise WorkerUnavailableError(
-            f"the worker at {self._endpoint} does not answer", endpoint=self._endpoint, detail="no answer"
+            f"the worker at {self._endpoint} did not answer within {self._answer_s:g} s",
+            endpoint=self._endpoint,
+            detail="no answer",
         )
 
     def _check_served(self) -> None:
@@ -98,7 +107,7 @@ class RequestChannel:
             raise WorkerUnavailableError(text, endpoint=self._endpoint, detail="no worker")
 
     def leave(self) -> None:
-        """End the session that was begun on this channel, and close it."""
+        """Tell the worker that the session of this channel ends, and close the channel."""
         self._dealer.send(codec.encode(messages.Goodbye(id=next(self._ids))))
         self.close(GOODBYE_LINGER_S)
 
@@ -108,12 +117,12 @@ class RequestChannel:
         return self._dealer.closed
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close; unsent messages get `linger_s` seconds. Idempotent."""
+        """Close the channel; wait up to `linger_s` seconds until all messages are sent. Idempotent."""
         self._dealer.close(linger_s)
 
 
 class RecallSession:
-    """A short session of a reader with a worker that runs already. A context manager; used from one thread.
+    """A short session of a reader with a running worker. A context manager; used from one thread.
 
     Args:
         endpoint: Endpoint of the worker, `ipc://...`.
@@ -121,7 +130,7 @@ class RecallSession:
         answer_s: Seconds that the worker may take for each answer.
 
     Attributes:
-        worker: The worker's answer to the hello_builder, with its process id.
+        worker: The worker's answer to `Hello`, with its process ID.
 
     Raises:
         WorkerUnavailableError: No process listens there, or the worker does not answer in time.
@@ -142,17 +151,27 @@ class RecallSession:
                     package=package,
                     pid=pid,
                     pid_start=started,
-                    rank=0,  # a reader is no rank of anything; it joins no run
+                    rank=0,  # without meaning: a reader joins no run
                     world_size=1,
                 ),
                 messages.Welcome,
             )
         except BaseException:
-            self._channel.leave()  # the answer may only be late: the session would live as long as this process
+            self._channel.leave()  # a late answer would begin a session that lasts as long as this process
             raise
 
     def recall(self, path: str, *, hold: bool) -> messages.Recalled:
-        """Return where the snapshots at `path` and below it lie; with `hold` they stay until this session ends."""
+        """Return the places of the snapshots at `path` and below it.
+
+        Args:
+            path: Absolute path of a checkpoint, or of a directory of checkpoints.
+            hold: Whether the worker keeps the snapshots until this session ends.
+
+        Raises:
+            WorkerUnavailableError, AsyncCkptError: As `RequestChannel.call`.
+
+        Blocks: as `RequestChannel.call`.
+        """
         return self._channel.call(lambda n: messages.Recall(id=n, path=path, hold=hold), messages.Recalled)
 
     def close(self) -> None:

@@ -332,7 +332,7 @@ def test_snapshot_whose_directory_was_removed_since_is_not_resumed_from_unless_a
     if again:
         doomed.mkdir()
     assert saver.latest_checkpoint(root) is None
-    assert f"a snapshot of step 1 of {root / '1'}, which is passed over" in caplog.text
+    assert f"a snapshot of step 1 of {root / '1'}, which is skipped" in caplog.text
     assert saver.restore_latest(root) is None
     assert saver.latest_checkpoint(root, source="memory") == str(root / "1")
     assert saver.restore_latest(root, source="memory").step == 1
@@ -497,7 +497,7 @@ def test_worker_that_hangs_costs_a_load_a_second_at_most(
         began = time.monotonic()
         assert is_state(asyncckpt.load(tmp_path / "a"), 1)
         assert 0.5 < time.monotonic() - began < 60
-        with pytest.raises(SnapshotUnavailableError, match="does not answer"):
+        with pytest.raises(SnapshotUnavailableError, match="did not answer"):
             asyncckpt.load(tmp_path / "a", source="memory")
 
 
@@ -505,7 +505,7 @@ def test_reader_that_gets_its_answer_too_late_says_goodbye(endpoint: str) -> Non
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.LINGER, 0)
         router.bind(endpoint)
-        with pytest.raises(WorkerUnavailableError, match="does not answer"):
+        with pytest.raises(WorkerUnavailableError, match="did not answer"):
             RecallSession(endpoint, "0", 0.1)
         said: list[Any] = []
         while not said or not isinstance(said[-1], messages.Goodbye):
