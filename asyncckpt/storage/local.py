@@ -259,7 +259,7 @@ class LocalStore(Store):
                 with opened(self.files, directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as fd:
                     apply_mode(self.files, fd, self._directory_mode)
             if not self._is_directory(directory):
-                raise FileExistsError(errno.EEXIST, "a dangling symbolic link is in the way", directory)
+                raise FileExistsError(errno.EEXIST, "a broken symbolic link has this name", directory)
             if durable:
                 fsync_directory(self.files, os.path.dirname(directory))
 
@@ -272,7 +272,7 @@ class LocalStore(Store):
                 raise
             return False
         if not stat.S_ISDIR(found.st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, "a file is where a directory is wanted", path)
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file, not a directory", path)
         return True
 
     def remove_prefix(self, prefix: str) -> None:
@@ -295,7 +295,7 @@ class LocalStore(Store):
                 raise
             with contextlib.suppress(FileNotFoundError):
                 self.files.lstat(target)
-                raise FileExistsError(errno.EEXIST, "something has the name", target) from error
+                raise FileExistsError(errno.EEXIST, "the name exists", target) from error
             self.files.rename(source, target)
 
     def identity(self, prefix: str) -> DirectoryIdentity:

@@ -216,7 +216,7 @@ class FileShardWriter(ShardWriter):
                     break
                 raise named(error, self.path, f"writing bytes {start + done} to {start + len(view)}") from error
             if written <= 0:
-                raise OSError(errno.EIO, f"the file system took none of the bytes from {start + done}", self.path)
+                raise OSError(errno.EIO, f"the file system took none of the bytes from {start + done} on", self.path)
             done += written
         return done
 

@@ -54,7 +54,7 @@ def replaced(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> pathlib.
 
 @pytest.mark.parametrize("reader", READERS)
 def test_a_stock_checkpoint_saved_over_ours_is_an_error_that_names_both(reader: str, replaced: pathlib.Path) -> None:
-    with pytest.raises(CorruptCheckpointError, match="two checkpoints were saved to one path") as caught:
+    with pytest.raises(CorruptCheckpointError, match="two checkpoints were saved to this path") as caught:
         READERS[reader](replaced)
     assert caught.value.file == ".metadata"  # type: ignore[attr-defined]
 
