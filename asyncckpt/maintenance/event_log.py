@@ -1,8 +1,8 @@
-"""`events.jsonl`: what happened in a run, one JSON object a line, for people, `asyncckpt report` and other tools.
+"""`events.jsonl`: the events of a run, one JSON object a line, for users, `asyncckpt report` and other tools.
 
-The file lies beside the checkpoints, in the directory that holds them. Lines are appended by one system call, so the
-worker that leads a run and the trainer of rank 0, which share a machine, can write to one file. Saves never wait for
-it: each directory has a thread that writes, and lines that cannot be written are dropped and counted.
+The file is in the directory that holds the checkpoints. Lines are appended by one system call, so the leading worker of
+a run and the trainer of rank 0, which share a machine, can write to one file. Saves never wait for it: each directory
+has a thread that writes, and lines that cannot be written are dropped and counted.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ MAX_EVENTS_NBYTES = 64 << 20
 """A longer file is renamed to `ROTATED_NAME`, which replaces the previous one, and a new file is begun."""
 
 MAX_QUEUED = 4096
-"""Lines that may wait for the thread of a directory; more are dropped. Chosen: minutes of a busy worker."""
+"""Most lines that wait for the thread of a directory; further ones are dropped. Chosen: minutes of a busy worker."""
 
 MAX_DIRECTORIES = 32
-"""Directories that are written to at the same time: one that hangs delays only its own lines. Chosen."""
+"""Most directories that are written to at the same time. One that hangs delays only its own lines. Chosen."""
 
 MAX_LINE_NBYTES = 64 * 1024
 MAX_BEFORE_DIRECTORY = 64
-"""Lines that may wait for their directory, which the first save makes. Chosen."""
+"""Most lines that wait for their directory, which the first save makes. Chosen."""
 
 RETRY_S = 30.0
-"""Time for which lines are dropped after the file of a directory could not be written. Chosen."""
+"""Seconds for which lines are dropped after the file of a directory could not be written. Chosen."""
 
 IDLE_EXIT_S = 5.0
-"""Time after which an idle thread ends. Chosen."""
+"""Seconds after which an idle thread ends. Chosen."""
 
 _log = logging.getLogger("asyncckpt")
 
 
 class _DirectoryQueue:
-    """Lines that wait for the file of one directory; `before_directory`: those from before the directory was made."""
+    """Lines that wait for the file of one directory. `before_directory`: lines added before the directory was made."""
 
     __slots__ = ("before_directory", "busy", "lines", "refused_until", "thread", "warned")
 
@@ -60,7 +60,7 @@ class _DirectoryQueue:
 
 
 class EventLog:
-    """Takes events from any thread. Never waits for the disk, never raises, and holds no file open.
+    """Queues events of any thread. `add` never waits for the disk and never raises; no file is kept open.
 
     Args:
         max_nbytes: Length at which a file is rotated; for tests.
@@ -85,7 +85,7 @@ class EventLog:
             directory: Directory of the checkpoints; it is not created here. For a URL nothing is written, since
                 objects cannot be appended to.
             event: Name of the event.
-            facts: Values for JSON; those that JSON has no form for are written as text.
+            facts: Values for JSON. Values that JSON cannot represent are written as text.
             umask: Umask for a new file.
         """
         if os.getpid() != self._owner_pid or is_object_url(directory):  # a forked child has no thread
@@ -165,13 +165,19 @@ class EventLog:
         return 0
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait, at most `timeout_s`, until all lines are written or dropped; returns whether they are."""
+        """Wait until all lines are written or dropped. Returns whether they are.
+
+        Blocks: at most `timeout_s`.
+        """
         with self._changed:
             entries = self._queues.values()
             return self._changed.wait_for(lambda: not any(p.lines or p.busy for p in entries), timeout_s)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Write what is queued, end the threads. Idempotent. Blocks: at most `timeout_s`, whatever the disk does."""
+        """Write the queued lines, and end the threads. Idempotent.
+
+        Blocks: at most `timeout_s`, even if the disk hangs.
+        """
         if os.getpid() != self._owner_pid:
             return
         with self._changed:
@@ -228,7 +234,7 @@ def _rotate(path: str, fd: int) -> None:
 
 
 def read_events(directory: str) -> Iterator[dict[str, Any]]:
-    """Yield the events of a directory, those of the rotated file first. Lines that are no event are skipped.
+    """Yield the events of a directory, those of the rotated file first. Lines that are not events are skipped.
 
     Raises:
         OSError: A file exists and cannot be read.

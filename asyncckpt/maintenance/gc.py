@@ -4,8 +4,8 @@ A file is garbage only if its name carries a save id, the save is not the commit
 the worker nor the file's age says that the save may still be in progress. It is removed only once its save can no
 longer be published: see storage/COMMIT.md, section 7.
 
-Temporary directories of killed programs (`convert`, `doctor`) are recognised by three things: a name that only this
-program gives, only files in it whose names this program gives, and no change for a given time.
+A temporary directory of a killed program (`convert`, `doctor`) is removed if three conditions hold: only that program
+uses its name, it has only files with names of that program, and it was not changed for a given time.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ BROKEN = "broken"
 CONVERSION = "conversion"
 PROBE = "probe"
 QUIET_S = 60.0
-"""A worker may still write what a dead run has staged; while it does, its files change more often. Chosen."""
+"""Seconds without change after which no worker writes a save of a dead run any more. Chosen."""
 
 REPORTED_PATH_CHARS = 1000
 """Length at which a worker's report cuts paths."""
 
 LOCK_TIMEOUT_S = 1.0
-"""Time to wait for the lock of a directory: its holder is committing, or was stopped while doing so. Chosen."""
+"""Seconds to wait for the lock of a directory: its holder is committing, or was stopped while doing so. Chosen."""
 
 _logger = logging.getLogger("asyncckpt.storage")
 
@@ -83,7 +83,7 @@ class Garbage:
         path: The directory.
         kind: `attempt`: files of a save that was never committed. `leftovers`: files of other saves beside a committed
             one, or of a save that was given up. `tombstone`, `lock`, `broken`: as in `GarbageRules`. `conversion`,
-            `probe`: left by a killed `convert` or `doctor`.
+            `probe`: temporary files of a killed `convert` or `doctor`.
         names: Names of the files to remove.
         nbytes: Length of these files together.
         age_s: Seconds since the last of them was changed.
@@ -167,10 +167,10 @@ class _DirectoryScan:
 
     def broken(self, owners: Mapping[str, SaveId], store: Store) -> Garbage:
         names = dict(owners)
-        if MANIFEST_NAME in self.regular:  # ours, although it may be damaged: by the names beside it
+        if MANIFEST_NAME in self.regular:  # a manifest of asyncckpt, as the other file names show; it may be damaged
             names[MANIFEST_NAME] = max(owners.values())
         beside = scan(os.path.dirname(self.path), store)
-        last = "" if any(one.state == COMMITTED for one in beside) else "no committed checkpoint is beside it"
+        last = "" if any(one.state == COMMITTED for one in beside) else "its parent has no committed checkpoint"
         return self.garbage(BROKEN, names, kept=last)
 
     def garbage(
@@ -188,7 +188,7 @@ class _DirectoryScan:
         age_s = self.rules.now - max(self.regular[name].mtime_s for name in names)
         if not kept and self._is_busy():
             kept = "the worker writes there"
-        # IMPORTANT: the epochs of the very files that would go: a live run may have begun to write there since.
+        # IMPORTANT: use the epochs of the files that would be removed: a live run may have begun to write there.
         is_dead = all(one.epoch < self.rules.dead_before_epoch for one in save_ids)
         quiet_s = min(QUIET_S, self.rules.older_than_s) if is_dead else self.rules.older_than_s
         if not kept and age_s < quiet_s:
@@ -283,7 +283,7 @@ def collect(path: str, store: Store, rules: GarbageRules, *, package: str) -> Co
         if garbage.kind == LOCK and LOCK_NAME in garbage.names:
             removed.append(LOCK_NAME)  # releasing the lock has removed its file
         if now is not None and now.kind == TOMBSTONE:
-            with contextlib.suppress(OSError):  # somebody else's files are in it
+            with contextlib.suppress(OSError):  # it has other files
                 store.remove_prefix(path)
     except FileExistsError:
         return CollectionResult(garbage=replace(garbage, kept="a save was committed there meanwhile"))
@@ -362,7 +362,7 @@ def _remove_files(garbage: Garbage, store: Store, removed: list[str]) -> None:
 
 
 def _remove_broken(garbage: Garbage, store: Store, removed: list[str]) -> None:
-    """Remove the manifest first: what is left then is no checkpoint, rather than a damaged one."""
+    """Remove the manifest first, so that the rest is not taken for a damaged checkpoint."""
     if MANIFEST_NAME in garbage.names:
         _unlink(garbage.path, MANIFEST_NAME, store, removed)
         store.sync(garbage.path)
@@ -373,7 +373,7 @@ def _remove_broken(garbage: Garbage, store: Store, removed: list[str]) -> None:
 
 def _unlink(path: str, name: str, store: Store, removed: list[str]) -> None:
     reach("gc: removing")
-    with contextlib.suppress(FileNotFoundError):  # by its save itself
+    with contextlib.suppress(FileNotFoundError):  # its save has removed it
         store.remove(os.path.join(path, name))
         removed.append(name)
 
@@ -413,7 +413,7 @@ def temporaries_in(
                 yield _left_by(made, path, entry, store, rules)
             elif recursive and entry.kind == PREFIX:
                 yield from temporaries_in(path, store, rules, of, recursive=True)
-        except OSError:  # gone, or closed to this user
+        except OSError:  # removed meanwhile, or this user may not read it
             continue
 
 

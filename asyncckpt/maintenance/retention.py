@@ -1,4 +1,4 @@
-"""Retention: applies a policy to a root, and removes the checkpoints that it gives up.
+"""Retention: applies a policy to a root, and removes the checkpoints that the policy gives up.
 
 Only one process at a time prunes a root: rank 0 of a manager, or `asyncckpt prune` while no training saves there.
 
@@ -400,7 +400,7 @@ def _remove_rest(path: str, save_id: SaveId, store: Store, *, is_locked: bool) -
         owner = owner_of(name)
         if owner is None:
             continue
-        with contextlib.suppress(FileNotFoundError):  # by its save itself
+        with contextlib.suppress(FileNotFoundError):  # its save has removed it
             if not store.stat(os.path.join(path, name)).is_object:
                 continue
             if owner > save_id:
@@ -416,7 +416,7 @@ def _remove_rest(path: str, save_id: SaveId, store: Store, *, is_locked: bool) -
 
 def _remove_directory(path: str, store: Store) -> None:
     """Remove the directory. If this process dies, it stays, empty or with the lock file."""
-    with contextlib.suppress(OSError):  # somebody else's files are in it, or a later save's
+    with contextlib.suppress(OSError):  # it has other files, or files of a later save
         reach("retention: removing directory")
         store.remove_prefix(path)
 

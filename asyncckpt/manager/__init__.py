@@ -1,1 +1,1 @@
-"""`CheckpointManager`: when a training saves, what it goes on from, and what stays on disk."""
+"""`CheckpointManager`: when a training saves, from which checkpoint it resumes, which checkpoints stay. Preemption."""

@@ -24,8 +24,8 @@ from asyncckpt.manager.preemption import had_dataloader_workers
 from asyncckpt.training_step import step_in
 
 SAMPLE = 64
-"""Number of sampled parameters, and of sampled buffers, at about 100 ns each a step. Chosen: a step writes to all
-parameters that it trains, and a forward pass to all buffers that it updates."""
+"""Number of sampled parameters, and of sampled buffers, at about 100 ns each a step. Chosen: a training step writes to
+all parameters that it trains, and a forward pass to all buffers that it updates."""
 
 _VERSION, _GRADIENT = attrgetter("_version"), attrgetter("grad")
 _NOT_ASKED = object()
@@ -35,7 +35,7 @@ class LastState:
     """Holds the last state and its step, and counts writes since. Used by the training thread.
 
     Args:
-        is_enabled: False: nothing is held, and no call costs anything.
+        is_enabled: Whether to hold a state; if not, all calls return at once.
     """
 
     def __init__(self, is_enabled: bool) -> None:
@@ -154,7 +154,8 @@ def _objects(state: Any) -> Iterator[Any]:
 
 def _evenly_spaced(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return at most `SAMPLE` of the tensors, evenly spaced, the last one included."""
-    unique = list({id(one): one for one in tensors if not one.is_inference()}.values())  # those have no versions
+    # Inference tensors have no version counters.
+    unique = list({id(one): one for one in tensors if not one.is_inference()}.values())
     if len(unique) <= SAMPLE:
         return unique
     return [unique[(n + 1) * len(unique) // SAMPLE - 1] for n in range(SAMPLE)]

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: the parts that decide when to save, what to restore and what to keep, put together."""
+"""`CheckpointManager`: combines save policies, restore, retention and preemption in one public class."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from asyncckpt.training_step import checked_step
 
 
 class StepNames:
-    """The names of the directories that the checkpoints of a root are saved to.
+    """The names of the directories in a root to which checkpoints are saved.
 
     Args:
         root: Absolute path of the root.
@@ -82,10 +82,10 @@ class StepNames:
         return self._format.format(step=step)
 
     def path(self, step: int) -> str:
-        """Return its absolute path.
+        """Return the absolute path of the directory of `step`.
 
         Raises:
-            ConfigError: `step` is no step.
+            ConfigError: `step` is not a valid step.
         """
         return checkpoint_path(os.path.join(self._root, self.name(checked_step(step))))
 
@@ -96,7 +96,7 @@ _CHECKPOINTER_KEYWORDS = {field.name for field in dataclasses.fields(Checkpointe
 """Keywords that a manager passes on to the checkpointer that it makes."""
 
 _COUNTS: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-"""By root: numbers of the managers of several ranks in this process. All ranks make as many managers of one root."""
+"""For each root, numbers for its managers with several ranks. All ranks make the same number of managers for a root."""
 
 _log = logging.getLogger("asyncckpt")
 
@@ -192,7 +192,7 @@ class CheckpointManager:
         if type(shared) is not bool:
             raise ConfigError(f"shared={shared!r}: expected True or False", field="shared", value=repr(shared))
         check_seconds("save_interval_s", save_interval_s)
-        SavePolicy(save_interval_steps, save_on_steps, save_when, None)  # refuses before anything is started
+        SavePolicy(save_interval_steps, save_on_steps, save_when, None)  # checks its arguments before a worker starts
         self._advisor = IntervalAdvisor(mtbf_s)
         self._owns_checkpointer = checkpointer is None
         self.checkpointer = checkpointer or AsyncCheckpointer(**{"overwrite": True, **fields})
@@ -212,7 +212,7 @@ class CheckpointManager:
             self._interval_clock = clock
             self._policy = SavePolicy(save_interval_steps, save_on_steps, save_when, clock)
             self._shared, self._has_claimed = shared, False
-            # An object store has nothing that a process holds and that ends with it.
+            # An object store has no lock that is freed when its holder dies.
             has_lock = rank.rank == 0 and not shared and not is_object_url(self.root)
             self._root_lock = RootLock(self.root) if has_lock else None
             self._retention = RootRetention(
@@ -237,7 +237,7 @@ class CheckpointManager:
         is_leader = self._rank.rank == 0
         return SharedClock(interval_s, is_leader=is_leader, poll_now=ranks.poll_now, poll_often=ranks.poll_often)
 
-    # ---- going on after a restart -----------------------------------------------------------------------------------
+    # ---- resuming ---------------------------------------------------------------------------------------------------
 
     def restore(
         self,
@@ -247,7 +247,7 @@ class CheckpointManager:
         strict: bool = True,
         **options: Any,
     ) -> RestoredCheckpoint | None:
-        """Load the newest checkpoint that verifies, from memory if it is there, into `state`; on all ranks the same.
+        """Load the newest sound checkpoint into `state`, from memory if possible. All ranks load the same one.
 
         Broken checkpoints are skipped with a warning, as by `restore_latest`. Checkpoints of a branch that a rollback
         has abandoned are tried last. Full-precision masters that the checkpoint lacks are set from the weights
@@ -331,7 +331,7 @@ class CheckpointManager:
                 value=repr(before),
             )
 
-    # ---- what is there ----------------------------------------------------------------------------------------------
+    # ---- listing and pins -------------------------------------------------------------------------------------------
 
     def latest_step(self) -> int | None:
         """Return the step of the newest committed checkpoint, by lineage; None if there is none. Reads manifests."""
@@ -356,7 +356,7 @@ class CheckpointManager:
         self._retention.pin(self._names.path(step))
 
     def unpin(self, step: int) -> bool:
-        """Take the pin of `step` off. Returns whether there was one.
+        """Remove the pin of `step`. Returns whether there was one.
 
         Raises:
             ConfigError: `step` is no step.
@@ -367,7 +367,7 @@ class CheckpointManager:
     # ---- saving -----------------------------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:
-        """Return whether to save at `step`: it is due, or the ranks stop there. Call it on every rank, at every step.
+        """Return whether to save at `step`: a save is due, or the ranks stop there. Call it on all ranks, at all steps.
 
         The only system call reads the clock, unless the ranks are deciding where to stop; see `reached_preemption`.
         False for the step that was saved or restored last.
@@ -404,7 +404,7 @@ class CheckpointManager:
             **kw: Further arguments of the checkpointer's `save`.
 
         Returns:
-            What the checkpointer returns: a `SaveHandle`, or None from a `SyncCheckpointer`, which has committed it.
+            A `SaveHandle`; None with a `SyncCheckpointer`, which has then committed the checkpoint.
 
         Raises:
             DirectoryInUseError: Another live manager saves to this root; raised on every rank.
@@ -450,7 +450,7 @@ class CheckpointManager:
         return handle
 
     def _free_at_the_end(self, hold: DirectoryHold, handle: SaveHandle | None, *, is_committed: bool = True) -> None:
-        """Allow retention to remove the directory once the save has ended; one without a handle has. Idempotent."""
+        """Allow retention to remove the directory once the save has ended; without handle it has ended. Idempotent."""
         if not isinstance(handle, SaveHandle):
             return self._retention.save_ended(hold, is_committed=is_committed)
         retention = self._retention
@@ -495,12 +495,12 @@ class CheckpointManager:
         if self._shared or (self._has_claimed and lock is None):
             return
         if self._has_claimed and self._rank.world_size > 1:
-            return  # RootRetention looks whether it was lost; one rank must not stay away from a save of all
+            return  # RootRetention checks whether the lock was lost; rank 0 alone must not refuse a save of all ranks
         try:
             claim(lock, self.checkpointer._coordination, self.checkpointer.config.plan_timeout_s)
         except DirectoryInUseError:
             raise
-        except AsyncCkptError as error:  # the save will fail for the same reason, and say so
+        except AsyncCkptError as error:  # the save will fail with the same error
             _log.warning(
                 "%s: the ranks could not tell each other whether rank 0 has locked this directory: %s", self.root, error
             )
@@ -524,7 +524,7 @@ class CheckpointManager:
         self._retention.wait(None if timeout is None else max(0.0, began + timeout - time.monotonic()))
 
     def close(self) -> None:
-        """Wait for pending saves, and free everything. Idempotent; does nothing in a forked child.
+        """Wait for pending saves, and release all resources. Idempotent; does nothing in a forked child.
 
         After a preemption signal it waits no longer than what is left of `grace_s`: the worker finishes what is staged.
         """

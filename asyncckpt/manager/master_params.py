@@ -1,4 +1,4 @@
-"""Mixed precision: master parameters, the full-precision copies that an optimizer keeps of low-precision weights.
+"""Master parameters of mixed precision: the full-precision copies that an optimizer keeps of low-precision weights.
 
 Such an optimizer updates the masters and writes the rounded result into the weights. If a checkpoint holds only the
 weights, the masters are still the old ones after a load, and the first step overwrites the loaded weights.
@@ -25,13 +25,13 @@ _IN_STATE = ("master_param", "master_params", "master_weight", "fp32_param", "ma
 
 
 def master_pairs(optimizer: Any) -> list[Pair]:
-    """Return the pairs (weight, master) of an optimizer; empty: it has no masters that are known here.
+    """Return the pairs (weight, master) of an optimizer; empty if it has no masters that are known here.
 
-    Looked for, in this order: a method `master_param_pairs()` that returns them (the protocol for your own
-    optimizers); lists of groups as Megatron-LM, apex and DeepSpeed name them, on the optimizer or on apex amp's
+    The masters are found by, in this order: a method `master_param_pairs()` that returns them (the protocol for your
+    own optimizers); lists of groups as Megatron-LM, apex and DeepSpeed name them, on the optimizer or on apex amp's
     `_amp_stash`; `param_groups_master` beside `param_groups` (apex FusedAdam); `optimizer.state[weight]` with
-    "master_param", "master_weight" or "fp32_param" (Transformer Engine and others). A wrapper's inner `optimizer` is
-    looked at as well.
+    "master_param", "master_weight" or "fp32_param" (Transformer Engine and others). The attribute `optimizer` of a
+    wrapper is searched as well.
     """
     own = getattr(optimizer, "master_param_pairs", None)
     found = list(own()) if callable(own) else [*_in_groups(optimizer), *_in_state(optimizer)]
@@ -43,14 +43,14 @@ def master_pairs(optimizer: Any) -> list[Pair]:
 
 
 def refresh_master_params(optimizer: Any, *, but: Iterable[torch.Tensor] = ()) -> int:
-    """Set an optimizer's full-precision masters from its weights, where the two do not belong together.
+    """Set those full-precision masters of an optimizer that do not fit their weights from the weights.
 
-    A master that rounds to its weight, bit for bit, stays: it is more precise than the weight. With stochastic rounding
-    this test does not work; then call this only if the checkpoint had no masters.
+    A master that rounds to its weight, bit for bit, stays unchanged: it is more precise than the weight. With
+    stochastic rounding this test does not work; then call this function only if the checkpoint had no masters.
 
     Args:
         optimizer: An optimizer whose masters `master_pairs` finds.
-        but: Masters that stay in any case.
+        but: Masters that are never changed.
 
     Returns:
         Number of masters that were set.
@@ -144,6 +144,6 @@ def _is_pair(weight: Any, master: Any) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits, which are equal to themselves where a NaN is not."""
+    """Return the bits of a tensor, for comparison: NaN does not equal itself, but its bits do."""
     local = getattr(tensor, "_local_tensor", tensor)
     return flat_bytes(local)

@@ -1,7 +1,7 @@
-"""A noticeboard on which ranks post small values by name and read those of other ranks, without any collective.
+"""A noticeboard: ranks post small values by name, and read those of other ranks, without a collective.
 
-It is kept in the store of the default process group, or by the worker where there is no process group, as in a first
-save (`distributed.rendezvous`). Nothing here waits for another rank.
+The values are in the store of the default process group, or in the worker if there is no process group, as in a first
+save (`distributed.rendezvous`). No call waits for another rank.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from asyncckpt.errors import AsyncCkptError, SaveFailedError
 
 
 class Noticeboard(ABC):
-    """Values that ranks post by name; each name is used once. Used by one thread at a time.
+    """Values that ranks post by name. Each name is used once. Used by one thread at a time.
 
-    Every method raises an AsyncCkptError when the store or the worker cannot be reached, and blocks for its answer.
+    Each method raises an AsyncCkptError if the store or the worker cannot be reached, and blocks for its answer.
     """
 
     @abstractmethod
@@ -28,7 +28,7 @@ class Noticeboard(ABC):
 
     @abstractmethod
     def from_rank_0(self, name: str) -> bytes | None:
-        """Return the value of rank 0; None: it has posted none yet. For names under which no other rank posts."""
+        """Return the value of rank 0; None: it has posted none yet. Only for names under which no other rank posts."""
 
     @abstractmethod
     def has_any(self, name: str) -> bool:
@@ -36,7 +36,7 @@ class Noticeboard(ABC):
 
     @abstractmethod
     def is_complete(self, name: str) -> bool:
-        """Return whether all ranks have posted under `name`: then `value_of` returns the value of any."""
+        """Return whether all ranks have posted under `name`, so that `value_of` may be called."""
 
     @abstractmethod
     def missing(self, name: str) -> list[int]:
@@ -60,12 +60,12 @@ class StoreNoticeboard(Noticeboard):
         self._posted: set[str] = set()
 
     def post(self, name: str, data: bytes) -> None:
-        if name in self._posted:  # it would be counted twice
+        if name in self._posted:  # else this rank would be counted twice
             return
         self._posted.add(name)
 
         def put() -> None:
-            # IMPORTANT: the counter last: whoever sees a name counted finds its value.
+            # IMPORTANT: add to the counter last: a rank that reads the counter must find the values.
             self._store.set(f"{name}/{self._rank.rank}", b"=" + data)
             if self._store.add(f"{name}/count", 1) == self._rank.world_size:
                 self._store.set(f"{name}/all", b"1")
@@ -110,7 +110,7 @@ class WorkerNoticeboard(Noticeboard):
         self._exchange.post(self._prefix + name, b"=" + data)
 
     def from_rank_0(self, name: str) -> bytes | None:
-        if self._posted_for != name:  # the worker gives values out once all ranks have posted
+        if self._posted_for != name:  # the worker returns values only after all ranks have posted
             self.post(name, b"")
             self._posted_for = name
         return self.value_of(name, 0) if self.is_complete(name) else None
@@ -133,7 +133,7 @@ def noticeboard_of(rank: RankInfo, exchange: Exchange, name: str) -> Noticeboard
 
     Args:
         rank: Rank of this process, and the number of ranks.
-        exchange: How the ranks reach each other.
+        exchange: The exchange through which the ranks communicate.
         name: Name of the noticeboard, the same on all ranks, and used once.
 
     Raises:
@@ -155,5 +155,5 @@ def _reach(ask: Any) -> Any:
         raise
     except RuntimeError as error:  # DistStoreError, DistNetworkError
         raise SaveFailedError(
-            f"the process group's store is gone: {error}", code="exchange", detail=str(error)[:1000]
+            f"the process group's store cannot be reached: {error}", code="exchange", detail=str(error)[:1000]
         ) from error

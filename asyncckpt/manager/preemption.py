@@ -1,4 +1,4 @@
-"""Preemption: a training is asked to stop, by a signal, by another rank, or by the program itself."""
+"""Preemption: stops a training at one step on all ranks, after a signal or a call of `request` on any rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from asyncckpt.manager.step_agreement import BEFORE_ALL, StepCoordinator, StopAg
 from asyncckpt.save_handle import SaveHandle
 
 _TEXTS = ("DataLoader worker (pid", "Pin memory thread exited unexpectedly", "unable to open shared memory object")
-"""How torch's RuntimeErrors for dead workers begin."""
+"""First words of torch's RuntimeErrors about dead DataLoader workers."""
 
 _CUT_OFF = (ConnectionError, EOFError, FileNotFoundError)
 """Errors of reading a batch that a DataLoader worker had sent only in part when it died."""
@@ -37,13 +37,13 @@ _TORCH_HANDLER = "torch.utils.data._utils.signal_handling"
 
 
 def had_dataloader_workers() -> bool:
-    """Return whether a DataLoader of this process has started workers. Takes no time."""
+    """Return whether a DataLoader of this process has started workers. Cheap."""
     handling = sys.modules.get(_TORCH_HANDLER)
     return handling is not None and bool(getattr(handling, "_SIGCHLD_handler_set", True))
 
 
 def is_from_killed_dataloader_workers(error: BaseException) -> bool:
-    """Return whether `error` was raised while a batch was fetched, because workers of that DataLoader are dead."""
+    """Return whether `error` was raised while a batch was fetched, because workers of that DataLoader have died."""
     iterators = [found for code, frame in _frames_of(error) if (found := _iterator_at(code, frame)) is not None]
     if not iterators or _DATASET_ERROR in str(error):
         return False
@@ -57,7 +57,7 @@ def _frames_of(error: BaseException) -> Iterator[tuple[CodeType, FrameType]]:
 
 
 def _iterator_at(code: CodeType, frame: FrameType) -> Any:
-    """Return the DataLoader's iterator of which `frame` is the `__next__`; torchdata has classes of the same names."""
+    """Return the DataLoader's iterator if `frame` runs its `__next__`, else None. Also for torchdata's classes."""
     if code.co_name != "__next__":
         return None
     found = frame.f_locals.get("self")
@@ -73,9 +73,10 @@ def _is_fetching(frame: FrameType | None) -> bool:
 
 
 class DataLoaderDeathFilter:
-    """Suppresses what torch's SIGCHLD handler raises about dead DataLoader workers while no batch is fetched.
+    """Suppresses errors of torch's SIGCHLD handler about dead DataLoader workers, unless a batch is being fetched.
 
-    Nothing is lost: fetching the next batch raises for the same dead workers. Used in the main thread and in handlers.
+    No error is lost: fetching the next batch raises one for the same workers. Used in the main thread and in signal
+    handlers.
     """
 
     def __init__(self) -> None:
@@ -130,10 +131,10 @@ def checked_signals(given: int | Iterable[int] | None) -> tuple[signal.Signals, 
 class SignalRecorder:
     """Records when the first of some signals arrived. Its handlers are installed from `install` to `restore`.
 
-    The handler that was installed before is called as well, unless it is a default one that ends the process: that end
-    is what preemption delays. Two cases delay nothing and only call the earlier handler: a forked child (a pool may end
-    its children by SIGTERM), and a handler that `restore` could not remove, because another one was installed after it
-    or `restore` ran outside of the main thread.
+    The handler that was installed before is called as well, unless it is a default one that ends the process, since
+    preemption delays that end. In two cases only the earlier handler is called, and nothing is delayed: in a forked
+    child (a pool may end its children by SIGTERM), and if `restore` could not remove this handler, because another one
+    was installed later or `restore` ran outside of the main thread.
 
     IMPORTANT: the handler takes no lock and writes no log, as it may interrupt code that holds a lock.
 
@@ -169,7 +170,7 @@ class SignalRecorder:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(signal.Signals(number))
-        # A recorder that was installed later, and is in use, calls this one too: then nothing ends the process.
+        # If a recorder that was installed later calls this handler, do not end the process.
         if os.getpid() != self._pid or (self._is_over and self._is_in_place(number)):
             self._call_earlier(before, number, frame)
             return
@@ -180,7 +181,7 @@ class SignalRecorder:
             before(number, frame)
 
     def _is_in_place(self, number: int) -> bool:
-        return signal.getsignal(number) == self._handle  # a bound method is another object each time it is asked for
+        return signal.getsignal(number) == self._handle  # not `is`: each access makes a new bound method
 
     @staticmethod
     def _call_earlier(before: Any, number: int, frame: FrameType | None) -> None:
@@ -214,7 +215,7 @@ _NUMBERS = itertools.count()
 
 
 class Preemption:
-    """Whether the training was asked to stop, and at which step it does. Used by the training thread.
+    """Records whether the training was asked to stop, and decides the step at which it stops. For the training thread.
 
     Args:
         signals: A signal, or several, that ask to stop; empty: only `request` does; None: preemption is off.
@@ -267,7 +268,7 @@ class Preemption:
         if self.stopping is not None:
             return self.stopping.stops_at(step)
         if self._stopped_at is None:
-            # A step that was passed stays passed: the training may have been told that it is not the last one.
+            # The answer for a step must not change from False to True: the training may have continued after it.
             if self._recorder.received_at is None or step <= self._passed:
                 self._passed = max(self._passed, step)
                 return False
@@ -281,16 +282,16 @@ class Preemption:
 
     @property
     def grace_left_s(self) -> float | None:
-        """Seconds of grace that are left, at least 0; None: nobody has asked to stop."""
+        """Seconds of grace that are left, at least 0; None: the training was not asked to stop."""
         noticed = None if self.stopping is None else self.stopping.stop_seen_at
         since = self._recorder.received_at if self._recorder.received_at is not None else noticed
         return None if since is None else max(0.0, since + self._grace_s - time.monotonic())
 
     @contextlib.contextmanager
     def log_if_late(self, step: int) -> Iterator[None]:
-        """Log an error if the grace time ends before the `with` block does: the process may be killed then.
+        """Log an error if the grace time ends before the `with` block does: the process may then be killed.
 
-        Does nothing before somebody has asked to stop.
+        Does nothing if the training was not asked to stop.
         """
         left_s = self.grace_left_s
         if left_s is None:
@@ -332,8 +333,8 @@ class Preemption:
 
         Blocks: at most for what is left of `grace_s`.
         """
-        # IMPORTANT: ask `done`, not the class of an error: a save itself may fail with a TimeoutError, and that of
-        # Python 3.10's futures is another class.
+        # IMPORTANT: use `done` to find out whether the wait timed out: a save may fail with a TimeoutError itself, and
+        # in Python 3.10 the TimeoutError of futures is another class.
         concurrent.futures.wait([handle.staged], self.grace_left_s or 0.0)
         if not handle.staged.done():
             self._log_late(handle.step)
@@ -375,7 +376,10 @@ class FrameworkPreemption:
         def find() -> Exchange:
             found = find_exchange(rank)
             if found is None:
-                raise SaveFailedError("the process group has no store by which the ranks could agree", code="exchange")
+                raise SaveFailedError(
+                    "preemption: the ranks cannot agree on a step, since the process group has no store",
+                    code="exchange",
+                )
             return found
 
         self._coordinator = StepCoordinator(rank, find, f"training-{next(_NUMBERS) if rank.world_size > 1 else 0}")
@@ -393,7 +397,8 @@ class FrameworkPreemption:
         return self._preemption.stops_at(step)
 
     def __enter__(self) -> FrameworkPreemption:
-        # Before the first step, which may take longer than the others wait: this rank can report that it passed none.
+        # Start before the first step, which may take longer than other ranks wait: the poller reports that it has not
+        # ended.
         self._coordinator.start()
         return self
 

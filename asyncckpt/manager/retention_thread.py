@@ -1,4 +1,4 @@
-"""The checkpoints in a manager's root: every rank can list them; on rank 0 a thread removes old ones."""
+"""The checkpoints in a manager's root: lists them on each rank, and removes old ones in a thread on rank 0."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _log = logging.getLogger("asyncckpt")
 
 
 class RetentionThread:
-    """Runs a function in a thread when asked to; requests that come while it runs are served by one more run.
+    """Runs a function in a thread on request. Requests that come while it runs are served by one more run.
 
-    The thread ends when there is nothing to do, so that it does not keep alive what the function refers to.
+    The thread ends when there is nothing to do, so that it does not keep the objects alive that the function uses.
 
     Args:
         work: Function to run. Errors that it raises are logged.
@@ -98,9 +98,11 @@ class RetentionThread:
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """Finish the requested runs, and end. Idempotent.
+        """Finish the requested runs, and end the thread. Idempotent.
 
-        Blocks: at most `timeout_s`. What is not removed by then is removed by the next manager of the root.
+        If that takes longer than `timeout_s`, the next manager of the root removes the rest.
+
+        Blocks: at most `timeout_s`.
         """
         self._end()
         thread = self._thread
@@ -126,7 +128,7 @@ class DirectoryHold:
 class RootRetention:
     """The checkpoints in a root: lists them, and on rank 0 removes those that the retention policy gives up.
 
-    `save_ended` may be called in any thread, the rest in the training's.
+    `save_ended` may be called in any thread, the other methods in the training thread.
 
     Args:
         root: Absolute path of the root.
@@ -167,7 +169,7 @@ class RootRetention:
     def save_begins(
         self, save: DirectoryHold, max_wait_s: float, is_hurried: Callable[[], bool] = lambda: False
     ) -> None:
-        """Note that a save begins: nothing is removed from its directory until it has ended.
+        """Record that a save begins. Its directory is not removed until it has ended.
 
         Blocks: at most `max_wait_s`, until the checkpoints that are given up are removed, so that the disk does not
         fill up because saves are faster than removals. After a wait that timed out, later calls do not wait until a
@@ -189,11 +191,11 @@ class RootRetention:
             self._busy.setdefault(save.name, set()).add(save)
 
     def save_ended(self, save: DirectoryHold, *, is_committed: bool) -> None:
-        """Note that a save was committed, has failed, or could not begin. Idempotent."""
+        """Record that a save was committed, has failed, or could not begin. Idempotent."""
         with self._lock:
             if is_committed:
                 self._broken.discard(save.name)
-                self._restored = None  # from here on the metadata of the newest checkpoint name it
+                self._restored = None  # from now on it is in the metadata of the newest checkpoint
             holds = self._busy.get(save.name, set())
             holds.discard(save)
             if not holds:
@@ -207,7 +209,7 @@ class RootRetention:
             return set(self._busy)
 
     def request_prune(self) -> None:
-        """Start to remove what the policy gives up, beside the training."""
+        """Start the removal of the checkpoints that the policy gives up, in the thread."""
         if self._is_leader and self._policy.max_to_keep is not None:
             self._removal_thread.request()
 
@@ -223,7 +225,7 @@ class RootRetention:
             package=__version__,
             score=self._best_fn,
             broken=broken,
-            busy=self._busy.keys(),  # a live view: a save may begin during the removals
+            busy=self._busy.keys(),  # a view, not a copy: a save may begin during the removals
             dead_after_s=self._dead_after_s,
             restored=restored,
             verifies=self._verifies,
@@ -234,7 +236,7 @@ class RootRetention:
         return self._root_lock is None or not self._root_lock.is_lost
 
     def _has_root(self) -> bool:
-        """Return whether the lock is held; a lock whose file somebody has removed is taken again."""
+        """Return whether the lock is held. Take it again if its file was removed."""
         if self._is_ours():
             return True
         assert self._root_lock is not None
@@ -281,7 +283,7 @@ class RootRetention:
         try:
             steps = self.all_steps()
         except OSError as error:
-            _log.debug("cannot look at %s: %s", self._root, error)
+            _log.debug("cannot list the checkpoints in %s: %s", self._root, error)
             return
         if steps:
             _log.warning(
@@ -321,10 +323,13 @@ class RootRetention:
         self._abandoned = frozenset(
             os.path.join(self._root, one.name) for one in self._survey().stored if one.is_abandoned
         )
-        return sorted(found, key=lambda one: one.path in self._abandoned)  # the order is kept otherwise
+        return sorted(found, key=lambda one: one.path in self._abandoned)  # stable: otherwise the order stays
 
     def restored(self, found: RestoredCheckpoint) -> None:
-        """Note what was loaded, and what was broken. Removes nothing: a manager that only restores has no lock."""
+        """Record which checkpoint was loaded, and which were broken.
+
+        Removes none: a manager that only restores has no lock.
+        """
         with self._lock:
             self._restored = SaveId.parse(found.save_id)
             self._broken |= {os.path.basename(one.path) for one in found.skipped}
@@ -334,11 +339,11 @@ class RootRetention:
             )
 
     def pin(self, path: str) -> None:
-        """As `maintenance.pins.pin`."""
+        """Pin the checkpoint at `path`. Errors and Blocks: as `maintenance.pins.pin`."""
         pin(path, self._store)
 
     def unpin(self, path: str) -> bool:
-        """As `maintenance.pins.unpin`."""
+        """Unpin the checkpoint at `path`. Errors: as `maintenance.pins.unpin`."""
         return unpin(path, self._store)
 
     @property

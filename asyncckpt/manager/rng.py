@@ -1,4 +1,4 @@
-"""The state of every random number generator that a training uses, as one value of a state dict."""
+"""`RngState`: the states of the random number generators of a training, as one value of a state dict."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import torch
 
 
 class RngState:
-    """Captures the generators of Python, numpy (if it has been imported), torch's CPU and every CUDA device.
+    """Saves and restores the generators of Python, numpy (if it has been imported), torch's CPU and all CUDA devices.
 
-    Put one into the state: `{"model": model, "rng": RngState()}`. A save captures the generators as they are at that
-    call; a load puts them back. On several ranks, each has its own: `PerRank(RngState())`. Not captured are generators
-    that you have made yourself (`torch.Generator`, `numpy.random.default_rng`, `random.Random`), and those of the
-    DataLoader's workers, which it seeds from torch's in each epoch.
+    Put one into the state: `{"model": model, "rng": RngState()}`. A save stores the states of the generators at the
+    time of the call, and a load restores them. On several ranks each rank has its own: `PerRank(RngState())`. Not
+    included are generators that you have made yourself (`torch.Generator`, `numpy.random.default_rng`,
+    `random.Random`), and those of DataLoader workers, which the DataLoader seeds from torch's in each epoch.
 
-    What a checkpoint lacks keeps its state: numpy's where the save had not imported it, devices that were not there.
+    Generators that a checkpoint lacks keep their state: numpy's if numpy was not imported at the save, and those of
+    devices that did not exist.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,7 +59,7 @@ class RngState:
 
     @staticmethod
     def _of_numpy(found: Any) -> dict[str, Any]:
-        if found["bit_generator"] != "MT19937":  # somebody has called numpy.random.set_bit_generator
+        if found["bit_generator"] != "MT19937":  # the program has called numpy.random.set_bit_generator
             return {"state": found}
         return {
             "name": found["bit_generator"],
@@ -72,7 +73,7 @@ class RngState:
     def _load_numpy(found: dict[str, Any]) -> None:
         try:
             import numpy.random
-        except ModuleNotFoundError:  # nothing here can draw from it
+        except ModuleNotFoundError:  # this process has no numpy, so no such generator
             return
         if "state" in found:
             numpy.random.set_state(found["state"])

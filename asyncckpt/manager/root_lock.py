@@ -1,14 +1,14 @@
-"""The lock of a root: one training at a time saves to a directory. It ends with the process that holds it.
+"""The lock of a root, so that only one training at a time saves to a directory. It ends when its holder dies.
 
-Two live trainings would save under the same names, and each would remove what the other one still needs. The lock is
-an open-file-description lock (fcntl, `F_OFD_SETLK`) on `.asyncckpt.lock`: shared file systems enforce it between nodes,
-the kernel frees it when its holder dies, and it stays when this process opens and closes the file elsewhere, for
-example to copy the directory. Forked children close it.
+Two trainings would save under the same names, and each would remove checkpoints that the other one needs. The lock is
+an open-file-description lock (fcntl, `F_OFD_SETLK`) on `.asyncckpt.lock`. Shared file systems enforce it between nodes,
+the kernel frees it when its holder dies, and it stays if this process opens and closes the file elsewhere, for example
+to copy the directory. Forked children close it.
 
-Where the file system has no locks, the file is a lease. Its holder writes a new number into it every `RENEW_S`. A
+If the file system has no locks, the file is a lease. Its holder writes a new number into it every `RENEW_S` seconds. A
 process that finds a lease waits. If the lease is renewed meanwhile, the process is refused; if it is not renewed for
-`LEASE_S`, the process takes it. Clocks of other machines are not used. A holder that was stopped for longer than
-`LEASE_S` loses the lease, and is told so at its next save.
+`LEASE_S` seconds, the process takes it. Clocks of other machines are not used. A holder that was stopped for longer
+than `LEASE_S` loses the lease, and its next save raises an error.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from asyncckpt.errors import AsyncCkptError, DirectoryInUseError, from_wire, to_
 
 ROOT_LOCK_NAME = ".asyncckpt.lock"
 MAX_NBYTES = 4096
-"""Bound of the lock file's text, which names the holder."""
+"""Most bytes of the lock file, which names the holder."""
 
 LEASE_S = 30.0
 RENEW_S = 5.0
-"""Chosen: a second training is refused within `RENEW_S`; a restarted one waits `LEASE_S` for a lease of a dead one."""
+"""Chosen: a second training is refused within `RENEW_S`; a restarted one waits `LEASE_S` for a dead one's lease."""
 
 SETTLE_S = 1.0
-"""Wait after taking a lease: of two processes that take it at once, the last one has it. Chosen, longer than the time
-from reading a lease to taking it."""
+"""Seconds to wait after taking a lease: of two processes that take it at the same time, the last one has it. Chosen:
+longer than the time from reading a lease to taking it."""
 
 POLL_S = 0.2
-"""How often a lease of another process is looked at."""
+"""Seconds between reads of another process's lease."""
 
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""NFS without its lock service, Lustre without `-o flock`, FUSE."""
+"""Errors of file systems without locks: NFS without its lock service, Lustre without `-o flock`, FUSE."""
 
 _TRIES = 100
 """Attempts to open and lock the file, which its holder may remove between the two. Chosen."""
@@ -92,7 +92,7 @@ class RootLock:
             if self._is_released or (self._is_held() and not self._is_lost()):
                 return
             self._drop()
-            self._is_refused = True  # until the lock is taken: an earlier one is lost
+            self._is_refused = True  # until the lock is taken
             if self._path in _held:
                 raise self._refusal(os.getpid(), socket.gethostname())
             try:
@@ -136,7 +136,7 @@ class RootLock:
                 fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WHOLE_FILE)
                 if self._is_there(fd):
                     self._fd, fd = fd, -1
-                    with contextlib.suppress(OSError):  # a full disk: it is held all the same
+                    with contextlib.suppress(OSError):  # a full disk: the lock is held even without the text
                         os.ftruncate(self._fd, 0)
                         os.pwrite(self._fd, self._record(), 0)
                     return
@@ -169,9 +169,9 @@ class RootLock:
             time.sleep(POLL_S)
             try:
                 seen = _read(self._path)
-            except FileNotFoundError:  # its holder has ended
+            except FileNotFoundError:  # the holder has released it
                 break
-            if seen and seen != first:  # empty: its holder is writing it
+            if seen and seen != first:  # if empty, the holder is writing it
                 raise self._refusal(*_holder(seen))
         token = secrets.token_hex(8)
         mine = f"{self._path}.{token}"
@@ -185,7 +185,7 @@ class RootLock:
             raise
         time.sleep(SETTLE_S)
         found = _read(self._path)
-        if found.get("token") != token:  # another one took it in the same moment, after us
+        if found.get("token") != token:  # another process took it at the same time, after this one
             raise self._refusal(*_holder(found))
         self._token = token
         thread = BackgroundThread(_renew, "asyncckpt-lease", (weakref.ref(self), self._ended), end=self._ended.set)
@@ -202,7 +202,8 @@ class RootLock:
             self._number += 1
             try:
                 with open(self._path, "r+b", buffering=0) as file:
-                    # IMPORTANT: look and write through one open file: a file that has replaced it is another's.
+                    # IMPORTANT: check and write through one open file: if the file is replaced between the two, the
+                    # write must not change the lease of another process.
                     if _parsed(file.read(MAX_NBYTES)).get("token") != self._token:
                         raise FileNotFoundError
                     file.seek(0)
@@ -255,7 +256,7 @@ class RootLock:
         with self._lock:
             self._is_released = True
             self._ended.set()
-            # IMPORTANT: remove the file before it is unlocked. After that it may be another training's.
+            # IMPORTANT: remove the file before it is unlocked. Afterwards another training may have locked it.
             if self._is_held() and not self._is_lost():
                 with contextlib.suppress(OSError):
                     os.unlink(self._path)
@@ -270,7 +271,7 @@ class RootLock:
                 os.close(fd)
 
     def leave_to_parent(self) -> None:
-        """Close the lock in a forked child, which would otherwise keep its parent's lock alive."""
+        """Close the lock file in a forked child, which would otherwise keep the parent's lock."""
         self._lock = threading.Lock()
         self._drop()
 
@@ -285,7 +286,7 @@ def claim(lock: RootLock | None, ranks: Coordination | None, timeout_s: float) -
 
     Args:
         lock: The lock on rank 0; None on the others.
-        ranks: Coordination of the ranks; None: there is one rank.
+        ranks: How the ranks communicate; None: there is one rank.
         timeout_s: Seconds to wait for the other ranks.
 
     Raises:
@@ -295,7 +296,7 @@ def claim(lock: RootLock | None, ranks: Coordination | None, timeout_s: float) -
     Blocks: for the other ranks; and as `RootLock.take`.
     """
 
-    if ranks is None and lock is None:  # the checkpointer is the user's own: its ranks cannot exchange anything
+    if ranks is None and lock is None:  # a checkpointer of the user's, whose ranks cannot communicate
         return
 
     def take() -> str:

@@ -1,4 +1,4 @@
-"""When to save: every N steps or seconds, at given steps, or when a function of the user returns true."""
+"""Save policies: save every N steps or seconds, at given steps, or when a function of the user returns true."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncckpt.training_step import checked_step
 
 
 class LocalClock:
-    """Whether `save_interval_s` has passed, on one rank.
+    """Tells whether `save_interval_s` seconds have passed since the last save, for one rank.
 
     Args:
         interval_s: Seconds from one save to the next.
@@ -30,7 +30,7 @@ class LocalClock:
         self._last = now()
 
     def save_begun(self) -> None:
-        """Count the seconds from now on: a save has begun, for whatever reason."""
+        """Start a new interval, because a save has begun, for any reason."""
         self._last = self._now()
 
     def is_due(self, step: int) -> bool:
@@ -39,7 +39,7 @@ class LocalClock:
 
 
 class SavePolicy:
-    """At which steps to save: those for which any of the arguments says so; at all steps if none is given.
+    """Decides at which steps to save: those for which any of the arguments says so, or all if none is given.
 
     Args:
         interval_steps: Save at multiples of this.
@@ -77,7 +77,7 @@ class SavePolicy:
 
         Blocks: as the clock does.
         """
-        # Ask each, whatever the others say: a SharedClock must see every step.
+        # Call the clock in any case: a SharedClock must see each step.
         due = self._clock is not None and self._clock.is_due(step)
         due |= self._interval_steps is not None and step % self._interval_steps == 0
         due |= self._on_steps is not None and step in self._on_steps
@@ -166,17 +166,17 @@ class IntervalAdvisor:
 
 
 AHEAD_S = 10.0
-"""How far ahead rank 0 decides: if steps become slower, a save is late by at most this. Chosen."""
+"""Seconds for which rank 0 decides ahead. If steps become slower, a save is late by at most this. Chosen."""
 
 MAX_AHEAD = 1000
-"""Largest number of steps to decide at once, however fast they are. Chosen: minutes, should they become slow."""
+"""Most steps for which rank 0 decides at once. Chosen: if fast steps become slow, these take minutes."""
 
 WAIT_S = 60.0
-"""How long a rank waits for a decision of rank 0. After that it saves no more for save_interval_s."""
+"""Seconds that a rank waits for a decision of rank 0. After that it ignores save_interval_s."""
 
 
 class SharedClock:
-    """Whether `save_interval_s` has passed by the clock of rank 0, which decides some steps ahead for all ranks.
+    """Tells whether `save_interval_s` has passed by the clock of rank 0, which decides some steps ahead for all ranks.
 
     Rank 0 posts its decisions as records on the noticeboard, and the other ranks follow them. The training thread calls
     `is_due` and `save_begun`, the poller's thread `poll`; what both use is changed under `_changed`.
@@ -212,7 +212,7 @@ class SharedClock:
         self._gave_up = False
 
     def save_begun(self) -> None:
-        """Count the seconds from now on: a save has begun, for whatever reason."""
+        """Start a new interval, because a save has begun, for any reason."""
         with self._changed:
             self._last = self._now()
 
@@ -231,7 +231,7 @@ class SharedClock:
                 if left_s <= 0:
                     self._gave_up = True
                     _log.error(
-                        "rank 0 has not decided for %.0f s when to save; this rank saves no more for save_interval_s",
+                        "rank 0 has not decided for %.0f s when to save; this rank now ignores save_interval_s",
                         WAIT_S,
                     )
                 else:
@@ -245,7 +245,7 @@ class SharedClock:
         return self._decided_until is not None and step < self._decided_until
 
     def _plan(self, step: int) -> None:
-        """On rank 0: decide for the next steps."""
+        """Decide for the next steps; on rank 0 only."""
         now, begin = self._now(), step if self._decided_until is None else self._decided_until
         pace_s = None
         if self._mark is not None and step > self._mark[0]:
@@ -270,7 +270,7 @@ class SharedClock:
         self._changed.notify_all()
 
     def poll(self, board: Noticeboard) -> None:
-        """Post the records, on rank 0; read them, on the others.
+        """Post the records on rank 0; read them on other ranks.
 
         Raises:
             AsyncCkptError: The board cannot be reached.
@@ -283,9 +283,9 @@ class SharedClock:
             record = self._unposted[0] if self._unposted else None
         if record is None:
             return False
-        board.post(f"plan/{self._next}", record)  # IMPORTANT: outside of the lock, for which the training would wait
+        board.post(f"plan/{self._next}", record)  # IMPORTANT: without the lock, else the training would wait
         with self._changed:
-            self._unposted.popleft()  # only now: what could not be posted is tried again by the next poll
+            self._unposted.popleft()  # not before: if posting fails, the next poll tries again
         return True
 
     def _read_next(self, board: Noticeboard) -> bool:

@@ -1,8 +1,9 @@
-"""How all ranks agree to stop at the same step, once one of them was asked to stop.
+"""Agreement of all ranks on the step at which they stop, once one of them was asked to stop.
 
-No rank waits for another before that. Once a rank was asked (by a signal, or because another rank has posted that it
-was), it posts the last step that it has passed, and waits. The ranks stop at the first step after all posted ones: none
-is beyond it, and a rank that is behind can reach it without collectives that others no longer take part in.
+No rank waits for another before that. A rank that was asked to stop, by a signal or because another rank has posted
+that it was, posts the last step that it has passed, and waits. All ranks stop at the first step after the posted ones.
+No rank is beyond that step, and ranks that are behind can reach it, since the others still take part in all collectives
+before it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _log = logging.getLogger("asyncckpt")
 
 
 class StopAgreement:
-    """This rank's part in the agreement. The training thread calls `stops_at`, the poller's thread `poll`.
+    """Takes part in the agreement for this rank. The training thread calls `stops_at`, the poller's thread `poll`.
 
     Args:
         world_size: Number of ranks.
@@ -92,10 +93,10 @@ class StopAgreement:
         return (self._signalled_at() is not None or self._has_seen_stop) and step > self._passed
 
     def poll(self, board: Noticeboard) -> None:
-        """Read the board, and post what is due.
+        """Read the noticeboard, and post the values of this rank that the others need now.
 
         Raises:
-            AsyncCkptError: The board cannot be reached.
+            AsyncCkptError: The noticeboard cannot be reached.
         """
         if self.stop_step is not None:
             return
@@ -105,7 +106,7 @@ class StopAgreement:
         if not self._has_seen_stop and not self._has_posted_stop and not board.has_any(STOP):
             return
         with self._changed:
-            # IMPORTANT: from here on `stops_at` waits. The step that is posted below must stay the last one passed.
+            # IMPORTANT: from now on `stops_at` waits, because no step may be passed after the one that is posted below.
             self._has_seen_stop = True
             if self.stop_seen_at is None:
                 self.stop_seen_at = time.monotonic()
@@ -116,7 +117,7 @@ class StopAgreement:
         self._decide(board)
 
     def post_passed(self, board: Noticeboard) -> None:
-        """Post the last step that this rank has passed; once. At the end of a training it is posted unasked.
+        """Post the last step that this rank has passed, once. At the end of a training it is posted in any case.
 
         Raises:
             AsyncCkptError: The board cannot be reached.
@@ -126,7 +127,7 @@ class StopAgreement:
             self._has_posted_passed = True
 
     def post_ended(self, board: Noticeboard, step: int | None) -> None:
-        """Post that this rank ends at `step`, or has nothing to save (None); once. Raises as `post_passed`."""
+        """Post that this rank ends at `step`, or has nothing to save (None), once. Raises as `post_passed`."""
         if not self._has_posted_ended:
             board.post(ENDED, json.dumps(step).encode())
             self._has_posted_ended = True
@@ -163,15 +164,15 @@ class StopAgreement:
 
 
 IDLE_POLL_S = 0.5
-"""Time between two polls while there is nothing to decide: how late a rank may see that another was asked to stop. The
+"""Seconds between polls while there is nothing to decide. A rank notices so late that another was asked to stop. The
 grace time of most schedulers is 30 s. Chosen; a poll costs a message to the store or worker."""
 
 URGENT_POLL_S = 0.01
-"""Time between two polls while the training waits."""
+"""Seconds between polls while the training waits."""
 
 URGENT_FOR_S = 2.0
 WARN_AFTER = 3
-"""Failed polls in a row before a warning: at the end of a training, the rank that hosts the store may end first."""
+"""Consecutive failed polls before a warning: at the end of a training, the rank that hosts the store may end first."""
 
 
 class NoticeboardPoller:
@@ -240,7 +241,7 @@ class NoticeboardPoller:
                 _log.warning("the ranks cannot agree on when to save or to stop for now: %s", error)
             self._urgent_until = float("-inf")
         except Exception:
-            _log.exception("the ranks cannot agree on when to save or to stop any more")
+            _log.exception("the ranks can no longer agree on when to save or to stop")
             self._ended = True
 
     def _end(self) -> None:
@@ -263,7 +264,7 @@ class NoticeboardPoller:
             try:
                 last(self._board)
             except AsyncCkptError as error:
-                _log.debug("the other ranks cannot be told that this one has ended: %s", error)
+                _log.debug("cannot post for the other ranks that this one has ended: %s", error)
 
 
 CLOSE_TIMEOUT_S = 5.0
@@ -271,11 +272,11 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class StepCoordinator:
-    """What the ranks of one training have to agree on at each step, and the poller for it; nothing on one rank.
+    """Runs the agreements of the ranks of one training on steps, with one poller. Does nothing if there is one rank.
 
     Args:
         rank: Rank of this process, and the number of ranks.
-        find: Returns the exchange by which the ranks reach each other; called by the first poll. None: there is none.
+        find: Returns the exchange through which the ranks communicate; called by the first poll. None: there is none.
         name: Name of the noticeboard, as for `noticeboard_of`.
     """
 
@@ -285,7 +286,7 @@ class StepCoordinator:
         self._poller: NoticeboardPoller | None = None
 
     def prepare(self, stopping: StopAgreement | None, plan: SharedClock | None) -> None:
-        """Set what there is to agree on.
+        """Set the agreements: on the step at which to stop, and on save_interval_s.
 
         Raises:
             ConfigError: The ranks have no exchange, since the checkpointer is made of the user's own parts.
@@ -308,7 +309,7 @@ class StepCoordinator:
         return noticeboard_of(self._rank, self._exchange(), self._name)
 
     def start(self) -> None:
-        """Start polling, at the first step: only then is the process group sure to be there."""
+        """Start polling. Called at the first step, when the process group has surely been initialized."""
         if self._poller is not None:
             self._poller.start()
 
@@ -323,11 +324,11 @@ class StepCoordinator:
             self._poller.poll_often()
 
     def why_no_common_end(self, step: int | None, within_s: float) -> str:
-        """Stop polling, and return why not all ranks end at `step`; empty: they do. See `StopAgreement`.
+        """Stop polling, and return why not all ranks end at `step`, as `StopAgreement.why_no_common_end` does.
 
         Blocks: as `StopAgreement.why_no_common_end`, and for a poll that is running.
         """
-        answer = ["the ranks cannot reach each other"]
+        answer = ["the ranks cannot communicate"]
         stopping = self._stopping
         if stopping is None or self._poller is None:
             return ""
@@ -340,7 +341,7 @@ class StepCoordinator:
         return answer[0]
 
     def close(self) -> None:
-        """Stop polling, and post how far this rank has come, so that no other rank waits for it. Idempotent."""
+        """Stop polling, and post the last step of this rank, so that no other rank waits for it. Idempotent."""
         if self._poller is None:
             return
         stopping = self._stopping

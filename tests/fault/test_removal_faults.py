@@ -38,7 +38,7 @@ pytestmark = pytest.mark.fault
 CODES = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ESTALE, errno.EINTR]
 DISKS = RecordingFiles
 """Flushes nothing, so that the thousands of tries are quick."""
-ANSWERS = ("its manifest cannot be read", "no committed checkpoint is beside it")
+ANSWERS = ("its manifest cannot be read", "its parent has no committed checkpoint")
 """Of gc, when it is not sure that it may remove something."""
 
 
