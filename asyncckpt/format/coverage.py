@@ -2,8 +2,8 @@
 
 There are three checks, the cheapest first:
 
-1. Sums (`Tally`, `suspects`). Each rank turns its chunks of a tensor into one number, and the numbers of all ranks must
-   add up to a known one. A hash gives each coordinate of each dimension a number. The sum of a run of elements is the
+1. Sums (`Tally`, `tensors_with_wrong_sums`). Each rank turns its chunks of a tensor into one number, and the numbers
+   of all ranks must add up to a known one. A hash gives each coordinate of each dimension a number. The sum of a run of elements is the
    number of its start minus the number of its end, and the sum of a box is the product of its runs. At the border of
    two adjacent boxes the numbers cancel. So boxes that hold each element exactly once have the same sum as a single box
    with the tensor's shape. Other boxes do so with a probability of about 2**-58 (ADR 0018).
@@ -45,7 +45,7 @@ def coverage_fault(global_shape: tuple[int, ...], boxes: Sequence[Box]) -> str |
         return None
     filled = [box for box in boxes if 0 not in box[1]]
     wanted, found = math.prod(global_shape), sum(math.prod(sizes) for _, sizes in filled)
-    if found == wanted and _fits_together(filled, tuple((0, n) for n in global_shape)):
+    if found == wanted and _cover_once(filled, tuple((0, n) for n in global_shape)):
         return None
     if len(filled) > 1 and not is_affordable(filled, len(global_shape)):
         # IMPORTANT: refuse them even though they may be correct: comparing boxes made by an attacker could take hours.
@@ -75,7 +75,7 @@ def is_affordable(boxes: Sequence[Box], n_dims: int) -> bool:
     return pairs <= MAX_PAIRS
 
 
-def _fits_together(boxes: list[Box], region: tuple[tuple[int, int], ...], cuts: int = 0) -> bool:
+def _cover_once(boxes: list[Box], region: tuple[tuple[int, int], ...], cuts: int = 0) -> bool:
     """Whether `boxes` cover `region` ((start, end) in each dimension) exactly once. False: they may or may not.
 
     If no box crosses a cut through the region, the two sides are checked separately. So thousands of boxes of device
@@ -87,7 +87,7 @@ def _fits_together(boxes: list[Box], region: tuple[tuple[int, int], ...], cuts: 
         return [tuple((o, o + s) for o, s in zip(*box, strict=True)) for box in boxes] == [region]
     others = (tuple(start for start, _ in region[1:]), tuple(end - start for start, end in region[1:]))
     if all((offsets[1:], sizes[1:]) == others for offsets, sizes in boxes):  # rows, the most frequent case
-        return _are_joined(sorted((offsets[0], sizes[0]) for offsets, sizes in boxes), *region[0])
+        return _are_adjacent(sorted((offsets[0], sizes[0]) for offsets, sizes in boxes), *region[0])
     for d, (start, end) in enumerate(region):
         slabs: list[list[Box]] = []
         bounds = [start]
@@ -107,11 +107,11 @@ def _fits_together(boxes: list[Box], region: tuple[tuple[int, int], ...], cuts: 
         bounds.append(end)
         if len(slabs) > 1:
             parts = zip(slabs, itertools.pairwise(bounds), strict=True)
-            return all(_fits_together(slab, (*region[:d], part, *region[d + 1 :]), cuts + 1) for slab, part in parts)
+            return all(_cover_once(slab, (*region[:d], part, *region[d + 1 :]), cuts + 1) for slab, part in parts)
     return False
 
 
-def _are_joined(runs: Sequence[tuple[int, int]], start: int, end: int) -> bool:
+def _are_adjacent(runs: Sequence[tuple[int, int]], start: int, end: int) -> bool:
     for first, n in runs:
         if first != start:
             return False
@@ -122,7 +122,7 @@ def _are_joined(runs: Sequence[tuple[int, int]], start: int, end: int) -> bool:
 MAX_BOXES = 3
 """Most missing boxes that a message names."""
 
-MAX_BESIDE = 4
+MAX_ADJACENT = 4
 """Most ranks with adjacent boxes, and most ranks without any, that a message names."""
 
 MAX_PIECES = 256
@@ -152,18 +152,19 @@ def located_fault(
     twice = find_overlap(stored) if may_look else None
     if twice is not None:
         (one, first), (other, second) = filled[twice[0]], filled[twice[1]]
-        return f"rank {one} stores {shown(first)} and rank {other} {shown(second)}: elements of both are stored twice"
+        overlapping = f"rank {one} stores {box_text(first)} and rank {other} {box_text(second)}"
+        return f"{overlapping}: elements of both are stored twice"
     missing = missing_boxes(global_shape, stored)
     if not missing:
         return fault
-    parts = [f"{shown(box)} is missing{_beside(box, filled)}" for box in missing[:MAX_BOXES]]
+    parts = [f"{box_text(box)} is missing{_adjacent_text(box, filled)}" for box in missing[:MAX_BOXES]]
     if len(missing) > MAX_BOXES:
         parts.append(f"and {len(missing) - MAX_BOXES} more boxes")
     nothing = f"; {_ranks_list(idle)} it without storing any of it" if idle else ""
     return f"{fault}: {', '.join(parts)}{nothing}"
 
 
-def shown(box: Box) -> str:
+def box_text(box: Box) -> str:
     """Return a box as text: `[first:end,first:end]`."""
     runs = [f"{offset}:{offset + size}" for offset, size in zip(*box, strict=True)]
     return f"[{','.join(runs[:MAX_DIMS])}{',...' if len(runs) > MAX_DIMS else ''}]"
@@ -173,13 +174,13 @@ def missing_boxes(global_shape: tuple[int, ...], boxes: Sequence[Box]) -> list[B
     """Return boxes that hold the elements that `boxes` lack; none if there would be more than `MAX_PIECES`."""
     missing: list[Box] = [((0,) * len(global_shape), global_shape)] if 0 not in global_shape else []
     for box in sorted(boxes):
-        missing = [piece for old in missing for piece in _without(old, box)]
+        missing = [piece for old in missing for piece in _subtracted(old, box)]
         if len(missing) > MAX_PIECES:
             return []
     return _joined(missing)
 
 
-def _without(box: Box, cut: Box) -> list[Box]:
+def _subtracted(box: Box, cut: Box) -> list[Box]:
     """Return `box` without the elements of `cut`, as at most two boxes for each dimension."""
     low = [max(o, p) for o, p in zip(box[0], cut[0], strict=True)]
     high = [min(o + s, p + t) for o, s, p, t in zip(*box, *cut, strict=True)]
@@ -197,12 +198,12 @@ def _without(box: Box, cut: Box) -> list[Box]:
 
 
 def _joined(boxes: list[Box]) -> list[Box]:
-    """Join adjacent boxes that form one box. `_without` splits a missing box along the edges of the boxes around it."""
+    """Join adjacent boxes that form one box, which `_subtracted` has split along the edges of other boxes."""
     for d in range(len(boxes[0][0]) if boxes else 0):
         joined: list[Box] = []
-        for offsets, sizes in sorted(boxes, key=lambda b, d=d: (_others(b, d), b[0][d])):  # type: ignore[misc]
+        for offsets, sizes in sorted(boxes, key=lambda b, d=d: (_other_dims(b, d), b[0][d])):  # type: ignore[misc]
             last = joined[-1] if joined else None
-            is_alike = last is not None and _others(last, d) == _others((offsets, sizes), d)
+            is_alike = last is not None and _other_dims(last, d) == _other_dims((offsets, sizes), d)
             if last is not None and is_alike and last[0][d] + last[1][d] == offsets[d]:
                 joined[-1] = (last[0], (*sizes[:d], last[1][d] + sizes[d], *sizes[d + 1 :]))
             else:
@@ -211,20 +212,20 @@ def _joined(boxes: list[Box]) -> list[Box]:
     return sorted(boxes, key=lambda box: -math.prod(box[1]))
 
 
-def _others(box: Box, d: int) -> tuple[tuple[int, ...], ...]:
+def _other_dims(box: Box, d: int) -> tuple[tuple[int, ...], ...]:
     return box[0][:d], box[0][d + 1 :], box[1][:d], box[1][d + 1 :]
 
 
-def _beside(hole: Box, filled: Sequence[tuple[int, Box]]) -> str:
+def _adjacent_text(hole: Box, filled: Sequence[tuple[int, Box]]) -> str:
     """Return text that names the ranks with boxes adjacent to the missing box `hole`."""
-    found = [(rank, box) for rank, box in filled if _touch(hole, box)]
-    shown_ = [f"rank {rank} holds {shown(box)}" for rank, box in found[:MAX_BESIDE]]
-    if len(found) > MAX_BESIDE:
-        shown_.append(f"{len(found) - MAX_BESIDE} more boxes are")
-    return f" ({' and '.join(shown_)} beside it)" if shown_ else ""
+    found = [(rank, box) for rank, box in filled if _share_face(hole, box)]
+    texts = [f"rank {rank} holds {box_text(box)}" for rank, box in found[:MAX_ADJACENT]]
+    if len(found) > MAX_ADJACENT:
+        texts.append(f"{len(found) - MAX_ADJACENT} more boxes are")
+    return f" ({' and '.join(texts)} beside it)" if texts else ""
 
 
-def _touch(a: Box, b: Box) -> bool:
+def _share_face(a: Box, b: Box) -> bool:
     """Whether two disjoint boxes share a face."""
     gaps = [max(o, p) - min(o + s, p + t) for o, s, p, t in zip(*a, *b, strict=True)]
     return gaps.count(0) == 1 and max(gaps, default=1) == 0
@@ -233,8 +234,8 @@ def _touch(a: Box, b: Box) -> bool:
 def _ranks_list(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]} names"
-    text = ", ".join(map(str, ranks[:MAX_BESIDE]))
-    more = f" and {len(ranks) - MAX_BESIDE} more" if len(ranks) > MAX_BESIDE else ""
+    text = ", ".join(map(str, ranks[:MAX_ADJACENT]))
+    more = f" and {len(ranks) - MAX_ADJACENT} more" if len(ranks) > MAX_ADJACENT else ""
     return f"ranks {text}{more} name"
 
 
@@ -400,7 +401,7 @@ class Counter:
 _hash: Callable[[bytes, int], int] = xxhash.xxh3_64_intdigest
 
 
-def suspects(tallies: Sequence[Tally], structures: Sequence[bytes], seed: int) -> set[str] | None:
+def tensors_with_wrong_sums(tallies: Sequence[Tally], structures: Sequence[bytes], seed: int) -> set[str] | None:
     """Return the stored names of the tensors whose sums are wrong.
 
     A tensor that belongs to a rank by its name is returned if another rank stores it, or if it is not stored exactly
@@ -481,7 +482,7 @@ def uncovered(
         with no_collections():
             if tallies is None:
                 tallies = [tally_of(data, rank, seed) for rank, data in enumerate(structures)]
-            doubtful = suspects(tallies, structures, seed)
+            doubtful = tensors_with_wrong_sums(tallies, structures, seed)
             if doubtful is not None and not doubtful:
                 return []
             return _uncovered(structures, doubtful)

@@ -44,7 +44,7 @@ from asyncckpt.interop.checkpoint_files import belongs, copy_file, is_carried_ov
 from asyncckpt.interop.sources.detect import OURS, kind_at
 from asyncckpt.interop.sources.torch_file import is_torch_file
 from asyncckpt.maintenance.gc import CONVERSION, TemporaryKind
-from asyncckpt.storage.checkpoint_dir import is_pinned, known_standing_at
+from asyncckpt.storage.checkpoint_dir import is_pinned, manifest_or_error
 from asyncckpt.storage.commit import LOCK_TIMEOUT_S
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import MODE_FILE, Files, fsync_directory, put_new_name, save_failure
@@ -467,7 +467,7 @@ def _refuse_pinned_or_saving(path: str, files: Files) -> None:
     names = files.listdir(path)
     alive = {owner for owner in map(owner_of, names) if owner is not None}
     if MANIFEST_NAME in names:
-        standing = known_standing_at(path, LocalStore(files))
+        standing = manifest_or_error(path, LocalStore(files))
         if standing is not None:
             own = standing.save_id
             alive = {one for one in alive if one != own and not _is_older(one, own)}

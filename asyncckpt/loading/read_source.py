@@ -35,7 +35,7 @@ from asyncckpt.recall.mapped_snapshot import MappedSnapshot
 from asyncckpt.recall.memory_overlay import OverlaidFiles, staged_contents
 from asyncckpt.recall.session import RecallSession, is_served
 from asyncckpt.recall.snapshots import ANSWER_S, HeldSnapshot, endpoint_of, held_snapshots, snapshots_of
-from asyncckpt.storage.checkpoint_dir import standing_at
+from asyncckpt.storage.checkpoint_dir import manifest_if_readable
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import store_over
@@ -137,7 +137,7 @@ def read_from_source(
     if source == "memory":
         return _read_uncommitted(path, source, endpoint, files, use, None)
     if source == "auto" and not once and is_served(endpoint_of(endpoint)):
-        committed_save = standing_at(path, store_over(files))
+        committed_save = manifest_if_readable(path, store_over(files))
         if committed_save is not None:
             with contextlib.suppress(NotInMemory):
                 return _read_committed(path, str(committed_save.save_id), endpoint, files, use)
@@ -162,7 +162,7 @@ def read_consistent(path: str, files: Files, use: Callable[[Contents], T]) -> T:
             return use(read_any(path, files))
         except CorruptCheckpointError as error:
             owner = owner_of(error.file or "")
-            committed_save = standing_at(path, store_over(files)) if owner is not None else None
+            committed_save = manifest_if_readable(path, store_over(files)) if owner is not None else None
             # A file of the save that is committed now is not missing because of an overwrite: it is damaged.
             if owner is None or committed_save is None or committed_save.save_id == owner or attempt == MAX_ATTEMPTS:
                 raise
@@ -313,7 +313,7 @@ def _staged_source(
         newest = next((s for s in found if s.complete), found[0])
         if not newest.complete:
             raise NotInMemory(f"it lacks ranks {newest.missing[:20]} of save {newest.save_id}", newest)
-        committed_save = standing_at(path, store_over(files))
+        committed_save = manifest_if_readable(path, store_over(files))
         is_same = committed_save is not None and committed_save.save_id == newest.save_id
         if source == "auto" and committed_save is not None and not is_same:
             raise NotInMemory(f"save {committed_save.save_id} was committed meanwhile")

@@ -29,7 +29,7 @@ from asyncckpt.format.names import (
     temporary_tombstone_name,
 )
 from asyncckpt.storage.catalog import COMMITTED, scan
-from asyncckpt.storage.checkpoint_dir import is_finished, standing_at, tombstone_at
+from asyncckpt.storage.checkpoint_dir import is_finished, manifest_if_readable, tombstone_if_readable
 from asyncckpt.storage.commit import remove_dcp_metadata
 from asyncckpt.storage.store import OBJECT, PREFIX, Entry, Store, UnsupportedByStoreError, exclusively
 
@@ -128,7 +128,7 @@ def garbage_at(path: str, store: Store, rules: GarbageRules, *, is_locked: bool 
         return found_there.broken(owners, store) if owners and rules.broken else None
     if MANIFEST_NAME not in found:
         return found_there.garbage(ATTEMPT, owners) if owners else None
-    standing, tombstone = standing_at(path, store), tombstone_at(path, store)
+    standing, tombstone = manifest_if_readable(path, store), tombstone_if_readable(path, store)
     if tombstone is not None:
         return found_there.beside_tombstone(owners, tombstone)
     if standing is None:
@@ -351,9 +351,9 @@ def write_tombstone(
 
 
 def _remove_files(garbage: Garbage, store: Store, removed: list[str]) -> None:
-    stands = garbage.standing.save_id if isinstance(garbage.standing, Manifest) and garbage.kind != ATTEMPT else None
+    committed = garbage.standing.save_id if isinstance(garbage.standing, Manifest) and garbage.kind != ATTEMPT else None
     for save_id in garbage.save_ids:
-        if save_id != stands:
+        if save_id != committed:
             remove_dcp_metadata(garbage.path, save_id, None, store, is_locked=True)
     for name in garbage.names:
         if owner_of(name) is not None:

@@ -7,7 +7,7 @@ import os
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.format.names import SaveId, owner_of, quarantined_name
-from asyncckpt.storage.checkpoint_dir import standing_at
+from asyncckpt.storage.checkpoint_dir import manifest_if_readable
 from asyncckpt.storage.store import PREFIX, Store
 
 _MAX_NUMBER = 999_999_999
@@ -49,7 +49,7 @@ def quarantine_checkpoint(path: str, save_id: SaveId, store: Store) -> str | Non
 def _is_still(path: str, save_id: SaveId, store: Store) -> bool:
     if store.stat(path).kind != PREFIX:
         return False
-    standing = standing_at(path, store)
+    standing = manifest_if_readable(path, store)
     if standing is not None and standing.save_id != save_id:
         return False
     owners = {owner for name in store.names(path) if (owner := owner_of(name)) is not None}

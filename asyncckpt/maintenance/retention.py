@@ -34,7 +34,7 @@ from asyncckpt.maintenance.policy import (
     to_delete,
 )
 from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, scan
-from asyncckpt.storage.checkpoint_dir import is_finished, is_pinned, known_standing_at, known_tombstone_at, version_at
+from asyncckpt.storage.checkpoint_dir import is_finished, is_pinned, manifest_or_error, tombstone_or_error, version_at
 from asyncckpt.storage.commit import check_rank_files, remove_dcp_metadata
 from asyncckpt.storage.store import Store, exclusively
 from asyncckpt.storage.verification import verify_checkpoint
@@ -350,7 +350,7 @@ def remove_checkpoint(
     """
     with exclusively(store, path, LOCK_TIMEOUT_S) as is_locked:
         version = version_at(path, store)
-        standing = known_standing_at(path, store)
+        standing = manifest_or_error(path, store)
         if version is None or standing is None or standing.save_id != save_id or is_wanted():
             return False
         try:
@@ -380,11 +380,11 @@ def finish_removal(path: str, store: Store) -> bool:
 
     Blocks: as `remove_checkpoint`.
     """
-    tombstone = known_tombstone_at(path, store)
+    tombstone = tombstone_or_error(path, store)
     if tombstone is None or not tombstone.was_committed:
         return False
     with exclusively(store, path, LOCK_TIMEOUT_S) as is_locked:
-        tombstone = known_tombstone_at(path, store)
+        tombstone = tombstone_or_error(path, store)
         if tombstone is None or not tombstone.was_committed:
             return False
         _remove_rest(path, tombstone.save_id, store, is_locked=is_locked)

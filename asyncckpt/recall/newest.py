@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from asyncckpt.recall.snapshots import HeldSnapshot, held_snapshots
 from asyncckpt.storage.catalog import Candidate
-from asyncckpt.storage.checkpoint_dir import is_at_home, is_finished, standing_at
+from asyncckpt.storage.checkpoint_dir import is_at_home, is_finished, manifest_if_readable
 from asyncckpt.storage.locate import store_at
 from asyncckpt.storage.store import Store
 
@@ -55,7 +55,7 @@ def newest_candidates(root: str, on_disk: str | None, source: str, endpoint: str
     Blocks: for the worker's answer, as `held_snapshots`.
     """
     store, found = store_at(root), list[NewestCandidate]()
-    standing = None if on_disk is None else standing_at(on_disk, store)
+    standing = None if on_disk is None else manifest_if_readable(on_disk, store)
     for snapshot in _memory_only(_newest_in(root, endpoint), store, asked=source == "memory"):
         if standing is not None and snapshot.save_id <= standing.save_id:
             break
@@ -121,7 +121,7 @@ def _memory_only(snapshots: Iterable[HeldSnapshot], store: Store, *, asked: bool
     Unless `asked` for memory, leave out those whose directory was removed, with a warning.
     """
     for snapshot in snapshots:
-        standing = None if snapshot.committed else standing_at(snapshot.path, store)
+        standing = None if snapshot.committed else manifest_if_readable(snapshot.path, store)
         unfinished = standing is None or (
             standing.save_id == snapshot.save_id and not is_finished(snapshot.path, standing, store)
         )

@@ -26,7 +26,7 @@ from asyncckpt.format.names import (
     is_quarantined,
     owner_of,
 )
-from asyncckpt.storage.checkpoint_dir import dcp_metadata_owner, is_finished, tombstone_at
+from asyncckpt.storage.checkpoint_dir import dcp_metadata_owner, is_finished, tombstone_if_readable
 from asyncckpt.storage.files import named
 from asyncckpt.storage.locate import store_at
 from asyncckpt.storage.store import LINK, PREFIX, Store
@@ -43,7 +43,6 @@ _STATES: dict[type[Exception], str] = {CorruptCheckpointError: CORRUPT, Unsuppor
 _LOST = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 """Errors of a file system that has lost data, or has found that they are damaged."""
 
-_logger = logging.getLogger("asyncckpt")
 
 _log = logging.getLogger("asyncckpt")
 
@@ -174,7 +173,7 @@ def found_at(path: str, store: Store) -> Found | None:
         if MANIFEST_NAME in names:
             return Found(path=path, state=COMMITTED, manifest=read_newest_manifest(path, store))
     except CheckpointNotCommittedError as error:
-        state = ABANDONED if tombstone_at(path, store) is not None else INCOMPLETE
+        state = ABANDONED if tombstone_if_readable(path, store) is not None else INCOMPLETE
         return Found(path=path, state=state, error=error)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -303,7 +302,7 @@ def _largest_epoch(directory: str, store: Store) -> int:
         if MANIFEST_NAME in names:
             epochs.append(read_manifest(directory, store).save_id.epoch)
     except CheckpointNotCommittedError:
-        tombstone = tombstone_at(directory, store)
+        tombstone = tombstone_if_readable(directory, store)
         epochs += [] if tombstone is None else [tombstone.save_id.epoch]
     except (FileNotFoundError, NotADirectoryError):  # removed meanwhile, or a file
         return 0
@@ -352,10 +351,10 @@ def candidates_in(root: str, store: Store) -> list[Candidate]:
     """
     store = store.listed(root)
     found = [candidate for one in scan(root, store, links=True) if (candidate := _candidate(one, store)) is not None]
-    return sorted(found, key=_order, reverse=True)
+    return sorted(found, key=_sort_key, reverse=True)
 
 
-def _order(candidate: Candidate) -> tuple[bool, str]:
+def _sort_key(candidate: Candidate) -> tuple[bool, str]:
     """Sort key: a checkpoint without an ID may be the newest, and comes first, so that it is not skipped silently."""
     return candidate.save_id is None, candidate.save_id or ""
 
@@ -370,10 +369,10 @@ def _candidate(found: Found, store: Store) -> Candidate | None:
     except OSError as error:
         if is_broken(error):
             return Candidate(path=found.path, save_id=None)
-        _logger.warning("%s is skipped, it is %s: %s", found.path, found.state, found.error)
+        _log.warning("%s is skipped, it is %s: %s", found.path, found.state, found.error)
         return None  # this user may not read it, so cannot load it
     if not owners:  # its manifest.json is of another program
-        _logger.warning("%s is skipped, it has no file of a checkpoint: %s", found.path, found.error)
+        _log.warning("%s is skipped, it has no file of a checkpoint: %s", found.path, found.error)
         return None
     return Candidate(path=found.path, save_id=max(owners))  # loading it reports what is wrong
 

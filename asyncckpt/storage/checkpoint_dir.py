@@ -64,7 +64,7 @@ def prepare_directory(
         made = store.make_prefix(path, durable=fsync)
         if not made:
             refuse_around(path, save_id, store)
-        standing = refuse_standing(path, save_id, store, overwrite=overwrite)
+        standing = refuse_existing(path, save_id, store, overwrite=overwrite)
         if isinstance(standing, Manifest) and standing.save_id == save_id and not resumed:
             raise exists_error(path, save_id, standing, overwrite=overwrite)
         reach("directory: made")
@@ -86,7 +86,7 @@ def look_at_directory(path: str, *, save_id: SaveId, store: Store, overwrite: bo
     """
     refuse_inside(path, save_id, store)
     refuse_around(path, save_id, store)
-    refuse_standing(path, save_id, store, overwrite=overwrite)
+    refuse_existing(path, save_id, store, overwrite=overwrite)
 
 
 def remove_made(made: Sequence[str], store: Store) -> None:
@@ -97,16 +97,16 @@ def remove_made(made: Sequence[str], store: Store) -> None:
             store.remove_prefix(directory)
 
 
-def tombstone_at(path: str, store: Store) -> Tombstone | None:
+def tombstone_if_readable(path: str, store: Store) -> Tombstone | None:
     """Return the tombstone of the directory at `path`, or None if there is none that can be read."""
     try:
-        return known_tombstone_at(path, store)
+        return tombstone_or_error(path, store)
     except OSError:
         return None
 
 
-def known_tombstone_at(path: str, store: Store) -> Tombstone | None:
-    """Return the tombstone of the directory at `path`. Unlike `tombstone_at`, it raises if reading fails.
+def tombstone_or_error(path: str, store: Store) -> Tombstone | None:
+    """Return the tombstone of the directory at `path`. Unlike `tombstone_if_readable`, it raises if reading fails.
 
     Returns:
         The tombstone; None: there is none, or `manifest.json` is another document.
@@ -122,16 +122,16 @@ def known_tombstone_at(path: str, store: Store) -> Tombstone | None:
         return None
 
 
-def standing_at(path: str, store: Store) -> Manifest | None:
+def manifest_if_readable(path: str, store: Store) -> Manifest | None:
     """Return the manifest of the directory at `path`, or None if there is none that can be read."""
     try:
-        return _readable_at(path, store)
+        return _existing_manifest(path, store)
     except FileNotFoundError:
         return None
 
 
-def known_standing_at(path: str, store: Store) -> Manifest | None:
-    """Return the manifest of the directory at `path`. Unlike `standing_at`, it raises if reading fails.
+def manifest_or_error(path: str, store: Store) -> Manifest | None:
+    """Return the manifest of the directory at `path`. Unlike `manifest_if_readable`, it raises if reading fails.
 
     Returns:
         The manifest; None: there is no `manifest.json`, or this version cannot decode it as a manifest.
@@ -145,7 +145,7 @@ def known_standing_at(path: str, store: Store) -> Manifest | None:
         return None
 
 
-def _readable_at(path: str, store: Store) -> Manifest | None:
+def _existing_manifest(path: str, store: Store) -> Manifest | None:
     """Return the manifest of the directory at `path`, or None if `manifest.json` cannot be read.
 
     Raises:
@@ -210,8 +210,8 @@ def refuse_foreign_metadata(path: str, save_id: SaveId, store: Store) -> None:
         return
     if owner is None:
         raise CheckpointExistsError(
-            f"{path} already holds a checkpoint of torch.distributed.checkpoint ({DCP_METADATA_NAME} is not ours); it "
-            "was left untouched: save to another path",
+            f"{path} already holds a checkpoint of torch.distributed.checkpoint (asyncckpt did not write its "
+            f"{DCP_METADATA_NAME}); it was left untouched: save to another path",
             path=path,
             save_id=str(save_id),
             existing_save_id=None,
@@ -235,7 +235,7 @@ def version_at(path: str, store: Store) -> str | None:
         return None
 
 
-def refuse_standing(path: str, save_id: SaveId, store: Store, *, overwrite: bool) -> Manifest | Tombstone | None:
+def refuse_existing(path: str, save_id: SaveId, store: Store, *, overwrite: bool) -> Manifest | Tombstone | None:
     """Refuse a directory with a manifest or tombstone that the save may not replace.
 
     Two kinds may be replaced even without `overwrite`: an older manifest of layout "dcp" without `.metadata`, which
@@ -257,7 +257,7 @@ def refuse_standing(path: str, save_id: SaveId, store: Store, *, overwrite: bool
         OSError: A call failed, so it is unknown what the directory has.
     """
     try:
-        standing = _readable_at(path, store)
+        standing = _existing_manifest(path, store)
     except FileNotFoundError:
         return None
     if standing is not None and standing.save_id == save_id:
@@ -273,7 +273,7 @@ def refuse_standing(path: str, save_id: SaveId, store: Store, *, overwrite: bool
         store.stat(os.path.join(path, MANIFEST_NAME))
     except FileNotFoundError:
         return None
-    tombstone = tombstone_at(path, store) if standing is None else None
+    tombstone = tombstone_if_readable(path, store) if standing is None else None
     if tombstone is not None and tombstone.save_id < save_id:
         return tombstone
     if tombstone is not None:
@@ -338,16 +338,16 @@ def refuse_other_commits(path: str, save_id: SaveId, store: Store, *, overwrite:
     That save removes the files of this one, so calls in the block fail with ENOENT.
 
     Args:
-        path, save_id, store, overwrite: As of `refuse_standing`.
+        path, save_id, store, overwrite: As of `refuse_existing`.
 
     Raises:
         CheckpointExistsError: Another save has committed, and this one may not replace its manifest.
     """
-    refuse_standing(path, save_id, store, overwrite=overwrite)
+    refuse_existing(path, save_id, store, overwrite=overwrite)
     try:
         yield
     except FileNotFoundError:
-        refuse_standing(path, save_id, store, overwrite=overwrite)
+        refuse_existing(path, save_id, store, overwrite=overwrite)
         raise
 
 
@@ -394,7 +394,7 @@ def refuse_around(path: str, save_id: SaveId, store: Store) -> None:
     except FileNotFoundError:
         return
     for name in names:
-        standing = None if owner_of(name) is not None else standing_at(os.path.join(path, name), store)
+        standing = None if owner_of(name) is not None else manifest_if_readable(os.path.join(path, name), store)
         if standing is not None:
             inner = os.path.join(path, name)
             raise CheckpointExistsError(

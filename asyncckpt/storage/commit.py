@@ -39,10 +39,10 @@ from asyncckpt.storage.checkpoint_dir import (
     exists_error,
     has_dcp_metadata,
     is_finished,
+    manifest_if_readable,
+    refuse_existing,
     refuse_foreign_metadata,
     refuse_other_commits,
-    refuse_standing,
-    standing_at,
     version_at,
 )
 from asyncckpt.storage.rank_writer import RankResult
@@ -160,7 +160,7 @@ def publish(
     Blocks: for the writes; while another process holds the lock, at most `LOCK_TIMEOUT_S`.
     """
     reach("commit: begun")
-    standing = refuse_standing(path, manifest.save_id, store, overwrite=overwrite)
+    standing = refuse_existing(path, manifest.save_id, store, overwrite=overwrite)
     replaces = standing is not None and standing.save_id != manifest.save_id
     with contextlib.ExitStack() as stack:
         if dcp_metadata is not None:  # without a lock, readers and writers would see one of the two files alone
@@ -189,7 +189,7 @@ def _publish(
         reach("commit: parent flushed")
         if may_replace:
             version = version_at(path, store)
-            standing = refuse_standing(path, manifest.save_id, store, overwrite=overwrite)
+            standing = refuse_existing(path, manifest.save_id, store, overwrite=overwrite)
     except BaseException:
         if temporary is not None:
             store.remove_quietly(temporary)
@@ -282,15 +282,15 @@ def _put(path: str, manifest: Manifest, store: Store, version: str | None) -> No
         else:
             store.replace_if(final, data, version, temporary=temporary, durable=manifest.fsync)
     except UnknownOutcomeError as error:
-        standing = standing_at(path, store)
+        standing = manifest_if_readable(path, store)
         if standing is None or standing.save_id != manifest.save_id:
             raise _unknown(path, manifest.save_id, error) from error
     except OSError as error:
-        standing = standing_at(path, store)
+        standing = manifest_if_readable(path, store)
         if standing is not None and standing.save_id == manifest.save_id:
             return
         # If another save has committed meanwhile, that is the better message.
-        refuse_standing(path, manifest.save_id, store, overwrite=version is not None)
+        refuse_existing(path, manifest.save_id, store, overwrite=version is not None)
         if error.errno == errno.EEXIST:
             raise exists_error(path, manifest.save_id, standing, overwrite=False) from error
         raise
@@ -322,7 +322,7 @@ def remove_leftovers(path: str, keep: SaveId, *, store: Store) -> list[str]:
         The names of the removed files. Other files, links and directories stay. If the manifest of `keep` is not
         there, nothing is removed.
     """
-    standing = standing_at(path, store)
+    standing = manifest_if_readable(path, store)
     if standing is None or standing.save_id != keep:
         return []
     if standing.dcp is None and not _remove_dcp_metadata_quietly(path, store, before=keep):
@@ -348,7 +348,7 @@ def remove_files_of(path: str, save_id: SaveId, *, store: Store) -> list[str]:
     except OSError:
         return []
     else:
-        standing = standing_at(path, store)
+        standing = manifest_if_readable(path, store)
         if standing is None or standing.save_id == save_id:
             return []
     if not _remove_dcp_metadata_quietly(path, store, doomed=save_id):

@@ -22,11 +22,11 @@ STEP_NBYTES = 1 << 20
 cache."""
 
 
-THROUGH_STEP_NBYTES = 2 << 20
+BUFFERED_STEP_NBYTES = 2 << 20
 """Bytes of a step of ranges that are read through the page cache. On two cores, 1 MiB takes 9 % more processor time,
 and 256 KiB a third more, because each step makes some calls into torch (ADR 0026)."""
 
-THROUGH_EXTENT_NBYTES = 4 << 20
+BUFFERED_EXTENT_NBYTES = 4 << 20
 """Bytes of such ranges that one thread reads at a time. 8 and 16 MiB were slower with a cold cache: threads far apart
 in the file profit less from each other's read-ahead."""
 
@@ -68,7 +68,7 @@ class Wanted(NamedTuple):
         times: Number of ranges of `nbytes`, which begin `every` bytes apart. The sink gets them without gaps.
         every: With `times` of 1, the range consists of rows of `every` bytes, of which only some bytes are wanted. It
             is read through the page cache, because other processes of the machine want the other bytes. The sink gets
-            whole rows, or pieces that begin at multiples of `THROUGH_STEP_NBYTES` from `offset`.
+            whole rows, or pieces that begin at multiples of `BUFFERED_STEP_NBYTES` from `offset`.
         dense: All bytes of the rows are wanted. If the range is long enough, it is read like other ranges, and the sink
             gets pieces as with `every`, which never split an element.
     """
@@ -165,22 +165,22 @@ def plan_extents(
         else:
             extents.append([step])
     in_rows = sorted((w for w in request.wanted if w.times == 1 and w.every and w.nbytes), key=itemgetter(0))
-    dense = [w for w in in_rows if not _is_through(w)]
-    through = [w for w in in_rows if _is_through(w)]
-    return extents + _plan_rows(dense, threads, extent_nbytes) + _plan_rows(through, threads, THROUGH_EXTENT_NBYTES)
+    dense = [w for w in in_rows if not _is_buffered(w)]
+    buffered = [w for w in in_rows if _is_buffered(w)]
+    return extents + _plan_rows(dense, threads, extent_nbytes) + _plan_rows(buffered, threads, BUFFERED_EXTENT_NBYTES)
 
 
-def is_through(steps: Sequence[Step]) -> bool:
+def is_buffered(steps: Sequence[Step]) -> bool:
     """Whether an extent is read through the page cache from start to end, because it has rows with unwanted bytes."""
-    return bool(steps) and any(w.every and _is_through(w) for w in steps[0].wanted)
+    return bool(steps) and any(w.every and _is_buffered(w) for w in steps[0].wanted)
 
 
-def reads_through(request: ShardRequest) -> bool:
-    """Whether an extent of this file is read as `is_through` says."""
-    return any(w.every and w.times == 1 and _is_through(w) for w in request.wanted)
+def has_buffered_rows(request: ShardRequest) -> bool:
+    """Whether an extent of this file is read as `is_buffered` says."""
+    return any(w.every and w.times == 1 and _is_buffered(w) for w in request.wanted)
 
 
-def _is_through(w: Wanted) -> bool:
+def _is_buffered(w: Wanted) -> bool:
     return w.every > 0 and not (w.dense and w.nbytes >= EXACT_BELOW_NBYTES)  # short dense rows: fewer calls this way
 
 
@@ -189,7 +189,7 @@ def _plan_rows(wanted: Sequence[Wanted], threads: int, extent_nbytes: int) -> li
     limit = min(extent_nbytes, sum(w.nbytes for w in wanted) // (2 * threads))
     extents: list[list[Step]] = []
     for w in wanted:
-        end, joins = w.offset + w.nbytes, _is_through(w)
+        end, joins = w.offset + w.nbytes, _is_buffered(w)
         for low, high in itertools.pairwise((*_cuts(w), end)):
             step, last = Step(low, high, [w]), extents[-1] if extents else []
             if last and step.end - last[0].start <= limit and (joins or step.start == last[-1].end):
@@ -201,8 +201,8 @@ def _plan_rows(wanted: Sequence[Wanted], threads: int, extent_nbytes: int) -> li
 
 def _cuts(w: Wanted) -> Iterable[int]:
     """Return the offsets at which the steps of a range in rows begin."""
-    end, size = w.offset + w.nbytes, THROUGH_STEP_NBYTES
-    if w.every > size or not _is_through(w):
+    end, size = w.offset + w.nbytes, BUFFERED_STEP_NBYTES
+    if w.every > size or not _is_buffered(w):
         return range(w.offset, end, size // w.every * w.every or size)
     # At the last row before each multiple of `size` in the file, so that threads do not share pages.
     edges = range((w.offset // size + 1) * size, end, size)
@@ -211,7 +211,7 @@ def _cuts(w: Wanted) -> Iterable[int]:
 
 def buffer_nbytes(steps: Sequence[Step]) -> int:
     """Return the size of the buffer for an extent, in bytes: whole pages of the file."""
-    if is_through(steps):
+    if is_buffered(steps):
         return max(step.end - step.start for step in steps)
     return round_up(steps[-1].end) - steps[0].start // PAGE_NBYTES * PAGE_NBYTES
 

@@ -35,11 +35,11 @@ from asyncckpt.storage.read_plan import (
     Wanted,
     buffer_nbytes,
     fqns_of,
-    is_through,
+    has_buffered_rows,
+    is_buffered,
     pages_of,
     plan_batches,
     plan_extents,
-    reads_through,
     with_verifiers,
 )
 
@@ -48,11 +48,11 @@ DEFAULT_THREADS, BUFFERS_NBYTES = 4, 192 << 20
 besides its targets."""
 
 
-NEAR = 8
+MAX_SPARSITY = 8
 """For a batch of short ranges, the kernel is asked to read the bytes between them as well if at least one byte in
 this many is wanted. Chosen, not measured."""
 
-SAMPLES = 8
+CACHE_SAMPLES = 8
 """Number of extents that are sampled to find whether all are in the page cache. If so, there are no more threads than
 cores: with six threads on two cores, which wait for the GIL, a load of 1.5 GB from memory takes 25 % longer."""
 
@@ -154,7 +154,7 @@ class _ParallelRead:
         self._todo: list[_Extent] = []
         self._sources: list[_Source] = []
         self._error: BaseException | None = None
-        self._scarce = self._alone = False
+        self._lacks_descriptors = self._is_alone = False
 
     def plan(self, request: ShardRequest, threads: int, extent_nbytes: int) -> list[_Extent]:
         """Return the extents of a file, each for one thread."""
@@ -192,7 +192,7 @@ class _ParallelRead:
     def _seem_cached(self, todo: list[_Extent]) -> bool:
         """Whether all extents seem to be in the page cache, by a sample of them."""
         try:
-            return all(self._open(e.source).is_cached(*_span_of(e)) for e in todo[:: -(-len(todo) // SAMPLES)])
+            return all(self._open(e.source).is_cached(*_span_of(e)) for e in todo[:: -(-len(todo) // CACHE_SAMPLES)])
         except OSError as error:
             if error.errno not in NO_DESCRIPTORS:
                 raise
@@ -244,7 +244,7 @@ class _ParallelRead:
         """
         while True:
             with self._lock:
-                if not self._todo or (self._scarce and not self._alone):
+                if not self._todo or (self._lacks_descriptors and not self._is_alone):
                     return
                 extent = self._todo.pop()
             try:
@@ -270,18 +270,18 @@ class _ParallelRead:
         try:
             self._open(extent.source)
         except OSError as error:
-            if error.errno not in NO_DESCRIPTORS or self._alone:
+            if error.errno not in NO_DESCRIPTORS or self._is_alone:
                 raise
             with self._lock:
                 self._todo.append(extent)
-                self._scarce = True
+                self._lacks_descriptors = True
             return False
         return True
 
     def _work_alone(self, buffer: memoryview, address: int) -> None:
         """After a lack of descriptors, read the remaining extents with one file open at a time, in this thread only."""
-        if self._scarce and self._error is None:
-            self._alone = True
+        if self._lacks_descriptors and self._error is None:
+            self._is_alone = True
             self._work(buffer, address)
 
     def _stop(self, error: BaseException) -> None:
@@ -292,12 +292,12 @@ class _ParallelRead:
     def _open(self, source: _Source) -> ShardFile:
         with source.lock:
             if source.file is None:
-                if self._alone:
+                if self._is_alone:
                     for one in self._sources:
                         one.close()
                 request = source.request
                 source.file = ShardFile(
-                    self._path, request.shard, self._save_id, self._files, read_ahead=reads_through(request)
+                    self._path, request.shard, self._save_id, self._files, read_ahead=has_buffered_rows(request)
                 )
                 reach("load: shard opened")
             return source.file
@@ -316,13 +316,13 @@ class _ParallelRead:
 
     def _read_steps(self, source: _Source, steps: list[Step], buffer: memoryview, address: int) -> None:
         """Read an extent: the steps that are in the page cache one by one, the rest at once with O_DIRECT."""
-        file, through = self._open(source), is_through(steps)
+        file, buffered = self._open(source), is_buffered(steps)
         start, end, at = steps[0].start, steps[-1].end, 0
-        if through or file.is_cached(*pages_of(start, end, file.nbytes)):
+        if buffered or file.is_cached(*pages_of(start, end, file.nbytes)):
             while at < len(steps):
                 step = steps[at]
                 with buffer[: step.end - step.start] as view:
-                    if through:
+                    if buffered:
                         file.read_buffered(view, step.start, len(view))
                     elif not file.read_cached(view, step.start):
                         break
@@ -510,7 +510,7 @@ class ShardFile:
             OSError: A read failed.
         """
         nbytes, every, at = batch.wanted.nbytes, batch.wanted.every, batch.start
-        if every <= NEAR * nbytes:  # otherwise each small read would wait for the disk
+        if every <= MAX_SPARSITY * nbytes:  # otherwise each small read would wait for the disk
             with contextlib.suppress(OSError):
                 self._files.advise_needed(self._fd, *batch.span)
         for start in range(0, batch.nbytes, nbytes):

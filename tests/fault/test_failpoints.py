@@ -45,7 +45,7 @@ from asyncckpt.maintenance.retention import remove_checkpoint
 from asyncckpt.memory.slot import SlotControl
 from asyncckpt.protocol import messages
 from asyncckpt.storage.catalog import found_at
-from asyncckpt.storage.checkpoint_dir import standing_at
+from asyncckpt.storage.checkpoint_dir import manifest_if_readable
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.verification import verify_checkpoint
@@ -127,7 +127,7 @@ def collected(path: pathlib.Path) -> None:
 
 def retired(path: pathlib.Path) -> None:
     """What retention does with a checkpoint that may go."""
-    standing = standing_at(str(path), LocalStore())
+    standing = manifest_if_readable(str(path), LocalStore())
     assert standing is not None
     try:
         remove_checkpoint(str(path), standing.save_id, LocalStore(RecordingFiles()), package="test")

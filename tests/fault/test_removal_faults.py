@@ -26,7 +26,7 @@ from asyncckpt.maintenance.gc import GarbageRules, collect
 from asyncckpt.maintenance.quarantine import quarantine_checkpoint
 from asyncckpt.maintenance.retention import finish_removal, remove_checkpoint
 from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, found_at, read_manifest
-from asyncckpt.storage.checkpoint_dir import known_standing_at
+from asyncckpt.storage.checkpoint_dir import manifest_or_error
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.verification import verify_checkpoint
@@ -99,7 +99,7 @@ def collected(path: pathlib.Path, files: Files, *, tombstones: bool = False) -> 
 
 def removed(path: pathlib.Path, files: Files) -> str:
     """Remove what retention has chosen, or goes on with."""
-    standing = known_standing_at(str(path), LocalStore())
+    standing = manifest_or_error(str(path), LocalStore())
     if standing is None:
         finish_removal(str(path), LocalStore(files))
         return ""

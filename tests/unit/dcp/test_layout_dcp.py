@@ -448,7 +448,7 @@ def test_a_committed_one_is_not_replaced_unless_that_was_asked_for(tmp_path: pat
 def test_a_directory_of_stock_dcp_is_left_alone(tmp_path: pathlib.Path, overwrite: bool) -> None:
     dcp.save(numbered(1), checkpoint_id=str(tmp_path / "a"), no_dist=True)
     before = {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
-    with pytest.raises(CheckpointExistsError, match="is not ours"):
+    with pytest.raises(CheckpointExistsError, match="asyncckpt did not write its"):
         save(numbered(2), tmp_path / "a", overwrite=overwrite)
     assert {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()} == before
 

@@ -22,8 +22,8 @@ from asyncckpt.format.coverage import (
     located_fault,
     missing_boxes,
     seed_of,
-    suspects,
     tally_of,
+    tensors_with_wrong_sums,
     uncovered,
 )
 from asyncckpt.format.names import SaveId
@@ -164,7 +164,7 @@ def test_boxes_spread_over_ranks_are_judged_as_all_of_them_at_once(rng: random.R
         expected = [fqn for fqn, boxes in found.items() if coverage_fault(shapes[fqn], boxes)]
         assert [fqn for fqn, _ in uncovered(structures)] == expected
         tallies = [tally_of(data, rank, SEED) for rank, data in enumerate(structures)]
-        assert suspects(tallies, structures, SEED) == set(expected)
+        assert tensors_with_wrong_sums(tallies, structures, SEED) == set(expected)
 
 
 TOP, BOTTOM = ((0, 0), (2, 3)), ((2, 0), (2, 3))
@@ -196,7 +196,7 @@ def test_a_tensor_of_one_rank_is_proved_beside_it_and_refused_from_another(other
 )
 def test_a_tally_that_is_not_of_its_structure_counts_for_nothing(tally: Tally) -> None:
     half = raw(("w", "int8", (4, 3), [TOP]))
-    assert suspects([tally], [half], SEED) is None
+    assert tensors_with_wrong_sums([tally], [half], SEED) is None
     assert [name for name, _ in uncovered([half], [tally], seed=SEED)] == ["w"]
     whole = raw(("w", "int8", (4, 3), [None]))
     assert uncovered([whole], [tally], seed=SEED) == []
@@ -205,7 +205,7 @@ def test_a_tally_that_is_not_of_its_structure_counts_for_nothing(tally: Tally) -
 def test_tallies_of_one_kind_and_different_lengths_count_for_nothing() -> None:
     data = raw(("w", "int8", (2,), [None]))
     good = tally_of(data, 0, SEED)
-    assert suspects([good, Tally(kinds=good.kinds, sums=good.sums * 2)], [data, data], SEED) is None
+    assert tensors_with_wrong_sums([good, Tally(kinds=good.kinds, sums=good.sums * 2)], [data, data], SEED) is None
 
 
 def test_a_hole_is_named_with_its_box_and_the_ranks_beside_it() -> None:

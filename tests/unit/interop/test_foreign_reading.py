@@ -128,7 +128,7 @@ def test_a_sharded_target_is_filled_from_a_file_that_knows_no_shards(
 def test_boxes_of_a_file_without_checksums_are_read_through_their_gaps_bit_for_bit(
     dtype: torch.dtype, tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_plan, "THROUGH_STEP_NBYTES", 4096)
+    monkeypatch.setattr(read_plan, "BUFFERED_STEP_NBYTES", 4096)
     raw = torch.randint(0, 256, (40 * 6 * 90 * dtype.itemsize,), dtype=torch.uint8)
     value = raw.view(dtype).view(40, 6, 90)
     torch.save({"x" * rng.randrange(1, 64): 0, "pad": torch.zeros(rng.randrange(9)), "w": value}, tmp_path / "t.pt")

@@ -25,7 +25,7 @@ from asyncckpt.maintenance.gc import QUIET_S
 from asyncckpt.maintenance.policy import RetentionPolicy, StoredCheckpoint, best_of, newest_of, to_delete
 from asyncckpt.maintenance.retention import Pruned, finish_removal, is_whole, prune, remove_checkpoint, survey
 from asyncckpt.storage.catalog import ABANDONED, COMMITTED, found_at, next_epoch_beside, scan
-from asyncckpt.storage.checkpoint_dir import prepare_directory, tombstone_at
+from asyncckpt.storage.checkpoint_dir import prepare_directory, tombstone_if_readable
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
@@ -412,7 +412,7 @@ def test_a_tombstone_of_gc_is_not_taken_for_one_of_retention(tmp_path: Path) -> 
     save(tmp_path, 2, SaveId(2, 0, "fedcba987654"))
     rest(tmp_path, 1)
     prune_all(tmp_path)  # what a dead run has left goes, and may never be committed
-    found = tombstone_at(str(tmp_path / "step-1"), STORE)
+    found = tombstone_if_readable(str(tmp_path / "step-1"), STORE)
     assert found is not None and not found.was_committed and found.save_id == SaveId(1, 1, RUN)
     assert os.listdir(tmp_path / "step-1") == [MANIFEST_NAME]
     assert not finish_removal(str(tmp_path / "step-1"), STORE)
@@ -455,7 +455,7 @@ def test_a_save_that_begins_where_a_dead_run_left_files_is_not_taken_for_dead(
     monkeypatch.setattr(retention, "collect", begun_first)
     prune_all(tmp_path)
     assert {owner_of(name) for name in os.listdir(tmp_path / "step-5")} >= {SaveId(2, 1, RUN)}
-    assert tombstone_at(str(tmp_path / "step-5"), STORE) is None
+    assert tombstone_if_readable(str(tmp_path / "step-5"), STORE) is None
     publish(str(tmp_path / "step-5"), begun[0], store=STORE, overwrite=True)
     assert sorted(committed(tmp_path)) == [2, 5]
 

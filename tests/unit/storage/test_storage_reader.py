@@ -537,7 +537,7 @@ def test_ranges_that_lie_near_each_other_are_brought_in_together(
 def test_a_range_that_is_read_through_comes_in_whole_rows_without_advice(
     saved: tuple[str, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch, nbytes: int, every: int, threads: int
 ) -> None:
-    monkeypatch.setattr(read_plan, "THROUGH_STEP_NBYTES", 40_000)
+    monkeypatch.setattr(read_plan, "BUFFERED_STEP_NBYTES", 40_000)
 
     class Advised(RecordingFiles):
         advised = 0
@@ -603,9 +603,9 @@ def test_what_comes_in_rows_is_covered_once_and_between_dense_ranges_nothing_is_
         assert all(end == start for (_, end), (start, _) in itertools.pairwise(own))
         assert all((start - w.offset) % 16_384 == 0 for start, _ in own)
     lengths = [extent[-1].end - extent[0].start for extent in extents]
-    limit = EXTENT_NBYTES if dense else read_plan.THROUGH_EXTENT_NBYTES
+    limit = EXTENT_NBYTES if dense else read_plan.BUFFERED_EXTENT_NBYTES
     assert limit - 2 * MIB <= max(lengths) <= limit
-    assert all(read_plan.is_through(extent) != dense for extent in extents)
+    assert all(read_plan.is_buffered(extent) != dense for extent in extents)
     assert not dense or all(a.end == b.start for extent in extents for a, b in itertools.pairwise(extent))
 
 
@@ -637,7 +637,7 @@ def test_a_file_that_goes_before_its_batches_are_read_leaves_no_other_open(own: 
 def test_dense_rows_come_whole_and_by_whole_pages_wherever_they_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, every: int, direct: bool
 ) -> None:
-    monkeypatch.setattr(read_plan, "THROUGH_STEP_NBYTES", 40_000)
+    monkeypatch.setattr(read_plan, "BUFFERED_STEP_NBYTES", 40_000)
     reads: list[tuple[int, int]] = []
 
     class Cold(Uncached):

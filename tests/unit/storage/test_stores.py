@@ -28,7 +28,7 @@ from asyncckpt.storage.catalog import (
     read_manifest,
     scan,
 )
-from asyncckpt.storage.checkpoint_dir import NO_HOME, home_of, prepare_directory, tombstone_at
+from asyncckpt.storage.checkpoint_dir import NO_HOME, home_of, prepare_directory, tombstone_if_readable
 from asyncckpt.storage.cloud.object_store import ObjectStore
 from asyncckpt.storage.commit import publish, remove_files_of, remove_leftovers
 from asyncckpt.storage.local import LocalStore
@@ -369,7 +369,7 @@ def test_retention_removes_what_the_policy_gives_up_behind_a_tombstone(memory: M
     done = prune("/store", memory, RetentionPolicy(max_to_keep=2), package="test")
     assert [(one.stored.step, one.is_removed) for one in done] == [(1, True)]
     assert memory.names("/store/s1") == [MANIFEST_NAME], "a committer that was frozen must find it"
-    tombstone = tombstone_at("/store/s1", memory)
+    tombstone = tombstone_if_readable("/store/s1", memory)
     assert tombstone is not None and tombstone.was_committed
     assert [found.step for found in candidates_in("/store", memory)] == [3, 2]
     assert finish_removal("/store/s1", memory)
