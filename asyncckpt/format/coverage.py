@@ -3,10 +3,10 @@
 There are three checks, the cheapest first:
 
 1. Sums (`Tally`, `tensors_with_wrong_sums`). Each rank turns its chunks of a tensor into one number, and the numbers
-   of all ranks must add up to a known one. A hash gives each coordinate of each dimension a number. The sum of a run of elements is the
-   number of its start minus the number of its end, and the sum of a box is the product of its runs. At the border of
-   two adjacent boxes the numbers cancel. So boxes that hold each element exactly once have the same sum as a single box
-   with the tensor's shape. Other boxes do so with a probability of about 2**-58 (ADR 0018).
+   of all ranks must add up to a known one. A hash gives each coordinate of each dimension a number. The sum of a run of
+   elements is the number of its start minus the number of its end, and the sum of a box is the product of its runs. At
+   the border of two adjacent boxes the numbers cancel. So boxes that hold each element exactly once have the same sum
+   as a single box with the tensor's shape. Other boxes do so with a probability of about 2**-58 (ADR 0018).
 2. Box by box, for tensors whose sums are wrong (`coverage_fault`).
 3. For the message: which boxes are missing or stored twice, and which ranks hold adjacent ones (`located_fault`).
 """

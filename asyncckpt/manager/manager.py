@@ -268,7 +268,7 @@ class CheckpointManager:
             What was loaded; None on all ranks if there is no checkpoint yet, neither on disk nor in memory.
 
         Raises:
-            ConfigError: `step` is no step.
+            ConfigError: `step` is not a valid step.
             CheckpointNotFoundError: There is no checkpoint of `step`.
             ConfigError: The process group was initialized, or initialized again, after the manager was made.
             NoSoundCheckpointError: There are checkpoints, and none verifies.
@@ -349,7 +349,7 @@ class CheckpointManager:
         """Keep the committed checkpoint of `step` for ever, over restarts too.
 
         Raises:
-            ConfigError: `step` is no step.
+            ConfigError: `step` is not a valid step.
             CheckpointNotFoundError, CheckpointNotCommittedError: There is no committed checkpoint of `step`.
             OSError: The file system failed; the checkpoint may be pinned or not.
         """
@@ -359,7 +359,7 @@ class CheckpointManager:
         """Remove the pin of `step`. Returns whether there was one.
 
         Raises:
-            ConfigError: `step` is no step.
+            ConfigError: `step` is not a valid step.
             OSError: A call failed.
         """
         return self._retention.unpin(self._names.path(step))
@@ -373,7 +373,7 @@ class CheckpointManager:
         False for the step that was saved or restored last.
 
         Raises:
-            ConfigError: `step` is no step.
+            ConfigError: `step` is not a valid step.
             PlanTimeoutError: As `reached_preemption`.
             CheckpointerClosedError: The manager was closed.
         """
@@ -465,7 +465,7 @@ class CheckpointManager:
         takes 1 µs, or 15 µs where a DataLoader has workers: it then also records the version counters of tensors.
 
         Raises:
-            ConfigError: `step` is no step.
+            ConfigError: `step` is not a valid step.
             PlanTimeoutError: A rank was asked to stop, and other ranks did not report their step within `grace_s`.
             CheckpointerClosedError: The manager was closed.
 
