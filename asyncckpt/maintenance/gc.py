@@ -54,7 +54,7 @@ _logger = logging.getLogger("asyncckpt.storage")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GarbageRules:
-    """What counts as garbage.
+    """Rules that decide which files are garbage.
 
     Attributes:
         now: Current time in seconds since 1970, by the file system's clock.
@@ -62,7 +62,7 @@ class GarbageRules:
         dead_before_epoch: For saves of earlier epochs `QUIET_S` is enough instead.
         busy: Real paths to which a worker writes; they stay.
         tombstones: Whether directories that hold only a tombstone are garbage.
-        locks: Whether lock files that nobody holds, and temporary names of the committed save, are garbage.
+        locks: Whether lock files that are not locked, and temporary files of the committed save, are garbage.
         broken: Whether quarantined checkpoints are garbage.
     """
 

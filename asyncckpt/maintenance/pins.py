@@ -1,4 +1,4 @@
-"""Pins: checkpoints that retention must not remove. They are files in the root, so they survive every restart.
+"""Pins: marks of checkpoints that retention must not remove. They are files in the root, so they survive restarts.
 
 Each pin is a file `<root>/.pins/<name of the checkpoint's directory>`, which is created and removed in one step, and
 flushed. Pinning, removing and replacing a checkpoint all hold the lock of its directory. So once `pin` has returned,
@@ -54,12 +54,12 @@ def pin(path: str, store: Store) -> None:
         with store.lock(path, LOCK_TIMEOUT_S):
             read_manifest(path, store)
             store.make_prefix(directory, durable=False)
-            store.sync(root)  # IMPORTANT: whoever made the directory may have died before flushing its name
+            store.sync(root)  # IMPORTANT: the process that made the directory may have died before flushing its name
             with contextlib.suppress(FileExistsError):
                 store.put(pin_of(path), b"")
             store.sync(directory)
     except FileNotFoundError as error:
-        read_manifest(path, store)  # raises that it is gone
+        read_manifest(path, store)  # raises if the checkpoint was removed
         raise CheckpointNotFoundError(f"{path} was removed while it was pinned", path=path) from error
 
 

@@ -2,7 +2,7 @@
 
 Checkpoints are ordered by lineage, not by step. Every checkpoint of a manager names, in its manifest's metadata, the
 saves that its run and the runs before it have restored from. After `restore(step=100)` and a new save, what the old
-branch saved after step 100 is no ancestor of the newest checkpoint: it is abandoned, and removed first.
+branch saved after step 100 is not an ancestor of the newest checkpoint. It is abandoned, and removed first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StoredCheckpoint:
         step: Step in its manifest.
         save_id: Save id in its manifest.
         score: Score of its metrics by `best_fn`; with None, NaN or infinity it cannot be the best.
-        is_abandoned: Whether it is on a branch that a rollback has abandoned: it is no ancestor of the newest one.
+        is_abandoned: Whether it is on a branch that a rollback has abandoned: it is not an ancestor of the newest one.
         is_sound: False for a checkpoint that was found damaged; it does not count as the newest or the best.
         nbytes: Bytes of its files, by its manifest.
     """
@@ -51,7 +51,7 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetentionPolicy:
-    """What to keep.
+    """Which checkpoints to keep.
 
     Attributes:
         max_to_keep: How many checkpoints stay, the newest and the best among them; None: all. Pinned ones and those of

@@ -3,7 +3,7 @@
 Only one process at a time prunes a root: rank 0 of a manager, or `asyncckpt prune` while no training saves there.
 
 IMPORTANT: a removal puts a tombstone, removes the files, then the tombstone and the directory (storage/COMMIT.md,
-section 8). A process that dies in between leaves either the whole checkpoint, or a directory that is no checkpoint;
+section 8). A process that dies in between leaves either a complete checkpoint, or a directory that is not one;
 `finish_removal` continues from there.
 """
 
@@ -53,7 +53,7 @@ class Pruned:
         stored: The checkpoint.
         is_removed: Whether it was removed; without `delete`, whether it would be.
         kept: Why it stays; empty: it does not.
-        error: Error that stopped the removal. The checkpoint is then whole, or no checkpoint any more.
+        error: Error that stopped the removal. The checkpoint is then complete, or it has a tombstone.
     """
 
     stored: StoredCheckpoint
@@ -344,7 +344,7 @@ def remove_checkpoint(
         Whether it was removed. False: it is wanted, or the directory holds another save's manifest, or none.
 
     Raises:
-        OSError: A call failed. The checkpoint is whole, or none any more; `finish_removal` removes the rest.
+        OSError: A call failed. The checkpoint is complete, or it has a tombstone and `finish_removal` removes the rest.
 
     Blocks: for the lock of the directory, at most `gc.LOCK_TIMEOUT_S`.
     """

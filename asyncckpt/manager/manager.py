@@ -611,5 +611,8 @@ class CheckpointManager:
 
 
 def _has_succeeded(done: Future[SaveReport]) -> bool:
-    """Return whether a save has succeeded, without marking its error as fetched: errors nobody fetches are logged."""
+    """Return whether a save has succeeded.
+
+    Does not mark its error as fetched, because errors that are never fetched are logged.
+    """
     return isinstance(done, SaveFuture) and done.peek()[1] is None

@@ -70,7 +70,7 @@ class MasterParams:
     """The masters of the optimizers in a state, recorded before a load to find those that the load did not write.
 
     Args:
-        values: Values of the state; those that are no optimizers are ignored.
+        values: Values of the state; those that are not optimizers are ignored.
     """
 
     def __init__(self, values: Iterable[Any]) -> None:

@@ -22,7 +22,7 @@ from asyncckpt.storage.catalog import Candidate
 from asyncckpt.storage.locate import store_at
 
 POLL_S = 0.2
-"""How often a waiting save checks whether preemption has begun. Chosen."""
+"""Seconds between checks of a waiting save whether preemption has begun. Chosen."""
 
 _log = logging.getLogger("asyncckpt")
 

@@ -37,12 +37,12 @@ class SlotMemory:
 
     @classmethod
     def create(cls, nbytes: int) -> SlotMemory:
-        """Make a new slot of `nbytes`.
+        """Make a new slot of `nbytes`, control pages included.
 
         Raises:
             SlotError: `nbytes` is not a multiple of the page size, or out of bounds.
             UnsupportedPlatformError: The kernel or a sandbox has no memfd_create(2).
-            OSError: There is no memory, or no descriptor.
+            OSError: There is not enough memory, or no file descriptor is left.
         """
         _check_size(nbytes)
         try:
@@ -51,7 +51,7 @@ class SlotMemory:
             if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
                 raise
             raise UnsupportedPlatformError(
-                f"memory for snapshots cannot be made: memfd_create(2) failed ({error.strerror}). Allow it in the "
+                f"memory for snapshots cannot be allocated: memfd_create(2) failed ({error.strerror}). Allow it in the "
                 "seccomp profile of this container; it needs Linux 3.17 or later. `asyncckpt doctor` checks it"
             ) from error
         try:
@@ -76,7 +76,7 @@ class SlotMemory:
             writable: False maps it for reading only.
 
         Raises:
-            SlotError: It is not that slot: another user's, no memfd, or another size, other seals or token.
+            SlotError: It is another slot, or not a slot: owner, size, seals, magic, version or token differ.
             OSError: It cannot be opened.
         """
         _check_size(nbytes)
@@ -103,7 +103,7 @@ class SlotMemory:
         return slot
 
     def close_inherited_fd(self) -> None:
-        """In a forked child: close the child's copy of the fd, so that the child does not keep the memory alive."""
+        """Close the fd in a forked child, so that the child does not keep the memory allocated."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -14,7 +14,9 @@ _M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 def trim_heap(*, collect: bool = False) -> None:
-    """Return freed memory to the kernel; glibc only. Blocks for milliseconds, and other threads' allocations as well.
+    """Return freed memory to the kernel. glibc only.
+
+    Blocks: for milliseconds; allocations of other threads wait too.
 
     Args:
         collect: Run Python's cyclic garbage collector first. Python keeps freed tuples until then, and each may keep
@@ -28,7 +30,7 @@ def trim_heap(*, collect: bool = False) -> None:
 
 
 def return_large_blocks() -> None:
-    """From now on return blocks of at least `LARGE_NBYTES` to the kernel as soon as they are freed. glibc only."""
+    """Make glibc return blocks of at least `LARGE_NBYTES` to the kernel as soon as they are freed."""
     option = _glibc_function("mallopt")
     if option is not None:
         option(_M_MMAP_THRESHOLD, LARGE_NBYTES)

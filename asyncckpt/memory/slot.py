@@ -7,7 +7,7 @@
 Table of states (one aligned 64-bit word, `STATE_OFFSET`):
 
     EMPTY       the slot holds no snapshot
-    OPEN        the trainer is writing to it; nobody else may read it
+    OPEN        the trainer is writing to it; no other process may read it
     SEALED      the snapshot of `generation` is complete; the trainer does not write to it until the save has ended
     STREAMED    the request is complete; the worker may write the body as far as it is filled (memory/streaming.py)
 
@@ -57,12 +57,12 @@ TAIL_GENERATION_OFFSET = 64
 COUNTERS_OFFSET = 1024
 COUNTERS_NBYTES = 64
 COUNTERS_GENERATIONS = 32
-"""The counters of so many generations have places of their own, so that a worker that is late with an old generation
-does not overwrite the counters of the next ones."""
+"""Number of generations whose counters have separate places, so that a worker that is late with an old generation does
+not overwrite the counters of later ones."""
 
 _READS, _READ_AGAIN_S = 50, 0.001
-"""How often, and after which pause, a reader reads a request that is being replaced: the stores from then to the seal
-take microseconds. Chosen."""
+"""Number of reads of a request that is being replaced, and seconds between them: the stores from then to the seal take
+microseconds. Chosen."""
 
 
 class SlotError(ValueError):
@@ -140,7 +140,7 @@ class SlotControl:
 
     @property
     def state(self) -> int:
-        """One of `STATES`."""
+        """The state, one of `STATES`."""
         return self._state.value
 
     @property
@@ -163,11 +163,11 @@ class SlotControl:
         self._store(self.staged_address, nbytes)
 
     def open(self, generation: int) -> None:
-        """Begin the snapshot of `generation`; readers of the last one find that it is gone."""
+        """Begin the snapshot of `generation`. Readers of the last snapshot will notice that it is overwritten."""
         self._store(self._address + STATE_OFFSET, STATE_OPEN)
         self._store(self.staged_address, 0)
         # IMPORTANT: change the tail before the body. A reader of the old snapshot compares both generations after its
-        # last read, and so cannot miss that the body has changed.
+        # last read, and so notices that the body has changed.
         self._store(self._tail + TAIL_GENERATION_OFFSET, generation)
         self._store(self._address + GENERATION_OFFSET, generation)
         reach("slot: opened")
@@ -206,8 +206,8 @@ class SlotControl:
 
     def finish(self) -> None:
         """Publish the snapshot: seal the slot, which is filled."""
-        # IMPORTANT: this must be the last store. From here on the snapshot outlives the trainer. If the seal came
-        # before the request, the worker could write and commit by another request, or by half of one.
+        # IMPORTANT: this must be the last store. From now on the snapshot outlives the trainer. If the state were
+        # SEALED before the request is complete, the worker could commit by another request, or by half of one.
         self._store(self._address + STATE_OFFSET, STATE_SEALED)
         reach("slot: sealed")
 

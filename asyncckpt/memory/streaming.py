@@ -30,7 +30,7 @@ _COUNTER = struct.Struct("<QQ")
 _ONES = (1 << 64) - 1
 _FREED_OFFSET = 32
 _READS = 100
-"""How often to read a counter that is just being written: a write takes nanoseconds. Chosen."""
+"""Most reads of a counter that is being written: a write takes nanoseconds. Chosen."""
 
 
 class Segment(NamedTuple):
@@ -42,12 +42,12 @@ class Segment(NamedTuple):
 
 
 class StreamLayout:
-    """How an image is cut into segments, and where these are in the slot.
+    """The segments of an image, and their places in a slot.
 
     Args:
         parts: Offset of each file in the image, counted from the slot's beginning, and its exact length, in bytes.
         segment_nbytes: Length of a segment and of a cell, in whole pages.
-        n_cells: Number of cells of a ring; 0: the slot has room for the image, and is no ring.
+        n_cells: Number of cells of a ring; 0: the slot is not a ring, and has room for the image.
 
     Attributes:
         segments: The segments in the order of the files.
@@ -85,7 +85,7 @@ class StreamLayout:
         return self._firsts[part] + start // self.segment_nbytes
 
     def number_at(self, offset_bytes: int) -> int:
-        """As `number_of`, by the byte's offset in the image, counted from the slot's beginning."""
+        """Return the number of the segment with a byte of the image; its offset counts from the slot's beginning."""
         part = bisect_right(self._offsets, offset_bytes) - 1
         return self.number_of(part, offset_bytes - self._offsets[part])
 
@@ -110,9 +110,9 @@ class StreamLayout:
 
 
 class Counters:
-    """How many bytes of one generation's image, from its beginning on, are filled and written.
+    """The counters of one generation: how many bytes of its image, from the beginning on, are filled and written.
 
-    The slot's fd must outlive it.
+    The slot's fd must outlive this object.
 
     IMPORTANT: access the counters by system calls, not through the mapping. On some architectures another process may
     see a plain store before the bytes of the image that were stored earlier; the kernel's locks of page and file order
@@ -130,7 +130,7 @@ class Counters:
 
     @property
     def filled(self) -> int:
-        """How many bytes the trainer has filled."""
+        """Number of bytes that the trainer has filled."""
         return self._read(self._offset)
 
     @filled.setter
@@ -139,7 +139,7 @@ class Counters:
 
     @property
     def freed(self) -> int:
-        """How many bytes the worker has written, so that their memory may be reused."""
+        """Number of bytes that the worker has written, so that their memory may be reused."""
         return self._read(self._offset + _FREED_OFFSET)
 
     @freed.setter

@@ -19,12 +19,12 @@ from asyncckpt.storage.checkpoint_dir import NO_HOME
 from asyncckpt.storage.store import DirectoryIdentity
 
 ANSWER_S = 1.0
-"""Time for the worker's answer, which takes milliseconds: a worker that hangs delays a load by this at most."""
+"""Seconds for the worker's answer, which takes milliseconds. A worker that hangs delays a load by at most this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotPart:
-    """Where one rank's part of a snapshot is: file descriptor of the worker; size, token and generation of the slot."""
+    """The slot of one rank's part of a snapshot: its file descriptor in the worker, size, token and generation."""
 
     rank: int
     fd: int
@@ -44,9 +44,9 @@ class HeldSnapshot:
         world_size: Number of ranks that staged it.
         ranks: Ranks whose parts this worker holds.
         committed: Whether the worker has committed it to disk.
-        parts: Where the parts are, by rank.
-        homes: Identity of the directory that it was saved to, or of that directory's parent, as the ranks found it.
-            Two, if a rank made the directory and removed it again because the disk was full.
+        parts: Slots of the parts, by rank.
+        homes: Identity of the directory to which it was saved, or of that directory's parent, as the ranks found it.
+            There are two if a rank made the directory and removed it again because the disk was full.
     """
 
     path: str
@@ -105,7 +105,7 @@ def endpoint_of(named: str | None) -> str:
 
 
 def held_snapshots(root: str | os.PathLike[str], *, endpoint: str | None = None) -> list[HeldSnapshot]:
-    """Return what the worker of this node holds in memory of the checkpoints at `root` and below it, newest first.
+    """Return the snapshots of checkpoints at `root` and below it in the memory of this node's worker, newest first.
 
     Returns only snapshots that all ranks have staged and no commit hook has vetoed: committed ones, those being
     written, and those that could not be written. The order is by lineage, as of `latest_checkpoint`. No worker is
