@@ -20,7 +20,7 @@ from asyncckpt.dcp.write_plan import WriteOptions
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import AsyncCkptError, CommitTimeoutError
 from asyncckpt.format.names import SaveId
-from asyncckpt.storage.checkpoint_dir import look_at_directory
+from asyncckpt.storage.checkpoint_dir import check_target_directory
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import store_over
 
@@ -156,7 +156,7 @@ class ByWorker:
                 self._save_id = given[0].save_id  # the other ranks may stage, and be ended, before this one writes
                 self._await_earlier(path)
                 self._seal_room.note_plans(plans, at)
-                look_at_directory(
+                check_target_directory(
                     path, save_id=given[0].save_id, store=store_over(files), overwrite=self._config.overwrite
                 )
                 return given

@@ -317,7 +317,7 @@ class CheckpointManager:
                 f"the manager of {self.root} was made by another process; make a new one in a forked child"
             )
         if self._closed:
-            raise CheckpointerClosedError("the manager is closed")
+            raise CheckpointerClosedError(f"the manager of {self.root} is closed")
 
     def _check_ranks(self) -> None:
         """Raise if this process has become another rank: how the ranks agree was set up when the manager was made."""
@@ -475,7 +475,7 @@ class CheckpointManager:
 
     def _stops_at(self, step: int) -> bool:
         if self._closed:
-            raise CheckpointerClosedError("the manager is closed")
+            raise CheckpointerClosedError(f"the manager of {self.root} is closed")
         self._coordinator.start()
         if self._last_state.is_enabled:
             self._last_state.record_step(step)

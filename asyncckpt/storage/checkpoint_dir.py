@@ -74,7 +74,7 @@ def prepare_directory(
     return made
 
 
-def look_at_directory(path: str, *, save_id: SaveId, store: Store, overwrite: bool) -> None:
+def check_target_directory(path: str, *, save_id: SaveId, store: Store, overwrite: bool) -> None:
     """Make the checks of `prepare_directory`, but no directory, as another process does that.
 
     Args:
@@ -278,8 +278,8 @@ def refuse_existing(path: str, save_id: SaveId, store: Store, *, overwrite: bool
         return tombstone
     if tombstone is not None:
         raise CheckpointExistsError(
-            f"{path}: save {save_id} was given up by `asyncckpt gc` (tombstone of {tombstone.save_id}); it was too "
-            "old to be under way. Save again",
+            f"{path}: save {save_id} was given up by `asyncckpt gc` (tombstone of {tombstone.save_id}), since its "
+            "files had not changed for a long time. Save again",
             path=path,
             save_id=str(save_id),
             existing_save_id=str(tombstone.save_id),

@@ -327,7 +327,7 @@ def save_failure(
     """
     code = errno.errorcode.get(error.errno or 0, "EIO")
     detail = str(error) or type(error).__name__
-    what = f"save {save_id} ({step_and_rank(step, rank)}) to {path}" if save_id else f"looking beside {path}"
+    what = f"save {save_id} ({step_and_rank(step, rank)}) to {path}" if save_id else f"the scan beside {path}"
     return SaveFailedError(
         f"{what} failed: {detail}; nothing was published; {ADVICE.get(code, _DEFAULT_ADVICE)}",
         code=code,
