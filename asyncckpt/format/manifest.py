@@ -141,8 +141,9 @@ class Manifest:
         writer: Package and version that wrote it.
         ranks: One entry per rank, in order.
         metadata: The user's JSON.
-        timings: Seconds that the slowest rank spent in each phase of the save, by the phase's name, for reports. A
-            writer must store the object, which may be empty; a load does not use the values.
+        timings: Seconds by phase of the save, such as `write`, `fsync` and `index`; each is the largest of all ranks.
+            For `asyncckpt inspect` and `report`; a load does not use them. The field is required, and may be empty, as
+            after a conversion.
         dcp: In layout "dcp" the record of `.metadata`; None in layout "safetensors".
     """
 

@@ -163,7 +163,7 @@ def publish(
     standing = refuse_existing(path, manifest.save_id, store, overwrite=overwrite)
     replaces = standing is not None and standing.save_id != manifest.save_id
     with contextlib.ExitStack() as stack:
-        if dcp_metadata is not None:  # without a lock, readers and writers would see one of the two files alone
+        if dcp_metadata is not None:  # two files can be published as one only under a lock
             stack.enter_context(store.lock(path, LOCK_TIMEOUT_S))
         elif overwrite or replaces:
             stack.enter_context(exclusively(store, path, LOCK_TIMEOUT_S))
