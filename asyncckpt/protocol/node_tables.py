@@ -1,4 +1,4 @@
-"""The two tables that the workers of several nodes send each other: what a follower reports, and what the decider says.
+"""The two tables that the workers of several nodes send each other: what a follower reports, and what the leader says.
 
 Both are level-triggered. Each is sent when it changes and again every `BEAT_S`, in pages that each stand alone. A page
 that is lost, doubled, or overtaken by a later one costs nothing: its rows are sent until the other table shows them.
@@ -152,7 +152,7 @@ def question_rows(value: Any) -> bool:
 
 
 def outcome_rows(value: Any) -> bool:
-    """How saves have ended, or what the decider has of them."""
+    """How saves have ended, or what the leader has of them."""
     return _is_table(value, "outcome_rows")
 
 
@@ -165,7 +165,7 @@ def epoch_rows(value: Any) -> bool:
 class Report(Message):
     """A page of a follower's table of one run.
 
-    `counter` goes up with every page. `to`: the decider's instance, "" before it was heard: then there are no parts.
+    `counter` goes up with every page. `to`: the leader's instance, "" before it was heard: then there are no parts.
     `saves`: all saves that the follower wants to hear of, in every page.
     """
 
@@ -196,10 +196,10 @@ class Report(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcomes(Message):
-    """A page of the decider's table of one run, as follower `to` needs it.
+    """A page of the leader's table of one run, as follower `to` needs it.
 
     `decided`: sequences of saves of the run that have ended on all ranks, and whether the ranks meet again after it.
-    `gone`: the follower's ranks of which the decider knows that they are gone. `error`: why the decider takes nothing
+    `gone`: the follower's ranks of which the leader knows that they are gone. `error`: why the leader takes nothing
     of this follower's; empty if it does.
     """
 

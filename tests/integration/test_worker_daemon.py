@@ -216,7 +216,7 @@ def test_slot_of_an_impossible_size_is_refused(endpoint: str) -> None:
         client.allocate(1 << 20)
 
 
-@pytest.mark.parametrize("method", ["prepared", "written", "take_up", "begin"])
+@pytest.mark.parametrize("method", ["prepared", "written", "accept_sealed", "begin"])
 def test_bug_of_the_brain_costs_one_save_and_not_the_worker(
     endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -226,7 +226,7 @@ def test_bug_of_the_brain_costs_one_save_and_not_the_worker(
             monkeypatch.undo()
             raise AssertionError("made up")
 
-        book = worker.daemon.core._admission if method in ("take_up", "begin") else worker.daemon.core._saves
+        book = worker.daemon.core._admission if method in ("accept_sealed", "begin") else worker.daemon.core._saves
         monkeypatch.setattr(book, method, bug)
         try:
             assert failed(client.save(slot, snapshot, str(tmp_path / "a"))).code == "internal"  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.core.actions import Connection, Listener
 from asyncckpt_worker.core.machine import Core, CoreConfig
 from asyncckpt_worker.core.model import Save
-from asyncckpt_worker.core.nodes.decider import FORGET_S
+from asyncckpt_worker.core.nodes.leader import FORGET_S
 from asyncckpt_worker.core.tables import EndedSave
 
 ERROR = to_wire(SaveFailedError("the simulated disk failed", code="EIO"))
@@ -573,7 +573,7 @@ class Workers:
             assert "failed" not in heard or save_id not in self.commits, f"{save_id} is committed, but told as failed"
         self.check_nothing_lost()
         self.check_nothing_left()
-        self.check_deciders()
+        self.check_leaders()
 
     def check_nothing_lost(self) -> None:
         for rank in self.ranks:
@@ -595,7 +595,7 @@ class Workers:
         left = {key for key in self.files if key[0] in lost}
         assert self.died or not left, f"files of lost saves are left: {left}"
 
-    def check_deciders(self) -> None:
+    def check_leaders(self) -> None:
         """Every follower knows who decides, and what was decided."""
         for run_id in {r.run for r in self.ranks if r.rank == 0 and r.alive}:  # the others have no leader any more
             first = self.nodes[0].core.tables.runs.get(run_id)
@@ -627,5 +627,5 @@ def shown(save: Save | EndedSave | None) -> str:
         return "unknown here"
     if isinstance(save, EndedSave):
         return f"{save.outcome}, {dict(save.phases(save.world_size))}, {save.error}"
-    ranks = {r: (e.phase, f"known {e.known}", e.link, e.needs_consent) for r, e in save.ranks.items()}
-    return f"{save.outcome}, {ranks}, given up {save.given_up}, sealed since {save.sealed_since}, {save.error}"
+    ranks = {r: (e.phase, f"known {e.acknowledged}", e.link, e.needs_consent) for r, e in save.ranks.items()}
+    return f"{save.outcome}, {ranks}, given up {save.failed_locally}, sealed since {save.sealed_since}, {save.error}"

@@ -26,7 +26,7 @@ def own_contradiction(entry: RankSave, slot: Slot) -> str:
 
 def disagreement(save: Save, entry: RankSave) -> tuple[str, int, str] | None:
     """Return how a rank that has just come contradicts another, which, and what to do; None when it does not."""
-    for other in [*save.sayings.values()]:
+    for other in [*save.declarations.values()]:
         if other.path != entry.path or (None not in (other.step, entry.step) and other.step != entry.step):
             text = f"rank {entry.rank} saves {_step(entry)}to {entry.path}, "
             return text + f"rank {other.rank} {_step(other)}to {other.path}", other.rank, SAME_CALLS
@@ -43,11 +43,11 @@ def disagreement(save: Save, entry: RankSave) -> tuple[str, int, str] | None:
     return None
 
 
-def say(save: Save, entry: RankSave) -> None:
+def declare(save: Save, entry: RankSave) -> None:
     """Note what a rank says that all must say alike, for `disagreement`: what was said before need not be noted."""
     request = entry.request
     layout, plan = (request.layout, request.plan) if request is not None else (None, None)
-    save.sayings.setdefault((entry.path, entry.step, entry.overwrite, layout, plan), entry)
+    save.declarations.setdefault((entry.path, entry.step, entry.overwrite, layout, plan), entry)
 
 
 def settle_step(save: Save, sealed: RankSave) -> None:

@@ -52,7 +52,7 @@ def count(failures: dict[str, int], error: Wire) -> None:
     failures[kind] = failures.get(kind, 0) + 1
 
 
-def asks_to_meet(error: Wire) -> bool:
+def requires_meeting(error: Wire) -> bool:
     """Whether the ranks must meet again after a save that ended with `error`: they differ, or one was missing."""
     fields = error.get("fields") or {}
     if error.get("code") in _DIFFERENCES or fields.get("code") == "coverage":
@@ -181,7 +181,7 @@ def leader_lost(save: Save, why: str, *, unknown: bool) -> Wire:
     """The leader was lost, or is silent. `unknown`: it may have committed the save."""
     entry = save.ranks[min(save.ranks)]
     detail = f"the worker of rank 0, which commits, was lost: {why}"
-    missing = save.told_missing
+    missing = save.leader_missing
     if missing is not None:
         detail += f"; it waited for ranks {missing[:SHOWN]} at its last message" if missing else ""
     else:
@@ -203,13 +203,13 @@ def leader_lost(save: Save, why: str, *, unknown: bool) -> Wire:
     )
 
 
-def not_taken(save_id: str, rank: int) -> Wire:
+def part_rejected(save_id: str, rank: int) -> Wire:
     """The leader has no place for a rank's part in a save."""
     detail = f"rank {rank} is of another world than the others, or saves twice"
     return disagree(save_id, "", detail, [rank], SAME_WORLD)
 
 
-def leads_not(run_id: str) -> ProtocolError:
+def led_elsewhere(run_id: str) -> ProtocolError:
     """A run that is followed here cannot be led from here."""
     return ProtocolError(f"run {run_id} is led by another worker; rank 0 must be beside that one", detail="leads")
 

@@ -21,7 +21,7 @@ from asyncckpt_worker.core.tables import Tables
 MAX_KEPT_SAVES = 4
 """Maximum number of saves whose slots are kept, over all directories. Chosen, not measured."""
 
-PARTING_S = 10.0
+GOODBYE_KEEP_S = 10.0
 """After a goodbye a process that crashes is gone by then; one that lives on has no use for its snapshot. Chosen."""
 
 SPARE_SHARE = 64
@@ -37,7 +37,7 @@ _OBJECTIONS = frozenset({"vetoed", "coverage", "disagree", "withdrawn", "not_sea
 """Codes of `save_failed` that speak against the snapshot, not the storage."""
 
 
-def speaks_against(error: Wire) -> bool:
+def discredits_snapshot(error: Wire) -> bool:
     """Whether the error that ended a save is about what was staged; else storage or a worker is at fault."""
     if error.get("code") in ("commit_unknown", "checkpoint_exists"):
         return False
@@ -69,7 +69,7 @@ class SnapshotBook:
         if self._undecided:
             # IMPORTANT: what looks like the newest may turn out to have been opened again: the one before it must stay.
             return
-        kept = self._worth_keeping() if self._keep_s > 0 and closing else set()
+        kept = self._saves_to_keep() if self._keep_s > 0 and closing else set()
         self.decides_at = float("inf")
         for slot in closing:
             found = _snapshot_in(slot)
@@ -78,7 +78,7 @@ class SnapshotBook:
                 text = f"slot {slot.number} is kept: rank {slot.rank}, {slot.nbytes} bytes"
                 self._t.log("info", text, save_id=found[0].save_id, count="slots_kept", committed=_committed(found[0]))
             slot.kept = keep
-            until = slot.closed_at + (min(self._keep_s, PARTING_S) if slot.parting else self._keep_s)
+            until = slot.closed_at + (min(self._keep_s, GOODBYE_KEEP_S) if slot.said_goodbye else self._keep_s)
             if keep and until > self._t.now:
                 self.decides_at = min(self.decides_at, until)
 
@@ -89,7 +89,7 @@ class SnapshotBook:
         found = _snapshot_in(slot)
         return found is not None and _is_whole(found[0])
 
-    def _worth_keeping(self) -> set[SaveId]:
+    def _saves_to_keep(self) -> set[SaveId]:
         """Return the saves: of each directory the newest, of all of them those that are nowhere else, then the last."""
         newest: dict[str, Save] = {}
         seen: set[int] = set()
@@ -113,7 +113,7 @@ class SnapshotBook:
 
     def _may_keep(self, slot: Slot) -> bool:
         kept_for = self._t.now - slot.closed_at
-        return not slot.dropped and kept_for < self._keep_s and not (slot.parting and kept_for >= PARTING_S)
+        return not slot.dropped and kept_for < self._keep_s and not (slot.said_goodbye and kept_for >= GOODBYE_KEEP_S)
 
     # ---- who is gone ------------------------------------------------------------------------------------------------
 
@@ -121,28 +121,28 @@ class SnapshotBook:
         """Note it of its slots, before they are closed; what it held for reading is free."""
         for number in session.slots:
             slot = self._t.slots[number]
-            slot.closed_at, slot.parting, slot.dropped = self._t.now, not died, replaced
+            slot.closed_at, slot.said_goodbye, slot.dropped = self._t.now, not died, replaced
         for number in session.holds & self._t.slots.keys():
             self._t.slots[number].held_by.discard(session.name)
-            self._t.stirred = True
+            self._t.review_closing_slots = True
         if not died:
             if session.slots and not replaced and self._keep_s > 0:
                 # Still watched: its death is the proof that it writes no more.
-                self._t.parting[session.name] = set(session.slots)
+                self._t.goodbye_slots[session.name] = set(session.slots)
             else:
                 self._t.actions.append(Unwatch(session=session.name))
 
     def died(self, session: str) -> None:
         """A process is dead that had said goodbye."""
-        self._t.stirred = True
-        for number in self._t.parting.pop(session, set()) & self._t.slots.keys():
-            self._t.slots[number].parting = False
+        self._t.review_closing_slots = True
+        for number in self._t.goodbye_slots.pop(session, set()) & self._t.slots.keys():
+            self._t.slots[number].said_goodbye = False
 
     def freed(self, slot: Slot) -> None:
         """A slot was freed: the process that held it need not be watched any more."""
-        slots = self._t.parting.get(slot.session, set())
+        slots = self._t.goodbye_slots.get(slot.session, set())
         if slots == {slot.number}:
-            del self._t.parting[slot.session]
+            del self._t.goodbye_slots[slot.session]
             self._t.actions.append(Unwatch(session=slot.session))
         slots.discard(slot.number)
 
@@ -151,8 +151,8 @@ class SnapshotBook:
     def lend_again(self, session: Session, m: Allocate) -> Slot | None:
         """Return a kept slot that fits a request, now that session's; None when there is none."""
         for slot in self._t.closing.values():  # a process that asks for memory after its goodbye lives on
-            if slot.parting and slot.closing and slot.process == (session.pid, session.pid_start):
-                slot.dropped = self._t.stirred = True
+            if slot.said_goodbye and slot.closing and slot.process == (session.pid, session.pid_start):
+                slot.dropped = self._t.review_closing_slots = True
         fitting = [s for s in self._t.closing.values() if s.rank == session.rank and self._is_free(s)]
         fitting = [s for s in fitting if m.nbytes <= s.nbytes <= m.nbytes + m.nbytes // SPARE_SHARE]
         chosen = min(fitting, key=lambda s: s.nbytes, default=None)
@@ -169,7 +169,7 @@ class SnapshotBook:
     def _is_free(self, slot: Slot) -> bool:
         """Whether a slot's snapshot is no longer needed: it is on disk and not being read, and its process is dead."""
         found = _snapshot_in(slot)
-        idle = slot.kept and not (slot.held_by or slot.parting or slot.dropped or slot.reading or slot.writes)
+        idle = slot.kept and not (slot.held_by or slot.said_goodbye or slot.dropped or slot.reading or slot.writes)
         return idle and found is not None and _committed(found[0])
 
     # ---- memory -----------------------------------------------------------------------------------------------------
@@ -179,20 +179,20 @@ class SnapshotBook:
         """Whether any slot is kept."""
         return any(s.kept for s in self._t.closing.values())
 
-    def make_room(self, *, wholly: bool = False) -> bool:
-        """Give up what is kept and on disk; `wholly`, and there is none of that: all that is kept.
+    def make_room(self, *, include_uncommitted: bool = False) -> bool:
+        """Give up what is kept and on disk; `include_uncommitted`, and there is none of that: all that is kept.
 
         Returns:
             Whether there was anything.
         """
         kept = [(s, _snapshot_in(s)) for s in self._t.closing.values() if s.kept and not s.held_by]
         chosen = [s for s, found in kept if found is not None and _committed(found[0])]
-        if not chosen and wholly:
+        if not chosen and include_uncommitted:
             chosen = [s for s, _ in kept]
         for slot in chosen:
-            slot.dropped = self._t.stirred = True
+            slot.dropped = self._t.review_closing_slots = True
             text = "given up: memory is short"
-            self._t.log("warning" if wholly else "info", text, count="slots_given_up", slot=slot.number)
+            self._t.log("warning" if include_uncommitted else "info", text, count="slots_given_up", slot=slot.number)
         return bool(chosen)
 
     # ---- reading ----------------------------------------------------------------------------------------------------
@@ -259,16 +259,16 @@ def _row(slot: Slot, save: Save, entry: RankSave) -> Wire:
 
 def _snapshot_in(slot: Slot) -> tuple[Save, RankSave] | None:
     """Return what a slot holds, sealed, as far as is known: a living trainer may open it at any time."""
-    if slot.part is None or slot.fd < 0 or slot.void:
+    if slot.part is None or slot.fd < 0 or slot.reopened:
         return None
     entry = slot.part[1]
-    if entry.is_open or entry.slot != slot.number or entry.ring or entry.generation != slot.taken:
+    if entry.is_open or entry.slot != slot.number or entry.ring or entry.generation != slot.accepted_generation:
         return None
     return slot.part
 
 
 def _is_whole(save: Save) -> bool:
-    return _committed(save) or (save.complete and not (save.error is not None and speaks_against(save.error)))
+    return _committed(save) or (save.complete and not (save.error is not None and discredits_snapshot(save.error)))
 
 
 def _committed(save: Save) -> bool:

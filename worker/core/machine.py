@@ -2,7 +2,7 @@
 
 The table in `model` defines the phases of a rank's part in a save.
 
-A slot's states:
+A slot's heartbeat_answer:
 
     creating   Adopt was received and AdoptSlot is in progress, or the slot waits until there is memory for it
     lent       the session stages into it; only the session decides when it is used again
@@ -66,14 +66,14 @@ from asyncckpt_worker.core.events import (
 from asyncckpt_worker.core.exchange import BoardBook
 from asyncckpt_worker.core.kept_snapshots import SnapshotBook
 from asyncckpt_worker.core.model import Session
-from asyncckpt_worker.core.nodes.decider import Decider
 from asyncckpt_worker.core.nodes.follower import Follower
+from asyncckpt_worker.core.nodes.leader import Leader
 from asyncckpt_worker.core.runs import LineageBook, RunBook
 from asyncckpt_worker.core.save_admission import SaveAdmission
-from asyncckpt_worker.core.saves import SaveBook, look_sooner, stop_early
+from asyncckpt_worker.core.saves import SaveBook, bring_deadline_forward, stop_early_writes
 from asyncckpt_worker.core.sessions import SessionBook
 from asyncckpt_worker.core.slots import AdoptionBook, SlotBook
-from asyncckpt_worker.core.status import MAX_ROWS, Moved, news, phase_changes, report, states
+from asyncckpt_worker.core.status import MAX_ROWS, PhaseChange, heartbeat_answer, notifications, phase_changes, report
 from asyncckpt_worker.core.tables import Tables
 
 
@@ -99,20 +99,22 @@ class Shutdown:
         tables: The tables of the core.
         slot_book: Reads all lent slots when a drain begins, and again before the exit.
         config: Supplies `idle_exit_s`, `drain_timeout_s` and `staging_grace_s`.
-        is_telling: Whether a reachable leader or follower has not received everything yet.
+        has_unacknowledged: Whether a reachable leader or follower has not received everything yet.
 
     Attributes:
         kept: Whether the worker must stay although it is idle, as the last Tick said.
     """
 
-    def __init__(self, tables: Tables, slot_book: SlotBook, config: CoreConfig, is_telling: Callable[[], bool]) -> None:
-        self._t, self._slot_book, self._config, self._is_telling = tables, slot_book, config, is_telling
+    def __init__(
+        self, tables: Tables, slot_book: SlotBook, config: CoreConfig, has_unacknowledged: Callable[[], bool]
+    ) -> None:
+        self._t, self._slot_book, self._config, self._has_unacknowledged = tables, slot_book, config, has_unacknowledged
         self._idle_since: float | None = tables.now
         self.kept = False
         self._drain_deadline: float | None = None
         self._why = "drain timeout"
         self._grace_deadline = tables.now
-        self._looked_again = False
+        self._slots_reread = False
         self._exiting = False
 
     def times(self) -> Iterator[float]:
@@ -138,7 +140,7 @@ class Shutdown:
             self._drain_deadline = t.now
             self._why = "stopped at once"
 
-    def consider(self) -> None:
+    def update(self) -> None:
         t = self._t
         if self._exiting:
             return
@@ -149,13 +151,13 @@ class Shutdown:
         if self._drain_deadline is not None:
             staging = self._staging(self._drain_deadline)
             if not staging:
-                stop_early(t)
-            working = bool(unfinished) or staging or self._is_telling()
+                stop_early_writes(t)
+            working = bool(unfinished) or staging or self._has_unacknowledged()
             at_rest = not working and not reading
-            self._looked_again = self._looked_again and not working
-            if at_rest and not self._looked_again and t.now < self._drain_deadline and self._slot_book.read_all_lent():
+            self._slots_reread = self._slots_reread and not working
+            if at_rest and not self._slots_reread and t.now < self._drain_deadline and self._slot_book.read_all_lent():
                 # IMPORTANT: a snapshot sealed since the first read, whose Submit has not arrived, must not be lost.
-                self._looked_again = True
+                self._slots_reread = True
             elif at_rest:
                 self._leave(True, "drained")
             elif t.now >= self._drain_deadline:
@@ -199,74 +201,74 @@ class Core:
         self._sessions = SessionBook(
             self.tables, self._slot_book, self.snapshot_book, self._runs, self._boards, self._welcome, resources
         )
-        self._decider = Decider(
+        self._leader = Leader(
             self.tables, self._runs, self._admission, self._saves, self._slot_book, self._lineages, resources
         )
-        self._lineages.tell_followers = self._decider.epoch_found
-        self.moves: list[Moved] = []
+        self._lineages.notify_followers = self._leader.epoch_found
+        self.phase_changes: list[PhaseChange] = []
         """Phase changes caused by the last event."""
 
         self._shutdown = Shutdown(
-            self.tables, self._slot_book, config, lambda: self._decider.busy or self._follower.busy
+            self.tables, self._slot_book, config, lambda: self._leader.busy or self._follower.busy
         )
 
     def handle(self, event: Event) -> list[Action]:
         """Handle `event`; return the actions to perform, in order."""
         t = self.tables
         t.now = max(t.now, event.now)
-        self.moves = []
+        self.phase_changes = []
         self._dispatch(event)
-        if t.found:
-            self._adoption.remember()
+        if t.adopted_committed:
+            self._adoption.restore_committed()
         # IMPORTANT: before its slots are freed: a save ends with why its rank is gone, not with what it leaves behind.
         if self._runs.leaving:
-            for run, rank in self._runs.settle():
-                self._saves.gone(run, rank)
-        if t.stirred:
-            self._slot_book.abandon_what_was_given_back()
-        if self._saves.held_back:
-            self._saves.commit_what_was_held_back()
-        self._slot_book.free_what_is_over()
+            for run, rank in self._runs.complete_departures():
+                self._saves.rank_departed(run, rank)
+        if t.review_closing_slots:
+            self._slot_book.abandon_released()
+        if self._saves.commits_waiting:
+            self._saves.commit_waiting()
+        self._slot_book.free_unneeded()
         if t.postponed:
-            self._slot_book.create_what_was_postponed()
-        if t.stirred:
-            self._slot_book.free_what_is_over()  # kept slots may have to make room
+            self._slot_book.create_postponed()
+        if t.review_closing_slots:
+            self._slot_book.free_unneeded()  # kept slots may have to make room
         if self.snapshot_book.asked:
             self.snapshot_book.answer()
         if t.touched:
-            self._look_sooner()
-            self.moves = phase_changes(t)
+            self._bring_deadlines_forward()
+            self.phase_changes = phase_changes(t)
         self._follower.flush()
-        self._decider.flush()
+        self._leader.flush()
         t.touched.clear()
         if t.changed or t.announced:
-            t.actions += news(t)
-        t.settle()
-        self._shutdown.consider()
+            t.actions += notifications(t)
+        t.archive_ended()
+        self._shutdown.update()
         actions, t.actions = t.actions, []
         return actions
 
-    def _look_sooner(self) -> None:
+    def _bring_deadlines_forward(self) -> None:
         for save_id, rank in self.tables.touched:
             save = self.tables.saves.get(save_id)
             if save is not None and save.outcome is None and rank in save.ranks:
-                look_sooner(save, save.ranks[rank], self.tables.now)
+                bring_deadline_forward(save, save.ranks[rank], self.tables.now)
 
     @property
     def wakes_at(self) -> float | None:
         """Latest time of the next Tick, by the clock of the events; None if nothing is due."""
-        times = [*self._shutdown.times(), *self._decider.times(), *self._follower.times()]
-        times += [save.look_at for save in self.tables.saves.values() if save.outcome is None]
+        times = [*self._shutdown.times(), *self._leader.times(), *self._follower.times()]
+        times += [save.next_deadline_at for save in self.tables.saves.values() if save.outcome is None]
         return min((t for t in times if self.tables.now <= t < float("inf")), default=None)
 
     def report(self) -> dict[str, Any]:
         """Return the core's part of the status report."""
-        found = {"followers": self._decider.report()[:MAX_ROWS], "followed": self._follower.report()}
+        found = {"followers": self._leader.report()[:MAX_ROWS], "followed": self._follower.report()}
         return {**found, **report(self.tables, self._config.instance)}
 
     def run_of_key(self, client_public: str) -> str | None:
         """Return the run whose followers authenticate with this key, or None."""
-        return self._decider.run_of(client_public)
+        return self._leader.run_of(client_public)
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
@@ -293,7 +295,7 @@ class Core:
             case LineageScanned():
                 self._lineages.scanned(event)
             case Relayed():
-                (self._decider if event.route else self._follower).received(event)
+                (self._leader if event.route else self._follower).received(event)
             case StopRequested():
                 self._shutdown.drain(event.immediately, "asked to stop")
             case Broken():
@@ -301,9 +303,9 @@ class Core:
             case Tick():
                 self._shutdown.kept = event.kept
                 if event.memory_short:
-                    self.snapshot_book.make_room(wholly=True)
-                for tick in (self._saves.tick, self._follower.tick, self._decider.tick):
-                    self.tables.contained("", tick)
+                    self.snapshot_book.make_room(include_uncommitted=True)
+                for tick in (self._saves.tick, self._follower.tick, self._leader.tick):
+                    self.tables.run_guarded("", tick)
 
     def _received(self, event: Received) -> None:
         peer, m = event.peer, event.message
@@ -325,7 +327,7 @@ class Core:
     def _requested(self, session: Session, m: Any) -> None:
         match m:
             case Heartbeat():
-                self.tables.send(session.peer, states(self.tables, session, m))
+                self.tables.send(session.peer, heartbeat_answer(self.tables, session, m))
             case Allocate():
                 self._slot_book.allocate(session, m)
             case Adopt():
@@ -352,7 +354,7 @@ class Core:
                 self.tables.send(session.peer, Ok(id=m.id))
                 self._sessions.goodbye(session)
             case Lead():
-                self._decider.lead(session, m)
+                self._leader.lead(session, m)
             case Follow():
                 self._follower.follow(session, m)
             case Lineage():

@@ -191,7 +191,7 @@ class Slot:
     closing: bool = False
     reading: bool = False
     read_again: bool = False
-    taken: int = -1
+    accepted_generation: int = -1
     """The highest generation that was taken up: it is never taken twice."""
 
     part: tuple[Save, RankSave] | None = None
@@ -202,7 +202,7 @@ class Slot:
 
     populate: bool = False
 
-    adopted: int = -1
+    adopted_generation: int = -1
     """The generation that it held when it was taken over from a dead worker, which may have written that; else -1."""
 
     committed: str = ""
@@ -219,13 +219,13 @@ class Slot:
     closed_at: float = 0.0
     """When its session ended."""
 
-    parting: bool = False
+    said_goodbye: bool = False
     """Its session has said goodbye, and its process may live on."""
 
     dropped: bool = False
     """It was given back, or up: what it holds is not kept."""
 
-    void: bool = False
+    reopened: bool = False
     """Closing, and it was found to hold something else than what was taken up last: it was opened, and not sealed."""
 
     kept: bool = False
@@ -281,16 +281,16 @@ class RankSave:
     link: str = ""
     """As `Session.link`: then its files are written there."""
 
-    known: str = ""
-    """Followed: the phase that the decider has shown, or ""."""
+    acknowledged: str = ""
+    """Followed: the phase that the leader has shown, or ""."""
 
     reported_to: str = ""
-    """Followed: instance of the decider that it was reported to first: another one may find it committed by that."""
+    """Followed: instance of the leader that it was reported to first: another one may find it committed by that."""
 
     consent: tuple[bool, str] | None = None
     """What its hook has said first, and why; None: nothing yet."""
 
-    leftovers: bool = False
+    from_dead_worker: bool = False
     """A worker that is dead may have written its files, or some, or committed it: files may stand, which go if the save
     fails. `link`: or that worker led its save."""
 
@@ -359,7 +359,7 @@ class Save:
     paths: set[str] = field(default_factory=set)
     """What its ranks have named."""
 
-    sayings: dict[tuple[Any, ...], RankSave] = field(default_factory=dict)
+    declarations: dict[tuple[Any, ...], RankSave] = field(default_factory=dict)
     """What its ranks must say alike (`agreement`) -> the first that has said it: one entry while they agree."""
 
     sealed: set[int] = field(default_factory=set)
@@ -374,7 +374,7 @@ class Save:
     timeout_s: float = float("inf")
     """How long its ranks may take: the smallest that one of them has named."""
 
-    look_at: float = float("inf")
+    next_deadline_at: float = float("inf")
     """No deadline of it passes before (`deadlines`)."""
 
     meet: bool = False
@@ -391,10 +391,10 @@ class Save:
     waiting_since: float | None = None
     """When the first rank was durable."""
 
-    given_up: bool = False
+    failed_locally: bool = False
     """Followed: it cannot go on here, and the leader is told so."""
 
-    looked: bool = False
+    known_uncommitted: bool = False
     """It was not committed when this worker looked, and only this one can have committed it since."""
 
     pending_failure: tuple[str, Wire] | None = None
@@ -403,13 +403,13 @@ class Save:
     complete: bool = False
     """All of its ranks have sealed it, and agree."""
 
-    told_missing: list[int] | None = None
+    leader_missing: list[int] | None = None
     """Followed: the ranks that the leader waits for, as it has said."""
 
-    told_end: bool = False
+    end_reported: bool = False
     """Its end was told of (`moves`)."""
 
-    turn_since: float = 0.0
+    hooks_since: float = 0.0
     """When the last of the run's earlier saves that were under way ended: hooks are asked one after another."""
 
     def has_sealed(self, rank: int) -> bool:
@@ -421,21 +421,21 @@ class Save:
         return any(entry.link == link for entry in self.ranks.values())
 
     @property
-    def is_missed(self) -> bool:
+    def awaits_seals(self) -> bool:
         """Whether it has not ended and a rank has not sealed it."""
         return self.outcome is None and len(self.sealed) < self.world_size
 
     @property
     def missing(self) -> list[int]:
         """The ranks that have not sealed it yet; none once it has ended."""
-        if not self.is_missed:
+        if not self.awaits_seals:
             return []
         return [rank for rank in range(self.world_size) if rank not in self.sealed]
 
     @property
     def is_recovering(self) -> bool:
         """Whether it may have been committed by a worker that is dead: until that is known, nothing ends it."""
-        return not self.looked and any(r.phase == RECOVERING and r.preparing for r in self.ranks.values())
+        return not self.known_uncommitted and any(r.phase == RECOVERING and r.preparing for r in self.ranks.values())
 
     @property
     def committing(self) -> bool:
@@ -452,7 +452,7 @@ class Save:
         self.paths.add(entry.path)
         self.timeout_s = min(self.timeout_s, entry.commit_timeout_s)
 
-    def moved(self, entry: RankSave, was: str) -> None:
+    def count_phase(self, entry: RankSave, was: str) -> None:
         """Count a rank whose phase has changed."""
         if entry.in_flight:
             self.sealed.add(entry.rank)
@@ -492,7 +492,7 @@ class Run:
     members: dict[int, str] = field(default_factory=dict)
     """Rank -> its session."""
 
-    gone: dict[int, str] = field(default_factory=dict)
+    departed: dict[int, str] = field(default_factory=dict)
     """Rank -> how its session ended; its slots have been read since."""
 
     highest: int = -1
@@ -501,7 +501,7 @@ class Run:
     withdrawn: dict[int, Wire] = field(default_factory=dict)
     """Sequence -> why that save can never be."""
 
-    spoke: dict[int, float] = field(default_factory=dict)
+    hook_answered_at: dict[int, float] = field(default_factory=dict)
     """Rank -> when one of its hooks spoke last. A rank's hooks run one after another, in any order of the saves."""
 
     epochs: dict[str, int] = field(default_factory=dict)
@@ -513,15 +513,15 @@ class Run:
     followed: bool = False
     """Another worker leads it."""
 
-    estranged: bool = False
+    leader_unreachable: bool = False
     """Another worker leads it, and cannot be followed from here."""
 
     leader: str = ""
     """Followed: the leader's instance, once it has spoken."""
 
-    found: dict[int, tuple[bool, float]] = field(default_factory=dict)
+    found_committed: dict[int, tuple[bool, float]] = field(default_factory=dict)
     """Followed: sequence of a save that was found committed here -> whether one of our ranks has asked to meet, and
-    when. Its outcome is told by that if no decider knows it: the one that did has died."""
+    when. Its outcome is told by that if no leader knows it: the one that did has died."""
 
     declined: list[Mapping[str, Any]] = field(default_factory=list)
     """Followed: what the leader was told of saves that a rank takes no part in, the latest."""

@@ -22,7 +22,7 @@ from asyncckpt.protocol.save_phases import ABANDONED, FAILED
 from asyncckpt.storage.catalog import check_epoch
 from asyncckpt_worker.core.actions import ScanLineage
 from asyncckpt_worker.core.events import LineageScanned, Peer, Wire
-from asyncckpt_worker.core.failures import asks_to_meet, busy, failed, not_sealed, other_world
+from asyncckpt_worker.core.failures import busy, failed, not_sealed, other_world, requires_meeting
 from asyncckpt_worker.core.model import MAX_JOBS, Run, Save, Session, Slot
 from asyncckpt_worker.core.tables import Tables
 
@@ -63,10 +63,10 @@ class RunBook:
             self._t.log("error", text, session=session.name, count="protocol_errors")
             return run
         if session.run != run_id:
-            self.part(session)
+            self.remove_member(session)
         session.run = run_id
         run.members[session.rank] = session.name
-        run.gone.pop(session.rank, None)
+        run.departed.pop(session.rank, None)
         return run
 
     def join_by_slot(self, slot: Slot, run_id: str, world_size: int) -> Run:
@@ -78,7 +78,7 @@ class RunBook:
             leaving.run = run_id
         return self._open(run_id, world_size)
 
-    def part(self, session: Session) -> None:
+    def remove_member(self, session: Session) -> None:
         """The session saves in its run no more, and its rank is not gone for that: it comes again."""
         run = self._t.runs.get(session.run)
         if run is not None and run.members.get(session.rank) == session.name:
@@ -98,7 +98,7 @@ class RunBook:
             new.run = new.run or old.run
         return None
 
-    def settle(self) -> list[tuple[Run, int]]:
+    def complete_departures(self) -> list[tuple[Run, int]]:
         """Return the ranks that became lost in this event."""
         read = {slot.session for slot in self._t.closing.values() if slot.reading}
         found = []
@@ -108,7 +108,7 @@ class RunBook:
             if run is None or run.world_size != leaving.world_size or run.members.get(leaving.rank, name) != name:
                 continue  # it was in no run, or the rank is another session's by now
             run.members.pop(leaving.rank, None)
-            run.gone[leaving.rank] = leaving.why
+            run.departed[leaving.rank] = leaving.why
             found.append((run, leaving.rank))
         return found
 
@@ -119,7 +119,7 @@ class RunBook:
 
     # ---- what can never be ------------------------------------------------------------------------------------------
 
-    def heard_of(self, save_id: SaveId, world_size: int) -> Run:
+    def note_sequence(self, save_id: SaveId, world_size: int) -> Run:
         """Remember how far the run has come."""
         run = self._open(save_id.run_id, world_size)
         run.highest = max(run.highest, save_id.sequence)
@@ -130,11 +130,11 @@ class RunBook:
         run.withdrawn.setdefault(sequence, error)
         save_id = SaveId(0, sequence, run.run_id)
         if not self._t.of_call(save_id.call):  # else they decide
-            self.decide(save_id, meet=asks_to_meet(error))
+            self.record_outcome(save_id, meet=requires_meeting(error))
         for old in list(run.withdrawn)[:-MAX_WITHDRAWN]:
             del run.withdrawn[old]
 
-    def decide(self, save_id: SaveId, *, meet: bool) -> None:
+    def record_outcome(self, save_id: SaveId, *, meet: bool) -> None:
         """A save has ended on all ranks: tell them, and whether they meet again after it. What was told first stays."""
         run = self._t.run_of(save_id)
         if run is not None and not run.followed and run.world_size > 1 and run.add_outcome(save_id.sequence, meet):
@@ -151,13 +151,13 @@ class RunBook:
         if run.world_size == save.world_size:
             if save.save_id.sequence in run.withdrawn:
                 return ABANDONED, run.withdrawn[save.save_id.sequence]
-            for rank in sorted(run.gone):
+            for rank in sorted(run.departed):
                 if not save.has_sealed(rank):
-                    return ABANDONED, not_sealed(save, rank, run.gone[rank])
-        for rank in sorted(run.gone):
+                    return ABANDONED, not_sealed(save, rank, run.departed[rank])
+        for rank in sorted(run.departed):
             entry = save.ranks.get(rank)
             if entry is not None and entry.needs_consent:
-                detail = f"its pre_commit hook has not consented: {run.gone[rank]}"
+                detail = f"its pre_commit hook has not consented: {run.departed[rank]}"
                 return FAILED, failed(save, entry, "vetoed", detail)
         return None
 
@@ -193,10 +193,10 @@ class LineageBook:
         ask_leader: Asks the worker that leads a run for a session's Lineage.
 
     Attributes:
-        tell_followers: Takes run, path, epoch and error, the answer to a rank of a follower, whose session has no peer.
+        notify_followers: Takes run, path, epoch and error: the answer for a follower's rank, whose session has no peer.
     """
 
-    tell_followers: Callable[[str, str, int, Wire | None], None]
+    notify_followers: Callable[[str, str, int, Wire | None], None]
 
     def __init__(self, tables: Tables, runs: RunBook, ask_leader: Callable[[Session, Run, Lineage], None]) -> None:
         self._t, self._runs, self._ask_leader = tables, runs, ask_leader
@@ -250,12 +250,12 @@ class LineageBook:
 
     def _answer(self, peer: Peer, id: int, run_id: str, path: str, epoch: int) -> None:
         if not peer:
-            return self.tell_followers(run_id, path, epoch, None)
+            return self.notify_followers(run_id, path, epoch, None)
         return self._t.send(peer, LineageFound(id=id, epoch=epoch))
 
     def _refuse(self, peer: Peer, id: int, run_id: str, path: str, error: AsyncCkptError) -> None:
         if not peer:
-            return self.tell_followers(run_id, path, 0, to_wire(error))
+            return self.notify_followers(run_id, path, 0, to_wire(error))
         return self._t.refuse(peer, id, error)
 
     def _next(self, run: Run, parent: str, event: LineageScanned) -> int:

@@ -6,7 +6,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.messages import Begin, Consent, Withdraw
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, FAILED, OPEN
-from asyncckpt_worker.core.agreement import own_contradiction, say
+from asyncckpt_worker.core.agreement import declare, own_contradiction
 from asyncckpt_worker.core.events import Wire
 from asyncckpt_worker.core.failures import failed, kind_of, other_world, withdrawn
 from asyncckpt_worker.core.model import NEW, RankSave, Save, Session, Slot
@@ -46,28 +46,28 @@ class SaveAdmission:
         """
         save_id = SaveId.parse(message.save_id)
         self._runs.join(session, save_id.run_id)
-        self._runs.heard_of(save_id, session.world_size)
+        self._runs.note_sequence(save_id, session.world_size)
         save = self._open(save_id, session.world_size)
         slot = None if session.link else self._t.slots.get(message.slot)
-        adopted = slot.adopted if slot is not None else -1
+        adopted = slot.adopted_generation if slot is not None else -1
         entry = entry_of_begin(session, message, self._t.now, adopted=adopted, resumed=resumed)
         had_ended = save.outcome is not None
         self._add(save, entry)
         if had_ended:
             clean_up(self._t, save)  # what its former worker had begun to write goes
-        elif not entry.ended and not save.given_up:
+        elif not entry.ended and not save.failed_locally:
             self._t.log("debug", "staging", save_id=save.save_id, session=session.name, count="saves_begun")
         return entry.error if not had_ended and kind_of(entry.error or {}) == "path_in_use" else None
 
     # ---- the seal ---------------------------------------------------------------------------------------------------
 
-    def take_up(self, slot: Slot, generation: int, request: SaveRequest) -> bool:
+    def accept_sealed(self, slot: Slot, generation: int, request: SaveRequest) -> bool:
         """Take a sealed snapshot over: from here its slot is in flight until the save has ended.
 
         Returns:
             Whether it was new.
         """
-        slot.taken = max(slot.taken, generation)
+        slot.accepted_generation = max(slot.accepted_generation, generation)
         found = self._part_in(slot, generation, request, sealed=True)
         if found is None:
             return False
@@ -81,7 +81,7 @@ class SaveAdmission:
         entry.commit_timeout_s = min(entry.commit_timeout_s, request.commit_timeout_s)
         save.timeout_s = min(save.timeout_s, entry.commit_timeout_s)
         slot.part = (save, entry)
-        say(save, entry)
+        declare(save, entry)
         save.meet = save.meet or request.changed
         save.sealed_since = self._t.now if save.sealed_since is None else save.sealed_since
         self._t.log("info", "snapshot taken up", save_id=save.save_id, session=slot.session, count="saves_submitted")
@@ -110,7 +110,7 @@ class SaveAdmission:
         else:
             text, level, counter = "writing begins while it is staged", "debug", "saves_early"
         self._t.log(level, text, save_id=save.save_id, session=slot.session, count=counter)
-        if entry.phase == OPEN and not entry.preparing and not save.given_up:
+        if entry.phase == OPEN and not entry.preparing and not save.failed_locally:
             self._saves.advance(save, entry, "prepared")
 
     def _part_in(
@@ -130,7 +130,7 @@ class SaveAdmission:
             return None
         # IMPORTANT: before it gets an entry, which the save before may keep from its path.
         self.supersede(slot, save_id, generation)
-        self._runs.heard_of(save_id, request.world_size)
+        self._runs.note_sequence(save_id, request.world_size)
         save = self._open(save_id, request.world_size, request.rank)
         entry = save.ranks.get(request.rank)
         if entry is None:
@@ -151,7 +151,7 @@ class SaveAdmission:
         if run is None or self._runs.is_other_sessions(run, session):
             text = f"rank {session.rank} of {session.world_size} withdrew a save of others; that was ignored"
             return self._t.log("error", text, save_id=m.save_id, session=session.name, count="protocol_errors")
-        self._runs.heard_of(parsed, session.world_size)
+        self._runs.note_sequence(parsed, session.world_size)
         if run.followed:
             row = {"save_id": m.save_id, "rank": session.rank, "reason": m.reason, "skipped": m.skipped}
             run.declined = [*run.declined, row][-MAX_DECLINED:]
@@ -170,7 +170,7 @@ class SaveAdmission:
         """A rank's hook has spoken. Its first word counts; one for no such save, or too late, changes nothing."""
         run = self._t.run_of(SaveId.parse(m.save_id))
         if run is not None and run.members.get(session.rank) == session.name:
-            run.spoke[session.rank] = self._t.now
+            run.hook_answered_at[session.rank] = self._t.now
             if run.followed:
                 if (mine := self._t.entry((m.save_id, session.rank))) is not None:
                     mine.consent = mine.consent or (m.granted, m.reason)
@@ -200,7 +200,7 @@ class SaveAdmission:
     # ---- what cannot be ---------------------------------------------------------------------------------------------
 
     def _open(self, save_id: SaveId, world_size: int, *ranks: int) -> Save:
-        save = self._t.opened(save_id, *ranks)
+        save = self._t.find_or_reopen(save_id, *ranks)
         if save is None:
             save = self._t.saves[save_id] = Save(save_id, world_size)
         return save
@@ -208,10 +208,12 @@ class SaveAdmission:
     def _add(self, save: Save, entry: RankSave, *, sealed: bool = False) -> None:
         """Add a rank. It ends with a save that has ended before; else it begins here, or with its seal."""
         save.add(entry)
-        say(save, entry)
+        declare(save, entry)
         if (session := self._t.sessions.get(entry.session)) is not None:
             session.last = (save, entry)
-        if save.outcome == COMMITTED and sealed and entry.leftovers:  # by the worker before, as its ranks have said
+        if (
+            save.outcome == COMMITTED and sealed and entry.from_dead_worker
+        ):  # by the worker before, as its ranks have said
             self._saves.advance(save, entry, "commit")
         elif save.outcome is not None:
             error = save.error or failed(save, entry, "disagree", "it has ended before")
@@ -221,7 +223,7 @@ class SaveAdmission:
 
     def _begin(self, save: Save, entry: RankSave, event: str) -> None:
         """Give a rank its first phase: one of which a dead worker may know more is looked for first."""
-        if entry.leftovers and not save.looked:
+        if entry.from_dead_worker and not save.known_uncommitted:
             event = "recover"
         self._saves.advance(save, entry, event)
 
@@ -255,7 +257,7 @@ def entry_of_begin(session: Session, m: Begin, now: float, *, adopted: int = -1,
         begun_at=now,
         commit_timeout_s=m.commit_timeout_s,
         link=session.link,
-        leftovers=resumed or m.generation <= adopted,
+        from_dead_worker=resumed or m.generation <= adopted,
     )
 
 
@@ -275,5 +277,5 @@ def entry_of_request(slot: Slot, generation: int, request: SaveRequest, now: flo
         begun_at=now,
         commit_timeout_s=request.commit_timeout_s,
         link=slot.link,
-        leftovers=generation <= slot.adopted,
+        from_dead_worker=generation <= slot.adopted_generation,
     )

@@ -27,13 +27,13 @@ from asyncckpt_worker.core.actions import Commit, CutOff, Prepare, Remove, Write
 from asyncckpt_worker.core.agreement import disagreement, settle_step, unequal_samples
 from asyncckpt_worker.core.events import Broken, Contents, Prepared, Published, Removed, SaveKey, Wire, Written
 from asyncckpt_worker.core.failures import (
-    asks_to_meet,
     count,
     disagree,
     failed,
     leader_lost,
     mismatch,
     path_in_use,
+    requires_meeting,
     timed_out,
 )
 from asyncckpt_worker.core.model import (
@@ -62,7 +62,7 @@ class SaveBook:
 
     def __init__(self, tables: Tables, runs: RunBook) -> None:
         self._t, self._runs = tables, runs
-        self.held_back = False
+        self.commits_waiting = False
         self._steps = {
             ADMIT: self._admit,
             PREPARE: self._prepare,
@@ -92,7 +92,7 @@ class SaveBook:
             entry.request, entry.stream, entry.error = None, None, error
         if entry.phase in ENDED or entry.phase == DURABLE:
             self._t.changed[(save.save_id, entry.rank)] = None
-        save.moved(entry, was)
+        save.count_phase(entry, was)
         self._t.touched[(save.save_id, entry.rank)] = None
         for step in steps:
             if entry.phase not in ENDED:
@@ -109,17 +109,17 @@ class SaveBook:
             for one in [save, *open_twins]:
                 ranks = {*save.ranks, *twins[0].ranks}
                 self.end(one, FAILED, disagree(one.save_id, entry.path, detail, ranks))
-        elif entry.leftovers:
+        elif entry.from_dead_worker:
             pass
         elif entry.is_open and (why := self._runs.why_impossible(save)) is not None:
             self.end(save, *why)
         elif not self._t.is_followed(save.save_id):  # else its leader sees all ranks
-            other = rival(entry.path, save.save_id, self._t.saves)
+            other = open_save_at_path(entry.path, save.save_id, self._t.saves)
             if other is not None:
                 self.end(save, FAILED, path_in_use(save, entry, other.save_id))
 
     def _prepare(self, save: Save, entry: RankSave) -> None:
-        if save.given_up or (entry.link and not entry.leftovers):
+        if save.failed_locally or (entry.link and not entry.from_dead_worker):
             return
         entry.job = PREPARE
         save.jobs += 1
@@ -133,13 +133,13 @@ class SaveBook:
         settle_step(save, entry)
         if problem is not None:
             self.end(save, FAILED, problem)
-        elif not entry.leftovers and (why := self._runs.why_impossible(save)) is not None:
+        elif not entry.from_dead_worker and (why := self._runs.why_impossible(save)) is not None:
             self.end(save, *why)
         else:
-            save.complete = not save.is_missed
+            save.complete = not save.awaits_seals
             if save.complete:
-                self._t.stirred = True
-                self.reckon(save)
+                self._t.review_closing_slots = True
+                self.update_deadline(save)
 
     def _problem(self, save: Save, entry: RankSave) -> Wire | None:
         """Compare a rank that has just sealed with its session and the other ranks; once all have, their samples."""
@@ -148,7 +148,7 @@ class SaveBook:
         found = disagreement(save, entry)
         if found is not None:
             return disagree(save.save_id, entry.path, found[0], [entry.rank, found[1]], found[2])
-        if save.is_missed:
+        if save.awaits_seals:
             return None
         for fqn, split, groups in unequal_samples(save):
             # IMPORTANT: also where one rank writes all of it. Which one that is differs from tensor to tensor, so what
@@ -185,17 +185,17 @@ class SaveBook:
         save, entry = found
         entry.home = event.home
         if event.error is None and not event.committed and entry.phase == RECOVERING:
-            self._go_on(save)
+            self._resume(save)
         entry.job = ""
         save.jobs -= 1
-        refusal = late_refusal(self._t, self._runs, save, entry) if entry.leftovers else None
+        refusal = deferred_refusal(self._t, self._runs, save, entry) if entry.from_dead_worker else None
         if save.outcome is not None:
             clean_up(self._t, save)
         elif event.error is not None:
             self.end(save, *(save.pending_failure or (FAILED, event.error)))
         elif event.committed and not save.committing:
-            self.was_committed(save, {})
-        elif save.given_up:
+            self.found_committed(save, {})
+        elif save.failed_locally:
             pass
         elif save.pending_failure is not None:
             self.end(save, *save.pending_failure)
@@ -204,9 +204,9 @@ class SaveBook:
         else:
             self.advance(save, entry, "prepared")
 
-    def _go_on(self, save: Save) -> None:
+    def _resume(self, save: Save) -> None:
         """The disk shows that the save was not committed; only this worker can have committed it since."""
-        save.looked = True
+        save.known_uncommitted = True
         for entry in save.ranks.values():
             if entry.phase == RECOVERING:
                 self.advance(save, entry, "resume_open" if entry.is_open else "resume_sealed")
@@ -221,7 +221,7 @@ class SaveBook:
         slot = self._t.slots.get(entry.slot)
         if slot is not None:
             slot.writes.discard(event.key)
-            self._t.stirred = self._t.stirred or slot.closing
+            self._t.review_closing_slots = self._t.review_closing_slots or slot.closing
         entry.report.update(event.report)
         if event.error is None:
             entry.result, entry.written_at = event.result, self._t.now
@@ -238,7 +238,7 @@ class SaveBook:
         save, entry = self._t.saves.get(key[0]), self._t.entry(key)
         return None if save is None or entry is None or entry.job != job else (save, entry)
 
-    def delivered(self, save: Save, entry: RankSave, result: Any, report: Mapping[str, Any]) -> None:
+    def written_remotely(self, save: Save, entry: RankSave, result: Any, report: Mapping[str, Any]) -> None:
         """A follower has written a rank's files, or one that took them over has found them whole.
 
         IMPORTANT: a commit under way has what was delivered first, and is left alone: the files are the same.
@@ -275,16 +275,16 @@ class SaveBook:
 
     # ---- gone ranks, and time ---------------------------------------------------------------------------------------
 
-    def gone(self, run: Run, rank: int) -> None:
+    def rank_departed(self, run: Run, rank: int) -> None:
         """A rank of the run will say nothing more: end the saves that need it."""
         if run.followed:
             return self._t.to_report.add(run.run_id)
         for save in self._t.open_saves(run.run_id):
             if not (save.committing or save.is_recovering):
-                self._t.contained(save.save_id, self._without, save)
+                self._t.run_guarded(save.save_id, self._end_if_impossible, save)
         return None
 
-    def _without(self, save: Save) -> None:
+    def _end_if_impossible(self, save: Save) -> None:
         why = self._runs.why_impossible(save)
         if why is not None:
             self.end(save, *why)
@@ -292,13 +292,13 @@ class SaveBook:
     def tick(self) -> None:
         """End saves whose other ranks, or hooks, have not spoken in time; let go those that waited for earlier ones."""
         for save in list(self._t.saves.values()):
-            self._t.contained(save.save_id, self._on_time, save)
+            self._t.run_guarded(save.save_id, self._on_time, save)
 
     def _on_time(self, save: Save) -> None:
         silent = None
-        if self._t.now >= save.look_at:
-            save.look_at, silent = deadline(self._t, save)
-        if self._t.now < save.look_at:
+        if self._t.now >= save.next_deadline_at:
+            save.next_deadline_at, silent = deadline(self._t, save)
+        if self._t.now < save.next_deadline_at:
             if save.outcome is None and not save.committing and save.waiting_since is not None:
                 self.commit_when_complete(save)
         elif silent is not None and silent.request is not None:
@@ -315,19 +315,19 @@ class SaveBook:
         assert save.outcome is None and not save.committing, f"{save.save_id} ends twice"
         if not self._t.is_followed(save.save_id):
             if not save.is_recovering:
-                return self.end_here(save, *estranged(self._t, save, outcome, error))
+                return self.end_here(save, *outcome_without_leader(self._t, save, outcome, error))
             # IMPORTANT: it may be committed. The look that is under way says so, or ends it by this.
             save.pending_failure = save.pending_failure or (outcome, error)
             return None
-        if not save.given_up:
-            save.given_up, save.pending_failure = True, (outcome, error)
+        if not save.failed_locally:
+            save.failed_locally, save.pending_failure = True, (outcome, error)
             self._t.to_report.add(save.save_id.run_id)
         return None
 
     def end_here(self, save: Save, outcome: str, error: Wire) -> None:
         """Do as `end`. If another worker decides, it has decided already."""
         save.outcome, save.error = outcome, error
-        self._runs.decide(save.save_id, meet=save.meet or asks_to_meet(error))
+        self._runs.record_outcome(save.save_id, meet=save.meet or requires_meeting(error))
         if outcome == UNKNOWN:
             self._recover_open(save)
         for entry in save.ranks.values():
@@ -345,10 +345,10 @@ class SaveBook:
     def _recover_open(self, save: Save) -> None:
         """Let what a dead worker may have known as durable end as such, whatever is known of it here."""
         for entry in save.ranks.values():
-            if entry.phase == OPEN and entry.leftovers:
+            if entry.phase == OPEN and entry.from_dead_worker:
                 self.advance(save, entry, "recover")
 
-    def was_committed(self, save: Save, report: Mapping[str, Any]) -> None:
+    def found_committed(self, save: Save, report: Mapping[str, Any]) -> None:
         """Another worker has put the manifest."""
         self._recover_open(save)
         self._committed(save, report)
@@ -356,10 +356,10 @@ class SaveBook:
     def _committed(self, save: Save, report: Mapping[str, Any]) -> None:
         """The manifest stands."""
         save.outcome = COMMITTED
-        self._runs.decide(save.save_id, meet=save.meet)
+        self._runs.record_outcome(save.save_id, meet=save.meet)
         run = self._t.run_of(save.save_id)
         if run is not None and run.followed:
-            run.found[save.save_id.sequence] = (save.meet, self._t.now)
+            run.found_committed[save.save_id.sequence] = (save.meet, self._t.now)
         for entry in save.ranks.values():
             error = None
             if entry.phase == OPEN:
@@ -381,22 +381,22 @@ class SaveBook:
 
     def _commit_next(self, ended: Save) -> None:
         """A save has ended: those that were held back for it may be due."""
-        self.held_back = self._t.stirred = True
+        self.commits_waiting = self._t.review_closing_slots = True
         for save in self._t.open_saves(ended.save_id.run_id):
             if save.save_id > ended.save_id:
-                save.turn_since = self._t.now
-                self._t.contained(save.save_id, self.reckon, save)
+                save.hooks_since = self._t.now
+                self._t.run_guarded(save.save_id, self.update_deadline, save)
 
-    def reckon(self, save: Save) -> None:
+    def update_deadline(self, save: Save) -> None:
         """Find out when the next deadline of a save is."""
-        save.look_at = deadline(self._t, save)[0]
+        save.next_deadline_at = deadline(self._t, save)[0]
 
-    def commit_what_was_held_back(self) -> None:
+    def commit_waiting(self) -> None:
         """At the end of an event: the one that ends a save may begin another that goes first."""
-        self.held_back = False
+        self.commits_waiting = False
         for save in sorted(self._t.saves.values(), key=lambda s: s.save_id):
             if save.outcome is None and not save.committing and save.waiting_since is not None:
-                self._t.contained(save.save_id, self.commit_when_complete, save)
+                self._t.run_guarded(save.save_id, self.commit_when_complete, save)
 
     def commit_when_complete(self, save: Save) -> bool:
         """Commit when every rank is durable and consents, and no earlier save of the run is in flight or time is up.
@@ -413,7 +413,7 @@ class SaveBook:
         if any(e.needs_consent for e in entries):
             return False
         overdue = save.waiting_since is not None and self._t.now - save.waiting_since >= save.timeout_s
-        if has_elder(save, self._t.saves) and not overdue:
+        if has_earlier_open_save(save, self._t.saves) and not overdue:
             return False
         requests = tuple(e.request for e in entries if e.request is not None)
         assert len(requests) == save.world_size
@@ -425,23 +425,23 @@ class SaveBook:
         return True
 
 
-def late_refusal(t: Tables, runs: RunBook, save: Save, entry: RankSave) -> tuple[str, Wire] | None:
+def deferred_refusal(t: Tables, runs: RunBook, save: Save, entry: RankSave) -> tuple[str, Wire] | None:
     """Return outcome and error, or None: it goes on."""
     if t.is_followed(save.save_id):
         return None  # its leader sees all ranks, and has heard of consents that died with the worker before this one
     if (why := runs.why_impossible(save)) is not None:
         return why
-    other = rival(entry.path, save.save_id, t.saves)
+    other = open_save_at_path(entry.path, save.save_id, t.saves)
     return None if other is None else (FAILED, path_in_use(save, entry, other.save_id))
 
 
-def estranged(t: Tables, save: Save, outcome: str, error: Wire) -> tuple[str, Wire]:
+def outcome_without_leader(t: Tables, save: Save, outcome: str, error: Wire) -> tuple[str, Wire]:
     """Return how a save ends here: if its leader cannot be followed, nobody knows what that one makes of it.
 
     It may have heard from a worker that is dead that all of these ranks are durable.
     """
     run = t.run_of(save.save_id)
-    if run is None or not run.estranged or not any(e.leftovers for e in save.ranks.values()):
+    if run is None or not run.leader_unreachable or not any(e.from_dead_worker for e in save.ranks.values()):
         return outcome, error
     why = f"it cannot be followed from here; {error.get('text', '')}"
     return UNKNOWN, leader_lost(save, why, unknown=True)
@@ -501,7 +501,7 @@ def start_writing(t: Tables, save: Save, entry: RankSave, request: SaveRequest) 
             slot=entry.slot,
             generation=entry.generation,
             request=request,
-            resumed=entry.leftovers,
+            resumed=entry.from_dead_worker,
             early=early,
         )
     )
@@ -517,12 +517,12 @@ def write_again(t: Tables, save: Save, entry: RankSave, error: Wire) -> None:
     entry.streaming = False
     text = f"what was written before the seal is written again: {error.get('text', '')}"
     t.log("info", text, save_id=save.save_id, session=entry.session, count="early_failed")
-    if entry.phase == WRITING and not save.given_up:
+    if entry.phase == WRITING and not save.failed_locally:
         assert entry.request is not None
         start_writing(t, save, entry, entry.request)
 
 
-def stop_early(t: Tables) -> None:
+def stop_early_writes(t: Tables) -> None:
     """Stop waiting for ranks that stage. Writes that run beside the staging end, except through a ring."""
     for _, entry in t.entries():
         if entry.phase == OPEN and entry.streaming and entry.writing and not entry.ring:
@@ -546,7 +546,7 @@ def prepare_of(save_id: str, entry: RankSave) -> Prepare:
         umask=entry.umask,
         fsync=entry.fsync,
         overwrite=entry.overwrite,
-        resumed=entry.leftovers,
+        resumed=entry.from_dead_worker,
     )
 
 
@@ -555,14 +555,14 @@ def clean_up(t: Tables, save: Save) -> None:
 
     IMPORTANT: also of a rank whose writing has failed. It removes what it has created, but for what resists.
     """
-    left = [e for e in save.ranks.values() if e.wrote or (e.leftovers and not e.link)]
+    left = [e for e in save.ranks.values() if e.wrote or (e.from_dead_worker and not e.link)]
     # IMPORTANT: never after `unknown`: the manifest may stand, and these are its files.
     if save.outcome in (FAILED, ABANDONED) and left and not save.jobs:
         t.actions.append(Remove(save_id=save.save_id, path=left[0].path))
         save.job = REMOVE
         save.jobs += 1
         for entry in [e for e in left if e.path == left[0].path]:
-            entry.result, entry.wrote, entry.leftovers = None, False, False
+            entry.result, entry.wrote, entry.from_dead_worker = None, False, False
 
 
 def _overdue(save: Save, since: float) -> float:
@@ -587,15 +587,15 @@ def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
     if not waits or since is None or t.is_followed(save.save_id):
         return float("inf"), None
     found: tuple[float, RankSave | None] = (_overdue(save, since), None)
-    for entry in save.ranks.values() if t.heard else ():  # only with followers
+    for entry in save.ranks.values() if t.last_message_at else ():  # only with followers
         writes_ring = entry.phase == OPEN and entry.streaming and entry.written_at == float("inf")
         awaited = entry.phase in (SEALED, WRITING) or writes_ring or entry.needs_consent
         if entry.link and awaited:
-            heard = t.heard.get(entry.link, since)
+            heard = t.last_message_at.get(entry.link, since)
             found = min(found, (max(since, heard) + save.timeout_s, None), key=lambda pair: pair[0])
-    run, turn = t.run_of(save.save_id), save.turn_since
-    spoke = run.spoke if run is not None else {}
-    if save.waiting_since is not None and has_elder(save, t.saves):
+    run, turn = t.run_of(save.save_id), save.hooks_since
+    spoke = run.hook_answered_at if run is not None else {}
+    if save.waiting_since is not None and has_earlier_open_save(save, t.saves):
         turn = save.waiting_since + save.timeout_s  # it waits no longer than that, as for its commit
     for entry in save.ranks.values():
         if entry.request is not None and entry.needs_consent and entry.durable_at is not None:
@@ -605,26 +605,28 @@ def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
     return found
 
 
-def look_sooner(save: Save, entry: RankSave, now: float) -> None:
+def bring_deadline_forward(save: Save, entry: RankSave, now: float) -> None:
     """A rank has moved: note that a deadline may pass sooner. `deadline` itself costs as much as there are ranks.
 
     IMPORTANT: never later than `deadline` would say. What is sooner costs a look.
     """
-    if save.sealed_since is not None and (save.is_missed or entry.link):
-        save.look_at = min(save.look_at, save.sealed_since + save.timeout_s)
+    if save.sealed_since is not None and (save.awaits_seals or entry.link):
+        save.next_deadline_at = min(save.next_deadline_at, save.sealed_since + save.timeout_s)
     if entry.request is not None and entry.durable_at is not None and entry.needs_consent:
-        save.look_at = min(save.look_at, max(entry.durable_at, save.turn_since) + entry.request.hook_timeout_s)
+        save.next_deadline_at = min(
+            save.next_deadline_at, max(entry.durable_at, save.hooks_since) + entry.request.hook_timeout_s
+        )
 
 
-def forget_the_silent(t: Tables, links: Set[str]) -> None:
+def forget_inactive_links(t: Tables, links: Set[str]) -> None:
     """Forget of streams that are over when they were heard, once no open save has a rank that has begun it by them."""
-    over = t.heard.keys() - links
+    over = t.last_message_at.keys() - links
     if over:
         for name in over - {e.link for s, e in t.entries() if s.outcome is None}:
-            del t.heard[name]
+            del t.last_message_at[name]
 
 
-def rival(path: str, save_id: str, saves: Mapping[str, Save]) -> Save | None:
+def open_save_at_path(path: str, save_id: str, saves: Mapping[str, Save]) -> Save | None:
     """Return another save to `path` that has not ended: the earlier one keeps the path."""
     for save in saves.values():
         if save.outcome is None and save.save_id != save_id and path in save.paths:
@@ -632,7 +634,7 @@ def rival(path: str, save_id: str, saves: Mapping[str, Save]) -> Save | None:
     return None
 
 
-def has_elder(save: Save, saves: Mapping[str, Save]) -> bool:
+def has_earlier_open_save(save: Save, saves: Mapping[str, Save]) -> bool:
     """Whether an earlier save of the same run has not ended.
 
     A reader of a checkpoint may rely on the ones before it: a small state must not overtake a large one. A save that

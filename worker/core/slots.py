@@ -54,7 +54,7 @@ class SlotBook:
         elif self._t.jobs >= MAX_JOBS:
             self._t.refuse(session.peer, m.id, busy())
         elif (kept := self._snapshot_book.lend_again(session, m)) is not None:
-            self.is_of(session, kept)
+            self.assign(session, kept)
             self._grant(session, kept)
         else:
             number = self._t.next_slot
@@ -62,10 +62,10 @@ class SlotBook:
             slot = Slot(number, m.nbytes, session.name, session.rank, session.world_size, m.id, populate=m.populate)
             slot.process = (session.pid, session.pid_start)
             self._t.slots[number] = slot
-            self.is_of(session, slot)
+            self.assign(session, slot)
             self._create(slot)
 
-    def is_of(self, session: Session, slot: Slot) -> None:
+    def assign(self, session: Session, slot: Slot) -> None:
         """Record the session of a slot, and the request that it answers."""
         session.slots.add(slot.number)
         for old in list(session.granted)[: -MAX_SLOTS_PER_SESSION * 4]:
@@ -84,14 +84,14 @@ class SlotBook:
         try:
             slot.fd, slot.token = self._resources.create_slot(slot.number, slot.nbytes, populate=slot.populate)
         except InsufficientMemoryError as error:
-            if self._freeing() or self._snapshot_book.make_room():
+            if self._is_freeing() or self._snapshot_book.make_room():
                 self._t.postponed[slot.number] = slot
             else:
-                self._not_made(slot, error)
+                self._creation_failed(slot, error)
         except AsyncCkptError as error:
-            self._not_made(slot, error)
+            self._creation_failed(slot, error)
         else:
-            self._made(slot)
+            self._created(slot)
 
     def adopted(self, event: SlotCreated) -> None:
         """Answer the Adopt, and look into the slot."""
@@ -99,13 +99,13 @@ class SlotBook:
         if slot is None or slot.fd >= 0:
             return
         if event.error is not None:
-            return self._not_made(slot, from_wire(event.error))
+            return self._creation_failed(slot, from_wire(event.error))
         slot.fd, slot.token = event.fd, event.token
-        self._t.stirred = self._t.stirred or slot.closing
+        self._t.review_closing_slots = self._t.review_closing_slots or slot.closing
         self._t.actions.append(ReadSlot(slot=slot.number))
-        return self._made(slot)
+        return self._created(slot)
 
-    def _made(self, slot: Slot) -> None:
+    def _created(self, slot: Slot) -> None:
         session = self._t.sessions.get(slot.session)
         if session is not None and not slot.closing:
             self._grant(session, slot)
@@ -113,10 +113,10 @@ class SlotBook:
                 "debug", "slot lent", session=session.name, count="slots_lent", slot=slot.number, nbytes=slot.nbytes
             )
 
-    def _not_made(self, slot: Slot, error: AsyncCkptError) -> None:
+    def _creation_failed(self, slot: Slot, error: AsyncCkptError) -> None:
         del self._t.slots[slot.number]
         self._t.closing.pop(slot.number, None)
-        self._t.stirred = True
+        self._t.review_closing_slots = True
         self._t.n_reading -= slot.reading
         session = self._t.sessions.get(slot.session)
         if session is not None:
@@ -124,13 +124,13 @@ class SlotBook:
             session.granted.pop(slot.allocate_id, None)
             self._t.refuse(session.peer, slot.allocate_id, error)
 
-    def _freeing(self) -> bool:
+    def _is_freeing(self) -> bool:
         """Whether memory is about to come back."""
         return bool(self._t.freeing) or any(s.reading for s in self._t.closing.values())
 
-    def create_what_was_postponed(self) -> None:
+    def create_postponed(self) -> None:
         """Retry slots that did not fit, once all pending frees are done."""
-        if self._freeing():
+        if self._is_freeing():
             return
         postponed, self._t.postponed = self._t.postponed, {}
         for slot in postponed.values():
@@ -152,17 +152,17 @@ class SlotBook:
             session.slots.discard(m.slot)
             self._t.slots[m.slot].dropped = True
             self.close(self._t.slots[m.slot])
-        elif not 0 < m.slot < self._t.next_slot or (m.slot in self._t.slots and not self._was_of(session, m.slot)):
+        elif not 0 < m.slot < self._t.next_slot or (m.slot in self._t.slots and not self._belonged_to(session, m.slot)):
             return self._t.refuse(session.peer, m.id, _unknown_slot(m.slot))
         self._t.send(session.peer, Ok(id=m.id))
         return None
 
-    def _was_of(self, session: Session, number: int) -> bool:
+    def _belonged_to(self, session: Session, number: int) -> bool:
         return self._t.slots[number].session == session.name
 
     def close(self, slot: Slot) -> None:
         """Take a slot back; it is read once more, then freed when nothing needs it."""
-        slot.closing = self._t.stirred = True
+        slot.closing = self._t.review_closing_slots = True
         self._t.closing[slot.number] = slot
         self._read(slot)
 
@@ -204,7 +204,9 @@ class SlotBook:
                 return self._t.refuse(session.peer, m.id, ProtocolError(text, detail="slot"))
             return self._t.send(session.peer, Ok(id=m.id))
         before = slot.part[1] if slot.part is not None else None
-        if m.generation <= slot.taken or (before and before.is_open and m.generation <= before.generation):
+        if m.generation <= slot.accepted_generation or (
+            before and before.is_open and m.generation <= before.generation
+        ):
             text = f"generation {m.generation} of slot {m.slot} is over"
             return self._t.refuse(session.peer, m.id, UnknownSaveError(text, detail="generation", save_id=m.save_id))
         if before is not None and before.in_flight:
@@ -233,7 +235,7 @@ class SlotBook:
             self._t.refuse(session.peer, m.id, ProtocolError(text, detail="slot"))
         elif entry is not None and not entry.is_open:
             self._t.send(session.peer, Ok(id=m.id))
-        elif m.generation <= slot.taken:
+        elif m.generation <= slot.accepted_generation:
             text = f"generation {m.generation} of slot {m.slot} is over"
             self._t.refuse(session.peer, m.id, UnknownSaveError(text, detail="generation", save_id=m.save_id))
         elif len(slot.waiters) < MAX_WAITERS:
@@ -247,7 +249,7 @@ class SlotBook:
             return
         slot.reading, slot.opened = False, event.opened
         self._t.n_reading -= 1
-        self._t.stirred = self._t.stirred or slot.closing
+        self._t.review_closing_slots = self._t.review_closing_slots or slot.closing
         request = event.request
         if request is not None and request.ring_segments:
             slot.committed = ""  # of a ring only the end is there
@@ -255,17 +257,19 @@ class SlotBook:
             # Of what the worker before has streamed, only a ring is gone on with before it is sealed, and only once its
             # trainer has begun it here.
             begun = request.ring_segments and self._t.entry((request.save_id, slot.rank)) is not None
-            if not slot.closing and (begun or event.generation > slot.adopted):
+            if not slot.closing and (begun or event.generation > slot.adopted_generation):
                 self._admission.stream(slot, event.generation, request)
-        elif request is not None and event.generation > slot.taken:
-            taken = self._admission.take_up(slot, event.generation, request)
+        elif request is not None and event.generation > slot.accepted_generation:
+            taken = self._admission.accept_sealed(slot, event.generation, request)
             if taken and slot.closing:
                 text = "its doorbell had not come"
                 self._t.log("info", text, save_id=request.save_id, session=slot.session, count="saves_rescued")
-        elif request is not None and slot.committed == request.save_id and event.generation == slot.taken:
-            self._t.found[slot.number] = (slot, request)
+        elif request is not None and slot.committed == request.save_id and event.generation == slot.accepted_generation:
+            self._t.adopted_committed[slot.number] = (slot, request)
         slot.committed = ""
-        slot.void = slot.closing and not slot.read_again and (request is None or event.generation != slot.taken)
+        slot.reopened = (
+            slot.closing and not slot.read_again and (request is None or event.generation != slot.accepted_generation)
+        )
         waiters, slot.waiters = slot.waiters, []
         for w in waiters:
             if request is not None and (request.save_id, event.generation) == (w.save_id, w.generation):
@@ -285,7 +289,7 @@ class SlotBook:
             slot.read_again = False
             self._read(slot)
 
-    def abandon_what_was_given_back(self) -> None:
+    def abandon_released(self) -> None:
         """Abandon saves that were not sealed in slots that are closing."""
         for slot in list(self._t.closing.values()):
             if not slot.reading and slot.part is not None:
@@ -294,18 +298,18 @@ class SlotBook:
                     text = "its slot was given back before the snapshot was complete"
                     self._admission.abandon(save, entry, "not_sealed", text)
 
-    def free_what_is_over(self) -> None:
+    def free_unneeded(self) -> None:
         """Free closing slots that no read, save or reader needs, and that are not kept."""
-        if not self._t.stirred and self._t.now < self._snapshot_book.decides_at:
+        if not self._t.review_closing_slots and self._t.now < self._snapshot_book.decides_at:
             return
-        self._t.stirred = False
+        self._t.review_closing_slots = False
         self._snapshot_book.decide()
         for slot in list(self._t.closing.values()):
             # IMPORTANT: a write job may outlive its save's end (another rank failed): unmapping under it is a crash.
             if slot.kept or slot.reading or slot.fd < 0 or slot.writes or is_in_flight(slot):
                 continue
             # IMPORTANT: whoever reads it counts even while it cannot be said what is worth keeping.
-            if slot.held_by or slot.number in self._t.found or self._snapshot_book.is_undecided(slot):
+            if slot.held_by or slot.number in self._t.adopted_committed or self._snapshot_book.is_undecided(slot):
                 continue
             del self._t.slots[slot.number], self._t.closing[slot.number]
             self._snapshot_book.freed(slot)
@@ -343,38 +347,38 @@ class AdoptionBook:
         number = self._t.next_slot
         self._t.next_slot += 1
         slot = Slot(number, m.nbytes, session.name, session.rank, session.world_size, m.id)
-        slot.taken, slot.adopted, slot.committed = m.ended, m.generation, m.committed
+        slot.accepted_generation, slot.adopted_generation, slot.committed = m.ended, m.generation, m.committed
         slot.process = (session.pid, session.pid_start)
         # IMPORTANT: until it has been looked into: if the trainer dies meanwhile, what it has sealed is not lost, and
         # its rank is not gone before that is known.
         slot.reading = True
         self._t.n_reading += 1
         self._t.slots[number] = slot
-        self._slot_book.is_of(session, slot)
+        self._slot_book.assign(session, slot)
         self._t.actions.append(AdoptSlot(slot=number, nbytes=m.nbytes, pid=session.pid, fd=m.fd, token=m.token))
         return None
 
-    def remember(self) -> None:
+    def restore_committed(self) -> None:
         """After each event: have what the worker before had committed, and still lies sealed, in memory as well.
 
         A rank whose trainer had not heard of the commit before that worker died is looked for on disk: it goes first.
         """
-        for slot, request in list(self._t.found.values()):
+        for slot, request in list(self._t.adopted_committed.values()):
             known = self._t.find(request.save_id)
             if known is not None and known.outcome is None:
                 continue
-            del self._t.found[slot.number]
-            self._t.stirred = True
+            del self._t.adopted_committed[slot.number]
+            self._t.review_closing_slots = True
             is_ours = (request.rank, request.world_size) == (slot.rank, slot.world_size) and slot.part is None
             if not is_ours or self._t.entry((request.save_id, request.rank)) is not None:
                 continue
             if known is not None and (known.outcome, known.world_size) != (COMMITTED, request.world_size):
                 continue
-            save = self._t.opened(request.save_id)
+            save = self._t.find_or_reopen(request.save_id)
             if save is None:
                 save = Save(SaveId.parse(request.save_id), request.world_size, outcome=COMMITTED, complete=True)
                 self._t.saves[request.save_id] = save
-            entry = entry_of_request(slot, slot.taken, request, self._t.now)
+            entry = entry_of_request(slot, slot.accepted_generation, request, self._t.now)
             entry.phase = COMMITTED
             save.add(entry)
             slot.part = (save, entry)

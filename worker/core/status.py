@@ -22,7 +22,7 @@ ALMOST = 0.99
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Moved:
+class PhaseChange:
     """One rank has reached a phase.
 
     Attributes:
@@ -58,7 +58,7 @@ class Moved:
     followed: bool = False
 
 
-def phase_changes(t: Tables) -> list[Moved]:
+def phase_changes(t: Tables) -> list[PhaseChange]:
     """Return what this event has moved, in order, and note since when each rank is where it is.
 
     IMPORTANT: before `touched` is cleared.
@@ -68,23 +68,23 @@ def phase_changes(t: Tables) -> list[Moved]:
         save = t.saves.get(key[0])
         entry = save.ranks.get(key[1]) if save is not None else None
         if save is not None and entry is not None and entry.seen != entry.phase:
-            found.append(_moved(t, save, entry))
+            found.append(_phase_change(t, save, entry))
     return found
 
 
-def _moved(t: Tables, save: Save, entry: RankSave) -> Moved:
+def _phase_change(t: Tables, save: Save, entry: RankSave) -> PhaseChange:
     was, was_s = entry.seen, t.now - entry.since if entry.seen else 0.0
     entry.seen, entry.since = entry.phase, t.now
-    ends = save.outcome is not None and not save.told_end
+    ends = save.outcome is not None and not save.end_reported
     if ends:
-        save.told_end = True
+        save.end_reported = True
     session, run = t.sessions.get(entry.session), t.run_of(save.save_id)
     if entry.phase in (DURABLE, COMMITTED) and was not in (DURABLE, COMMITTED) and session is not None:
         session.durable = (entry.step, t.now)
     if ends and save.outcome == COMMITTED and run is not None:
         run.newest = Newest(step=entry.step, path=entry.path, at=t.now)
     nbytes = entry.report.get("nbytes", entry.nbytes)
-    return Moved(
+    return PhaseChange(
         save_id=save.save_id,
         step=entry.step,
         path=entry.path,
@@ -187,7 +187,7 @@ def run_rows(t: Tables, limit: int) -> list[dict[str, Any]]:
                 "run": run.run_id,
                 "world_size": run.world_size,
                 "ranks": len(run.members),
-                "gone": len(run.gone),
+                "gone": len(run.departed),
                 "in_flight": len(open_saves),
                 "committed_step": newest.step if newest else None,
                 "committed_path": newest.path[:1000] if newest else None,
@@ -290,21 +290,21 @@ def missing_of(save: Save) -> list[int]:
 
     None before one has sealed it.
     """
-    if save.told_missing is not None:
-        return save.told_missing
+    if save.leader_missing is not None:
+        return save.leader_missing
     if save.sealed_since is None or save.outcome is not None:
         return []
     return save.missing or sorted(e.rank for e in save.ranks.values() if e.phase != DURABLE and e.in_flight)
 
 
-def states(t: Tables, session: Session, m: Heartbeat) -> Saves:
+def heartbeat_answer(t: Tables, session: Session, m: Heartbeat) -> Saves:
     """Return the answer to a Heartbeat; saves that the worker does not know are left out."""
     known = [(t.find(i), t.entry((i, session.rank))) for i in dict.fromkeys(m.saves)]
     rows = tuple(row_of(s, e) for s, e in known if s is not None and e is not None)
     return _saves(t, session, rows, m.id)
 
 
-def news(t: Tables) -> Iterator[Send]:
+def notifications(t: Tables) -> Iterator[Send]:
     """Yield what the event that was just handled has changed, for the sessions that it concerns, and forget it."""
     changed, t.changed = t.changed, {}
     announced, t.announced = t.announced, {}

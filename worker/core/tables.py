@@ -118,7 +118,7 @@ class EndedSave:
     def reopened(self, ranks: Iterable[int] = ()) -> Save:
         """Return a save that has ended, with some of its ranks: for what comes after the end."""
         save = Save(self.save_id, self.world_size, outcome=self.outcome, error=self.error)
-        save.complete, save.told_end = self.complete, True
+        save.complete, save.end_reported = self.complete, True
         for rank in ranks:
             if (entry := self.entry(rank)) is not None:
                 save.ranks[rank] = entry
@@ -210,10 +210,10 @@ class Tables:
     postponed: dict[int, Slot] = field(default_factory=dict)
     """Slots that did not fit into memory while others were being freed."""
 
-    found: dict[int, tuple[Slot, SaveRequest]] = field(default_factory=dict)
+    adopted_committed: dict[int, tuple[Slot, SaveRequest]] = field(default_factory=dict)
     """What was found in slots that were adopted of saves that were committed by then, until it is remembered."""
 
-    stirred: bool = False
+    review_closing_slots: bool = False
     """Something has happened that may decide about a slot that is closing, or kept."""
 
     n_reading: int = 0
@@ -233,7 +233,7 @@ class Tables:
     announced: dict[str, None] = field(default_factory=dict)
     """Runs of which a save has ended on all ranks in this event, or that have got a leader."""
 
-    parting: dict[str, set[int]] = field(default_factory=dict)
+    goodbye_slots: dict[str, set[int]] = field(default_factory=dict)
     """Sessions that have said goodbye, and whose processes are watched until these slots of theirs are gone."""
 
     lineage_scans: int = 0
@@ -248,7 +248,7 @@ class Tables:
     failures: dict[str, int] = field(default_factory=dict)
     """Kind of error (`failures.kind_of`) -> how many saves have ended with it."""
 
-    heard: dict[str, float] = field(default_factory=dict)
+    last_message_at: dict[str, float] = field(default_factory=dict)
     """Follower in a run (`RankSave.link`) -> when it was heard last."""
 
     def log(
@@ -267,7 +267,7 @@ class Tables:
         self.log("debug", f"refused: {error}", session=self.peers.get(peer), count="requests_refused")
         self.send(peer, Refused(id=id, error=to_wire(error)))
 
-    def contained(self, save_id: str, call: Callable[..., object], *args: object) -> None:
+    def run_guarded(self, save_id: str, call: Callable[..., object], *args: object) -> None:
         """Do what is one of several things to be done at an event.
 
         IMPORTANT: a bug in it ends save `save_id` ("": none), and stops neither the other things nor the worker.
@@ -295,7 +295,7 @@ class Tables:
         """Return a save, open or ended, or None."""
         return self.saves.get(save_id) or self.ended.get(save_id)
 
-    def opened(self, save_id: str, *ranks: int) -> Save | None:
+    def find_or_reopen(self, save_id: str, *ranks: int) -> Save | None:
         """Return a save; one that has ended with `ranks` of it, for what comes after its end. None: never heard of."""
         save, ended = self.saves.get(save_id), self.ended.get(save_id)
         if ended is not None:
@@ -337,9 +337,9 @@ class Tables:
         jobs = self.lineage_scans + len(self.freeing) + self.n_reading
         return jobs + sum(save.jobs for save in self.saves.values())
 
-    def settle(self) -> None:
+    def archive_ended(self) -> None:
         """At the end of an event: leave alone what is over."""
         for save in [s for s in self.saves.values() if s.outcome is not None and not s.jobs]:
             del self.saves[save.save_id]
             self.ended.add(save)
-            save.ranks, save.sayings = {}, {}
+            save.ranks, save.declarations = {}, {}

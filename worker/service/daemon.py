@@ -85,7 +85,7 @@ class Daemon:
         self._is_kept = ticks is not None and self._liveness.watch(KEEPER, config.while_pid, ticks)
         self._is_memory_short = False
         self._ticks_at = self._ticked_at = float("-inf")
-        self._told: tuple[bool, bool] | None = None
+        self._pending_rows: tuple[bool, bool] | None = None
         """What the core knows of these two."""
         self._memory_pressure = MemoryPressure()
         self._writer = Writer(files or files_for(config.max_write_bandwidth), self._slots, config.roots, config.threads)
@@ -185,8 +185,8 @@ class Daemon:
 
     def _tick(self) -> None:
         now, known = time.monotonic(), (self._is_kept, self._is_memory_short)
-        if now >= self._ticks_at or known != self._told:
-            self._ticked_at, self._told = now, known
+        if now >= self._ticks_at or known != self._pending_rows:
+            self._ticked_at, self._pending_rows = now, known
             self._handle(ev.Tick(now=now, kept=self._is_kept, memory_short=self._is_memory_short))
 
     def _tell_observers(self) -> None:
@@ -218,8 +218,8 @@ class Daemon:
             except Exception as error:
                 actions = []
                 todo.extend(self._failed_at(current, error))
-            if self.core.moves:
-                self._observers.saw(self.core.moves)
+            if self.core.phase_changes:
+                self._observers.saw(self.core.phase_changes)
             for action in actions:
                 try:
                     answer = self._perform(action)

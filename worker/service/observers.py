@@ -17,7 +17,7 @@ from asyncckpt.errors import ConfigError
 from asyncckpt.maintenance.event_log import EventLog
 from asyncckpt.protocol.save_phases import COMMITTED, DURABLE, OPEN, RECOVERING, SEALED, WRITING
 from asyncckpt_worker.config import WorkerConfig
-from asyncckpt_worker.core.status import Moved
+from asyncckpt_worker.core.status import PhaseChange
 from asyncckpt_worker.io.writer import check_root
 from asyncckpt_worker.service import log
 
@@ -97,7 +97,7 @@ class EventWriter:
     def __init__(self, roots: Sequence[str]) -> None:
         self.log = EventLog(check=partial(check_root, roots=tuple(roots)))
 
-    def tell(self, moves: Sequence[Moved]) -> None:
+    def tell(self, moves: Sequence[PhaseChange]) -> None:
         """Put down what has moved. Does not wait."""
         for moved in moves:
             if moved.followed:
@@ -108,7 +108,7 @@ class EventWriter:
             if moved.ends:
                 self._add(moved, moved.phase, _of_a_save(moved))
 
-    def _add(self, moved: Moved, name: str, facts: dict[str, Any]) -> None:
+    def _add(self, moved: PhaseChange, name: str, facts: dict[str, Any]) -> None:
         known: dict[str, Any] = {"save_id": moved.save_id, "name": os.path.basename(moved.path)}
         if moved.step is not None:  # else rank 0 has not said it yet
             known["step"] = moved.step
@@ -119,19 +119,19 @@ class EventWriter:
         self.log.close()
 
 
-def is_seal(moved: Moved) -> bool:
+def is_seal(moved: PhaseChange) -> bool:
     """Whether the snapshot of a rank has been taken up."""
     return moved.phase in (SEALED, WRITING) and moved.was in ("", OPEN, RECOVERING)
 
 
-def _name(moved: Moved) -> str:
+def _name(moved: PhaseChange) -> str:
     """`begun`, `sealed`, `durable`; "" for what no line is about."""
     if is_seal(moved):
         return "sealed"
     return {OPEN: "begun", DURABLE: "durable"}.get(moved.phase, "")
 
 
-def _of_a_rank(moved: Moved) -> dict[str, Any]:
+def _of_a_rank(moved: PhaseChange) -> dict[str, Any]:
     seconds = {k.removeprefix("seconds_"): round(v, 6) for k, v in moved.report.items() if k.startswith("seconds_")}
     facts: dict[str, Any] = {"rank": moved.rank, "nbytes": moved.nbytes}
     if moved.was:
@@ -143,7 +143,7 @@ def _of_a_rank(moved: Moved) -> dict[str, Any]:
     return facts
 
 
-def _of_a_save(moved: Moved) -> dict[str, Any]:
+def _of_a_save(moved: PhaseChange) -> dict[str, Any]:
     facts: dict[str, Any] = {"ranks": moved.world_size, "seconds_total": round(moved.begun_s, 6)}
     commit = moved.report.get("seconds_commit")
     if commit is not None:
@@ -196,7 +196,7 @@ class Observers:
         if self._exporter is not None:
             log.write("info", f"metrics at port {self._exporter.port} of this machine, /metrics")
 
-    def saw(self, moves: Sequence[Moved]) -> None:
+    def saw(self, moves: Sequence[PhaseChange]) -> None:
         """Something has moved."""
         exporter, event_writer = self._exporter, self._event_writer
         for moved in moves:  # each on its own: what one observer fails at costs neither the others nor the next
@@ -245,7 +245,7 @@ def _exporter(address: str) -> Exporter:
     return Exporter(address)
 
 
-def _observe(exporter: Exporter, moved: Moved) -> None:
+def _observe(exporter: Exporter, moved: PhaseChange) -> None:
     if is_seal(moved) and moved.was == OPEN and moved.local:
         exporter.observe("stage", moved.was_s)
     if moved.phase == DURABLE and moved.local:

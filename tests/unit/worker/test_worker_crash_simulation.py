@@ -79,7 +79,7 @@ class CrashingWorld(World):
                 self.trainers[trainer.name.encode()] = trainer
 
     def count_resumed(self) -> None:
-        self.resumed += sum(part.leftovers and part.phase == COMMITTED for part in self.core.parts())
+        self.resumed += sum(part.from_dead_worker and part.phase == COMMITTED for part in self.core.parts())
 
     def greet_anew(self, trainer: Trainer) -> None:
         kept = self.kept.pop(trainer.name, [])

@@ -100,7 +100,7 @@ class Mob(Bench):
         self.take(self.core.handle(ev.Received(now=self.now, peer=peer, message=kind(**body))))
 
     def whisper(self) -> None:
-        """One page of another worker's table: of a follower, or of a decider."""
+        """One page of another worker's table: of a follower, or of a leader."""
         rng, run = self.rng, f"{self.rng.randrange(3):012x}"
         route, kind = rng.choice(((b"", Outcomes), (b"1", Report), (b"2", Report)))
         sender = rng.choice((*["a" * 16] * 20, "b" * 16))

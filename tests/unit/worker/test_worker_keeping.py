@@ -12,7 +12,7 @@ from asyncckpt.errors import InsufficientMemoryError, SaveFailedError, to_wire
 from asyncckpt.protocol import messages as m
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
-from asyncckpt_worker.core.kept_snapshots import MAX_KEPT_SAVES, MAX_ROWS_NBYTES, PARTING_S
+from asyncckpt_worker.core.kept_snapshots import GOODBYE_KEEP_S, MAX_KEPT_SAVES, MAX_ROWS_NBYTES
 from asyncckpt_worker.service.memory_pressure import is_short
 
 KEEP_S = 300.0
@@ -56,12 +56,14 @@ class Keeper(Bench):
         found: list[Any] = []
         for number in slots:
             slot = self.core.tables.slots[number]
-            if slot.key is None or slot.taken < 0:
+            if slot.key is None or slot.accepted_generation < 0:
                 found += self.feed(ev.SlotRead, slot=number, reason="OPEN")
             else:
                 entry = self.core.tables.entry(slot.key)
                 assert entry is not None
-                found += self.read(number, slot.key[0], slot.taken, rank=slot.rank, world_size=slot.world_size)
+                found += self.read(
+                    number, slot.key[0], slot.accepted_generation, rank=slot.rank, world_size=slot.world_size
+                )
         return found
 
     def tick(self, **fields: Any) -> list[Any]:
@@ -302,7 +304,7 @@ def test_after_a_goodbye_a_snapshot_is_kept_while_the_process_may_be_ending_and_
     assert keeper.state(slot) == "kept"
     if ends:
         keeper.feed(ev.Died, session="1" * 16)
-    keeper.now += PARTING_S
+    keeper.now += GOODBYE_KEEP_S
     keeper.tick()
     assert keeper.state(slot) == ("kept" if ends else "freed")
     assert keeper.of(ac.Unwatch) == ([] if ends else [ac.Unwatch(session="1" * 16)])

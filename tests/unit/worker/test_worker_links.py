@@ -30,8 +30,8 @@ from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.core import sessions
 from asyncckpt_worker.core.actions import Listener
 from asyncckpt_worker.core.model import MAX_DIRECTORIES
-from asyncckpt_worker.core.nodes import decider
-from asyncckpt_worker.core.nodes.decider import FORGET_S
+from asyncckpt_worker.core.nodes import leader as leader_module
+from asyncckpt_worker.core.nodes.leader import FORGET_S
 
 ADDRESS = "tcp://first:7000"
 FOLLOW = {"run": RUN, "address": ADDRESS, "server_public": KEY, "client_public": KEY, "client_secret": SECRET}
@@ -240,7 +240,7 @@ def test_a_rank_of_the_follower_that_will_not_come_ends_the_save_here(pair: Pair
     assert fields["rank"] == 1 and fields["code"] == ("not_sealed" if how == "death" else "withdrawn")
 
 
-def test_a_rank_is_gone_only_once_the_decider_has_what_it_sealed(pair: Pair) -> None:
+def test_a_rank_is_gone_only_once_the_leader_has_what_it_sealed(pair: Pair) -> None:
     pair.stages(pair.leader)
     pair.follower.begin(1)
     pair.pump()
@@ -251,9 +251,9 @@ def test_a_rank_is_gone_only_once_the_decider_has_what_it_sealed(pair: Pair) -> 
     pair.follower.feed(ev.Died, session=f"{1:016x}")
     pair.follower.feed(ev.SlotRead, slot=1, reason="SEALED")
     pair.pump()
-    assert phases(pair) == ("writing", "open") and not pair.leader.core.tables.runs[RUN].gone
+    assert phases(pair) == ("writing", "open") and not pair.leader.core.tables.runs[RUN].departed
     pair.pump(BEAT_S)
-    assert phases(pair) == ("writing", "writing") and list(pair.leader.core.tables.runs[RUN].gone) == [1]
+    assert phases(pair) == ("writing", "writing") and list(pair.leader.core.tables.runs[RUN].departed) == [1]
     pair.writes(pair.follower)
     assert phases(pair) == ("writing", "durable")
 
@@ -362,7 +362,7 @@ def test_a_ring_that_a_follower_has_written_is_waited_for_commit_timeout_s(pair:
 def test_a_follower_that_is_gone_for_good_is_forgotten(pair: Pair) -> None:
     pair.leader.now += FORGET_S + 1
     pair.leader.feed(ev.Tick)
-    assert set(pair.leader.core.tables.sessions) == {f"{0:016x}"} and not pair.leader.core.tables.heard
+    assert set(pair.leader.core.tables.sessions) == {f"{0:016x}"} and not pair.leader.core.tables.last_message_at
 
 
 def test_a_rank_that_writes_without_end_is_named_to_all_while_its_worker_lives(pair: Pair) -> None:
@@ -399,7 +399,7 @@ def test_a_hook_that_has_spoken_leaves_the_end_to_the_leader(pair: Pair) -> None
     assert pair.leader.of(ac.Commit)
 
 
-def test_of_what_was_reported_to_another_decider_only_ranks_are_taken(pair: Pair) -> None:
+def test_of_what_was_reported_to_another_leader_only_ranks_are_taken(pair: Pair) -> None:
     pair.follower.begin(1)
     (told,) = pair.follower.said
     late = replace(told.message, to="e" * 16)
@@ -417,7 +417,7 @@ def report(instance: str, counter: int, ranks: Sequence[int], world_size: int = 
 
 
 def joins(leader: Worker, instance: str, ranks: Sequence[int], world_size: int = 2) -> list[Outcomes]:
-    """Let a follower report its ranks; returns what the decider answers."""
+    """Let a follower report its ranks; returns what the leader answers."""
     leader.said.clear()
     leader.feed(ev.Relayed, run=RUN, route=b"n", message=report(instance, 1, ranks, world_size))
     return [said.message for said in leader.said if isinstance(said.message, Outcomes)]
@@ -444,21 +444,21 @@ def test_a_part_that_makes_no_sense_ends_its_save_and_nothing_else(pair: Pair, w
 
 
 def test_followers_that_no_rank_has_any_more_make_room(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decider, "MAX_FOLLOWERS", 1)
+    monkeypatch.setattr(leader_module, "MAX_FOLLOWERS", 1)
     assert not joins(pair.leader, "e" * 16, [1]), "the first one has its rank"
     pair.follower.say(m.Goodbye)
     pair.follower.feed(ev.SlotRead, slot=1, reason="EMPTY")
     pair.pump()
     assert joins(pair.leader, "f" * 16, [1])
-    assert set(pair.leader.core.tables.heard) == {f"{'f' * 16}.{RUN}"}
+    assert set(pair.leader.core.tables.last_message_at) == {f"{'f' * 16}.{RUN}"}
 
 
 def test_a_follower_that_is_not_taken_does_not_try_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decider, "MAX_FOLLOWERS", 0)
+    monkeypatch.setattr(leader_module, "MAX_FOLLOWERS", 0)
     pair = Pair()
     pair.link()
     assert not pair.follower.said and not pair.leader.said, "neither says anything before some time has passed"
-    monkeypatch.setattr(decider, "MAX_FOLLOWERS", 1)
+    monkeypatch.setattr(leader_module, "MAX_FOLLOWERS", 1)
     assert not [said for said in pair.pump(BEAT_S / 2) if isinstance(said, m.Following)]
     assert [said for said in pair.pump(BEAT_S / 2) if isinstance(said, m.Following)]
 
@@ -528,8 +528,8 @@ def test_a_run_that_nobody_saves_in_is_followed_no_more(pair: Pair) -> None:
     pair.follower.say(m.Goodbye)
     pair.follower.feed(ev.SlotRead, slot=1, reason="EMPTY")
     pair.follower.feed(ev.Tick)
-    assert not pair.follower.asked("disconnect"), "the decider has not shown that it knows that the rank is gone"
+    assert not pair.follower.asked("disconnect"), "the leader has not shown that it knows that the rank is gone"
     pair.pump()
     pair.follower.feed(ev.Tick)
     assert pair.follower.asked("disconnect") == [RUN]
-    assert list(pair.leader.core.tables.runs[RUN].gone) == [1]
+    assert list(pair.leader.core.tables.runs[RUN].departed) == [1]

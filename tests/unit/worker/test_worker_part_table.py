@@ -114,7 +114,7 @@ def test_every_cell_is_reached_and_no_other(monkeypatch: pytest.MonkeyPatch) -> 
         for outcome in ENDS:
             bench = at(phase)
             if outcome == COMMITTED:
-                bench.core._saves.was_committed(the_save(bench), {})
+                bench.core._saves.found_committed(the_save(bench), {})
             else:
                 bench.core._saves.end_here(the_save(bench), outcome, ERROR)
             assert bench.phase() == TABLE[phase][ENDS[outcome]][0]
@@ -153,7 +153,7 @@ def test_every_cell_is_reached_and_no_other(monkeypatch: pytest.MonkeyPatch) -> 
     assert bench.phase(rank=1) == "failed"
     bench = at(RECOVERING)
     bench.adopted(b"1", generation=1, ended=0)
-    bench.core._saves.was_committed(the_save(bench), {})
+    bench.core._saves.found_committed(the_save(bench), {})
     bench.read(2, rank=1, world_size=2)
     assert bench.phase(rank=1) == "committed", "by the worker before"
     assert table.seen == {(phase, event) for phase, row in TABLE.items() for event in row}

@@ -245,7 +245,7 @@ def test_what_is_said_to_another_follower_counts_for_silence(pair: Pair) -> None
     assert end_of(pair, 1)["error"]["fields"]["code"] == "leader_lost"
 
 
-def test_what_a_replaced_decider_had_said_comes_late_and_is_not_heard(pair: Pair) -> None:
+def test_what_a_replaced_leader_had_said_comes_late_and_is_not_heard(pair: Pair) -> None:
     replace_leader(pair)
     said = Outcomes(sender="a" * 16, counter=100, to="b" * 16, saves=(), epochs=(), decided=(), gone=(), error={})
     pair.follower.feed(ev.Relayed, run=RUN, route=b"", message=said)
@@ -353,7 +353,7 @@ def test_a_follower_leaves_it_to_the_leader_whether_a_gone_ranks_hook_has_spoken
     pair.follower.feed(ev.Died, session=f"{1:016x}")
     pair.follower.feed(ev.SlotRead, slot=1, reason="OPEN")
     pair.follower.read(slot, **SEALED, hook_timeout_s=1000.0)
-    assert pair.follower.core.tables.runs[RUN].gone
+    assert pair.follower.core.tables.runs[RUN].departed
     pair.follower.feed(ev.Prepared, key=(FIRST, 1))
     pair.pump()
     assert leader_writes(pair)
@@ -376,7 +376,7 @@ def test_a_worker_that_cannot_follow_does_not_end_as_failed_what_its_leader_may_
 
 
 @pytest.mark.parametrize("speaks", ["before", "after"])
-def test_the_outcome_of_a_save_that_a_follower_has_found_committed_is_told_where_no_decider_knows_it(
+def test_the_outcome_of_a_save_that_a_follower_has_found_committed_is_told_where_no_leader_knows_it(
     pair: Pair, speaks: str
 ) -> None:
     pair.writes(pair.follower)

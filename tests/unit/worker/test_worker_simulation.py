@@ -179,7 +179,7 @@ class World(FakeResources):
         assert action.save_id not in self.split, "committed though ranks differ"
         asked = {(action.save_id, r.rank) for r in action.requests if r.hook_timeout_s}
         assert asked <= self.granted and action.save_id not in self.refused, "committed without consent"
-        gone = self.core.tables.runs[action.save_id[-12:]].gone
+        gone = self.core.tables.runs[action.save_id[-12:]].departed
         assert all(r in {q.rank for q in action.requests} for r in gone)
         assert len(action.results) == world_size
         saves = self.core.tables.saves

@@ -332,7 +332,7 @@ def test_what_a_dead_worker_had_begun_to_write_is_removed_when_another_rank_has_
     bench.feed(ev.Prepared, key=(FIRST, 1), error=ERROR)
     assert bench.phase(rank=1) == "failed"
     if removing:
-        save = bench.core.tables.opened(FIRST)
+        save = bench.core.tables.find_or_reopen(FIRST)
         save.job, save.jobs = "remove", 1
     bench.begin(slot)
     assert (bench.phase(), len(bench.of(ac.Remove))) == ("failed", 0 if removing else 1)

@@ -3,7 +3,7 @@
 State of a followed run, and what leads from one to the next:
 
     none        Follow                                             -> asking      Connect; reports say who is here
-    asking      outcomes come: the decider's instance is known     -> following   every Follow that waits is answered
+    asking      outcomes come: the leader's instance is followed     -> following   every Follow that waits is answered
     following   outcomes of another instance come                  -> following   all parts are reported to that one
     any         Follow names another address                       -> asking      open saves end; Connect
     any         no member, no open save, nothing left to report    -> none        Disconnect
@@ -33,27 +33,27 @@ from asyncckpt_worker.core.slots import SlotBook
 from asyncckpt_worker.core.tables import Tables
 
 FOUND_S = 2 * BEAT_S
-"""How long a decider has to tell the outcome of a save that was found committed: it may be looking for it, too."""
+"""How long a leader has to tell the outcome of a save that was found committed: it may be looking for it, too."""
 
 MAX_FOLLOWED = 64
 """Runs that are followed at once: each has a connection. Chosen, not measured."""
 
 MAX_ASKING = 1024
-"""Requests that wait for the decider of a run."""
+"""Requests that wait for the leader of a run."""
 
-MAX_OWED = 64
-"""Failures and withdrawals that are reported until the decider shows their end: more than saves are in flight."""
+MAX_UNACKNOWLEDGED = 64
+"""Failures and withdrawals that are reported until the leader shows their end: more than saves are in flight."""
 
-MAX_PAST = 64
-"""Instances of former deciders of a run that are remembered: what comes late from one is not heard."""
+MAX_FORMER_LEADERS = 64
+"""Instances of former leaders of a run that are remembered: what comes late from one is not heard."""
 
-PARTING_S, PRESENT_S = 60.0, 5.0
-"""Silence after which an unused connection is closed, and after which a decider counts as away."""
+IDLE_DISCONNECT_S, PRESENT_S = 60.0, 5.0
+"""Silence after which an unused connection is closed, and after which a leader counts as away."""
 
 
 @dataclass(slots=True)
 class _Question:
-    """A Lineage that waits for the decider."""
+    """A Lineage that waits for the leader."""
 
     rank: int
     path: str
@@ -62,49 +62,49 @@ class _Question:
 
 @dataclass(slots=True)
 class _Followed:
-    """A run that another worker decides. `run.leader` is the decider's instance, "" before it was heard."""
+    """A run that another worker decides. `run.leader` is the leader's instance, "" before it was heard."""
 
     run: Run
     connect: Connection
-    heard_at: float
+    last_message_at: float
     attempts: dict[int, int] = field(default_factory=dict)
     """Rank -> `attempt` of its latest Follow. Only of ranks that have sent one anything is reported."""
 
-    follows: dict[tuple[Peer, int], float] = field(default_factory=dict)
+    waiting_follows: dict[tuple[Peer, int], float] = field(default_factory=dict)
     """Follow requests that wait, until when."""
 
     questions: dict[tuple[Peer, int], _Question] = field(default_factory=dict)
-    owed: dict[str, Row] = field(default_factory=dict)
-    """Save id -> the failure that the decider has not shown yet: others may wait for that save."""
+    unacknowledged_failures: dict[str, Row] = field(default_factory=dict)
+    """Save id -> the failure that the leader has not shown yet: others may wait for that save."""
 
-    shown: set[str] = field(default_factory=set)
-    """Calls (`SaveId.call`) of `run.declined` that the decider has shown the end of."""
+    ended_calls: set[str] = field(default_factory=set)
+    """Calls (`SaveId.call`) of `run.declined` that the leader has shown the end of."""
 
     sent: dict[Any, Any] = field(default_factory=dict)
     """Key of a row -> what of it was sent last, so that only what is new is sent between two whole tables."""
 
-    gone: set[int] = field(default_factory=set)
-    """Ranks of which the decider has shown that it knows that they are gone."""
+    acknowledged_departures: set[int] = field(default_factory=set)
+    """Ranks of which the leader has shown that it knows that they are gone."""
 
     counter: int = 0
     """Counter of the last page sent."""
 
-    heard: int = 0
-    """Counter of the last page of the decider's."""
+    last_counter: int = 0
+    """Counter of the last page of the leader's."""
 
-    asked: int = 0
-    past: dict[str, None] = field(default_factory=dict)
-    whole_at: float = float("-inf")
+    last_question: int = 0
+    former_leaders: dict[str, None] = field(default_factory=dict)
+    full_sent_at: float = float("-inf")
     """When the table was sent whole last."""
 
     def row(self, now: float) -> Mapping[str, Any]:
         """Return what to tell people of it."""
-        address, silent_s = self.connect.address, now - self.heard_at
+        address, silent_s = self.connect.address, now - self.last_message_at
         return {"run": self.run.run_id, "address": address, "leader": self.run.leader, "silent_s": silent_s}
 
 
 class Follower:
-    """Changes `Run.followed`, and what the decider is told and says.
+    """Changes `Run.followed`, and what the leader is told and says.
 
     Args:
         tables: The core's.
@@ -122,13 +122,13 @@ class Follower:
     # ---- what trainers ask ------------------------------------------------------------------------------------------
 
     def follow(self, session: Session, m: Follow) -> None:
-        """Connect, unless that is done, and answer once the decider has been heard."""
+        """Connect, unless that is done, and answer once the leader has been heard."""
         run = self._runs.join(session, m.run)
         if run is None:
             error = other_world(m.run, self._t.runs[m.run].world_size, session.rank, session.world_size)
             return self._t.refuse(session.peer, m.id, from_wire(error))
         refusal = self._refusal(m)
-        run.estranged = refusal is not None
+        run.leader_unreachable = refusal is not None
         if refusal is not None:
             return self._t.refuse(session.peer, m.id, refusal)
         connect = Connection(
@@ -138,217 +138,223 @@ class Follower:
             client_public=m.client_public,
             client_secret=m.client_secret,
         )
-        known = self._followed.get(m.run)
-        if known is not None and (known.connect != connect or known.run is not run):
-            self._lose(known, "the run has another leader")
-            self._drop(known)
-            known = None
-        if known is None:
+        followed = self._followed.get(m.run)
+        if followed is not None and (followed.connect != connect or followed.run is not run):
+            self._lose_leader(followed, "the run has another leader")
+            self._disconnect(followed)
+            followed = None
+        if followed is None:
             try:
                 self._resources.connect(connect)
             except AsyncCkptError as error:
-                run.estranged = True
+                run.leader_unreachable = True
                 return self._t.refuse(session.peer, m.id, error)
             run.followed, run.leader = True, ""
-            known = self._followed[m.run] = _Followed(run, connect, self._t.now)
-            self._owe_everything(known)
-        known.attempts[session.rank] = m.attempt
-        known.follows.setdefault((session.peer, m.id), self._t.now + m.timeout_s)
+            followed = self._followed[m.run] = _Followed(run, connect, self._t.now)
+            self._resend_everything(followed)
+        followed.attempts[session.rank] = m.attempt
+        followed.waiting_follows.setdefault((session.peer, m.id), self._t.now + m.timeout_s)
         self._t.to_report.add(m.run)
-        return self._answer(known)
+        return self._answer(followed)
 
     def _refusal(self, m: Follow) -> AsyncCkptError | None:
-        run, known = self._t.runs[m.run], self._followed.get(m.run)
+        run, followed = self._t.runs[m.run], self._followed.get(m.run)
         if any(s.link for name in run.members.values() if (s := self._t.sessions.get(name)) is not None):
             return ProtocolError(f"this worker leads run {m.run} itself", detail="leads")
-        if known is None and len(self._followed) >= MAX_FOLLOWED:
+        if followed is None and len(self._followed) >= MAX_FOLLOWED:
             return busy()
-        return busy() if known is not None and len(known.follows) >= MAX_ASKING else None
+        return busy() if followed is not None and len(followed.waiting_follows) >= MAX_ASKING else None
 
     def lineage(self, session: Session, run: Run, m: Lineage) -> None:
-        """Ask the decider for the lineage; its answer is remembered."""
-        known = self._followed.get(run.run_id)
-        if known is None or len(known.questions) >= MAX_ASKING:
+        """Ask the leader for the lineage; its answer is remembered."""
+        followed = self._followed.get(run.run_id)
+        if followed is None or len(followed.questions) >= MAX_ASKING:
             return self._t.refuse(session.peer, m.id, busy())
         key = (session.peer, m.id)
-        if key not in known.questions:
-            known.asked += 1
-            known.questions[key] = _Question(session.rank, m.path, known.asked)
+        if key not in followed.questions:
+            followed.last_question += 1
+            followed.questions[key] = _Question(session.rank, m.path, followed.last_question)
             self._t.to_report.add(run.run_id)
         return None
 
-    # ---- what the decider says --------------------------------------------------------------------------------------
+    # ---- what the leader says --------------------------------------------------------------------------------------
 
     def received(self, event: Relayed) -> None:
-        """Take a page of the decider's table."""
-        known, m = self._followed.get(event.run), event.message
-        if known is None or not isinstance(m, Outcomes) or m.to != self._t.instance or m.sender in known.past:
+        """Take a page of the leader's table."""
+        followed, m = self._followed.get(event.run), event.message
+        if followed is None or not isinstance(m, Outcomes) or m.to != self._t.instance:
+            return
+        if m.sender in followed.former_leaders:
             return
         if m.error:
-            return self._refused(known, m.error)
-        if m.sender != known.run.leader:
-            self._is_decided_by(known, m.sender)
-        if m.counter <= known.heard:
+            return self._refused(followed, m.error)
+        if m.sender != followed.run.leader:
+            self._change_leader(followed, m.sender)
+        if m.counter <= followed.last_counter:
             return
-        known.heard, known.heard_at = m.counter, self._t.now
-        self._answer(known)
-        known.gone = set(m.gone)
+        followed.last_counter, followed.last_message_at = m.counter, self._t.now
+        self._answer(followed)
+        followed.acknowledged_departures = set(m.gone)
         for sequence, meet in m.decided:
-            known.run.found.pop(sequence, None)
-            if known.run.add_outcome(sequence, meet):
-                self._t.announced[known.run.run_id] = None
-        self._tell_what_was_found(known.run)
+            followed.run.found_committed.pop(sequence, None)
+            if followed.run.add_outcome(sequence, meet):
+                self._t.announced[followed.run.run_id] = None
+        self._announce_found(followed.run)
         for row in m.epochs:
-            self._take_epoch(known, row)
+            self._take_epoch(followed, row)
         for row in m.saves:
-            if SaveId.parse(row["save_id"]).run_id == known.run.run_id:
-                self._t.contained(row["save_id"], self._take_outcome, known, row)
+            if SaveId.parse(row["save_id"]).run_id == followed.run.run_id:
+                self._t.run_guarded(row["save_id"], self._take_outcome, followed, row)
 
-    def _tell_what_was_found(self, run: Run) -> None:
-        """Tell the outcomes of saves that were found committed, which a decider that knew them would have told by now.
+    def _announce_found(self, run: Run) -> None:
+        """Tell the outcomes of saves that were found committed, which a leader that knew them would have told by now.
 
         IMPORTANT: without it a rank would wait for such an outcome as long as for a slot. Should another rank have been
-        told otherwise by the dead decider, this one refuses the meeting, as after every loss of a worker.
+        told otherwise by the dead leader, this one refuses the meeting, as after every loss of a worker.
         """
-        for sequence, (meet, since) in list(run.found.items()):
+        for sequence, (meet, since) in list(run.found_committed.items()):
             if self._t.now - since >= FOUND_S:
-                del run.found[sequence]
+                del run.found_committed[sequence]
                 if run.add_outcome(sequence, meet):
                     self._t.announced[run.run_id] = None
 
-    def _refused(self, known: _Followed, error: Mapping[str, Any]) -> None:
-        """The decider takes nothing of this worker's."""
-        for key in list(known.follows):
-            del known.follows[key]
+    def _refused(self, followed: _Followed, error: Mapping[str, Any]) -> None:
+        """The leader takes nothing of this worker's."""
+        for key in list(followed.waiting_follows):
+            del followed.waiting_follows[key]
             self._t.refuse(*key, from_wire(error))
-        self._refuse_questions(known, from_wire(error))
+        self._refuse_questions(followed, from_wire(error))
 
-    def _is_decided_by(self, known: _Followed, instance: str) -> None:
-        """A decider is heard of for the first time. It has been told nothing: from here on it is told everything."""
-        run = known.run
+    def _change_leader(self, followed: _Followed, instance: str) -> None:
+        """A leader is heard of for the first time. It has been told nothing: from here on it is told everything."""
+        run = followed.run
         if run.leader:
-            known.past[run.leader] = None
-            for old in list(known.past)[:-MAX_PAST]:
-                del known.past[old]
+            followed.former_leaders[run.leader] = None
+            for old in list(followed.former_leaders)[:-MAX_FORMER_LEADERS]:
+                del followed.former_leaders[old]
             self._t.log("info", f"run {run.run_id} has another leader", count="leaders_replaced")
         self._t.log("info", f"following worker {instance} in run {run.run_id}", count="runs_followed")
-        run.leader, known.heard = instance, 0
+        run.leader, followed.last_counter = instance, 0
         self._t.announced[run.run_id] = None
-        self._owe_everything(known)
+        self._resend_everything(followed)
 
-    def _owe_everything(self, known: _Followed) -> None:
-        """Nothing is known of what this worker has to say."""
-        run_id = known.run.run_id
-        known.sent.clear()
-        known.gone.clear()
-        known.whole_at = float("-inf")
-        for save in self._t.open_saves(known.run.run_id):
+    def _resend_everything(self, followed: _Followed) -> None:
+        """Nothing is followed of what this worker has to say."""
+        run_id = followed.run.run_id
+        followed.sent.clear()
+        followed.acknowledged_departures.clear()
+        followed.full_sent_at = float("-inf")
+        for save in self._t.open_saves(followed.run.run_id):
             for entry in save.ranks.values():
-                entry.known = ""
+                entry.acknowledged = ""
         mine = [s for s in (*self._t.ended, *self._t.saves.values()) if s.save_id.run_id == run_id and s.error]
-        for ended in [s for s in mine if s.outcome in (FAILED, ABANDONED)][-MAX_OWED:]:
-            known.owed[ended.save_id] = _failure(ended.save_id, str(ended.outcome), ended.error or {})
-        known.shown.clear()
+        for ended in [s for s in mine if s.outcome in (FAILED, ABANDONED)][-MAX_UNACKNOWLEDGED:]:
+            followed.unacknowledged_failures[ended.save_id] = _failure(
+                ended.save_id, str(ended.outcome), ended.error or {}
+            )
+        followed.ended_calls.clear()
         self._t.to_report.add(run_id)
 
-    def _take_epoch(self, known: _Followed, row: Row) -> None:
+    def _take_epoch(self, followed: _Followed, row: Row) -> None:
         parent = os.path.dirname(row["path"])
         if not row["error"]:
-            known.run.remember_epoch(parent, row["epoch"])
-        for key, question in list(known.questions.items()):
+            followed.run.remember_epoch(parent, row["epoch"])
+        for key, question in list(followed.questions.items()):
             if os.path.dirname(question.path) == parent and question.number <= row["number"]:
-                del known.questions[key]
+                del followed.questions[key]
                 if row["error"]:
                     self._t.refuse(*key, from_wire(row["error"]))
                 else:
                     self._t.send(key[0], LineageFound(id=key[1], epoch=row["epoch"]))
 
-    def _take_outcome(self, known: _Followed, row: Row) -> None:
+    def _take_outcome(self, followed: _Followed, row: Row) -> None:
         save_id, outcome = SaveId.parse(row["save_id"]), row["outcome"]
         if outcome not in ("", COMMITTED) and not row["error"]:
-            text = f"the leader of run {known.run.run_id} says that save {save_id} {outcome}, and not why"
+            text = f"the leader of run {followed.run.run_id} says that save {save_id} {outcome}, and not why"
             return self._t.log("error", text, save_id=save_id, count="protocol_errors")
         if outcome:
-            known.owed.pop(save_id, None)
-            declined = {_call(row) for row in known.run.declined}
-            known.shown = (known.shown | {save_id.call}) & declined
+            followed.unacknowledged_failures.pop(save_id, None)
+            declined = {_call(row) for row in followed.run.declined}
+            followed.ended_calls = (followed.ended_calls | {save_id.call}) & declined
         save = self._t.saves.get(save_id)
         if save is None or save.outcome is not None:
             return None
         for rank, phase in row["known"]:
             entry = save.ranks.get(rank)
-            if entry is not None and STEPS[phase] > STEPS[entry.known]:
-                entry.known = phase
-                if rank in known.run.gone:
-                    self._t.to_report.add(known.run.run_id)  # see `_rank_rows`
+            if entry is not None and STEPS[phase] > STEPS[entry.acknowledged]:
+                entry.acknowledged = phase
+                if rank in followed.run.departed:
+                    self._t.to_report.add(followed.run.run_id)  # see `_rank_rows`
         if not outcome:
-            save.told_missing = list(row["missing"])
+            save.leader_missing = list(row["missing"])
             return None
-        # IMPORTANT: a decider that does not know what was reported to the one before has not looked whether that one
+        # IMPORTANT: a leader that does not know what was reported to the one before has not looked whether that one
         # has committed the save.
         if outcome != COMMITTED and any(
-            _was_told_to_another(known, e) and not e.known for e in save.ranks.values() if e.rank in known.attempts
+            _was_reported_to_former(followed, e) and not e.acknowledged
+            for e in save.ranks.values()
+            if e.rank in followed.attempts
         ):
             return None
         for entry in save.ranks.values():
             entry.report.update(row["report"])
         if outcome == COMMITTED:
-            return self._saves.was_committed(save, row["report"])  # perhaps while it is looked for on disk
+            return self._saves.found_committed(save, row["report"])  # perhaps while it is looked for on disk
         return self._saves.end_here(save, outcome, row["error"])
 
-    # ---- without the decider ----------------------------------------------------------------------------------------
+    # ---- without the leader ----------------------------------------------------------------------------------------
 
-    def _lose(self, known: _Followed, why: str) -> None:
-        for save in self._t.open_saves(known.run.run_id):
-            self._give_up(known, save, why)
-        known.run.leader = ""
-        self._refuse_questions(known, _unreachable(known, why))
+    def _lose_leader(self, followed: _Followed, why: str) -> None:
+        for save in self._t.open_saves(followed.run.run_id):
+            self._end_without_leader(followed, save, why)
+        followed.run.leader = ""
+        self._refuse_questions(followed, _unreachable(followed, why))
 
-    def _refuse_questions(self, known: _Followed, error: AsyncCkptError) -> None:
-        questions, known.questions = known.questions, {}
+    def _refuse_questions(self, followed: _Followed, error: AsyncCkptError) -> None:
+        questions, followed.questions = followed.questions, {}
         for key in questions:
             self._t.refuse(*key, error)
 
-    def _give_up(self, known: _Followed, save: Save, why: str) -> None:
-        """End a save without the decider: `failed` if that one cannot have committed it, else `unknown`.
+    def _end_without_leader(self, followed: _Followed, save: Save, why: str) -> None:
+        """End a save without the leader: `failed` if that one cannot have committed it, else `unknown`.
 
         It can have if all ranks are durable here, or were, as far as a worker that is dead may have told.
         """
         ranks = save.ranks.values()
-        resumed = any(e.leftovers for e in ranks)
-        unknown = all(e.phase == DURABLE or e.leftovers for e in ranks) and (resumed or not save.given_up)
-        # Should the decider come back, it must not wait for what is reported no more, or a hook that never consents.
-        if not unknown or any(e.known != DURABLE or e.needs_consent for e in ranks):
+        resumed = any(e.from_dead_worker for e in ranks)
+        unknown = all(e.phase == DURABLE or e.from_dead_worker for e in ranks) and (resumed or not save.failed_locally)
+        # Should the leader come back, it must not wait for what is reported no more, or a hook that never consents.
+        if not unknown or any(e.acknowledged != DURABLE or e.needs_consent for e in ranks):
             error = save.pending_failure[1] if save.pending_failure else leader_lost(save, why, unknown=False)
-            known.owed[save.save_id] = _failure(save.save_id, FAILED, error)
-            self._t.to_report.add(known.run.run_id)
+            followed.unacknowledged_failures[save.save_id] = _failure(save.save_id, FAILED, error)
+            self._t.to_report.add(followed.run.run_id)
         self._saves.end_here(save, UNKNOWN if unknown else FAILED, leader_lost(save, why, unknown=unknown))
 
-    def _drop(self, known: _Followed) -> None:
-        known.run.followed, known.run.leader = False, ""
-        for save in self._t.open_saves(known.run.run_id):
-            self._saves.reckon(save)  # its deadlines are ours now
-        del self._followed[known.run.run_id]
-        self._resources.disconnect(known.run.run_id)
+    def _disconnect(self, followed: _Followed) -> None:
+        followed.run.followed, followed.run.leader = False, ""
+        for save in self._t.open_saves(followed.run.run_id):
+            self._saves.update_deadline(save)  # its deadlines are ours now
+        del self._followed[followed.run.run_id]
+        self._resources.disconnect(followed.run.run_id)
 
     def tick(self) -> None:
-        """Give up what the decider has been silent about for too long, and connections that nobody needs."""
+        """Give up what the leader has been silent about for too long, and connections that nobody needs."""
         now = self._t.now
-        for known in list(self._followed.values()):
-            for key in [key for key, until in known.follows.items() if now >= until]:
-                del known.follows[key]
-                self._t.refuse(*key, _unreachable(known, "it does not answer"))
-            for save in self._t.open_saves(known.run.run_id):
+        for followed in list(self._followed.values()):
+            for key in [key for key, until in followed.waiting_follows.items() if now >= until]:
+                del followed.waiting_follows[key]
+                self._t.refuse(*key, _unreachable(followed, "it does not answer"))
+            for save in self._t.open_saves(followed.run.run_id):
                 begun_at = min(e.begun_at for e in save.ranks.values())
-                if now >= max(known.heard_at, begun_at) + save.timeout_s:
-                    self._give_up(known, save, f"it has not been heard of for {save.timeout_s:g} s")
-            silent = now - known.heard_at >= PARTING_S
+                if now >= max(followed.last_message_at, begun_at) + save.timeout_s:
+                    self._end_without_leader(followed, save, f"it has not been heard of for {save.timeout_s:g} s")
+            silent = now - followed.last_message_at >= IDLE_DISCONNECT_S
             if (
-                not self._t.open_saves(known.run.run_id)
-                and not known.run.members
-                and (silent or not self._is_owing(known))
+                not self._t.open_saves(followed.run.run_id)
+                and not followed.run.members
+                and (silent or not self._has_unacknowledged(followed))
             ):
-                self._drop(known)
+                self._disconnect(followed)
 
     # ---- the table --------------------------------------------------------------------------------------------------
 
@@ -359,105 +365,107 @@ class Follower:
         if not self._followed:
             return
         changed |= {SaveId.parse(save_id).run_id for save_id, _ in t.touched}
-        for run_id, known in self._followed.items():
-            whole = t.now - known.whole_at >= BEAT_S
+        for run_id, followed in self._followed.items():
+            whole = t.now - followed.full_sent_at >= BEAT_S
             if whole or run_id in changed:
-                self._t.contained("", self._send, known, whole)
+                self._t.run_guarded("", self._send, followed, whole)
 
-    def _send(self, known: _Followed, whole: bool) -> None:
+    def _send(self, followed: _Followed, whole: bool) -> None:
         tables = {
-            "ranks": self._new(known, "rank", self._rank_rows(known), whole=whole),
-            "failures": self._new(known, "failure", self._failure_rows(known), whole=whole),
-            "withdrawals": self._new(known, "withdrawal", _withdrawal_rows(known), whole=whole),
-            "questions": self._new(known, "question", _question_rows(known), whole=whole),
-            "parts": self._new(known, "part", self._part_rows(known), whole=whole),
+            "ranks": self._new(followed, "rank", self._rank_rows(followed), whole=whole),
+            "failures": self._new(followed, "failure", self._failure_rows(followed), whole=whole),
+            "withdrawals": self._new(followed, "withdrawal", _withdrawal_rows(followed), whole=whole),
+            "questions": self._new(followed, "question", _question_rows(followed), whole=whole),
+            "parts": self._new(followed, "part", self._part_rows(followed), whole=whole),
         }
         if whole:
-            known.whole_at = self._t.now
+            followed.full_sent_at = self._t.now
         elif not any(tables.values()):
             return
-        saves = {*(save.save_id for save in self._t.open_saves(known.run.run_id)), *known.owed}
-        saves |= {row["save_id"] for row in _withdrawal_rows(known)}
+        saves = {*(save.save_id for save in self._t.open_saves(followed.run.run_id)), *followed.unacknowledged_failures}
+        saves |= {row["save_id"] for row in _withdrawal_rows(followed)}
         for page in pages(tables):
-            known.counter += 1
+            followed.counter += 1
             report = Report(
                 sender=self._t.instance,
-                counter=known.counter,
-                to=known.run.leader,
-                world_size=known.run.world_size,
+                counter=followed.counter,
+                to=followed.run.leader,
+                world_size=followed.run.world_size,
                 saves=tuple(sorted(saves))[-MAX_TABLE:],
                 **page,
             )
-            self._t.actions.append(Relay(run=known.run.run_id, route=b"", message=report))
+            self._t.actions.append(Relay(run=followed.run.run_id, route=b"", message=report))
 
-    def _new(self, known: _Followed, kind: str, rows: Any, *, whole: bool) -> list[Row]:
+    def _new(self, followed: _Followed, kind: str, rows: Any, *, whole: bool) -> list[Row]:
         """Return the rows that were not sent as they are; all of them where the table is to be sent `whole`."""
         found = []
         for row in rows:
             key = (kind, row.get("save_id", row.get("path", "")), row.get("rank", -1))
             brief = {name: value for name, value in row.items() if name not in ("request", "result", "report")}
-            if whole or known.sent.get(key) != brief:
-                known.sent[key] = brief
+            if whole or followed.sent.get(key) != brief:
+                followed.sent[key] = brief
                 found.append(row)
         if whole and kind == "part":  # the last of them: what is not in a whole table is over
-            for key in list(known.sent):
+            for key in list(followed.sent):
                 if key[0] == "part" and key[1] not in self._t.saves:
-                    del known.sent[key]
+                    del followed.sent[key]
         return found
 
-    def _rank_rows(self, known: _Followed) -> Iterator[Row]:
+    def _rank_rows(self, followed: _Followed) -> Iterator[Row]:
         """Yield who is here, and who has gone.
 
-        IMPORTANT: a rank is gone to the decider once that has all that the rank has sealed: else it would end as
+        IMPORTANT: a rank is gone to the leader once that has all that the rank has sealed: else it would end as
         abandoned what can be committed without the rank.
         """
-        run = known.run
-        for rank in sorted({*run.members, *run.gone}):
-            if rank not in known.attempts:
+        run = followed.run
+        for rank in sorted({*run.members, *run.departed}):
+            if rank not in followed.attempts:
                 continue
-            gone = run.gone.get(rank, "")[:MAX_TEXT_CHARS]
+            gone = run.departed.get(rank, "")[:MAX_TEXT_CHARS]
             if gone and any(
-                _is_unknown(entry)
-                for save in self._t.open_saves(known.run.run_id)
+                _is_unacknowledged(entry)
+                for save in self._t.open_saves(followed.run.run_id)
                 if (entry := save.ranks.get(rank)) is not None and entry.request is not None
             ):
                 gone = ""
-            yield {"rank": rank, "attempt": known.attempts[rank], "gone": gone}
+            yield {"rank": rank, "attempt": followed.attempts[rank], "gone": gone}
 
-    def _failure_rows(self, known: _Followed) -> Iterator[Row]:
-        for save in self._t.open_saves(known.run.run_id):
-            if save.given_up and save.pending_failure is not None:
+    def _failure_rows(self, followed: _Followed) -> Iterator[Row]:
+        for save in self._t.open_saves(followed.run.run_id):
+            if save.failed_locally and save.pending_failure is not None:
                 yield _failure(save.save_id, *save.pending_failure)
-        yield from known.owed.values()
+        yield from followed.unacknowledged_failures.values()
 
-    def _part_rows(self, known: _Followed) -> Iterator[Row]:
-        run = known.run
-        for save in self._t.open_saves(known.run.run_id) if run.leader else ():
+    def _part_rows(self, followed: _Followed) -> Iterator[Row]:
+        run = followed.run
+        for save in self._t.open_saves(followed.run.run_id) if run.leader else ():
             for rank, entry in save.ranks.items():
-                if rank in known.attempts and not entry.ended:
+                if rank in followed.attempts and not entry.ended:
                     entry.reported_to = entry.reported_to or run.leader
-                    recovering = entry.leftovers or _was_told_to_another(known, entry)
+                    recovering = entry.from_dead_worker or _was_reported_to_former(followed, entry)
                     yield part_row(save.save_id, entry, recovering=recovering)
 
-    def _is_owing(self, known: _Followed) -> bool:
-        """Whether the decider has not shown yet that it has what there is to report."""
-        open_parts = (entry for save in self._t.open_saves(known.run.run_id) for entry in save.ranks.values())
-        gone = {rank for rank in known.run.gone if rank in known.attempts}
-        return bool(known.owed or gone - known.gone or [*_withdrawal_rows(known)]) or any(map(_is_unknown, open_parts))
+    def _has_unacknowledged(self, followed: _Followed) -> bool:
+        """Whether the leader has not shown yet that it has what there is to report."""
+        open_parts = (entry for save in self._t.open_saves(followed.run.run_id) for entry in save.ranks.values())
+        gone = {rank for rank in followed.run.departed if rank in followed.attempts}
+        return bool(
+            followed.unacknowledged_failures or gone - followed.acknowledged_departures or [*_withdrawal_rows(followed)]
+        ) or any(map(_is_unacknowledged, open_parts))
 
-    def _answer(self, known: _Followed) -> None:
-        if known.run.leader:
-            for peer, id in known.follows:
-                self._t.send(peer, Following(id=id, leader=known.run.leader))
-            known.follows.clear()
+    def _answer(self, followed: _Followed) -> None:
+        if followed.run.leader:
+            for peer, id in followed.waiting_follows:
+                self._t.send(peer, Following(id=id, leader=followed.run.leader))
+            followed.waiting_follows.clear()
 
     # ---- for others -------------------------------------------------------------------------------------------------
 
     def times(self) -> Iterator[float]:
         """Yield when something is due."""
-        for known in self._followed.values():
-            yield known.whole_at + BEAT_S
-            yield from known.follows.values()
+        for followed in self._followed.values():
+            yield followed.full_sent_at + BEAT_S
+            yield from followed.waiting_follows.values()
 
     def report(self) -> list[Mapping[str, Any]]:
         """Return a row for people of each run that is followed."""
@@ -465,18 +473,18 @@ class Follower:
 
     @property
     def busy(self) -> bool:
-        """Whether a reachable decider has not acknowledged everything yet."""
+        """Whether a reachable leader has not acknowledged everything yet."""
         now = self._t.now
-        return any(self._is_owing(f) and now - f.heard_at < PRESENT_S for f in self._followed.values())
+        return any(self._has_unacknowledged(f) and now - f.last_message_at < PRESENT_S for f in self._followed.values())
 
 
-def _is_unknown(entry: RankSave) -> bool:
-    return STEPS[entry.known] < STEPS[reported_phase(entry)]
+def _is_unacknowledged(entry: RankSave) -> bool:
+    return STEPS[entry.acknowledged] < STEPS[reported_phase(entry)]
 
 
-def _was_told_to_another(known: _Followed, entry: RankSave) -> bool:
-    """Whether a lost decider may have received a rank's part."""
-    return entry.reported_to not in ("", known.run.leader)
+def _was_reported_to_former(followed: _Followed, entry: RankSave) -> bool:
+    """Whether a lost leader may have received a rank's part."""
+    return entry.reported_to not in ("", followed.run.leader)
 
 
 def _failure(save_id: str, outcome: str, error: Mapping[str, Any]) -> Row:
@@ -487,20 +495,20 @@ def _call(row: Row) -> str:
     return SaveId.parse(row["save_id"]).call
 
 
-def _withdrawal_rows(known: _Followed) -> Iterator[Row]:
-    return (row for row in known.run.declined if _call(row) not in known.shown)
+def _withdrawal_rows(followed: _Followed) -> Iterator[Row]:
+    return (row for row in followed.run.declined if _call(row) not in followed.ended_calls)
 
 
-def _question_rows(known: _Followed) -> Iterator[Row]:
-    for question in known.questions.values():
+def _question_rows(followed: _Followed) -> Iterator[Row]:
+    for question in followed.questions.values():
         yield {"rank": question.rank, "path": question.path, "number": question.number}
 
 
-def _unreachable(known: _Followed, why: str) -> WorkerUnavailableError:
-    """Return the error for requests that wait for a decider that cannot be reached."""
-    address = known.connect.address
+def _unreachable(followed: _Followed, why: str) -> WorkerUnavailableError:
+    """Return the error for requests that wait for a leader that cannot be reached."""
+    address = followed.connect.address
     return WorkerUnavailableError(
-        f"the worker at {address} that leads run {known.run.run_id} cannot be reached from here: {why}. Start the "
+        f"the worker at {address} that leads run {followed.run.run_id} cannot be reached from here: {why}. Start the "
         "worker beside rank 0 with --advertise HOST, a name or address of its node that the other nodes reach, and "
         "--port P if a firewall is between them",
         endpoint=address,

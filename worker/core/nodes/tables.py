@@ -52,8 +52,8 @@ def part_row(save_id: str, entry: RankSave, *, recovering: bool) -> dict[str, An
 
     Args:
         save_id: ID of the save.
-        entry: The part; `entry.known` is the phase that the decider has shown.
-        recovering: A dead worker or decider may have written or committed it.
+        entry: The part; `entry.acknowledged` is the phase that the leader has shown.
+        recovering: A dead worker or leader may have written or committed it.
     """
     phase = reported_phase(entry)
     row: dict[str, Any] = {
@@ -70,11 +70,11 @@ def part_row(save_id: str, entry: RankSave, *, recovering: bool) -> dict[str, An
         "streamed": entry.ring,
         "writing": entry.ring and entry.writing and phase == OPEN,
     }
-    if STEPS[phase] >= STEPS[SEALED] > STEPS[entry.known]:
+    if STEPS[phase] >= STEPS[SEALED] > STEPS[entry.acknowledged]:
         assert entry.request is not None
         slim = replace(entry.request, structure=b"", objects=b"", metadata="{}")
         row["request"] = encode_request(slim)
-    if phase == DURABLE and entry.known != DURABLE:
+    if phase == DURABLE and entry.acknowledged != DURABLE:
         row["result"], row["report"] = pack_result(entry.result), entry.report
     if entry.consent is not None:
         row["consent"], row["reason"] = entry.consent

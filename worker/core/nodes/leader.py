@@ -20,12 +20,12 @@ from asyncckpt.protocol.node_tables import BEAT_S, Outcomes, Report
 from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, DURABLE, FAILED, OPEN
 from asyncckpt_worker.core.actions import Listener, Relay, Resources
 from asyncckpt_worker.core.events import Relayed, Wire
-from asyncckpt_worker.core.failures import busy, failed, leads_not, not_taken, other_world, worker_lost
+from asyncckpt_worker.core.failures import busy, failed, led_elsewhere, other_world, part_rejected, worker_lost
 from asyncckpt_worker.core.model import RankSave, Save, Session, Slot
 from asyncckpt_worker.core.nodes.tables import Row, begin_of, pages, reported_phase, request_of, unpack_result
 from asyncckpt_worker.core.runs import LineageBook, RunBook
 from asyncckpt_worker.core.save_admission import SaveAdmission
-from asyncckpt_worker.core.saves import SaveBook, forget_the_silent
+from asyncckpt_worker.core.saves import SaveBook, forget_inactive_links
 from asyncckpt_worker.core.slots import SlotBook
 from asyncckpt_worker.core.status import missing_of
 from asyncckpt_worker.core.tables import EndedSave, Tables
@@ -47,14 +47,14 @@ PRESENT_S = 5.0
 
 
 @dataclass(slots=True)
-class _Reporter:
+class _FollowerRecord:
     """A follower in one run. `route`: where it was heard last; `link`: its name in sessions and parts."""
 
     run_id: str
     instance: str
     link: str
     route: bytes
-    heard: int = 0
+    last_counter: int = 0
     """Counter of its last page."""
 
     counter: int = 0
@@ -64,10 +64,10 @@ class _Reporter:
     ranks: dict[int, int] = field(default_factory=dict)
     """Rank -> `attempt`, of those that have no other worker by now."""
 
-    gone: set[int] = field(default_factory=set)
+    departed: set[int] = field(default_factory=set)
     """Of these, those that it has reported as gone."""
 
-    lost: set[int] = field(default_factory=set)
+    reassigned: set[int] = field(default_factory=set)
     """Ranks that have another worker by now."""
 
     refused: dict[str, int] = field(default_factory=dict)
@@ -82,11 +82,11 @@ class _Reporter:
     error: Wire | None = None
     """Why nothing is taken of it."""
 
-    whole_at: float = float("-inf")
+    full_sent_at: float = float("-inf")
     """When it was told everything last."""
 
 
-class Decider:
+class Leader:
     """Receives reports of followers, and sends them outcomes."""
 
     def __init__(
@@ -106,11 +106,11 @@ class Decider:
         self._admitted: dict[str, str] = {}
         """Run -> the key that its followers prove."""
 
-        self._reporters: dict[str, _Reporter] = {}
+        self._followers: dict[str, _FollowerRecord] = {}
         self._answers: dict[tuple[str, str], Wire] = {}
         """Run and directory -> why there is no epoch."""
 
-        self._told: dict[str, dict[str, None]] = {}
+        self._pending_rows: dict[str, dict[str, None]] = {}
         """Link -> saves of which it is told at the end of this event; all others wait until the table is sent whole."""
 
     # ---- what trainers ask ------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Decider:
             error = from_wire(other_world(m.run, world_size, session.rank, session.world_size))
             return self._t.refuse(session.peer, m.id, error)
         if run.followed:
-            return self._t.refuse(session.peer, m.id, leads_not(m.run))
+            return self._t.refuse(session.peer, m.id, led_elsewhere(m.run))
         if not self._make_room(m.run):
             return self._t.refuse(session.peer, m.id, busy())
         self._admitted[m.run] = m.client_public
@@ -162,136 +162,136 @@ class Decider:
         m = event.message
         if not isinstance(m, Report) or event.run not in self._admitted:
             return
-        reporter = self._reporter(event, m)
-        if reporter is None or m.counter <= reporter.heard:
+        follower = self._follower_record(event, m)
+        if follower is None or m.counter <= follower.last_counter:
             return
-        link = reporter.link
-        reporter.heard, reporter.route, reporter.saves = m.counter, event.route, tuple(m.saves)
-        reporter.world_size = m.world_size
-        reporter.refused = {save_id: rank for save_id, rank in reporter.refused.items() if save_id in reporter.saves}
-        self._t.heard[link] = self._t.now
+        link = follower.link
+        follower.last_counter, follower.route, follower.saves = m.counter, event.route, tuple(m.saves)
+        follower.world_size = m.world_size
+        follower.refused = {save_id: rank for save_id, rank in follower.refused.items() if save_id in follower.saves}
+        self._t.last_message_at[link] = self._t.now
         if m.to != self._t.instance:
-            reporter.whole_at = float("-inf")  # it has not heard of this worker, or waits for a dead one
+            follower.full_sent_at = float("-inf")  # it has not heard of this worker, or waits for a dead one
         run = self._t.runs.get(event.run)
         known = run.world_size if run is not None else m.world_size
-        reporter.error = None
+        follower.error = None
         if m.world_size > MAX_RANKS or known != m.world_size:
             rank = m.ranks[0]["rank"] if m.ranks else 0
-            reporter.error = other_world(event.run, known, rank, m.world_size)
+            follower.error = other_world(event.run, known, rank, m.world_size)
             return
         rows = [(self._take_rank, row) for row in m.ranks]
         if m.to == self._t.instance:
             rows += [(self._take_part, row) for row in m.parts]
             rows += [(self._take_failure, row) for row in m.failures]
             rows += [(self._take_withdrawal, row) for row in m.withdrawals]
-            rows += [(self._take_gone, row) for row in m.ranks if row["gone"]]
+            rows += [(self._take_departure, row) for row in m.ranks if row["gone"]]
         rows += [(self._take_question, row) for row in m.questions]
         for take, row in rows:
             if row.get("rank", 0) >= m.world_size or ("save_id" in row and _run_of(row) != event.run):
                 text = f"worker {m.sender} reports what is not of run {event.run}"
                 self._t.log("error", text, count="protocol_errors")
                 continue
-            self._t.contained(row.get("save_id", ""), take, reporter, row)
+            self._t.run_guarded(row.get("save_id", ""), take, follower, row)
         ended = [i for i in m.saves if (save := self._t.find(i)) is not None and save.outcome is not None]
         if ended:
-            self._told.setdefault(link, {}).update(dict.fromkeys(ended))
+            self._pending_rows.setdefault(link, {}).update(dict.fromkeys(ended))
 
-    def _reporter(self, event: Relayed, m: Report) -> _Reporter | None:
+    def _follower_record(self, event: Relayed, m: Report) -> _FollowerRecord | None:
         link = f"{m.sender}.{event.run}"
-        found = self._reporters.get(link)
+        found = self._followers.get(link)
         if found is None and self._has_room():
-            found = self._reporters[link] = _Reporter(event.run, m.sender, link, event.route)
+            found = self._followers[link] = _FollowerRecord(event.run, m.sender, link, event.route)
             self._t.log("info", f"worker {m.sender} follows in run {event.run}", count="followers_linked")
         return found
 
     def _has_room(self) -> bool:
         """Whether another follower fits; else the one that was silent longest of those without ranks makes room."""
-        if len(self._reporters) >= MAX_FOLLOWERS:
+        if len(self._followers) >= MAX_FOLLOWERS:
             with_ranks = {s.link for s in self._t.sessions.values()}
-            spare = [link for link in self._reporters if link not in with_ranks]
+            spare = [link for link in self._followers if link not in with_ranks]
             if spare:
-                oldest = min(spare, key=lambda link: self._t.heard.get(link, 0.0))
-                self._forget(self._reporters[oldest], "another needs its place")
-        return len(self._reporters) < MAX_FOLLOWERS
+                oldest = min(spare, key=lambda link: self._t.last_message_at.get(link, 0.0))
+                self._forget(self._followers[oldest], "another needs its place")
+        return len(self._followers) < MAX_FOLLOWERS
 
     # ---- ranks ------------------------------------------------------------------------------------------------------
 
-    def _take_rank(self, reporter: _Reporter, row: Row) -> None:
+    def _take_rank(self, follower: _FollowerRecord, row: Row) -> None:
         """A rank has this follower for its worker, unless it has named another one since."""
-        rank, attempt, run = row["rank"], row["attempt"], self._t.runs.get(reporter.run_id)
+        rank, attempt, run = row["rank"], row["attempt"], self._t.runs.get(follower.run_id)
         holder = self._t.sessions.get(run.members.get(rank, "")) if run is not None else None
-        if holder is not None and holder.link not in ("", reporter.link):
-            other = self._reporters.get(holder.link)
+        if holder is not None and holder.link not in ("", follower.link):
+            other = self._followers.get(holder.link)
             if other is not None and attempt <= other.ranks.get(rank, -1):
-                reporter.ranks.pop(rank, None)
-                reporter.lost.add(rank)
+                follower.ranks.pop(rank, None)
+                follower.reassigned.add(rank)
                 return
-            self._part(holder, "the rank has another worker now")
-        is_new = reporter.ranks.get(rank) != attempt
-        reporter.ranks[rank] = attempt
-        reporter.lost.discard(rank)
+            self._detach_rank(holder, "the rank has another worker now")
+        is_new = follower.ranks.get(rank) != attempt
+        follower.ranks[rank] = attempt
+        follower.reassigned.discard(rank)
         if is_new or not row["gone"]:
-            reporter.gone.discard(rank)
-            session = self._session(reporter, rank)
+            follower.departed.discard(rank)
+            session = self._session(follower, rank)
             self._t.sessions[session.name] = session
-            self._runs.join(session, reporter.run_id)
+            self._runs.join(session, follower.run_id)
 
-    def _session(self, reporter: _Reporter, rank: int) -> Session:
+    def _session(self, follower: _FollowerRecord, rank: int) -> Session:
         """Return the session of a rank; one that is not kept where the rank is gone."""
-        name = f"{reporter.link}/{rank}"
-        new = Session(name, b"", 0, 0, rank, reporter.world_size, "", link=reporter.link)
+        name = f"{follower.link}/{rank}"
+        new = Session(name, b"", 0, 0, rank, follower.world_size, "", link=follower.link)
         return self._t.sessions.get(name) or new
 
-    def _take_gone(self, reporter: _Reporter, row: Row) -> None:
-        session = self._t.sessions.get(f"{reporter.link}/{row['rank']}")
+    def _take_departure(self, follower: _FollowerRecord, row: Row) -> None:
+        session = self._t.sessions.get(f"{follower.link}/{row['rank']}")
         if session is not None:
             del self._t.sessions[session.name]
             self._runs.leave(session, row["gone"])
-        if row["rank"] in reporter.ranks and row["rank"] not in reporter.gone:
-            reporter.gone.add(row["rank"])
-            self._told.setdefault(reporter.link, {})
+        if row["rank"] in follower.ranks and row["rank"] not in follower.departed:
+            follower.departed.add(row["rank"])
+            self._pending_rows.setdefault(follower.link, {})
 
-    def _part(self, session: Session, why: str) -> None:
+    def _detach_rank(self, session: Session, why: str) -> None:
         """A rank has left a follower. Its parts go on: the next worker reports them again.
 
         Those of which it does not end with the silence of this follower (`deadlines`), as if that were cut off.
         """
-        reporter = self._reporters.get(session.link)
-        if reporter is not None:
-            reporter.ranks.pop(session.rank, None)
-            reporter.lost.add(session.rank)
+        follower = self._followers.get(session.link)
+        if follower is not None:
+            follower.ranks.pop(session.rank, None)
+            follower.reassigned.add(session.rank)
         del self._t.sessions[session.name]
         self._runs.leave(session, f"its worker was lost: {why}")
 
-    def _forget(self, reporter: _Reporter, why: str) -> None:
+    def _forget(self, follower: _FollowerRecord, why: str) -> None:
         """The worker of some ranks is gone: what it had not written, or their hooks not seen, will never be."""
-        del self._reporters[reporter.link]
-        self._t.heard.pop(reporter.link, None)
-        for session in [s for s in self._t.sessions.values() if s.link == reporter.link]:
-            self._part(session, why)
+        del self._followers[follower.link]
+        self._t.last_message_at.pop(follower.link, None)
+        for session in [s for s in self._t.sessions.values() if s.link == follower.link]:
+            self._detach_rank(session, why)
             for save in [s for s in self._t.saves.values() if s.outcome is None and not s.committing]:
                 entry = save.ranks.get(session.rank)
-                if entry is not None and entry.link == reporter.link and _is_unfinished(entry):
+                if entry is not None and entry.link == follower.link and _is_unfinished(entry):
                     self._saves.end(save, FAILED, worker_lost(save, entry, why))
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
-    def _take_part(self, reporter: _Reporter, row: Row) -> None:
+    def _take_part(self, follower: _FollowerRecord, row: Row) -> None:
         save_id, rank = SaveId.parse(row["save_id"]), row["rank"]
-        if rank not in reporter.ranks:
-            if rank in reporter.lost:
-                reporter.refused[save_id] = rank
+        if rank not in follower.ranks:
+            if rank in follower.reassigned:
+                follower.refused[save_id] = rank
             return
-        session = self._session(reporter, rank)
-        self._goes_on(reporter, session, save_id)
+        session = self._session(follower, rank)
+        self._reassign_part(follower, session, save_id)
         save, entry = self._t.find(save_id), self._t.entry((save_id, rank))
         if entry is None and save is not None and save.outcome == COMMITTED:
-            return  # by the decider before: of every rank of the world
+            return  # by the leader before: of every rank of the world
         if entry is None:
             if self._admission.refuse_other_world(session, save_id) is None:
                 self._admission.begin(session, begin_of(row), resumed=row["recovering"])
             entry = self._t.entry((save_id, rank))
-        if entry is None or entry.link != reporter.link or entry.ended:
+        if entry is None or entry.link != follower.link or entry.ended:
             return
         if row["streamed"] and entry.is_open and (not entry.streaming or (entry.written_at == inf) != row["writing"]):
             entry.streaming, entry.written_at = True, inf if row["writing"] else self._t.now
@@ -300,18 +300,18 @@ class Decider:
             request = request_of(row)
             result = unpack_result(row["result"], save_id, rank) if "result" in row else None
         except (ValueError, TypeError, KeyError, AsyncCkptError) as error:
-            return self._makes_no_sense(save_id, entry, error)
+            return self._fail_unreadable_part(save_id, entry, error)
         if request is not None and entry.is_open:
-            slot = Slot(0, 0, session.name, rank, session.world_size, 0, link=reporter.link)
-            self._admission.take_up(slot, 1, request)
+            slot = Slot(0, 0, session.name, rank, session.world_size, 0, link=follower.link)
+            self._admission.accept_sealed(slot, 1, request)
         opened = self._t.saves.get(save_id)
         if result is not None and opened is not None and entry.request is not None and entry.result is None:
-            self._saves.delivered(opened, entry, result, row.get("report", {}))
+            self._saves.written_remotely(opened, entry, result, row.get("report", {}))
         if "consent" in row:
             consent = Consent(id=0, save_id=save_id, granted=row["consent"], reason=row.get("reason", ""))
             self._admission.consent(session, consent)
 
-    def _makes_no_sense(self, save_id: str, entry: RankSave, error: Exception) -> None:
+    def _fail_unreadable_part(self, save_id: str, entry: RankSave, error: Exception) -> None:
         """A part that cannot be read never can: its save ends now, rather than with its deadline."""
         text = f"the worker of rank {entry.rank} reports what makes no sense: {error!r}"
         self._t.log("error", text, save_id=save_id, count="protocol_errors")
@@ -319,23 +319,23 @@ class Decider:
         if save is not None and save.outcome is None and not save.committing:
             self._saves.end(save, FAILED, failed(save, entry, "protocol", text))
 
-    def _goes_on(self, reporter: _Reporter, session: Session, save_id: str) -> None:
+    def _reassign_part(self, follower: _FollowerRecord, session: Session, save_id: str) -> None:
         """A rank that has another worker now goes on with what it had begun with the one before.
 
         What was reported by that stays: it is reported again, and is the same.
         """
         entry = self._t.entry((save_id, session.rank))
-        if entry is None or entry.link in ("", reporter.link) or session.run != reporter.run_id:
+        if entry is None or entry.link in ("", follower.link) or session.run != follower.run_id:
             return
-        save = self._t.opened(save_id, session.rank)
+        save = self._t.find_or_reopen(save_id, session.rank)
         assert save is not None
         entry = save.ranks[session.rank]
-        entry.link, entry.session = reporter.link, session.name
+        entry.link, entry.session = follower.link, session.name
         entry.streaming = False
         text = "a rank of it has another worker"
         self._t.log("info", text, save_id=save_id, session=session.name, count="ranks_resumed")
 
-    def _take_failure(self, reporter: _Reporter, row: Row) -> None:
+    def _take_failure(self, follower: _FollowerRecord, row: Row) -> None:
         save, parsed = self._t.find(row["save_id"]), SaveId.parse(row["save_id"])
         run = self._t.runs.get(parsed.run_id)
         if isinstance(save, Save) and save.outcome is None and not save.committing:
@@ -343,35 +343,35 @@ class Decider:
         elif save is None and run is not None:
             self._runs.withdraw(run, parsed.sequence, row["error"])  # ranks that begin it later need not wait
 
-    def _take_withdrawal(self, reporter: _Reporter, row: Row) -> None:
-        if row["rank"] not in reporter.ranks:
+    def _take_withdrawal(self, follower: _FollowerRecord, row: Row) -> None:
+        if row["rank"] not in follower.ranks:
             return
-        if not self._is_given_up(reporter, row):
+        if not self._fail_orphaned(follower, row):
             fields = {name: row[name] for name in ("save_id", "reason", "skipped")}
-            self._admission.withdraw(self._session(reporter, row["rank"]), Withdraw(id=0, **fields))
+            self._admission.withdraw(self._session(follower, row["rank"]), Withdraw(id=0, **fields))
 
-    def _is_given_up(self, reporter: _Reporter, row: Row) -> bool:
+    def _fail_orphaned(self, follower: _FollowerRecord, row: Row) -> bool:
         """Whether a rank says of what it has sealed that nobody goes on with it: its worker is dead."""
         save, entry = self._t.saves.get(row["save_id"]), self._t.entry((row["save_id"], row["rank"]))
-        if entry is None or entry.link in ("", reporter.link) or entry.is_open:
+        if entry is None or entry.link in ("", follower.link) or entry.is_open:
             return False
         if save is not None and save.outcome is None and not save.committing and _is_unfinished(entry):
             self._saves.end(save, FAILED, worker_lost(save, entry, row["reason"] or "nobody goes on with it"))
         return True
 
-    def _take_question(self, reporter: _Reporter, row: Row) -> None:
-        parent, run = os.path.dirname(row["path"]), self._t.runs.get(reporter.run_id)
-        if row["rank"] not in reporter.ranks or run is None:
+    def _take_question(self, follower: _FollowerRecord, row: Row) -> None:
+        parent, run = os.path.dirname(row["path"]), self._t.runs.get(follower.run_id)
+        if row["rank"] not in follower.ranks or run is None:
             return
-        _, number = reporter.questions.get(parent, ("", 0))
+        _, number = follower.questions.get(parent, ("", 0))
         if row["number"] <= number:
             return
-        for old in list(reporter.questions)[: 1 - MAX_ANSWERS]:
-            del reporter.questions[old]
-        reporter.questions[parent] = (row["path"], row["number"])
-        self._answers.pop((reporter.run_id, parent), None)
-        session = self._session(reporter, row["rank"])
-        self._lineages.ask(session, Lineage(id=0, run=reporter.run_id, path=row["path"]))
+        for old in list(follower.questions)[: 1 - MAX_ANSWERS]:
+            del follower.questions[old]
+        follower.questions[parent] = (row["path"], row["number"])
+        self._answers.pop((follower.run_id, parent), None)
+        session = self._session(follower, row["rank"])
+        self._lineages.ask(session, Lineage(id=0, run=follower.run_id, path=row["path"]))
 
     def epoch_found(self, run_id: str, path: str, epoch: int, error: Wire | None) -> None:
         """Send the epoch to every follower of the run that asked for it."""
@@ -380,24 +380,24 @@ class Decider:
             self._answers[run_id, parent] = error
             for old in list(self._answers)[: -MAX_LED * MAX_ANSWERS]:
                 del self._answers[old]
-        for link, reporter in self._reporters.items():
-            if reporter.run_id == run_id and parent in reporter.questions:
-                self._told.setdefault(link, {})
+        for link, follower in self._followers.items():
+            if follower.run_id == run_id and parent in follower.questions:
+                self._pending_rows.setdefault(link, {})
 
     # ---- what followers are told ------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Forget followers that have been silent for too long."""
-        for reporter in list(self._reporters.values()):
-            silent_s = self._t.now - self._t.heard.get(reporter.link, self._t.now)
-            if silent_s >= FORGET_S and all(silent_s >= s.timeout_s for s in self._t.open_saves(reporter.run_id)):
-                self._forget(reporter, f"it has not been heard of for {silent_s:.0f} s")
-        forget_the_silent(self._t, self._reporters.keys())
+        for follower in list(self._followers.values()):
+            silent_s = self._t.now - self._t.last_message_at.get(follower.link, self._t.now)
+            if silent_s >= FORGET_S and all(silent_s >= s.timeout_s for s in self._t.open_saves(follower.run_id)):
+                self._forget(follower, f"it has not been heard of for {silent_s:.0f} s")
+        forget_inactive_links(self._t, self._followers.keys())
 
     def flush(self) -> None:
         """At the end of an event, send the rows that changed, or the whole table when that is due."""
-        told, self._told = self._told, {}
-        if not self._reporters:
+        told, self._pending_rows = self._pending_rows, {}
+        if not self._followers:
             return
         for save_id, rank in (*self._t.touched, *self._t.changed):
             save = self._t.saves.get(save_id)
@@ -405,64 +405,69 @@ class Decider:
             if entry is not None and entry.link:
                 told.setdefault(entry.link, {})[save_id] = None
         rows: dict[str, dict[str, Any]] = {}  # once for all followers
-        for link, reporter in self._reporters.items():
-            if reporter.run_id in self._t.announced:
+        for link, follower in self._followers.items():
+            if follower.run_id in self._t.announced:
                 told.setdefault(link, {})
-            if self._t.now - reporter.whole_at >= BEAT_S:
-                reporter.whole_at = self._t.now
-                self._t.contained("", self._send, reporter, reporter.saves, rows)
+            if self._t.now - follower.full_sent_at >= BEAT_S:
+                follower.full_sent_at = self._t.now
+                self._t.run_guarded("", self._send, follower, follower.saves, rows)
             elif link in told:
-                self._t.contained("", self._send, reporter, tuple(told[link]), rows)
+                self._t.run_guarded("", self._send, follower, tuple(told[link]), rows)
 
-    def _send(self, reporter: _Reporter, save_ids: tuple[str, ...], rows: dict[str, dict[str, Any]]) -> None:
+    def _send(self, follower: _FollowerRecord, save_ids: tuple[str, ...], rows: dict[str, dict[str, Any]]) -> None:
         tables = {
-            "saves": [self._outcome_row(reporter, save_id, rows) for save_id in save_ids],
-            "epochs": list(self._epoch_rows(reporter)),
+            "saves": [self._outcome_row(follower, save_id, rows) for save_id in save_ids],
+            "epochs": list(self._epoch_rows(follower)),
         }
-        run = self._t.runs.get(reporter.run_id)
+        run = self._t.runs.get(follower.run_id)
         for page in pages(tables):
-            reporter.counter += 1
+            follower.counter += 1
             outcomes = Outcomes(
                 sender=self._t.instance,
-                counter=reporter.counter,
-                to=reporter.instance,
+                counter=follower.counter,
+                to=follower.instance,
                 decided=tuple(run.outcomes.items()) if run is not None else (),
-                gone=tuple(sorted(reporter.gone))[:MAX_TABLE],
-                error=reporter.error or {},
+                gone=tuple(sorted(follower.departed))[:MAX_TABLE],
+                error=follower.error or {},
                 **page,
             )
-            self._t.actions.append(Relay(run=reporter.run_id, route=reporter.route, message=outcomes))
+            self._t.actions.append(Relay(run=follower.run_id, route=follower.route, message=outcomes))
 
-    def _outcome_row(self, reporter: _Reporter, save_id: str, rows: dict[str, dict[str, Any]]) -> Row:
+    def _outcome_row(self, follower: _FollowerRecord, save_id: str, rows: dict[str, dict[str, Any]]) -> Row:
         """Return the row of a save as this follower needs it: what its own ranks have come to is in it.
 
-        Also where it has ended: what was reported to the decider before ends by the word of one that knows of it.
+        Also where it has ended: what was reported to the leader before ends by the word of one that knows of it.
         """
         save = self._t.find(save_id)
         if save_id not in rows:
-            rows[save_id] = self._row_of_all(save_id, save)
-        parts = {rank: self._t.entry((save_id, rank)) for rank in sorted(reporter.ranks)}
-        mine = {rank: entry for rank, entry in parts.items() if entry is not None and entry.link == reporter.link}
+            rows[save_id] = self._common_row(save_id, save)
+        parts = {rank: self._t.entry((save_id, rank)) for rank in sorted(follower.ranks)}
+        mine = {rank: entry for rank, entry in parts.items() if entry is not None and entry.link == follower.link}
         known = [(rank, _phase_of(entry) or OPEN) for rank, entry in mine.items()][:MAX_TABLE]
-        if save_id in reporter.refused and not mine:
-            known = [(reporter.refused[save_id], OPEN)]
+        if save_id in follower.refused and not mine:
+            known = [(follower.refused[save_id], OPEN)]
         row = {**rows[save_id], "known": known}
         if save is None:
             return row
         if row["outcome"] == COMMITTED:
             late = next((e for e in mine.values() if e.ended and e.phase != COMMITTED), None)
             if late is not None:  # it came after the commit, and is in no manifest
-                return {**row, "outcome": FAILED, "error": late.error or not_taken(save_id, late.rank), "report": {}}
+                return {
+                    **row,
+                    "outcome": FAILED,
+                    "error": late.error or part_rejected(save_id, late.rank),
+                    "report": {},
+                }
             report = next((dict(entry.report) for entry in mine.values()), {})
             return {**row, "report": report}
         if row["outcome"]:
             error = next((e.error for e in mine.values() if e.ended and e.error), None)
             return {**row, "error": error or row["error"]}
-        if save_id in reporter.refused and not mine:
-            return {**row, "outcome": FAILED, "error": not_taken(save_id, reporter.refused[save_id])}
+        if save_id in follower.refused and not mine:
+            return {**row, "outcome": FAILED, "error": part_rejected(save_id, follower.refused[save_id])}
         return row
 
-    def _row_of_all(self, save_id: str, save: Save | EndedSave | None) -> dict[str, Any]:
+    def _common_row(self, save_id: str, save: Save | EndedSave | None) -> dict[str, Any]:
         row: dict[str, Any] = {
             "save_id": save_id,
             "outcome": "",
@@ -485,10 +490,10 @@ class Decider:
             row["missing"] = tuple(missing_of(save)[:MAX_MISSING])
         return row
 
-    def _epoch_rows(self, reporter: _Reporter) -> Iterator[Row]:
-        run = self._t.runs.get(reporter.run_id)
-        for parent, (path, number) in list(reporter.questions.items()):
-            error = self._answers.get((reporter.run_id, parent))
+    def _epoch_rows(self, follower: _FollowerRecord) -> Iterator[Row]:
+        run = self._t.runs.get(follower.run_id)
+        for parent, (path, number) in list(follower.questions.items()):
+            error = self._answers.get((follower.run_id, parent))
             epoch = run.epochs.get(parent) if run is not None else None
             if error is not None or epoch is not None:
                 told = {} if error is None or epoch is not None else error
@@ -498,14 +503,14 @@ class Decider:
 
     def times(self) -> Iterator[float]:
         """Yield when something is due."""
-        return (reporter.whole_at + BEAT_S for reporter in self._reporters.values())
+        return (follower.full_sent_at + BEAT_S for follower in self._followers.values())
 
     def report(self) -> list[Mapping[str, Any]]:
         """Return a row for people of each follower."""
-        now, heard = self._t.now, self._t.heard
+        now, heard = self._t.now, self._t.last_message_at
         return [
             {"run": r.run_id, "worker": r.instance, "silent_s": now - heard.get(link, now)}
-            for link, r in self._reporters.items()
+            for link, r in self._followers.items()
         ]
 
     @property
@@ -513,9 +518,9 @@ class Decider:
         """Whether a follower that is there still waits for the end of a save that has ended."""
         now = self._t.now
         return any(
-            now - self._t.heard.get(link, now) < PRESENT_S
-            and any((save := self._t.find(s)) is not None and save.outcome is not None for s in reporter.saves)
-            for link, reporter in self._reporters.items()
+            now - self._t.last_message_at.get(link, now) < PRESENT_S
+            and any((save := self._t.find(s)) is not None and save.outcome is not None for s in follower.saves)
+            for link, follower in self._followers.items()
         )
 
 

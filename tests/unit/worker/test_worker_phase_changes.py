@@ -14,7 +14,7 @@ from asyncckpt.protocol.codec import MAX_FRAME_NBYTES, pack
 from asyncckpt.protocol.messages import StatusReport
 from asyncckpt_worker.config import WorkerConfig
 from asyncckpt_worker.core import events as ev
-from asyncckpt_worker.core.status import ALMOST, Moved, with_progress
+from asyncckpt_worker.core.status import ALMOST, PhaseChange, with_progress
 from asyncckpt_worker.service import observers
 from asyncckpt_worker.service.observers import EventWriter, Observers
 
@@ -23,13 +23,13 @@ class Watched(Bench):
     """A bench that keeps what has moved."""
 
     def __init__(self, **changes: Any) -> None:
-        self.moves: list[Moved] = []
+        self.moves: list[PhaseChange] = []
         super().__init__()
         self.hello(**changes)
 
     def feed(self, kind: Any, **fields: Any) -> list[Any]:
         found = super().feed(kind, **fields)
-        self.moves += self.core.moves
+        self.moves += self.core.phase_changes
         return found
 
     def commit(self, slot: int, save_id: str = FIRST, generation: int = 1) -> None:
@@ -57,7 +57,7 @@ def test_each_phase_of_a_rank_is_told_once(bench: Watched) -> None:
     assert (durable.was_s, durable.nbytes, durable.ends) == (2.0, 7, False)
     assert (committed.was_s, committed.begun_s, committed.ends) == (1.0, 3.0, True)
     bench.feed(ev.Tick)
-    assert not bench.core.moves, "an event that moves nothing tells nothing"
+    assert not bench.core.phase_changes, "an event that moves nothing tells nothing"
 
 
 def test_the_end_of_a_save_is_told_once_however_many_ranks_it_has() -> None:
@@ -147,7 +147,7 @@ def test_nothing_is_told_outside_the_roots(bench: Watched, tmp_path: pathlib.Pat
     assert not list(tmp_path.iterdir()) and event_writer.log.dropped == 4
 
 
-def _at(moved: Moved, root: pathlib.Path, **changes: Any) -> Moved:
+def _at(moved: PhaseChange, root: pathlib.Path, **changes: Any) -> PhaseChange:
     return replace(moved, path=str(root / "a"), **changes)
 
 
@@ -159,7 +159,7 @@ def test_a_line_that_cannot_be_written_costs_none_of_the_others(
     watching = Observers(WorkerConfig(endpoint="ipc:///tmp/x.sock", events=True), {}, bugs.append)
     real = observers._of_a_rank
 
-    def fails(moved: Moved) -> dict[str, object]:
+    def fails(moved: PhaseChange) -> dict[str, object]:
         if moved.phase == "durable":
             raise ValueError("simulated")
         return real(moved)
