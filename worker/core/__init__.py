@@ -1,5 +1,5 @@
-"""What the worker decides: pure functions of events, which answer with actions.
+"""The worker's decisions: a state machine that takes events and returns actions.
 
-No clock, no randomness, no I/O, no threads. `machine` leads; `model` has the table of a rank's part in a save.
-`service` feeds events and performs what comes back, `io` does what may wait for a disk.
+No clock, no randomness, no I/O, no threads. `machine` is the entry point; `model` has the phase table of a save.
+`service` passes events in and performs the actions; `io` runs the jobs that may wait for a disk.
 """

@@ -1,6 +1,6 @@
-"""Actions of the core, as values: `service.daemon` performs them at once, or as jobs.
+"""Actions, the output of the core: values that `service.daemon` performs, at once or as jobs.
 
-`Resources`, which never waits, supplies what the core needs before it can continue: a watch, a slot, a socket.
+`Resources` is called by the core directly, where it needs the result to continue. It never waits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncckpt_worker.core.events import Peer, SaveKey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Send:
-    """Send a message; it may get lost."""
+    """Send a message to a trainer; it may be lost."""
 
     peer: Peer
     message: Message
@@ -24,7 +24,7 @@ class Send:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SendStatus:
-    """Complete the core's part of the status report with the process's figures, and send it."""
+    """Add the figures of the process to the core's part of the status report, and send it."""
 
     peer: Peer
     id: int
@@ -33,14 +33,14 @@ class SendStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unwatch:
-    """The session has ended."""
+    """Stop watching the process of a session."""
 
     session: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdoptSlot:
-    """Open a slot that a trainer still holds after its worker died. Job; answered by SlotCreated."""
+    """Open a slot that a trainer still maps after its worker died. A job; its result is SlotCreated."""
 
     slot: int
     nbytes: int
@@ -51,23 +51,23 @@ class AdoptSlot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreeSlot:
-    """Unmap and close a slot that is no longer read or written. Job; answered by SlotFreed."""
+    """Unmap and close a slot that is no longer read or written. A job; its result is SlotFreed."""
 
     slot: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadSlot:
-    """Read the sealed request. Job; answered by SlotRead."""
+    """Read the request in a slot. A job; its result is SlotRead."""
 
     slot: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepare:
-    """Make the directory and look for what would make the save fail. Job; answered by Prepared.
+    """Create the directory, and check what would make the save fail. A job; its result is Prepared.
 
-    `resumed`: another worker may have begun to write, or have committed it, and is dead.
+    `resumed`: a dead worker may have begun to write the save, or committed it.
     """
 
     key: SaveKey
@@ -82,7 +82,7 @@ class Prepare:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Write:
-    """Write one rank's files. Job; answered by Written. `resumed`: as of Prepare. `early`: it is not sealed yet."""
+    """Write one rank's files. A job; its result is Written. `resumed`: as in Prepare. `early`: not sealed yet."""
 
     key: SaveKey
     slot: int
@@ -94,7 +94,7 @@ class Write:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutOff:
-    """Stop the Write of what will never be sealed. Performed at once; the Write is answered as ever."""
+    """Stop the Write of a slot that will not be sealed. Performed at once; the Write still ends with Written."""
 
     slot: int
     generation: int
@@ -102,18 +102,18 @@ class CutOff:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """Publish the manifest of a save whose ranks are all durable. Job; answered by Published."""
+    """Publish the manifest of a save whose ranks are all durable. A job; its result is Published."""
 
     save_id: str
     requests: tuple[SaveRequest, ...]
     results: tuple[Any, ...]
     remote: tuple[int, ...] = ()
-    """Ranks whose files another worker has written."""
+    """Ranks whose files were written by another worker."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remove:
-    """Remove the files of a save that failed after a rank had begun to write. Job; answered by Removed."""
+    """Remove the files of a failed save. A job; its result is Removed."""
 
     save_id: str
     path: str
@@ -121,7 +121,7 @@ class Remove:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScanLineage:
-    """Find the next epoch in the parent directory of a path. Job; answered by LineageScanned."""
+    """Find the next epoch in the parent directory of a path. A job; its result is LineageScanned."""
 
     run: str
     path: str
@@ -129,7 +129,7 @@ class ScanLineage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Relay:
-    """Send a message to another worker; it may get lost. `route`: of the follower; b"": to the leader of `run`."""
+    """Send a message to another worker; it may be lost. `route`: address of the follower; b"": the leader of `run`."""
 
     run: str
     route: bytes
@@ -138,7 +138,7 @@ class Relay:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Log:
-    """A line of the log. `count` names a counter of the status report that goes up by one."""
+    """Write a log record. `count`: name of a counter of the status report, which is incremented."""
 
     level: str
     text: str
@@ -150,7 +150,7 @@ class Log:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """Our own code has failed beside the event that was handled. Log it; answered at once by Broken of `save_id`."""
+    """Log a bug in the worker. Performed at once; its result is Broken of `save_id`."""
 
     save_id: str
     error: Exception
@@ -158,7 +158,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exit:
-    """End the process. `complete`: no save was left unfinished."""
+    """End the process. `complete`: no save is unfinished."""
 
     complete: bool
     reason: str
@@ -186,7 +186,7 @@ Action = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connection:
-    """Where the worker that leads a run listens, and the keys of the run."""
+    """Address of the worker that leads a run, and the keys of the run."""
 
     run: str
     address: str
@@ -197,7 +197,7 @@ class Connection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listener:
-    """Where this worker listens for followers, and its key pair."""
+    """Address at which this worker listens for followers, and its key pair."""
 
     address: str
     public: str
@@ -205,35 +205,39 @@ class Listener:
 
 
 class Resources(Protocol):
-    """Performed in the thread of the control loop."""
+    """Calls of the core into the process, in the thread of the control loop."""
 
     def watch(self, session: str, pid: int, pid_start: int) -> bool:
-        """Watch a process; return whether it is there, with that start time, and watched from now on.
+        """Watch a process.
+
+        Returns:
+            False if there is no such process with that start time.
 
         Raises:
-            AsyncCkptError: Why that cannot be known.
+            AsyncCkptError: The process cannot be watched.
         """
 
     def create_slot(self, number: int, nbytes: int, *, populate: bool) -> tuple[int, bytes]:
-        """Check the memory and make a memfd; return its number and token.
+        """Check the available memory and create a memfd; return its descriptor and token.
 
         Raises:
-            AsyncCkptError: `InsufficientMemoryError`, or why the system gives none.
+            InsufficientMemoryError: There is not enough memory.
+            AsyncCkptError: The system call failed.
         """
 
     def listen(self, port: int, secret: str) -> Listener:
-        """Listen for followers. `port`: 0 takes the configured one. `secret`: of a key pair to take; "" makes one.
+        """Listen for followers. `port`: 0 is the configured one. `secret`: secret key to use; "" creates a key pair.
 
         Raises:
-            AsyncCkptError: The port is taken, or there is no such address here.
+            AsyncCkptError: The port is in use, or this machine does not have the address.
         """
 
     def connect(self, connection: Connection) -> None:
         """Connect to the worker that leads a run.
 
         Raises:
-            AsyncCkptError: There can be no connection.
+            AsyncCkptError: The connection cannot be created.
         """
 
     def disconnect(self, run: str) -> None:
-        """End the connection of a followed run, if there is one."""
+        """Close the connection of a followed run, if there is one."""

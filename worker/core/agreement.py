@@ -1,4 +1,4 @@
-"""Whether what the ranks of one save say about it is the same."""
+"""Whether the ranks of a save agree: on path, step, settings, plan, and the samples of replicas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncckpt_worker.core.model import RankSave, Save, Slot
 
 
 def own_contradiction(entry: RankSave, slot: Slot) -> str:
-    """Return how a sealed request contradicts its session or its Begin; "" when it does not."""
+    """Return how a sealed request contradicts its session or its Begin; "" if it does not."""
     request = entry.request
     assert request is not None
     wanted: dict[str, object] = {"rank": slot.rank, "world_size": slot.world_size, "path": entry.path}
@@ -18,14 +18,14 @@ def own_contradiction(entry: RankSave, slot: Slot) -> str:
     wanted["overwrite"] = entry.overwrite
     for name, value in wanted.items():
         if getattr(request, name) != value:
-            return f"the sealed request says {name} {getattr(request, name)!r}, begun was {value!r}"
+            return f"the sealed request has {name} {getattr(request, name)!r}, its session and Begin have {value!r}"
     if request.rank == 0 and request.step is None:
-        return "the sealed request of rank 0 says no step, which nobody else does"
+        return "the sealed request of rank 0 has no step"
     return ""
 
 
 def disagreement(save: Save, entry: RankSave) -> tuple[str, int, str] | None:
-    """Return how a rank that has just come contradicts another, which, and what to do; None when it does not."""
+    """Return how a rank contradicts another one, that rank, and what to do; None if all agree."""
     for other in [*save.declarations.values()]:
         if other.path != entry.path or (None not in (other.step, entry.step) and other.step != entry.step):
             text = f"rank {entry.rank} saves {_step(entry)}to {entry.path}, "
@@ -44,14 +44,14 @@ def disagreement(save: Save, entry: RankSave) -> tuple[str, int, str] | None:
 
 
 def declare(save: Save, entry: RankSave) -> None:
-    """Note what a rank says that all must say alike, for `disagreement`: what was said before need not be noted."""
+    """Record a rank's values that all ranks must share, for `disagreement`; equal values are recorded once."""
     request = entry.request
     layout, plan = (request.layout, request.plan) if request is not None else (None, None)
     save.declarations.setdefault((entry.path, entry.step, entry.overwrite, layout, plan), entry)
 
 
 def settle_step(save: Save, sealed: RankSave) -> None:
-    """Let the ranks that leave the step to rank 0 have its step, once it and they have sealed."""
+    """Copy the step of rank 0 to the ranks that leave the step to it, once rank 0 and they have sealed."""
     first = save.ranks.get(0)
     if first is None or first.request is None:
         return
@@ -65,10 +65,10 @@ def _plan(request: SaveRequest | None) -> str:
 
 
 def unequal_samples(save: Save) -> list[tuple[str, bool, list[list[int]]]]:
-    """Compare the samples of a save that all ranks have sealed; as `protocol.samples.unequal`."""
+    """Compare the samples of a save that all ranks have sealed; the result is that of `protocol.samples.unequal`."""
     requests = {rank: entry.request for rank, entry in save.ranks.items() if entry.request is not None}
     distinct = {request.samples for request in requests.values()}
-    if len(distinct) == 1:  # the usual case, of thousands of names and many ranks as well
+    if len(distinct) == 1:  # the usual case; also fast for thousands of names and many ranks
         return []
     decoded = {samples: decode_samples(samples) for samples in distinct}
     return unequal({rank: decoded[request.samples] for rank, request in requests.items()})

@@ -1,7 +1,7 @@
-"""What happens to the worker: values only.
+"""Events, the input of the core: values only.
 
-Every event carries `now`, seconds of a monotonic clock: the core has none of its own. Results of jobs name the save or
-slot that they belong to. An error travels as the wire form that `asyncckpt.errors.to_wire` gives.
+Every event has `now`, seconds of a monotonic clock; the core has no clock. Results of jobs name their save or slot.
+Errors have the wire form of `asyncckpt.errors.to_wire`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from asyncckpt.storage.store import DirectoryIdentity
 Wire = Mapping[str, Any]
 Peer = bytes
 SaveKey = tuple[str, int]
-"""Save id as text, and rank."""
+"""Save ID as text, and rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Prints of a whole checkpoint. `tensors`: of all shards; `rest`: of all else, but for the step."""
+    """Digests of a checkpoint. `tensors`: of all shards; `rest`: of everything else, without the step."""
 
     tensors: bytes
     rest: bytes
@@ -31,7 +31,7 @@ class Contents:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Received:
-    """A message arrived and decoded."""
+    """A message of a trainer was received and decoded."""
 
     now: float
     peer: Peer
@@ -40,7 +40,7 @@ class Received:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Died:
-    """Proof that the session's process is dead: it writes to no slot any more."""
+    """The session's process is proved dead: it cannot write to a slot any more."""
 
     now: float
     session: str
@@ -48,7 +48,7 @@ class Died:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotCreated:
-    """The answer to AdoptSlot: the memfd's number and token, or the error."""
+    """Result of AdoptSlot: number of the memfd and its token, or the error."""
 
     now: float
     slot: int
@@ -59,7 +59,7 @@ class SlotCreated:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotFreed:
-    """The answer to FreeSlot: its memory is the system's again."""
+    """Result of FreeSlot: the memory was returned to the system."""
 
     now: float
     slot: int
@@ -67,7 +67,7 @@ class SlotFreed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotRead:
-    """The answer to ReadSlot: the sealed request and its generation, or the reason why there is none."""
+    """Result of ReadSlot: the request and its generation, or the reason why there is none."""
 
     now: float
     slot: int
@@ -75,17 +75,17 @@ class SlotRead:
     request: SaveRequest | None = None
     reason: str = ""
     opened: bool = False
-    """A trainer is staging into it."""
+    """A trainer is staging into the slot."""
 
     streamed: bool = False
-    """The slot is not sealed yet, and may be written as far as it is filled."""
+    """The slot is not sealed, and may be written as far as it is filled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """The answer to Prepare. `committed`: the save's own manifest stands; there is nothing to write.
+    """Result of Prepare. `committed`: the save's own manifest exists, and nothing is to be written.
 
-    `home`: the save's directory, or the one that was to hold it.
+    `home`: identity of the save's directory.
     """
 
     now: float
@@ -97,7 +97,7 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """The answer to Write: `result` is opaque to the core and goes into Commit."""
+    """Result of Write. `result` is opaque to the core, which passes it to Commit."""
 
     now: float
     key: SaveKey
@@ -108,9 +108,9 @@ class Written:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
-    """The answer to Commit. `unknown`: an error at the manifest itself; it may or may not exist.
+    """Result of Commit. `unknown`: the manifest could not be written without doubt; it may exist.
 
-    `contents`: what it holds, to compare the next save of the run with; None where that cannot be said.
+    `contents`: digests to compare the next save of the run with; None if there are none.
     """
 
     now: float
@@ -123,7 +123,7 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Removed:
-    """The answer to Remove."""
+    """Result of Remove."""
 
     now: float
     save_id: str
@@ -131,7 +131,7 @@ class Removed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LineageScanned:
-    """The answer to ScanLineage: the epoch by what is on disk."""
+    """Result of ScanLineage: the next epoch by the checkpoints on disk."""
 
     now: float
     run: str
@@ -142,7 +142,7 @@ class LineageScanned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Relayed:
-    """A message from another worker. `route`: of a follower, whose key is that of `run`; b"": the run's leader."""
+    """A message of another worker. `route`: address of the follower, which proved the key of `run`; b"": the leader."""
 
     now: float
     run: str
@@ -152,7 +152,7 @@ class Relayed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopRequested:
-    """A signal, or `Daemon.stop()`. `immediately`: do not wait for saves."""
+    """A signal or `Daemon.stop()`. `immediately`: do not wait for saves."""
 
     now: float
     immediately: bool = False
@@ -160,7 +160,7 @@ class StopRequested:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Broken:
-    """Our own code failed at an event or action of this save: it ends, and nothing else does."""
+    """A bug in the worker, at an event or action of this save, which ends. Nothing else ends."""
 
     now: float
     save_id: str
@@ -171,8 +171,8 @@ class Broken:
 class Tick:
     """Time has passed.
 
-    `kept`: the process that the worker was started for lives, so it does not leave for idleness. `memory_short`: the
-    machine, or our cgroup, has hardly any memory left.
+    `kept`: the process that the worker was started for is alive, so the worker does not exit when idle. `memory_short`:
+    the machine or the worker's cgroup is almost out of memory.
     """
 
     now: float

@@ -1,4 +1,4 @@
-"""Boards: bytes that the ranks of a run put for each other before they have any other way to talk."""
+"""Boards: the ranks of a run exchange bytes through the worker while they have no process group."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from asyncckpt_worker.core.tables import Tables
 
 MAX_BOARDS = 64
 MAX_SHARED_NBYTES = 64 << 20
-"""What one rank may lay down: names and shapes of a million tensors. Chosen, not measured."""
+"""Maximum bytes that one rank may share: names and shapes of a million tensors. Chosen, not measured."""
 
 MAX_BOARDS_NBYTES = 256 << 20
-"""Limit of all boards together, counted from the first piece. Chosen, not measured."""
+"""Maximum bytes of all boards; a rank's total counts from its first piece. Chosen, not measured."""
 
 
 @dataclass(slots=True)
 class _Shared:
-    """What one rank has laid down so far."""
+    """The bytes that one rank has shared so far."""
 
     session: str
     total: int
@@ -47,7 +47,7 @@ class _Board:
 
 
 class BoardBook:
-    """Answers Share and Fetch. Keeps what was shared, and nothing for longer than its sessions live."""
+    """Answers Share and Fetch. A board is dropped at the latest when all of its sessions have ended."""
 
     def __init__(self, tables: Tables) -> None:
         self._t = tables
@@ -55,11 +55,11 @@ class BoardBook:
 
     @property
     def nbytes(self) -> int:
-        """How much the boards hold, or have promised to hold."""
+        """Bytes that the boards hold or have reserved."""
         return sum(board.nbytes for board in self._boards.values())
 
     def share(self, session: Session, m: Share) -> Message | AsyncCkptError:
-        """Take a piece; one that was taken before is welcome again."""
+        """Append a piece; a repeated piece is accepted again."""
         end, board = m.offset + len(m.data), self._boards.get(m.board)
         if m.total > MAX_SHARED_NBYTES or end > m.total:
             text = f"board {m.board!r} cannot take bytes {m.offset} to {end} of {m.total}"
@@ -70,11 +70,12 @@ class BoardBook:
         if mine is not None and mine.session != session.name:
             if mine.session in self._t.sessions:
                 return _two_groups(session.rank)
-            del self._boards[m.board]  # complete, and of a job that is over: this is another one of the same name
+            del self._boards[m.board]  # complete, of a job that has ended: a new job reuses the name
             mine = None
         if mine is None:
             if m.offset:
-                return UnknownSaveError(f"nothing of board {m.board!r} is known: share from the start", detail="board")
+                text = f"board {m.board!r} has no bytes of rank {session.rank}: share from offset 0"
+                return UnknownSaveError(text, detail="board")
             refused = self._make_room(m)
             if refused is not None:
                 return refused
@@ -82,13 +83,13 @@ class BoardBook:
             mine = board.ranks[session.rank] = _Shared(session.name, m.total)
         known = mine.data[m.offset : end]
         if mine.total != m.total or m.offset > len(mine.data) or not m.data.startswith(known):
-            text = f"board {m.board!r} holds {len(mine.data)} of {mine.total} bytes; these contradict it or leave a gap"
+            text = f"board {m.board!r} holds {len(mine.data)} of {mine.total} bytes; the piece differs or leaves a gap"
             return ProtocolError(text, detail="board")
         mine.data += m.data[len(known) :]
         return Ok(id=m.id)
 
     def fetch(self, session: Session, m: Fetch) -> Message | AsyncCkptError:
-        """Return a piece, or the ranks that are still missing."""
+        """Return a piece, or the ranks that have not shared everything."""
         if not m.rank < session.world_size:
             return ProtocolError(f"rank {m.rank} of world {session.world_size}", detail="rank")
         board = self._boards.get(m.board)
@@ -101,7 +102,7 @@ class BoardBook:
         return _piece(m, board.ranks[m.rank].data)
 
     def ended(self, session: Session, successor: Session | None = None) -> None:
-        """End a session: what it shared passes to the session that replaces it, or is forgotten."""
+        """End a session: its bytes go to its successor, or are dropped unless the board is complete."""
         for name, board in list(self._boards.items()):
             mine = board.ranks.get(session.rank)
             if mine is not None and mine.session == session.name:
@@ -113,7 +114,7 @@ class BoardBook:
                 del self._boards[name]
 
     def _make_room(self, m: Share) -> AsyncCkptError | None:
-        """Drop complete boards, oldest first, until another rank's bytes fit."""
+        """Drop complete boards, oldest first, until another rank's bytes fit; return the error if they do not."""
         new = m.board not in self._boards
         for name in [n for n, b in self._boards.items() if b.complete and n != m.board]:
             if len(self._boards) + new <= MAX_BOARDS and self.nbytes + m.total <= MAX_BOARDS_NBYTES:

@@ -1,4 +1,4 @@
-"""The errors that the core itself ends a save with."""
+"""Errors with which the core ends saves or refuses requests."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from asyncckpt_worker.core.events import Wire
 from asyncckpt_worker.core.model import RankSave, Save
 
 BOX = re.compile(r" \[[0-9:,]*\]\Z")
-"""What follows the FQN in the name of a sample that is of a shard: its box."""
+"""The box that follows the FQN in the name of a shard's sample."""
 
 _DIFFERENCES = frozenset(error.wire_code for error in (CommitTimeoutError, RanksDisagreeError, ReplicaMismatchError))
 
 _KIND = re.compile(r"\w{1,40}\Z", re.ASCII)
 
 MAX_KINDS = 200
-"""Maximum kinds of failures counted apart; above those of this version, as another worker may report any."""
+"""Maximum number of kinds of failures that are counted separately: other workers may report kinds unknown here."""
 
 SHOWN = 20
-"""Ranks that a text names at most; the error's field has more."""
+"""Maximum number of ranks in a text; the error's field has more."""
 
 
 def kind_of(error: Wire) -> str:
-    """Return a short word for what went wrong: an error's own `code` (`ENOSPC`, `coverage`), else that of its class."""
+    """Return the kind of an error: the `code` in its fields (`ENOSPC`, `coverage`), else the code of its class."""
     own = (error.get("fields") or {}).get("code")
     kind = own if isinstance(own, str) and _KIND.match(own) else error.get("code")
     return kind if isinstance(kind, str) and _KIND.match(kind) else "other"
@@ -53,7 +53,7 @@ def count(failures: dict[str, int], error: Wire) -> None:
 
 
 def requires_meeting(error: Wire) -> bool:
-    """Whether the ranks must meet again after a save that ended with `error`: they differ, or one was missing."""
+    """Whether the ranks must meet again after a save that ended with `error`: they disagreed, or one was missing."""
     fields = error.get("fields") or {}
     if error.get("code") in _DIFFERENCES or fields.get("code") == "coverage":
         return True
@@ -61,7 +61,7 @@ def requires_meeting(error: Wire) -> bool:
 
 
 def failed(save: Save, entry: RankSave, code: str, detail: str, **more: Any) -> Wire:
-    """One rank cannot go on. `code`: a word of ours; `more`: further facts."""
+    """A rank has failed. `code`: field `code` of the error; `more`: further fields."""
     return to_wire(
         SaveFailedError(
             f"save {save.save_id} ({step_and_rank(entry.step, entry.rank)}) to {entry.path}: {detail}; nothing was "
@@ -78,12 +78,12 @@ def failed(save: Save, entry: RankSave, code: str, detail: str, **more: Any) -> 
 
 
 def path_in_use(save: Save, entry: RankSave, other: str) -> Wire:
-    """An earlier save has the path."""
+    """An open save uses the path."""
     return failed(save, entry, "path_in_use", f"save {other} to the same path has not ended; wait for it")
 
 
 def not_sealed(save: Save, rank: int, detail: str) -> Wire:
-    """A rank was lost before it sealed its snapshot."""
+    """A rank has departed before it sealed its snapshot."""
     entry = save.ranks.get(rank) or save.ranks[min(save.ranks)]
     which = f"save {save.save_id} ({step_and_rank(entry.step, rank)}) to {entry.path}"
     return to_wire(
@@ -100,7 +100,7 @@ def not_sealed(save: Save, rank: int, detail: str) -> Wire:
 
 
 def withdrawn(save_id: str, rank: int, reason: str, *, skipped: bool) -> Wire:
-    """A rank does not take part."""
+    """A rank has withdrawn from a save."""
     if skipped:
         text = f"save {save_id} was skipped: rank {rank} says {reason}; nothing was published"
         return to_wire(SaveSkippedError(text, save_id=save_id, rank=rank))
@@ -115,7 +115,7 @@ SAME_PLANS = "the ranks meet again in one of the next saves"
 
 
 def disagree(save_id: str, path: str, detail: str, ranks: Iterable[int], advice: str = SAME_CALLS) -> Wire:
-    """The ranks of one save differ."""
+    """The ranks of a save disagree."""
     return to_wire(
         RanksDisagreeError(
             f"save {save_id}: {detail}; nothing was published; {advice}",
@@ -128,13 +128,13 @@ def disagree(save_id: str, path: str, detail: str, ranks: Iterable[int], advice:
 
 
 def other_world(save_id: str, known: int, rank: int, world_size: int) -> Wire:
-    """A rank of another world uses the ids of this one."""
-    detail = f"rank {rank} of {world_size} saves under an id that {known} ranks use"
+    """A rank of a world of another size uses the IDs of this run."""
+    detail = f"rank {rank} has world size {world_size}; the other ranks of the run have world size {known}"
     return disagree(save_id, "", detail, [rank], SAME_WORLD)
 
 
 def mismatch(save: Save, path: str, fqn: str, groups: list[list[int]], *, split: bool) -> Wire:
-    """Replicas differ. `groups`: the ranks that hold equal ones; `split`: several ranks write parts of it."""
+    """Replicas differ. `groups`: ranks with equal values; `split`: several ranks write parts of the tensor."""
     shown = " and ".join(str(g[:SHOWN]) for g in groups[:SHOWN])
     written = "several ranks write in parts" if split else "one rank writes for all"
     box = BOX.search(fqn)
@@ -155,9 +155,9 @@ def mismatch(save: Save, path: str, fqn: str, groups: list[list[int]], *, split:
 
 
 def timed_out(save: Save, missing: list[int]) -> Wire:
-    """Ranks did not seal in time after the first one had; or their worker is silent that was to write it."""
+    """Ranks have not sealed in time after the first one, or their worker has been silent for too long."""
     path = next(iter(save.ranks.values())).path
-    what, since = ("written", "after their worker was heard last")
+    what, since = ("written", "after the last message of their worker")
     if save.missing:
         what, since = ("staged", "after the first one")
     return to_wire(
@@ -173,12 +173,12 @@ def timed_out(save: Save, missing: list[int]) -> Wire:
 
 
 def worker_lost(save: Save, entry: RankSave, why: str) -> Wire:
-    """The worker of another node was lost before it had written a rank's files."""
+    """The worker of another node was lost before it had written a rank's files or reported the hook's answer."""
     return failed(save, entry, "worker_lost", f"its worker was lost: {why}")
 
 
 def leader_lost(save: Save, why: str, *, unknown: bool) -> Wire:
-    """The leader was lost, or is silent. `unknown`: it may have committed the save."""
+    """The leader was lost or is silent. `unknown`: it may have committed the save."""
     entry = save.ranks[min(save.ranks)]
     detail = f"the worker of rank 0, which commits, was lost: {why}"
     missing = save.leader_missing
@@ -186,7 +186,7 @@ def leader_lost(save: Save, why: str, *, unknown: bool) -> Wire:
         detail += f"; it waited for ranks {missing[:SHOWN]} at its last message" if missing else ""
     else:
         missing = [rank for rank in range(save.world_size) if rank not in save.ranks][:MAX_MISSING]
-        detail += f"; nothing was heard of ranks {missing[:SHOWN]}, which have other workers" if missing else ""
+        detail += f"; ranks {missing[:SHOWN]} have other workers, and their state is unknown" if missing else ""
     if not unknown:
         return failed(save, entry, "leader_lost", detail, missing_ranks=missing)
     return to_wire(
@@ -204,21 +204,21 @@ def leader_lost(save: Save, why: str, *, unknown: bool) -> Wire:
 
 
 def part_rejected(save_id: str, rank: int) -> Wire:
-    """The leader has no place for a rank's part in a save."""
-    detail = f"rank {rank} is of another world than the others, or saves twice"
+    """The leader rejects a rank's part in a save."""
+    detail = f"rank {rank} has another world size than the other ranks, or saves in two processes"
     return disagree(save_id, "", detail, [rank], SAME_WORLD)
 
 
 def led_elsewhere(run_id: str) -> ProtocolError:
-    """A run that is followed here cannot be led from here."""
+    """Another worker leads the run, so this one cannot."""
     return ProtocolError(f"run {run_id} is led by another worker; rank 0 must be beside that one", detail="leads")
 
 
 def draining() -> WorkerUnavailableError:
-    """The worker begins no saves any more."""
+    """The worker is draining."""
     return WorkerUnavailableError("this worker is shutting down; start another", detail="draining")
 
 
 def busy() -> WorkerUnavailableError:
-    """Too many jobs are outstanding."""
+    """The worker is at its limit of outstanding jobs."""
     return WorkerUnavailableError("this worker has too many jobs waiting; try again later", detail="busy")

@@ -1,8 +1,8 @@
-"""The core's kept snapshots: slots of trainers that exited, from which the restarted trainers load.
+"""Kept snapshots: slots of trainers that have exited, from which the restarted trainers load.
 
-A slot that is closing is freed, unless the snapshot in it is worth keeping: *whole* (all ranks have staged it, and
-nobody has objected), and the newest one below its directory. What is kept is bounded by number, by time, and by the
-machine's memory; it is lent again, warm, once it is committed and nobody reads it.
+A closing slot is kept if its snapshot is *whole* (all ranks have sealed it, and no check or hook has rejected it) and
+the newest one in its directory; else it is freed. Kept slots are limited by number, time and the machine's memory. A
+kept slot is lent to another session once its save is committed and nobody reads it.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ MAX_KEPT_SAVES = 4
 """Maximum number of saves whose slots are kept, over all directories. Chosen, not measured."""
 
 GOODBYE_KEEP_S = 10.0
-"""After a goodbye a process that crashes is gone by then; one that lives on has no use for its snapshot. Chosen."""
+"""How long a slot is kept after Goodbye if its process still runs: that one will not restart. Chosen."""
 
 SPARE_SHARE = 64
-"""A kept slot is lent again to who asks for less by a 64th at most: a limit of the asker's is kept, nearly."""
+"""A kept slot may be larger than a request by 1/64 of the request at most, so that memory limits nearly hold."""
 
 MAX_ROWS_NBYTES = 512 << 10
-"""Limit of the answer to a Recall: half a frame."""
+"""Maximum size of the answer to a Recall: half a frame."""
 
 _ROW_NBYTES = 256
 """Size of a row without its path, names of the fields included, rounded up."""
 
 _OBJECTIONS = frozenset({"vetoed", "coverage", "disagree", "withdrawn", "not_sealed", "slot_reused"})
-"""Codes of `save_failed` that speak against the snapshot, not the storage."""
+"""Codes of `save_failed` that mean that the snapshot is not valid; the others are failures of storage or workers."""
 
 
 def discredits_snapshot(error: Wire) -> bool:
-    """Whether the error that ended a save is about what was staged; else storage or a worker is at fault."""
+    """Whether the error means that the snapshot is not valid, rather than that storage or a worker has failed."""
     if error.get("code") in ("commit_unknown", "checkpoint_exists"):
         return False
     fields = error.get("fields") or {}
@@ -46,11 +46,11 @@ def discredits_snapshot(error: Wire) -> bool:
 
 
 class SnapshotBook:
-    """Decides about `Slot.kept`, and lends kept slots.
+    """Decides which slots are kept, and lends kept slots.
 
     Args:
-        tables: The core's.
-        keep_s: How long at most; 0 keeps nothing.
+        tables: Tables of the core.
+        keep_s: How long a slot is kept at most; 0 keeps none.
     """
 
     def __init__(self, tables: Tables, keep_s: float) -> None:
@@ -58,16 +58,16 @@ class SnapshotBook:
         self.asked: dict[str, Recall] = {}
         self._undecided = False
         self.decides_at = float("inf")
-        """When time alone may change what is kept."""
+        """The next time at which a kept slot expires."""
 
     # ---- what is kept -----------------------------------------------------------------------------------------------
 
     def decide(self) -> None:
-        """Say of each closing slot whether it is kept, and when that is to be decided again at the latest."""
+        """Decide for each closing slot whether it is kept, and when the next one expires."""
         closing = self._t.closing.values()
         self._undecided = any(s.reading for s in closing)
         if self._undecided:
-            # IMPORTANT: what looks like the newest may turn out to have been opened again: the one before it must stay.
+            # IMPORTANT: a read may show that the newest snapshot was overwritten; until then the one before must stay.
             return
         kept = self._saves_to_keep() if self._keep_s > 0 and closing else set()
         self.decides_at = float("inf")
@@ -83,14 +83,14 @@ class SnapshotBook:
                 self.decides_at = min(self.decides_at, until)
 
     def is_undecided(self, slot: Slot) -> bool:
-        """Whether a closing slot may yet be kept, since others that are closing have not been read."""
+        """Whether a closing slot may still be kept, since other closing slots have not been read."""
         if not self._undecided or self._keep_s <= 0 or not self._may_keep(slot):
             return False
         found = _snapshot_in(slot)
         return found is not None and _is_whole(found[0])
 
     def _saves_to_keep(self) -> set[SaveId]:
-        """Return the saves: of each directory the newest, of all of them those that are nowhere else, then the last."""
+        """Return the saves to keep: the newest of each directory, of these uncommitted ones first, then recent ones."""
         newest: dict[str, Save] = {}
         seen: set[int] = set()
         for slot in self._t.slots.values():
@@ -115,10 +115,10 @@ class SnapshotBook:
         kept_for = self._t.now - slot.closed_at
         return not slot.dropped and kept_for < self._keep_s and not (slot.said_goodbye and kept_for >= GOODBYE_KEEP_S)
 
-    # ---- who is gone ------------------------------------------------------------------------------------------------
+    # ---- ended sessions ---------------------------------------------------------------------------------------------
 
     def session_ended(self, session: Session, *, died: bool, replaced: bool) -> None:
-        """Note it of its slots, before they are closed; what it held for reading is free."""
+        """Mark the slots of an ended session before they are closed, and release the slots that it held for reading."""
         for number in session.slots:
             slot = self._t.slots[number]
             slot.closed_at, slot.said_goodbye, slot.dropped = self._t.now, not died, replaced
@@ -127,19 +127,19 @@ class SnapshotBook:
             self._t.review_closing_slots = True
         if not died:
             if session.slots and not replaced and self._keep_s > 0:
-                # Still watched: its death is the proof that it writes no more.
+                # Its process is still watched: only its death proves that it no longer writes to the slots.
                 self._t.goodbye_slots[session.name] = set(session.slots)
             else:
                 self._t.actions.append(Unwatch(session=session.name))
 
     def died(self, session: str) -> None:
-        """A process is dead that had said goodbye."""
+        """The process of a session that had sent Goodbye is dead."""
         self._t.review_closing_slots = True
         for number in self._t.goodbye_slots.pop(session, set()) & self._t.slots.keys():
             self._t.slots[number].said_goodbye = False
 
     def freed(self, slot: Slot) -> None:
-        """A slot was freed: the process that held it need not be watched any more."""
+        """A slot was freed: stop watching the process after the last slot of its session."""
         slots = self._t.goodbye_slots.get(slot.session, set())
         if slots == {slot.number}:
             del self._t.goodbye_slots[slot.session]
@@ -149,8 +149,9 @@ class SnapshotBook:
     # ---- lending again ----------------------------------------------------------------------------------------------
 
     def lend_again(self, session: Session, m: Allocate) -> Slot | None:
-        """Return a kept slot that fits a request, now that session's; None when there is none."""
-        for slot in self._t.closing.values():  # a process that asks for memory after its goodbye lives on
+        """Give a kept slot that fits the request to the session and return it; None if none fits."""
+        for slot in self._t.closing.values():
+            # A process that allocates after Goodbye has not exited: it does not need its snapshots.
             if slot.said_goodbye and slot.closing and slot.process == (session.pid, session.pid_start):
                 slot.dropped = self._t.review_closing_slots = True
         fitting = [s for s in self._t.closing.values() if s.rank == session.rank and self._is_free(s)]
@@ -162,7 +163,7 @@ class SnapshotBook:
             slot.process = (session.pid, session.pid_start)
             slot.closing = slot.kept = False
             del self._t.closing[slot.number]
-            text = f"slot {slot.number} is lent again, warm"
+            text = f"kept slot {slot.number} is lent again"
             self._t.log("info", text, session=session.name, count="slots_lent_again", nbytes=slot.nbytes)
         return chosen
 
@@ -180,10 +181,13 @@ class SnapshotBook:
         return any(s.kept for s in self._t.closing.values())
 
     def make_room(self, *, include_uncommitted: bool = False) -> bool:
-        """Give up what is kept and on disk; `include_uncommitted`, and there is none of that: all that is kept.
+        """Drop kept slots that nobody reads and whose save is committed.
+
+        Args:
+            include_uncommitted: If no kept slot is committed, drop the uncommitted ones.
 
         Returns:
-            Whether there was anything.
+            Whether any slot was dropped.
         """
         kept = [(s, _snapshot_in(s)) for s in self._t.closing.values() if s.kept and not s.held_by]
         chosen = [s for s, found in kept if found is not None and _committed(found[0])]
@@ -191,19 +195,19 @@ class SnapshotBook:
             chosen = [s for s, _ in kept]
         for slot in chosen:
             slot.dropped = self._t.review_closing_slots = True
-            text = "given up: memory is short"
+            text = f"kept slot {slot.number} is dropped: the machine is short of memory"
             self._t.log("warning" if include_uncommitted else "info", text, count="slots_given_up", slot=slot.number)
         return bool(chosen)
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def recall(self, session: Session, m: Recall) -> None:
-        """Answer where the snapshots at a path and below it lie: once it is known what those have left who are gone."""
+        """Answer which slots hold snapshots at a path or below it, once the slots of ended sessions have been read."""
         self.asked[session.name] = m
         self.answer()
 
     def answer(self) -> None:
-        """Answer the waiting requests, unless the slot of a trainer that exited is still being read."""
+        """Answer the waiting requests, unless a closing slot is still being read."""
         if any(s.reading for s in self._t.closing.values()):
             return
         asked, self.asked = self.asked, {}
@@ -213,14 +217,14 @@ class SnapshotBook:
                 self._t.actions.append(Send(peer=session.peer, message=self._recalled(session, m)))
 
     def _recalled(self, session: Session, m: Recall) -> Recalled:
-        """Return the answer, newest first; hold what is in it if that is asked."""
+        """Return the answer, newest saves first; with `hold`, hold its slots for the session."""
         below = m.path.rstrip("/") + "/"
         found: list[tuple[Slot, Save, RankSave]] = []
         for slot in self._t.slots.values():
             if (held := _snapshot_in(slot)) is None or not _is_whole(held[0]):
                 continue
             path = held[1].path
-            # A step that is not known yet: rank 0 has said it on another node.
+            # Without a step: rank 0 is on another node, and has not sealed it yet.
             if (path == m.path or path.startswith(below)) and held[1].step is not None:
                 found.append((slot, *held))
         found.sort(key=lambda f: f[2].rank)
@@ -258,7 +262,7 @@ def _row(slot: Slot, save: Save, entry: RankSave) -> Wire:
 
 
 def _snapshot_in(slot: Slot) -> tuple[Save, RankSave] | None:
-    """Return what a slot holds, sealed, as far as is known: a living trainer may open it at any time."""
+    """Return save and part of the sealed snapshot in a slot, by its last read; its trainer may open it any time."""
     if slot.part is None or slot.fd < 0 or slot.reopened:
         return None
     entry = slot.part[1]

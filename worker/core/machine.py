@@ -5,13 +5,13 @@ The table in `model` defines the phases of a rank's part in a save.
 A slot's heartbeat_answer:
 
     creating   Adopt was received and AdoptSlot is in progress, or the slot waits until there is memory for it
-    lent       the session stages into it; only the session decides when it is used again
-    closing    Release, Goodbye, or the process is dead: the slot is read once more (a sealed snapshot is taken up, an
-               open one is abandoned), then freed when no save and no job needs it any more
+    lent       the session stages into it; only the session decides when to reuse it
+    closing    Release, Goodbye, or the process is dead: the slot is read once more (a sealed snapshot is accepted, an
+               unsealed one is abandoned), then freed when no save and no job needs it
     kept       its session has ended and its snapshot may be loaded (`kept_snapshots`); it is freed or lent again later
 
 A slot is read when its Submit arrives, after it was adopted, when it is closing, and when a drain begins.
-`taken` is the highest generation that was taken up. Together with the save ID it makes every message repeatable.
+`Slot.accepted_generation` and the save ID make every request repeatable.
 Messages may be lost, repeated or reordered. An invalid message is refused and changes nothing.
 """
 
@@ -98,11 +98,11 @@ class Shutdown:
     Args:
         tables: The tables of the core.
         slot_book: Reads all lent slots when a drain begins, and again before the exit.
-        config: Supplies `idle_exit_s`, `drain_timeout_s` and `staging_grace_s`.
-        has_unacknowledged: Whether a reachable leader or follower has not received everything yet.
+        config: Uses `idle_exit_s`, `drain_timeout_s` and `staging_grace_s`.
+        has_unacknowledged: Whether a reachable leader or follower has not acknowledged everything yet.
 
     Attributes:
-        kept: Whether the worker must stay although it is idle, as the last Tick said.
+        kept: Whether the worker must not exit when idle; from the last Tick.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Shutdown:
         self._exiting = False
 
     def times(self) -> Iterator[float]:
-        """Yield the times at which `consider` must run again."""
+        """Yield the times at which `update` must run again."""
         if self._drain_deadline is not None:
             yield self._drain_deadline
         if self._t.draining:
@@ -169,7 +169,7 @@ class Shutdown:
             self._leave(True, "idle")
 
     def _staging(self, drain_deadline: float) -> bool:
-        """Whether a drain waits for trainers that stage: each save gets `staging_grace_s` from its own begin."""
+        """Whether a drain waits for trainers that are staging; each save has `staging_grace_s` from its begin."""
         t = self._t
         begun = [e.begun_at for _, e in t.entries() if e.is_open]
         for begun_at in begun:
@@ -220,7 +220,7 @@ class Core:
         self._dispatch(event)
         if t.adopted_committed:
             self._adoption.restore_committed()
-        # IMPORTANT: before its slots are freed: a save ends with why its rank is gone, not with what it leaves behind.
+        # IMPORTANT: before slots are freed, so that saves end with the reason of the departure, not with "not sealed".
         if self._runs.leaving:
             for run, rank in self._runs.complete_departures():
                 self._saves.rank_departed(run, rank)

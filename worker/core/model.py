@@ -1,30 +1,30 @@
-"""What the core remembers: sessions, slots, saves, runs; and the table that moves a rank's part in a save.
+"""Records of the core (sessions, slots, saves, runs), and the phase table of a rank's part in a save.
 
-The table is phase x event -> phase, steps: `SaveBook.advance` looks the cell up, changes the phase, and takes the steps
-in order; the later ones are left out once one of them has ended the save. A cell that is not there is a bug of ours: it
-ends that save, and nothing else.
+The table maps phase and event to the next phase and steps. `SaveBook.advance` looks up the cell, changes the phase, and
+takes the steps in order; once a step has ended the save, the later steps are skipped. A missing cell is a bug in the
+worker: it ends that save, and nothing else.
 
 Events:
 
-    begin           the rank has begun, or its slot is the first that is heard of it
-    recover         the same, or it is known already: a dead worker may have written or committed it
-    seal            its request was read, sealed
-    prepared        the directory is made, and holds no manifest of this save
+    begin           the rank has begun: by Begin, or by a slot that is written while it is filled
+    recover         begin, seal or an existing part, of a save that a dead worker may have written or committed
+    seal            its sealed request was read
+    prepared        the directory exists, and holds no manifest of this save
     written         its files and index are fsynced
     resume_open     the save was not committed; this rank has not sealed it
     resume_sealed   the save was not committed; this rank has sealed it
     commit, fail, abandon, lose
-                    the save ends: committed, failed, abandoned, unknown
+                    the save ends as committed, failed, abandoned, unknown
 
 Steps:
 
-    ADMIT           end the save if it cannot be: another at its path, a rank that is gone, ids that differ
-    PREPARE         make the directory, and look for what stands in it
-    COMPARE         once sealed, compare it with its session and the other ranks; with the last rank, all samples
-    PROCEED         `prepared`, unless the directory is still being made
-    STREAM          write what is filled so far, if the trainer streams
-    WRITE           write the files, or take what was written before the seal was seen
-    COMPLETE        commit, if all ranks are durable and consent
+    ADMIT           end the save if it can never commit: its path is in use, a rank has departed, or IDs differ
+    PREPARE         create the directory, and look for existing files
+    COMPARE         if sealed, compare it with its session and the other ranks; after the last rank, all samples
+    PROCEED         raise `prepared`, unless the directory is still being created
+    STREAM          write what is filled so far, if the trainer streams its slot
+    WRITE           write the files, or use what was written before the seal
+    COMPLETE        commit if all ranks are durable and have consented
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ TABLE: dict[str, dict[str, Cell]] = {
     OPEN: {
         "seal": (SEALED, (COMPARE, PROCEED)),
         "prepared": (OPEN, (STREAM,)),
-        "written": (OPEN, ()),  # before its seal was seen
+        "written": (OPEN, ()),  # its files were complete before its seal was read
         "recover": (RECOVERING, ()),
-        "commit": (FAILED, ()),  # by a dead worker, without what this rank stages
+        "commit": (FAILED, ()),  # a dead worker committed it without this snapshot
         "fail": (FAILED, ()),
         "abandon": (ABANDONED, ()),
         "lose": (FAILED, ()),
     },
     SEALED: {
         "prepared": (WRITING, (WRITE,)),
-        "written": (SEALED, ()),  # it is being ended
+        "written": (SEALED, ()),  # the save is about to end
         "commit": (COMMITTED, ()),
         "fail": (FAILED, ()),
         "abandon": (FAILED, ()),
@@ -111,22 +111,21 @@ TABLE: dict[str, dict[str, Cell]] = {
 }
 
 ENDS = {COMMITTED: "commit", FAILED: "fail", ABANDONED: "abandon", UNKNOWN: "lose"}
-"""How a save has ended -> the event that this is for each rank's part."""
+"""Outcome of a save -> the event of each rank's part."""
 
 STEPS = frozenset(step for row in TABLE.values() for _, steps in row.values() for step in steps)
 
 
 COMMIT, REMOVE = "commit", "remove"
-"""Jobs of a save. Those of a rank's part are named as the steps that begin them."""
+"""Jobs of a save. The jobs of a rank's part, PREPARE and WRITE, are named like the steps that start them."""
 
 MAX_SESSIONS = 4096
 MAX_SLOTS_PER_SESSION = 64
 MAX_JOBS = 4096
-"""Jobs that may be outstanding; above it, requests that would add one are refused. Chosen, not measured."""
+"""Maximum number of outstanding jobs; beyond it, requests that would add one are refused. Chosen, not measured."""
 
 MAX_HISTORY = 1024
-"""Ended saves that are remembered, so that late questions and repeated requests find them. As many as one Heartbeat
-may ask for."""
+"""Number of ended saves that are remembered, to answer late and repeated requests. One Heartbeat may name as many."""
 
 
 @dataclass(slots=True)
@@ -141,34 +140,31 @@ class Session:
     world_size: int
     package: str
     replaces: str = ""
-    """The session that this one's opening ends."""
+    """The earlier session of the same client, which ends when this one opens."""
 
     run: str = ""
-    """The run that it saves for, or "": not known yet."""
+    """ID of its run; "" until it is known."""
 
     last: tuple[Save, RankSave] | None = None
-    """The save that this rank has begun last, for the status report."""
+    """The last save that this rank began; for the status report."""
 
     durable: tuple[int | None, float] | tuple[()] = ()
-    """The step that this rank has made durable last, and when; for the status report."""
+    """The last step whose files this rank made durable, and when; for the status report."""
 
     granted: dict[int, int] = field(default_factory=dict)
     """Allocate request id -> slot number, so that a repeated request gets the same slot."""
 
     slots: set[int] = field(default_factory=set)
     holds: set[int] = field(default_factory=set)
-    """Slots of others that it reads."""
+    """Slots of other sessions that it holds for reading."""
 
     link: str = ""
-    """The stream of the worker that this rank has; "" for one of ours."""
-
-    joined: tuple[int, int] = (0, 0)
-    """Which of several links of the rank is the latest: `attempt` and `opened` of `joined`."""
+    """ID of the follower in its run (`<instance>.<run>`) that serves this rank; "" if this worker does."""
 
 
 @dataclass(slots=True)
 class Waiter:
-    """A Submit that is answered when its slot has been read."""
+    """A Submit that will be answered when its slot has been read."""
 
     peer: Peer
     id: int
@@ -178,7 +174,7 @@ class Waiter:
 
 @dataclass(slots=True)
 class Slot:
-    """A slot and the session that uses it; the table of its states is in `state`."""
+    """A slot and the session that uses it; its states are described in `machine`."""
 
     number: int
     nbytes: int
@@ -192,41 +188,41 @@ class Slot:
     reading: bool = False
     read_again: bool = False
     accepted_generation: int = -1
-    """The highest generation that was taken up: it is never taken twice."""
+    """The highest generation whose sealed snapshot was accepted; none at or below it is accepted again."""
 
     part: tuple[Save, RankSave] | None = None
-    """The save that used it last, and the part of its rank: also when that has ended long ago."""
+    """The last save that used it, and its rank's part; kept after the save has ended."""
 
     opened: bool = False
-    """When it was read last, a trainer was staging into it."""
+    """At the last read, a trainer was staging into it."""
 
     populate: bool = False
 
     adopted_generation: int = -1
-    """The generation that it held when it was taken over from a dead worker, which may have written that; else -1."""
+    """Its generation when it was adopted; the dead worker may have written generations up to it. -1: not adopted."""
 
     committed: str = ""
-    """Adopted: the save that it holds if that was committed by then, until it has been looked into."""
+    """Adopted: ID of the save in it that the trainer knows as committed; "" once the slot has been read."""
 
     writes: set[SaveKey] = field(default_factory=set)
     waiters: list[Waiter] = field(default_factory=list)
     link: str = ""
-    """As `Session.link`: then it is nothing that we have."""
+    """As `Session.link`. Not "": a placeholder for a slot of another node."""
 
     process: tuple[int, int] = (0, 0)
-    """PID and start time of the process that has the slot, or had it last."""
+    """PID and start time of the process that last used the slot."""
 
     closed_at: float = 0.0
     """When its session ended."""
 
     said_goodbye: bool = False
-    """Its session has said goodbye, and its process may live on."""
+    """Its session has sent Goodbye, and its process may still run."""
 
     dropped: bool = False
-    """It was given back, or up: what it holds is not kept."""
+    """It was released, or its memory is needed: its snapshot is not kept."""
 
     reopened: bool = False
-    """Closing, and it was found to hold something else than what was taken up last: it was opened, and not sealed."""
+    """Closing, and it no longer holds the snapshot that was accepted last: a trainer opened it and did not seal it."""
 
     kept: bool = False
     held_by: set[str] = field(default_factory=set)
@@ -259,61 +255,61 @@ class RankSave:
     begun_at: float
     commit_timeout_s: float
     phase: str = ""
-    """One of `part_table.TABLE`, moved by `SaveBook.advance` only."""
+    """A row of `TABLE`; only `SaveBook.advance` changes it."""
 
     fsync: bool = True
     job: str = ""
-    """The job that is under way for it: PREPARE, WRITE or none. It may outlive the phase in which it began."""
+    """Its outstanding job: PREPARE, WRITE, or "". It may outlast the phase in which it started."""
 
     request: SaveRequest | None = None
-    """From the seal to the end."""
+    """The sealed request; None before the seal and after the end."""
 
     contradiction: str = ""
     """How its sealed request contradicts its session or its Begin."""
 
     result: Any = None
     wrote: bool = False
-    """Files of it may stand, which go if the save fails: a job has written them, or some, or its follower has."""
+    """It may have files on disk, which are removed if the save fails: a job or its follower has begun to write."""
 
     error: Wire | None = None
     report: dict[str, Any] = field(default_factory=dict)
     durable_at: float | None = None
     link: str = ""
-    """As `Session.link`: then its files are written there."""
+    """As `Session.link`. Not "": that follower writes its files."""
 
     acknowledged: str = ""
-    """Followed: the phase that the leader has shown, or ""."""
+    """Followed: the last phase of this part that the leader has acknowledged, or ""."""
 
     reported_to: str = ""
-    """Followed: instance of the leader that it was reported to first: another one may find it committed by that."""
+    """Followed: instance of the first leader that it was reported to, which may have committed the save."""
 
     consent: tuple[bool, str] | None = None
-    """What its hook has said first, and why; None: nothing yet."""
+    """The first answer of its `pre_commit` hook, and the reason; None until there is one."""
 
     from_dead_worker: bool = False
-    """A worker that is dead may have written its files, or some, or committed it: files may stand, which go if the save
-    fails. `link`: or that worker led its save."""
+    """A dead worker (the rank's own, or the leader) may have written its files or committed the save. Its files are
+    removed if the save fails."""
 
     seen: str = ""
-    """The phase that was told of last (`moves`), and `since` when it is in it."""
+    """The phase in the last `status.PhaseChange`; `since`: when that phase began."""
 
     since: float = 0.0
 
     ring_segments: int = 0
-    """Above 0: its snapshot goes through a ring of so many segments, and is never whole in memory."""
+    """Number of segments of its ring; the snapshot is never completely in memory. 0: no ring."""
 
     stream: SaveRequest | None = None
-    """The request of what is written while it is being staged, or was until that failed: not tried twice."""
+    """The unsealed request of a slot that is written while it is filled. It stays after a failure: one attempt only."""
 
     streaming: bool = False
-    """It is being written, or was, since before it is sealed; or goes through a ring."""
+    """Its write job started before the seal, or writes a ring."""
 
     written_at: float = 0.0
-    """When its files were written; of a ring, that may be before it is sealed. With `link`, infinity: its worker
-    has said that it is still writing the ring."""
+    """When its files were complete; for a ring, that may be before the seal. With `link`, infinity: the follower
+    reports that it is still writing the ring."""
 
     home: DirectoryIdentity = NO_HOME
-    """Its directory, once that was made or could not be."""
+    """Identity of its directory, set when PREPARE ends, also with an error."""
 
     @property
     def ended(self) -> bool:
@@ -321,12 +317,12 @@ class RankSave:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has neither been sealed nor ended."""
+        """Whether it is neither sealed nor ended."""
         return self.request is None and self.phase not in ENDED
 
     @property
     def in_flight(self) -> bool:
-        """Whether it has been sealed and not ended: the worker reads the slot, or needs it to write again."""
+        """Whether it is sealed and has not ended: the worker needs its slot."""
         return self.request is not None
 
     @property
@@ -343,98 +339,98 @@ class RankSave:
 
     @property
     def needs_consent(self) -> bool:
-        """Whether the commit waits for what this rank's hook says."""
+        """Whether the commit waits for this rank's `pre_commit` hook."""
         return self.request is not None and self.request.hook_timeout_s > 0 and not (self.consent and self.consent[0])
 
 
 @dataclass(slots=True)
 class Save:
-    """One save that is not over: the ranks that are known so far. `outcome`: an ended phase, or None."""
+    """A save that is open, or has a job outstanding. `outcome`: an ended phase, or None."""
 
     save_id: SaveId
     world_size: int
     ranks: dict[int, RankSave] = field(default_factory=dict)
-    """Empty once it is only a slot that still holds it: then see `ended`."""
+    """Rank -> its part. Empty once the save was archived in `Tables.ended` and only a slot still refers to it."""
 
     paths: set[str] = field(default_factory=set)
-    """What its ranks have named."""
+    """Paths that its ranks have named."""
 
     declarations: dict[tuple[Any, ...], RankSave] = field(default_factory=dict)
-    """What its ranks must say alike (`agreement`) -> the first that has said it: one entry while they agree."""
+    """Settings that all ranks must share (`agreement`) -> the first rank with them. One entry while all ranks agree."""
 
     sealed: set[int] = field(default_factory=set)
-    """The ranks in flight: that have sealed it, and whose part has not ended."""
+    """Ranks that have sealed it and whose part has not ended."""
 
     n_durable: int = 0
-    """How many of these are durable."""
+    """Number of durable ranks."""
 
     jobs: int = 0
-    """How many jobs are outstanding that touch its files: its own and those of its ranks."""
+    """Number of outstanding jobs: its own and those of its ranks."""
 
     timeout_s: float = float("inf")
-    """How long its ranks may take: the smallest that one of them has named."""
+    """Commit timeout: the smallest of its ranks."""
 
     next_deadline_at: float = float("inf")
-    """No deadline of it passes before (`deadlines`)."""
+    """Lower bound of its next deadline (`saves.deadline`)."""
 
     meet: bool = False
-    """A rank holds something that the plan does not know: all ranks meet again after this save."""
+    """A rank has tensors or objects that the plan does not contain: the ranks meet again after this save."""
 
     outcome: str | None = None
     error: Wire | None = None
     job: str = ""
-    """The job of its own that is under way: COMMIT, REMOVE or none."""
+    """Its own outstanding job: COMMIT, REMOVE, or ""."""
 
     sealed_since: float | None = None
-    """When the first rank was taken up: from here its other ranks have `commit_timeout_s`."""
+    """When the first sealed snapshot was accepted; from then on the other ranks have `timeout_s` to seal."""
 
     waiting_since: float | None = None
-    """When the first rank was durable."""
+    """When the first rank became durable."""
 
     failed_locally: bool = False
-    """Followed: it cannot go on here, and the leader is told so."""
+    """Followed: it failed on this node, and the failure is reported to the leader, which ends it."""
 
     known_uncommitted: bool = False
-    """It was not committed when this worker looked, and only this one can have committed it since."""
+    """The directory was checked: no dead worker has committed it, and only this worker can."""
 
     pending_failure: tuple[str, Wire] | None = None
-    """What would end it, and how: for as long as it is recovering. Followed: what it was given up by."""
+    """Outcome and error that end it when its recovery shows that it was not committed. Followed: its local failure."""
 
     complete: bool = False
-    """All of its ranks have sealed it, and agree."""
+    """All ranks have sealed it and agree."""
 
     leader_missing: list[int] | None = None
-    """Followed: the ranks that the leader waits for, as it has said."""
+    """Followed: the ranks that the leader waits for, by its last message."""
 
     end_reported: bool = False
-    """Its end was told of (`moves`)."""
+    """A `status.PhaseChange` with its end was created."""
 
     hooks_since: float = 0.0
-    """When the last of the run's earlier saves that were under way ended: hooks are asked one after another."""
+    """When the last earlier save of the run ended. Hook timeouts start no earlier, as hooks run one after another."""
 
     def has_sealed(self, rank: int) -> bool:
-        """Whether `rank`'s snapshot was taken up, in a save that has not ended."""
+        """Whether the sealed snapshot of `rank` was accepted and its part has not ended."""
         return rank in self.sealed
 
     def has_link(self, link: str) -> bool:
-        """Whether a rank has this stream."""
+        """Whether a rank has this follower (`Session.link`)."""
         return any(entry.link == link for entry in self.ranks.values())
 
     @property
     def awaits_seals(self) -> bool:
-        """Whether it has not ended and a rank has not sealed it."""
+        """Whether it is open and a rank has not sealed it."""
         return self.outcome is None and len(self.sealed) < self.world_size
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have not sealed it yet; none once it has ended."""
+        """The ranks that have not sealed it; empty once it has ended."""
         if not self.awaits_seals:
             return []
         return [rank for rank in range(self.world_size) if rank not in self.sealed]
 
     @property
     def is_recovering(self) -> bool:
-        """Whether it may have been committed by a worker that is dead: until that is known, nothing ends it."""
+        """Whether a dead worker may have committed it; until that is known, nothing may end it."""
         return not self.known_uncommitted and any(r.phase == RECOVERING and r.preparing for r in self.ranks.values())
 
     @property
@@ -443,17 +439,17 @@ class Save:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the save has been submitted by some rank, and not ended; or has a job outstanding."""
+        """Whether a rank has sealed it and it has not ended, or a job is outstanding."""
         return self.jobs > 0 or bool(self.sealed)
 
     def add(self, entry: RankSave) -> None:
-        """Add a rank that has begun, or sealed without that."""
+        """Add a rank's part."""
         self.ranks[entry.rank] = entry
         self.paths.add(entry.path)
         self.timeout_s = min(self.timeout_s, entry.commit_timeout_s)
 
     def count_phase(self, entry: RankSave, was: str) -> None:
-        """Count a rank whose phase has changed."""
+        """Update `sealed` and `n_durable` after a phase change from `was`."""
         if entry.in_flight:
             self.sealed.add(entry.rank)
         else:
@@ -462,12 +458,12 @@ class Save:
 
 
 MAX_DIRECTORIES = 64
-"""Directories of a run whose epochs are remembered: until all of its ranks have asked. Chosen, not measured."""
+"""Number of directories of a run whose epochs are remembered. Chosen, not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What a run remembers of the save that it committed last."""
+    """The last committed save of a run, to compare the next one with."""
 
     sequence: int
     step: int
@@ -476,7 +472,7 @@ class Committed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Newest:
-    """What a run committed last, and when."""
+    """The last committed save of a run, for the status report."""
 
     step: int | None
     path: str
@@ -485,55 +481,55 @@ class Newest:
 
 @dataclass(slots=True)
 class Run:
-    """The ranks that save together, and the outcomes that were sent to them."""
+    """The ranks that save together, and the outcomes of their saves."""
 
     run_id: str
     world_size: int
     members: dict[int, str] = field(default_factory=dict)
-    """Rank -> its session."""
+    """Rank -> name of its session."""
 
     departed: dict[int, str] = field(default_factory=dict)
-    """Rank -> how its session ended; its slots have been read since."""
+    """Rank -> why its session ended. Its slots have been read since then."""
 
     highest: int = -1
-    """The highest sequence that was received."""
+    """The highest sequence number that was received."""
 
     withdrawn: dict[int, Wire] = field(default_factory=dict)
-    """Sequence -> why that save can never be."""
+    """Sequence -> why that save can never be committed."""
 
     hook_answered_at: dict[int, float] = field(default_factory=dict)
-    """Rank -> when one of its hooks spoke last. A rank's hooks run one after another, in any order of the saves."""
+    """Rank -> when a hook of it answered last. The hooks of a rank run one after another, in any order of its saves."""
 
     epochs: dict[str, int] = field(default_factory=dict)
     """Directory -> the epoch of this run's checkpoints in it."""
 
     outcomes: dict[int, bool] = field(default_factory=dict)
-    """Sequence of a save that has ended on all ranks -> whether they meet again after it: the latest, in that order."""
+    """Sequence of a save that has ended on all ranks -> whether the ranks meet again after it. The latest, in order."""
 
     followed: bool = False
-    """Another worker leads it."""
+    """Another worker leads this run, and this worker follows it."""
 
     leader_unreachable: bool = False
-    """Another worker leads it, and cannot be followed from here."""
+    """Another worker leads this run, and this worker cannot follow it."""
 
     leader: str = ""
-    """Followed: the leader's instance, once it has spoken."""
+    """Followed: instance of the leader; "" before its first message."""
 
     found_committed: dict[int, tuple[bool, float]] = field(default_factory=dict)
-    """Followed: sequence of a save that was found committed here -> whether one of our ranks has asked to meet, and
-    when. Its outcome is told by that if no leader knows it: the one that did has died."""
+    """Followed: sequence of a save that was found committed here -> whether one of our ranks requires a meeting, and
+    when it was found. If no leader reports its outcome in time, since the one that knew it has died, this is it."""
 
     declined: list[Mapping[str, Any]] = field(default_factory=list)
-    """Followed: what the leader was told of saves that a rank takes no part in, the latest."""
+    """Followed: the latest withdrawals of its ranks, as rows for the leader."""
 
     committed: Committed | None = None
-    """What was committed last, to be compared with what comes next."""
+    """The last committed save, to compare the next one with; None if it could not be compared."""
 
     newest: Newest | None = None
-    """What was committed last, for the status report."""
+    """The last committed save, for the status report."""
 
     def add_outcome(self, sequence: int, meet: bool) -> bool:
-        """Add a save that has ended, and return whether it is new; the oldest ones are forgotten."""
+        """Add the outcome of a save and return whether it is new; at most `MAX_OUTCOMES` are kept."""
         if sequence in self.outcomes:
             return False
         self.outcomes[sequence] = meet
@@ -542,7 +538,7 @@ class Run:
         return True
 
     def remember_epoch(self, directory: str, epoch: int) -> None:
-        """Add a directory; the oldest ones are forgotten."""
+        """Add the epoch of a directory; at most `MAX_DIRECTORIES` are kept."""
         self.epochs[directory] = epoch
         for old in list(self.epochs)[:-MAX_DIRECTORIES]:
             del self.epochs[old]

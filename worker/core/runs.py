@@ -1,10 +1,12 @@
-"""Runs: which session saves as which rank, which ranks will never come, and which epoch a run's saves carry.
+"""Runs: which session saves as which rank, which ranks have departed, and which epoch a run's saves have.
+
+States of a rank in a run:
 
 none       lineage, begin, or a sealed slot of a session that is in no run      -> member
 member     its session is replaced by another of its client                     -> member
 member     its session ends (death, goodbye)                                    -> leaving
-leaving    its slots have been read once more                                   -> gone, unless it has come back
-gone       lineage, begin, or a sealed slot of a new session                    -> member
+leaving    its slots have been read once more                                   -> departed, or member if it is back
+departed   lineage, begin, or a sealed slot of a new session                    -> member
 
 The same run gets the same epoch for a directory, another run a larger one.
 """
@@ -27,15 +29,15 @@ from asyncckpt_worker.core.model import MAX_JOBS, Run, Save, Session, Slot
 from asyncckpt_worker.core.tables import Tables
 
 MAX_RUNS = 1024
-"""Runs that are remembered; those with a session, or a save under way, are kept beyond that. Chosen, not measured."""
+"""Runs that are remembered; runs with a session or an open save are never forgotten. Chosen, not measured."""
 
 MAX_WITHDRAWN = 1024
-"""Sequences of a run that are remembered as withdrawn; the oldest are forgotten. As many as ended saves."""
+"""Withdrawn sequences of a run that are remembered; as many as ended saves."""
 
 
 @dataclass(slots=True)
 class _Leaving:
-    """A session that has ended and whose slots may still hold sealed snapshots."""
+    """A session that has ended, and whose slots are read once more."""
 
     run: str
     rank: int
@@ -50,10 +52,10 @@ class RunBook:
         self._t = tables
         self.leaving: dict[str, _Leaving] = {}
 
-    # ---- who is in a run --------------------------------------------------------------------------------------------
+    # ---- members ----------------------------------------------------------------------------------------------------
 
     def join(self, session: Session, run_id: str) -> Run | None:
-        """Make the session a member of the run, which comes to be; None if that has another world size."""
+        """Make the session a member of the run, and create the run if needed; return None if the world sizes differ."""
         run = self._open(run_id, session.world_size)
         if run.world_size != session.world_size:
             return None
@@ -70,7 +72,7 @@ class RunBook:
         return run
 
     def join_by_slot(self, slot: Slot, run_id: str, world_size: int) -> Run:
-        """A sealed slot says which run a session is in that has not told it, or has ended before it could."""
+        """Add the session of a sealed slot to the run that the request in it names, unless the session is in a run."""
         session, leaving = self._t.sessions.get(slot.session), self.leaving.get(slot.session)
         if session is not None and not session.run and session.world_size == world_size:
             self.join(session, run_id)
@@ -79,17 +81,17 @@ class RunBook:
         return self._open(run_id, world_size)
 
     def remove_member(self, session: Session) -> None:
-        """The session saves in its run no more, and its rank is not gone for that: it comes again."""
+        """Remove a session from its run. Its rank has not departed: another session of it follows."""
         run = self._t.runs.get(session.run)
         if run is not None and run.members.get(session.rank) == session.name:
             del run.members[session.rank]
 
     def leave(self, session: Session, why: str) -> None:
-        """The session has ended. Its rank is gone once its slots have been read."""
+        """Begin the departure of an ended session, which is complete when its slots have been read."""
         self.leaving[session.name] = _Leaving(session.run, session.rank, session.world_size, why)
 
     def hand_over(self, old: Session, new: Session) -> None:
-        """The session has ended in favour of another of the same client, which may still seal."""
+        """Let the new session of a client take the old one's place in the run."""
         if (old.rank, old.world_size) != (new.rank, new.world_size):
             return self.leave(old, "its client took another rank")
         run = self._t.runs.get(old.run)
@@ -99,51 +101,51 @@ class RunBook:
         return None
 
     def complete_departures(self) -> list[tuple[Run, int]]:
-        """Return the ranks that became lost in this event."""
+        """Complete the departures of sessions whose slots have been read; return their runs and ranks."""
         read = {slot.session for slot in self._t.closing.values() if slot.reading}
         found = []
         for name in [n for n in self.leaving if n not in read]:
             leaving = self.leaving.pop(name)
             run = self._t.runs.get(leaving.run)
             if run is None or run.world_size != leaving.world_size or run.members.get(leaving.rank, name) != name:
-                continue  # it was in no run, or the rank is another session's by now
+                continue  # it was in no run, or another session has the rank now
             run.members.pop(leaving.rank, None)
             run.departed[leaving.rank] = leaving.why
             found.append((run, leaving.rank))
         return found
 
     def is_other_sessions(self, run: Run, session: Session) -> bool:
-        """Whether another living session holds this one's rank in the run."""
+        """Whether another open session has this one's rank in the run."""
         holder = run.members.get(session.rank, session.name)
         return holder != session.name and holder in self._t.sessions
 
-    # ---- what can never be ------------------------------------------------------------------------------------------
+    # ---- saves that can never commit, and outcomes ------------------------------------------------------------------
 
     def note_sequence(self, save_id: SaveId, world_size: int) -> Run:
-        """Remember how far the run has come."""
+        """Update the highest sequence of the run."""
         run = self._open(save_id.run_id, world_size)
         run.highest = max(run.highest, save_id.sequence)
         return run
 
     def withdraw(self, run: Run, sequence: int, error: Wire) -> None:
-        """Remember that a save can never be; the first reason stays."""
+        """Record that a save can never be committed; the first reason is kept."""
         run.withdrawn.setdefault(sequence, error)
         save_id = SaveId(0, sequence, run.run_id)
-        if not self._t.of_call(save_id.call):  # else they decide
+        if not self._t.of_call(save_id.call):  # else that save records its outcome
             self.record_outcome(save_id, meet=requires_meeting(error))
         for old in list(run.withdrawn)[:-MAX_WITHDRAWN]:
             del run.withdrawn[old]
 
     def record_outcome(self, save_id: SaveId, *, meet: bool) -> None:
-        """A save has ended on all ranks: tell them, and whether they meet again after it. What was told first stays."""
+        """Record and announce the outcome of a save: whether the ranks meet again after it. The first one counts."""
         run = self._t.run_of(save_id)
         if run is not None and not run.followed and run.world_size > 1 and run.add_outcome(save_id.sequence, meet):
             self._t.announced[run.run_id] = None
 
     def why_impossible(self, save: Save) -> tuple[str, Wire] | None:
-        """Return how a save ends that can never be committed, and why; None: it may be.
+        """Return outcome and error of a save that can never be committed, or None.
 
-        A rank has withdrawn it, or is gone and has not sealed it, or is gone before its hook has spoken.
+        A rank has withdrawn it, has departed without sealing it, or has departed before its hook has answered.
         """
         run = self._t.run_of(save.save_id)
         if run is None:
@@ -181,16 +183,16 @@ class RunBook:
 
 
 Question = tuple[Peer, int]
-"""The session that asks, and its request; b"": the ranks of followers."""
+"""Peer and ID of a request; b"": a rank of a follower."""
 
 
 class LineageBook:
-    """Changes `Run.epochs`. A directory is scanned once at a time for a run, however often and by whom it is asked.
+    """Reserves epochs in `Run.epochs`. Requests of a run for one directory share one scan of it.
 
     Args:
-        tables: The core's.
+        tables: Tables of the core.
         runs: Its runs.
-        ask_leader: Asks the worker that leads a run for a session's Lineage.
+        ask_leader: Forwards a session's Lineage to the worker that leads the run.
 
     Attributes:
         notify_followers: Takes run, path, epoch and error: the answer for a follower's rank, whose session has no peer.
@@ -203,7 +205,7 @@ class LineageBook:
         self._waiting: dict[tuple[str, str], dict[Question, None]] = {}
 
     def ask(self, session: Session, m: Lineage) -> None:
-        """Repeat the answer that the run was given before; else scan the disk."""
+        """Answer with the epoch that the run has already; else ask the leader or scan the disk."""
         run = self._runs.join(session, m.run)
         if run is None:
             world_size = self._t.runs[m.run].world_size
@@ -225,7 +227,7 @@ class LineageBook:
         return None
 
     def scanned(self, event: LineageScanned) -> None:
-        """Reserve the epoch, and answer all requests that arrived meanwhile."""
+        """Reserve the epoch, and answer all requests that wait for this scan."""
         parent = os.path.dirname(event.path)
         waiting = self._waiting.pop((event.run, parent), None)
         if waiting is None:
@@ -233,7 +235,7 @@ class LineageBook:
         self._t.lineage_scans -= 1
         run = self._t.runs.get(event.run)
         epoch = 0
-        error: AsyncCkptError = busy()  # so many runs came that it is forgotten: nobody has joined it
+        error: AsyncCkptError = busy()  # too many runs: this one has no members and was forgotten
         if event.error is not None:
             error = from_wire(event.error)
         elif run is not None:
@@ -259,10 +261,10 @@ class LineageBook:
         return self._t.refuse(peer, id, error)
 
     def _next(self, run: Run, parent: str, event: LineageScanned) -> int:
-        """Return an epoch above that of every save beside the path: on disk, not yet, or promised to another run.
+        """Return an epoch above those of all saves in the directory, open ones and other runs' reservations included.
 
         Raises:
-            SaveFailedError: There is none left.
+            SaveFailedError: No larger epoch exists.
         """
         beside = [s.save_id for s in self._t.ended if parent in s.directories]
         beside += [s.save_id for s in self._t.saves.values() if parent in map(os.path.dirname, s.paths)]

@@ -1,4 +1,4 @@
-"""How a save comes to be: by Begin or by a sealed slot; and how a rank says that it will not take part."""
+"""How a rank joins a save, by Begin or by a sealed slot; and how it withdraws, consents or vetoes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from asyncckpt_worker.core.saves import SaveBook, clean_up
 from asyncckpt_worker.core.tables import EndedSave, Tables
 
 MAX_DECLINED = 64
-"""What the ranks of a run have declined last, told again to another leader. More than saves are in flight at once."""
+"""Withdrawals of a run that are kept, to report them to a new leader. More than saves are open at once."""
 
 
 class SaveAdmission:
-    """Adds to `tables.saves`, and ends at once what cannot be."""
+    """Adds saves and parts to `tables.saves`, and ends those that can never commit."""
 
     def __init__(self, tables: Tables, saves: SaveBook, runs: RunBook) -> None:
         self._t, self._saves, self._runs = tables, saves, runs
 
     def refuse_other_world(self, session: Session, save_id: SaveId) -> Wire | None:
-        """Return why a session cannot begin a save of ranks of another world, which ends by that; else None."""
+        """Return an error if the save belongs to a world of another size, and end that save; else None."""
         save, run = self._t.find(save_id), self._t.run_of(save_id)
         known = save.world_size if save is not None else run.world_size if run is not None else session.world_size
         if known == session.world_size:
@@ -38,11 +38,12 @@ class SaveAdmission:
         """Add the entry of a rank that stages. The caller has checked slot and generation.
 
         Args:
-            session, message: Of whom, and what.
-            resumed: As of `entry_of_begin`.
+            session: Session of the rank.
+            message: Its Begin.
+            resumed: As in `entry_of_begin`.
 
         Returns:
-            Why the save has failed at once since another has its path, or None.
+            The error if another save uses the path, or None.
         """
         save_id = SaveId.parse(message.save_id)
         self._runs.join(session, save_id.run_id)
@@ -54,7 +55,7 @@ class SaveAdmission:
         had_ended = save.outcome is not None
         self._add(save, entry)
         if had_ended:
-            clean_up(self._t, save)  # what its former worker had begun to write goes
+            clean_up(self._t, save)  # files that its former worker may have written
         elif not entry.ended and not save.failed_locally:
             self._t.log("debug", "staging", save_id=save.save_id, session=session.name, count="saves_begun")
         return entry.error if not had_ended and kind_of(entry.error or {}) == "path_in_use" else None
@@ -62,10 +63,10 @@ class SaveAdmission:
     # ---- the seal ---------------------------------------------------------------------------------------------------
 
     def accept_sealed(self, slot: Slot, generation: int, request: SaveRequest) -> bool:
-        """Take a sealed snapshot over: from here its slot is in flight until the save has ended.
+        """Accept a sealed snapshot: its slot is in flight until the save has ended.
 
         Returns:
-            Whether it was new.
+            Whether the snapshot was new, and its part was open.
         """
         slot.accepted_generation = max(slot.accepted_generation, generation)
         found = self._part_in(slot, generation, request, sealed=True)
@@ -73,9 +74,9 @@ class SaveAdmission:
             return False
         save, entry = found
         entry.ring_segments = request.ring_segments
-        if not entry.is_open:  # it has ended, or the same snapshot came twice
+        if not entry.is_open:  # it has ended, or the snapshot was accepted before
             if entry.phase == COMMITTED and (entry.slot, entry.generation) == (slot.number, generation):
-                slot.part = (save, entry)  # where it can still be loaded from
+                slot.part = (save, entry)  # the snapshot can still be loaded from the slot
             return False
         entry.slot, entry.generation, entry.request = slot.number, generation, request
         entry.commit_timeout_s = min(entry.commit_timeout_s, request.commit_timeout_s)
@@ -84,7 +85,8 @@ class SaveAdmission:
         declare(save, entry)
         save.meet = save.meet or request.changed
         save.sealed_since = self._t.now if save.sealed_since is None else save.sealed_since
-        self._t.log("info", "snapshot taken up", save_id=save.save_id, session=slot.session, count="saves_submitted")
+        text = "sealed snapshot accepted"
+        self._t.log("info", text, save_id=save.save_id, session=slot.session, count="saves_submitted")
         entry.step = request.step if entry.step is None else entry.step
         entry.contradiction = own_contradiction(entry, slot)
         if entry.phase == NEW:
@@ -94,7 +96,7 @@ class SaveAdmission:
         return True
 
     def stream(self, slot: Slot, generation: int, request: SaveRequest) -> None:
-        """Write a slot that its trainer has begun to fill: its save stays open until that is sealed."""
+        """Write a slot while its trainer fills it; its part stays open until the seal."""
         found = self._part_in(slot, generation, request, sealed=False)
         if found is None:
             return
@@ -106,9 +108,9 @@ class SaveAdmission:
         slot.part = (save, entry)
         entry.ring_segments, entry.stream = request.ring_segments, request
         if entry.ring:
-            text, level, counter = "a ring is being filled", "info", "saves_ringed"
+            text, level, counter = "writing a ring while it is filled", "info", "saves_ringed"
         else:
-            text, level, counter = "writing begins while it is staged", "debug", "saves_early"
+            text, level, counter = "writing the slot while it is filled", "debug", "saves_early"
         self._t.log(level, text, save_id=save.save_id, session=slot.session, count=counter)
         if entry.phase == OPEN and not entry.preparing and not save.failed_locally:
             self._saves.advance(save, entry, "prepared")
@@ -116,19 +118,19 @@ class SaveAdmission:
     def _part_in(
         self, slot: Slot, generation: int, request: SaveRequest, *, sealed: bool
     ) -> tuple[Save, RankSave] | None:
-        """Return what a slot's request is of; None: nothing that it can be.
+        """Return the save and part of a slot's request; None if the request contradicts them.
 
-        A rank that was not heard of is added, and has begun with this unless the request is sealed.
+        A rank that is not in the save yet is added. If its request is not sealed, its part begins by this.
         """
         save_id = SaveId.parse(request.save_id)
         known = self._t.find(save_id)
         run = self._runs.join_by_slot(slot, save_id.run_id, request.world_size)
         world_size = known.world_size if known is not None else run.world_size
         if world_size != request.world_size:
-            # IMPORTANT: before it gets an entry: a rank beyond the world would spoil a commit that is under way.
+            # IMPORTANT: before the part is added: a rank beyond the world would break a commit that is in progress.
             self._refuse_world(save_id, request.rank, request.world_size, slot.session)
             return None
-        # IMPORTANT: before it gets an entry, which the save before may keep from its path.
+        # IMPORTANT: before the part is added: the earlier save in this slot may use the same path.
         self.supersede(slot, save_id, generation)
         self._runs.note_sequence(save_id, request.world_size)
         save = self._open(save_id, request.world_size, request.rank)
@@ -142,14 +144,14 @@ class SaveAdmission:
             return None
         return save, entry
 
-    # ---- who does not take part -------------------------------------------------------------------------------------
+    # ---- withdrawal and consent -------------------------------------------------------------------------------------
 
     def withdraw(self, session: Session, m: Withdraw) -> None:
-        """End a save that will not be sealed by this rank, on all ranks; one that nobody has begun is remembered."""
+        """End a save on all ranks because this rank will not seal it; also if no rank has begun it yet."""
         parsed = SaveId.parse(m.save_id)
         run = self._runs.join(session, parsed.run_id)
         if run is None or self._runs.is_other_sessions(run, session):
-            text = f"rank {session.rank} of {session.world_size} withdrew a save of others; that was ignored"
+            text = f"rank {session.rank} of {session.world_size} withdrew a save of another session or world; ignored"
             return self._t.log("error", text, save_id=m.save_id, session=session.name, count="protocol_errors")
         self._runs.note_sequence(parsed, session.world_size)
         if run.followed:
@@ -167,7 +169,7 @@ class SaveAdmission:
         return None
 
     def consent(self, session: Session, m: Consent) -> None:
-        """A rank's hook has spoken. Its first word counts; one for no such save, or too late, changes nothing."""
+        """Handle the answer of a rank's `pre_commit` hook. The first one counts; other saves are ignored."""
         run = self._t.run_of(SaveId.parse(m.save_id))
         if run is not None and run.members.get(session.rank) == session.name:
             run.hook_answered_at[session.rank] = self._t.now
@@ -187,17 +189,17 @@ class SaveAdmission:
             self._saves.commit_when_complete(save)
 
     def supersede(self, slot: Slot, save_id: str, generation: int) -> None:
-        """End a save that was begun in `slot` and never sealed, now that a later `generation` is for `save_id`."""
+        """Abandon an unsealed save in `slot`, now that a later `generation` of the slot belongs to `save_id`."""
         if slot.part is None or slot.part[0].save_id == save_id:
             return
         if slot.part[1].is_open and slot.part[1].generation < generation:
             self.abandon(*slot.part, "withdrawn", "its slot was used for the next save")
 
     def abandon(self, save: Save, entry: RankSave, code: str, detail: str) -> None:
-        """End a save because one of its ranks will never seal it."""
+        """End a save because a rank will never seal it."""
         self._saves.end(save, ABANDONED, failed(save, entry, code, detail))
 
-    # ---- what cannot be ---------------------------------------------------------------------------------------------
+    # ---- adding parts -----------------------------------------------------------------------------------------------
 
     def _open(self, save_id: SaveId, world_size: int, *ranks: int) -> Save:
         save = self._t.find_or_reopen(save_id, *ranks)
@@ -206,14 +208,12 @@ class SaveAdmission:
         return save
 
     def _add(self, save: Save, entry: RankSave, *, sealed: bool = False) -> None:
-        """Add a rank. It ends with a save that has ended before; else it begins here, or with its seal."""
+        """Add a rank's part. It ends like its save if that has ended; else it begins, unless its seal will begin it."""
         save.add(entry)
         declare(save, entry)
         if (session := self._t.sessions.get(entry.session)) is not None:
             session.last = (save, entry)
-        if (
-            save.outcome == COMMITTED and sealed and entry.from_dead_worker
-        ):  # by the worker before, as its ranks have said
+        if save.outcome == COMMITTED and sealed and entry.from_dead_worker:  # the dead worker had committed it
             self._saves.advance(save, entry, "commit")
         elif save.outcome is not None:
             error = save.error or failed(save, entry, "disagree", "it has ended before")
@@ -222,13 +222,13 @@ class SaveAdmission:
             self._begin(save, entry, "begin")
 
     def _begin(self, save: Save, entry: RankSave, event: str) -> None:
-        """Give a rank its first phase: one of which a dead worker may know more is looked for first."""
+        """Give a part its first phase: `recovering` if a dead worker may have committed its save."""
         if entry.from_dead_worker and not save.known_uncommitted:
             event = "recover"
         self._saves.advance(save, entry, event)
 
     def _refuse_world(self, save_id: SaveId, rank: int, world_size: int, session: str) -> Wire:
-        """End a save that a rank of another world contradicts, unless it is too late for that."""
+        """Log and return the error of a rank of another world; end its save, unless that is being committed."""
         save, run = self._t.find(save_id), self._t.run_of(save_id)
         known = save.world_size if save is not None else run.world_size if run is not None else 0
         error = other_world(save_id, known, rank, world_size)
@@ -239,9 +239,13 @@ class SaveAdmission:
 
 
 def entry_of_begin(session: Session, m: Begin, now: float, *, adopted: int = -1, resumed: bool = False) -> RankSave:
-    """Return the entry of a rank that stages, into a slot of which a dead worker had the generation `adopted`.
+    """Return the part of a rank that has begun.
 
-    `resumed`: of a follower, whose leader or worker before is dead: whether it is committed is to be found.
+    Args:
+        session, m: The rank's session, and its Begin.
+        now: Time of the event.
+        adopted: `Slot.adopted_generation` of its slot.
+        resumed: Reported by a follower: a dead worker or leader may have committed it.
     """
     return RankSave(
         rank=session.rank,
@@ -262,7 +266,7 @@ def entry_of_begin(session: Session, m: Begin, now: float, *, adopted: int = -1,
 
 
 def entry_of_request(slot: Slot, generation: int, request: SaveRequest, now: float) -> RankSave:
-    """Return the entry of a rank whose sealed slot is the first that is heard of it."""
+    """Return the part of a rank whose Begin was not received, from the request in its slot."""
     return RankSave(
         rank=request.rank,
         session=slot.session,

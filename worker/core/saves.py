@@ -1,8 +1,8 @@
-"""What becomes of a save: from the first rank's begin to the commit, and every way in which one ends.
+"""The life of a save: from the first rank's begin to its end, by commit, failure, abandonment or loss.
 
-A save is keyed by its ID and has one entry per rank, which the table in `model` moves. It commits when all ranks of its
-world are durable and their hooks have consented; one rank that fails ends it on all of them. Below the class: the jobs
-of a rank's part, and the deadlines of a save.
+A save has one part for each rank, whose phases the table in `model` defines. It commits when all ranks of its world are
+durable and their hooks have consented; the failure of one rank ends it on all ranks. Below the class: the jobs of a
+rank's part, and the deadlines of a save.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from asyncckpt_worker.core.tables import Tables
 
 
 class SaveBook:
-    """Changes `tables.saves` and adds the actions that follow."""
+    """Changes `tables.saves`."""
 
     def __init__(self, tables: Tables, runs: RunBook) -> None:
         self._t, self._runs = tables, runs
@@ -76,9 +76,9 @@ class SaveBook:
     # ---- the table --------------------------------------------------------------------------------------------------
 
     def advance(self, save: Save, entry: RankSave, event: str, error: Wire | None = None) -> None:
-        """Move a rank's part by one event, and take the steps of its cell; nothing leaves an end.
+        """Move a rank's part by one event, and take the steps of the cell; an ended part stays as it is.
 
-        A cell that is missing is a bug of ours, and ends the save.
+        A missing cell is a bug in the worker, and ends the save.
         """
         was = entry.phase
         if was in ENDED:
@@ -100,7 +100,7 @@ class SaveBook:
         return None
 
     def _admit(self, save: Save, entry: RankSave) -> None:
-        """End a save that cannot be; of one that a dead worker may have committed, that is asked after the look."""
+        """End a save that can never commit; if a dead worker may have committed it, `prepared` checks that later."""
         same_call = self._t.of_call(save.save_id.call)
         twins = [s for s in same_call if s.save_id != save.save_id and s.world_size > 1]
         if twins:
@@ -113,7 +113,7 @@ class SaveBook:
             pass
         elif entry.is_open and (why := self._runs.why_impossible(save)) is not None:
             self.end(save, *why)
-        elif not self._t.is_followed(save.save_id):  # else its leader sees all ranks
+        elif not self._t.is_followed(save.save_id):  # else the leader checks it for all ranks
             other = open_save_at_path(entry.path, save.save_id, self._t.saves)
             if other is not None:
                 self.end(save, FAILED, path_in_use(save, entry, other.save_id))
@@ -126,7 +126,7 @@ class SaveBook:
         self._t.actions.append(prepare_of(save.save_id, entry))
 
     def _compare(self, save: Save, entry: RankSave) -> None:
-        """End a save whose ranks disagree, or that one of its ranks can never join."""
+        """End a save whose ranks disagree, or that a rank can no longer join."""
         if entry.is_open:
             return
         problem = self._problem(save, entry)
@@ -142,7 +142,7 @@ class SaveBook:
                 self.update_deadline(save)
 
     def _problem(self, save: Save, entry: RankSave) -> Wire | None:
-        """Compare a rank that has just sealed with its session and the other ranks; once all have, their samples."""
+        """Compare a rank that has just sealed with its session and the other ranks; after the last rank, samples."""
         if entry.contradiction:
             return failed(save, entry, "disagree", entry.contradiction)
         found = disagreement(save, entry)
@@ -151,8 +151,8 @@ class SaveBook:
         if save.awaits_seals:
             return None
         for fqn, split, groups in unequal_samples(save):
-            # IMPORTANT: also where one rank writes all of it. Which one that is differs from tensor to tensor, so what
-            # the writers have would be a checkpoint that no rank ever held.
+            # IMPORTANT: also where one rank writes the whole tensor. The writer differs from tensor to tensor, so the
+            # checkpoint would be a state that no rank ever had.
             return mismatch(save, entry.path, fqn, groups, split=split)
         return None
 
@@ -168,7 +168,7 @@ class SaveBook:
         assert entry.request is not None
         if not entry.link and not entry.streaming:
             start_writing(self._t, save, entry, entry.request)
-        elif entry.result is not None:  # it was written to its end before its seal was seen
+        elif entry.result is not None:  # all files were written before the seal was read
             self.advance(save, entry, "written")
 
     def _complete(self, save: Save, entry: RankSave) -> None:
@@ -176,7 +176,7 @@ class SaveBook:
         save.waiting_since = self._t.now if save.waiting_since is None else save.waiting_since
         self.commit_when_complete(save)
 
-    # ---- what its jobs report ---------------------------------------------------------------------------------------
+    # ---- results of jobs --------------------------------------------------------------------------------------------
 
     def prepared(self, event: Prepared) -> None:
         found = self._whose_job(event.key, PREPARE)
@@ -205,7 +205,7 @@ class SaveBook:
             self.advance(save, entry, "prepared")
 
     def _resume(self, save: Save) -> None:
-        """The disk shows that the save was not committed; only this worker can have committed it since."""
+        """Continue a save of a dead worker that was not committed; from now on only this worker can commit it."""
         save.known_uncommitted = True
         for entry in save.ranks.values():
             if entry.phase == RECOVERING:
@@ -239,15 +239,15 @@ class SaveBook:
         return None if save is None or entry is None or entry.job != job else (save, entry)
 
     def written_remotely(self, save: Save, entry: RankSave, result: Any, report: Mapping[str, Any]) -> None:
-        """A follower has written a rank's files, or one that took them over has found them whole.
+        """Handle a follower's report that a rank's files are written, or were complete after a failover.
 
-        IMPORTANT: a commit under way has what was delivered first, and is left alone: the files are the same.
+        IMPORTANT: a commit that is in progress keeps the first result; the files are the same.
         """
         if save.outcome is not None or save.committing or entry.phase == OPEN:
             return
         entry.result, entry.wrote = result, True
         entry.report.update(report)
-        if entry.phase not in (DURABLE, RECOVERING):  # else it is durable already, or is looked for on disk first
+        if entry.phase not in (DURABLE, RECOVERING):  # else it is durable already, or the directory is checked first
             self.advance(save, entry, "written")
 
     def published(self, event: Published) -> None:
@@ -271,12 +271,12 @@ class SaveBook:
         if save is not None and save.job == REMOVE:
             save.job = ""
             save.jobs -= 1
-            clean_up(self._t, save)  # at another path, or of ranks that have come since
+            clean_up(self._t, save)  # files at another path, or of ranks that came since
 
-    # ---- gone ranks, and time ---------------------------------------------------------------------------------------
+    # ---- departed ranks and deadlines -------------------------------------------------------------------------------
 
     def rank_departed(self, run: Run, rank: int) -> None:
-        """A rank of the run will say nothing more: end the saves that need it."""
+        """A rank has left the run: end the saves that need it."""
         if run.followed:
             return self._t.to_report.add(run.run_id)
         for save in self._t.open_saves(run.run_id):
@@ -290,7 +290,7 @@ class SaveBook:
             self.end(save, *why)
 
     def tick(self) -> None:
-        """End saves whose other ranks, or hooks, have not spoken in time; let go those that waited for earlier ones."""
+        """End saves whose ranks or hooks have missed a deadline; commit saves that no longer wait for earlier ones."""
         for save in list(self._t.saves.values()):
             self._t.run_guarded(save.save_id, self._on_time, save)
 
@@ -302,21 +302,21 @@ class SaveBook:
             if save.outcome is None and not save.committing and save.waiting_since is not None:
                 self.commit_when_complete(save)
         elif silent is not None and silent.request is not None:
-            detail = f"its pre_commit hook said nothing for {silent.request.hook_timeout_s:g} s"
+            detail = f"its pre_commit hook did not answer for {silent.request.hook_timeout_s:g} s"
             self.end(save, FAILED, failed(save, silent, "vetoed", detail))
         else:
             late = [e.rank for e in save.ranks.values() if e.link and (e.phase != DURABLE or e.needs_consent)]
             self.end(save, FAILED, timed_out(save, save.missing or sorted(late)))
 
-    # ---- how it ends ------------------------------------------------------------------------------------------------
+    # ---- the end ----------------------------------------------------------------------------------------------------
 
     def end(self, save: Save, outcome: str, error: Wire) -> None:
-        """End a save on all of its ranks, without a commit; one that another worker leads is given up."""
+        """End a save on all of its ranks, without a commit. If another worker leads it, report the failure there."""
         assert save.outcome is None and not save.committing, f"{save.save_id} ends twice"
         if not self._t.is_followed(save.save_id):
             if not save.is_recovering:
                 return self.end_here(save, *outcome_without_leader(self._t, save, outcome, error))
-            # IMPORTANT: it may be committed. The look that is under way says so, or ends it by this.
+            # IMPORTANT: a dead worker may have committed it. The PREPARE job finds out; if not, the save ends by this.
             save.pending_failure = save.pending_failure or (outcome, error)
             return None
         if not save.failed_locally:
@@ -325,7 +325,7 @@ class SaveBook:
         return None
 
     def end_here(self, save: Save, outcome: str, error: Wire) -> None:
-        """Do as `end`. If another worker decides, it has decided already."""
+        """End a save as `outcome`. If another worker leads it, that one has decided."""
         save.outcome, save.error = outcome, error
         self._runs.record_outcome(save.save_id, meet=save.meet or requires_meeting(error))
         if outcome == UNKNOWN:
@@ -343,18 +343,17 @@ class SaveBook:
         self._commit_next(save)
 
     def _recover_open(self, save: Save) -> None:
-        """Let what a dead worker may have known as durable end as such, whatever is known of it here."""
+        """Move open parts that a dead worker may have made durable to `recovering`: they end like durable ones."""
         for entry in save.ranks.values():
             if entry.phase == OPEN and entry.from_dead_worker:
                 self.advance(save, entry, "recover")
 
     def found_committed(self, save: Save, report: Mapping[str, Any]) -> None:
-        """Another worker has put the manifest."""
+        """End a save that another worker has committed."""
         self._recover_open(save)
         self._committed(save, report)
 
     def _committed(self, save: Save, report: Mapping[str, Any]) -> None:
-        """The manifest stands."""
         save.outcome = COMMITTED
         self._runs.record_outcome(save.save_id, meet=save.meet)
         run = self._t.run_of(save.save_id)
@@ -363,7 +362,7 @@ class SaveBook:
         for entry in save.ranks.values():
             error = None
             if entry.phase == OPEN:
-                error = failed(save, entry, "not_sealed", "it was committed before, without what this rank stages")
+                error = failed(save, entry, "not_sealed", "it was committed before, without this rank's snapshot")
             self.advance(save, entry, ENDS[COMMITTED], error)
             entry.result = None
         entry = save.ranks[min(save.ranks)]
@@ -372,7 +371,7 @@ class SaveBook:
         self._commit_next(save)
 
     def broken(self, event: Broken) -> None:
-        """End the save at which our own code failed; one that is being committed ends with its commit."""
+        """End the save at which a bug was met; a commit that is in progress ends it instead."""
         save = self._t.saves.get(event.save_id)
         if save is not None and save.outcome is None and not save.committing:
             self.end(save, FAILED, failed(save, next(iter(save.ranks.values())), "internal", event.reason))
@@ -380,7 +379,7 @@ class SaveBook:
     # ---- the commit -------------------------------------------------------------------------------------------------
 
     def _commit_next(self, ended: Save) -> None:
-        """A save has ended: those that were held back for it may be due."""
+        """A save has ended: later saves of the run may be able to commit."""
         self.commits_waiting = self._t.review_closing_slots = True
         for save in self._t.open_saves(ended.save_id.run_id):
             if save.save_id > ended.save_id:
@@ -388,24 +387,23 @@ class SaveBook:
                 self._t.run_guarded(save.save_id, self.update_deadline, save)
 
     def update_deadline(self, save: Save) -> None:
-        """Find out when the next deadline of a save is."""
+        """Compute the next deadline of a save."""
         save.next_deadline_at = deadline(self._t, save)[0]
 
     def commit_waiting(self) -> None:
-        """At the end of an event: the one that ends a save may begin another that goes first."""
+        """Commit saves that waited for an earlier one; at the end of an event, which may have begun an earlier save."""
         self.commits_waiting = False
         for save in sorted(self._t.saves.values(), key=lambda s: s.save_id):
             if save.outcome is None and not save.committing and save.waiting_since is not None:
                 self._t.run_guarded(save.save_id, self.commit_when_complete, save)
 
     def commit_when_complete(self, save: Save) -> bool:
-        """Commit when every rank is durable and consents, and no earlier save of the run is in flight or time is up.
+        """Commit if every rank is durable and consents, and no earlier save of the run is open (or its timeout passed).
 
         Returns:
-            Whether it is committing now.
+            Whether the commit was started.
         """
-        # IMPORTANT: every rank of the world, each durable: a manifest that names one that is not would list a torn
-        # checkpoint.
+        # IMPORTANT: every rank of the world must be durable; else the manifest would publish an incomplete checkpoint.
         if self._t.is_followed(save.save_id) or save.pending_failure is not None or save.n_durable != save.world_size:
             return False
         entries = [save.ranks[r] for r in sorted(save.ranks)]
@@ -426,9 +424,9 @@ class SaveBook:
 
 
 def deferred_refusal(t: Tables, runs: RunBook, save: Save, entry: RankSave) -> tuple[str, Wire] | None:
-    """Return outcome and error, or None: it goes on."""
+    """Return why a save of a dead worker, found not committed, cannot continue: outcome and error, or None."""
     if t.is_followed(save.save_id):
-        return None  # its leader sees all ranks, and has heard of consents that died with the worker before this one
+        return None  # the leader checks it for all ranks, and knows consents that were lost with the dead worker
     if (why := runs.why_impossible(save)) is not None:
         return why
     other = open_save_at_path(entry.path, save.save_id, t.saves)
@@ -436,9 +434,9 @@ def deferred_refusal(t: Tables, runs: RunBook, save: Save, entry: RankSave) -> t
 
 
 def outcome_without_leader(t: Tables, save: Save, outcome: str, error: Wire) -> tuple[str, Wire]:
-    """Return how a save ends here: if its leader cannot be followed, nobody knows what that one makes of it.
+    """Return outcome and error of a save: `unknown` if its leader cannot be followed and may commit it.
 
-    It may have heard from a worker that is dead that all of these ranks are durable.
+    A dead worker may have reported to that leader that all of these ranks are durable.
     """
     run = t.run_of(save.save_id)
     if run is None or not run.leader_unreachable or not any(e.from_dead_worker for e in save.ranks.values()):
@@ -448,9 +446,9 @@ def outcome_without_leader(t: Tables, save: Save, outcome: str, error: Wire) -> 
 
 
 def compare(t: Tables, save: Save, contents: Contents | None) -> Mapping[str, Any]:
-    """Return the figures of a save that has just been committed, remember what it holds, and warn if that is not new.
+    """Compare a save that was just committed with the run's last one, and remember it; return the report's figures.
 
-    A save that cannot be compared is forgotten: the next one is not compared with an older one.
+    A warning is logged if nothing has changed. After a save without digests, the next save is not compared.
     """
     saved = save.save_id
     run = t.run_of(saved)
@@ -460,7 +458,7 @@ def compare(t: Tables, save: Save, contents: Contents | None) -> Mapping[str, An
     before = run.committed
     now = None if contents is None else Committed(saved.sequence, entry.step or 0, contents)
     if before is not None and before.sequence >= saved.sequence:
-        return {}  # it was overdue, and a later one has gone first
+        return {}  # a later save was committed before it
     run.committed = now
     found = unchanged(before, now) if before is not None and now is not None else {}
     if found.get("unchanged"):
@@ -470,15 +468,15 @@ def compare(t: Tables, save: Save, contents: Contents | None) -> Mapping[str, An
 
 
 def unchanged(last: Committed, save: Committed) -> dict[str, Any]:
-    """Return the figures that a report has of a save that equals the one before in its tensors; else none.
+    """Return the report's figures of a save whose tensors equal those of the save before; else none.
 
     Args:
-        last: What the run committed before.
-        save: What it has committed now.
+        last: The save that the run committed before.
+        save: The save that it has just committed.
 
     Returns:
-        `same_tensors_as_step`: the step of the one before; `unchanged`, which is true: the rest is equal as well, but
-        for the step.
+        `same_tensors_as_step`: the step of the save before; and `unchanged`: True, if the rest is equal too, except the
+        step.
     """
     if last.step == save.step or last.contents.tensors != save.contents.tensors:
         return {}
@@ -487,7 +485,7 @@ def unchanged(last: Committed, save: Committed) -> dict[str, Any]:
 
 
 def start_writing(t: Tables, save: Save, entry: RankSave, request: SaveRequest) -> None:
-    """Write the files of a rank whose directory is there."""
+    """Start the job that writes the files of a rank, whose directory exists."""
     key = (save.save_id, entry.rank)
     early = entry.phase == OPEN
     assert not entry.job
@@ -508,14 +506,14 @@ def start_writing(t: Tables, save: Save, entry: RankSave, request: SaveRequest) 
 
 
 def write_again(t: Tables, save: Save, entry: RankSave, error: Wire) -> None:
-    """What began before the seal has failed.
+    """Handle the failure of a write that started before the seal.
 
-    IMPORTANT: it ends nothing, also when the seal was seen meanwhile: it may have failed since nothing was staged for
-    so long. Once sealed it is written as ever, and the error of that counts. What is sealed can be loaded from memory
-    even if the disk refuses it.
+    IMPORTANT: it must not end the save, not even when the seal was read meanwhile: it may have failed only because the
+    trainer staged nothing for too long. Once sealed, the snapshot is written again, and that error ends the save. A
+    sealed snapshot can be loaded from memory even if it cannot be written.
     """
     entry.streaming = False
-    text = f"what was written before the seal is written again: {error.get('text', '')}"
+    text = f"the write before the seal failed; the sealed snapshot is written again: {error.get('text', '')}"
     t.log("info", text, save_id=save.save_id, session=entry.session, count="early_failed")
     if entry.phase == WRITING and not save.failed_locally:
         assert entry.request is not None
@@ -523,21 +521,21 @@ def write_again(t: Tables, save: Save, entry: RankSave, error: Wire) -> None:
 
 
 def stop_early_writes(t: Tables) -> None:
-    """Stop waiting for ranks that stage. Writes that run beside the staging end, except through a ring."""
+    """Stop writes of unsealed slots, except of rings: the drain does not wait for their trainers any longer."""
     for _, entry in t.entries():
         if entry.phase == OPEN and entry.streaming and entry.writing and not entry.ring:
             t.actions.append(CutOff(slot=entry.slot, generation=entry.generation))
 
 
 def stop_streams(t: Tables, save: Save) -> None:
-    """A save has ended: what waits for its trainers to go on waits no longer."""
+    """Stop writes of an ended save that wait for their trainers to fill the slots."""
     for entry in save.ranks.values():
         if entry.streaming and entry.writing:
             t.actions.append(CutOff(slot=entry.slot, generation=entry.generation))
 
 
 def prepare_of(save_id: str, entry: RankSave) -> Prepare:
-    """Return the job that makes the entry's directory."""
+    """Return the job that creates the directory of a rank's part."""
     return Prepare(
         key=(save_id, entry.rank),
         path=entry.path,
@@ -551,12 +549,12 @@ def prepare_of(save_id: str, entry: RankSave) -> Prepare:
 
 
 def clean_up(t: Tables, save: Save) -> None:
-    """Remove what was written of a failed save, once nobody writes to it any more here: one path, then the next.
+    """Remove the files of a failed save, once no job of this worker writes to it; one path after the other.
 
-    IMPORTANT: also of a rank whose writing has failed. It removes what it has created, but for what resists.
+    IMPORTANT: also the files of a rank whose write has failed, since the write job may leave some of them.
     """
     left = [e for e in save.ranks.values() if e.wrote or (e.from_dead_worker and not e.link)]
-    # IMPORTANT: never after `unknown`: the manifest may stand, and these are its files.
+    # IMPORTANT: never after `unknown`: the manifest may exist, and these would be its files.
     if save.outcome in (FAILED, ABANDONED) and left and not save.jobs:
         t.actions.append(Remove(save_id=save.save_id, path=left[0].path))
         save.job = REMOVE
@@ -566,9 +564,9 @@ def clean_up(t: Tables, save: Save) -> None:
 
 
 def _overdue(save: Save, since: float) -> float:
-    """Return until when the ranks are waited for that have not sealed; infinity if there are none.
+    """Return the deadline of ranks that have not sealed; infinity if there are none.
 
-    One whose ring is being written makes progress, or its job ends it: that has the same time for each segment.
+    A rank whose ring is being written has no deadline here: its write job fails if a segment takes longer.
     """
     missing, timeout_s = save.missing, save.timeout_s
     if not missing:
@@ -581,7 +579,7 @@ def _overdue(save: Save, since: float) -> float:
 
 
 def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
-    """Return when the save ends if nothing happens, and the rank whose hook that would be; else infinity."""
+    """Return the next deadline of a save (infinity: none), and the rank whose hook it is for, if it is for a hook."""
     since = save.sealed_since
     waits = save.outcome is None and not save.committing and not save.is_recovering
     if not waits or since is None or t.is_followed(save.save_id):
@@ -591,12 +589,12 @@ def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
         writes_ring = entry.phase == OPEN and entry.streaming and entry.written_at == float("inf")
         awaited = entry.phase in (SEALED, WRITING) or writes_ring or entry.needs_consent
         if entry.link and awaited:
-            heard = t.last_message_at.get(entry.link, since)
-            found = min(found, (max(since, heard) + save.timeout_s, None), key=lambda pair: pair[0])
+            last_message_at = t.last_message_at.get(entry.link, since)
+            found = min(found, (max(since, last_message_at) + save.timeout_s, None), key=lambda pair: pair[0])
     run, turn = t.run_of(save.save_id), save.hooks_since
     spoke = run.hook_answered_at if run is not None else {}
     if save.waiting_since is not None and has_earlier_open_save(save, t.saves):
-        turn = save.waiting_since + save.timeout_s  # it waits no longer than that, as for its commit
+        turn = save.waiting_since + save.timeout_s  # as the commit, which waits for earlier saves until then
     for entry in save.ranks.values():
         if entry.request is not None and entry.needs_consent and entry.durable_at is not None:
             asked_at = max(entry.durable_at, turn, spoke.get(entry.rank, 0.0))
@@ -606,9 +604,9 @@ def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
 
 
 def bring_deadline_forward(save: Save, entry: RankSave, now: float) -> None:
-    """A rank has moved: note that a deadline may pass sooner. `deadline` itself costs as much as there are ranks.
+    """Lower `next_deadline_at` after a phase change of a rank, without the loop over all ranks in `deadline`.
 
-    IMPORTANT: never later than `deadline` would say. What is sooner costs a look.
+    IMPORTANT: never set it later than `deadline` would: the save would end too late. Too early only costs a check.
     """
     if save.sealed_since is not None and (save.awaits_seals or entry.link):
         save.next_deadline_at = min(save.next_deadline_at, save.sealed_since + save.timeout_s)
@@ -619,7 +617,7 @@ def bring_deadline_forward(save: Save, entry: RankSave, now: float) -> None:
 
 
 def forget_inactive_links(t: Tables, links: Set[str]) -> None:
-    """Forget of streams that are over when they were heard, once no open save has a rank that has begun it by them."""
+    """Forget the last message of followers that are not in `links` and have no rank in an open save."""
     over = t.last_message_at.keys() - links
     if over:
         for name in over - {e.link for s, e in t.entries() if s.outcome is None}:
@@ -627,7 +625,7 @@ def forget_inactive_links(t: Tables, links: Set[str]) -> None:
 
 
 def open_save_at_path(path: str, save_id: str, saves: Mapping[str, Save]) -> Save | None:
-    """Return another save to `path` that has not ended: the earlier one keeps the path."""
+    """Return another open save to `path`, or None."""
     for save in saves.values():
         if save.outcome is None and save.save_id != save_id and path in save.paths:
             return save
@@ -635,10 +633,10 @@ def open_save_at_path(path: str, save_id: str, saves: Mapping[str, Save]) -> Sav
 
 
 def has_earlier_open_save(save: Save, saves: Mapping[str, Save]) -> bool:
-    """Whether an earlier save of the same run has not ended.
+    """Whether an earlier save of the same run is open.
 
-    A reader of a checkpoint may rely on the ones before it: a small state must not overtake a large one. A save that
-    is only being staged counts too; it ends with its session at the latest.
+    Readers may rely on checkpoints appearing in order, so a small save must not overtake a large one. A save that is
+    being staged counts too; it ends with its session at the latest.
     """
     own = save.save_id
     return any(

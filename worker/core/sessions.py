@@ -1,4 +1,4 @@
-"""The core's sessions: which process uses which connection, and when it has ended."""
+"""Sessions: which process uses which connection, and when its session ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncckpt_worker.core.tables import Tables
 
 
 class SessionBook:
-    """Changes `tables.sessions` and adds the actions that follow."""
+    """Changes `tables.sessions`."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class SessionBook:
         self._welcome = welcome
 
     def hello(self, peer: Peer, m: Hello) -> None:
-        """Open a session, or find it again: a repeated Hello, or one over a new connection."""
+        """Open a session; a repeated Hello, or one over a new connection, gets the same session."""
         known = self._t.sessions.get(m.session)
         if self._t.peers.get(peer, m.session) != m.session:
             return self._t.refuse(
@@ -47,9 +47,9 @@ class SessionBook:
             self._t.peers.pop(known.peer, None)
             self._t.peers[peer], known.peer = known.name, peer
             return self._t.send(peer, self._welcome(m.id))
-        own = sum(not s.link for s in self._t.sessions.values())  # the ranks of other nodes cost nobody a place here
+        own = sum(not s.link for s in self._t.sessions.values())  # ranks of other nodes do not count
         if self._t.draining or own >= MAX_SESSIONS:
-            why = "is shutting down" if self._t.draining else f"serves {MAX_SESSIONS} sessions already"
+            why = "is shutting down" if self._t.draining else f"already serves {MAX_SESSIONS} sessions, its limit"
             return self._t.refuse(peer, m.id, WorkerUnavailableError(f"this worker {why}; start another", detail=why))
         if not m.rank < m.world_size:
             return self._t.refuse(peer, m.id, ProtocolError(f"rank {m.rank} of world {m.world_size}", detail="rank"))
@@ -69,7 +69,7 @@ class SessionBook:
         return self._replace(session)
 
     def died(self, event: Died) -> None:
-        """Take up what the dead process had sealed, free the rest."""
+        """Close the slots of a dead process; sealed snapshots in them are accepted first."""
         session = self._t.sessions.get(event.session)
         if session is not None:
             self._t.log("info", "process died", session=session.name, count="sessions_died", pid=session.pid)
@@ -79,13 +79,13 @@ class SessionBook:
             self._snapshot_book.died(event.session)
 
     def goodbye(self, session: Session) -> None:
-        """End a session in order."""
+        """End a session whose trainer has closed it."""
         self._t.log("info", "session closed", session=session.name, count="sessions_closed")
         self._forget(session)
         self._runs.leave(session, "its checkpointer was closed")
 
     def _replace(self, session: Session) -> None:
-        """End the earlier session of this client: nothing else ends it while the process lives."""
+        """End the earlier session of this client; while the process runs, nothing else would end it."""
         old = self._t.sessions.get(session.replaces)
         if old is not None and old is not session and (old.pid, old.pid_start) == (session.pid, session.pid_start):
             self._t.log("info", f"replaced by session {session.name}", session=old.name, count="sessions_replaced")

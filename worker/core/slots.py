@@ -1,8 +1,8 @@
-"""The core's slots: which session holds which memory, and when it may be freed.
+"""Slots: which session uses which memory, and when it may be freed.
 
-Two rules: memory is freed only after a release, a goodbye or the proof of its holder's death, never by a timeout; and
-only when no save reads it any more. Before it is freed it is read once more, so that a sealed snapshot whose doorbell
-was lost is taken up.
+Memory is freed only after Release, Goodbye or the proof that the session's process is dead, never by a timeout; and
+only when no save needs it. It is read once more before it is freed, so that a sealed snapshot whose Submit was lost is
+accepted.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from asyncckpt_worker.core.save_admission import SaveAdmission, entry_of_request
 from asyncckpt_worker.core.tables import Tables
 
 MAX_WAITERS = 16
-"""Repeats of one Submit that are all answered; a trainer repeats it a few times at most."""
+"""Maximum number of Submits that wait for one read of a slot; a trainer repeats a Submit only a few times."""
 
 
 class SlotBook:
-    """Changes `tables.slots` and adds the actions that follow."""
+    """Changes `tables.slots`."""
 
     def __init__(
         self, tables: Tables, admission: SaveAdmission, snapshot_book: SnapshotBook, resources: Resources
@@ -43,7 +43,7 @@ class SlotBook:
     # ---- slots ------------------------------------------------------------------------------------------------------
 
     def allocate(self, session: Session, m: Allocate) -> None:
-        """Grant a slot; a repeated request gets the one that it got before."""
+        """Grant a slot; a repeated request gets the same slot."""
         if m.id in session.granted:
             self.grant_again(session, m.id)
         elif self._t.draining:
@@ -66,14 +66,14 @@ class SlotBook:
             self._create(slot)
 
     def assign(self, session: Session, slot: Slot) -> None:
-        """Record the session of a slot, and the request that it answers."""
+        """Assign a slot to a session, and remember the request that it answers."""
         session.slots.add(slot.number)
         for old in list(session.granted)[: -MAX_SLOTS_PER_SESSION * 4]:
             del session.granted[old]
         session.granted[slot.allocate_id] = slot.number
 
     def grant_again(self, session: Session, id: int) -> None:
-        """Answer a repeated Allocate or Adopt, unless the first one is still under way."""
+        """Answer a repeated Allocate or Adopt, unless the first one is still in progress."""
         slot = self._t.slots.get(session.granted[id])
         if slot is None or slot.closing:
             self._t.refuse(session.peer, id, UnknownSaveError("that slot was released", detail="slot"))
@@ -94,7 +94,7 @@ class SlotBook:
             self._created(slot)
 
     def adopted(self, event: SlotCreated) -> None:
-        """Answer the Adopt, and look into the slot."""
+        """Answer the Adopt, and read the slot."""
         slot = self._t.slots.get(event.slot)
         if slot is None or slot.fd >= 0:
             return
@@ -125,11 +125,11 @@ class SlotBook:
             self._t.refuse(session.peer, slot.allocate_id, error)
 
     def _is_freeing(self) -> bool:
-        """Whether memory is about to come back."""
+        """Whether slots are being freed, or may be freed after a read."""
         return bool(self._t.freeing) or any(s.reading for s in self._t.closing.values())
 
     def create_postponed(self) -> None:
-        """Retry slots that did not fit, once all pending frees are done."""
+        """Create the slots that did not fit into memory, once all pending frees are done."""
         if self._is_freeing():
             return
         postponed, self._t.postponed = self._t.postponed, {}
@@ -147,7 +147,7 @@ class SlotBook:
         )
 
     def release(self, session: Session, m: Release) -> None:
-        """Take a slot back; one that was freed before is as good."""
+        """Close a slot that its session releases; a repeated Release is answered again."""
         if m.slot in session.slots:
             session.slots.discard(m.slot)
             self._t.slots[m.slot].dropped = True
@@ -161,16 +161,16 @@ class SlotBook:
         return self._t.slots[number].session == session.name
 
     def close(self, slot: Slot) -> None:
-        """Take a slot back; it is read once more, then freed when nothing needs it."""
+        """Close a slot: it is read once more, then freed when nothing needs it."""
         slot.closing = self._t.review_closing_slots = True
         self._t.closing[slot.number] = slot
         self._read(slot)
 
     def _read(self, slot: Slot) -> None:
         if slot.fd < 0:
-            return  # it is only being made: nothing can be in it
+            return  # it is not created yet, and cannot hold a snapshot
         if slot.reading:
-            # IMPORTANT: a read that began before the seal, or before the death, proves nothing: read again.
+            # IMPORTANT: a read that began before the seal, or before the death, may miss the snapshot: read again.
             slot.read_again = True
         else:
             slot.reading = True
@@ -178,10 +178,10 @@ class SlotBook:
             self._t.actions.append(ReadSlot(slot=slot.number))
 
     def read_all_lent(self) -> bool:
-        """Look into every slot: for the snapshots that are sealed while their doorbells are still under way.
+        """Read every slot, to find sealed snapshots whose Submits have not arrived.
 
         Returns:
-            Whether there is any to look into.
+            Whether a read is in progress.
         """
         for slot in self._t.slots.values():
             self._read(slot)
@@ -207,7 +207,7 @@ class SlotBook:
         if m.generation <= slot.accepted_generation or (
             before and before.is_open and m.generation <= before.generation
         ):
-            text = f"generation {m.generation} of slot {m.slot} is over"
+            text = f"generation {m.generation} of slot {m.slot} has ended"
             return self._t.refuse(session.peer, m.id, UnknownSaveError(text, detail="generation", save_id=m.save_id))
         if before is not None and before.in_flight:
             text = f"slot {m.slot} still holds save {slot.key[0] if slot.key else ''}, which has not ended"
@@ -225,7 +225,7 @@ class SlotBook:
         return self._t.send(session.peer, Ok(id=m.id))
 
     def submit(self, session: Session, m: Submit) -> None:
-        """Answer the doorbell: at once when the save is known to be sealed, else when its slot has been read."""
+        """Answer a Submit: at once if the save is known to be sealed, else when its slot has been read."""
         slot = self._t.slots.get(m.slot) if m.slot in session.slots else None
         entry = self._t.entry((m.save_id, session.rank))
         if slot is None:
@@ -236,14 +236,14 @@ class SlotBook:
         elif entry is not None and not entry.is_open:
             self._t.send(session.peer, Ok(id=m.id))
         elif m.generation <= slot.accepted_generation:
-            text = f"generation {m.generation} of slot {m.slot} is over"
+            text = f"generation {m.generation} of slot {m.slot} has ended"
             self._t.refuse(session.peer, m.id, UnknownSaveError(text, detail="generation", save_id=m.save_id))
         elif len(slot.waiters) < MAX_WAITERS:
             slot.waiters.append(Waiter(session.peer, m.id, m.save_id, m.generation))
             self._read(slot)
 
     def slot_read(self, event: SlotRead) -> None:
-        """Take up a sealed snapshot, whatever caused the read: a sealed snapshot is meant to be written."""
+        """Handle the result of a read. A sealed snapshot is accepted, whatever caused the read."""
         slot = self._t.slots.get(event.slot)
         if slot is None or not slot.reading:
             return
@@ -252,17 +252,16 @@ class SlotBook:
         self._t.review_closing_slots = self._t.review_closing_slots or slot.closing
         request = event.request
         if request is not None and request.ring_segments:
-            slot.committed = ""  # of a ring only the end is there
+            slot.committed = ""  # a ring holds only its last segments
         if request is not None and event.streamed:
-            # Of what the worker before has streamed, only a ring is gone on with before it is sealed, and only once its
-            # trainer has begun it here.
+            # An adopted slot is written before its seal only if it is a ring, and its trainer has sent Begin here.
             begun = request.ring_segments and self._t.entry((request.save_id, slot.rank)) is not None
             if not slot.closing and (begun or event.generation > slot.adopted_generation):
                 self._admission.stream(slot, event.generation, request)
         elif request is not None and event.generation > slot.accepted_generation:
             taken = self._admission.accept_sealed(slot, event.generation, request)
             if taken and slot.closing:
-                text = "its doorbell had not come"
+                text = "sealed snapshot found in a closing slot; its Submit was lost"
                 self._t.log("info", text, save_id=request.save_id, session=slot.session, count="saves_rescued")
         elif request is not None and slot.committed == request.save_id and event.generation == slot.accepted_generation:
             self._t.adopted_committed[slot.number] = (slot, request)
@@ -276,7 +275,7 @@ class SlotBook:
                 if self._t.entry((w.save_id, slot.rank)) is not None:
                     self._t.send(w.peer, Ok(id=w.id))
                 else:
-                    detail = "the request in the slot is of another rank or world than its session, or than its save"
+                    detail = "the request in the slot has another rank or world size than its session or its save"
                     text = f"save {w.save_id}: {detail}"
                     self._t.refuse(w.peer, w.id, RanksDisagreeError(text, detail=detail, save_id=w.save_id))
             elif slot.read_again:
@@ -290,25 +289,25 @@ class SlotBook:
             self._read(slot)
 
     def abandon_released(self) -> None:
-        """Abandon saves that were not sealed in slots that are closing."""
+        """Abandon unsealed saves in closing slots."""
         for slot in list(self._t.closing.values()):
             if not slot.reading and slot.part is not None:
                 save, entry = slot.part
                 if entry.is_open and entry.slot == slot.number:
-                    text = "its slot was given back before the snapshot was complete"
+                    text = "its slot was released before the snapshot was sealed"
                     self._admission.abandon(save, entry, "not_sealed", text)
 
     def free_unneeded(self) -> None:
-        """Free closing slots that no read, save or reader needs, and that are not kept."""
+        """Free closing slots that no read, save or reader needs and that are not kept."""
         if not self._t.review_closing_slots and self._t.now < self._snapshot_book.decides_at:
             return
         self._t.review_closing_slots = False
         self._snapshot_book.decide()
         for slot in list(self._t.closing.values()):
-            # IMPORTANT: a write job may outlive its save's end (another rank failed): unmapping under it is a crash.
+            # IMPORTANT: a write job may outlast its save (another rank failed); unmapping its slot would crash it.
             if slot.kept or slot.reading or slot.fd < 0 or slot.writes or is_in_flight(slot):
                 continue
-            # IMPORTANT: whoever reads it counts even while it cannot be said what is worth keeping.
+            # IMPORTANT: a slot that is held by a reader must stay, also while it is undecided which slots are kept.
             if slot.held_by or slot.number in self._t.adopted_committed or self._snapshot_book.is_undecided(slot):
                 continue
             del self._t.slots[slot.number], self._t.closing[slot.number]
@@ -323,18 +322,18 @@ def _unknown_slot(number: int) -> UnknownSaveError:
 
 
 class AdoptionBook:
-    """Adds to `tables.slots`.
+    """Adopts slots of dead workers.
 
     Args:
-        tables: The core's.
-        slot_book: Does with an adopted slot what it does with others.
+        tables: Tables of the core.
+        slot_book: Assigns adopted slots, and answers repeated requests.
     """
 
     def __init__(self, tables: Tables, slot_book: SlotBook) -> None:
         self._t, self._slot_book = tables, slot_book
 
     def adopt(self, session: Session, m: Adopt) -> None:
-        """Open the slot, answer, and look into it; a repeated request gets the slot that it got before."""
+        """Open the slot of a dead worker, and read it; a repeated request gets the same slot."""
         if m.id in session.granted:
             return self._slot_book.grant_again(session, m.id)
         if self._t.draining:
@@ -349,8 +348,8 @@ class AdoptionBook:
         slot = Slot(number, m.nbytes, session.name, session.rank, session.world_size, m.id)
         slot.accepted_generation, slot.adopted_generation, slot.committed = m.ended, m.generation, m.committed
         slot.process = (session.pid, session.pid_start)
-        # IMPORTANT: until it has been looked into: if the trainer dies meanwhile, what it has sealed is not lost, and
-        # its rank is not gone before that is known.
+        # IMPORTANT: counts as being read from here on. If the trainer dies meanwhile, its rank must not depart before
+        # the slot was read, and a sealed snapshot must not be lost.
         slot.reading = True
         self._t.n_reading += 1
         self._t.slots[number] = slot
@@ -359,9 +358,9 @@ class AdoptionBook:
         return None
 
     def restore_committed(self) -> None:
-        """After each event: have what the worker before had committed, and still lies sealed, in memory as well.
+        """Record snapshots of saves that a dead worker had committed, so that they can be loaded from adopted slots.
 
-        A rank whose trainer had not heard of the commit before that worker died is looked for on disk: it goes first.
+        If another rank of the save does not know of the commit, the recovery from disk comes first.
         """
         for slot, request in list(self._t.adopted_committed.values()):
             known = self._t.find(request.save_id)
@@ -382,7 +381,7 @@ class AdoptionBook:
             entry.phase = COMMITTED
             save.add(entry)
             slot.part = (save, entry)
-            text = f"slot {slot.number} holds what the worker before had committed"
+            text = f"slot {slot.number} holds its snapshot, which a dead worker had committed"
             self._t.log("info", text, save_id=save.save_id, session=slot.session, count="snapshots_remembered")
 
     @staticmethod

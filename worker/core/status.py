@@ -1,6 +1,6 @@
 """Reports of the core: rows for trainers, phase changes of each event, and its part of the status report.
 
-Read off the tables; it changes nothing that a decision depends on.
+No decision depends on what these functions change in the tables.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from asyncckpt_worker.core.model import Newest, RankSave, Save, Session
 from asyncckpt_worker.core.tables import EndedSave, Tables
 
 ALMOST = 0.99
-"""What is shown as staged before the seal was seen: only that makes a snapshot of it."""
+"""Maximum share that is shown as staged before the seal: only the seal completes the snapshot."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseChange:
-    """One rank has reached a phase.
+    """One rank has changed its phase.
 
     Attributes:
         save_id, step, path, rank, world_size: The save and its rank.
         phase: One of `asyncckpt.protocol.save_phases`.
-        was: The phase before; "" for a rank that has just come.
-        was_s: How long it was in that.
-        nbytes: Size of its files, as far as it is known.
+        was: The phase before; "" for a new part.
+        was_s: Seconds in that phase.
+        nbytes: Size of its files: as reported by its jobs, else as announced by its trainer.
         umask: Umask of the trainer.
-        report: What its jobs have reported.
-        error: Why it has failed; empty else.
-        ends: This rank ends the save: `begun_s` is how long that took from the first rank's begin.
-        begun_s: See there.
+        report: Figures of its jobs.
+        error: Text of its error, or "".
+        ends: The first phase change after the end of the save, once for each save.
+        begun_s: With `ends`: seconds from the first rank's begin to the end; else 0.
         local: The files of this rank are written by this worker.
         followed: Another worker leads the run.
     """
@@ -59,9 +59,9 @@ class PhaseChange:
 
 
 def phase_changes(t: Tables) -> list[PhaseChange]:
-    """Return what this event has moved, in order, and note since when each rank is where it is.
+    """Return the phase changes of the current event, in order, and record their time in the parts.
 
-    IMPORTANT: before `touched` is cleared.
+    IMPORTANT: must be called before `touched` is cleared.
     """
     found = []
     for key in t.touched:
@@ -105,7 +105,7 @@ def _phase_change(t: Tables, save: Save, entry: RankSave) -> PhaseChange:
 
 
 def rank_rows(t: Tables, limit: int) -> list[dict[str, Any]]:
-    """Return one row for each rank that has a session here, in the order of runs and ranks."""
+    """Return a row for each rank that has a session here, ordered by run and rank."""
     wanted = sorted(t.sessions.values(), key=lambda s: (s.run, s.rank, s.name))[:limit]
     return [_rank_row(t, session) for session in wanted]
 
@@ -149,11 +149,11 @@ def with_progress(
     written: Mapping[SaveKey, int],
     staged: Callable[[int, int], int],
 ) -> list[dict[str, Any]]:
-    """Return the rows of ranks with how far they are; None where that is not known here.
+    """Add the progress of staging and writing to rows of ranks; None where it is not known.
 
     Args:
-        rows: Of `rank_rows`.
-        written: How many bytes of a rank's shards have been written.
+        rows: Rows of `rank_rows`.
+        written: Save and rank -> bytes of the rank's shards that have been written.
         staged: Returns how many bytes of a slot's generation its trainer has copied.
     """
     found = []
@@ -170,14 +170,14 @@ def with_progress(
 
 
 def _staged(phase: str) -> float | None:
-    """Of what a rank saves, how much is safe from its end: all once the seal was seen; None: not known."""
+    """Return the share of a rank's snapshot that is staged: 1 from the seal on, None if it is not known."""
     if phase == RECOVERING or (phase in ENDED and phase != COMMITTED):
         return None
     return 0.0 if phase == OPEN else 1.0
 
 
 def run_rows(t: Tables, limit: int) -> list[dict[str, Any]]:
-    """Return one row for each run that has a rank here or has committed something; the newest last."""
+    """Return a row for each run that has a rank here or has committed a save; the newest last."""
     rows = []
     for run in [run for run in t.runs.values() if run.members or run.newest][-limit:]:
         newest = run.newest
@@ -198,19 +198,19 @@ def run_rows(t: Tables, limit: int) -> list[dict[str, Any]]:
 
 
 MAX_ROWS = 100
-"""Newest saves, sessions and slots in a status report: it must fit into one frame."""
+"""Maximum rows of a table in the status report, which must fit into one frame."""
 
 MAX_RANKS_SHOWN = 64
-"""Ranks of one save that are named there."""
+"""Maximum ranks of one save in the status report."""
 
 MAX_ERROR_CHARS = 300
-"""Limit of the text that says why a save has failed: it names the rank."""
+"""Maximum length of an error's text in the status report."""
 
 _ORDER = (OPEN, RECOVERING, SEALED, WRITING, DURABLE)
 
 
 def report(t: Tables, instance: str) -> Mapping[str, Any]:
-    """Return what the tables hold, as plain values."""
+    """Return the core's part of the status report, as plain values."""
     known = {save.save_id: _ended_row(save) for save in reversed(t.ended.latest(MAX_ROWS))}
     known |= {save.save_id: _row(save) for save in t.saves.values() if save.save_id not in known}
     rows = list(known.values())[-MAX_ROWS:]
@@ -268,7 +268,7 @@ def _error_of(save: Save | EndedSave) -> Mapping[str, Any]:
 
 
 def _phase(save: Save) -> str:
-    """The least that a rank has reached; one that was not heard of has begun at the most."""
+    """Return the earliest phase of its ranks; `open` while a rank has no part."""
     phases = [e.phase for e in save.ranks.values()]
     return OPEN if len(phases) < save.world_size else min(phases, key=_ORDER.index)
 
@@ -286,9 +286,9 @@ def row_of(save: Save | EndedSave, entry: RankSave) -> Mapping[str, Any]:
 
 
 def missing_of(save: Save) -> list[int]:
-    """Return the ranks that an open save waits for: that have not sealed it, then those whose files are not durable.
+    """Return the ranks that an open save waits for: those that have not sealed it, then those that are not durable.
 
-    None before one has sealed it.
+    Empty before the first seal.
     """
     if save.leader_missing is not None:
         return save.leader_missing
@@ -298,27 +298,27 @@ def missing_of(save: Save) -> list[int]:
 
 
 def heartbeat_answer(t: Tables, session: Session, m: Heartbeat) -> Saves:
-    """Return the answer to a Heartbeat; saves that the worker does not know are left out."""
+    """Return the answer to a Heartbeat; saves that the worker does not know are omitted."""
     known = [(t.find(i), t.entry((i, session.rank))) for i in dict.fromkeys(m.saves)]
     rows = tuple(row_of(s, e) for s, e in known if s is not None and e is not None)
     return _saves(t, session, rows, m.id)
 
 
 def notifications(t: Tables) -> Iterator[Send]:
-    """Yield what the event that was just handled has changed, for the sessions that it concerns, and forget it."""
+    """Yield the messages to trainers about phase changes and outcomes of the current event, and clear both."""
     changed, t.changed = t.changed, {}
     announced, t.announced = t.announced, {}
-    told = set()
+    notified = set()
     for save_id, rank in changed:
         save = t.saves[save_id]
         session = t.sessions.get(save.ranks[rank].session)
         if session is not None and not session.link:
             row = row_of(save, save.ranks[rank])
-            told.add(session.name)
+            notified.add(session.name)
             yield Send(peer=session.peer, message=_saves(t, session, (row,)))
     for run_id in announced:
         run = t.runs.get(run_id)
-        for name in [name for name in run.members.values() if name not in told] if run is not None else ():
+        for name in [name for name in run.members.values() if name not in notified] if run is not None else ():
             session = t.sessions.get(name)
             if session is not None and not session.link:
                 yield Send(peer=session.peer, message=_saves(t, session, ()))

@@ -1,8 +1,7 @@
-"""The state of the core: open saves, slots, sessions and runs; and small records of the saves that have ended.
+"""The state of the core: open saves, slots, sessions and runs; and compact records of ended saves.
 
-A record of an ended save answers late questions and repeated requests. What all ranks have alike, and what the saves of
-a run have alike, is there once. What a rank's jobs have reported is kept for the latest saves only: the trainers have
-been told.
+Records of ended saves answer late and repeated requests. Values that all ranks of a save, or all saves of a run, share
+are stored once. Reports of jobs are kept for the latest saves only: the trainers have received them.
 """
 
 from __future__ import annotations
@@ -23,26 +22,27 @@ from asyncckpt_worker.core.events import Peer, SaveKey, Wire
 from asyncckpt_worker.core.model import MAX_HISTORY, RankSave, Run, Save, Session, Slot
 
 MAX_REPORTS = 8192
-"""Reports of ranks that are kept, of all saves together: 16 saves of 512 ranks. Chosen, not measured."""
+"""Maximum number of ranks' reports of all ended saves: 16 saves of 512 ranks. Chosen, not measured."""
 
 MAX_SHARED = 64
-"""Columns that records share, so that the ranks, sessions and slots of one run are there once. Chosen, not measured."""
+"""Maximum number of columns that records share: ranks, sessions and slots of a run. Chosen, not measured."""
 
 _COLUMNS = ("phase", "session", "slot", "generation", "link")
 Column = Any
-"""A value for each rank, or the one that all of them have."""
+"""A tuple with one value for each rank, or the value of all ranks."""
 
 Share = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 
 class EndedSave:
-    """One save that has ended, and of each rank that was heard of how its part has.
+    """Record of a save that has ended, and of its ranks' parts.
 
     Attributes:
-        save_id, world_size, outcome, error, complete, path, step, home: As of `Save`, and of its first rank.
-        directories: Of the paths that its ranks have named.
+        save_id, world_size, outcome, error, complete: As in `Save`.
+        path, step, home: As in `RankSave`, of its first rank.
+        directories: Parent directories of the paths that its ranks have named.
         begun_at: When its first rank began.
-        ranks: The ranks that were heard of, in order.
+        ranks: Its ranks that have a part, in order.
     """
 
     __slots__ = (
@@ -65,7 +65,7 @@ class EndedSave:
         self.add(save, share)
 
     def add(self, save: Save, share: Share) -> None:
-        """Take the ranks of a save: the first ones, or some that came after the end."""
+        """Add the ranks of a save; called again for ranks that came after the end."""
         rows = {rank: self._row(at) for at, rank in enumerate(self.ranks)}
         for rank, entry in save.ranks.items():
             rows[rank] = tuple(getattr(entry, name) for name in _COLUMNS)
@@ -85,7 +85,7 @@ class EndedSave:
         return tuple(column[at] if isinstance(column, tuple) else column for column in self._columns)
 
     def entry(self, rank: int) -> RankSave | None:
-        """Return how a rank's part has ended, as a record of its own; None for one that was not heard of."""
+        """Return a new `RankSave` with the end of a rank's part; None if the rank has no part."""
         at = bisect_left(self.ranks, rank)
         if at == len(self.ranks) or self.ranks[at] != rank:
             return None
@@ -107,16 +107,16 @@ class EndedSave:
         )
 
     def phases(self, limit: int) -> Iterator[tuple[int, str]]:
-        """Yield rank and phase of the first ranks."""
+        """Yield rank and phase of the first `limit` ranks."""
         return ((rank, self._row(at)[0]) for at, rank in enumerate(self.ranks[:limit]))
 
     def has_link(self, link: str) -> bool:
-        """Whether a rank had this stream."""
+        """Whether a rank had this follower (`Session.link`)."""
         links = self._columns[-1]
         return link in links if isinstance(links, tuple) else link == links
 
     def reopened(self, ranks: Iterable[int] = ()) -> Save:
-        """Return a save that has ended, with some of its ranks: for what comes after the end."""
+        """Return the ended save as a `Save` with some of its ranks, to handle events after the end."""
         save = Save(self.save_id, self.world_size, outcome=self.outcome, error=self.error)
         save.complete, save.end_reported = self.complete, True
         for rank in ranks:
@@ -127,7 +127,7 @@ class EndedSave:
 
 
 class History:
-    """The saves that have ended, oldest first: the latest `MAX_HISTORY`."""
+    """The latest `MAX_HISTORY` ended saves, oldest first."""
 
     def __init__(self) -> None:
         self._saves: dict[str, EndedSave] = {}
@@ -142,7 +142,7 @@ class History:
         return self._shared.setdefault(column, column)
 
     def add(self, save: Save) -> None:
-        """Remember a save of which no job is outstanding; one that is known gets its late ranks."""
+        """Add an ended save without outstanding jobs; if it is known, add its late ranks."""
         known = self._saves.get(save.save_id)
         if known is not None:
             self._n_reports -= len(known.reports)
@@ -171,95 +171,95 @@ class History:
             del self._calls[call]
 
     def get(self, save_id: str) -> EndedSave | None:
-        """Return a save, or None."""
+        """Return the record of a save, or None."""
         return self._saves.get(save_id)
 
     def of_call(self, call: str) -> list[EndedSave]:
-        """Return the saves of one `SaveId.call`."""
+        """Return the saves with this `SaveId.call`."""
         return [self._saves[save_id] for save_id in self._calls.get(call, ())]
 
     def latest(self, limit: int) -> list[EndedSave]:
-        """Return the latest ones, the last one first."""
+        """Return the latest `limit` saves, newest first."""
         return [save for save, _ in zip(reversed(self._saves.values()), range(limit), strict=False)]
 
     def __iter__(self) -> Iterator[EndedSave]:
-        """Iterate over all, oldest first."""
+        """Iterate over all saves, oldest first."""
         return iter(self._saves.values())
 
     def __len__(self) -> int:
-        """How many are remembered."""
+        """Return the number of saves."""
         return len(self._saves)
 
 
 @dataclass(slots=True)
 class Tables:
-    """The state of the core, and the actions that the current event has caused so far."""
+    """The state of the core, and the actions of the current event."""
 
     now: float = 0.0
     draining: bool = False
     begins_until: float = float("inf")
-    """When a drain stops to let known sessions begin saves: one may be copying already, its Begin under way."""
+    """Until when known sessions may begin saves during a drain: a trainer may be copying before its Begin arrives."""
 
     actions: list[Action] = field(default_factory=list)
     sessions: dict[str, Session] = field(default_factory=dict)
     peers: dict[Peer, str] = field(default_factory=dict)
     slots: dict[int, Slot] = field(default_factory=dict)
     closing: dict[int, Slot] = field(default_factory=dict)
-    """Slots that are closing, or kept."""
+    """Slots that are closing or kept."""
 
     postponed: dict[int, Slot] = field(default_factory=dict)
-    """Slots that did not fit into memory while others were being freed."""
+    """Slots that did not fit into memory; created when other slots have been freed."""
 
     adopted_committed: dict[int, tuple[Slot, SaveRequest]] = field(default_factory=dict)
-    """What was found in slots that were adopted of saves that were committed by then, until it is remembered."""
+    """Adopted slots that hold snapshots of committed saves, with their requests, until the saves are recorded."""
 
     review_closing_slots: bool = False
-    """Something has happened that may decide about a slot that is closing, or kept."""
+    """This event may allow closing or kept slots to be freed, lent again, or abandoned."""
 
     n_reading: int = 0
-    """Slots that are being read, or opened to be read."""
+    """Number of slots that are being read, or opened to be read."""
 
     freeing: set[int] = field(default_factory=set)
-    """Slots that no session has any more and whose memory is not freed yet."""
+    """Slots whose FreeSlot job is outstanding."""
 
     saves: dict[str, Save] = field(default_factory=dict)
-    """Those that have not ended, or of which a job is outstanding. At the end of an event the others go to `ended`."""
+    """Saves that are open or have a job outstanding. At the end of an event the others move to `ended`."""
 
     ended: History = field(default_factory=History)
     changed: dict[SaveKey, None] = field(default_factory=dict)
-    """Ranks whose phase became durable or ended in this event, in order."""
+    """Parts that became durable or ended in this event, in order; their trainers are notified."""
 
     runs: dict[str, Run] = field(default_factory=dict)
     announced: dict[str, None] = field(default_factory=dict)
-    """Runs of which a save has ended on all ranks in this event, or that have got a leader."""
+    """Runs with a new outcome or a new leader in this event; all members are notified."""
 
     goodbye_slots: dict[str, set[int]] = field(default_factory=dict)
-    """Sessions that have said goodbye, and whose processes are watched until these slots of theirs are gone."""
+    """Session that has sent Goodbye -> its slots; its process is watched until all of these are freed."""
 
     lineage_scans: int = 0
     next_slot: int = 1
     instance: str = ""
     touched: dict[SaveKey, None] = field(default_factory=dict)
-    """Ranks whose phase has changed, or that have come, in this event."""
+    """Parts that are new, or whose phase or progress has changed, in this event."""
 
     to_report: set[str] = field(default_factory=set)
-    """Followed runs of which there is something new to report in this event, besides what was touched."""
+    """Followed runs with something new to report to the leader in this event, besides `touched`."""
 
     failures: dict[str, int] = field(default_factory=dict)
-    """Kind of error (`failures.kind_of`) -> how many saves have ended with it."""
+    """Kind of error (`failures.kind_of`) -> number of saves that have ended with it."""
 
     last_message_at: dict[str, float] = field(default_factory=dict)
-    """Follower in a run (`RankSave.link`) -> when it was heard last."""
+    """Follower in a run (`RankSave.link`) -> when its last message arrived."""
 
     def log(
         self, level: str, text: str, *, save_id: str | None = None, session: str | None = None, **rest: Any
     ) -> None:
-        """Add a Log action; `rest` are facts, but for `count`."""
+        """Add a Log action. `rest`: its `facts`, and its `count`."""
         count = rest.pop("count", None)
         self.actions.append(Log(level=level, text=text, save_id=save_id, session=session, count=count, facts=rest))
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Send a message to the connection `peer`."""
+        """Send a message to a trainer."""
         self.actions.append(Send(peer=peer, message=message))
 
     def refuse(self, peer: Peer, id: int, error: AsyncCkptError) -> None:
@@ -268,9 +268,9 @@ class Tables:
         self.send(peer, Refused(id=id, error=to_wire(error)))
 
     def run_guarded(self, save_id: str, call: Callable[..., object], *args: object) -> None:
-        """Do what is one of several things to be done at an event.
+        """Call a function; an exception in it, a bug, becomes a `fault`.
 
-        IMPORTANT: a bug in it ends save `save_id` ("": none), and stops neither the other things nor the worker.
+        IMPORTANT: the bug ends save `save_id` ("": none), and stops neither the rest of the event nor the worker.
         """
         try:
             call(*args)
@@ -278,11 +278,11 @@ class Tables:
             self.fault(save_id, error)
 
     def fault(self, save_id: str, error: Exception) -> None:
-        """End save `save_id` ("": none) for a bug of ours."""
+        """Add a Fault action: a bug, which ends save `save_id` ("": none)."""
         self.actions.append(Fault(save_id=save_id, error=error))
 
     def entry(self, key: SaveKey | None) -> RankSave | None:
-        """Return one rank's part in a save, open or ended, or None."""
+        """Return a rank's part in a save, open or ended, or None."""
         if key is None:
             return None
         save = self.saves.get(key[0])
@@ -296,7 +296,7 @@ class Tables:
         return self.saves.get(save_id) or self.ended.get(save_id)
 
     def find_or_reopen(self, save_id: str, *ranks: int) -> Save | None:
-        """Return a save; one that has ended with `ranks` of it, for what comes after its end. None: never heard of."""
+        """Return a save, reopened with `ranks` of it if it has ended; None if it is unknown."""
         save, ended = self.saves.get(save_id), self.ended.get(save_id)
         if ended is not None:
             late = ended.reopened(ranks)
@@ -308,37 +308,37 @@ class Tables:
         return save
 
     def of_call(self, call: str) -> list[Save | EndedSave]:
-        """Return the saves of one sequence and run (`SaveId.call`): several if they differ in epochs."""
+        """Return the saves of one sequence and run (`SaveId.call`); several if their epochs differ."""
         found: dict[str, Save | EndedSave] = {save.save_id: save for save in self.ended.of_call(call)}
         found |= {save.save_id: save for save in self.saves.values() if save.save_id.call == call}
         return list(found.values())
 
     def open_saves(self, run_id: str | None = None) -> list[Save]:
-        """Return the saves that have not ended: of one run, or all."""
+        """Return the open saves of one run, or of all runs."""
         found = self.saves.values()
         return [s for s in found if s.outcome is None and run_id in (None, s.save_id.run_id)]
 
     def run_of(self, save_id: SaveId) -> Run | None:
-        """Return the run of a save, or None if it is unknown or forgotten."""
+        """Return the run of a save, or None if it is unknown."""
         return self.runs.get(save_id.run_id)
 
     def entries(self) -> Iterable[tuple[Save, RankSave]]:
-        """Yield every rank of every save that is open."""
+        """Yield every part in `saves`, with its save."""
         return ((save, entry) for save in self.saves.values() for entry in save.ranks.values())
 
     def is_followed(self, save_id: SaveId) -> bool:
-        """Whether another worker decides on this save."""
+        """Whether another worker leads the run of this save."""
         run = self.run_of(save_id)
         return run is not None and run.followed
 
     @property
     def jobs(self) -> int:
-        """How many jobs are outstanding."""
+        """Number of outstanding jobs."""
         jobs = self.lineage_scans + len(self.freeing) + self.n_reading
         return jobs + sum(save.jobs for save in self.saves.values())
 
     def archive_ended(self) -> None:
-        """At the end of an event: leave alone what is over."""
+        """Move ended saves without outstanding jobs to `ended`, at the end of an event."""
         for save in [s for s in self.saves.values() if s.outcome is not None and not s.jobs]:
             del self.saves[save.save_id]
             self.ended.add(save)

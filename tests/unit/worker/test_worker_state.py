@@ -635,7 +635,7 @@ def test_rank_0_has_to_say_the_step_when_it_seals(pair: tuple[Bench, int, int]) 
     bench.submit(first)
     bench.read(first, world_size=2, step=None)
     save = bench.core.tables.find(FIRST)
-    assert save.outcome == "failed" and "says no step" in str(save.error)
+    assert save.outcome == "failed" and "has no step" in str(save.error)
 
 
 def test_steps_that_are_said_must_be_one(pair: tuple[Bench, int, int]) -> None:

@@ -1,5 +1,6 @@
-"""Runs whose ranks have several workers: two tables that workers send each other until the other side has them.
+"""Runs whose ranks are on several nodes, with one worker each: leader and followers send each other tables.
 
-`leader`: the worker of rank 0, which decides; `follower`: any other worker, which reports; `tables`: their rows.
+`leader`: the worker of rank 0, which commits and ends saves; `follower`: any other worker, which reports its ranks'
+parts; `tables`: the rows of both. Changes are sent at once, the whole table regularly, so lost messages do no harm.
 Pure, as all of `core`. Sockets are in `io.node_sockets`, the messages in `asyncckpt.protocol.node_tables`.
 """

@@ -1,12 +1,12 @@
-"""The runs that another worker decides: this one reports its ranks' parts there, and ends its saves as it is told.
+"""The followers of a run: each reports its ranks' parts to the leader, and ends saves by the leader's outcomes.
 
-State of a followed run, and what leads from one to the next:
+States of a followed run, with event, next state and effect:
 
-    none        Follow                                             -> asking      Connect; reports say who is here
-    asking      outcomes come: the leader's instance is followed     -> following   every Follow that waits is answered
-    following   outcomes of another instance come                  -> following   all parts are reported to that one
-    any         Follow names another address                       -> asking      open saves end; Connect
-    any         no member, no open save, nothing left to report    -> none        Disconnect
+    none        Follow                                             -> asking      connect; report the ranks
+    asking      Outcomes: the leader's instance is known           -> following   answer the waiting Follows
+    following   Outcomes of another instance                       -> following   report all parts to it
+    any         Follow names another address                       -> asking      end open saves; connect
+    any         no member, no open save, nothing left to report    -> none        disconnect
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from asyncckpt_worker.core.slots import SlotBook
 from asyncckpt_worker.core.tables import Tables
 
 FOUND_S = 2 * BEAT_S
-"""How long a leader has to tell the outcome of a save that was found committed: it may be looking for it, too."""
+"""How long the leader has to report the outcome of a save that was found committed here."""
 
 MAX_FOLLOWED = 64
-"""Runs that are followed at once: each has a connection. Chosen, not measured."""
+"""Maximum number of followed runs; each has a connection. Chosen, not measured."""
 
 MAX_ASKING = 1024
-"""Requests that wait for the leader of a run."""
+"""Maximum number of requests that wait for the leader of a run. Chosen, not measured."""
 
 MAX_UNACKNOWLEDGED = 64
-"""Failures and withdrawals that are reported until the leader shows their end: more than saves are in flight."""
+"""Failures of ended saves that are reported to a new leader. More than saves are open at once."""
 
 MAX_FORMER_LEADERS = 64
-"""Instances of former leaders of a run that are remembered: what comes late from one is not heard."""
+"""Former leaders of a run that are remembered, to ignore their late messages."""
 
 IDLE_DISCONNECT_S, PRESENT_S = 60.0, 5.0
-"""Silence after which an unused connection is closed, and after which a leader counts as away."""
+"""Silence after which an unused connection is closed, and after which a leader counts as unreachable."""
 
 
 @dataclass(slots=True)
 class _Question:
-    """A Lineage that waits for the leader."""
+    """A Lineage request that waits for the leader."""
 
     rank: int
     path: str
@@ -62,54 +62,54 @@ class _Question:
 
 @dataclass(slots=True)
 class _Followed:
-    """A run that another worker decides. `run.leader` is the leader's instance, "" before it was heard."""
+    """A run that another worker leads. `run.leader`: instance of the leader, "" before its first message."""
 
     run: Run
     connect: Connection
     last_message_at: float
     attempts: dict[int, int] = field(default_factory=dict)
-    """Rank -> `attempt` of its latest Follow. Only of ranks that have sent one anything is reported."""
+    """Rank -> `attempt` of its latest Follow. Only these ranks are reported."""
 
     waiting_follows: dict[tuple[Peer, int], float] = field(default_factory=dict)
-    """Follow requests that wait, until when."""
+    """Waiting Follow request -> its deadline."""
 
     questions: dict[tuple[Peer, int], _Question] = field(default_factory=dict)
     unacknowledged_failures: dict[str, Row] = field(default_factory=dict)
-    """Save id -> the failure that the leader has not shown yet: others may wait for that save."""
+    """Save ID -> row of a failure that the leader has not acknowledged; ranks of other nodes may wait for that save."""
 
     ended_calls: set[str] = field(default_factory=set)
-    """Calls (`SaveId.call`) of `run.declined` that the leader has shown the end of."""
+    """Calls (`SaveId.call`) of `run.declined` whose saves have ended by the leader's outcomes."""
 
     sent: dict[Any, Any] = field(default_factory=dict)
-    """Key of a row -> what of it was sent last, so that only what is new is sent between two whole tables."""
+    """Key of a row -> its last sent version: between whole tables, only changed rows are sent."""
 
     acknowledged_departures: set[int] = field(default_factory=set)
-    """Ranks of which the leader has shown that it knows that they are gone."""
+    """Departed ranks that the leader has acknowledged."""
 
     counter: int = 0
     """Counter of the last page sent."""
 
     last_counter: int = 0
-    """Counter of the last page of the leader's."""
+    """Counter of the last page received from the leader."""
 
     last_question: int = 0
     former_leaders: dict[str, None] = field(default_factory=dict)
     full_sent_at: float = float("-inf")
-    """When the table was sent whole last."""
+    """When the whole table was last sent."""
 
     def row(self, now: float) -> Mapping[str, Any]:
-        """Return what to tell people of it."""
+        """Return its row of the status report."""
         address, silent_s = self.connect.address, now - self.last_message_at
         return {"run": self.run.run_id, "address": address, "leader": self.run.leader, "silent_s": silent_s}
 
 
 class Follower:
-    """Changes `Run.followed`, and what the leader is told and says.
+    """Reports to the leaders of followed runs, and handles their outcomes.
 
     Args:
-        tables: The core's.
-        runs, saves, slot_book: The core's books.
-        resources: Has the connections.
+        tables: Tables of the core.
+        runs, saves, slot_book: Parts of the core.
+        resources: Opens and closes connections.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class Follower:
         self._resources = resources
         self._followed: dict[str, _Followed] = {}
 
-    # ---- what trainers ask ------------------------------------------------------------------------------------------
+    # ---- requests of trainers ---------------------------------------------------------------------------------------
 
     def follow(self, session: Session, m: Follow) -> None:
-        """Connect, unless that is done, and answer once the leader has been heard."""
+        """Connect to the leader if needed; answer when its first message has arrived."""
         run = self._runs.join(session, m.run)
         if run is None:
             error = other_world(m.run, self._t.runs[m.run].world_size, session.rank, session.world_size)
@@ -166,7 +166,7 @@ class Follower:
         return busy() if followed is not None and len(followed.waiting_follows) >= MAX_ASKING else None
 
     def lineage(self, session: Session, run: Run, m: Lineage) -> None:
-        """Ask the leader for the lineage; its answer is remembered."""
+        """Ask the leader for the epoch of a directory."""
         followed = self._followed.get(run.run_id)
         if followed is None or len(followed.questions) >= MAX_ASKING:
             return self._t.refuse(session.peer, m.id, busy())
@@ -177,10 +177,10 @@ class Follower:
             self._t.to_report.add(run.run_id)
         return None
 
-    # ---- what the leader says --------------------------------------------------------------------------------------
+    # ---- outcomes of the leader -------------------------------------------------------------------------------------
 
     def received(self, event: Relayed) -> None:
-        """Take a page of the leader's table."""
+        """Handle a page of the leader's table."""
         followed, m = self._followed.get(event.run), event.message
         if followed is None or not isinstance(m, Outcomes) or m.to != self._t.instance:
             return
@@ -207,10 +207,10 @@ class Follower:
                 self._t.run_guarded(row["save_id"], self._take_outcome, followed, row)
 
     def _announce_found(self, run: Run) -> None:
-        """Tell the outcomes of saves that were found committed, which a leader that knew them would have told by now.
+        """Announce outcomes of saves that were found committed here, if the leader has not reported them in time.
 
-        IMPORTANT: without it a rank would wait for such an outcome as long as for a slot. Should another rank have been
-        told otherwise by the dead leader, this one refuses the meeting, as after every loss of a worker.
+        IMPORTANT: else a rank would wait for the outcome as long as for a slot. If another rank was told a different
+        outcome by the dead leader, this rank refuses the meeting, as after every loss of a worker.
         """
         for sequence, (meet, since) in list(run.found_committed.items()):
             if self._t.now - since >= FOUND_S:
@@ -219,27 +219,27 @@ class Follower:
                     self._t.announced[run.run_id] = None
 
     def _refused(self, followed: _Followed, error: Mapping[str, Any]) -> None:
-        """The leader takes nothing of this worker's."""
+        """The leader rejects the reports of this worker: refuse the waiting requests."""
         for key in list(followed.waiting_follows):
             del followed.waiting_follows[key]
             self._t.refuse(*key, from_wire(error))
         self._refuse_questions(followed, from_wire(error))
 
     def _change_leader(self, followed: _Followed, instance: str) -> None:
-        """A leader is heard of for the first time. It has been told nothing: from here on it is told everything."""
+        """Handle the first message of a leader: everything is reported to it again."""
         run = followed.run
         if run.leader:
             followed.former_leaders[run.leader] = None
             for old in list(followed.former_leaders)[:-MAX_FORMER_LEADERS]:
                 del followed.former_leaders[old]
-            self._t.log("info", f"run {run.run_id} has another leader", count="leaders_replaced")
+            self._t.log("info", f"run {run.run_id} has a new leader", count="leaders_replaced")
         self._t.log("info", f"following worker {instance} in run {run.run_id}", count="runs_followed")
         run.leader, followed.last_counter = instance, 0
         self._t.announced[run.run_id] = None
         self._resend_everything(followed)
 
     def _resend_everything(self, followed: _Followed) -> None:
-        """Nothing is followed of what this worker has to say."""
+        """Mark everything of a run as unacknowledged, and send the whole table."""
         run_id = followed.run.run_id
         followed.sent.clear()
         followed.acknowledged_departures.clear()
@@ -270,7 +270,7 @@ class Follower:
     def _take_outcome(self, followed: _Followed, row: Row) -> None:
         save_id, outcome = SaveId.parse(row["save_id"]), row["outcome"]
         if outcome not in ("", COMMITTED) and not row["error"]:
-            text = f"the leader of run {followed.run.run_id} says that save {save_id} {outcome}, and not why"
+            text = f"the leader of run {followed.run.run_id} reports {outcome} without an error; ignored"
             return self._t.log("error", text, save_id=save_id, count="protocol_errors")
         if outcome:
             followed.unacknowledged_failures.pop(save_id, None)
@@ -288,8 +288,8 @@ class Follower:
         if not outcome:
             save.leader_missing = list(row["missing"])
             return None
-        # IMPORTANT: a leader that does not know what was reported to the one before has not looked whether that one
-        # has committed the save.
+        # IMPORTANT: a leader that does not know a part that was reported to the former leader has not checked whether
+        # that one has committed the save.
         if outcome != COMMITTED and any(
             _was_reported_to_former(followed, e) and not e.acknowledged
             for e in save.ranks.values()
@@ -299,7 +299,7 @@ class Follower:
         for entry in save.ranks.values():
             entry.report.update(row["report"])
         if outcome == COMMITTED:
-            return self._saves.found_committed(save, row["report"])  # perhaps while it is looked for on disk
+            return self._saves.found_committed(save, row["report"])  # its recovery may still be in progress
         return self._saves.end_here(save, outcome, row["error"])
 
     # ---- without the leader ----------------------------------------------------------------------------------------
@@ -316,14 +316,14 @@ class Follower:
             self._t.refuse(*key, error)
 
     def _end_without_leader(self, followed: _Followed, save: Save, why: str) -> None:
-        """End a save without the leader: `failed` if that one cannot have committed it, else `unknown`.
+        """End a save without the leader: `failed` if the leader cannot have committed it, else `unknown`.
 
-        It can have if all ranks are durable here, or were, as far as a worker that is dead may have told.
+        It may have committed the save if all ranks of this node are durable, or a dead worker may have said so.
         """
         ranks = save.ranks.values()
         resumed = any(e.from_dead_worker for e in ranks)
         unknown = all(e.phase == DURABLE or e.from_dead_worker for e in ranks) and (resumed or not save.failed_locally)
-        # Should the leader come back, it must not wait for what is reported no more, or a hook that never consents.
+        # If the leader comes back, it must not wait for parts that are no longer reported, or for a hook's consent.
         if not unknown or any(e.acknowledged != DURABLE or e.needs_consent for e in ranks):
             error = save.pending_failure[1] if save.pending_failure else leader_lost(save, why, unknown=False)
             followed.unacknowledged_failures[save.save_id] = _failure(save.save_id, FAILED, error)
@@ -333,12 +333,12 @@ class Follower:
     def _disconnect(self, followed: _Followed) -> None:
         followed.run.followed, followed.run.leader = False, ""
         for save in self._t.open_saves(followed.run.run_id):
-            self._saves.update_deadline(save)  # its deadlines are ours now
+            self._saves.update_deadline(save)  # its deadlines now apply here
         del self._followed[followed.run.run_id]
         self._resources.disconnect(followed.run.run_id)
 
     def tick(self) -> None:
-        """Give up what the leader has been silent about for too long, and connections that nobody needs."""
+        """End saves whose leader has been silent for too long, and close connections that are not needed."""
         now = self._t.now
         for followed in list(self._followed.values()):
             for key in [key for key, until in followed.waiting_follows.items() if now >= until]:
@@ -347,7 +347,7 @@ class Follower:
             for save in self._t.open_saves(followed.run.run_id):
                 begun_at = min(e.begun_at for e in save.ranks.values())
                 if now >= max(followed.last_message_at, begun_at) + save.timeout_s:
-                    self._end_without_leader(followed, save, f"it has not been heard of for {save.timeout_s:g} s")
+                    self._end_without_leader(followed, save, f"no message for {save.timeout_s:g} s")
             silent = now - followed.last_message_at >= IDLE_DISCONNECT_S
             if (
                 not self._t.open_saves(followed.run.run_id)
@@ -359,7 +359,7 @@ class Follower:
     # ---- the table --------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """At the end of an event: send what is new, or the whole table when it is due."""
+        """Send each leader the rows that changed, or the whole table when that is due; at the end of an event."""
         t = self._t
         changed, t.to_report = t.to_report, set()
         if not self._followed:
@@ -397,7 +397,7 @@ class Follower:
             self._t.actions.append(Relay(run=followed.run.run_id, route=b"", message=report))
 
     def _new(self, followed: _Followed, kind: str, rows: Any, *, whole: bool) -> list[Row]:
-        """Return the rows that were not sent as they are; all of them where the table is to be sent `whole`."""
+        """Return the rows that have changed since they were sent; all rows if `whole`."""
         found = []
         for row in rows:
             key = (kind, row.get("save_id", row.get("path", "")), row.get("rank", -1))
@@ -405,30 +405,30 @@ class Follower:
             if whole or followed.sent.get(key) != brief:
                 followed.sent[key] = brief
                 found.append(row)
-        if whole and kind == "part":  # the last of them: what is not in a whole table is over
+        if whole and kind == "part":  # forget the rows of saves that have ended
             for key in list(followed.sent):
                 if key[0] == "part" and key[1] not in self._t.saves:
                     del followed.sent[key]
         return found
 
     def _rank_rows(self, followed: _Followed) -> Iterator[Row]:
-        """Yield who is here, and who has gone.
+        """Yield the rows of ranks.
 
-        IMPORTANT: a rank is gone to the leader once that has all that the rank has sealed: else it would end as
-        abandoned what can be committed without the rank.
+        IMPORTANT: a departure is reported only when the leader has acknowledged everything that the rank has sealed;
+        else the leader would abandon saves that can be committed without the rank.
         """
         run = followed.run
         for rank in sorted({*run.members, *run.departed}):
             if rank not in followed.attempts:
                 continue
-            gone = run.departed.get(rank, "")[:MAX_TEXT_CHARS]
-            if gone and any(
+            reason = run.departed.get(rank, "")[:MAX_TEXT_CHARS]
+            if reason and any(
                 _is_unacknowledged(entry)
                 for save in self._t.open_saves(followed.run.run_id)
                 if (entry := save.ranks.get(rank)) is not None and entry.request is not None
             ):
-                gone = ""
-            yield {"rank": rank, "attempt": followed.attempts[rank], "gone": gone}
+                reason = ""
+            yield {"rank": rank, "attempt": followed.attempts[rank], "gone": reason}
 
     def _failure_rows(self, followed: _Followed) -> Iterator[Row]:
         for save in self._t.open_saves(followed.run.run_id):
@@ -446,11 +446,13 @@ class Follower:
                     yield part_row(save.save_id, entry, recovering=recovering)
 
     def _has_unacknowledged(self, followed: _Followed) -> bool:
-        """Whether the leader has not shown yet that it has what there is to report."""
+        """Whether the leader has not acknowledged everything yet."""
         open_parts = (entry for save in self._t.open_saves(followed.run.run_id) for entry in save.ranks.values())
-        gone = {rank for rank in followed.run.departed if rank in followed.attempts}
+        departed = {rank for rank in followed.run.departed if rank in followed.attempts}
         return bool(
-            followed.unacknowledged_failures or gone - followed.acknowledged_departures or [*_withdrawal_rows(followed)]
+            followed.unacknowledged_failures
+            or departed - followed.acknowledged_departures
+            or [*_withdrawal_rows(followed)]
         ) or any(map(_is_unacknowledged, open_parts))
 
     def _answer(self, followed: _Followed) -> None:
@@ -459,16 +461,16 @@ class Follower:
                 self._t.send(peer, Following(id=id, leader=followed.run.leader))
             followed.waiting_follows.clear()
 
-    # ---- for others -------------------------------------------------------------------------------------------------
+    # ---- timers and status report -----------------------------------------------------------------------------------
 
     def times(self) -> Iterator[float]:
-        """Yield when something is due."""
+        """Yield the times of the next whole tables, and the deadlines of waiting requests."""
         for followed in self._followed.values():
             yield followed.full_sent_at + BEAT_S
             yield from followed.waiting_follows.values()
 
     def report(self) -> list[Mapping[str, Any]]:
-        """Return a row for people of each run that is followed."""
+        """Return a row of the status report for each followed run."""
         return [followed.row(self._t.now) for followed in self._followed.values()]
 
     @property
@@ -483,7 +485,7 @@ def _is_unacknowledged(entry: RankSave) -> bool:
 
 
 def _was_reported_to_former(followed: _Followed, entry: RankSave) -> bool:
-    """Whether a lost leader may have received a rank's part."""
+    """Whether a rank's part was reported to a former leader."""
     return entry.reported_to not in ("", followed.run.leader)
 
 

@@ -1,7 +1,7 @@
-"""The runs that this worker decides for the workers of other nodes: who follows, what they report, what they are told.
+"""The leader of a run: admits the workers of other nodes as followers, takes their reports, and sends them outcomes.
 
-A rank of another node takes part like those of this worker's own trainers: its session has no peer, and the phases of
-its parts come from the follower's table.
+A rank of another node has a session and parts like the ranks of this worker's own trainers. Its session has no peer,
+and the phases of its parts come from the follower's table.
 """
 
 from __future__ import annotations
@@ -31,59 +31,59 @@ from asyncckpt_worker.core.status import missing_of
 from asyncckpt_worker.core.tables import EndedSave, Tables
 
 MAX_LED = 64
-"""Runs whose followers are admitted; the oldest run without open saves makes room. Chosen, not measured."""
+"""Runs whose followers are admitted; beyond it, the oldest run without members is dropped. Chosen, not measured."""
 
 MAX_FOLLOWERS = 4096
-"""More than a job has nodes."""
+"""Maximum number of followers: more than a job has nodes."""
 
 MAX_ANSWERS = 64
-"""Directories of a run of which the answer is remembered, until nobody asks any more."""
+"""Directories for which a follower may have a lineage question open. Chosen, not measured."""
 
 FORGET_S = 600.0
-"""A follower that is silent for so long, and longer than any of its saves may take, is forgotten."""
+"""A follower is forgotten after this time without a message, but not before the timeouts of its run's open saves."""
 
 PRESENT_S = 5.0
-"""A follower counts as present for this long after its last message."""
+"""A follower counts as reachable for this long after its last message."""
 
 
 @dataclass(slots=True)
 class _FollowerRecord:
-    """A follower in one run. `route`: where it was heard last; `link`: its name in sessions and parts."""
+    """A follower in one run. `route`: address of its last message; `link`: its ID in sessions and parts."""
 
     run_id: str
     instance: str
     link: str
     route: bytes
     last_counter: int = 0
-    """Counter of its last page."""
+    """Counter of the last page received from it."""
 
     counter: int = 0
     """Counter of the last page sent to it."""
 
     world_size: int = 0
     ranks: dict[int, int] = field(default_factory=dict)
-    """Rank -> `attempt`, of those that have no other worker by now."""
+    """Its ranks -> `attempt` of their latest Follow."""
 
     departed: set[int] = field(default_factory=set)
-    """Of these, those that it has reported as gone."""
+    """Ranks of it that it has reported as departed."""
 
     reassigned: set[int] = field(default_factory=set)
-    """Ranks that have another worker by now."""
+    """Ranks that it reported and that have another worker now."""
 
     refused: dict[str, int] = field(default_factory=dict)
-    """Save id -> a lost rank of which this follower still reports a part."""
+    """Save ID -> a rank in `reassigned` of which this follower still reports a part."""
 
     saves: tuple[str, ...] = ()
-    """What it wants to hear of."""
+    """Saves whose outcomes it asks for."""
 
     questions: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Directory -> a path in it and the number of the last question: what its ranks want to know."""
+    """Directory -> a path in it, and number of its last lineage question."""
 
     error: Wire | None = None
-    """Why nothing is taken of it."""
+    """Why its reports are rejected; None if they are accepted."""
 
     full_sent_at: float = float("-inf")
-    """When it was told everything last."""
+    """When the whole table was last sent to it."""
 
 
 class Leader:
@@ -104,19 +104,19 @@ class Leader:
         self._resources = resources
         self._listener: Listener | None = None
         self._admitted: dict[str, str] = {}
-        """Run -> the key that its followers prove."""
+        """Run -> public key that its followers must prove."""
 
         self._followers: dict[str, _FollowerRecord] = {}
         self._answers: dict[tuple[str, str], Wire] = {}
-        """Run and directory -> why there is no epoch."""
+        """Run and directory -> error of the last lineage scan."""
 
         self._pending_rows: dict[str, dict[str, None]] = {}
-        """Link -> saves of which it is told at the end of this event; all others wait until the table is sent whole."""
+        """Link -> saves whose rows are sent at the end of this event; other rows are sent with the next whole table."""
 
-    # ---- what trainers ask ------------------------------------------------------------------------------------------
+    # ---- requests of trainers ---------------------------------------------------------------------------------------
 
     def lead(self, session: Session, m: Lead) -> None:
-        """Admit the run's followers, and say where this worker listens for them."""
+        """Admit followers of the run, and answer with the address at which this worker listens for them."""
         run = self._runs.join(session, m.run)
         if run is None:
             world_size = self._t.runs[m.run].world_size
@@ -152,12 +152,12 @@ class Leader:
         """Return the run whose followers authenticate with this key, or None if the key is unknown."""
         return next((run_id for run_id, key in self._admitted.items() if key == client_public), None)
 
-    # ---- what followers report --------------------------------------------------------------------------------------
+    # ---- reports of followers ---------------------------------------------------------------------------------------
 
     def received(self, event: Relayed) -> None:
-        """Take a page of a follower's table.
+        """Handle a page of a follower's table.
 
-        IMPORTANT: rows of what its ranks have sealed come before those that say that a rank is gone, or takes no part.
+        IMPORTANT: rows of parts come before withdrawals and departures: a sealed save can commit without the rank.
         """
         m = event.message
         if not isinstance(m, Report) or event.run not in self._admitted:
@@ -171,7 +171,7 @@ class Leader:
         follower.refused = {save_id: rank for save_id, rank in follower.refused.items() if save_id in follower.saves}
         self._t.last_message_at[link] = self._t.now
         if m.to != self._t.instance:
-            follower.full_sent_at = float("-inf")  # it has not heard of this worker, or waits for a dead one
+            follower.full_sent_at = float("-inf")  # it does not know this leader yet
         run = self._t.runs.get(event.run)
         known = run.world_size if run is not None else m.world_size
         follower.error = None
@@ -188,7 +188,7 @@ class Leader:
         rows += [(self._take_question, row) for row in m.questions]
         for take, row in rows:
             if row.get("rank", 0) >= m.world_size or ("save_id" in row and _run_of(row) != event.run):
-                text = f"worker {m.sender} reports what is not of run {event.run}"
+                text = f"worker {m.sender} reports a rank or save that is not in run {event.run}; ignored"
                 self._t.log("error", text, count="protocol_errors")
                 continue
             self._t.run_guarded(row.get("save_id", ""), take, follower, row)
@@ -201,23 +201,23 @@ class Leader:
         found = self._followers.get(link)
         if found is None and self._has_room():
             found = self._followers[link] = _FollowerRecord(event.run, m.sender, link, event.route)
-            self._t.log("info", f"worker {m.sender} follows in run {event.run}", count="followers_linked")
+            self._t.log("info", f"worker {m.sender} is a follower in run {event.run}", count="followers_linked")
         return found
 
     def _has_room(self) -> bool:
-        """Whether another follower fits; else the one that was silent longest of those without ranks makes room."""
+        """Whether another follower can be added; if not, drop the one without ranks that is silent longest."""
         if len(self._followers) >= MAX_FOLLOWERS:
             with_ranks = {s.link for s in self._t.sessions.values()}
             spare = [link for link in self._followers if link not in with_ranks]
             if spare:
                 oldest = min(spare, key=lambda link: self._t.last_message_at.get(link, 0.0))
-                self._forget(self._followers[oldest], "another needs its place")
+                self._forget(self._followers[oldest], "too many followers")
         return len(self._followers) < MAX_FOLLOWERS
 
     # ---- ranks ------------------------------------------------------------------------------------------------------
 
     def _take_rank(self, follower: _FollowerRecord, row: Row) -> None:
-        """A rank has this follower for its worker, unless it has named another one since."""
+        """Handle a row of a rank: this follower is its worker, unless the rank has named another one since."""
         rank, attempt, run = row["rank"], row["attempt"], self._t.runs.get(follower.run_id)
         holder = self._t.sessions.get(run.members.get(rank, "")) if run is not None else None
         if holder is not None and holder.link not in ("", follower.link):
@@ -237,7 +237,7 @@ class Leader:
             self._runs.join(session, follower.run_id)
 
     def _session(self, follower: _FollowerRecord, rank: int) -> Session:
-        """Return the session of a rank; one that is not kept where the rank is gone."""
+        """Return the session of a rank; a new one, which is not stored, if the rank has departed."""
         name = f"{follower.link}/{rank}"
         new = Session(name, b"", 0, 0, rank, follower.world_size, "", link=follower.link)
         return self._t.sessions.get(name) or new
@@ -252,9 +252,9 @@ class Leader:
             self._pending_rows.setdefault(follower.link, {})
 
     def _detach_rank(self, session: Session, why: str) -> None:
-        """A rank has left a follower. Its parts go on: the next worker reports them again.
+        """Remove a rank from its follower. Its parts stay open, as the rank's next worker reports them again.
 
-        Those of which it does not end with the silence of this follower (`deadlines`), as if that were cut off.
+        Parts that are not reported again end by the deadline for silent followers (`saves.deadline`).
         """
         follower = self._followers.get(session.link)
         if follower is not None:
@@ -264,7 +264,7 @@ class Leader:
         self._runs.leave(session, f"its worker was lost: {why}")
 
     def _forget(self, follower: _FollowerRecord, why: str) -> None:
-        """The worker of some ranks is gone: what it had not written, or their hooks not seen, will never be."""
+        """Forget a follower, and end the saves in which a rank of it is not durable or has not consented."""
         del self._followers[follower.link]
         self._t.last_message_at.pop(follower.link, None)
         for session in [s for s in self._t.sessions.values() if s.link == follower.link]:
@@ -286,7 +286,7 @@ class Leader:
         self._reassign_part(follower, session, save_id)
         save, entry = self._t.find(save_id), self._t.entry((save_id, rank))
         if entry is None and save is not None and save.outcome == COMMITTED:
-            return  # by the leader before: of every rank of the world
+            return  # the former leader committed it, with all ranks
         if entry is None:
             if self._admission.refuse_other_world(session, save_id) is None:
                 self._admission.begin(session, begin_of(row), resumed=row["recovering"])
@@ -312,17 +312,17 @@ class Leader:
             self._admission.consent(session, consent)
 
     def _fail_unreadable_part(self, save_id: str, entry: RankSave, error: Exception) -> None:
-        """A part that cannot be read never can: its save ends now, rather than with its deadline."""
-        text = f"the worker of rank {entry.rank} reports what makes no sense: {error!r}"
+        """End the save of a part that cannot be decoded, at once rather than by its deadline."""
+        text = f"the report of the worker of rank {entry.rank} cannot be decoded: {error!r}"
         self._t.log("error", text, save_id=save_id, count="protocol_errors")
         save = self._t.saves.get(save_id)
         if save is not None and save.outcome is None and not save.committing:
             self._saves.end(save, FAILED, failed(save, entry, "protocol", text))
 
     def _reassign_part(self, follower: _FollowerRecord, session: Session, save_id: str) -> None:
-        """A rank that has another worker now goes on with what it had begun with the one before.
+        """Assign an open part of a rank to its new worker.
 
-        What was reported by that stays: it is reported again, and is the same.
+        What the former worker reported stays; the new one reports the same.
         """
         entry = self._t.entry((save_id, session.rank))
         if entry is None or entry.link in ("", follower.link) or session.run != follower.run_id:
@@ -332,7 +332,7 @@ class Leader:
         entry = save.ranks[session.rank]
         entry.link, entry.session = follower.link, session.name
         entry.streaming = False
-        text = "a rank of it has another worker"
+        text = f"rank {session.rank} continues with another worker"
         self._t.log("info", text, save_id=save_id, session=session.name, count="ranks_resumed")
 
     def _take_failure(self, follower: _FollowerRecord, row: Row) -> None:
@@ -341,7 +341,7 @@ class Leader:
         if isinstance(save, Save) and save.outcome is None and not save.committing:
             self._saves.end(save, row["outcome"], row["error"])
         elif save is None and run is not None:
-            self._runs.withdraw(run, parsed.sequence, row["error"])  # ranks that begin it later need not wait
+            self._runs.withdraw(run, parsed.sequence, row["error"])  # ranks that begin it later fail at once
 
     def _take_withdrawal(self, follower: _FollowerRecord, row: Row) -> None:
         if row["rank"] not in follower.ranks:
@@ -351,12 +351,12 @@ class Leader:
             self._admission.withdraw(self._session(follower, row["rank"]), Withdraw(id=0, **fields))
 
     def _fail_orphaned(self, follower: _FollowerRecord, row: Row) -> bool:
-        """Whether a rank says of what it has sealed that nobody goes on with it: its worker is dead."""
+        """End a save whose rank says that no worker continues its sealed part; return whether the row is handled."""
         save, entry = self._t.saves.get(row["save_id"]), self._t.entry((row["save_id"], row["rank"]))
         if entry is None or entry.link in ("", follower.link) or entry.is_open:
             return False
         if save is not None and save.outcome is None and not save.committing and _is_unfinished(entry):
-            self._saves.end(save, FAILED, worker_lost(save, entry, row["reason"] or "nobody goes on with it"))
+            self._saves.end(save, FAILED, worker_lost(save, entry, row["reason"] or "no worker continues its part"))
         return True
 
     def _take_question(self, follower: _FollowerRecord, row: Row) -> None:
@@ -374,7 +374,7 @@ class Leader:
         self._lineages.ask(session, Lineage(id=0, run=follower.run_id, path=row["path"]))
 
     def epoch_found(self, run_id: str, path: str, epoch: int, error: Wire | None) -> None:
-        """Send the epoch to every follower of the run that asked for it."""
+        """Send the epoch or the error to every follower of the run that asked for it."""
         parent = os.path.dirname(path)
         if error is not None:
             self._answers[run_id, parent] = error
@@ -384,35 +384,35 @@ class Leader:
             if follower.run_id == run_id and parent in follower.questions:
                 self._pending_rows.setdefault(link, {})
 
-    # ---- what followers are told ------------------------------------------------------------------------------------
+    # ---- outcomes for followers -------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Forget followers that have been silent for too long."""
         for follower in list(self._followers.values()):
             silent_s = self._t.now - self._t.last_message_at.get(follower.link, self._t.now)
             if silent_s >= FORGET_S and all(silent_s >= s.timeout_s for s in self._t.open_saves(follower.run_id)):
-                self._forget(follower, f"it has not been heard of for {silent_s:.0f} s")
+                self._forget(follower, f"no message for {silent_s:.0f} s")
         forget_inactive_links(self._t, self._followers.keys())
 
     def flush(self) -> None:
-        """At the end of an event, send the rows that changed, or the whole table when that is due."""
-        told, self._pending_rows = self._pending_rows, {}
+        """Send each follower the rows that changed, or the whole table when that is due; at the end of an event."""
+        pending, self._pending_rows = self._pending_rows, {}
         if not self._followers:
             return
         for save_id, rank in (*self._t.touched, *self._t.changed):
             save = self._t.saves.get(save_id)
             entry = save.ranks.get(rank) if save is not None else None
             if entry is not None and entry.link:
-                told.setdefault(entry.link, {})[save_id] = None
-        rows: dict[str, dict[str, Any]] = {}  # once for all followers
+                pending.setdefault(entry.link, {})[save_id] = None
+        rows: dict[str, dict[str, Any]] = {}  # built once for all followers
         for link, follower in self._followers.items():
             if follower.run_id in self._t.announced:
-                told.setdefault(link, {})
+                pending.setdefault(link, {})
             if self._t.now - follower.full_sent_at >= BEAT_S:
                 follower.full_sent_at = self._t.now
                 self._t.run_guarded("", self._send, follower, follower.saves, rows)
-            elif link in told:
-                self._t.run_guarded("", self._send, follower, tuple(told[link]), rows)
+            elif link in pending:
+                self._t.run_guarded("", self._send, follower, tuple(pending[link]), rows)
 
     def _send(self, follower: _FollowerRecord, save_ids: tuple[str, ...], rows: dict[str, dict[str, Any]]) -> None:
         tables = {
@@ -434,9 +434,10 @@ class Leader:
             self._t.actions.append(Relay(run=follower.run_id, route=follower.route, message=outcomes))
 
     def _outcome_row(self, follower: _FollowerRecord, save_id: str, rows: dict[str, dict[str, Any]]) -> Row:
-        """Return the row of a save as this follower needs it: what its own ranks have come to is in it.
+        """Return the row of a save for this follower, with the known phases of its ranks.
 
-        Also where it has ended: what was reported to the leader before ends by the word of one that knows of it.
+        `known` is needed for ended saves too: a follower must not end a part that was reported to the former leader
+        before this leader shows that it knows the part.
         """
         save = self._t.find(save_id)
         if save_id not in rows:
@@ -451,7 +452,7 @@ class Leader:
             return row
         if row["outcome"] == COMMITTED:
             late = next((e for e in mine.values() if e.ended and e.phase != COMMITTED), None)
-            if late is not None:  # it came after the commit, and is in no manifest
+            if late is not None:  # it came after the commit, and is not in the manifest
                 return {
                     **row,
                     "outcome": FAILED,
@@ -496,26 +497,26 @@ class Leader:
             error = self._answers.get((follower.run_id, parent))
             epoch = run.epochs.get(parent) if run is not None else None
             if error is not None or epoch is not None:
-                told = {} if error is None or epoch is not None else error
-                yield {"path": path, "number": number, "epoch": epoch or 0, "error": told}
+                shown = {} if error is None or epoch is not None else error
+                yield {"path": path, "number": number, "epoch": epoch or 0, "error": shown}
 
-    # ---- for others -------------------------------------------------------------------------------------------------
+    # ---- timers and status report -----------------------------------------------------------------------------------
 
     def times(self) -> Iterator[float]:
-        """Yield when something is due."""
+        """Yield the times of the next whole tables."""
         return (follower.full_sent_at + BEAT_S for follower in self._followers.values())
 
     def report(self) -> list[Mapping[str, Any]]:
-        """Return a row for people of each follower."""
-        now, heard = self._t.now, self._t.last_message_at
+        """Return a row of the status report for each follower."""
+        now, last_message_at = self._t.now, self._t.last_message_at
         return [
-            {"run": r.run_id, "worker": r.instance, "silent_s": now - heard.get(link, now)}
+            {"run": r.run_id, "worker": r.instance, "silent_s": now - last_message_at.get(link, now)}
             for link, r in self._followers.items()
         ]
 
     @property
     def busy(self) -> bool:
-        """Whether a follower that is there still waits for the end of a save that has ended."""
+        """Whether a reachable follower does not know yet that a save has ended."""
         now = self._t.now
         return any(
             now - self._t.last_message_at.get(link, now) < PRESENT_S
@@ -533,5 +534,5 @@ def _is_unfinished(entry: RankSave) -> bool:
 
 
 def _phase_of(entry: RankSave) -> str:
-    """Return how far a part is known here; "" once it has ended."""
+    """Return the phase of a part to acknowledge; "" once it has ended."""
     return DURABLE if entry.result is not None and not entry.ended else reported_phase(entry)

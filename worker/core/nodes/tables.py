@@ -1,7 +1,7 @@
-"""The rows of the tables that workers of several nodes send each other (`protocol.node_tables`): built here, read here.
+"""Encode and decode the rows that leader and followers send each other (`protocol.node_tables`).
 
-A rank's part in a save is one row. What is large in it, the request and what was written, is in the row until the other
-side has shown that it has it.
+A rank's part in a save is one row. Its large fields, the request and the result of the write, are sent until the leader
+has acknowledged them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from asyncckpt.storage.shard_writer import PRINT_NBYTES
 from asyncckpt_worker.core.model import RankSave
 
 STEPS = {"": 0, OPEN: 1, SEALED: 2, DURABLE: 3}
-"""Phase of a row -> how far that is."""
+"""Phase of a row -> its order."""
 
 MAX_SUMS_NBYTES = 1 << 20
-"""Limit of the sums of a rank's structure in a row; larger ones are added up again from its index. Chosen."""
+"""Maximum size of a rank's sums in a row; the leader computes larger ones from the rank's index. Chosen."""
 
 _ANY_OFFSET = 1 << 62
-"""Where a request's parts lie in the slot is the follower's affair."""
+"""Size of the slot for the checks of a request: the leader does not know it."""
 
 _TEXTS = ("index_name", "index_checksum")
 _PRINTS = ("shards_print", "rest_print")
@@ -41,7 +41,7 @@ Row = Mapping[str, Any]
 
 
 def reported_phase(entry: RankSave) -> str:
-    """Return the phase of a part's row; "" once it has ended. That it is being written is nobody else's affair."""
+    """Return the phase of a part's row: `sealed` for all phases from the seal until durable; "" once it has ended."""
     if entry.ended:
         return ""
     return DURABLE if entry.phase == DURABLE else OPEN if entry.is_open else SEALED
@@ -52,8 +52,8 @@ def part_row(save_id: str, entry: RankSave, *, recovering: bool) -> dict[str, An
 
     Args:
         save_id: ID of the save.
-        entry: The part; `entry.acknowledged` is the phase that the leader has shown.
-        recovering: A dead worker or leader may have written or committed it.
+        entry: The part.
+        recovering: A dead worker or former leader may have written or committed it.
     """
     phase = reported_phase(entry)
     row: dict[str, Any] = {
@@ -82,7 +82,7 @@ def part_row(save_id: str, entry: RankSave, *, recovering: bool) -> dict[str, An
 
 
 def begin_of(row: Row) -> Begin:
-    """Return the `begin` that a row stands for."""
+    """Return the Begin of a row."""
     return Begin(
         id=0,
         save_id=row["save_id"],
@@ -109,12 +109,12 @@ def request_of(row: Row) -> SaveRequest | None:
         return None
     request = decode_request(row["request"], _ANY_OFFSET)
     if (request.save_id, request.rank) != (row["save_id"], row["rank"]):
-        raise ValueError("a request of another save or rank")
+        raise ValueError(f"its request is of rank {request.rank} in save {request.save_id}")
     return request
 
 
 def pack_result(result: RankResult) -> dict[str, Any]:
-    """Return what a rank's files came to, as plain values. The structure, and sums that are too large, stay behind."""
+    """Return the result of a rank's write as plain values, without the structure and sums that are too large."""
     tally = result.tally
     if tally is not None and len(tally.sums) > MAX_SUMS_NBYTES:
         tally = None
@@ -122,30 +122,30 @@ def pack_result(result: RankResult) -> dict[str, Any]:
 
 
 def unpack_result(found: Row, save_id: str, rank: int) -> RankResult:
-    """Read it back.
+    """Decode the result of a rank's write.
 
     Raises:
-        ValueError, TypeError, KeyError: It is no result of this rank and save.
+        ValueError, TypeError, KeyError: It is not a valid result of this rank and save.
     """
     record = {f.name: found["record"][f.name] for f in fields(RankRecord)}
     for name, value in record.items():
         if not (check.text(value) if name in _TEXTS else check.uint(value)):
-            raise ValueError(f"{name} of a result")
+            raise ValueError(f"{name} of a result is not a valid value, but a {type(value).__name__}")
     seconds = dict(found["seconds"])
     if record["index_name"] != index_name(SaveId.parse(save_id), rank):
-        raise ValueError("the name of an index")
+        raise ValueError(f"the index of a result must be named {index_name(SaveId.parse(save_id), rank)}")
     if record["rank"] != rank or not check.uint(found["nbytes"]) or not all(map(check.seconds, seconds.values())):
         raise ValueError(f"a result of rank {record['rank']}, expected {rank}")
     tally = found["tally"]
     if tally is not None:
         tally = Tally(kinds=tally["kinds"], sums=tally["sums"])
         if type(tally.kinds) is not bytes or type(tally.sums) is not bytes:
-            raise ValueError("the tally of a result")
+            raise ValueError("kinds and sums of a tally must be bytes")
         if len(tally.kinds) != KINDS_NBYTES or len(tally.sums) % LANE_NBYTES:
             raise ValueError(f"a tally of {len(tally.kinds)} and {len(tally.sums)} bytes")
     prints = {name: found.get(name, b"") for name in _PRINTS}
     if not all(type(value) is bytes and len(value) in (0, PRINT_NBYTES) for value in prints.values()):
-        raise ValueError("the prints of a result")
+        raise ValueError(f"digests of a result must have 0 or {PRINT_NBYTES} bytes")
     return RankResult(
         record=RankRecord(**record),
         nbytes=found["nbytes"],
@@ -157,7 +157,7 @@ def unpack_result(found: Row, save_id: str, rank: int) -> RankResult:
 
 
 def pages(tables: Mapping[str, Iterable[Row]]) -> Iterator[dict[str, tuple[Row, ...]]]:
-    """Yield the rows of several tables in pages of about `PAGE_NBYTES`, each with some rows; at least one page."""
+    """Yield the rows of several tables in pages of about `PAGE_NBYTES`; at least one page, which may be empty."""
     page: dict[str, list[Row]] = {name: [] for name in tables}
     nbytes, any_yet = 0, False
     for name, rows in tables.items():
