@@ -27,7 +27,7 @@ RESUMED: Group = {
     "ring, whole": ("resumed: whole", "resumed: shard kept", "small file: replacing", "small file: replaced"),
     "committed": ("resumed: committed",),
 }
-TOLD: Group = {"worker": ("worker: telling",)}
+SENT: Group = {"worker": ("worker: sending",)}
 HANDED_OVER: Group = {
     "trainer": ("trainer: seeking a worker", "trainer: handing over"),
     "worker": ("worker: slot handed over",),
@@ -62,7 +62,7 @@ RANKS: Group = {
 }
 WORKERS: Group = {
     "two nodes": (
-        "peers: sending", "peers: heard", "peers: listening", "peers: connecting", "peers: parting",
+        "peers: sending", "peers: received", "peers: listening", "peers: connecting", "peers: disconnecting",
         "commit: others seen",
     ),
 }  # fmt: skip
@@ -72,7 +72,7 @@ LINKS: Group = {"another worker": ("ranks: linking again",)}
 """tests/fault/test_failpoints_links.py."""
 
 GROUPS: Sequence[Group] = (
-    STREAMED_BY_TRAINER, STREAMED_BY_WORKER, RESUMED, TOLD, HANDED_OVER, LOADS, RESTORES, RECALLS, DEVICES, COMPARED,
+    STREAMED_BY_TRAINER, STREAMED_BY_WORKER, RESUMED, SENT, HANDED_OVER, LOADS, RESTORES, RECALLS, DEVICES, COMPARED,
     RANKS, WORKERS, LINKS,
 )  # fmt: skip
 

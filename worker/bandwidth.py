@@ -1,4 +1,4 @@
-"""A limit on how fast the worker writes, so that others keep their share of a disk or a network."""
+"""Limits the write bandwidth of the worker, so that other processes keep their share of a disk or a network."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable
 from asyncckpt.storage.files import Files
 
 PIECES_PER_S = 10
-"""A call writes at most the bytes of a tenth of a second, so that the rate holds over any second. Chosen."""
+"""A call writes at most the bytes of 1/10 s, so that the rate holds over any second. Chosen."""
 
 ALIGNMENT = 1 << 20
-"""Alignment of pieces: direct writes must begin and end at device blocks, and few calls are cheaper than many."""
+"""Alignment of pieces, since direct writes must begin and end at device blocks; large, since calls cost time."""
 
 
 class PacedFiles(Files):
-    """Files whose writes take turns, all threads together. Reads, fsyncs and all else go on as they are.
+    """File calls whose writes are limited to a rate, over all threads. Other calls are not limited.
 
     Args:
         rate: Bytes per second, `ALIGNMENT` or more.
@@ -33,7 +33,7 @@ class PacedFiles(Files):
         self._free_at = float("-inf")
 
     def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """Write some of it, when its turn has come. Blocks for that."""
+        """Write a piece of `buffer` when the rate allows it, and return its size. Blocks until then."""
         piece = buffer[: self._piece_nbytes]
         with self._lock:
             now = self._clock()
@@ -45,5 +45,5 @@ class PacedFiles(Files):
 
 
 def files_for(rate: int) -> Files:
-    """Return the file calls for so many bytes per second; 0: no limit."""
+    """Return file calls that write `rate` bytes per second; 0: no limit."""
     return PacedFiles(rate) if rate else Files()

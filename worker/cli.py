@@ -1,7 +1,7 @@
 """The command `asyncckpt-worker`: reads options, claims the endpoint, goes into the background if asked, and serves.
 
-Exit codes: 0 ended in order, every save that was submitted has ended; 1 could not start, for instance because the
-endpoint has a worker already; 2 wrong options; 3 a drain ran out of time, or was cut short, with saves unfinished.
+Exit codes: 0: every submitted save has ended; 1: could not start, for instance because the endpoint has a worker; 2:
+wrong options; 3: a drain timed out or was stopped, with unfinished saves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.protocol.endpoint import default_endpoint
 from asyncckpt.protocol.options import ADVERTISE_VARIABLE, LOOPBACK, add_options
 from asyncckpt_worker.config import WorkerConfig
-from asyncckpt_worker.service.endpoint_lock import await_free, claim
+from asyncckpt_worker.service.endpoint_lock import claim, wait_for_endpoint
 from asyncckpt_worker.service.observers import Supervisor
 
 EXIT_OK = 0
@@ -33,10 +33,10 @@ _EXAMPLE = """\
 example:
   asyncckpt-worker --endpoint ipc:///run/user/1000/asyncckpt/job7.sock --root /checkpoints --idle-exit-s 3600
 
-Trainers find a worker without --endpoint by themselves, and one with it by ASYNCCKPT_ENDPOINT. SIGTERM drains: saves
-that were submitted are finished, then the worker exits with 0; a second SIGINT ends it at once.
+Trainers find a worker without --endpoint by themselves; set ASYNCCKPT_ENDPOINT for one with it. SIGTERM drains the
+worker: it finishes the submitted saves, then exits with 0. A second SIGINT ends it at once.
 
-On several nodes, one on each, with --advertise a name or address of that node that the others reach:
+On several nodes, start one on each, with --advertise a name or address of that node that the other nodes reach:
   srun --ntasks-per-node=1 sh -c 'asyncckpt-worker --advertise $(hostname) --port 7400'
 """
 
@@ -77,12 +77,12 @@ def _config(options: argparse.Namespace) -> WorkerConfig:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code; see the module."""
+    """Run the command and return its exit code."""
     options = _parser().parse_args(arguments)
     try:
         config = _config(options)
         if options.when_free and config.supervised:
-            return serve(config, claimed=await_free(config.endpoint, Supervisor(os.environ, os.getpid())))
+            return serve(config, claimed=wait_for_endpoint(config.endpoint, Supervisor(os.environ, os.getpid())))
         if options.detach:
             return _detached(config)
         return _kept(config) if config.while_pid and config.log_file else serve(config)
@@ -95,14 +95,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _detached(config: WorkerConfig) -> int:
-    """Fork; the child serves in its own session, the parent returns 0 at once.
+    """Fork; the child serves in its own session, and the parent exits with 0.
 
-    IMPORTANT: before zmq is imported and any thread exists: neither survives a fork.
+    IMPORTANT: must run before zmq is imported and before any thread is started: neither survives a fork.
     """
     for fd in _inherited_fds():
         with contextlib.suppress(OSError):
             os.close(fd)
-    path, lock = claim(config.endpoint)  # so that "taken" is said where the command was given
+    path, lock = claim(config.endpoint)  # before the fork, so that the command reports the error
     if os.fork():
         os._exit(EXIT_OK)
     os.setsid()
@@ -122,7 +122,7 @@ def _detached(config: WorkerConfig) -> int:
 
 
 def _kept(config: WorkerConfig) -> int:
-    """Serve in the foreground for the program that started this worker; nobody but us keeps its log small."""
+    """Serve in the foreground for the program that started this worker; the worker limits the size of its log."""
     from asyncckpt_worker.service.log import keep_tail, redirect_output
 
     assert config.log_file is not None
@@ -140,11 +140,11 @@ def serve(config: WorkerConfig, *, claimed: tuple[str, int] | None = None, own_l
 
     Args:
         config: Settings.
-        claimed: What `claim` returned, when the caller has taken the lock already.
-        own_log: The file that stderr goes to already, which nobody but the worker bounds.
+        claimed: Result of `claim`, if the caller has the lock already.
+        own_log: File to which stderr goes already, and whose size the worker limits.
 
     Raises:
-        EndpointError: The endpoint is taken or unsafe.
+        EndpointError: Another worker has the endpoint, or its directory is not safe.
         OSError: The log file cannot be opened.
     """
     from asyncckpt.memory.heap import return_large_blocks
@@ -155,10 +155,10 @@ def serve(config: WorkerConfig, *, claimed: tuple[str, int] | None = None, own_l
     if config.log_file is not None and own_log is None:
         log.redirect_output(config.log_file)
     log.configure(config.log_format, rotated=own_log)
-    return_large_blocks()  # what is large here lives for milliseconds
+    return_large_blocks()  # large blocks are used for milliseconds only
     os.umask(0)  # the modes of files and directories come from each request
     daemon = Daemon(config, claimed=claimed)
-    gc.freeze()  # what is there by now stays: a full collection would walk it while a trainer waits for its answer
+    gc.freeze()  # existing objects stay: a full collection of them would delay answers
     lower_priority()  # only now: a trainer may be waiting for the start
     interrupts = 0
 
@@ -174,7 +174,7 @@ def serve(config: WorkerConfig, *, claimed: tuple[str, int] | None = None, own_l
     sys.stdout.flush()
     sys.stderr.flush()
     if not complete:
-        # A job may hang on a wedged disk for ever; the interpreter's own exit would wait for it.
+        # A job may hang on a disk; the normal exit of the interpreter would wait for its thread.
         os._exit(EXIT_UNFINISHED)
     return EXIT_OK
 

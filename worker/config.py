@@ -26,29 +26,31 @@ from asyncckpt_worker.core.machine import CoreConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerConfig:
-    """What a worker is told at its start.
+    """Settings of a worker.
 
     Attributes:
-        endpoint: `ipc:///absolute/path`, where it listens.
+        endpoint: `ipc:///absolute/path` at which it listens.
         roots: Directories below which it may write; empty allows every absolute path.
-        idle_exit_s: It exits after this time without sessions and saves; 0 means never.
-        while_pid: While this process lives it does not exit for idleness; 0: no such process.
-        keep_snapshots_s: How long the snapshots of trainers that are gone stay in memory, to be loaded by the restarted
-            ones; 0 frees them at once.
-        drain_timeout_s: How long a drain waits for saves in flight.
+        idle_exit_s: It exits after this time without sessions and saves; 0: never.
+        while_pid: While this process runs, the worker does not exit when idle; 0: no process.
+        keep_snapshots_s: How long snapshots of trainers that have exited stay in memory, for the restarted trainers to
+            load; 0 frees them at once.
+        drain_timeout_s: How long a drain waits for submitted saves.
         staging_grace_s: How long a drain waits for saves that are still being staged. Chosen, not measured: staging
             takes seconds at most.
-        threads: Threads that write one save, unless it asks for a number; 0 takes `rank_writer.DEFAULT_THREADS`.
-        max_write_bandwidth: Bytes per second that are written, of all saves together; 0: as fast as it goes.
-        heartbeat_s: What trainers are told to send heartbeats at: a loss is noticed within a second.
-        advertise, port: Where the workers of other nodes reach this one, when it leads them; 0: any port.
-        events: It puts what happens to saves into `events.jsonl` beside the checkpoints.
-        metrics: `127.0.0.1:PORT`, where Prometheus may ask; None: nowhere.
-        supervised: `$NOTIFY_SOCKET` is meant for this process.
-        log_format, log_file: "human" or "json"; None writes to stderr.
+        threads: Threads that write one rank's files, unless its save asks for a number; 0:
+            `rank_writer.DEFAULT_THREADS`.
+        max_write_bandwidth: Maximum bytes per second that all saves together write; 0: no limit.
+        heartbeat_s: Interval at which trainers send heartbeats, so that a loss is noticed within a second.
+        advertise, port: Address and port by which workers of other nodes reach this one if it leads them; 0: any port.
+        events: Whether it writes `events.jsonl` beside the checkpoints.
+        metrics: `127.0.0.1:PORT` at which it serves metrics to Prometheus; None: no metrics.
+        supervised: Whether `$NOTIFY_SOCKET` is meant for this process.
+        log_format: "human" or "json".
+        log_file: Path of the log; None: stderr.
 
     Raises:
-        ConfigError: A value that cannot be.
+        ConfigError: A value is not valid.
     """
 
     endpoint: str
@@ -110,7 +112,7 @@ class WorkerConfig:
 
 
 def core_config(config: WorkerConfig) -> CoreConfig:
-    """Return the core's settings, with a random identity of this incarnation."""
+    """Return the settings of the core, with a new random instance ID."""
     return CoreConfig(
         package=__version__,
         pid=os.getpid(),

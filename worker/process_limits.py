@@ -1,4 +1,4 @@
-"""What a worker that a trainer started must not keep of that trainer: signal mask, cores, limit of open files."""
+"""Resets what a worker inherits from the trainer that started it: signal mask, CPU affinity, limit of open files."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import resource
 import signal
 
 MAX_CORES = 4096
-"""More than any machine has; the kernel takes those that exist and that the cpuset allows (sched_setaffinity(2))."""
+"""More than any machine has; the kernel uses those that exist and are in the cpuset (sched_setaffinity(2))."""
 
 
 def reset_inherited_limits() -> None:
-    """Undo what was inherited, as far as the system allows.
+    """Reset inherited limits, as far as the system allows.
 
-    A trainer that blocks SIGTERM would make the worker deaf to it; one that is bound to one core would make it write
-    on that core, in the trainer's way, for as long as it lives.
+    A worker of a trainer that blocks SIGTERM would not receive it; a worker of a trainer that is bound to one core would
+    compete with the training for that core.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     with contextlib.suppress(OSError):

@@ -51,7 +51,7 @@ POINTS: Mapping[str, str] = {
     "worker: slot handed over": "a slot of a dead worker is about to be opened",
     "worker: filling pages": "a slot is lent, its pages are about to be faulted in",
     "worker: request found": "the request in a slot was read, not decoded",
-    "worker: telling": "a message to a trainer is about to be sent: an answer, or the progress or end of a save",
+    "worker: sending": "a message to a trainer is about to be sent: an answer, or the progress or end of a save",
     "worker: preparing": "the job that makes the directory has begun",
     "worker: writing": "the job that writes a rank's files has begun",
     "stream: begun": "the job that writes a streamed slot, or checks what a dead worker has written of it, begins",
@@ -82,9 +82,9 @@ POINTS: Mapping[str, str] = {
     # ---- several workers
     "peers: listening": "a worker is about to listen for those of other nodes",
     "peers: connecting": "a worker is about to connect to the one that leads",
-    "peers: parting": "a worker is about to close its connection to the one that leads",
+    "peers: disconnecting": "a worker is about to close its connection to the one that leads",
     "peers: sending": "a message to another worker is about to be sent",
-    "peers: heard": "a message of another worker has come, nothing was done with it",
+    "peers: received": "a message of another worker was received, and nothing was done with it",
     # ---- the commit
     "commit: begun": "nothing of the commit is done",
     "commit: others seen": "the indexes that other nodes' workers wrote are seen from this one",

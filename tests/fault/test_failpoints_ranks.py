@@ -200,8 +200,8 @@ def test_an_error_or_a_wait_between_workers_costs_one_save_at_most(
         results = rank_processes.run(2, saves_at, places, str(tmp_path), PATIENT_S, 1, 2)
         wait_until(lambda: observer.met, point)  # the last of them comes when both ranks have ended
     is_lost = action == "raise" and point not in (
-        "peers: sending", "peers: heard",  # it is said again until it is heard
-        "peers: parting",
+        "peers: sending", "peers: received",  # it is said again until it is heard
+        "peers: disconnecting",
     )  # fmt: skip
     if is_lost:
         bad = 1 if point == "peers: connecting" else 0  # the worker beside rank 0 leads, and commits
@@ -216,12 +216,12 @@ def test_an_error_or_a_wait_between_workers_costs_one_save_at_most(
 @pytest.mark.parametrize(
     ("point", "which"),
     [
-        ("peers: heard", 1),
+        ("peers: received", 1),
         ("peers: sending", 1),
         ("peers: connecting", 1),
         ("peers: listening", 0),
         pytest.param("commit: others seen", 0, marks=pytest.mark.soak),
-        pytest.param("peers: heard", 0, marks=pytest.mark.soak),
+        pytest.param("peers: received", 0, marks=pytest.mark.soak),
         pytest.param("peers: sending", 0, marks=pytest.mark.soak),
     ],
 )
@@ -246,7 +246,16 @@ def test_a_worker_that_is_killed_when_it_parts_from_the_others_has_lost_nothing(
     places: tuple[str, str], tmp_path: pathlib.Path
 ) -> None:
     with contextlib.closing(Here(places[0])):
-        command = [sys.executable, "-m", "tests.failing_process", "worker", places[1], "kill", "1", "peers: parting"]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.failing_process",
+            "worker",
+            places[1],
+            "kill",
+            "1",
+            "peers: disconnecting",
+        ]
         with subprocess.Popen(command, env=ENVIRONMENT, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
             wait_until(lambda: os.path.exists(places[1].removeprefix("ipc://")), "it listens")
             assert rank_processes.run(2, saves_at, places, str(tmp_path), PATIENT_S, 1, 2) == [["", ""], ["", ""]]

@@ -39,7 +39,7 @@ from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.recovery import is_committed, keep_ring_files, resume_rank_files
 from asyncckpt.storage.verification import verify_checkpoint
 from tests.failing_process import ACTIONS, At, fail, kill
-from tests.failpoint_groups import HANDED_OVER, RESUMED, TOLD, cases
+from tests.failpoint_groups import HANDED_OVER, RESUMED, SENT, cases
 from tests.saving import ENVIRONMENT, ROOT
 from tests.storage_samples import SAVE_ID, RecordingFiles, Snapshot, manifest_of, shard_paths
 
@@ -260,7 +260,7 @@ def test_a_worker_that_is_killed_while_it_takes_memory_over_leaves_it_to_the_nex
 
 
 @pytest.mark.parametrize("action", [pytest.param("kill", marks=pytest.mark.soak), "sleep"])
-@pytest.mark.parametrize("point", TOLD["worker"])
+@pytest.mark.parametrize("point", SENT["worker"])
 def test_a_worker_that_is_killed_before_any_of_its_messages_costs_no_save_or_says_so(
     endpoint: str, tmp_path: pathlib.Path, point: str, action: str
 ) -> None:
@@ -289,7 +289,7 @@ def test_a_worker_that_is_killed_before_any_of_its_messages_costs_no_save_or_say
     assert visit > 3 or action == "sleep"
 
 
-@pytest.mark.parametrize("point", TOLD["worker"])
+@pytest.mark.parametrize("point", SENT["worker"])
 def test_a_message_that_cannot_be_sent_to_a_trainer_costs_one_save_at_most(
     endpoint: str, tmp_path: pathlib.Path, point: str
 ) -> None:

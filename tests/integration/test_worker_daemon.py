@@ -243,7 +243,7 @@ LOOP_STEPS = [
     ("_peers", "receive", zmq.ZMQError(errno.EMFILE)),
     ("_lanes", "results", NO_DESCRIPTOR),
     ("_liveness", "dead", NO_DESCRIPTOR),
-    ("_memory_pressure", "is_there", NO_DESCRIPTOR),
+    ("_memory_pressure", "check", NO_DESCRIPTOR),
     ("_observers", "turned", NO_THREAD),
 ]
 

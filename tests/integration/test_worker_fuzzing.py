@@ -67,7 +67,9 @@ class Bystander:
         status = self.worker.status()
         assert status["pid"] == self.worker.pid, "another worker serves"
         log = pathlib.Path(socket_path(self.worker.endpoint)).with_suffix(".log").read_text()
-        assert "internal_errors" not in status["counters"], [line for line in log.splitlines() if "our own bug" in line]
+        assert "internal_errors" not in status["counters"], [
+            line for line in log.splitlines() if "a bug in the worker" in line
+        ]
         memory, fds, threads = self.before
         assert self.anonymous() < memory + GROWTH_NBYTES
         assert self.process.num_fds() <= fds + 8 and self.process.num_threads() <= threads + 24

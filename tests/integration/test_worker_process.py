@@ -174,7 +174,7 @@ def test_json_log_has_save_and_session_on_every_line(endpoint: str, tmp_path: pa
         client.goodbye()
     lines = [json.loads(line) for line in end(process).splitlines()]
     assert all({"time", "level", "text", "save_id", "session"} <= set(line) for line in lines)
-    (committed,) = [line for line in lines if line["text"] == "committed"]
+    (committed,) = [line for line in lines if line["text"] == f"save of step 4 to {tmp_path / 'a'}: committed"]
     assert (committed["save_id"], committed["session"], committed["step"]) == (row["save_id"], client.session, 4)
 
 

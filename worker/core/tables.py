@@ -254,9 +254,23 @@ class Tables:
     def log(
         self, level: str, text: str, *, save_id: str | None = None, session: str | None = None, **rest: Any
     ) -> None:
-        """Add a Log action. `rest`: its `facts`, and its `count`."""
+        """Add a Log action, which names step and path of its save. `rest`: its `facts`, and its `count`."""
         count = rest.pop("count", None)
+        if save_id is not None:
+            text = f"{self._name_of(save_id)}: {text}"
         self.actions.append(Log(level=level, text=text, save_id=save_id, session=session, count=count, facts=rest))
+
+    def _name_of(self, save_id: str) -> str:
+        save = self.find(save_id)
+        if isinstance(save, Save) and save.ranks:
+            first = save.ranks[min(save.ranks)]
+            path, steps = first.path, [entry.step for entry in save.ranks.values() if entry.step is not None]
+            step = steps[0] if steps else None
+        elif isinstance(save, EndedSave):
+            path, step = save.path, save.step
+        else:
+            return f"save {save_id}"
+        return f"save of step {step} to {path}" if step is not None else f"save {save_id} to {path}"
 
     def send(self, peer: Peer, message: Message) -> None:
         """Send a message to a trainer."""

@@ -1,4 +1,4 @@
-"""What is performed off the control loop: jobs, slots, writing.
+"""Jobs outside the control loop: threads, slots, writing; and the sockets between nodes.
 
-Nothing here decides about a save, and nothing knows sockets of trainers.
+Nothing here decides about a save, or uses the socket for trainers.
 """

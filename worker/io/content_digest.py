@@ -1,4 +1,4 @@
-"""Digests of what a checkpoint holds, without save ID and step: the core compares them with the commit before (P8)."""
+"""Digests of a checkpoint's contents, without save ID and step: the core compares them with the last commit (P8)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncckpt_worker.core.events import Contents
 
 
 def rest_print(request: SaveRequest) -> bytes:
-    """Return the print of what a rank saves beside its shards, but for save id and step."""
+    """Return the digest of a rank's structure, objects and metadata, without save ID and step."""
     digest = xxhash.xxh3_128(request.structure)
     digest.update(_without_step(request.objects.replace(request.save_id.encode(), b""), request.step))
     digest.update(_without_step(request.metadata.encode(), request.step))
@@ -21,9 +21,9 @@ def rest_print(request: SaveRequest) -> bytes:
 
 
 def contents_of(requests: Sequence[SaveRequest], results: Sequence[RankResult]) -> Contents | None:
-    """Return the prints of a checkpoint from those of its ranks, in order.
+    """Return the digests of a checkpoint from those of its ranks, in order.
 
-    None when there is nothing to compare: no tensor, or a rank whose worker told no print.
+    None if they cannot be compared: no tensor, or a rank whose result has no digest.
     """
     known = all(result.shards_print and result.rest_print for result in results)
     if not known or not any(request.n_tensors for request in requests):
@@ -33,7 +33,7 @@ def contents_of(requests: Sequence[SaveRequest], results: Sequence[RankResult]) 
 
 
 def _without_step(text: bytes, step: int | None) -> bytes:
-    """Take every number that is the step out of JSON, also inside texts; zeros may stand before it."""
+    """Replace every number that equals the step in JSON, inside texts too, and with leading zeros."""
     if step is None:
         return text
     number = rb"(?<![0-9.])(?<![eE][+-])0*%d(?![0-9])(?!\.[0-9])(?![eE][0-9+-])" % abs(step)

@@ -1,4 +1,4 @@
-"""Proofs of coverage: what each rank stores is added up beside it, once; the sums of all of them are compared here."""
+"""Proofs of coverage: each rank's worker sums up its structure's chunks; the leader compares the sums of all ranks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from asyncckpt.memory.heap import LARGE_NBYTES, trim_heap
 from asyncckpt.protocol.request import SaveRequest
 
 MAX_PROOFS = 256
-"""Sets of tallies that are remembered as proved."""
+"""Maximum sets of tallies that are remembered as proved."""
 
 MAX_DECODED = 4096
-"""Structures that are remembered as sound, with their tallies."""
+"""Maximum structures whose tallies are remembered."""
 
 MAX_TALLIES_NBYTES = 256 << 20
-"""Limit of those tallies together: enough for 4,096 structures with 5,000 tensors each."""
+"""Maximum size of these tallies: enough for 4,096 structures with 5,000 tensors each."""
 
 MAX_DETAIL_CHARS = 2000
-"""Limit of the text of a failed proof."""
+"""Maximum length of the detail of a failed proof."""
 
 
 class Prover:
-    """Safe to call from several threads."""
+    """Proves coverage, and remembers proofs. Safe to call from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,10 +37,10 @@ class Prover:
         self._nbytes = 0
 
     def check(self, request: SaveRequest) -> Tally:
-        """Check, before a rank's files are written, that its structure is one, and add up what it stores.
+        """Check a rank's structure before its files are written, and return its tally.
 
         Raises:
-            CorruptCheckpointError, UnsupportedFormatError: It does not decode.
+            CorruptCheckpointError, UnsupportedFormatError: The structure does not decode.
         """
         seed = seed_of(SaveId.parse(request.save_id))
         key = hashlib.blake2b(request.structure, digest_size=32).digest(), request.rank, seed
@@ -48,7 +48,7 @@ class Prover:
             known = self._decoded.get(key)
         if known is not None:
             return known
-        with no_collections():  # beside a training on every core, whose steps wait for this one
+        with no_collections():  # a garbage collection would take CPU time from the training
             decode_structure(request.structure)
             tally = tally_of(request.structure, request.rank, seed)
         with self._lock:
@@ -70,12 +70,12 @@ class Prover:
         tallies: Sequence[Tally | None] | None = None,
         structures: Sequence[bytes] | None = None,
     ) -> list[tuple[str, str]]:
-        """Return the stored names that the requests' structures do not cover, and how.
+        """Return the names of tensors that are not covered exactly once, each with a description.
 
         Args:
-            requests: Of all ranks of a save, by rank.
-            tallies: What `check` has returned for each of them, here or in the worker beside the rank.
-            structures: Of all ranks, where the requests of other nodes have none.
+            requests: Requests of all ranks of a save, by rank.
+            tallies: Results of `check` for them, here or in the worker of the rank's node; None: not known.
+            structures: Structures of all ranks, if requests of other nodes have none.
 
         Raises:
             CorruptCheckpointError, UnsupportedFormatError: A structure does not decode.
@@ -105,7 +105,7 @@ class Prover:
 
 
 def coverage_error(request: SaveRequest, faults: Sequence[tuple[str, str]]) -> SaveFailedError:
-    """Return the error for structures that do not cover what they name."""
+    """Return the error of a save whose structures do not cover every tensor exactly once."""
     detail = f"tensor {faults[0][0]!r}: {faults[0][1]}"
     if len(detail) > MAX_DETAIL_CHARS:
         detail = detail[: MAX_DETAIL_CHARS - 3] + "..."
@@ -114,7 +114,7 @@ def coverage_error(request: SaveRequest, faults: Sequence[tuple[str, str]]) -> S
     return SaveFailedError(
         f"save {request.save_id} (step {request.step}) to {request.path}: the ranks together do not store every tensor "
         f"exactly once: {detail}; nothing was published; the ranks meet again in one of the "
-        "next saves; all shards of a tensor must be saved, and be described alike on all ranks",
+        "next saves; all shards of a tensor must be saved, and have the same shape and dtype on all ranks",
         code="coverage",
         path=request.path,
         detail=detail,

@@ -1,6 +1,6 @@
-"""What runs off the control loop: lanes of threads, and the jobs behind the actions of the state machine.
+"""Jobs of the state machine's actions, and the lanes (thread pools) in which they run.
 
-What touches files has lanes of its own for each file system: one that hangs holds its own threads only.
+Jobs that touch files have separate lanes for each file system, so that one that hangs blocks only its own threads.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ from asyncckpt_worker.io.slot_store import SlotStore
 from asyncckpt_worker.io.writer import Writer
 
 LANES: dict[str, int] = {"memory": 1, "populate": 1, "free": 1}
-"""Lane -> threads, of jobs that touch no files. `free` has its own: to unmap a large slot takes seconds, and reading a
-dead trainer's must not wait."""
+"""Lane -> number of threads, for jobs that touch no files. `free` has its own lane: unmapping a large slot takes
+seconds, and reading the slots of a dead trainer must not wait for it."""
 
 MOUNT_LANES: dict[str, int] = {"prepare": 4, "write": 4, "stream": 64, "commit": 4}
-"""Lane -> threads, of jobs that touch files: so many for each file system. `write`: saves that are written at the same
-time, each with the help of other threads. `stream`: those that are written while they are staged; most of the time they
-wait for their trainers, one of which may have stopped."""
+"""Lane -> number of threads for each file system, for jobs that touch files. `write`: concurrent writes of ranks'
+files, each with helper threads. `stream`: writes while the slots are filled; these threads mostly wait for their
+trainers, any of which may have stopped."""
 
 HELP = "help"
-"""The lane of each file system whose threads help those that write."""
+"""The lane of each file system for helper threads of writes."""
 
 MAX_HELPERS = 64
-"""Threads of that lane."""
+"""Maximum threads of that lane."""
 
 MAX_THREADS = 384
-"""For all file systems together; at most half are helpers. Chosen: enough for four that hang, each at its limit."""
+"""Maximum threads of all file systems; at most half are helpers. Chosen: enough if four file systems hang."""
 
 IDLE_S = 20.0
-"""How long a thread waits for its next job before it ends: less than `THREAD_WAIT_S`. Chosen, not measured."""
+"""How long a thread waits for its next job before it exits; less than `THREAD_WAIT_S`. Chosen, not measured."""
 
 THREAD_WAIT_S = 30.0
-"""How long a job waits for a first thread of its lane while other file systems hold all of them. Chosen."""
+"""How long a job waits for the first thread of its lane while other file systems hold all threads. Chosen."""
 
 JOB_WAIT_S = 1800.0
-"""How long a job waits for its turn: the default of `commit_timeout_s`. Who has waited so long has given it up."""
+"""How long a job waits for a thread: the default of `commit_timeout_s`, after which its save has failed anyway."""
 
-LOOK_EVERY_S = 1.0
+CHECK_INTERVAL_S = 1.0
 MAX_NAMED = 4
 MAX_HOPS = 8
-"""Links from one file system to another that are followed before a job runs where it is."""
+"""Maximum number of times that a job moves to another file system's lane, because of symbolic links."""
 
 FREE_TIMEOUT_S = 10.0
-"""How long a slot that is being freed may still be populated. Chosen: far above one piece of POPULATE_NBYTES."""
+"""How long a freed slot may still be populated. Chosen: far above the time for POPULATE_NBYTES."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -74,17 +74,19 @@ Work = Callable[[Executor], "Event | None"]
 
 
 class NoThreadError(Exception):
-    """A job has waited too long for a thread; the text says which file systems hold them."""
+    """A job has waited too long for a thread; the text names the file systems that hold the threads."""
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """Something to be done off the control loop.
+    """A job outside the control loop.
 
     Attributes:
-        work: Is called in a thread with what runs its helpers; what it returns, if anything, becomes a result.
-        refused: Makes the result in its place, where it is not run, or raises.
-        path: What it touches; "" for nothing on disk.
+        work: Called in a thread, with an executor for helper threads; returns the result, or None.
+        refused: Returns the result if the job cannot run, or its `work` raises.
+        path: Path that it touches; "" for none.
+        since: When it was first added to a lane.
+        hops: How often it has moved to the lane of another file system.
     """
 
     work: Work
@@ -96,7 +98,7 @@ class Job:
 
 @dataclass(eq=False, slots=True)
 class _Lane:
-    """Jobs that share their threads: all of one kind, of one file system."""
+    """The jobs of one kind and one file system, and the number of their threads."""
 
     name: str
     device: str
@@ -109,15 +111,15 @@ class _Lane:
 
 
 class Lanes:
-    """Runs jobs in daemon threads, which a wedged disk may hold for ever without keeping the process from its exit.
+    """Runs jobs in daemon threads, so that the process can exit while a thread hangs on a disk.
 
-    Threads are started when they are needed, and end when they are not: as many as there are, jobs of other file
-    systems find theirs.
+    Threads start when they are needed and exit when they are idle, so that the limit leaves room for other file
+    systems.
 
     Args:
-        write_threads: Threads that write one save.
-        mounts: Tells which file system a path is on.
-        max_threads: Of all file systems together.
+        write_threads: Threads that write one rank's files.
+        mounts: Finds the file system of a path.
+        max_threads: Maximum threads of all file systems.
 
     Attributes:
         fd: An eventfd, readable while results wait.
@@ -136,20 +138,20 @@ class Lanes:
         self._threads: set[threading.Thread] = set()
         self._n_helpers = self._n_others = 0
         self._lock = threading.Lock()
-        self._fd_lock = threading.RLock()  # reentrant: a signal's handler may interrupt its own thread in `wake`
-        self._looked_at = time.monotonic()
+        self._fd_lock = threading.RLock()  # reentrant: a signal handler may interrupt `wake` in the same thread
+        self._checked_at = time.monotonic()
         self._closed = False
 
     def submit(self, name: str, job: Job) -> None:
-        """Run `job` in lane `name`: of the file system that its path is on, if it has one. Does not wait.
+        """Run `job` in lane `name`, of the file system of its path if it has one. Does not wait.
 
         Raises:
-            RuntimeError: The lane has no thread, and the system gives none.
+            RuntimeError: The lane has no thread, and the system cannot start one.
         """
         self._add(name, self._mounts.device_of(job.path) if job.path else "", job)
 
     def help(self, device: str, job: Job) -> None:
-        """Run `job` in the lane of helpers of `device`, as soon as there is a thread. Does not wait."""
+        """Run `job` in the helper lane of `device`, as soon as a thread is available. Does not wait."""
         self._add(HELP, device, job)
 
     def _add(self, name: str, device: str, job: Job) -> None:
@@ -162,17 +164,17 @@ class Lanes:
             lane.jobs.append(job)
             try:
                 self._staff(lane)
-            except RuntimeError:  # no thread to be had: those that the lane has do the job
+            except RuntimeError:  # the system gives no thread: the existing threads of the lane do the job
                 if lane.threads == 0 and name != HELP:
                     lane.jobs.remove(job)
                     raise
             lane.ready.notify()
 
     def _staff(self, lane: _Lane) -> None:
-        """Start a thread if a job waits that none is free for, and one more is allowed.
+        """Start a thread if there are more jobs than idle threads, and the limits allow one more.
 
         Raises:
-            RuntimeError: The system gives none.
+            RuntimeError: The system cannot start a thread.
         """
         if lane.idle >= len(lane.jobs) or lane.threads >= lane.limit or not self._may_start(lane):
             return
@@ -200,19 +202,19 @@ class Lanes:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the control loop; nothing after `close`. Safe in a signal handler."""
+        """Wake the control loop; no effect after `close`. Safe in a signal handler."""
         with self._fd_lock, contextlib.suppress(BlockingIOError):
             if self.fd >= 0:
                 os.eventfd_write(self.fd, 1)
 
     def results(self) -> list[Event]:
-        """Return the results that are there, those of jobs that have waited too long included."""
+        """Return the available results, including those of jobs that have waited too long."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
         found = []
         now = time.monotonic()
-        if now - self._looked_at >= LOOK_EVERY_S:
-            self._looked_at = now
+        if now - self._checked_at >= CHECK_INTERVAL_S:
+            self._checked_at = now
             found += self._refusals(now)
         with contextlib.suppress(queue.Empty):
             while True:
@@ -220,11 +222,11 @@ class Lanes:
         return found
 
     def _refusals(self, now: float) -> list[Event]:
-        """Take the jobs that have waited too long, and return what becomes of them."""
+        """Remove the jobs that have waited too long, and return their results."""
         late: list[tuple[Job, str]] = []
         with self._lock:
             for lane in self._lanes.values():
-                with contextlib.suppress(RuntimeError):  # no thread to be had: the next look tries again
+                with contextlib.suppress(RuntimeError):  # the system gives no thread: the next check tries again
                     self._staff(lane)
                 wait_s = JOB_WAIT_S if lane.threads else THREAD_WAIT_S
                 while lane.device and lane.jobs and now - lane.jobs[0].since > wait_s:
@@ -234,13 +236,13 @@ class Lanes:
         return [event for event in events if event is not None]
 
     def _holders(self, lane: _Lane) -> str:
-        """Say which file systems hold the threads that a job of `lane` waits for."""
+        """Return a text with the file systems that hold the threads for which a job of `lane` waits."""
         holding = [lane] if lane.threads else [other for other in self._lanes.values() if other.device]
         counts = Counter[str]()
         for other in holding:
             counts[self._mounts.name_of(other.device)] += other.threads - other.idle
         listed = ", ".join(f"{name} ({n})" for name, n in counts.most_common(MAX_NAMED))
-        return f"no thread was free for it; file systems that do not answer, and threads that wait for them: {listed}"
+        return f"no thread was free for it; threads are waiting for these file systems (number of threads): {listed}"
 
     # ---- in the threads
 
@@ -252,7 +254,7 @@ class Lanes:
                 self.post(result)
 
     def _next(self, lane: _Lane) -> Job | None:
-        """Wait for a job. None: this thread is needed no more, and is counted no more."""
+        """Wait for a job; None: the thread must exit, and is no longer counted."""
         with self._lock:
             lane.idle += 1
             until = time.monotonic() + IDLE_S
@@ -267,16 +269,16 @@ class Lanes:
 
     def _result(self, lane: _Lane, job: Job) -> Event | None:
         try:
-            if job.path and self._moved_on(lane, job):
+            if job.path and self._redirected(lane, job):
                 return None
             return job.work(lane.helpers)
         except BaseException as error:
-            _logger.exception("a job of lane %s raised: our own bug", lane.name)
+            _logger.exception("a job of lane %s raised: a bug in the worker", lane.name)
             return _refused(job, error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
-    def _moved_on(self, lane: _Lane, job: Job) -> bool:
-        """Whether the job's path leads to another file system, whose lane has it now."""
-        path, device = self._mounts.followed(job.path)
+    def _redirected(self, lane: _Lane, job: Job) -> bool:
+        """Move the job to another file system's lane if links in its path lead there; return whether it was moved."""
+        path, device = self._mounts.resolve(job.path)
         if device == lane.device or job.hops >= MAX_HOPS:
             return False
         job.path, job.hops = path, job.hops + 1
@@ -284,12 +286,12 @@ class Lanes:
         return True
 
     def close(self, timeout_s: float) -> bool:
-        """End the threads; later calls do nothing.
+        """End the threads. Idempotent.
 
-        Blocks until they have ended, at most `timeout_s`.
+        Blocks: until they have ended, at most `timeout_s`.
 
         Returns:
-            Whether all have: False when a job hangs.
+            Whether all threads have ended; False if a job hangs.
         """
         with self._lock:
             if self._closed:
@@ -310,16 +312,16 @@ class Lanes:
 
 
 def _refused(job: Job, error: Exception) -> Event | None:
-    """Return what becomes of a job that is not run. IMPORTANT: nothing is raised: that would cost its lane a thread."""
+    """Return the result of a job that cannot run. IMPORTANT: must not raise: a thread of the lane would end."""
     try:
         return job.refused(error)
     except BaseException:
-        _logger.exception("a job that was not run is not answered either: our own bug")
+        _logger.exception("a job that cannot run has no result: a bug in the worker")
         return None
 
 
 class _Helpers(Executor):
-    """Runs functions in the lane `HELP` of one file system. What waits there too long is cancelled."""
+    """Runs functions in the helper lane of one file system. A function that waits too long is cancelled."""
 
     def __init__(self, lanes: Lanes, device: str) -> None:
         self._lanes, self._device = lanes, device
@@ -347,10 +349,10 @@ class JobRunner:
     """Turns actions into jobs.
 
     Args:
-        lanes: Run them.
-        slots: Where the snapshots lie.
-        writer: Touches storage.
-        count: Takes the name of a counter and what to add to it.
+        lanes: Run the jobs.
+        slots: Slots of this worker.
+        writer: Jobs that touch storage.
+        count: Adds a number to the named counter.
     """
 
     def __init__(self, lanes: Lanes, slots: SlotStore, writer: Writer, count: Callable[[str, int], None]) -> None:
@@ -358,10 +360,10 @@ class JobRunner:
         self._prover = Prover()
 
     def submit(self, action: ac.Action) -> None:
-        """Hand the action's job to its lane.
+        """Submit the action's job to its lane.
 
         Raises:
-            RuntimeError: There is no thread for it.
+            RuntimeError: The system cannot start a thread for it.
         """
         match action:
             case ac.ReadSlot():
@@ -384,16 +386,16 @@ class JobRunner:
             case ac.ScanLineage():
                 self._run("prepare", action, lambda _: self._lineage(action), action.path)
             case _:
-                raise AssertionError(f"no performer for {action}")
+                raise AssertionError(f"no job for {action}")
 
     def _run(self, lane: str, action: ac.Action, work: Work, path: str = "") -> None:
-        self._lanes.submit(lane, Job(work, lambda error: gave_up(action, error), path))
+        self._lanes.submit(lane, Job(work, lambda error: failed_result(action, error), path))
 
     def populate(self, number: int) -> None:
         """Fault in the pages of a new slot.
 
         Raises:
-            RuntimeError: There is no thread for it.
+            RuntimeError: The system cannot start a thread for it.
         """
         self._lanes.submit("populate", Job(lambda _: self._populate(number)))
 
@@ -409,7 +411,7 @@ class JobRunner:
             request = decode_request(data, memory.nbytes - PAGE_NBYTES)
         except Exception as error:
             return ev.SlotRead(now=time.monotonic(), slot=number, reason=str(error), opened=opened)
-        opened = opened and streamed  # a seal may have come between the two
+        opened = opened and streamed  # the seal may have come between the two reads
         now = time.monotonic()
         return ev.SlotRead(
             now=now, slot=number, generation=generation, request=request, opened=opened, streamed=streamed
@@ -430,14 +432,14 @@ class JobRunner:
         if error is not None:
             _logger.error("slot %d was not freed: %r", number, error)
         else:
-            self._slots.wait_freed(number, FREE_TIMEOUT_S)  # populating may have been under way, and closes it
+            self._slots.wait_freed(number, FREE_TIMEOUT_S)  # a populate job may still use the slot, and then closes it
         return ev.SlotFreed(now=time.monotonic(), slot=number)
 
     def _populate(self, number: int) -> None:
         try:
             reach("worker: filling pages")
             self._slots.populate(number)
-        except OSError as error:  # the trainer's own first touch then pays, or fails, for the pages
+        except OSError as error:  # the trainer's first write then faults in the pages, or fails
             _logger.warning("cannot fault in the pages of slot %d: %s", number, error)
 
     def _prepare(self, action: ac.Prepare) -> ev.Prepared:
@@ -454,13 +456,13 @@ class JobRunner:
         try:
             tally = self._prover.check(action.request)
             written, kept = self._writer.write(action, pool, self._prover.check)
-            # IMPORTANT: of the structure that was sealed, which is another one than was streamed where that was open.
+            # IMPORTANT: the tally must be that of the sealed structure, which may differ from the streamed one.
             result = written if written.tally is not None else replace(written, tally=tally)
         except BaseException as error:
             return ev.Written(now=time.monotonic(), key=action.key, error=to_wire(error))
         report: dict[str, Any] = {f"seconds_{name}": value for name, value in result.seconds.items()}
         report |= {
-            "seconds_write": time.perf_counter() - begun,  # all of it, not only the shards
+            "seconds_write": time.perf_counter() - begun,  # the whole write, not only the shards
             "nbytes": result.nbytes,
             "direct": result.direct,
         }
@@ -501,11 +503,11 @@ def _scanned(action: ac.ScanLineage, **found: Any) -> ev.LineageScanned:
     return ev.LineageScanned(now=time.monotonic(), run=action.run, path=action.path, **found)
 
 
-def gave_up(action: ac.Action, error: Exception) -> ev.Event | None:
-    """Return what the core hears of a job that could not be begun: nobody else would ever answer for it."""
+def failed_result(action: ac.Action, error: Exception) -> ev.Event | None:
+    """Return the result of an action whose job could not run, so that the core does not wait for it forever."""
     text, code = f"the worker failed: {error!r}", "internal"
     if isinstance(error, NoThreadError):
-        text, code = f"{error}; nothing was published; look at these file systems, or save to another one", "no_thread"
+        text, code = f"{error}; nothing was published; check these file systems, or save to another one", "no_thread"
     now, wire = time.monotonic(), to_wire(SaveFailedError(text, code=code, detail=str(error)))
     match action:
         case ac.ReadSlot():

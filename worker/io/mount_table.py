@@ -1,4 +1,4 @@
-"""Which file system a path lies on, found without asking the file system itself: one that hangs answers nobody."""
+"""Finds the file system of a path without a call to that file system, which may hang."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from asyncckpt.basics.urls import is_object_url, location_of
 MOUNTINFO = "/proc/self/mountinfo"
 
 UNKNOWN = "?"
-"""The device of all paths where there is no table: they share their lanes."""
+"""The device of all paths if there is no mount table: they share lanes."""
 
 MAX_AGE_S = 1.0
-"""How old the table may be. A mount that is missed meanwhile only costs that jobs wait for each other. Chosen."""
+"""Maximum age of the table. If a new mount is missed, jobs only share a lane. Chosen."""
 
 MAX_LINKS = 40
-"""As many as the kernel follows (path_resolution(7))."""
+"""Maximum number of links, as in the kernel (path_resolution(7))."""
 
 
 class MountTable:
     """The mounts of this process's namespace. Safe to call from several threads.
 
     Args:
-        mountinfo: The file to read, as proc_pid_mountinfo(5) describes it.
+        mountinfo: Path of a file in the format of proc_pid_mountinfo(5).
     """
 
     def __init__(self, mountinfo: str = MOUNTINFO) -> None:
@@ -35,9 +35,9 @@ class MountTable:
         self._read_at = float("-inf")
 
     def device_of(self, path: str) -> str:
-        """Return the device number of the mount that `path` names a place on, links not followed; of a URL: the bucket.
+        """Return the device number of the mount of `path`, without following links; for a URL: the bucket.
 
-        Does not wait.
+        Does not block.
         """
         if is_object_url(path):
             return location_of(path).root
@@ -45,16 +45,16 @@ class MountTable:
         return devices.get(_mount_point(os.path.normpath(path), devices), UNKNOWN)
 
     def name_of(self, device: str) -> str:
-        """Return a directory at which `device` is mounted; the number itself where it is not any more."""
+        """Return a directory at which `device` is mounted; the number itself if there is none."""
         return min((point for point, found in self._mounts().items() if found == device), default=device)
 
-    def followed(self, path: str) -> tuple[str, str]:
-        """Return `path` with its links replaced by what they name, up to the first one that leads to another device.
+    def resolve(self, path: str) -> tuple[str, str]:
+        """Resolve the links of `path`, up to the first one that leads to another device.
 
         Returns:
-            The path, and the device that it is on.
+            The path, and its device.
 
-        Blocks: as long as the file system of `path`, and no other, does not answer.
+        Blocks: if the file system of `path` hangs; other file systems are not accessed.
         """
         if is_object_url(path):
             return path, location_of(path).root
@@ -63,7 +63,7 @@ class MountTable:
         point = _mount_point(path, devices)
         device = devices.get(point, UNKNOWN)
         for _ in range(MAX_LINKS):
-            after = _followed_once(path, point)
+            after = _resolve_once(path, point)
             if after is None:
                 break
             path, point = after, _mount_point(after, devices)
@@ -80,20 +80,22 @@ class MountTable:
                     rows = [line.split(" ", 5) for line in file]
             except OSError:
                 return self._devices
-            self._devices = {_unescaped(row[4]): row[2] for row in rows if len(row) > 5}  # a later mount covers
+            self._devices = {
+                _unescaped(row[4]): row[2] for row in rows if len(row) > 5
+            }  # a later mount hides an earlier one
         return self._devices
 
 
-def _followed_once(path: str, point: str) -> str | None:
-    """Return `path` with its first link below the mount point `point` replaced; None: there is none."""
-    # IMPORTANT: begins below the mount point. What lies above is not looked at: it may be on a device that hangs.
+def _resolve_once(path: str, point: str) -> str | None:
+    """Return `path` with its first link below the mount point `point` resolved; None if there is none."""
+    # IMPORTANT: starts below the mount point. The part above it may be on a device that hangs.
     at, names = point.rstrip("/"), path[len(point) :].strip("/").split("/")
     for n, name in enumerate(names, 1):
         parent, at = at, f"{at}/{name}"
         try:
             target = os.readlink(at)
         except OSError as error:
-            if error.errno == errno.EINVAL:  # no link
+            if error.errno == errno.EINVAL:  # not a link
                 continue
             return None  # the caller gets the same error when it uses the path
         return os.path.normpath(os.path.join(parent or "/", target, *names[n:]))
@@ -101,7 +103,7 @@ def _followed_once(path: str, point: str) -> str | None:
 
 
 def _mount_point(path: str, devices: Mapping[str, str]) -> str:
-    """Return the longest beginning of `path`, which is normalized, at which something is mounted; it has no links."""
+    """Return the longest prefix of the normalized `path` that is a mount point."""
     while path not in devices and len(path) > 1:
         path = path[: path.rfind("/")] or "/"
     return path

@@ -1,7 +1,7 @@
-"""The sockets between the workers of several nodes: one ROUTER for those that follow, a DEALER for each run followed.
+"""The sockets between the workers of several nodes: a ROUTER for followers, and a DEALER for each followed run.
 
-Nothing is made before it is needed. CURVE encrypts and authenticates; who may come in is asked by ZAP (ZeroMQ RFC 27),
-which names the run that a client's key belongs to, so that nobody speaks for another run.
+Sockets are created when they are needed. CURVE encrypts and authenticates. The ZAP handler (ZeroMQ RFC 27) maps a
+client's key to its run, so that a client can send messages for that run only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncckpt.protocol.node_tables import MAX_NODE_FRAME_NBYTES, NODE_MESSAGES
 from asyncckpt_worker.core.actions import Connection
 
 HIGH_WATER_MARK = 64
-"""Messages that wait per peer and direction: 32 MiB of pages. Chosen, not measured."""
+"""Maximum queued messages per peer and direction: 32 MiB of pages. Chosen, not measured."""
 
 BATCH = 64
 CLOSE_LINGER_MS = 500
@@ -38,9 +38,9 @@ _OPTIONS: dict[int, int] = {
     zmq.RECONNECT_IVL: 100,
     zmq.RECONNECT_IVL_MAX: 2000,
     zmq.CONNECT_TIMEOUT: 5000,
-    zmq.HEARTBEAT_IVL: 2000,  # reconnects when the other side has disappeared without closing
+    zmq.HEARTBEAT_IVL: 2000,  # reconnect if the other side has disappeared without closing
     zmq.HEARTBEAT_TIMEOUT: 10_000,
-    zmq.HANDSHAKE_IVL: 10_000,  # a peer that proves no key in this time is disconnected
+    zmq.HANDSHAKE_IVL: 10_000,  # disconnect a peer that has not authenticated by then
     zmq.IMMEDIATE: 1,
 }
 
@@ -50,7 +50,7 @@ class NodeSockets:
 
     Args:
         advertise: Name or address of this node by which followers reach it.
-        port: Where to listen; 0: any.
+        port: Port to listen at; 0: any.
         run_of: Returns the run that a client's public key belongs to, or None.
         count: Called with the name of a counter.
     """
@@ -70,22 +70,22 @@ class NodeSockets:
         """Listen for followers.
 
         Args:
-            port: 0 takes the configured one.
-            secret: Secret key to use, in Z85; "" makes a key pair.
+            port: 0 is the configured one.
+            secret: Secret key to use, in Z85; "" creates a key pair.
 
         Returns:
             Address, public key and secret key.
 
         Raises:
-            EndpointError: The port is taken, or there is no such address here.
+            EndpointError: The port is in use, or this machine does not have the address.
         """
         public_key, secret_key = _key_pair(secret)
         if self._zap is None:
-            # IMPORTANT: before the socket is bound: without a handler libzmq admits any client that has the server key.
-            self._zap = self._made(zmq.REP)
+            # IMPORTANT: before the ROUTER is bound: without a handler, libzmq admits any client with the server key.
+            self._zap = self._new_socket(zmq.REP)
             self._zap.bind(ZAP_ENDPOINT)
         host = _bracketed(self._advertise)
-        router = self._made(zmq.ROUTER)
+        router = self._new_socket(zmq.ROUTER)
         try:
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
@@ -106,13 +106,13 @@ class NodeSockets:
         return f"tcp://{host}:{number}", public_key.decode(), secret_key.decode()
 
     def connect(self, connection: Connection) -> None:
-        """Connect to the worker that leads a run. Does not wait: libzmq goes on trying.
+        """Connect to the worker that leads a run. Does not wait: libzmq retries.
 
         Raises:
-            WorkerUnavailableError: The address or a key makes no sense.
+            WorkerUnavailableError: The address or a key is not valid.
         """
         self.disconnect(connection.run)
-        dealer = self._made(zmq.DEALER, connection.address)
+        dealer = self._new_socket(zmq.DEALER, connection.address)
         try:
             dealer.setsockopt(zmq.CURVE_SERVERKEY, connection.server_public.encode())
             dealer.setsockopt(zmq.CURVE_PUBLICKEY, connection.client_public.encode())
@@ -128,15 +128,15 @@ class NodeSockets:
         self._dealers[connection.run] = dealer
 
     def disconnect(self, run: str) -> None:
-        """End the connection of a run, if there is one."""
+        """Close the connection of a run, if there is one."""
         dealer = self._dealers.pop(run, None)
         if dealer is not None:
             try:
-                reach("peers: parting")
+                reach("peers: disconnecting")
             finally:
                 dealer.close(CLOSE_LINGER_MS)
 
-    def _made(self, kind: int, address: str = "") -> zmq.Socket[bytes]:
+    def _new_socket(self, kind: int, address: str = "") -> zmq.Socket[bytes]:
         if self._context is None:
             self._context = zmq.Context()
         socket = self._context.socket(kind)
@@ -149,12 +149,12 @@ class NodeSockets:
     # ---- messages ---------------------------------------------------------------------------------------------------
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """Return what to poll."""
+        """Return the sockets to poll."""
         return [s for s in (self._zap, self._router, *self._dealers.values()) if s is not None]
 
     def receive(self) -> Iterator[tuple[str, bytes, Message]]:
-        """Yield run, route (b"": from the run's leader) and message; at most `BATCH` of each socket."""
-        self._admit()
+        """Yield run, route (b"": the run's leader) and message; at most `BATCH` from each socket."""
+        self._authenticate()
         if self._router is not None:
             for frames in self._frames(self._router):
                 message = self._decoded(frames[1:])
@@ -171,14 +171,14 @@ class NodeSockets:
         for _ in range(BATCH):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                reach("peers: heard")
+                reach("peers: received")
             except (zmq.ZMQError, OSError):
                 return
             self._count("relays_received")
             yield frames
 
     def _decoded(self, frames: Sequence[Any]) -> Message | None:
-        """Return what another worker says; what makes no sense is dropped, since everything is repeated."""
+        """Return the message; None if it does not decode. It is dropped, since all messages are repeated."""
         try:
             return decode([f.bytes for f in frames[:MAX_FRAMES]], NODE_MESSAGES, MAX_NODE_FRAME_NBYTES)
         except AsyncCkptError:
@@ -186,7 +186,7 @@ class NodeSockets:
             return None
 
     def send(self, run: str, route: bytes, message: Message) -> None:
-        """Send without waiting; a receiver that is gone or does not read loses the message."""
+        """Send a message without waiting. If the receiver is disconnected or does not read, the message is lost."""
         socket = self._router if route else self._dealers.get(run)
         frames = encode(message, MAX_NODE_FRAME_NBYTES)
         try:
@@ -196,8 +196,8 @@ class NodeSockets:
         except (zmq.ZMQError, OSError):
             self._count("relays_lost")
 
-    def _admit(self) -> None:
-        """Answer libzmq, which asks who may come in."""
+    def _authenticate(self) -> None:
+        """Answer the authentication requests of libzmq."""
         while self._zap is not None and self._zap.poll(0):
             frames = self._zap.recv_multipart()[:MAX_ZAP_FRAMES]
             version, request = [*frames, b"", b""][:2]
@@ -210,7 +210,7 @@ class NodeSockets:
                 self._zap.send_multipart([version, request, b"200", b"OK", run.encode(), b""])
 
     def close(self) -> None:
-        """Close everything. Later calls do nothing.
+        """Close everything. Idempotent.
 
         Blocks: for peers that do not read, at most `CLOSE_LINGER_MS`.
         """
@@ -234,7 +234,7 @@ def _bracketed(host: str) -> str:
 
 
 def _interface(advertise: str) -> str:
-    """Return where to bind: an address is one of this node's; behind a name may be any, as its nodes see it."""
+    """Return the interface to bind: the advertised address; all interfaces for a name, which may be any of them."""
     with contextlib.suppress(ValueError):
         return _bracketed(str(ipaddress.ip_address(advertise)))
     return "127.0.0.1" if advertise == "localhost" else "*"

@@ -1,4 +1,4 @@
-"""Ranks of other nodes, as their files are seen from this one: is the directory shared, and what do the indexes say?"""
+"""Reads files of ranks of other nodes: checks that the directory is shared, and reads their indexes."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from asyncckpt.format.manifest import RankRecord
 from asyncckpt.storage.contents import read_named_file
 from asyncckpt.storage.files import Files
 
-PATIENCE_S = 3.0
-"""How long a name may take to be seen here. Chosen: listing a directory makes NFS look again (nfs(5), "Directory entry
-caching"); what is not shared never comes."""
+VISIBLE_WITHIN_S = 3.0
+"""How long a new name may take to be visible here. Chosen: listing a directory makes NFS revalidate it (nfs(5),
+"Directory entry caching")."""
 
 POLL_S = 0.1
 SHOWN = 8
 
 
-def await_shared(path: str, records: Sequence[RankRecord], files: Files) -> None:
-    """Wait until the indexes of these ranks are in the directory, as this node sees it.
+def wait_until_visible(path: str, records: Sequence[RankRecord], files: Files) -> None:
+    """Wait until the indexes of these ranks are visible in the directory on this node.
 
-    Blocks: at most `PATIENCE_S`.
+    Blocks: at most `VISIBLE_WITHIN_S`.
 
     Raises:
-        SaveFailedError: They are not: code `not_shared`.
+        SaveFailedError: They are not visible in time; code `not_shared`.
         OSError: The directory cannot be read.
     """
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + VISIBLE_WITHIN_S
     while True:
         names = set(files.listdir(path))
         missing = [record for record in records if record.index_name not in names]
@@ -42,10 +42,10 @@ def await_shared(path: str, records: Sequence[RankRecord], files: Files) -> None
 
 
 def index_at(path: str, record: RankRecord, files: Files) -> RankIndex:
-    """Return the index of a rank, as it lies in the directory.
+    """Read the index of a rank.
 
     Raises:
-        CorruptCheckpointError: It is missing, or not what was written.
+        CorruptCheckpointError: It is missing, or differs from what was written.
         OSError: It cannot be read.
     """
     data = read_named_file(
@@ -60,10 +60,10 @@ def index_at(path: str, record: RankRecord, files: Files) -> RankIndex:
 
 
 class Structures(Sequence[bytes]):
-    """The structures of all ranks of a save, by rank; those of other nodes are read from their indexes when asked for.
+    """The structures of all ranks of a save, by rank; those of other nodes are read from their indexes on access.
 
     Args:
-        own: Of every rank; b"" of those of other nodes.
+        own: Structure of every rank; b"" for ranks of other nodes.
         read: Returns the structure of a rank of another node.
     """
 
@@ -80,7 +80,7 @@ class Structures(Sequence[bytes]):
 
 
 def dcp_part_at(path: str, record: RankRecord, files: Files) -> tuple[bytes, bytes]:
-    """Return structure and table of items (`RankResult.dcp`) of a rank in layout "dcp", as its files say.
+    """Read structure and table of items (`RankResult.dcp`) of a rank in layout "dcp" from its files.
 
     Raises:
         CorruptCheckpointError, OSError: As `index_at`.
@@ -96,8 +96,8 @@ def dcp_part_at(path: str, record: RankRecord, files: Files) -> tuple[bytes, byt
 def _not_shared(path: str, missing: Sequence[RankRecord]) -> SaveFailedError:
     ranks = [record.rank for record in missing]
     detail = (
-        f"ranks {ranks[:SHOWN]} were written by the workers of other nodes, but {missing[0].index_name} is not in the "
-        "directory as the node of rank 0 sees it: it is not shared between the nodes, or mounted elsewhere"
+        f"ranks {ranks[:SHOWN]} were written by the workers of other nodes, but {missing[0].index_name} is not "
+        "visible on the node of rank 0: the directory is not shared between the nodes, or is another one there"
     )
     return SaveFailedError(
         f"cannot commit {path}: {detail}; nothing was published; save to a directory that all nodes share",

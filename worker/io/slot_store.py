@@ -1,4 +1,4 @@
-"""The worker's slots in memory: made, filled with pages ahead of use, lent to jobs, closed by their last user."""
+"""The memory of the worker's slots: created or adopted, populated, used by jobs, and closed after the last use."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import SlotError
 
 POPULATE_NBYTES = 32 << 20
-"""Pages are faulted in by this many bytes at a time, so that a freed slot is let go within milliseconds."""
+"""Bytes that are populated at a time, so that a freed slot is closed within milliseconds."""
 
 
 class _Held:
     def __init__(self, memory: SlotMemory) -> None:
         self.memory = memory
         self.users = 0
-        self.doomed = False
+        self.freeing = False
         self.cut_off = -1
 
 
 class SlotStore:
     """Slots by number. Safe to call from several threads.
 
-    IMPORTANT: a slot is unmapped only when nobody is inside `use`: a write or a population of unmapped pages would end
-    the worker, and every trainer's snapshots with it.
+    IMPORTANT: a slot is unmapped only when no job is inside `use`: access to unmapped pages would crash the worker, and
+    lose the snapshots of all trainers.
     """
 
     def __init__(self) -> None:
@@ -35,19 +35,19 @@ class SlotStore:
         self._held: dict[int, _Held] = {}
 
     def create(self, number: int, nbytes: int) -> SlotMemory:
-        """Make slot `number`.
+        """Create slot `number`.
 
         Raises:
-            SlotError: An impossible size.
-            OSError: The kernel refused.
+            SlotError: The size is not valid.
+            OSError: A system call failed.
         """
         return self._hold(number, SlotMemory.create(nbytes))
 
     def adopt(self, number: int, nbytes: int, pid: int, fd: int, token: bytes) -> SlotMemory:
-        """Open what is slot `number` from now on, and lies with another process.
+        """Open the memory of another process as slot `number`.
 
         Raises:
-            SlotError: It is not the slot that was promised.
+            SlotError: Size or token are not those of the slot.
             OSError: It cannot be opened.
         """
         return self._hold(number, SlotMemory.attach(pid, fd, nbytes, token))
@@ -60,15 +60,15 @@ class SlotStore:
 
     @contextlib.contextmanager
     def use(self, number: int) -> Iterator[SlotMemory]:
-        """Keep slot `number` mapped for the time of a `with` block.
+        """Keep slot `number` mapped in a `with` block.
 
         Raises:
-            SlotError: It is not there, or is being freed.
+            SlotError: The slot does not exist, or is being freed.
         """
         with self._lock:
             held = self._held.get(number)
-            if held is None or held.doomed:
-                raise SlotError(f"slot {number} is gone")
+            if held is None or held.freeing:
+                raise SlotError(f"slot {number} does not exist or is being freed")
             held.users += 1
         try:
             yield held.memory
@@ -76,11 +76,11 @@ class SlotStore:
             self._leave(number, held)
 
     def staged_nbytes(self, number: int, generation: int) -> int:
-        """Return how much of `generation` its trainer has copied into slot `number`; 0 also where that is not known."""
-        # IMPORTANT: under the lock, not by `use`: the control loop asks, and must not be the last one to leave a slot.
+        """Return how many bytes of `generation` the trainer has copied into slot `number`; 0 if that is not known."""
+        # IMPORTANT: under the lock, not in `use`: the control loop must not be the last user, which closes the slot.
         with self._lock:
             held = self._held.get(number)
-            return 0 if held is None or held.doomed else held.memory.control.staged_nbytes(generation)
+            return 0 if held is None or held.freeing else held.memory.control.staged_nbytes(generation)
 
     def cut_off(self, number: int, generation: int) -> None:
         """Tell jobs that wait for `generation` to be filled to stop: they poll `is_cut_off`. Does not wait."""
@@ -96,15 +96,15 @@ class SlotStore:
             return held is None or held.cut_off >= generation
 
     def free(self, number: int) -> None:
-        """Close slot `number` now, or when its last user leaves; one that is not there is left alone.
+        """Close slot `number` now, or after its last use. Idempotent.
 
         Blocks: for the kernel to take the pages back, about 0.2 s per GiB.
         """
         with self._lock:
             held = self._held.get(number)
-            if held is None or held.doomed:
+            if held is None or held.freeing:
                 return
-            held.doomed = True
+            held.freeing = True
             last = held.users == 0
         if last:
             self._close(number, held)
@@ -112,7 +112,7 @@ class SlotStore:
     def _leave(self, number: int, held: _Held) -> None:
         with self._lock:
             held.users -= 1
-            last = held.doomed and held.users == 0
+            last = held.freeing and held.users == 0
         if last:
             self._close(number, held)
 
@@ -123,15 +123,15 @@ class SlotStore:
             self._freed.notify_all()
 
     def wait_freed(self, number: int, timeout_s: float) -> None:
-        """Wait until slot `number` is closed, by its last user maybe; at most `timeout_s`."""
+        """Wait until slot `number` is closed; at most `timeout_s`."""
         with self._freed:
             self._freed.wait_for(lambda: number not in self._held, timeout_s)
 
     def populate(self, number: int) -> None:
-        """Fault all pages in, piece by piece; ends early when the slot is freed.
+        """Fault in all pages, piece by piece; return early if the slot is freed.
 
         Raises:
-            OSError: No memory.
+            OSError: There is not enough memory.
         """
         offset, nbytes = 0, 1
         while offset < nbytes:
@@ -144,24 +144,24 @@ class SlotStore:
             offset += POPULATE_NBYTES
 
     def numbers(self) -> list[int]:
-        """Return the slots that are there and not being freed."""
+        """Return the slots that are not being freed."""
         with self._lock:
-            return [number for number, held in self._held.items() if not held.doomed]
+            return [number for number, held in self._held.items() if not held.freeing]
 
     def promised_nbytes(self) -> int:
-        """Return how much was promised to slots and has no pages yet. One that is being freed is promised no more."""
-        # IMPORTANT: under the lock: the fd of a slot that is doomed may be closed, or another file's, at any time.
+        """Return the bytes of slots that have no pages yet; slots that are being freed do not count."""
+        # IMPORTANT: under the lock: the descriptor of a slot that is being freed may be closed or reused at any time.
         with self._lock:
-            held = [h.memory for h in self._held.values() if not h.doomed]
+            held = [h.memory for h in self._held.values() if not h.freeing]
             return sum(max(0, memory.nbytes - os.fstat(memory.fd).st_blocks * 512) for memory in held)
 
     def __len__(self) -> int:
-        """How many there are, those that are being freed included."""
+        """Return the number of slots, including those that are being freed."""
         with self._lock:
             return len(self._held)
 
     def close(self) -> None:
-        """Free every slot; those in use close when their users leave."""
+        """Free all slots; slots in use are closed after their last use."""
         with self._lock:
             numbers = list(self._held)
         for number in numbers:

@@ -1,7 +1,7 @@
-"""Writes a snapshot while its trainer fills the slot: whole slots before their seal, and rings, for what does not fit.
+"""Writes a snapshot while its trainer fills the slot: whole slots before their seal, and rings.
 
-IMPORTANT: of a whole slot nothing of it counts before the seal: until then a failure ends nothing, and the files are
-written anew. Of a ring it ends the save: what was written is in memory no more.
+IMPORTANT: a failure before the seal of a whole slot must not end the save: the sealed snapshot is written again. A
+failure of a ring ends the save, since the segments that were written are no longer in memory.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from asyncckpt_worker.io.content_digest import rest_print
 from asyncckpt_worker.io.slot_store import SlotStore
 
 FIRST_POLL_S, LAST_POLL_S = 0.0002, 0.005
-"""Between two looks at the trainer's counter: a segment takes a disk some milliseconds. Chosen, not measured."""
+"""Poll interval of the trainer's counter, first and last: a disk writes a segment in milliseconds. Chosen."""
 
-SAID_AT_THE_SEAL = ("structure", "objects", "n_tensors", "metadata", "step")
-"""Of a request: what may be another one when the slot is sealed (memory/SPEC.md, section 5)."""
+FIELDS_FINAL_AT_SEAL = ("structure", "objects", "n_tensors", "metadata", "step")
+"""Fields of a request that may change until the slot is sealed (memory/SPEC.md, section 5)."""
 
 STREAM_LOST = (
-    "the worker that was writing it has died, and the state is larger than arena_limit_bytes, so that what it had "
-    "written is in memory no more"
+    "the worker that was writing it has died; as the state is larger than arena_limit_bytes, the parts that it had "
+    "written are no longer in memory"
 )
 
-PARTING_S = 2.0
-"""A trainer that gives a slot up says why, by a message that the core gets in milliseconds: it is waited for, so that
-other ranks hear that reason. Chosen."""
+WITHDRAW_WAIT_S = 2.0
+"""How long to wait for the Withdraw of a trainer that has abandoned the slot: it has the reason, which all ranks should
+get as the error. Chosen."""
 
 
-Prove = Callable[[SaveRequest], Tally | None]
-"""Looks at a request before index and objects of it are written; raises where its structure is none."""
+CheckRequest = Callable[[SaveRequest], Tally | None]
+"""Checks a sealed request before its index and objects are written; raises if its structure does not decode."""
 
 
-def unproved(request: SaveRequest) -> Tally | None:
-    """Look at nothing."""
+def unchecked(request: SaveRequest) -> Tally | None:
+    """Check nothing."""
     return None
 
 
@@ -55,34 +55,32 @@ def write_streamed(
     job: Write,
     memory: SlotMemory,
     slots: SlotStore,
-    prove: Prove = unproved,
+    check_request: CheckRequest = unchecked,
     *,
     files: Files,
     pool: Executor,
     threads: int = DEFAULT_THREADS,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> tuple[RankResult, bool]:
-    """Write one rank's files as they are filled. Of a ring that a dead worker has begun: keep what that has finished.
-
-    `prove` looks at the request of the seal.
+    """Write one rank's files while its slot is filled. A ring of a dead worker: keep its files if complete.
 
     Returns:
         The result, and whether the shards were kept.
 
     Raises:
-        SaveFailedError: The trainer has not filled it (`not_sealed`): files of this rank are removed. Or a worker that
-            is dead had begun to write a ring and not finished (`stream_lost`): its files stay, and are the caller's.
-        OSError: A call failed: files of this rank are removed, unless a dead worker's were looked at.
+        SaveFailedError: The trainer has not filled the slot (`not_sealed`); files of this rank were removed. Or a dead
+            worker had not finished a ring (`stream_lost`); its files stay, and the caller removes them.
+        OSError: A call failed; files of this rank were removed, except those of a dead worker.
 
     Blocks: for the trainer, at most `commit_timeout_s` for each segment, and for the writes.
     """
-    source = StreamSource(job, memory, slots, prove)
+    source = StreamSource(job, memory, slots, check_request)
     view = memory.mapping.view()
     try:
         reach("stream: begun")
         kept = False
         if job.resumed:
-            # IMPORTANT: nothing is removed here: a leader on another node may be committing these files right now.
+            # IMPORTANT: nothing is removed here: a leader on another node may be committing these files.
             result, kept = _finished(source, view, files), True
         else:
             writer = SegmentWriter(
@@ -95,9 +93,9 @@ def write_streamed(
 
 
 def _finished(source: StreamSource, view: memoryview, files: Files) -> RankResult:
-    """Return the result of a ring's files that a dead worker has finished."""
+    """Return the result of a ring's files that a dead worker has completed."""
     found: RankResult | None = None
-    if source.is_sealed():  # else there is no index yet
+    if source.is_sealed():  # before the seal there is no index
         image = StreamedImage(view, source.layout)
         found = keep_ring_files(RankWriter(source.final(), image, files, check=source.check))
     if found is None:
@@ -106,55 +104,57 @@ def _finished(source: StreamSource, view: memoryview, files: Files) -> RankResul
 
 
 class StreamSource:
-    """What the trainer fills of a slot, as `segment_writer.Source`.
+    """A slot that a trainer fills, as `segment_writer.Source`.
 
     Attributes:
-        layout: The segments.
-        request: The one that the slot was streamed with; after `final`, of the seal.
-        tally: What `prove` has returned.
+        layout: Layout of the segments.
+        request: The request before the seal; after `final`, the sealed one.
+        tally: Result of `check_request`.
     """
 
-    def __init__(self, job: Write, memory: SlotMemory, slots: SlotStore, prove: Prove = unproved) -> None:
+    def __init__(
+        self, job: Write, memory: SlotMemory, slots: SlotStore, check_request: CheckRequest = unchecked
+    ) -> None:
         request = self.request = job.request
         self.layout = StreamLayout(request.parts, request.ring_segment_nbytes or EXTENT_NBYTES, request.ring_segments)
         self.tally: Tally | None = None
-        self._prove, self._counters = prove, Counters(memory, job.generation)
+        self._check_request, self._counters = check_request, Counters(memory, job.generation)
         self._job, self._memory, self._slots = job, memory, slots
 
     def check(self) -> None:
-        """Prove that the trainer has not given the slot up.
+        """Check that the trainer has not abandoned the slot.
 
         Raises:
             SaveFailedError: It has.
         """
         if not self._memory.control.is_written(self._job.generation):
-            deadline = time.monotonic() + PARTING_S
+            deadline = time.monotonic() + WITHDRAW_WAIT_S
             while not self._is_cut_off() and time.monotonic() < deadline:
                 time.sleep(LAST_POLL_S)
-            raise self.failed("not_sealed", "the trainer gave it up while it was being written")
+            raise self.failed("not_sealed", "the trainer abandoned it while it was being written")
 
     def filled(self) -> int:
-        """Return how many segments are filled.
+        """Return the number of filled segments.
 
         Raises:
-            SaveFailedError: More than there are.
+            SaveFailedError: The trainer's counter exceeds the size.
         """
         filled = self._counters.filled
         if filled > self.layout.image_nbytes:
-            text = f"{filled} bytes are said to be filled, of {self.layout.image_nbytes}"
+            text = f"the trainer reports {filled} bytes as filled, expected at most {self.layout.image_nbytes}"
             raise self.failed("not_sealed", text)
         return self.layout.count_in(filled)
 
     def freed(self, count: int) -> None:
-        """So many segments are needed no more: in a ring, the trainer may fill their cells again."""
+        """Set the number of segments that are no longer needed: the trainer of a ring may fill their cells again."""
         self._counters.freed = self.layout.end_of(count)
         reach("stream: segments freed")
 
     def await_filled(self, count: int, goes_on: Callable[[], bool]) -> int:
-        """Return how many segments are filled, once these are more than `count`, or `goes_on()` is False.
+        """Return the number of filled segments, once it is above `count` or `goes_on()` is False.
 
         Raises:
-            SaveFailedError: There will be none.
+            SaveFailedError: The trainer will not fill more segments, or has filled none in time.
 
         Blocks: at most `commit_timeout_s`.
         """
@@ -165,7 +165,7 @@ class StreamSource:
             if filled > count or not goes_on():
                 return filled
             if self._is_cut_off():
-                text = "the trainer is gone, or the save has ended, before all of it was staged"
+                text = "the trainer has exited, or the save has ended, before all of it was staged"
                 raise self.failed("not_sealed", text)
             if time.monotonic() >= deadline:
                 timeout_s = self._job.request.commit_timeout_s
@@ -178,10 +178,10 @@ class StreamSource:
         return self._memory.control.is_sealed(self._job.generation)
 
     def final(self) -> SaveRequest:
-        """Return the request of the seal, once the trainer has sealed: it may know more by then.
+        """Return the sealed request, which may differ in `FIELDS_FINAL_AT_SEAL`.
 
         Raises:
-            SaveFailedError: It is not sealed, or was sealed with other files.
+            SaveFailedError: The slot was not sealed in time, or was sealed with other files.
 
         Blocks: at most `commit_timeout_s`.
         """
@@ -190,28 +190,28 @@ class StreamSource:
         while not self.is_sealed():
             self.check()
             if self._is_cut_off():
-                raise self.failed("not_sealed", "the trainer is gone, or the save has ended, before it was sealed")
+                raise self.failed("not_sealed", "the trainer has exited, or the save has ended, before it was sealed")
             if time.monotonic() >= deadline:
                 text = f"the trainer has not sealed it for commit_timeout_s={asked.commit_timeout_s:g}"
                 raise self.failed("not_sealed", text)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_POLL_S)
-        # IMPORTANT: a system call between the look at the state and what it speaks of, as the trainer makes one between
-        # these stores (`Counters`): no message has ordered them.
+        # IMPORTANT: a system call between the load of the state and the loads of the request. It orders them, like the
+        # trainer's system call between its stores (`Counters`): there is no message that does.
         _ = self._counters.filled
         try:
             generation, data = control.read_request()
             sealed = decode_request(data, self._memory.nbytes - PAGE_NBYTES)
         except (SlotError, ProtocolError) as error:
-            raise self.failed("not_sealed", f"what was sealed cannot be read: {error}") from error
-        may_differ = {name: getattr(asked, name) for name in SAID_AT_THE_SEAL}
+            raise self.failed("not_sealed", f"the sealed request cannot be read: {error}") from error
+        may_differ = {name: getattr(asked, name) for name in FIELDS_FINAL_AT_SEAL}
         if generation != self._job.generation or replace(sealed, **may_differ) != asked:
-            raise self.failed("not_sealed", "it was sealed with other files than it was begun with")
-        self.request, self.tally = sealed, self._prove(sealed)
+            raise self.failed("not_sealed", "the sealed request has other files than the request before the seal")
+        self.request, self.tally = sealed, self._check_request(sealed)
         return sealed
 
     def failed(self, code: str, detail: str) -> SaveFailedError:
-        """Return the error of a slot that is not filled to its end, or of a ring that is lost."""
+        """Return the error of a slot that was not filled completely, or of a lost ring."""
         request = self._job.request
         return SaveFailedError(
             f"save {request.save_id} ({step_and_rank(request.step, request.rank)}) to {request.path} failed: {detail}; "

@@ -1,6 +1,6 @@
-"""Jobs that touch storage: prepare a directory, write one rank's files, commit, clean up, look for the lineage.
+"""Jobs that touch storage: prepare a directory, write one rank's files, commit, clean up, find the next epoch.
 
-Whatever goes wrong is wrapped into one error that says what to do.
+Every failure becomes one error of `asyncckpt.errors` that says what to do.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from asyncckpt.storage.store import DirectoryIdentity, Store
 from asyncckpt_worker.core.actions import Commit, Prepare, Write
 from asyncckpt_worker.core.events import SaveKey
 from asyncckpt_worker.io.content_digest import rest_print
-from asyncckpt_worker.io.remote_ranks import Structures, await_shared, dcp_part_at, index_at
+from asyncckpt_worker.io.remote_ranks import Structures, dcp_part_at, index_at, wait_until_visible
 from asyncckpt_worker.io.slot_store import SlotStore
-from asyncckpt_worker.io.stream_source import Prove, unproved, write_streamed
+from asyncckpt_worker.io.stream_source import CheckRequest, unchecked, write_streamed
 
 MIN_THREADS = 2
 MAX_WRITE_THREADS = 64
-"""Threads that write one save."""
+"""Maximum threads that write one rank's files."""
 
 RESERVE_INODES = 8
 
@@ -47,16 +47,16 @@ _logger = logging.getLogger("asyncckpt.worker")
 
 
 class Writer:
-    """Performs storage jobs. Every method may be called from several threads, and raises only errors of our tree.
+    """Performs storage jobs. Safe to call from several threads. Raises only errors of `asyncckpt.errors`.
 
     Args:
-        files: The storage seam.
-        slots: Where the snapshots lie.
+        files: File calls.
+        slots: Slots of this worker.
         roots: Directories below which it may write; empty allows every path.
-        threads: Per save, unless the save asks for a number; 0 takes the default.
+        threads: Threads that write one rank's files, unless the save asks for a number; 0 is the default.
 
     Attributes:
-        threads: The same, never 0.
+        threads: That number, never 0.
     """
 
     def __init__(self, files: Files, slots: SlotStore, roots: Sequence[str], threads: int) -> None:
@@ -73,14 +73,14 @@ class Writer:
         return store_over(self._files_at(path), umask=umask)
 
     def prepare(self, job: Prepare) -> bool:
-        """Make the directory and look for what would make the save fail.
+        """Create the directory, and check what would make the save fail.
 
         Returns:
-            Whether the save has been committed already: by the worker before, which is dead.
+            Whether a dead worker has committed the save already.
 
         Raises:
-            CheckpointExistsError: A manifest is there that is not to be replaced, or above it.
-            SaveFailedError: Outside the roots, no room, or the directory cannot be made.
+            CheckpointExistsError: A manifest that must not be replaced is at the path or above it.
+            SaveFailedError: The path is outside the roots, there is no room, or the directory cannot be created.
         """
         save_id, rank = job.key
 
@@ -100,7 +100,7 @@ class Writer:
                 resumed=job.resumed,
             )
             try:
-                if not job.resumed:  # its files may have taken the room that they need
+                if not job.resumed:  # its own files may already take the space
                     check_disk(job.path, job.nbytes, self._files_at(job.path))
             except OSError:
                 remove_made(made, store)
@@ -110,24 +110,28 @@ class Writer:
         return self._wrapped(run, save_id, rank, job.step, job.path)
 
     def home(self, path: str) -> DirectoryIdentity:
-        """Return which directory a save goes to, so that its snapshot is not offered once somebody has removed that."""
+        """Return the identity of a save's directory: a snapshot whose directory was removed is not loaded from memory."""
         return home_of(path, self._store(path))
 
-    def write(self, job: Write, pool: Executor, prove: Prove = unproved) -> tuple[RankResult, bool]:
-        """Write one rank's files from its slot; those that the worker before has made durable are kept.
-        `pool` runs threads that help; `prove` looks at the request of the seal, where writing begins before that.
+    def write(self, job: Write, pool: Executor, check_request: CheckRequest = unchecked) -> tuple[RankResult, bool]:
+        """Write one rank's files from its slot; files that a dead worker has made durable are kept.
+
+        Args:
+            job: The action.
+            pool: Runs helper threads.
+            check_request: Checks the sealed request, if the write starts before the seal.
 
         Returns:
             The result, and whether the shards were kept.
 
         Raises:
-            SaveFailedError: A call failed, or the slot was reopened meanwhile. Files of this rank are removed.
+            SaveFailedError: A call failed, or the slot was reopened meanwhile. Files of this rank were removed.
         """
         request = job.request
 
         def run() -> tuple[RankResult, bool]:
             reach("worker: writing")
-            pieces = self._written[job.key] = []  # appended to by threads, which needs no lock
+            pieces = self._written[job.key] = []  # several threads append, which needs no lock
             try:
                 return filed(pieces)
             finally:
@@ -139,7 +143,14 @@ class Writer:
             with self._slots.use(job.slot) as memory:
                 if request.ring_segments or job.early:
                     return write_streamed(
-                        job, memory, self._slots, prove, files=files, pool=pool, threads=threads, progress=progress
+                        job,
+                        memory,
+                        self._slots,
+                        check_request,
+                        files=files,
+                        pool=pool,
+                        threads=threads,
+                        progress=progress,
                     )
 
                 def check() -> None:
@@ -157,12 +168,13 @@ class Writer:
         return self._wrapped(run, request.save_id, request.rank, request.step, request.path)
 
     def written(self) -> dict[SaveKey, int]:
-        """Return how many bytes of shards have been written so far, of what is being written now."""
+        """Return the number of shard bytes that running writes have written so far."""
         return {key: sum(list(pieces)) for key, pieces in list(self._written.items())}
 
     def structures(self, job: Commit) -> Sequence[bytes]:
-        """Return the structure of every rank. Reading one of another node raises SaveFailedError, or
-        CorruptCheckpointError, where its index is not to be seen here, after waiting as `await_shared`.
+        """Return the structures of all ranks, by rank; those of other nodes are read from their indexes on access.
+
+        An access may raise SaveFailedError or CorruptCheckpointError, and block as `wait_until_visible`.
         """
         first = job.requests[0]
 
@@ -170,7 +182,7 @@ class Writer:
             def run() -> bytes:
                 record = job.results[rank].record
                 files = self._files_at(first.path)
-                await_shared(first.path, [record], files)
+                wait_until_visible(first.path, [record], files)
                 return index_at(first.path, record, files).structure
 
             return self._wrapped(run, first.save_id, rank, first.step, first.path)
@@ -178,14 +190,14 @@ class Writer:
         return Structures([request.structure for request in job.requests], read)
 
     def commit(self, job: Commit) -> dict[str, Any]:
-        """Publish the manifest, then remove what earlier attempts and a replaced checkpoint left.
+        """Publish the manifest, then remove files of earlier attempts and of a replaced checkpoint.
 
         Returns:
-            The report's figures of this phase.
+            Figures of the commit for the report.
 
         Raises:
-            CheckpointExistsError: Another save's manifest is there, and not to be replaced; nothing was changed.
-            CommitUnknownError: Nobody knows whether the manifest stands.
+            CheckpointExistsError: Another save's manifest exists and must not be replaced; nothing was changed.
+            CommitUnknownError: It is not known whether the manifest was published.
             SaveFailedError: Nothing was published.
         """
         request, results = job.requests[0], list(job.results)
@@ -194,7 +206,9 @@ class Writer:
         def run() -> None:
             reach("worker: committing")
             if job.remote:
-                await_shared(request.path, [results[rank].record for rank in job.remote], self._files_at(request.path))
+                wait_until_visible(
+                    request.path, [results[rank].record for rank in job.remote], self._files_at(request.path)
+                )
                 reach("commit: others seen")
             for rank in job.remote if request.layout == DCP else ():
                 part = dcp_part_at(request.path, results[rank].record, self._files_at(request.path))
@@ -206,18 +220,19 @@ class Writer:
         seconds = time.perf_counter() - begun
         removed = remove_leftovers(request.path, SaveId.parse(request.save_id), store=self._store(request.path))
         if removed:
-            _logger.info("removed %d leftovers", len(removed), extra={"save_id": request.save_id})
+            text = "save of step %s to %s: removed %d files of earlier saves"
+            _logger.info(text, request.step, request.path, len(removed), extra={"save_id": request.save_id})
         return {"seconds_commit": seconds}
 
     def remove(self, save_id: str, path: str) -> None:
-        """Remove the files of a save that failed; errors are logged only."""
+        """Remove the files of a failed save; errors are only logged."""
         remove_files_of(path, SaveId.parse(save_id), store=self._store(path))
 
     def lineage(self, path: str) -> int:
         """Return the epoch of a run whose first checkpoint is at `path`.
 
         Raises:
-            SaveFailedError: The siblings cannot be read.
+            SaveFailedError: The checkpoints beside the path cannot be read.
         """
 
         def run() -> int:
@@ -236,7 +251,7 @@ class Writer:
 
 
 def wrap(error: BaseException, save_id: str | None, rank: int | None, step: int | None, path: str) -> AsyncCkptError:
-    """Return `error` as one of our tree that says what happened to what, and what to do."""
+    """Return `error` as one of `asyncckpt.errors`, with the save, the cause, and what to do."""
     if isinstance(error, AsyncCkptError):
         facts = {"save_id": save_id, "rank": rank, "step": step, "path": path, **error.facts()}
         return type(error)(error.message, **{n: v for n, v in facts.items() if n in error.fields})
@@ -246,9 +261,10 @@ def wrap(error: BaseException, save_id: str | None, rank: int | None, step: int 
         code, advice = "slot_reused", "the trainer wrote to the slot before the save had ended: report this as a bug"
     else:
         code, advice = "internal", "this is a bug in asyncckpt: report it with the worker's log"
-        _logger.error("unexpected error", exc_info=error, extra={"save_id": save_id})
+        what = f"save of step {step} to {path}" if save_id else f"the scan beside {path}"
+        _logger.error("%s: a bug in asyncckpt", what, exc_info=error, extra={"save_id": save_id})
     detail = str(error) or type(error).__name__
-    what = f"save {save_id} ({step_and_rank(step, rank)}) to {path}" if save_id else f"looking beside {path}"
+    what = f"save {save_id} ({step_and_rank(step, rank)}) to {path}" if save_id else f"the scan beside {path}"
     return SaveFailedError(
         f"{what} failed: {detail}; nothing was published; {advice}",
         code=code,
@@ -261,13 +277,13 @@ def wrap(error: BaseException, save_id: str | None, rank: int | None, step: int 
 
 
 def check_root(path: str, roots: Sequence[str]) -> None:
-    """Prove that `path` lies below one of `roots`, symbolic links followed.
+    """Check that `path` is below one of `roots`, after following symbolic links.
 
     Raises:
-        SaveFailedError: It does not; code EPERM.
+        SaveFailedError: It is not; code EPERM.
     """
     real = path if is_object_url(path) else os.path.realpath(path)
-    # IMPORTANT: names first. To follow a root's links waits for its file system, which may hang and be another one.
+    # IMPORTANT: names first. Following the links of a root waits for its file system, which may hang.
     if not roots or any(_is_below(real, root) for root in (*roots, *map(os.path.realpath, roots))):
         return
     detail = f"it is not below the roots that this worker may write to: {', '.join(roots)}"
@@ -286,10 +302,10 @@ def _is_below(real: str, root: str) -> bool:
 
 
 def check_disk(path: str, nbytes: int, files: Files) -> None:
-    """Prove that the file system of the existing directory `path` has room for `nbytes`; object stores have.
+    """Check that the file system of the existing directory `path` has room for `nbytes`; not for object stores.
 
     Raises:
-        OSError: ENOSPC when it has not; or statvfs failed.
+        OSError: ENOSPC: it has not; else statvfs failed.
     """
     if is_object_url(path):
         return

@@ -1,7 +1,7 @@
-"""The daemon: ties the core to socket, clock, processes, memory and jobs.
+"""The daemon: connects the core with socket, clock, processes, memory and jobs.
 
-One control loop turns messages, results, deaths and time into events, and performs the actions that the core answers
-with. It does no file I/O: whatever may wait for a disk is a job.
+One control loop turns messages, results of jobs, deaths of processes and time into events, and performs the core's
+actions. It does no file I/O: whatever may wait for a disk is a job.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.core.machine import Core
 from asyncckpt_worker.core.model import Slot
 from asyncckpt_worker.core.status import with_progress
-from asyncckpt_worker.io.job_runner import JobRunner, Lanes, gave_up
+from asyncckpt_worker.io.job_runner import JobRunner, Lanes, failed_result
 from asyncckpt_worker.io.node_sockets import NodeSockets
 from asyncckpt_worker.io.slot_store import SlotStore
 from asyncckpt_worker.io.writer import Writer
@@ -38,29 +38,29 @@ from asyncckpt_worker.service.resources import LocalResources
 from asyncckpt_worker.service.server import Server
 
 MAX_WAIT_S = 1.0
-"""The core hears what time it is at least so often: for deadlines that it does not announce."""
+"""Maximum time between two Ticks, for deadlines that `wakes_at` does not include."""
 
 CLOSE_TIMEOUT_S = 5.0
-"""How long an exit waits for jobs that were given up."""
+"""How long an exit waits for jobs that are still running."""
 
 KEEPER = "keeper"
-"""In place of a session: the process for which this worker was started, `while_pid`."""
+"""The name under which the process `while_pid` is watched, like a session."""
 
 POLL_FAILED_S = 0.05
-"""How long the loop sleeps where it cannot wait for its sockets, so that it does not spin. Chosen, not measured."""
+"""How long the loop sleeps if it cannot poll its sockets, so that it does not spin. Chosen, not measured."""
 
 
 class Daemon:
-    """One worker. `run` in one thread, `stop` from any; both also serve tests, in process.
+    """One worker. `run` is called in one thread, `stop` from any; tests run it in their own process.
 
     Args:
         config: Settings.
-        files: The storage seam.
-        claimed: What `claim.claim` returned, when the caller has taken the lock already.
-        liveness: For tests.
+        files: File calls; by default those of `config`.
+        claimed: Result of `endpoint_lock.claim`, if the caller has the lock already.
+        liveness: Process watch, for tests.
 
     Raises:
-        EndpointError: The endpoint is taken or unsafe. Nothing is left open.
+        EndpointError: Another worker has the endpoint, or its directory is not safe. Nothing is left open.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class Daemon:
         self._is_kept = ticks is not None and self._liveness.watch(KEEPER, config.while_pid, ticks)
         self._is_memory_short = False
         self._ticks_at = self._ticked_at = float("-inf")
-        self._pending_rows: tuple[bool, bool] | None = None
-        """What the core knows of these two."""
+        self._last_tick_state: tuple[bool, bool] | None = None
+        """`_is_kept` and `_is_memory_short` in the last Tick."""
         self._memory_pressure = MemoryPressure()
         self._writer = Writer(files or files_for(config.max_write_bandwidth), self._slots, config.roots, config.threads)
         self._lanes = Lanes(self._writer.threads)
@@ -98,25 +98,25 @@ class Daemon:
         self._peers = NodeSockets(config.advertise, config.port, self._run_of_key, self.metrics.count)
         resources = LocalResources(self._slots, self._liveness, self._peers, self._jobs, self._bug)
         self.core = Core(core_config(config), time.monotonic(), resources)
-        # Messages before deaths: what a trainer said with its last breath makes better error messages.
+        # Messages before deaths: the last messages of a dead trainer may have the reason of a failure.
         self._steps: dict[str, Callable[[], object]] = {
             "poll": self._poll,
             "messages": self._take_messages,
-            "workers": self._take_messages_of_workers,
+            "workers": self._take_node_messages,
             "results": self._take_results,
             "deaths": self._take_deaths,
-            "memory": self._look_at_memory,
+            "memory": self._check_memory,
             "tick": self._tick,
-            "observers": self._tell_observers,
+            "observers": self._update_observers,
         }
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> bool:
-        """Serve until drained, idle or out of time; then close.
+        """Serve until the worker is drained or idle, or the drain timeout has passed; then close.
 
         Returns:
-            Whether every save that was submitted has ended.
+            Whether every submitted save has ended.
         """
         log.write("info", f"worker {os.getpid()} of asyncckpt {__version__} listens on {self.config.endpoint}")
         try:
@@ -134,13 +134,13 @@ class Daemon:
         self._lanes.post(ev.StopRequested(now=time.monotonic(), immediately=immediately))
 
     def _do(self, steps: Mapping[str, Callable[[], object]]) -> list[str]:
-        """Do one step after the other; each failure is counted, and logged when the step begins to fail, or otherwise.
+        """Do the steps in order. Failures are counted; one is logged unless the step failed in the same way last time.
 
-        IMPORTANT: every step is contained. One that fails (no descriptor, no thread, a bug) costs what it was doing;
-        the steps after it still run, and the worker keeps every trainer's snapshots.
+        IMPORTANT: an exception (no descriptor, no thread, a bug) must not leave this method: the later steps still run,
+        and the worker keeps all snapshots.
 
         Returns:
-            The steps that have failed.
+            Names of the steps that have failed.
         """
         failed = []
         for step, call in steps.items():
@@ -162,9 +162,9 @@ class Daemon:
         for peer, message in self._server.receive():
             self._handle(ev.Received(now=time.monotonic(), peer=peer, message=message))
 
-    def _take_messages_of_workers(self) -> None:
-        for run, route, said in self._peers.receive():
-            self._handle(ev.Relayed(now=time.monotonic(), run=run, route=route, message=said))
+    def _take_node_messages(self) -> None:
+        for run, route, message in self._peers.receive():
+            self._handle(ev.Relayed(now=time.monotonic(), run=run, route=route, message=message))
 
     def _take_results(self) -> None:
         for event in self._lanes.results():
@@ -179,22 +179,22 @@ class Daemon:
             else:
                 self._handle(ev.Died(now=time.monotonic(), session=session))
 
-    def _look_at_memory(self) -> None:
+    def _check_memory(self) -> None:
         self._is_memory_short = False
-        self._is_memory_short = self.core.snapshot_book.any and self._memory_pressure.is_there(time.monotonic())
+        self._is_memory_short = self.core.snapshot_book.any and self._memory_pressure.check(time.monotonic())
 
     def _tick(self) -> None:
         now, known = time.monotonic(), (self._is_kept, self._is_memory_short)
-        if now >= self._ticks_at or known != self._pending_rows:
-            self._ticked_at, self._pending_rows = now, known
+        if now >= self._ticks_at or known != self._last_tick_state:
+            self._ticked_at, self._last_tick_state = now, known
             self._handle(ev.Tick(now=now, kept=self._is_kept, memory_short=self._is_memory_short))
 
-    def _tell_observers(self) -> None:
+    def _update_observers(self) -> None:
         drains = self.core.tables.draining
-        self._observers.turned(time.monotonic(), time.time(), lambda: self._report(self.core.report()), drains=drains)
+        self._observers.update(time.monotonic(), time.time(), lambda: self._report(self.core.report()), drains=drains)
 
     def _wait_s(self) -> float:
-        # IMPORTANT: before the events of this turn: a deadline that passes while they are handled is not forgotten.
+        # IMPORTANT: computed before events are handled, so that a deadline that passes meanwhile is not missed.
         wakes_at = self.core.wakes_at
         self._ticks_at = self._ticked_at + MAX_WAIT_S
         if wakes_at is not None:
@@ -203,9 +203,9 @@ class Daemon:
         return max(0.0, min(waits))
 
     def _handle(self, event: ev.Event) -> None:
-        """Let the core decide and perform what it says; answers that come at once are further events.
+        """Pass an event to the core, and perform its actions.
 
-        IMPORTANT: nothing is raised. A bug that one event brings to light must not cost every trainer its snapshots.
+        IMPORTANT: nothing is raised. A bug at one event must not lose the snapshots of all trainers.
         """
         self._do({type(event).__name__: partial(self._decide_and_perform, event)})
 
@@ -219,13 +219,13 @@ class Daemon:
                 actions = []
                 todo.extend(self._failed_at(current, error))
             if self.core.phase_changes:
-                self._observers.saw(self.core.phase_changes)
+                self._observers.handle_phase_changes(self.core.phase_changes)
             for action in actions:
                 try:
                     answer = self._perform(action)
                 except Exception as error:
                     self._bug(type(action).__name__, error)
-                    answer = gave_up(action, error)
+                    answer = failed_result(action, error)
                 if answer is not None:
                     todo.append(answer)
 
@@ -238,7 +238,7 @@ class Daemon:
             refused = SaveFailedError(f"the worker failed: {error!r}; see its log", code="internal", detail=repr(error))
             answer = Refused(id=getattr(event.message, "id", 0), error=to_wire(refused))
             self._do({"answer": partial(self._server.send, event.peer, answer)})
-        save_id = _concerned(event, self.core.tables.slots)
+        save_id = _save_of(event, self.core.tables.slots)
         if save_id is None or isinstance(event, ev.Broken):
             return []
         return [_broken(save_id, error)]
@@ -248,15 +248,15 @@ class Daemon:
 
     def _bug(self, where: str, error: Exception) -> None:
         self.metrics.count("internal_errors")
-        log.write("error", f"our own bug, at {where}: {error!r}", error=error)
+        log.write("error", f"a bug in the worker, at {where}: {error!r}", error=error)
 
     def close(self) -> bool:
-        """Close everything; later calls do nothing.
+        """Close everything. Idempotent.
 
-        Blocks: for jobs that were given up, at most `CLOSE_TIMEOUT_S`.
+        Blocks: for running jobs, at most `CLOSE_TIMEOUT_S`.
 
         Returns:
-            Whether nothing hangs.
+            Whether all threads have ended.
         """
         if self._closed:
             return True
@@ -318,8 +318,8 @@ def _broken(save_id: str, error: Exception) -> ev.Broken:
     return ev.Broken(now=time.monotonic(), save_id=save_id, reason=f"a bug in the worker, {error!r}: see its log")
 
 
-def _concerned(event: ev.Event, slots: Mapping[int, Slot]) -> str | None:
-    """Return the id of the save that an event is about, so that a bug that it brings to light ends that one only."""
+def _save_of(event: ev.Event, slots: Mapping[int, Slot]) -> str | None:
+    """Return the ID of the save that an event belongs to, so that a bug at the event ends only that save."""
     match event:
         case ev.Prepared() | ev.Written():
             return event.key[0]

@@ -1,6 +1,6 @@
-"""The endpoint: its directory, the lock that only one living worker can hold, and what dead workers left there.
+"""The endpoint: its directory, the lock that makes one worker its owner, and removal of the files of dead workers.
 
-Imports no zmq.
+Imports no zmq, since `cli` forks after it has taken the lock.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from asyncckpt.protocol.endpoint import acquire_lock, is_users_directory, make_d
 from asyncckpt_worker.service.observers import Supervisor
 
 MAX_KEPT = 32
-"""Endpoints, this one included, whose files stay: a log is wanted when its worker is dead. Chosen, not measured."""
+"""Number of endpoints, with this one, whose files are kept: the log of a dead worker may be needed. Chosen."""
 
 _NAME = re.compile(r"([0-9a-f]{16}|run-[0-9a-z]+)\.(?:sock|sock\.lock|log|log\.1)\Z")
 
 TAKEN = "taken"
-LOOK_EVERY_S = 0.5
+POLL_S = 0.5
 ALREADY_SERVED = "is already served by a running worker"
-"""`asyncckpt.client.launcher` looks for these words."""
+"""`asyncckpt.client.launcher` recognizes the error by this text."""
 
 
-def forget_dead(path: str) -> None:
-    """Remove the files of workers that are dead and not among the last ones to have lived here. Errors are ignored.
+def remove_stale_files(path: str) -> None:
+    """Remove the files of dead workers, except of the most recent `MAX_KEPT` endpoints. Errors are ignored.
 
     Args:
-        path: The socket of this worker. In a directory that users chose themselves, nothing is removed.
+        path: Path of this worker's socket. In a directory that the user has chosen, nothing is removed.
     """
     directory = os.path.dirname(path)
     if not is_users_directory(directory, os.geteuid()):
@@ -46,7 +46,7 @@ def forget_dead(path: str) -> None:
 
 
 def _remove(stem: str) -> None:
-    """Remove one endpoint's files, if nobody serves it; its lock last, and held until then."""
+    """Remove the files of an endpoint that has no worker, with its lock held; the lock file last."""
     lock = acquire_lock(f"{stem}.sock")
     if lock is None:
         return
@@ -59,14 +59,14 @@ def _remove(stem: str) -> None:
 
 
 def claim(endpoint: str) -> tuple[str, int]:
-    """Make the endpoint's directory, take its lock, and tidy up beside it. The lock is held as long as the fd, or
-    a fork's copy, is open.
+    """Create the endpoint's directory, take its lock, and remove stale files. The lock is held until its descriptor is
+    closed, in forked processes too.
 
     Returns:
-        The socket's path, and the lock's fd.
+        Path of the socket, and descriptor of the lock.
 
     Raises:
-        EndpointError: Another worker has it, or the directory is not safe to use.
+        EndpointError: Another worker has the lock, or the directory is not safe to use.
         ConfigError: The endpoint is malformed.
     """
     path = make_directory(endpoint)
@@ -81,17 +81,20 @@ def claim(endpoint: str) -> tuple[str, int]:
             path=path,
             detail=TAKEN,
         )
-    forget_dead(path)
+    remove_stale_files(path)
     return path, fd
 
 
-def await_free(endpoint: str, supervisor: Supervisor) -> tuple[str, int]:
-    """As `claim`; while another worker has the endpoint, wait for its end. Trainers are served meanwhile: by that one.
+def wait_for_endpoint(endpoint: str, supervisor: Supervisor) -> tuple[str, int]:
+    """Claim the endpoint; if another worker has it, wait until that one has ended.
 
-    Blocks: as long as the other worker lives. A signal ends this process.
+    Blocks: as long as the other worker runs. A signal ends this process.
+
+    Returns:
+        As `claim`.
 
     Raises:
-        EndpointError, ConfigError: As `claim`, but not because it is taken.
+        EndpointError, ConfigError: As `claim`, except that another worker has the lock.
     """
     waiting = False
     while True:
@@ -103,6 +106,6 @@ def await_free(endpoint: str, supervisor: Supervisor) -> tuple[str, int]:
         if not waiting:
             waiting = True
             print(f"asyncckpt-worker: {endpoint} {ALREADY_SERVED}; waiting for its end", file=sys.stderr, flush=True)
-            supervisor.ready(f"{endpoint}, by another worker, whose end this one waits for")
+            supervisor.ready(f"{endpoint} by another worker; this one waits for its end")
         supervisor.alive(time.monotonic())
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_S)

@@ -1,6 +1,6 @@
-"""The worker's log: one line per event, for humans or as JSON, each with the save and session that it is about.
+"""The worker's log: one line per record, as text or as JSON, with the save and session that it belongs to.
 
-Everything goes to loggers below `asyncckpt`, never to the root logger.
+All records go to loggers below `asyncckpt`, never to the root logger.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 LOGGER = "asyncckpt.worker"
 MAX_LOG_NBYTES = 1 << 20
-"""Limit of a started worker's log file, usually in a tmpfs. One older file of that size is kept beside it."""
+"""Maximum size of the log file of a worker that a trainer started, usually in a tmpfs. One older file is kept too."""
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -29,7 +29,7 @@ def write(
     facts: dict[str, Any] | None = None,
     error: BaseException | None = None,
 ) -> None:
-    """Write one line, and the traceback of `error`."""
+    """Write one record, with the traceback of `error`."""
     extra = {"save_id": save_id, "session": session, "facts": facts or {}}
     logging.getLogger(LOGGER).log(_LEVELS[level], "%s", text, extra=extra, exc_info=error)
 
@@ -51,7 +51,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class HumanFormatter(logging.Formatter):
-    """Time, level, text, then what is known of save_id, session and facts as name=value."""
+    """Time, level, text, then save_id, session and facts as name=value, without those that are None."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
@@ -66,9 +66,9 @@ def _short(value: Any) -> str:
 
 
 class RotatingHandler(logging.StreamHandler[TextIO]):
-    """Writes to stderr, which goes to the file `path`; renames a file that is full to `path`.1 and begins another.
+    """Writes to stderr, which goes to the file `path`; renames a full file to `path`.1 and begins a new one.
 
-    It moves stdout and stderr themselves, so that a crash of the interpreter is in the newest file too.
+    It redirects stdout and stderr themselves, so that a crash of the interpreter is in the newest file too.
     """
 
     def __init__(self, path: str) -> None:
@@ -85,15 +85,15 @@ class RotatingHandler(logging.StreamHandler[TextIO]):
 
 
 def configure(log_format: str, stream: TextIO | None = None, *, rotated: str | None = None) -> logging.Handler:
-    """Send the log of `asyncckpt` to `stream`, stderr by default.
+    """Configure the logger `asyncckpt`.
 
     Args:
         log_format: "human" or "json".
-        stream: Where to.
-        rotated: The file that stderr goes to, to be kept small.
+        stream: Destination; stderr by default.
+        rotated: The file that stderr goes to, if it is to be rotated.
 
     Returns:
-        The handler, for tests to take off again.
+        The handler, for tests to remove it.
     """
     handler = RotatingHandler(rotated) if rotated else logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else HumanFormatter())
@@ -105,7 +105,7 @@ def configure(log_format: str, stream: TextIO | None = None, *, rotated: str | N
 
 
 def keep_tail(path: str) -> None:
-    """Cut a log that earlier workers left to its end, if it is longer than one file may be. Errors change nothing."""
+    """Truncate the log of earlier workers to its end, if it exceeds `MAX_LOG_NBYTES`. Errors are ignored."""
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -119,13 +119,13 @@ def keep_tail(path: str) -> None:
 
 
 def redirect_output(path: str) -> None:
-    """Let stdout and stderr of this process go to the end of `path`, which only this user can read.
+    """Redirect stdout and stderr of this process to the end of `path`, which only this user can read.
 
     Raises:
-        OSError: It cannot be opened; ENXIO: it is a pipe that nobody reads.
+        OSError: The file cannot be opened; ENXIO: it is a pipe without a reader.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(path, flags | os.O_NONBLOCK, 0o600)  # else a pipe in its place would be waited for
+    fd = os.open(path, flags | os.O_NONBLOCK, 0o600)  # without O_NONBLOCK, a pipe would block
     os.set_blocking(fd, True)
     sys.stdout.flush()
     sys.stderr.flush()

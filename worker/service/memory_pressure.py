@@ -1,6 +1,6 @@
-"""Whether the machine, or our cgroup, is short of memory; looked at rarely, since it reads files of /proc.
+"""Checks whether the machine or the worker's cgroup is short of memory, and creates the error of a slot without memory.
 
-And what a trainer is told that gets none.
+The check reads files of /proc, so it is done once in `CHECK_INTERVAL_S`.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import psutil
 from asyncckpt.errors import AsyncCkptError, SaveFailedError
 from asyncckpt.memory.headroom import RESERVE_NBYTES, cgroup_limit
 
-LOOK_EVERY_S = 1.0
+CHECK_INTERVAL_S = 1.0
 SHORT_SHARE = 32
-"""Short is what has less than this part of all memory left, 3 %. Chosen, not measured."""
+"""Memory is short if less than this fraction, 1/32 (3 %), is available. Chosen, not measured."""
 
 
 class MemoryPressure:
-    """Used from the control loop only."""
+    """Checks memory at intervals. Used from the control loop only."""
 
     def __init__(self) -> None:
-        self._looked_at = float("-inf")
+        self._checked_at = float("-inf")
         self._short = False
 
-    def is_there(self, now: float) -> bool:
-        """Return whether memory is short; a look that is younger than `LOOK_EVERY_S` holds, and says so once only."""
-        if now - self._looked_at < LOOK_EVERY_S:
+    def check(self, now: float) -> bool:
+        """Return whether memory is short; False if the last check is younger than `CHECK_INTERVAL_S`."""
+        if now - self._checked_at < CHECK_INTERVAL_S:
             return False
-        self._looked_at = now
+        self._checked_at = now
         memory = psutil.virtual_memory()
         total, available = int(memory.total), int(memory.available)
         limit, used = cgroup_limit()
@@ -35,12 +35,12 @@ class MemoryPressure:
 
 
 def is_short(total: int, available: int) -> bool:
-    """Whether `available` bytes are too few, of `total`."""
+    """Whether `available` of `total` bytes are too few."""
     return available < max(RESERVE_NBYTES, total // SHORT_SHARE)
 
 
 def slot_refused(error: BaseException, nbytes: int) -> AsyncCkptError:
-    """Return what a trainer is told when the system gives no memory for a slot."""
+    """Return the error of a slot for which the system gives no memory."""
     return SaveFailedError(
-        f"the worker cannot make a slot of {nbytes:,} bytes: {error}", code="slot", detail=str(error)
+        f"the worker cannot create a slot of {nbytes:,} bytes: {error}", code="slot", detail=str(error)
     )

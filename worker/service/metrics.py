@@ -1,4 +1,4 @@
-"""Counters, and the process's own figures for the status report."""
+"""Counters, and figures of the process for the status report."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 import psutil
 
 LOWEST_BEST_EFFORT = 7
-"""ionice(1): the last of the eight levels of the best-effort class. The idle class may starve for ever."""
+"""The lowest of the eight priorities of the best-effort class, ionice(1). The idle class could starve."""
 
 NICENESS = 5
-"""Chosen, not measured: data loaders and the training loop go first."""
+"""Increment of the nice value, so that training and data loaders go first. Chosen, not measured."""
 
 
 class Metrics:
-    """Counts what happened. Safe to call from several threads."""
+    """Counters and figures of the process. Safe to call from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counters: Counter[str] = Counter()
         self._process = psutil.Process()
-        self._process.cpu_percent()  # the first call only sets the mark for the next
+        self._process.cpu_percent()  # the first call starts the interval of the next one
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to a counter."""
@@ -37,7 +37,7 @@ class Metrics:
             return dict(self._counters)
 
     def process(self) -> Mapping[str, Any]:
-        """Return memory (`private_nbytes`: without slots), CPU and I/O of this process; the unreadable is left out."""
+        """Return memory (`private_nbytes`: without slots), CPU and I/O figures, except those that cannot be read."""
         p, found = self._process, dict[str, Any]()
         with contextlib.suppress(psutil.Error, OSError), p.oneshot():
             memory, times = p.memory_info(), p.cpu_times()
@@ -55,7 +55,7 @@ class Metrics:
 
 
 def lower_priority() -> None:
-    """Let the training go first on CPU and disk; a system that does not allow it is left as it is."""
+    """Lower the priority on CPU and disk, so that the training goes first. Errors are ignored."""
     process = psutil.Process()
     with contextlib.suppress(psutil.Error, OSError):
         process.nice(min(19, process.nice() + NICENESS))

@@ -1,7 +1,7 @@
-"""Observers: the service manager, `events.jsonl`, Prometheus. Nothing here decides, waits, or is waited for.
+"""Observers of saves: the service manager, `events.jsonl`, Prometheus. The control loop never waits for them.
 
-The service manager is told by sd_notify(3), by hand; without `$NOTIFY_SOCKET` nothing is said. Only a worker in the
-foreground speaks: one that a trainer has started has inherited a socket that is the trainer's.
+The service manager is notified by the protocol of sd_notify(3), if `$NOTIFY_SOCKET` is set. Only a worker in the
+foreground does that: a worker that a trainer has started inherits a variable that is meant for the trainer.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ if TYPE_CHECKING:
     from asyncckpt_worker.service.prometheus import Exporter
 
 SHARE = 0.5
-"""Fraction of `WATCHDOG_USEC` after which the manager gets a heartbeat: what sd_watchdog_enabled(3) advises."""
+"""Interval of watchdog messages as a fraction of `WATCHDOG_USEC`, as sd_watchdog_enabled(3) advises."""
 
 MIN_INTERVAL_S = 0.1
 
 MAX_ERROR_CHARS = 1000
 REFRESH_S = 1.0
-"""How old the metrics may be. Prometheus asks every 15 s as a rule."""
+"""Maximum age of the metrics. Prometheus usually scrapes every 15 s."""
 
 
 class Supervisor:
-    """The manager that started this process, or nobody.
+    """Notifies the service manager that started this process, if there is one.
 
     Args:
-        environ: Has `NOTIFY_SOCKET`, `WATCHDOG_USEC` and `WATCHDOG_PID` where there is one.
-        pid: Of this process.
+        environ: Environment: `NOTIFY_SOCKET`, `WATCHDOG_USEC` and `WATCHDOG_PID` are used.
+        pid: PID of this process.
 
     Attributes:
-        interval_s: How often `alive` is to be called; None: the manager does not watch.
+        interval_s: Interval at which `alive` must be called; None without a watchdog.
     """
 
     def __init__(self, environ: Mapping[str, str], pid: int) -> None:
         self._address = environ.get("NOTIFY_SOCKET", "")
         self.interval_s = _interval(environ, pid) if self._address else None
-        self._told_at = float("-inf")
+        self._notified_at = float("-inf")
 
     def ready(self, endpoint: str) -> None:
-        """The socket is bound: trainers can connect."""
-        self._tell(f"READY=1\nSTATUS=serving {endpoint}")
+        """Notify that trainers can connect."""
+        self._notify(f"READY=1\nSTATUS=serving {endpoint}")
 
     def stopping(self, text: str) -> None:
-        """It drains, or leaves."""
-        self._tell(f"STOPPING=1\nSTATUS={text}")
+        """Notify that the worker drains or exits."""
+        self._notify(f"STOPPING=1\nSTATUS={text}")
 
     def alive(self, now: float) -> None:
-        """The control loop turns: say so, if it is time for it."""
-        if self.interval_s is not None and now - self._told_at >= self.interval_s:
-            self._told_at = now
-            self._tell("WATCHDOG=1")
+        """Notify that the control loop is running, if the interval has passed."""
+        if self.interval_s is not None and now - self._notified_at >= self.interval_s:
+            self._notified_at = now
+            self._notify("WATCHDOG=1")
 
-    def _tell(self, text: str) -> None:
-        """Send one datagram. Never waits: a full queue costs this message."""
+    def _notify(self, text: str) -> None:
+        """Send one datagram. Does not wait: if the queue is full, the message is lost."""
         if not self._address:
             return
         address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
@@ -75,7 +75,7 @@ class Supervisor:
                 sender.sendto(text.encode(), address)
         except (OSError, ValueError) as error:
             with contextlib.suppress(Exception):
-                log.write("warning", f"the service manager was not told {text.split('=', maxsplit=1)[0]}: {error}")
+                log.write("warning", f"cannot notify the service manager of {text.split('=', maxsplit=1)[0]}: {error}")
 
 
 def _interval(environ: Mapping[str, str], pid: int) -> float | None:
@@ -88,7 +88,7 @@ def _interval(environ: Mapping[str, str], pid: int) -> float | None:
 
 
 class EventWriter:
-    """Writes events of the runs that this worker decides on; followers leave it to their leader.
+    """Writes `events.jsonl` for the runs that this worker leads; followers write nothing.
 
     Args:
         roots: Directories below which it may write; empty allows every path.
@@ -97,74 +97,74 @@ class EventWriter:
     def __init__(self, roots: Sequence[str]) -> None:
         self.log = EventLog(check=partial(check_root, roots=tuple(roots)))
 
-    def tell(self, moves: Sequence[PhaseChange]) -> None:
-        """Put down what has moved. Does not wait."""
-        for moved in moves:
-            if moved.followed:
+    def write(self, changes: Sequence[PhaseChange]) -> None:
+        """Queue the lines of phase changes. Does not wait."""
+        for change in changes:
+            if change.followed:
                 continue
-            name = _name(moved)
+            name = _event_name(change)
             if name:
-                self._add(moved, name, _of_a_rank(moved))
-            if moved.ends:
-                self._add(moved, moved.phase, _of_a_save(moved))
+                self._add(change, name, _rank_fields(change))
+            if change.ends:
+                self._add(change, change.phase, _save_fields(change))
 
-    def _add(self, moved: PhaseChange, name: str, facts: dict[str, Any]) -> None:
-        known: dict[str, Any] = {"save_id": moved.save_id, "name": os.path.basename(moved.path)}
-        if moved.step is not None:  # else rank 0 has not said it yet
-            known["step"] = moved.step
-        self.log.add(os.path.dirname(moved.path), name, {**known, **facts}, umask=moved.umask)
+    def _add(self, change: PhaseChange, name: str, facts: dict[str, Any]) -> None:
+        known: dict[str, Any] = {"save_id": change.save_id, "name": os.path.basename(change.path)}
+        if change.step is not None:  # else rank 0 has not sealed it yet
+            known["step"] = change.step
+        self.log.add(os.path.dirname(change.path), name, {**known, **facts}, umask=change.umask)
 
     def close(self) -> None:
-        """Write what is left; at most a second."""
+        """Write the queued lines. Blocks: at most a second."""
         self.log.close()
 
 
-def is_seal(moved: PhaseChange) -> bool:
-    """Whether the snapshot of a rank has been taken up."""
-    return moved.phase in (SEALED, WRITING) and moved.was in ("", OPEN, RECOVERING)
+def is_seal(change: PhaseChange) -> bool:
+    """Whether the rank's sealed snapshot was accepted."""
+    return change.phase in (SEALED, WRITING) and change.was in ("", OPEN, RECOVERING)
 
 
-def _name(moved: PhaseChange) -> str:
-    """`begun`, `sealed`, `durable`; "" for what no line is about."""
-    if is_seal(moved):
+def _event_name(change: PhaseChange) -> str:
+    """Return `begun`, `sealed` or `durable`; "" if no line is written."""
+    if is_seal(change):
         return "sealed"
-    return {OPEN: "begun", DURABLE: "durable"}.get(moved.phase, "")
+    return {OPEN: "begun", DURABLE: "durable"}.get(change.phase, "")
 
 
-def _of_a_rank(moved: PhaseChange) -> dict[str, Any]:
-    seconds = {k.removeprefix("seconds_"): round(v, 6) for k, v in moved.report.items() if k.startswith("seconds_")}
-    facts: dict[str, Any] = {"rank": moved.rank, "nbytes": moved.nbytes}
-    if moved.was:
-        facts["seconds_before"] = round(moved.was_s, 6)
+def _rank_fields(change: PhaseChange) -> dict[str, Any]:
+    seconds = {k.removeprefix("seconds_"): round(v, 6) for k, v in change.report.items() if k.startswith("seconds_")}
+    facts: dict[str, Any] = {"rank": change.rank, "nbytes": change.nbytes}
+    if change.was:
+        facts["seconds_before"] = round(change.was_s, 6)
     if seconds:
         facts["seconds"] = seconds
-    if "direct" in moved.report:
-        facts["direct"] = bool(moved.report["direct"])
+    if "direct" in change.report:
+        facts["direct"] = bool(change.report["direct"])
     return facts
 
 
-def _of_a_save(moved: PhaseChange) -> dict[str, Any]:
-    facts: dict[str, Any] = {"ranks": moved.world_size, "seconds_total": round(moved.begun_s, 6)}
-    commit = moved.report.get("seconds_commit")
+def _save_fields(change: PhaseChange) -> dict[str, Any]:
+    facts: dict[str, Any] = {"ranks": change.world_size, "seconds_total": round(change.begun_s, 6)}
+    commit = change.report.get("seconds_commit")
     if commit is not None:
         facts["seconds"] = {"commit": round(commit, 6)}
-    if moved.error:
-        facts["error"] = moved.error[:MAX_ERROR_CHARS]
+    if change.error:
+        facts["error"] = change.error[:MAX_ERROR_CHARS]
     return facts
 
 
 class Observers:
-    """Sends what happens to saves to events.jsonl, Prometheus and the service manager.
+    """Passes phase changes to events.jsonl and Prometheus, and notifies the service manager.
 
     Used from the control loop's thread.
 
     Args:
-        config: Says which observers there are.
+        config: Chooses the observers.
         count: Counts internal errors of observers; they fail no save.
         environ: Environment of the process, used only if the worker is supervised.
 
     Raises:
-        ConfigError, EndpointError: The address of the metrics.
+        ConfigError, EndpointError: The address of the metrics cannot be used.
     """
 
     def __init__(self, config: WorkerConfig, environ: Mapping[str, str], count: Callable[[str], None]) -> None:
@@ -177,36 +177,36 @@ class Observers:
 
     @property
     def wait_s(self) -> float:
-        """The longest time that the loop may sleep."""
+        """Maximum time that the control loop may sleep."""
         return self._supervisor.interval_s or float("inf")
 
     @property
     def metrics_port(self) -> int:
-        """Where the metrics are; 0: nowhere."""
+        """Port of the metrics; 0: none."""
         return self._exporter.port if self._exporter else 0
 
     @property
     def events_dropped(self) -> int:
-        """Lines that were not written."""
+        """Number of lines that were not written."""
         return self._event_writer.log.dropped if self._event_writer else 0
 
     def ready(self, endpoint: str) -> None:
-        """Trainers can connect."""
+        """Notify that trainers can connect."""
         self._supervisor.ready(endpoint)
         if self._exporter is not None:
-            log.write("info", f"metrics at port {self._exporter.port} of this machine, /metrics")
+            log.write("info", f"metrics are served at port {self._exporter.port} of this machine, path /metrics")
 
-    def saw(self, moves: Sequence[PhaseChange]) -> None:
-        """Something has moved."""
+    def handle_phase_changes(self, changes: Sequence[PhaseChange]) -> None:
+        """Pass phase changes to the observers."""
         exporter, event_writer = self._exporter, self._event_writer
-        for moved in moves:  # each on its own: what one observer fails at costs neither the others nor the next
+        for change in changes:  # an observer that fails affects neither the others nor the next change
             if exporter is not None:
-                self._guarded(lambda moved=moved: _observe(exporter, moved))  # type: ignore[misc]
+                self._guarded(lambda change=change: _observe(exporter, change))  # type: ignore[misc]
             if event_writer is not None:
-                self._guarded(lambda moved=moved: event_writer.tell([moved]))  # type: ignore[misc]
+                self._guarded(lambda change=change: event_writer.write([change]))  # type: ignore[misc]
 
-    def turned(self, monotonic: float, wall: float, report: Callable[[], Mapping[str, Any]], *, drains: bool) -> None:
-        """The control loop has turned once more."""
+    def update(self, monotonic: float, wall: float, report: Callable[[], Mapping[str, Any]], *, drains: bool) -> None:
+        """Refresh watchdog, metrics and drain state; once in each turn of the control loop."""
         self._supervisor.alive(monotonic)
         if drains and not self._drains:
             self._drains = True
@@ -222,10 +222,10 @@ class Observers:
             call()
         except Exception as error:
             self._count_bug("internal_errors")
-            log.write("error", f"our own bug, in what is told of saves: {error!r}", error=error)
+            log.write("error", f"a bug in the worker, in an observer of saves: {error!r}", error=error)
 
     def close(self, reason: str) -> None:
-        """Tell the service manager and close all observers. Idempotent. Blocks: at most a few seconds."""
+        """Notify the service manager, and close all observers. Idempotent. Blocks: at most a few seconds."""
         self._supervisor.stopping(reason)
         if self._event_writer is not None:
             self._event_writer.close()
@@ -245,11 +245,11 @@ def _exporter(address: str) -> Exporter:
     return Exporter(address)
 
 
-def _observe(exporter: Exporter, moved: PhaseChange) -> None:
-    if is_seal(moved) and moved.was == OPEN and moved.local:
-        exporter.observe("stage", moved.was_s)
-    if moved.phase == DURABLE and moved.local:
-        exporter.observe("write", moved.report.get("seconds_write", moved.was_s))
-    if moved.ends and moved.phase == COMMITTED and not moved.followed:
-        exporter.observe("save", moved.begun_s)
-        exporter.observe("commit", moved.report.get("seconds_commit", 0.0))
+def _observe(exporter: Exporter, change: PhaseChange) -> None:
+    if is_seal(change) and change.was == OPEN and change.local:
+        exporter.observe("stage", change.was_s)
+    if change.phase == DURABLE and change.local:
+        exporter.observe("write", change.report.get("seconds_write", change.was_s))
+    if change.ends and change.phase == COMMITTED and not change.followed:
+        exporter.observe("save", change.begun_s)
+        exporter.observe("commit", change.report.get("seconds_commit", 0.0))

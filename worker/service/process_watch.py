@@ -1,6 +1,6 @@
-"""Who is alive: a pidfd per session, or start times from /proc where there are none (`ProcessWatch`).
+"""Watches the processes of sessions: by pidfd, or where there is none, by start times from /proc (`ProcessWatch`).
 
-A pid alone proves nothing, since numbers are used again; pid and start time together name one process.
+PIDs are reused; PID and start time together identify a process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Liveness:
     """Watches the processes of sessions. Used from the control loop only.
 
     Args:
-        use_pidfd: False takes the other way, for tests.
+        use_pidfd: False uses start times only, for tests.
     """
 
     def __init__(self, *, use_pidfd: bool = True) -> None:
@@ -27,11 +27,11 @@ class Liveness:
 
     @property
     def uses_pidfd(self) -> bool:
-        """Whether every end is learnt at once."""
+        """Whether all processes are watched by pidfd, so that deaths are noticed at once."""
         return self._use_pidfd and not self._polled
 
     def watch(self, session: str, pid: int, pid_start: int) -> bool:
-        """Begin to watch; False when the process is dead or another one."""
+        """Watch a process; return False if it is dead, or its PID belongs to another process."""
         self.unwatch(session)
         found = watch(pid, pid_start, use_pidfd=self._use_pidfd)
         if found is None:
@@ -42,44 +42,44 @@ class Liveness:
                 self._epoll = self._epoll or select.epoll()
                 self._epoll.register(found.fd, select.EPOLLIN)
                 self._sessions[found.fd] = session
-            except OSError:  # no descriptor, or too many watches: its start time is looked at
+            except OSError:  # no descriptor, or too many watches: its start time is polled
                 found.close()
         if found.fd < 0:
             self._polled[session] = found
         return True
 
     def unwatch(self, session: str) -> None:
-        """Stop watching; a session that is not watched is left alone."""
+        """Stop watching a session. Idempotent."""
         found = self._watched.pop(session, None)
         if found is None:
             return
         self._polled.pop(session, None)
         if found.fd >= 0 and self._epoll is not None:
             del self._sessions[found.fd]
-            with contextlib.suppress(OSError):  # a death is told, whatever becomes of its descriptor
+            with contextlib.suppress(OSError):  # the death must be reported although its descriptor fails
                 self._epoll.unregister(found.fd)
         found.close()
 
     def fds(self) -> list[int]:
-        """Return what becomes readable when a process dies: one descriptor, however many are watched."""
+        """Return the descriptors that become readable when a watched process dies: one epoll descriptor at most."""
         return [] if self._epoll is None else [self._epoll.fileno()]
 
     @property
     def poll_s(self) -> float | None:
-        """How often `dead` must be called although no descriptor is readable; None: never."""
+        """Interval at which `dead` must be called although no descriptor is readable; None: not needed."""
         return POLL_S if self._polled else None
 
     def dead(self) -> list[str]:
         """Return the sessions whose processes are dead, and stop watching them."""
-        gone = [session for session, one in self._polled.items() if one.has_ended()]
+        dead = [session for session, one in self._polled.items() if one.has_ended()]
         if self._epoll is not None:
-            gone += [self._sessions[fd] for fd, _ in self._epoll.poll(0)]
-        for session in gone:
+            dead += [self._sessions[fd] for fd, _ in self._epoll.poll(0)]
+        for session in dead:
             self.unwatch(session)
-        return gone
+        return dead
 
     def close(self) -> None:
-        """Stop watching everybody."""
+        """Stop watching all processes."""
         for session in list(self._watched):
             with contextlib.suppress(OSError):
                 self.unwatch(session)

@@ -1,7 +1,7 @@
-"""Answers Prometheus at a loopback address, by `prometheus_client` (the extra `metrics`), in threads of its own.
+"""Serves metrics to Prometheus at a loopback address, with `prometheus_client` (the extra `metrics`), in own threads.
 
-The control loop hands over its status report and goes on. Clients and the loop never wait for each other, however often
-or slowly a client asks. No label holds a path: a client that can reach the port gets figures, not names.
+The control loop passes its status report and does not wait for clients, nor do clients wait for the loop. No label
+holds a path: a client that can reach the port gets figures, not names.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from prometheus_client.registry import Collector
 from asyncckpt.errors import ConfigError, EndpointError
 
 REQUEST_TIMEOUT_S = 5.0
-"""For one request and its answer. Chosen: Prometheus itself waits 10 s."""
+"""Deadline of a request and its answer. Chosen: Prometheus itself waits 10 s."""
 
 MAX_REQUESTS = 32
-"""At once; one more is closed unanswered. Chosen."""
+"""Maximum concurrent requests; further connections are closed. Chosen."""
 
 CLOSE_TIMEOUT_S = 2.0
 ACCEPT_FAILED_S = 0.05
@@ -36,7 +36,7 @@ ACCEPT_FAILED_S = 0.05
 PREFIX = "asyncckpt_"
 MAX_RUNS_SHOWN = 20
 BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)
-"""Bounds of the histograms, in seconds. Chosen: from a small model on one disk to terabytes on a busy file system."""
+"""Bounds of the histograms, in seconds. Chosen: a small model on one disk to terabytes on a busy file system."""
 
 OUTCOMES = ("committed", "failed", "abandoned", "unknown")
 PHASES = ("open", "recovering", "sealed", "writing", "durable")
@@ -44,25 +44,25 @@ HISTOGRAMS = {
     "save": "From the first rank's begin to the commit, of committed saves.",
     "stage": "From a rank's begin to its seal: as long as the copy takes.",
     "write": "From a rank's seal until its files are durable.",
-    "commit": "Putting the manifest.",
+    "commit": "Publishing the manifest.",
 }
 
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 def loopback_address(text: str) -> tuple[str, int]:
-    """Return host and port of `HOST:PORT`; port 0 takes a free one.
+    """Return host and port of `HOST:PORT`; port 0 is any free port.
 
     Raises:
-        ConfigError: Malformed, or an address that other machines reach.
+        ConfigError: The address is malformed, or other machines can reach it.
     """
     host, colon, port = text.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
         if not ipaddress.ip_address("127.0.0.1" if bare == "localhost" else bare).is_loopback:
             raise ConfigError(
-                f"metrics is {text!r}: others than this machine would reach it; use 127.0.0.1:PORT or [::1]:PORT, and "
-                "a proxy that knows who may ask",
+                f"metrics is {text!r}: other machines could reach it; use 127.0.0.1:PORT or [::1]:PORT, and a proxy "
+                "that authenticates clients",
                 field="metrics",
                 value=text,
             )
@@ -75,18 +75,18 @@ def loopback_address(text: str) -> tuple[str, int]:
 
 
 class Exporter:
-    """The metrics and their server. `show` and `observe` wait for nobody; `close` may be called twice.
+    """The metrics and their HTTP server. `show` and `observe` do not block; `close` is idempotent.
 
     Args:
         address: `HOST:PORT`.
 
     Raises:
         ConfigError: As `loopback_address`.
-        EndpointError: The port is taken.
+        EndpointError: The port is in use.
 
     Attributes:
         registry: All metrics.
-        port: The port that it listens at.
+        port: The port at which it listens.
     """
 
     def __init__(self, address: str) -> None:
@@ -111,20 +111,20 @@ class Exporter:
         self._serve()
 
     def _serve(self) -> None:
-        """Answer from now on; where there is no thread for that, nobody is answered before the next `show`."""
+        """Start the server's thread; if the system gives no thread, the next `show` tries again."""
         thread = threading.Thread(target=self._server.serve_forever, name="asyncckpt-metrics", daemon=True)
         with contextlib.suppress(RuntimeError):  # can't start new thread
             thread.start()
             self._thread = thread
 
     def show(self, report: Mapping[str, Any], now: float) -> None:
-        """Take the worker's status report, as it is at `now`, seconds since 1970."""
+        """Set the worker's status report of the time `now`, seconds since 1970."""
         self._report.latest = report, now
         if self._thread is None:
             self._serve()
 
     def observe(self, name: str, seconds: float) -> None:
-        """Count one duration in one of `HISTOGRAMS`."""
+        """Add a duration to one of `HISTOGRAMS`."""
         self._histograms[name].observe(seconds)
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class Exporter:
 
 
 class _ReportCollector(Collector):
-    """Makes metrics of the last status report."""
+    """Collects metrics from the last status report."""
 
     def __init__(self) -> None:
         self.latest: tuple[Mapping[str, Any], float] = {}, 0.0
@@ -191,7 +191,7 @@ def _gauge(name: str, text: str, values: float | Mapping[str, float], label: str
 
 
 def _counter(name: str, text: str, values: float | Mapping[str, float], label: str = "") -> Metric:
-    """`_total` is added to the name, as Prometheus wants it."""
+    """Return a counter; `prometheus_client` adds `_total` to its name."""
     return _filled(CounterMetricFamily(PREFIX + name, text, labels=[label] if label else []), values)
 
 
@@ -204,14 +204,14 @@ def _filled(family: Any, values: float | Mapping[str, float]) -> Metric:
 
 
 class _Handler(WSGIRequestHandler):
-    """Writes nothing to the worker's log."""
+    """Does not log requests."""
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """`MAX_REQUESTS` at once, each with a deadline for all of it."""
+    """Serves at most `MAX_REQUESTS` at once, each with a deadline."""
 
     daemon_threads = True
     block_on_close = False
@@ -253,7 +253,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who asks has gone, or its time is over: nothing to say."""
+        """Ignore clients that have disconnected or missed the deadline."""
 
 
 def _shut(request: socket.socket) -> None:

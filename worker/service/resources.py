@@ -1,4 +1,4 @@
-"""Watches, slots and sockets, which the core asks for and gets at once (`core.resources`)."""
+"""Watches, slots and sockets for the core: the implementation of `core.actions.Resources`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 
 class LocalResources:
-    """Those of this process.
+    """The `Resources` of this process.
 
     Args:
-        slots, liveness, peers: Where they lie.
+        slots, liveness, peers: Slots, watches and sockets of this process.
         jobs: Faults in the pages of new slots.
-        bug: Logs an error that is none of those that are expected, and where.
+        bug: Logs where an unexpected error was met, and the error.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LocalResources:
             raise slot_refused(error, nbytes) from error
         except Exception as error:
             raise self._internal("a slot", error) from error
-        if populate:  # a slot whose pages nobody faults in ahead of use is slower, and as good
+        if populate:  # without it, only the first use of the slot is slower
             try:
                 self._jobs.populate(number)
             except Exception as error:
@@ -86,7 +86,7 @@ class LocalResources:
 
     def disconnect(self, run: str) -> None:
         """See `Resources`."""
-        with contextlib.suppress(OSError):  # it is closed in any case
+        with contextlib.suppress(OSError):  # the socket is closed all the same
             self._peers.disconnect(run)
 
     def _socket(self, what: str, call: Callable[[], T]) -> T:

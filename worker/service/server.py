@@ -1,4 +1,4 @@
-"""The socket: one ROUTER that survives any bytes. It turns frames into messages and answers what it cannot decode."""
+"""The socket for trainers: a ROUTER. It decodes frames into messages, and refuses those that it cannot decode."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from asyncckpt.protocol.messages import REQUESTS, Message, Refused, Saves
 from asyncckpt_worker.service.endpoint_lock import claim
 
 HIGH_WATER_MARK = 1000
-"""Messages that wait per peer and direction (zmq_setsockopt(3), the default said aloud). Beyond it a peer that does
-not read loses messages, which it must be prepared for anyway."""
+"""Maximum queued messages per peer and direction; the default of zmq_setsockopt(3). Beyond it, messages to a peer that
+does not read are lost, which the protocol allows."""
 
 BATCH = 256
-"""Messages that are taken per turn of the loop, so that a flood does not starve everything else."""
+"""Maximum messages per turn of the control loop, so that a flood of messages does not block other events."""
 
 CLOSE_LINGER_MS = 500
-"""Until the close LINGER is 0. Chosen: a peer that reads at all has read within it."""
+"""LINGER at `close`; before that, it is 0. Chosen: a running peer reads its messages within this time."""
 
 MAX_FRAMES = 3
 """Identity, header, body."""
@@ -35,7 +35,7 @@ class Server:
     Args:
         endpoint: `ipc://...`.
         count: Called with the name of a counter.
-        claimed: What `claim.claim` returned, when the caller has done that already; the lock's fd is owned from here.
+        claimed: Result of `endpoint_lock.claim`, if the caller has the lock already. The server then owns the lock.
     """
 
     def __init__(self, endpoint: str, count: Callable[[str], None], claimed: tuple[str, int] | None = None) -> None:
@@ -49,12 +49,12 @@ class Server:
             raise
 
     def _bind(self, endpoint: str) -> None:
-        # IMPORTANT: only under the lock. A second bind takes the path from under a living worker without any error.
+        # IMPORTANT: only with the lock. A second bind would take the path of a running worker without an error.
         try:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
         except OSError as error:
-            text = f"cannot listen on {endpoint}: something else is in its place: {error.strerror}"
+            text = f"cannot listen on {endpoint}: cannot remove the file at its path: {error.strerror}"
             raise EndpointError(text, endpoint=endpoint, path=self._path) from error
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -68,12 +68,12 @@ class Server:
             raise EndpointError(f"cannot listen on {endpoint}: {error}", endpoint=endpoint, path=self._path) from error
 
     def poll(self, fds: Iterable[int], timeout_s: float | None, others: Iterable[zmq.Socket[bytes]] = ()) -> set[int]:
-        """Wait until a message, one of `fds`, or a message of the sockets `others`, is there.
+        """Wait for a message, for one of `fds`, or for a message of the sockets `others`.
 
-        Blocks: at most `timeout_s`; None waits for ever.
+        Blocks: at most `timeout_s`; None: without limit.
 
         Returns:
-            Which of `fds` are ready.
+            Those of `fds` that are readable.
         """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -85,7 +85,7 @@ class Server:
         return {found for found, _ in ready if isinstance(found, int)}
 
     def receive(self) -> Iterator[tuple[bytes, Message]]:
-        """Yield (peer, message) for what has arrived, at most `BATCH`; refuses what does not decode."""
+        """Yield peer and message of what has arrived, at most `BATCH`; messages that do not decode are refused."""
         for _ in range(BATCH):
             try:
                 peer, frames = self._next()
@@ -115,16 +115,16 @@ class Server:
             return decode(frames, REQUESTS)
         except AsyncCkptError:
             raise
-        except Exception as error:  # whatever else bytes may provoke must not end the worker
+        except Exception as error:  # no message may end the worker
             raise ProtocolError(f"the message does not decode: {error!r}", detail="body") from error
 
     def send(self, peer: bytes, message: Message) -> None:
-        """Send without waiting; a peer that is gone, or does not read, loses the message.
+        """Send a message without waiting. If the peer is disconnected or does not read, the message is lost.
 
-        Rows of saves that do not fit into one frame are sent in several.
+        Rows of saves that do not fit into one frame are sent in several messages.
 
         Raises:
-            ProtocolError: It cannot be sent: a bug of ours. Who has asked for it is refused, and waits no longer.
+            ProtocolError: The message cannot be encoded: a bug. A request that it answers is refused.
         """
         try:
             frames = encode(message)
@@ -138,25 +138,25 @@ class Server:
                 self.send(peer, Refused(id=id, error=to_wire(error)))
             raise
         try:
-            reach("worker: telling")
+            reach("worker: sending")
             self._socket.send_multipart([peer, *frames], zmq.NOBLOCK)
         except (zmq.ZMQError, OSError):
             self._count("messages_lost")
 
     def close(self) -> None:
-        """Close the socket, remove its file, let the lock go. Later calls do nothing.
+        """Close the socket, remove its file, and release the lock. Idempotent.
 
         Blocks: for peers that do not read, at most `CLOSE_LINGER_MS`.
         """
         if self._lock_fd < 0:
             return
         if hasattr(self, "_socket"):
-            # The last "committed" may have been sent a moment ago; 0 would throw away what is not on its way yet.
+            # With LINGER 0, a message that was just queued, such as the last "committed", would be dropped.
             self._socket.close(CLOSE_LINGER_MS)
         self._context.term()
         with contextlib.suppress(OSError):
             os.unlink(self._path)
-        # IMPORTANT: the lock file stays. Removed, a third worker could lock a new file while a second one, which opened
-        # the old one before, holds its lock: two workers on one endpoint.
+        # IMPORTANT: the lock file stays. If it was removed, a second worker that has opened it could lock the old file
+        # while a third one locks a new file: two workers on one endpoint.
         os.close(self._lock_fd)
         self._lock_fd = -1

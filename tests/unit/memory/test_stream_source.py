@@ -33,7 +33,7 @@ from asyncckpt_worker.core.actions import Write
 from asyncckpt_worker.io import stream_source
 from asyncckpt_worker.io.content_digest import rest_print
 from asyncckpt_worker.io.slot_store import SlotStore
-from asyncckpt_worker.io.stream_source import Prove, unproved
+from asyncckpt_worker.io.stream_source import CheckRequest, unchecked
 
 SLOT, GENERATION = 1, 3
 SAVE_ID = SaveId.parse(FIRST)
@@ -111,21 +111,23 @@ class Trainer:
         request = self.request(**fields)
         return Write(key=(FIRST, 0), slot=SLOT, generation=GENERATION, request=request, early=True)
 
-    def write(self, prove: Prove = unproved, **fields: Any) -> Any:
+    def write(self, check_request: CheckRequest = unchecked, **fields: Any) -> Any:
         """Do the worker's job."""
         job = self.job(**fields)
         with ThreadPoolExecutor(3) as pool:
-            found, kept = stream_source.write_streamed(job, self.memory, self.slots, prove, files=Files(), pool=pool)
+            found, kept = stream_source.write_streamed(
+                job, self.memory, self.slots, check_request, files=Files(), pool=pool
+            )
         assert not kept
         return found
 
-    def writing(self, prove: Prove = unproved) -> tuple[threading.Thread, list[Any]]:
+    def writing(self, check_request: CheckRequest = unchecked) -> tuple[threading.Thread, list[Any]]:
         """Do it in a thread; its result or error comes into the list."""
         found: list[Any] = []
 
         def run() -> None:
             try:
-                found.append(self.write(prove))
+                found.append(self.write(check_request))
             except Exception as error:
                 found.append(error)
 
@@ -141,7 +143,7 @@ class Trainer:
 @pytest.fixture
 def trainer(rng: random.Random, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
     monkeypatch.setattr(stream_source, "EXTENT_NBYTES", BLOCK_NBYTES)
-    monkeypatch.setattr(stream_source, "PARTING_S", 0.01)
+    monkeypatch.setattr(stream_source, "WITHDRAW_WAIT_S", 0.01)
     monkeypatch.setattr(slot_stream, "STEP_NBYTES", 1)
     made = Trainer(rng, tmp_path)
     yield made
@@ -202,12 +204,12 @@ OBJECTS = encode_objects(SAVE_ID, [1, "two", None])
 def test_index_and_objects_are_those_of_the_request_of_the_seal(trainer: Trainer, tmp_path: Path) -> None:
     proved: list[SaveRequest] = []
 
-    def prove(request: SaveRequest) -> Tally:
+    def check_request(request: SaveRequest) -> Tally:
         proved.append(request)
         assert not (tmp_path / index_name(SAVE_ID, 0)).exists()
         return Tally(kinds=b"k", sums=b"s")
 
-    thread, found = trainer.writing(prove)
+    thread, found = trainer.writing(check_request)
     trainer.fill()
     structure = encode_structure(Structure(tree=("d", ()), tensors=(), n_objects=3, part_nbytes=NBYTES))
     sealed = trainer.request(structure=structure, objects=OBJECTS, n_tensors=5, metadata='{"a": 1}', step=-9)

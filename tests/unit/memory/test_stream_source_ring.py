@@ -58,7 +58,7 @@ class Trainer:
 
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
-    monkeypatch.setattr(stream_source, "PARTING_S", 0.01)
+    monkeypatch.setattr(stream_source, "WITHDRAW_WAIT_S", 0.01)
     made = Trainer()
     yield made
     made.slots.close()
@@ -111,7 +111,7 @@ def test_a_trainer_that_gives_the_ring_up_ends_the_writing(trainer: Trainer, how
     trainer.counters.filled = RING_UNIT_NBYTES
     control = trainer.memory.control
     control.discard() if how == "discard" else control.open(GENERATION + 1)
-    with pytest.raises(SaveFailedError, match="gave it up"):
+    with pytest.raises(SaveFailedError, match="abandoned it"):
         trainer.source.check()
     trainer.fails()
 

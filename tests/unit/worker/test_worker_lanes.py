@@ -73,7 +73,7 @@ def test_job_of_which_even_the_answer_fails_costs_its_lane_no_thread(
     lanes.submit("memory", Job(fails, fails))
     lanes.submit("memory", Job(lambda _: Tick(now=1.0)))
     assert collect(lanes, 1) == [Tick(now=1.0)]
-    assert "our own bug" in caplog.text and "is not answered either" in caplog.text
+    assert "a bug in the worker" in caplog.text and "has no result" in caplog.text
 
 
 # ---- file systems
@@ -149,7 +149,7 @@ def test_a_job_for_which_all_threads_hang_elsewhere_is_refused_and_says_where(
     two: Callable[..., Lanes], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_runner, "THREAD_WAIT_S", 0.05)
-    monkeypatch.setattr(job_runner, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(job_runner, "CHECK_INTERVAL_S", 0.01)
     lanes, hanging, refusals = two(max_threads=2), Hanging(), list[str]()
     for n in range(3):
         lanes.submit("write", Job(hanging, path=str(tmp_path / "a" / f"{n}")))
@@ -170,7 +170,7 @@ def test_a_job_that_waits_for_a_thread_is_run_when_one_of_another_file_system_ha
     two: Callable[..., Lanes], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_runner, "IDLE_S", 0.05)
-    monkeypatch.setattr(job_runner, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(job_runner, "CHECK_INTERVAL_S", 0.01)
     lanes = two(max_threads=1)
     lanes.submit("write", Job(lambda _: Tick(now=1.0), path=str(tmp_path / "a" / "x")))
     lanes.submit("write", Job(lambda _: Tick(now=2.0), path=str(tmp_path / "b" / "x")))
@@ -181,7 +181,7 @@ def test_a_job_that_waits_for_a_thread_is_run_when_one_of_another_file_system_ha
 def test_a_job_that_has_waited_for_its_turn_longer_than_any_save_does_is_refused(
     two: Callable[..., Lanes], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_runner, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(job_runner, "CHECK_INTERVAL_S", 0.01)
     lanes, hanging = two(), Hanging()
     for n in range(MOUNT_LANES["commit"]):
         lanes.submit("commit", Job(hanging, path=str(tmp_path / "a" / f"{n}")))
@@ -250,9 +250,9 @@ def test_links_are_followed_as_far_as_the_next_file_system(tmp_path: pathlib.Pat
     (tmp_path / "real" / "far").symlink_to("/elsewhere/x")
     (tmp_path / "loop").symlink_to("loop")
     found = table(tmp_path, "/elsewhere")
-    assert found.followed(f"{tmp_path}/link/new/er") == (f"{tmp_path}/real/new/er", "0:0")
-    assert found.followed(f"{tmp_path}/link/far/y") == ("/elsewhere/x/y", "0:1")
-    assert found.followed(f"{tmp_path}/loop/y") == (f"{tmp_path}/loop/y", "0:0")
+    assert found.resolve(f"{tmp_path}/link/new/er") == (f"{tmp_path}/real/new/er", "0:0")
+    assert found.resolve(f"{tmp_path}/link/far/y") == ("/elsewhere/x/y", "0:1")
+    assert found.resolve(f"{tmp_path}/loop/y") == (f"{tmp_path}/loop/y", "0:0")
 
 
 def test_following_links_looks_at_nothing_above_the_mount_point(
@@ -263,5 +263,5 @@ def test_following_links_looks_at_nothing_above_the_mount_point(
     found = table(tmp_path, str(tmp_path))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(mount_table, "MAX_LINKS", 1)
-        found.followed(f"{tmp_path}/a/b")
+        found.resolve(f"{tmp_path}/a/b")
     assert read == [f"{tmp_path}/a"]

@@ -134,7 +134,7 @@ def test_a_report_of_many_ranks_fits_into_a_frame() -> None:
 def test_a_follower_leaves_the_lines_to_its_leader(bench: Watched, tmp_path: pathlib.Path) -> None:
     bench.commit(bench.slot())
     event_writer = EventWriter(())
-    event_writer.tell([_at(m, tmp_path, followed=True) for m in bench.moves])
+    event_writer.write([_at(m, tmp_path, followed=True) for m in bench.moves])
     event_writer.log.close(60.0)
     assert not list(tmp_path.iterdir())
 
@@ -142,7 +142,7 @@ def test_a_follower_leaves_the_lines_to_its_leader(bench: Watched, tmp_path: pat
 def test_nothing_is_told_outside_the_roots(bench: Watched, tmp_path: pathlib.Path) -> None:
     bench.commit(bench.slot())
     event_writer = EventWriter((str(tmp_path / "elsewhere"),))
-    event_writer.tell([_at(m, tmp_path) for m in bench.moves])
+    event_writer.write([_at(m, tmp_path) for m in bench.moves])
     event_writer.log.close(60.0)
     assert not list(tmp_path.iterdir()) and event_writer.log.dropped == 4
 
@@ -165,7 +165,7 @@ def test_a_line_that_cannot_be_written_costs_none_of_the_others(
         return real(moved)
 
     monkeypatch.setattr(observers, "_of_a_rank", fails)
-    watching.saw([_at(m, tmp_path) for m in bench.moves])
+    watching.handle_phase_changes([_at(m, tmp_path) for m in bench.moves])
     watching.close("test")
     assert [event["event"] for event in read_events(str(tmp_path))] == ["begun", "sealed", "committed"]
     assert bugs == ["internal_errors"]
