@@ -14,8 +14,8 @@ MAX_CORES = 4096
 def reset_inherited_limits() -> None:
     """Reset inherited limits, as far as the system allows.
 
-    A worker of a trainer that blocks SIGTERM would not receive it; a worker of a trainer that is bound to one core would
-    compete with the training for that core.
+    A worker of a trainer that blocks SIGTERM would not receive it; a worker of a trainer that is bound to one core
+    would compete with the training for that core.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     with contextlib.suppress(OSError):

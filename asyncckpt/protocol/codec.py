@@ -1,7 +1,7 @@
-"""Messages <-> frames: two frames, a fixed header and a msgpack map.
+"""Encodes messages as frames, and decodes them: a fixed header, and a msgpack map.
 
-Header: b"ACKP" and the protocol version as u16, little endian. It keeps this shape in every version, so that peers of
-different versions can at least tell each other so.
+The header is b"ACKP" and the protocol version as u16, little endian, in every version, so that peers of different
+versions recognize each other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncckpt.protocol.messages import PROTOCOL_VERSION, Message
 
 MAGIC = b"ACKP"
 MAX_FRAME_NBYTES = 1 << 20
-"""Messages carry handles, not data; the largest is a table of MAX_TABLE saves."""
+"""Maximum size of a body. Messages carry handles, not data; the largest is a table of MAX_TABLE saves."""
 
 MAX_NESTING = 8
 _HEADER = struct.Struct("<4sH")
@@ -29,7 +29,7 @@ def encode(message: Message, limit: int = MAX_FRAME_NBYTES) -> list[bytes]:
     """Return the two frames of `message`, the body at most `limit` bytes.
 
     Raises:
-        ProtocolError: It holds what msgpack cannot, or is larger than any peer would read.
+        ProtocolError: It has a value that msgpack cannot encode, or exceeds `limit`.
     """
     return [_HEADER.pack(MAGIC, PROTOCOL_VERSION), pack(message, limit)]
 
@@ -52,19 +52,19 @@ def pack(message: Message, limit: int) -> bytes:
 
 
 def decode(frames: Sequence[bytes], known: Mapping[str, type[Message]], limit: int = MAX_FRAME_NBYTES) -> Message:
-    """Read a message back.
+    """Decode a message.
 
     Args:
-        frames: Header and body; a ROUTER's identity frame already taken off.
-        known: `REQUESTS`, `REPLIES` or `NODE_MESSAGES`: what this side may receive.
-        limit: The largest body in bytes.
+        frames: Header and body, without the identity frame of a ROUTER.
+        known: The messages that this side may receive: `REQUESTS`, `REPLIES` or `NODE_MESSAGES`.
+        limit: Maximum size of the body in bytes.
 
     Returns:
-        The message. Fields that this version does not know are dropped, unless the sender lists them in `must`.
+        The message. Unknown fields are ignored, unless the sender lists them in `must`.
 
     Raises:
-        ProtocolVersionError: Well-formed, of another version; `theirs` says which.
-        ProtocolError: Anything else that is not a message of ours.
+        ProtocolVersionError: The header has another version, `theirs`.
+        ProtocolError: The frames are not a valid message.
     """
     if len(frames) != 2 or len(frames[0]) != _HEADER.size or len(frames[1]) > limit:
         raise ProtocolError(f"{len(frames)} frames instead of header and body", detail="frames")
@@ -73,7 +73,7 @@ def decode(frames: Sequence[bytes], known: Mapping[str, type[Message]], limit: i
         raise ProtocolError("the header's magic is wrong", detail="magic")
     if version != PROTOCOL_VERSION:
         raise ProtocolVersionError(
-            f"the peer speaks protocol version {version}, this package speaks {PROTOCOL_VERSION}; "
+            f"the peer has protocol version {version}, this package has {PROTOCOL_VERSION}; "
             "install the same asyncckpt on both sides, or stop the old worker",
             ours=PROTOCOL_VERSION,
             theirs=version,
@@ -82,7 +82,7 @@ def decode(frames: Sequence[bytes], known: Mapping[str, type[Message]], limit: i
 
 
 def unpack(data: bytes, known: Mapping[str, type[Message]]) -> Message:
-    """Read what `pack` returned.
+    """Decode the result of `pack`.
 
     Raises:
         ProtocolError: As `decode`.
@@ -94,7 +94,7 @@ def unpack(data: bytes, known: Mapping[str, type[Message]]) -> Message:
     names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
     must = body.pop("must", ())
     if not isinstance(must, tuple):
-        raise ProtocolError(f"{cls.name}: `must` is no list", detail="must")
+        raise ProtocolError(f"{cls.name}: `must` is not a list", detail="must")
     unknown = [str(n)[:80] for n in must if type(n) is not str or n not in names]
     if unknown:
         raise ProtocolError(f"{cls.name}: this version does not know the required fields {unknown}", detail="must")
@@ -105,7 +105,7 @@ def unpack(data: bytes, known: Mapping[str, type[Message]]) -> Message:
 
 
 def request_id(frames: Sequence[bytes]) -> int:
-    """Return the id of a request that could not be decoded, so that it can be refused; 0 when there is none."""
+    """Return the ID of a request that could not be decoded, to refuse it; 0 if there is none."""
     try:
         found = _unpack(frames[1]).get("id")
     except (ProtocolError, IndexError):
@@ -117,16 +117,16 @@ def _unpack(body: bytes) -> dict[str, Any]:
     try:
         raw = unpack_strict(body)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"the body is no msgpack map: {error}", detail="body") from error
+        raise ProtocolError(f"the body is not a msgpack map: {error}", detail="body") from error
     if not isinstance(raw, dict) or not all(type(k) is str for k in raw):
-        raise ProtocolError("the body is no msgpack map with text keys", detail="body")
+        raise ProtocolError("the body is not a msgpack map with text keys", detail="body")
     if _depth(raw) > MAX_NESTING:
         raise ProtocolError("the body is nested too deeply", detail="body")
     return raw
 
 
 def _depth(value: Any) -> int:
-    """Nesting depth, iteratively: the input is hostile until proved otherwise."""
+    """Return the nesting depth. Not recursive, as the input is not trusted."""
     deepest, level = 0, [value]
     while level and deepest <= MAX_NESTING:
         deepest += 1

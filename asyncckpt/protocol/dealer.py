@@ -1,11 +1,10 @@
-"""The trainer's end of the wire: one ZeroMQ context with one DEALER socket, made and closed together.
+"""The client's socket: one ZeroMQ context with one DEALER socket, created and closed together.
 
-All ZeroMQ calls of a trainer, a reader and the commands are here, and what they raise is `WorkerUnavailableError`.
+All ZeroMQ calls of trainers, readers and commands are here; they raise `WorkerUnavailableError`.
 
-IMPORTANT: libzmq aborts the process if it gets no file descriptor while it makes a context and its first socket
-(`errno_assert` in epoll.cpp and ip.cpp). So it is called only after `RESERVED` descriptors were opened and closed again
-to prove that they are free. Descriptors that run out later do no harm: then only reconnecting takes one, and libzmq
-retries that by itself.
+IMPORTANT: libzmq aborts the process if it gets no file descriptor while it creates a context and its first socket
+(`errno_assert` in epoll.cpp and ip.cpp). So it is called only after `RESERVED` descriptors were opened and closed, to
+check that they are free. Later only a reconnect needs a descriptor, and libzmq retries it.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ NEEDED = 9
 each for reaper and thread, and the connection; two more in builds without getrandom(2) and eventfd(2)."""
 
 RESERVED = NEEDED + 7
-"""How many must be free: other threads of the process open files meanwhile. Chosen."""
+"""Number of descriptors that must be free, since other threads open files meanwhile. Chosen."""
 
 NO_DESCRIPTORS = "descriptors"
-"""Detail of the error where too few are free. It says nothing about the worker, which may be alive."""
+"""Detail of the error if too few descriptors are free. The worker may be running."""
 
 HIGH_WATER_MARK = 1000
 RECONNECT_MS = 20
 
 
 def check_descriptors(endpoint: str) -> None:
-    """Prove that ZeroMQ will get the descriptors that it needs.
+    """Check that the file descriptors that ZeroMQ needs are free.
 
     Raises:
         WorkerUnavailableError: Fewer than `RESERVED` are free.
@@ -63,20 +62,20 @@ def _translated(endpoint: str) -> Iterator[None]:
 
 
 class Dealer:
-    """A DEALER socket with a context of its own, connected to a worker. Used from one thread.
+    """A DEALER socket with its own context, connected to a worker. Used from one thread.
 
     Args:
         endpoint: `ipc://...`.
-        name: The session's name, to which the worker answers.
+        name: Name of the session, the address of answers.
 
     Raises:
-        WorkerUnavailableError: ZeroMQ cannot be used now. An endpoint at which nobody listens is no error: libzmq
-            connects once somebody does.
+        WorkerUnavailableError: ZeroMQ cannot be used now. An endpoint without a worker is not an error: libzmq
+            connects when a worker listens.
     """
 
     def __init__(self, endpoint: str, name: str = "") -> None:
         check_descriptors(endpoint)
-        import zmq  # only now: a process that loads without a worker does not need it
+        import zmq  # imported here, as a load without a worker does not need it
 
         self._endpoint, self._again = endpoint, zmq.Again
         self._pollin, self._dontwait = int(zmq.POLLIN), int(zmq.DONTWAIT)
@@ -101,19 +100,19 @@ class Dealer:
                 raise
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Send a message, or drop it if the queue is full: a caller that needs an answer repeats it. Does not wait."""
+        """Send a message, or drop it if the queue is full; the caller repeats requests. Does not wait."""
         with _translated(self._endpoint), contextlib.suppress(self._again):
             self._socket.send_multipart(frames, self._dontwait)
 
     def receive(self, timeout_s: float = 0.0) -> list[bytes] | None:
-        """Return the next message, or None when none has come within `timeout_s`."""
+        """Return the next message, or None if none has arrived within `timeout_s`."""
         with _translated(self._endpoint), contextlib.suppress(self._again):
             if self._socket.poll(max(0, int(timeout_s * 1000))):
                 return self._socket.recv_multipart(self._dontwait)
         return None
 
     def wait(self, fds: Sequence[int], timeout_s: float) -> set[int]:
-        """Wait until a message has come, or one of `fds` is readable; returns those that are."""
+        """Wait until a message has arrived or one of `fds` is readable; return the readable ones."""
         wanted: list[tuple[Any, int]] = [(self._socket, self._pollin), *((fd, self._pollin) for fd in fds)]
         with _translated(self._endpoint):
             return {one for one, _ in self._poll(wanted, max(0, int(timeout_s * 1000))) if isinstance(one, int)}
@@ -124,13 +123,13 @@ class Dealer:
         return bool(self._socket.closed)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close socket and context; what is on its way gets `linger_s`. Twice is fine."""
+        """Close socket and context; queued messages are sent for at most `linger_s`. Idempotent."""
         with _translated(self._endpoint):
             self._context.destroy(int(linger_s * 1000))
 
 
 def curve_keys(whose: str) -> tuple[str, str]:
-    """Return a new public and secret key for connections with the worker of `whose`.
+    """Create a public and a secret key for connections between workers. `whose`: endpoint, for errors.
 
     Raises:
         WorkerUnavailableError: ZeroMQ cannot be used now.

@@ -1,4 +1,4 @@
-"""Where a worker listens: names, directories that only their user can enter, and the lock that is held before bind."""
+"""Endpoints: names of sockets, their private directories, and the lock that a worker holds before it binds."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from asyncckpt.protocol.messages import PROTOCOL_VERSION
 
 SCHEME = "ipc://"
 MAX_SOCKET_PATH_BYTES = 100
-"""sun_path holds 107 bytes (unix(7)); a few are left for libzmq's own use."""
+"""sun_path holds 107 bytes (unix(7)); libzmq needs a few of them."""
 
 _LOCK_ATTEMPTS = 10
-"""A lock that is taken, and whose file is gone each time: whoever does that is a living worker. Chosen."""
+"""Attempts to lock the file while other processes remove it; then another worker counts as running. Chosen."""
 
 _RUNTIME_NAME = "asyncckpt"
 _TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm")
-"""Where sockets lie if no variable names a usable directory: the first in which no other user has taken the name."""
+"""Directories for sockets if no variable names a usable one: the first one in which this user can use the name."""
 
 _NAME_NBYTES = len("0" * 16 + ".sock")
-"""Length of the longest socket name that is made here: `run-` and 12 letters are as long as 16 digits."""
+"""Length of the longest socket name: `run-` and 12 letters are as long as 16 digits."""
 
 JOB_VARIABLES = ("ASYNCCKPT_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 _log = logging.getLogger("asyncckpt")
@@ -38,7 +38,7 @@ def socket_path(endpoint: str) -> str:
     """Return the socket's path of an `ipc://` endpoint.
 
     Raises:
-        ConfigError: Not an absolute ipc endpoint, or longer than a Unix socket's name may be.
+        ConfigError: It is not an absolute ipc endpoint, or too long for a Unix socket.
     """
     path = endpoint.removeprefix(SCHEME)
     if not endpoint.startswith(SCHEME) or not path.startswith("/") or "\0" in path or path.endswith("/"):
@@ -55,11 +55,11 @@ def socket_path(endpoint: str) -> str:
 
 
 class Place(NamedTuple):
-    """A directory that this user's sockets may lie in.
+    """A candidate directory for this user's sockets.
 
     Attributes:
-        directory: Its path. It may be missing: then it can be made.
-        refusal: Why it is passed over; "" where it is fit.
+        directory: Its path; it may not exist yet.
+        refusal: Why it cannot be used; "" if it can.
     """
 
     directory: str
@@ -67,16 +67,16 @@ class Place(NamedTuple):
 
 
 def default_endpoint(environ: Mapping[str, str], *, uid: int, package: str, interpreter: str) -> str:
-    """Return the endpoint that trainers and workers of one job, version and interpreter meet at.
+    """Return the endpoint of the trainers and workers of one job, version and interpreter.
 
-    It lies in the first fit place of `places`; what was passed over is logged once. Where none is fit, using the
-    endpoint fails with EndpointError.
+    It is in the first usable directory of `places`; skipped ones are logged once. If none is usable, the endpoint
+    fails with EndpointError when it is used.
 
     Args:
-        environ: For `XDG_RUNTIME_DIR`, `TMPDIR` and the job's name (`JOB_VARIABLES`, first one set).
-        uid: The user's id, part of the directory's name below the temporary directory.
-        package: asyncckpt's version.
-        interpreter: Which Python installation or virtual environment: `sys.prefix`. Not the executable, which has
+        environ: Environment: `XDG_RUNTIME_DIR`, `TMPDIR`, and the job's name (the first of `JOB_VARIABLES` that is set).
+        uid: User ID, part of the name of a directory in a temporary directory.
+        package: Version of asyncckpt.
+        interpreter: `sys.prefix`, for the Python installation or virtual environment. Not the executable, which has
             several names in one environment.
     """
     job = next((environ[name] for name in JOB_VARIABLES if environ.get(name)), "")
@@ -86,18 +86,18 @@ def default_endpoint(environ: Mapping[str, str], *, uid: int, package: str, inte
 
 
 def private_endpoint(environ: Mapping[str, str], *, uid: int, token: str) -> str:
-    """Return an endpoint that nobody meets at by chance, beside the default ones.
+    """Return an endpoint for one caller, in the directory of the default endpoints.
 
     Args:
         environ: As in `default_endpoint`.
         uid: As in `default_endpoint`.
-        token: Random letters that make it the caller's own.
+        token: Random letters.
     """
     return _in_users_directory(f"run-{token}", environ, uid)
 
 
 def is_users_directory(directory: str, uid: int) -> bool:
-    """Whether `directory` is one in which endpoints are made here, and which nothing else uses."""
+    """Whether `directory` is a directory of default endpoints, which is used for nothing else."""
     return os.path.basename(directory) in (_RUNTIME_NAME, _temporary_name(uid))
 
 
@@ -106,14 +106,14 @@ def _temporary_name(uid: int) -> str:
 
 
 def places(environ: Mapping[str, str], uid: int) -> list[Place]:
-    """Return where this user's sockets may lie, the preferred place first.
+    """Return candidate directories for this user's sockets, the preferred one first.
 
-    All processes of a user with the same environment find the same place: it depends only on the environment and on
-    the owners of the directories.
+    The result depends only on the environment and on the owners and modes of directories, so that all processes of a
+    user find the same one.
 
     Args:
-        environ: For `XDG_RUNTIME_DIR` and `TMPDIR`. One that is not set names no place.
-        uid: Whose directories are fit.
+        environ: Environment: `XDG_RUNTIME_DIR` and `TMPDIR` are used if set.
+        uid: User ID that must own a directory.
     """
     found, seen = [], set()
     runtime = environ.get("XDG_RUNTIME_DIR")
@@ -127,15 +127,15 @@ def places(environ: Mapping[str, str], uid: int) -> list[Place]:
 
 
 def _place(origin: str, base: str, name: str, uid: int, *, owned: bool) -> Place:
-    """Look at one place.
+    """Check one candidate.
 
     Args:
         origin: The variable that names `base`, or "".
         base: A directory.
         name: Name of the directory in `base`.
-        uid: Whose it must be.
-        owned: `base` must be this user's too. IMPORTANT: `sudo -E` and `su` keep the variable of another user: a
-            directory that root makes there shuts that user out for good.
+        uid: User ID that must own it.
+        owned: Whether `uid` must own `base` too. IMPORTANT: `sudo -E` and `su` keep the variable of another user: a
+            directory that root creates there could not be used by that user any more.
     """
     said, directory = f"{origin}={base}" if origin else base, os.path.join(base, name)
     return Place(directory, _refusal(said, base, directory, uid, owned=owned))
@@ -143,18 +143,16 @@ def _place(origin: str, base: str, name: str, uid: int, *, owned: bool) -> Place
 
 def _refusal(said: str, base: str, directory: str, uid: int, *, owned: bool) -> str:
     if not base.startswith("/") or "\0" in base:
-        return f"{said} is no absolute path"
+        return f"{said} is not an absolute path"
     nbytes = len(os.fsencode(directory)) + 1 + _NAME_NBYTES
     if nbytes > MAX_SOCKET_PATH_BYTES:
-        return (
-            f"{said} is too long for a socket: a path of {nbytes} bytes, at most {MAX_SOCKET_PATH_BYTES} are possible"
-        )
+        return f"{said} is too long for a socket: a path of {nbytes} bytes, the limit is {MAX_SOCKET_PATH_BYTES}"
     try:
         above = os.stat(base)
     except OSError as error:
         return f"{said} cannot be used: {error.strerror}"
     if not stat.S_ISDIR(above.st_mode):
-        return f"{said} is no directory"
+        return f"{said} is not a directory"
     if owned and above.st_uid != uid:
         return f"{said} belongs to uid {above.st_uid}, and this process has uid {uid}"
     try:
@@ -162,7 +160,7 @@ def _refusal(said: str, base: str, directory: str, uid: int, *, owned: bool) -> 
     except FileNotFoundError:
         there = None
     except OSError as error:
-        return f"{directory} cannot be looked at: {error.strerror}"
+        return f"{directory} cannot be read: {error.strerror}"
     if there is None:
         return "" if _is_writable(base) else f"{said} is not writable for this user"
     if not _is_private(there, uid):
@@ -182,7 +180,7 @@ def _in_users_directory(name: str, environ: Mapping[str, str], uid: int) -> str:
     else:
         directory = os.path.join(_TEMPORARY[0], _temporary_name(uid))
     if refusals:
-        _say_once(f"{'; '.join(refusals)}: the socket of the worker lies in {directory}")
+        _say_once(f"{'; '.join(refusals)}: the socket of the worker is in {directory}")
     return f"{SCHEME}{directory}/{name}.sock"
 
 
@@ -193,13 +191,13 @@ def _say_once(text: str) -> None:
 
 
 def make_directory(endpoint: str) -> str:
-    """Make the endpoint's directory, mode 0700, and prove that only this user can enter it.
+    """Create the endpoint's directory with mode 0700, and check that only this user can enter it.
 
     Returns:
-        The socket's path.
+        Path of the socket.
 
     Raises:
-        EndpointError: It belongs to somebody else, is open to others, or cannot be made.
+        EndpointError: It belongs to another user, has another mode, or cannot be created.
         ConfigError: The endpoint is malformed.
     """
     path = socket_path(endpoint)
@@ -211,17 +209,17 @@ def make_directory(endpoint: str) -> str:
         found = os.lstat(directory)
     except OSError as error:
         raise EndpointError(
-            f"cannot make {directory} for the worker's socket: {error.strerror}", endpoint=endpoint, path=directory
+            f"cannot create {directory} for the worker's socket: {error.strerror}", endpoint=endpoint, path=directory
         ) from error
     _refuse_open(endpoint, directory, found)
     return path
 
 
 def check_directory(endpoint: str) -> None:
-    """Check that only this user can enter the endpoint's directory: another user could listen in our place there.
+    """Check that only this user can enter the endpoint's directory: else another user could listen there.
 
     Raises:
-        EndpointError: The directory is there, and belongs to somebody else or is open to others, or cannot be seen.
+        EndpointError: It belongs to another user, has another mode, or cannot be read. A missing one is not an error.
         ConfigError: The endpoint is malformed.
     """
     directory = os.path.dirname(socket_path(endpoint))
@@ -230,7 +228,7 @@ def check_directory(endpoint: str) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        text = f"cannot look at {directory}, where the worker's socket is: {error.strerror}"
+        text = f"cannot read {directory}, the directory of the worker's socket: {error.strerror}"
         raise EndpointError(text, endpoint=endpoint, path=directory) from error
     _refuse_open(endpoint, directory, found)
 
@@ -250,7 +248,7 @@ def _found(found: os.stat_result) -> str:
 
 
 def _make_parents(directory: str) -> None:
-    """Make missing parents with mode 0755 at most, whatever the umask: write access allows replacing what is inside."""
+    """Create missing parents with mode 0755 at most: with write access, other users could replace what is inside."""
     if not os.path.isdir(directory):
         _make_parents(os.path.dirname(directory))
         with contextlib.suppress(FileExistsError):
@@ -258,13 +256,13 @@ def _make_parents(directory: str) -> None:
 
 
 def acquire_lock(path: str) -> int | None:
-    """Take the lock of the socket at `path`; it is held as long as the returned fd is open.
+    """Take the lock of the socket at `path`; it is held until the returned descriptor is closed.
 
     Returns:
-        The fd, or None when another worker holds it.
+        A descriptor, or None if another worker holds the lock.
 
     Raises:
-        OSError: The lock file cannot be made.
+        OSError: The lock file cannot be created.
     """
     for _ in range(_LOCK_ATTEMPTS):
         fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

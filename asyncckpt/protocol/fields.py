@@ -1,4 +1,4 @@
-"""What a field of a message may hold: one check per kind, all total: they answer for any value and never raise."""
+"""Checks of message fields, one per type. A check accepts any value, returns whether it is valid, and never raises."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncckpt.protocol.save_phases import PHASES
 
 MAX_TEXT_CHARS = 200
 MAX_TABLE = 1024
-"""Rows of one Saves or Heartbeat message; a trainer never has more than a few saves pending."""
+"""Maximum rows of a list in a message; a trainer has only a few saves pending."""
 
 MAX_INT = (1 << 63) - 1
 MAX_SECONDS = 1e9
@@ -21,15 +21,14 @@ MAX_UMASK = 0o777
 MAX_PORT = 65535
 TOKEN_NBYTES = 16
 MAX_OUTCOMES = 24
-"""In one message, the latest. A rank needs the outcome of the save that is `window` before its next one, and `window`
-is at most 16 (`config.MAX_SLOTS`). The rest is for saves that other ranks skip before this rank has heard.
-"""
+"""Maximum outcomes in a message: the latest ones. A rank needs the outcome of the save that is `window` before its next
+one; `window` is at most 16 (`config.MAX_SLOTS`). The others are for saves that other ranks skip meanwhile."""
 
 MAX_MISSING = 64
-"""Ranks named in one row of a Saves message, so that a full table of rows stays below the frame's limit."""
+"""Maximum ranks in one row of a Saves message, so that a full table fits into a frame."""
 
 MAX_PIECE_NBYTES = 512 << 10
-"""Limit of one Share or Fetched: half a frame. Chosen, not measured."""
+"""Maximum size of a piece in Share or Fetched: half a frame. Chosen, not measured."""
 
 _SAVE_ID = re.compile(r"[0-9]{6}-[0-9]{8}-[0-9a-f]{12}\Z")
 _HEX12 = re.compile(r"[0-9a-f]{12}\Z")
@@ -69,12 +68,12 @@ def umask(value: Any) -> bool:
 
 
 def save_id(value: Any) -> bool:
-    """A save id as text."""
+    """A save ID as text."""
     return isinstance(value, str) and _SAVE_ID.match(value) is not None
 
 
 def save_id_or_none(value: Any) -> bool:
-    """A save id as text, or the empty text."""
+    """A save ID as text, or the empty text."""
     return value == "" or save_id(value)
 
 
@@ -178,12 +177,12 @@ def figures(value: Any) -> bool:
 
 
 def save_ids(value: Any) -> bool:
-    """A list of at most `MAX_TABLE` save ids."""
+    """A list of at most `MAX_TABLE` save IDs."""
     return isinstance(value, (list, tuple)) and len(value) <= MAX_TABLE and all(map(save_id, value))
 
 
 def save_rows(value: Any) -> bool:
-    """A list of at most `MAX_TABLE` maps: save id, phase, and where they apply `error`, `report` and `missing`."""
+    """A list of at most `MAX_TABLE` maps with `save_id`, `phase`, and optionally `error`, `report` and `missing`."""
     return isinstance(value, (list, tuple)) and len(value) <= MAX_TABLE and all(map(_save_row, value))
 
 
@@ -235,7 +234,7 @@ RECALL_ROW: dict[str, Check] = {
     "inode": uint,
     "birth_ns": uint,
 }
-"""Where one rank's part of a snapshot lies, and what its directory was."""
+"""Keys of a row of Recalled."""
 
 
 def _plain(value: Any) -> bool:
@@ -243,7 +242,7 @@ def _plain(value: Any) -> bool:
 
 
 def _error(value: Any) -> bool:
-    """What `asyncckpt.errors.to_wire` gives; `fields` may be absent."""
+    """The result of `asyncckpt.errors.to_wire`; `fields` may be absent."""
     if not mapping(value) or type(value.get("code")) is not str or type(value.get("text")) is not str:
         return False
     facts = value.get("fields", {})
@@ -253,7 +252,7 @@ def _error(value: Any) -> bool:
 
 
 def _report(value: Any) -> bool:
-    """Plain values; `nbytes` is a size and `seconds_...` are numbers, since a reader computes with them."""
+    """Plain values; `nbytes` must be a size and `seconds_...` durations, since readers compute with them."""
     return mapping(value) and all(
         uint(fact) if name == "nbytes" else seconds(fact) if name.startswith("seconds_") else _plain(fact)
         for name, fact in value.items()

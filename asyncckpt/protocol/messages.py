@@ -1,7 +1,7 @@
-"""Every message between trainer and worker: frozen, keyword-only, checked when built. An invalid one cannot exist.
+"""The messages between trainer and worker: frozen, keyword-only, and checked in the constructor.
 
-`SPEC.md` beside this file is normative; a test compares the two. The trainer's messages are requests with an id, which
-the worker answers once per arrival; ids are unique per session, and every request may be repeated without harm.
+`SPEC.md` in this directory is normative; a test compares both. Messages of the trainer are requests with an ID that is
+unique in the session. The worker answers every arrival; requests are idempotent and may be repeated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_TABLE = check.MAX_TABLE
 
 
 class Message:
-    """Base of all messages. `name`: on the wire; `checks`: what each field may hold."""
+    """Base of all messages. `name`: name on the wire; `checks`: check of each field."""
 
     name: ClassVar[str]
     checks: ClassVar[dict[str, Check]]
@@ -31,7 +31,7 @@ class Message:
             value = getattr(self, field.name)
             if not self.checks[field.name](value):
                 shown = repr(value)[:80]
-                raise ProtocolError(f"{self.name}: field {field.name} cannot be {shown}", detail=field.name)
+                raise ProtocolError(f"{self.name}: field {field.name} has the invalid value {shown}", detail=field.name)
 
 
 # ---- requests -------------------------------------------------------------------------------------------------------
@@ -39,9 +39,9 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello(Message):
-    """A trainer opens a session. `pid_start`: its start time in clock ticks since boot (proc(5), field 22).
+    """Open a session. `pid_start`: start time of the trainer in clock ticks since boot (proc(5), field 22).
 
-    `replaces`: its session before this one, which ends as by a Goodbye; "" when there was none.
+    `replaces`: the client's session before this one, which ends as by Goodbye; "" if there is none.
     """
 
     id: int
@@ -67,7 +67,7 @@ class Hello(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocate(Message):
-    """Ask for a slot of `nbytes`, control pages included; `populate`: fault its pages in ahead."""
+    """Allocate a slot of `nbytes`, including control pages. `populate`: fault in its pages in advance."""
 
     id: int
     nbytes: int
@@ -78,7 +78,7 @@ class Allocate(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release(Message):
-    """Give a slot back. The worker frees it once no save of it is in flight."""
+    """Release a slot. The worker frees it once no save needs it."""
 
     id: int
     slot: int
@@ -88,7 +88,7 @@ class Release(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lineage(Message):
-    """Ask which epoch the saves of `run` carry beside `path`. The session joins the run."""
+    """Ask for the epoch of the saves of `run` in the parent directory of `path`. The session joins the run."""
 
     id: int
     run: str
@@ -99,7 +99,7 @@ class Lineage(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begin(Message):
-    """Staging of a save begins: the worker makes the directory and looks for what would make the save fail."""
+    """Begin a save, before staging: the worker creates the directory, and checks what would make the save fail."""
 
     id: int
     save_id: str
@@ -130,7 +130,7 @@ class Begin(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submit(Message):
-    """A doorbell: the slot is sealed. All that matters lies in the slot."""
+    """Notify the worker that the slot is sealed. The worker reads the request from the slot."""
 
     id: int
     save_id: str
@@ -147,7 +147,7 @@ class Submit(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Withdraw(Message):
-    """This rank will not seal a save: it ends on all ranks. Epoch 0 in `save_id`: not known. `skipped`: on purpose."""
+    """Withdraw from a save, which ends on all ranks. Epoch 0 in `save_id`: not known. `skipped`: on purpose."""
 
     id: int
     save_id: str
@@ -164,7 +164,7 @@ class Withdraw(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Consent(Message):
-    """What this rank's `pre_commit` hook says to the commit of a save; `reason`: why not."""
+    """Answer of this rank's `pre_commit` hook; `reason`: why it was not granted."""
 
     id: int
     save_id: str
@@ -181,7 +181,7 @@ class Consent(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat(Message):
-    """Ask for the state of these saves; the answer's time proves that the control loop turns."""
+    """Ask for the states of these saves; the answer also shows that the control loop is running."""
 
     id: int
     saves: tuple[str, ...]
@@ -191,7 +191,7 @@ class Heartbeat(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goodbye(Message):
-    """The session ends in order: submitted saves go on, slots are freed as they end."""
+    """End the session: submitted saves continue, and their slots are freed when they end."""
 
     id: int
     name: ClassVar[str] = "goodbye"
@@ -209,7 +209,7 @@ class Status(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drain(Message):
-    """Finish what was submitted, take no new sessions, then exit. `now`: exit without waiting for saves."""
+    """Finish the submitted saves, refuse new sessions, then exit. `now`: exit without waiting for saves."""
 
     id: int
     now: bool
@@ -217,16 +217,16 @@ class Drain(Message):
     checks: ClassVar[dict[str, Check]] = {"id": check.uint, "now": check.flag}
 
 
-# ---- takeover: the memory that a dead worker had lent goes to the next one ------------------------------------------
+# ---- failover: slots of a dead worker are handed to another one -----------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adopt(Message):
-    """Hold this slot as if it had been lent by this worker. Answered by `granted`, with its number here.
+    """Adopt a slot of a dead worker. The answer is `granted`, with the slot's number in this worker.
 
-    `fd`: of the trainer's process, which is that of the session. `generation`: of the snapshot that the slot holds or
-    receives; the saves of all generations up to `ended` have ended, as far as the trainer knows. `committed`: the save
-    of generation `ended`, if a worker has said that it is committed, else "".
+    `fd`: descriptor in the session's process. `generation`: generation of the snapshot that the slot holds or receives.
+    `ended`: saves up to this generation have ended, as far as the trainer knows. `committed`: the save of generation
+    `ended`, if the trainer was told that it is committed, else "".
     """
 
     id: int
@@ -253,10 +253,10 @@ class Adopt(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lead(Message):
-    """Lead `run`: listen for the workers that follow. The session joins the run.
+    """Lead `run`: listen for followers. The session joins the run.
 
-    `client_public`: the key that they prove. `port`, `server_secret`: of the worker that has led this run before, so
-    that its followers find this one; 0 and "" leave both to the worker.
+    `client_public`: public key of the followers. `port`, `server_secret`: those of the former leader of this run, so
+    that its followers find this one; 0 and "": the worker chooses.
     """
 
     id: int
@@ -276,7 +276,7 @@ class Lead(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leading(Message):
-    """The answer to Lead: where this worker listens, and the key pair that it proves."""
+    """The answer to Lead: address and key pair of this worker."""
 
     id: int
     address: str
@@ -293,10 +293,10 @@ class Leading(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Follow(Message):
-    """Follow the worker that leads `run`. The session joins the run. Answered when that worker has answered.
+    """Follow the worker that leads `run`. The session joins the run. The answer comes after the leader's first message.
 
-    `attempt`: goes up with every Follow of this rank, whatever worker it is for, so that the latest counts.
-    `timeout_s`: refused with `worker_unavailable` if it has not answered until then; the worker goes on trying.
+    `attempt`: increases with every Follow of this rank, to any worker; the latest one counts. `timeout_s`: without a
+    message of the leader by then, refused with `worker_unavailable`; the worker continues to retry.
     """
 
     id: int
@@ -322,7 +322,7 @@ class Follow(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Following(Message):
-    """The answer to Follow: the leader's instance."""
+    """The answer to Follow: instance of the leader."""
 
     id: int
     leader: str
@@ -330,12 +330,12 @@ class Following(Message):
     checks: ClassVar[dict[str, Check]] = {"id": check.uint, "leader": check.hex16}
 
 
-# ---- snapshots in the worker's memory: a load asks where they are ---------------------------------------------------
+# ---- snapshots in the worker's memory, for loads --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recall(Message):
-    """Ask for the snapshots at `path` and below it. `hold`: they stay where they are until this session ends."""
+    """Ask for the snapshots at `path` and below it. `hold`: their slots are held until this session ends."""
 
     id: int
     path: str
@@ -348,10 +348,10 @@ class Recall(Message):
 class Recalled(Message):
     """The answer to Recall: a row for each rank's part of a snapshot, newest save first.
 
-    A row is a map with `save_id`, `step`, `path`, `rank`, `world_size`, where the part lies (`slot`, `fd`, `nbytes`,
-    `token` as in Granted; `generation`), and two flags: `whole`: all ranks have staged it, and nobody has objected;
-    `committed`. `inode` and `birth_ns` (nanoseconds since 1970; 0: the file system does not tell) are of the save's
-    directory once that was made, else of the one that was to hold it; `inode` 0: neither was seen.
+    A row is a map with `save_id`, `step`, `path`, `rank`, `world_size`, its memory (`slot`, `fd`, `nbytes`,
+    `token` as in Granted; `generation`), and two flags: `whole`: all ranks have sealed it, and no check or hook has
+    rejected it; `committed`. `inode` and `birth_ns` (nanoseconds since 1970; 0: not known) identify the save's
+    directory, or its parent before the directory was created; `inode` 0: neither was found.
     """
 
     id: int
@@ -360,12 +360,12 @@ class Recalled(Message):
     checks: ClassVar[dict[str, Check]] = {"id": check.uint, "parts": check.recall_rows}
 
 
-# ---- boards: the ranks of a run put bytes for each other, piece by piece --------------------------------------------
+# ---- boards: the ranks of a run exchange bytes, piece by piece ------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share(Message):
-    """Put a piece of this rank's bytes on a board: `data` at `offset` of `total`. Pieces come in order."""
+    """Share a piece of this rank's bytes on a board: `data` at `offset` of `total`. Pieces must come in order."""
 
     id: int
     board: str
@@ -384,7 +384,7 @@ class Share(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetch(Message):
-    """Ask for the piece at `offset` of what `rank` has put on a board."""
+    """Fetch the piece at `offset` of the bytes that `rank` has shared on a board."""
 
     id: int
     board: str
@@ -401,7 +401,7 @@ class Fetch(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetched(Message):
-    """The answer to Fetch. `missing`: ranks that have not shared all of theirs; while there are any, no data come."""
+    """The answer to Fetch. `missing`: ranks that have not shared everything; `data` is empty while there are any."""
 
     id: int
     missing: tuple[int, ...]
@@ -421,7 +421,7 @@ class Fetched(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Welcome(Message):
-    """The session is open. `instance`: 16 hex digits, random per worker process."""
+    """The answer to Hello. `instance`: random ID of the worker process."""
 
     id: int
     package: str
@@ -442,7 +442,7 @@ class Welcome(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Granted(Message):
-    """A slot: its number, the memfd's number in the worker, its size, and the token that it must carry."""
+    """The answer to Allocate and Adopt: the slot's number, its memfd in the worker, its size, and its token."""
 
     id: int
     slot: int
@@ -471,7 +471,7 @@ class LineageFound(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ok(Message):
-    """The request arrived and was taken up."""
+    """The request was accepted."""
 
     id: int
     name: ClassVar[str] = "ok"
@@ -480,7 +480,7 @@ class Ok(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused(Message):
-    """The request was not taken up: an error of `asyncckpt.errors` as code, text and fields."""
+    """The request was refused: an error of `asyncckpt.errors` as code, text and fields."""
 
     id: int
     error: Mapping[str, Any]
@@ -490,11 +490,11 @@ class Refused(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saves(Message):
-    """States of saves: the answer to Heartbeat (same id), or sent unasked (id 0) when one changes.
+    """States of saves: the answer to Heartbeat, or a notification (ID 0) after a change.
 
-    A row is a map with `save_id`, `phase`, and where they apply `error` (as in Refused), `report` (numbers) and
-    `missing` (ranks that have not sealed). `outcomes`: of the latest saves of `run`, the session's, that have ended on
-    all ranks, [sequence, whether all ranks meet again after it].
+    A row is a map with `save_id`, `phase`, and optionally `error` (as in Refused), `report` (figures) and `missing`
+    (ranks that the save waits for). `outcomes`: [sequence, whether the ranks meet again after it] of the latest saves
+    of `run`, the session's run, that have ended on all ranks.
     """
 
     id: int
@@ -512,7 +512,7 @@ class Saves(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatusReport(Message):
-    """The answer to Status: a JSON-like map, described in SPEC.md."""
+    """The answer to Status: a map of plain values, described in SPEC.md."""
 
     id: int
     report: Mapping[str, Any]

@@ -1,7 +1,7 @@
-"""The two tables that the workers of several nodes send each other: what a follower reports, and what the leader says.
+"""The messages between workers of several nodes: the report of a follower, and the outcomes of the leader.
 
-Both are level-triggered. Each is sent when it changes and again every `BEAT_S`, in pages that each stand alone. A page
-that is lost, doubled, or overtaken by a later one costs nothing: its rows are sent until the other table shows them.
+Each message is a page of a table, which is level-triggered: changed rows are sent at once, the whole table every
+`BEAT_S`. Pages may be lost, repeated or reordered, since rows are sent until the other side has acknowledged them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from asyncckpt.protocol.messages import Message
 from asyncckpt.protocol.save_phases import ABANDONED, DURABLE, ENDED, FAILED, OPEN, SEALED
 
 MAX_NODE_FRAME_NBYTES = 8 << 20
-"""The largest message between workers. One row fits: samples (1 MiB), sums (1 MiB), texts. Chosen, not measured."""
+"""Maximum size of a message between workers. One row fits: samples (1 MiB), sums (1 MiB), texts. Chosen."""
 
 PAGE_NBYTES = 512 << 10
-"""A page takes no further row beyond this. Chosen, not measured."""
+"""No further row is added to a page beyond this size. Chosen, not measured."""
 
 MAX_REQUEST_NBYTES = 2 << 20
-"""Limit of a request without its structure, objects and metadata: samples have 1 MiB, parts 20 KiB."""
+"""Maximum size of a request without structure, objects and metadata: samples have 1 MiB, parts 20 KiB."""
 
 BEAT_S = 2.0
-"""Each table is sent so often, changed or not. Chosen, not measured."""
+"""Interval at which the whole table is sent. Chosen, not measured."""
 
 _PHASES = (OPEN, SEALED, DURABLE)
 
@@ -103,7 +103,7 @@ ROWS: dict[str, dict[str, Check]] = {
     },
     "epoch_rows": {"path": check.path, "number": check.uint, "epoch": check.uint, "error": check.error_or_none},
 }
-"""What each row of a table has; SPEC.md section 7 says what it means."""
+"""Keys of the rows of each table; SPEC.md section 7 describes them."""
 
 PART_DETAILS: dict[str, Check] = {
     "request": request_bytes,
@@ -112,7 +112,7 @@ PART_DETAILS: dict[str, Check] = {
     "consent": check.flag,
     "reason": check.text,
 }
-"""What a row of `part_rows` may have beside that."""
+"""Optional keys of `part_rows`."""
 
 
 def _is_table(value: Any, name: str, optional: Mapping[str, Check] | None = None) -> bool:
@@ -127,37 +127,37 @@ def _is_table(value: Any, name: str, optional: Mapping[str, Check] | None = None
 
 
 def rank_rows(value: Any) -> bool:
-    """The follower's ranks."""
+    """Rows of the follower's ranks."""
     return _is_table(value, "rank_rows")
 
 
 def part_rows(value: Any) -> bool:
-    """Parts of the follower's ranks in open saves."""
+    """Rows of parts in open saves."""
     return _is_table(value, "part_rows", PART_DETAILS)
 
 
 def failure_rows(value: Any) -> bool:
-    """Saves that cannot go on at the follower."""
+    """Rows of saves that have failed at the follower."""
     return _is_table(value, "failure_rows")
 
 
 def withdrawal_rows(value: Any) -> bool:
-    """Saves that a rank takes no part in."""
+    """Rows of saves from which a rank has withdrawn."""
     return _is_table(value, "withdrawal_rows")
 
 
 def question_rows(value: Any) -> bool:
-    """Questions of ranks for the run's epoch in a directory."""
+    """Rows of lineage questions: requests for the run's epoch in a directory."""
     return _is_table(value, "question_rows")
 
 
 def outcome_rows(value: Any) -> bool:
-    """How saves have ended, or what the leader has of them."""
+    """Rows of saves: their outcome, or the phases that the leader acknowledges."""
     return _is_table(value, "outcome_rows")
 
 
 def epoch_rows(value: Any) -> bool:
-    """Answers to questions."""
+    """Rows of answers to lineage questions."""
     return _is_table(value, "epoch_rows")
 
 
@@ -165,8 +165,8 @@ def epoch_rows(value: Any) -> bool:
 class Report(Message):
     """A page of a follower's table of one run.
 
-    `counter` goes up with every page. `to`: the leader's instance, "" before it was heard: then there are no parts.
-    `saves`: all saves that the follower wants to hear of, in every page.
+    `counter` increases with every page. `to`: instance of the leader; "" before its first message, then without
+    parts. `saves`: all saves whose outcomes the follower asks for, in every page.
     """
 
     sender: str
@@ -196,11 +196,11 @@ class Report(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcomes(Message):
-    """A page of the leader's table of one run, as follower `to` needs it.
+    """A page of the leader's table of one run, for the follower `to`.
 
-    `decided`: sequences of saves of the run that have ended on all ranks, and whether the ranks meet again after it.
-    `gone`: the follower's ranks of which the leader knows that they are gone. `error`: why the leader takes nothing
-    of this follower's; empty if it does.
+    `decided`: sequences of saves of the run that have ended on all ranks, each with whether the ranks meet again after
+    it. `gone`: departed ranks of the follower that the leader has acknowledged. `error`: why the leader rejects the
+    reports of this follower; empty if it accepts them.
     """
 
     sender: str

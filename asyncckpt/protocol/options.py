@@ -21,8 +21,8 @@ def add_options(parser: argparse.ArgumentParser, helps: Mapping[str, str] | None
     """Add the options.
 
     Args:
-        parser: Where to.
-        helps: Other help texts for some of them, by name.
+        parser: Parser to extend.
+        helps: Option -> help text that replaces the default one.
     """
     helps = helps or {}
     for name, settings in _OPTIONS.items():
@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser, helps: Mapping[str, str] | None
 
 
 MIN_BANDWIDTH = 1 << 20
-"""Bytes per second."""
+"""Minimum of `--max-write-bandwidth` in bytes per second."""
 
 MAX_PID = (1 << 31) - 1
 MAX_PORT = (1 << 16) - 1
@@ -41,7 +41,7 @@ def bandwidth(text: str) -> int:
     """Return bytes per second.
 
     Raises:
-        argparse.ArgumentTypeError: No such size, or less than `MIN_BANDWIDTH`.
+        argparse.ArgumentTypeError: It is not a size, or less than `MIN_BANDWIDTH`.
     """
     rate = parse_nbytes(text)
     if rate < MIN_BANDWIDTH:
@@ -140,7 +140,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 def to_arguments(options: argparse.Namespace) -> list[str]:
-    """Return the arguments that say the same, with paths made absolute: a started worker has another directory."""
+    """Return the arguments for `options`, with absolute paths, since a started worker has another directory."""
     arguments = [
         f"--idle-exit-s={options.idle_exit_s}",
         f"--keep-snapshots-s={options.keep_snapshots_s}",

@@ -1,4 +1,4 @@
-"""The save request: what a trainer leaves in its sealed slot, enough to write and commit without the trainer."""
+"""The save request in a sealed slot: everything that the worker needs to write and commit without the trainer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from asyncckpt.protocol.messages import PROTOCOL_VERSION
 from asyncckpt.protocol.samples import are_samples
 
 MAX_METADATA_NBYTES = 16 << 20
-"""Limit of the indented form in the manifest. Chosen so that metadata and 100,000 ranks fit a manifest's limit."""
+"""Maximum size, indented as in the manifest. Chosen: metadata and 100,000 ranks fit into a manifest."""
 
 MAX_METADATA_NESTING = 64
 MAX_PARTS = 1000
 MAX_THREADS = 1024
 RING_UNIT_NBYTES = 262144
-"""A ring's segments are whole blocks of a file (format/SPEC.md section 3)."""
+"""Unit of a ring's segments: a block of a file (format/SPEC.md section 3)."""
 
 MIN_RING_SEGMENTS = 2
 PAGE_NBYTES = 4096
@@ -29,8 +29,8 @@ LAYOUTS = ("safetensors", "dcp")
 
 
 class PartRange(NamedTuple):
-    """Where the image of one shard file lies in the slot, or in what passes through a ring: `offset` (whole pages) and
-    the file's exact length."""
+    """Position of a shard file in the slot, or in the stream through a ring: `offset`, a multiple of pages, and exact
+    length."""
 
     offset: int
     nbytes: int
@@ -38,30 +38,30 @@ class PartRange(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveRequest:
-    """One rank's part of a save: see the module. Also what is written without a worker, or into no slot at all.
+    """One rank's part of a save. Synchronous saves use it too, without a worker and without a slot.
 
     Attributes:
-        save_id: As text; file names are made from it.
-        step, path: As the user gave them; the path absolute. A step of None is what rank 0 says when it seals.
-        rank, world_size: Whose files these are, and how many ranks make the checkpoint.
-        parts: One per shard file, in order.
-        structure: `format.structure`'s bytes, verbatim.
-        objects: The objects file's bytes, verbatim.
-        n_tensors: For reports.
-        metadata: The user's JSON as text.
-        fsync: False skips every fsync; the manifest then says so.
+        save_id: Save ID as text; part of file names.
+        step: Step of the save; None: that of rank 0's sealed request.
+        path: Absolute path of the checkpoint.
+        rank, world_size: Rank of these files, and number of ranks.
+        parts: One for each shard file, in order.
+        structure: Encoded structure (`format.structure`).
+        objects: Content of the objects file.
+        n_tensors: Number of tensors.
+        metadata: Metadata of the user, as JSON text.
+        fsync: False skips all fsyncs, which the manifest records.
         overwrite: Whether an older checkpoint at `path` is replaced.
-        umask: The trainer's, for the modes of files and directories.
-        write_threads: Threads to write with; 0 leaves the choice to the worker.
-        package: The trainer's asyncckpt version.
-        commit_timeout_s: How long the other ranks may take to seal, once one has.
-        hook_timeout_s: How long the commit waits for this rank's consent once it is durable; 0: it needs none.
-        plan: Fingerprint of the agreement that says which rank writes what; "" when there is none.
-        samples: `samples.encode_samples`' bytes.
-        changed: This rank holds something that the plan does not know: the ranks are to meet again.
-        layout: What the shard files look like, one of `LAYOUTS`.
-        ring_segments, ring_segment_nbytes: The parts pass through so many cells of so many bytes (memory/SPEC.md
-            section 5); 0: they lie in the slot.
+        umask: Umask of the trainer, for modes of files and directories.
+        write_threads: Number of write threads; 0: the worker's default.
+        package: asyncckpt version of the trainer.
+        commit_timeout_s: How long the other ranks may take to seal after the first one.
+        hook_timeout_s: How long the commit waits for this rank's consent after it is durable; 0: no hook.
+        plan: Fingerprint of the plan (which rank writes what); "" if there is none.
+        samples: Result of `samples.encode_samples`.
+        changed: This rank has something that the plan does not contain: the ranks must meet again.
+        layout: Layout of the shard files, one of `LAYOUTS`.
+        ring_segments, ring_segment_nbytes: Number and size of the ring's cells (memory/SPEC.md section 5); 0: no ring.
     """
 
     save_id: str
@@ -101,17 +101,17 @@ def decode_request(data: bytes, body_end: int) -> SaveRequest:
 
     Args:
         data: The bytes from the slot.
-        body_end: Parts must lie in whole pages between the head page and this offset.
+        body_end: Parts must be in whole pages between the head page and this offset.
 
     Raises:
-        ProtocolError: Anything that the SPEC forbids.
+        ProtocolError: The request is not valid by SPEC.md.
     """
     try:
         raw = unpack_strict(data)
         if not isinstance(raw, dict) or raw.pop("v", None) != PROTOCOL_VERSION:
-            raise ValueError("version")
+            raise ValueError("the version is another one")
         if not isinstance(raw["parts"], tuple):
-            raise ValueError("parts are no list")
+            raise ValueError("parts are not a list")
         parts = tuple(PartRange(offset, nbytes) for offset, nbytes in raw["parts"])
         known = {name: raw[name] for name in SaveRequest.__dataclass_fields__}
         request = SaveRequest(**{**known, "parts": parts})
@@ -124,10 +124,10 @@ def decode_request(data: bytes, body_end: int) -> SaveRequest:
 
 
 def check_metadata(text: str) -> None:
-    """Prove that the user's metadata can be written into a manifest, and read back from it.
+    """Check that the user's metadata can be stored in a manifest.
 
     Raises:
-        ValueError: No JSON object, nested too deeply, too large, or with NaN or infinities, which JSON lacks.
+        ValueError: It is not a JSON object, is nested too deeply or too large, or has NaN or infinities.
     """
     if len(text) > MAX_METADATA_NBYTES:
         raise ValueError(f"metadata of {len(text)} characters, the limit is {MAX_METADATA_NBYTES} bytes")
@@ -136,7 +136,7 @@ def check_metadata(text: str) -> None:
     except RecursionError:
         raise ValueError("metadata nested too deeply") from None
     if not isinstance(found, dict):
-        raise ValueError("metadata is no JSON object")
+        raise ValueError("metadata is not a JSON object")
     level: list[Any] = [found]
     for _ in range(MAX_METADATA_NESTING + 1):
         level = [m for v in level for m in (v.values() if isinstance(v, dict) else v) if isinstance(m, (dict, list))]
@@ -176,7 +176,7 @@ _CHECKS: dict[str, check.Check] = {
 def _check(request: SaveRequest) -> None:
     wrong = [name for name, fits in _CHECKS.items() if not fits(getattr(request, name))]
     if wrong:
-        raise ValueError(f"fields {wrong}")
+        raise ValueError(f"fields with invalid values: {wrong}")
     if not request.rank < request.world_size <= check.MAX_RANKS:
         raise ValueError(f"rank {request.rank} of world {request.world_size}")
     check_metadata(request.metadata)

@@ -1,4 +1,4 @@
-"""Digests of replicas that the ranks of a save hold, so that the worker can compare what should be equal."""
+"""Samples: digests of replicas in the requests of a save, which the worker compares between ranks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ DIGEST_NBYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one rank says of a replica: `split`: several ranks write parts of it; `digest` of the window compared."""
+    """One rank's digest of a replica. `split`: several ranks write parts of it. `digest`: of the compared bytes."""
 
     split: bool
     digest: bytes
 
 
 def encode_samples(samples: Iterable[tuple[str, bool, bytes]]) -> bytes:
-    """Return the request's field for (FQN, split, digest) triples; what exceeds the limits is left out.
+    """Encode (FQN, split, digest) triples as a request's field; samples beyond the limits are omitted.
 
-    The worker compares each FQN among the ranks that name it, so that one rank may leave out what another does not.
+    The worker compares each FQN between the ranks that name it, so ranks may omit different samples.
     """
     kept: list[tuple[str, bool, bytes]] = []
     room = MAX_SAMPLES_NBYTES - 256  # the map around the lists
@@ -46,10 +46,10 @@ def encode_samples(samples: Iterable[tuple[str, bool, bytes]]) -> bytes:
 
 
 def decode_samples(data: bytes) -> Mapping[str, Sample]:
-    """Read a request's samples back, by FQN.
+    """Decode a request's samples, by FQN.
 
     Raises:
-        ValueError, TypeError, KeyError: Anything that the SPEC forbids.
+        ValueError, TypeError, KeyError: They are not valid by SPEC.md.
     """
     if not data:
         return {}
@@ -58,11 +58,11 @@ def decode_samples(data: bytes) -> Mapping[str, Sample]:
     raw = unpack_strict(data)
     names, split, digests = raw["names"], raw["split"], raw["digests"]
     if not (isinstance(names, tuple) and all(type(n) is str for n in names) and len(set(names)) == len(names)):
-        raise ValueError("names of samples")
+        raise ValueError("names of samples must be a list of different texts")
     if len(names) > MAX_SAMPLES or type(split) is not bytes or type(digests) is not bytes:
-        raise ValueError("samples")
+        raise ValueError(f"samples must be at most {MAX_SAMPLES} names, with split and digests as bytes")
     if len(split) != len(names) or len(digests) != DIGEST_NBYTES * len(names) or not set(split) <= {0, 1}:
-        raise ValueError("lengths of samples")
+        raise ValueError("samples must have one split and one digest for each name")
     return {
         name: Sample(bool(split[i]), digests[DIGEST_NBYTES * i : DIGEST_NBYTES * (i + 1)])
         for i, name in enumerate(names)
@@ -70,7 +70,7 @@ def decode_samples(data: bytes) -> Mapping[str, Sample]:
 
 
 def are_samples(value: Any) -> bool:
-    """Whether a request's field decodes; never raises."""
+    """Whether a request's field is valid; never raises."""
     try:
         decode_samples(value)
     except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException):
@@ -79,13 +79,13 @@ def are_samples(value: Any) -> bool:
 
 
 def unequal(samples: Mapping[int, Mapping[str, Sample]]) -> list[tuple[str, bool, list[list[int]]]]:
-    """Return what differs between ranks that name the same replica.
+    """Return the replicas whose digests differ between ranks.
 
     Args:
-        samples: By rank.
+        samples: Rank -> its samples by FQN.
 
     Returns:
-        FQN, whether a rank says that it is split, and the ranks in groups of equal digests; FQNs in order.
+        FQN, whether it is split on any rank, and the ranks in groups of equal digests; sorted by FQN.
     """
     found: dict[str, dict[bytes, list[int]]] = {}
     split: set[str] = set()

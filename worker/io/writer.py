@@ -110,7 +110,7 @@ class Writer:
         return self._wrapped(run, save_id, rank, job.step, job.path)
 
     def home(self, path: str) -> DirectoryIdentity:
-        """Return the identity of a save's directory: a snapshot whose directory was removed is not loaded from memory."""
+        """Return the identity of a save's directory, since snapshots of removed checkpoints are not loaded."""
         return home_of(path, self._store(path))
 
     def write(self, job: Write, pool: Executor, check_request: CheckRequest = unchecked) -> tuple[RankResult, bool]:
