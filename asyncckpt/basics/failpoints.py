@@ -59,6 +59,7 @@ POINTS: Mapping[str, str] = {
     "worker: committing": "the job that commits has begun: all ranks are durable",
     # ---- a rank's files
     "directory: made": "the checkpoint's directory is there and its name flushed",
+    "mount: probed": "what a mount can do is known, and the files that found it out are about to be removed",
     "shard: created": "a shard file is there, empty",
     "shard: reserved": "its disk space is reserved",
     "shard: extent written": "one more extent is written, not flushed",
@@ -95,6 +96,9 @@ POINTS: Mapping[str, str] = {
     "commit: parent flushed": "the directory's own name is durable, the manifest is not written",
     "put: written": "a manifest or tombstone is durable under its temporary name",
     "put: flushed": "all names beside it are durable, nothing is published",
+    "put: created": "a mount without links: the manifest or tombstone has its name, and is empty",
+    "put: filled": "a mount without links: it has its name, and is whole, which is not checked",
+    "torn: removing": "what a dead process left of a manifest or tombstone is about to be removed, under the lock",
     "commit: put": "the manifest has its name, which is not flushed",
     "commit: metadata put": "layout dcp: `.metadata` has its name, which is not flushed",
     "commit: durable": "the manifest is durable",

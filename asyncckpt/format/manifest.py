@@ -280,6 +280,11 @@ def unsealed(data: bytes, path: str) -> dict[str, Any]:
     return raw
 
 
+def is_sealed(data: bytes) -> bool:
+    """Whether a document ends as a whole one of this version does. A part of one does not."""
+    return _TRAILER.search(data[-_TRAILER_NBYTES:]) is not None
+
+
 def _refuse_newer(data: bytes, path: str) -> None:
     """Check the version before the checksum, whose place may differ in a newer version."""
     found = _VERSION.match(data[:256])

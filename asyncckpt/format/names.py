@@ -30,11 +30,12 @@ _RESERVED = re.compile(r"@rank[0-9]+\Z")
 _QUARANTINED = re.compile(r"(?s).+\.broken-[1-9][0-9]{0,8}\Z")
 _CONVERTING = re.compile(r"(?s)\..+\.[0-9a-f]{12}\.converting\Z")
 _KEPT = re.compile(r"(?s)\..+\.[0-9a-f]{12}\.converting\.kept\Z")
+_TEMPORARY = re.compile(r"\.tmp(?:\.[0-9a-f]{12}-[12])?\Z")
 _CONVERTED_NBYTES = 200
 _OWN_FILES = (
     re.compile(r"rank-[0-9]{5}-part-[0-9]{3}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:safetensors|distcp)\Z"),
     re.compile(r"rank-[0-9]{5}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:index|objects\.json|items\.distcp)(?:\.tmp)?\Z"),
-    re.compile(r"(?:manifest|dcp-metadata|tombstone)\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.tmp\Z"),
+    re.compile(r"(?:manifest|dcp-metadata|tombstone)\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.tmp(?:\.[0-9a-f]{12}-[12])?\Z"),
 )
 
 
@@ -198,9 +199,25 @@ def temporary_tombstone_name(save_id: SaveId) -> str:
     return f"tombstone.{save_id}.tmp"
 
 
+def probe_name(temporary: str, token: str, number: int) -> str:
+    """Return the name of a file by which a save finds out what a mount can do.
+
+    Args:
+        temporary: Of a manifest or tombstone.
+        token: 12 random hex digits.
+        number: 1 or 2.
+    """
+    return f"{temporary}.{token}-{number}"
+
+
+def is_temporary_record(name: str) -> bool:
+    """Whether the file called `name` is a manifest or tombstone under its temporary name."""
+    return name.startswith(("manifest.", "tombstone.")) and name.endswith(".tmp") and owner_of(name) is not None
+
+
 def is_temporary(name: str) -> bool:
-    """Whether `name` is that of a file of a save that gets another name when it is complete."""
-    return name.endswith(".tmp") and owner_of(name) is not None
+    """Whether `name` is that of a file of a save that gets another name when it is complete, or of a probe."""
+    return _TEMPORARY.search(name) is not None and owner_of(name) is not None
 
 
 def owner_of(name: str) -> SaveId | None:

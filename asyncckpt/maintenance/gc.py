@@ -29,7 +29,13 @@ from asyncckpt.format.names import (
     temporary_tombstone_name,
 )
 from asyncckpt.storage.catalog import COMMITTED, scan
-from asyncckpt.storage.checkpoint_dir import is_finished, manifest_if_readable, tombstone_if_readable
+from asyncckpt.storage.checkpoint_dir import (
+    is_finished,
+    is_torn,
+    manifest_if_readable,
+    remove_torn,
+    tombstone_if_readable,
+)
 from asyncckpt.storage.commit import remove_dcp_metadata
 from asyncckpt.storage.store import OBJECT, PREFIX, Entry, Store, UnsupportedByStoreError, exclusively
 
@@ -131,6 +137,8 @@ def garbage_at(path: str, store: Store, rules: GarbageRules, *, is_locked: bool 
     standing, tombstone = manifest_if_readable(path, store), tombstone_if_readable(path, store)
     if tombstone is not None:
         return found_there.beside_tombstone(owners, tombstone)
+    if standing is None and is_torn(path, store):
+        return found_there.garbage(ATTEMPT, owners) if owners else None
     if standing is None:
         kept = "its manifest cannot be read, is damaged, of a newer version, or not of asyncckpt"
         return found_there.garbage(ATTEMPT, owners, kept=kept) if owners else None
@@ -344,6 +352,7 @@ def write_tombstone(
     temporary = os.path.join(path, temporary_tombstone_name(save_id))
     final = os.path.join(path, MANIFEST_NAME)
     if replaces is None:
+        remove_torn(path, store)
         store.put_if_absent(final, data, temporary=temporary)
     else:
         store.replace_if(final, data, replaces, temporary=temporary)

@@ -16,7 +16,7 @@ from asyncckpt.errors import (
     SaveFailedError,
     UnsupportedFormatError,
 )
-from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest, newest
+from asyncckpt.format.manifest import Manifest, decode_manifest, newest
 from asyncckpt.format.names import (
     DCP_METADATA_NAME,
     MANIFEST_NAME,
@@ -26,7 +26,7 @@ from asyncckpt.format.names import (
     is_quarantined,
     owner_of,
 )
-from asyncckpt.storage.checkpoint_dir import dcp_metadata_owner, is_finished, tombstone_if_readable
+from asyncckpt.storage.checkpoint_dir import dcp_metadata_owner, is_finished, read_record, tombstone_if_readable
 from asyncckpt.storage.files import named
 from asyncckpt.storage.locate import store_at
 from asyncckpt.storage.store import LINK, PREFIX, Store
@@ -81,7 +81,7 @@ def read_manifest(path: str, store: Store) -> Manifest:
         OSError: It cannot be read (permissions, I/O).
     """
     try:
-        data = store.read_whole(os.path.join(path, MANIFEST_NAME), MAX_MANIFEST_NBYTES)
+        data = read_record(path, store)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _absent(path, store) from error
     except OSError as error:

@@ -11,8 +11,16 @@ from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.urls import is_object_url, parent_of
 from asyncckpt.errors import AsyncCkptError, CheckpointExistsError, UnsupportedFormatError
 from asyncckpt.format.dcp import OWNER_WITHIN_NBYTES, owner_of_metadata
-from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, Tombstone, decode_manifest, decode_tombstone
-from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, SaveId, owner_of
+from asyncckpt.format.manifest import (
+    MAX_MANIFEST_NBYTES,
+    Manifest,
+    Tombstone,
+    decode_manifest,
+    decode_tombstone,
+    is_sealed,
+)
+from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, SaveId, is_temporary_record, owner_of
+from asyncckpt.storage.files import is_beginning
 from asyncckpt.storage.store import DirectoryIdentity, Store
 
 _NO_MANIFEST = frozenset(
@@ -29,6 +37,8 @@ _NO_MANIFEST = frozenset(
     }
 )
 """Errors of reading `manifest.json` that mean that there is no manifest which this user can load."""
+
+_LOOKS = 3
 
 PINS_NAME = ".pins"
 """Name of the directory of pins, in the directory that holds the checkpoints."""
@@ -56,6 +66,7 @@ def prepare_directory(
     Raises:
         CheckpointExistsError: The directory has a manifest that the save may not replace, or holds another checkpoint,
             or lies inside one.
+        UnsupportedPathError: The mount lacks something that the save needs.
         OSError: A part of the path is not a directory, or a call failed. The directories made by this call are removed.
     """
     refuse_inside(path, save_id, store)
@@ -67,6 +78,7 @@ def prepare_directory(
         standing = refuse_existing(path, save_id, store, overwrite=overwrite)
         if isinstance(standing, Manifest) and standing.save_id == save_id and not resumed:
             raise exists_error(path, save_id, standing, overwrite=overwrite)
+        store.refuse_unable(path, save_id, fsync=fsync, overwrite=overwrite)
         reach("directory: made")
     except BaseException:
         remove_made(made, store)
@@ -97,6 +109,71 @@ def remove_made(made: Sequence[str], store: Store) -> None:
             store.remove_prefix(directory)
 
 
+def read_record(path: str, store: Store) -> bytes:
+    """Return the bytes of `manifest.json` of the directory at `path`: a manifest or a tombstone.
+
+    A torn one counts as absent. On a mount without links, the name is created exclusively and then filled, and a writer
+    may die in between. Such a file never committed anything, and its whole content has the temporary name beside it.
+    Any other incomplete file was damaged, and is returned.
+
+    Raises:
+        FileNotFoundError: There is none, or a torn one.
+        OSError: As `Store.read_whole`.
+    """
+    name = os.path.join(path, MANIFEST_NAME)
+    found = store.read_whole(name, MAX_MANIFEST_NBYTES)
+    for _ in range(_LOOKS):
+        if is_sealed(found):
+            break
+        if any(is_beginning(found, whole) for whole in _temporary_records(path, store)):
+            raise FileNotFoundError(errno.ENOENT, "it was never complete: its writer died", name)
+        before, found = found, store.read_whole(name, MAX_MANIFEST_NBYTES)
+        if found == before:
+            break
+        # Its writer lives, and may have completed it between the two.
+    return found
+
+
+def _temporary_records(path: str, store: Store) -> Iterator[bytes]:
+    for name in store.names(path):
+        if is_temporary_record(name):
+            with contextlib.suppress(OSError):  # gone, or given its own name
+                data = store.read_whole(os.path.join(path, name), MAX_MANIFEST_NBYTES)
+                if is_sealed(data):
+                    yield data
+
+
+def is_torn(path: str, store: Store) -> bool:
+    """Whether `manifest.json` of the directory at `path` is torn; see `read_record`.
+
+    Raises:
+        OSError: It cannot be known.
+    """
+    try:
+        store.stat(os.path.join(path, MANIFEST_NAME))
+    except FileNotFoundError:
+        return False
+    try:
+        read_record(path, store)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno not in _NO_MANIFEST:
+            raise
+    return False
+
+
+def remove_torn(path: str, store: Store) -> None:
+    """Remove a torn manifest or tombstone. IMPORTANT: under the lock, which a living writer of it would hold.
+
+    Raises:
+        OSError: It cannot be known, or not be removed.
+    """
+    if is_torn(path, store):
+        reach("torn: removing")
+        store.remove(os.path.join(path, MANIFEST_NAME))
+
+
 def tombstone_if_readable(path: str, store: Store) -> Tombstone | None:
     """Return the tombstone of the directory at `path`, or None if there is none that can be read."""
     try:
@@ -115,7 +192,7 @@ def tombstone_or_error(path: str, store: Store) -> Tombstone | None:
         OSError: A call failed, so it is unknown whether there is a tombstone.
     """
     try:
-        return decode_tombstone(store.read_whole(os.path.join(path, MANIFEST_NAME), MAX_MANIFEST_NBYTES), path)
+        return decode_tombstone(read_record(path, store), path)
     except OSError as error:
         if error.errno not in _NO_MANIFEST:
             raise
@@ -140,7 +217,7 @@ def manifest_or_error(path: str, store: Store) -> Manifest | None:
         OSError: A call failed, so it is unknown whether there is a manifest.
     """
     try:
-        return decode_manifest(store.read_whole(os.path.join(path, MANIFEST_NAME), MAX_MANIFEST_NBYTES), path)
+        return decode_manifest(read_record(path, store), path)
     except (FileNotFoundError, AsyncCkptError):
         return None
 
@@ -152,7 +229,7 @@ def _existing_manifest(path: str, store: Store) -> Manifest | None:
         FileNotFoundError: There is no `manifest.json`.
     """
     try:
-        data = store.read_whole(os.path.join(path, MANIFEST_NAME), MAX_MANIFEST_NBYTES)
+        data = read_record(path, store)
     except FileNotFoundError:
         raise
     except OSError:
@@ -363,7 +440,7 @@ def refuse_inside(path: str, save_id: SaveId, store: Store) -> None:
     outer = parent_of(path)
     while outer != parent_of(outer):
         try:
-            data = store.read_whole(os.path.join(outer, MANIFEST_NAME), MAX_MANIFEST_NBYTES)
+            data = read_record(outer, store)
             existing: str | None = str(decode_manifest(data, outer).save_id)
         except UnsupportedFormatError:
             existing = None

@@ -43,8 +43,10 @@ from asyncckpt.storage.checkpoint_dir import (
     refuse_existing,
     refuse_foreign_metadata,
     refuse_other_commits,
+    remove_torn,
     version_at,
 )
+from asyncckpt.storage.files import await_length
 from asyncckpt.storage.rank_writer import RankResult
 from asyncckpt.storage.store import Store, UnknownOutcomeError, exclusively
 
@@ -122,6 +124,9 @@ def check_rank_files(path: str, manifest: Manifest, *, store: Store) -> None:
     for record in manifest.ranks:
         index_path = os.path.join(path, record.index_name)
         data = store.read_whole(index_path, record.index_nbytes)
+        if len(data) < record.index_nbytes:
+            await_length(record.index_nbytes, lambda path=index_path: store.stat(path).nbytes)  # type: ignore[misc]
+            data = store.read_whole(index_path, record.index_nbytes)
         if len(data) != record.index_nbytes or file_checksum(data) != record.index_checksum:
             raise OSError(errno.EIO, "the index differs from what was written", index_path)
         index = decode_index(data)
@@ -129,10 +134,13 @@ def check_rank_files(path: str, manifest: Manifest, *, store: Store) -> None:
         if index.items is not None:
             sizes[index.items.name] = index.items.nbytes
         for name, nbytes in sizes.items():
-            found = store.stat(os.path.join(path, name))
+            file = os.path.join(path, name)
+            found = store.stat(file)
+            if found.is_object and found.nbytes != nbytes:
+                await_length(nbytes, lambda file=file: store.stat(file).nbytes)  # type: ignore[misc]
+                found = store.stat(file)
             if not found.is_object or found.nbytes != nbytes:
-                text = f"{found.nbytes} bytes long, {nbytes} were written"
-                raise OSError(errno.EIO, text, os.path.join(path, name))
+                raise OSError(errno.EIO, f"{found.nbytes} bytes long, {nbytes} were written", file)
 
 
 def publish(
@@ -163,10 +171,14 @@ def publish(
     standing = refuse_existing(path, manifest.save_id, store, overwrite=overwrite)
     replaces = standing is not None and standing.save_id != manifest.save_id
     with contextlib.ExitStack() as stack:
+        is_locked = False
         if dcp_metadata is not None:  # two files can be published as one only under a lock
             stack.enter_context(store.lock(path, LOCK_TIMEOUT_S))
-        elif overwrite or replaces:
-            stack.enter_context(exclusively(store, path, LOCK_TIMEOUT_S))
+            is_locked = True
+        elif overwrite or replaces or store.publishes_by_creation(path, manifest.save_id):
+            is_locked = stack.enter_context(exclusively(store, path, LOCK_TIMEOUT_S))
+        if is_locked:
+            remove_torn(path, store)
         may_replace = overwrite or replaces or dcp_metadata is not None
         _publish(path, manifest, store, dcp_metadata, overwrite=overwrite, may_replace=may_replace)
 
@@ -282,7 +294,7 @@ def _put(path: str, manifest: Manifest, store: Store, version: str | None) -> No
         else:
             store.replace_if(final, data, version, temporary=temporary, durable=manifest.fsync)
     except UnknownOutcomeError as error:
-        standing = manifest_if_readable(path, store)
+        standing = manifest_if_readable(path, store) if error.shows_itself else None
         if standing is None or standing.save_id != manifest.save_id:
             raise _unknown(path, manifest.save_id, error) from error
     except OSError as error:

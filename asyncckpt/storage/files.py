@@ -13,7 +13,8 @@ import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 from asyncckpt.basics.libc import MAP_FAILED as _MAP_FAILED
 from asyncckpt.basics.libc import libc as _libc
@@ -21,6 +22,9 @@ from asyncckpt.errors import SaveFailedError
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
+_STATFS_NBYTES = 256
+"""More than `struct statfs` takes, whose first member is `f_type`."""
+
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 _NOT_CHANGEABLE = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 MODE_FILE = 0o666
@@ -138,6 +142,14 @@ class Files:
     def fstat(self, fd: int) -> os.stat_result:
         """Stat an open file."""
         return os.fstat(fd)
+
+    def file_system_type(self, path: str) -> int:
+        """Return the number of the type of the file system that holds `path`: `f_type` of statfs(2)."""
+        found = ctypes.create_string_buffer(_STATFS_NBYTES)
+        if _libc.statfs(os.fsencode(path), found):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), path)
+        return ctypes.c_long.from_buffer(found).value & 0xFFFFFFFF
 
     def statvfs(self, path: str) -> os.statvfs_result:
         """Return sizes and free space of the file system that holds `path`."""
@@ -285,6 +297,33 @@ def read_small_file(files: Files, path: str, max_nbytes: int) -> bytes:
                 break
             done += count
         return bytes(data[:done])
+
+
+LENGTH_WAIT_S = 2.0
+"""So long a file may show another length than it has, after it was closed. Chosen, not measured."""
+
+_LENGTH_POLL_S = 0.02
+
+
+def await_length(nbytes: int, look: Callable[[], int]) -> int:
+    """Return the length that `look` sees, as soon as that is `nbytes`, or after `LENGTH_WAIT_S`.
+
+    Mounts of object stores may show what was written only when the file is closed, or a while later.
+
+    Raises:
+        OSError: From `look`.
+
+    Blocks: at most `LENGTH_WAIT_S`.
+    """
+    deadline = time.monotonic() + LENGTH_WAIT_S
+    while (found := look()) != nbytes and time.monotonic() < deadline:
+        time.sleep(_LENGTH_POLL_S)
+    return found
+
+
+def is_beginning(found: bytes, whole: bytes) -> bool:
+    """Whether a file that was to become `whole` holds no more than a part of it, and zeros; or all of it."""
+    return len(found) <= len(whole) and whole.startswith(found.rstrip(b"\0"))
 
 
 ADVICE = {

@@ -20,18 +20,26 @@ from collections.abc import Iterator
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.libc import libc as _libc
-from asyncckpt.format.names import LOCK_NAME, replacing_name
+from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES
+from asyncckpt.format.names import LOCK_NAME, SaveId, owner_of, replacing_name, temporary_manifest_name
 from asyncckpt.storage.files import (
     MODE_DIRECTORY,
     MODE_FILE,
     Files,
     apply_mode,
+    await_length,
     fsync_directory,
+    fsync_file,
+    is_beginning,
+    named,
     opened,
     put_new_name,
     read_small_file,
+    write_all,
     write_new_file,
 )
+from asyncckpt.storage.mounts.abilities import CREATE, RENAME, Abilities, refuse_unable
+from asyncckpt.storage.mounts.probe import abilities_at
 from asyncckpt.storage.shard_writer import FileShardWriter, Image, ShardWriter
 from asyncckpt.storage.store import (
     LINK,
@@ -84,6 +92,14 @@ _KINDS = {stat.S_IFREG: OBJECT, stat.S_IFDIR: PREFIX, stat.S_IFLNK: LINK}
 _logger = logging.getLogger("asyncckpt.storage")
 
 
+class _NotCreatedError(OSError):
+    """A name that was created exclusively could not be filled, and is free again."""
+
+    def __init__(self, reason: OSError) -> None:
+        super().__init__(reason.errno, reason.strerror, reason.filename)
+        self.reason = reason
+
+
 class LocalStore(Store):
     """A `Store` of files. Its errors are those of `Store`, with the errno of the call and the path.
 
@@ -130,20 +146,121 @@ class LocalStore(Store):
     def shard_writer(
         self, path: str, image: Image, offset: int, nbytes: int, *, aligned: bool, fsync: bool
     ) -> ShardWriter:
-        """Implement `Store.shard_writer`: return a `FileShardWriter`, which uses O_DIRECT if possible."""
+        """Implement `Store.shard_writer`: return a `FileShardWriter`, which uses O_DIRECT if possible.
+
+        O_DIRECT needs a mount on which the last page can be truncated.
+        """
+        truncates = True
+        with contextlib.suppress(OSError):  # then it cannot be created either
+            truncates = self._abilities_at(path).truncates
         return FileShardWriter(
-            path, image, offset, nbytes, aligned=aligned, mode=self._mode, fsync=fsync, files=self.files
+            path,
+            image,
+            offset,
+            nbytes,
+            aligned=aligned,
+            truncates=truncates,
+            mode=self._mode,
+            fsync=fsync,
+            files=self.files,
         )
 
     def put_if_absent(self, name: str, data: bytes, *, temporary: str, durable: bool = True) -> None:
-        """Implement `Store.put_if_absent`: write and flush a temporary file, flush the directory, make a link."""
+        """Implement `Store.put_if_absent`: write and flush a temporary file, flush the directory, make a link.
+
+        On a mount that cannot do that, the name is created exclusively: see `_create`.
+        """
+        publishes_by = self._abilities_at(temporary).publishes_by
         self._write_temporary(temporary, data, durable=durable)
         try:
-            put_new_name(self.files, temporary, name)
+            if publishes_by == CREATE:
+                self._create(name, data, temporary, durable=durable)
+            elif publishes_by == RENAME:
+                self.files.rename_noreplace(temporary, name)
+            else:
+                put_new_name(self.files, temporary, name)
+        except _NotCreatedError as error:
+            self.remove_quietly(temporary)
+            raise error.reason from error
+        except UnknownOutcomeError:
+            raise
         except OSError as error:
             self._settle(error, name, data, temporary)
         else:
             self.remove_quietly(temporary)
+
+    def _create(self, name: str, data: bytes, temporary: str, *, durable: bool) -> None:
+        """Create a name exclusively, and fill it. Until it is whole, the temporary file says what it is to be.
+
+        Raises:
+            FileExistsError: The name is taken.
+            _NotCreatedError: It failed, and the name is free again.
+            UnknownOutcomeError: It failed, and what was created resists removal.
+        """
+        self._check_content(temporary, data)
+        fd = self.files.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, self._mode)
+        try:
+            try:
+                reach("put: created")
+                apply_mode(self.files, fd, self._mode)
+                write_all(self.files, fd, memoryview(data), 0, name)
+                if durable:
+                    fsync_file(self.files, fd, name)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self.files.close(fd)
+                raise
+            self.files.close(fd)
+            reach("put: filled")
+            self._check_content(name, data)
+            if durable:
+                # IMPORTANT: before the temporary file goes, which shows that a part of this one is no manifest.
+                fsync_directory(self.files, os.path.dirname(name))
+        except BaseException as error:
+            self._undo_creation(name, data, error)
+            raise
+
+    def _undo_creation(self, name: str, data: bytes, error: BaseException) -> None:
+        try:
+            if not is_beginning(read_small_file(self.files, name, MAX_MANIFEST_NBYTES), data):
+                raise FileExistsError(errno.EEXIST, "another machine has created it meanwhile", name) from error
+            self.files.unlink(name)
+        except FileExistsError:
+            raise
+        except FileNotFoundError:
+            pass
+        except OSError as resists:
+            unknown = UnknownOutcomeError(resists.errno, f"{error}; it cannot be removed: {resists}", name)
+            unknown.shows_itself = False  # what reads as whole here may be known to this machine's cache alone
+            raise unknown from error
+        if isinstance(error, OSError):
+            raise _NotCreatedError(named(error, name, "publishing it")) from error
+
+    def _check_content(self, name: str, data: bytes) -> None:
+        """Prove that a file that was closed holds `data`.
+
+        Raises:
+            OSError: It does not, or cannot be read.
+        """
+        await_length(len(data), lambda: self.files.lstat(name).st_size)
+        if read_small_file(self.files, name, len(data)) != data:
+            raise OSError(errno.EIO, "it holds other bytes than were written", name)
+
+    def publishes_by_creation(self, prefix: str, save_id: SaveId) -> bool:
+        """Implement `Store`: the mount decides."""
+        return self._abilities_at(os.path.join(prefix, temporary_manifest_name(save_id))).publishes_by == CREATE
+
+    def refuse_unable(self, prefix: str, save_id: SaveId, *, fsync: bool, overwrite: bool) -> None:
+        """Implement `Store`: the mount decides."""
+        found = self._abilities_at(os.path.join(prefix, temporary_manifest_name(save_id)))
+        refuse_unable(prefix, found, fsync=fsync, overwrite=overwrite)
+
+    def _abilities_at(self, name: str) -> Abilities:
+        """Return what the mount can do that holds the directory of `name`, a file of a save."""
+        directory, last = os.path.split(name)
+        owner = owner_of(last)
+        stem = name if owner is None else os.path.join(directory, temporary_manifest_name(owner))
+        return abilities_at(directory, self.files, stem)
 
     def replace_if(self, name: str, data: bytes, version: str, *, temporary: str, durable: bool = True) -> None:
         """Implement `Store.replace_if`: write and flush a temporary file, flush the directory, rename."""

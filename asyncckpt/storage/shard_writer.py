@@ -25,7 +25,7 @@ import xxhash
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.format.checksums import BLOCK_NBYTES, DIGEST_NBYTES, block_count, block_digest
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up
-from asyncckpt.storage.files import Files, apply_mode, fsync_file, named, write_all
+from asyncckpt.storage.files import Files, apply_mode, await_length, fsync_file, named, write_all
 
 
 class MadeImage(Protocol):
@@ -175,6 +175,7 @@ class FileShardWriter(ShardWriter):
     Args:
         path, image, offset, nbytes: As of `ShardWriter`.
         aligned: Whether `image` and `offset` are page-aligned.
+        truncates: Whether the last page may be written whole, and truncated at the shard's end afterwards.
         mode: Permission bits of the file.
         fsync: Whether `finish` calls fsync.
         files: The `Files` to write with.
@@ -188,14 +189,15 @@ class FileShardWriter(ShardWriter):
         nbytes: int,
         *,
         aligned: bool,
+        truncates: bool = True,
         mode: int,
         fsync: bool,
         files: Files,
     ) -> None:
         super().__init__(path, image, offset, nbytes)
-        self.direct = aligned and offset + round_up(nbytes) <= len(image)
+        self.direct = aligned and truncates and offset + round_up(nbytes) <= len(image)
         self.extent_nbytes_total = round_up(nbytes) if self.direct else nbytes
-        self._mode, self._fsync, self._files = mode, fsync, files
+        self._truncates, self._mode, self._fsync, self._files = truncates, mode, fsync, files
         self._fd = -1
         self._refused: OSError | None = None
         self._lock = threading.Lock()
@@ -273,14 +275,12 @@ class FileShardWriter(ShardWriter):
         self.fsync_s += time.perf_counter() - started
 
     def finish(self) -> None:
-        """Implement `ShardWriter.finish`: truncate the file to its length, fsync and close it."""
-        try:
-            self._files.ftruncate(self._fd, self.nbytes)
-            found = self._files.fstat(self._fd).st_size
-        except OSError as error:
-            raise named(error, self.path, f"setting its length to {self.nbytes}") from error
-        if found != self.nbytes:
-            raise OSError(errno.EIO, f"it is {found} bytes long after {self.nbytes} were written", self.path)
+        """Implement `ShardWriter.finish`: truncate the file to its length, fsync and close it, check its length."""
+        if self._truncates:
+            try:
+                self._files.ftruncate(self._fd, self.nbytes)
+            except OSError as error:
+                raise named(error, self.path, f"setting its length to {self.nbytes}") from error
         reach("shard: cut")
         if self._fsync:
             started = time.perf_counter()
@@ -292,6 +292,10 @@ class FileShardWriter(ShardWriter):
             self._files.close(fd)
         except OSError as error:
             raise named(error, self.path, "close") from error
+        # IMPORTANT: only now. Mounts of object stores show another length while a file is open for writing.
+        found = await_length(self.nbytes, lambda: self._files.lstat(self.path).st_size)
+        if found != self.nbytes:
+            raise OSError(errno.EIO, f"{found} bytes long after {self.nbytes} were written", self.path)
         reach("shard: closed")
 
     def stop(self) -> None:

@@ -29,6 +29,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from asyncckpt.format.names import SaveId
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.shard_writer import Image, ShardWriter
 
@@ -44,7 +45,12 @@ _logger = logging.getLogger("asyncckpt.storage")
 
 
 class UnknownOutcomeError(OSError):
-    """A conditional put failed, and it is unknown whether it has taken effect."""
+    """A conditional put failed, and it is unknown whether it has taken effect.
+
+    `shows_itself`: it has taken effect if the object is there.
+    """
+
+    shows_itself = True
 
 
 class UnsupportedByStoreError(OSError):
@@ -270,6 +276,31 @@ class Store(abc.ABC):
         Blocks: while another process holds it, at most `timeout_s`.
         """
         raise UnsupportedByStoreError("locks", prefix)
+
+    def publishes_by_creation(self, prefix: str, save_id: SaveId) -> bool:
+        """Whether `put_if_absent` makes names below `prefix` before they are whole.
+
+        Then who puts holds `lock`, and `checkpoint_dir.remove_torn` says what a dead process left.
+
+        Raises:
+            OSError: It cannot be known.
+        """
+        return False
+
+    def refuse_unable(self, prefix: str, save_id: SaveId, *, fsync: bool, overwrite: bool) -> None:
+        """Raise when the store cannot carry a save below `prefix`, which exists.
+
+        Args:
+            prefix: Where it goes.
+            save_id: The save.
+            fsync: Whether it flushes.
+            overwrite: Whether it may replace another.
+
+        Raises:
+            UnsupportedPathError: It cannot; names what is missing.
+            OSError: It cannot be known.
+        """
+        return
 
     def move(self, source: str, target: str, *, replace: bool = False) -> None:
         """Capability: rename an object or a prefix in one step.

@@ -172,7 +172,7 @@ def test_every_file_is_fsynced_through_the_descriptor_that_wrote_it_and_the_dire
     with Snapshot({"a": 3 * MIB, "b": 3 * MIB}, n_parts=2) as snapshot:
         snapshot.write(str(tmp_path), files)
     for name in names_in(tmp_path):
-        calls = [method for method, where in files.calls if where == str(tmp_path / name)]
+        calls = [method for method, where in files.calls if where == str(tmp_path / name) and method != "lstat"]
         assert calls.count("open") == 1, name
         assert calls[-2:] == ["fsync", "close"], name
         assert "pwrite" not in calls[calls.index("fsync") :], name
