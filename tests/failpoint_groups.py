@@ -71,9 +71,16 @@ WORKERS: Group = {
 LINKS: Group = {"another worker": ("ranks: linking again",)}
 """tests/fault/test_failpoints_links.py."""
 
+MOUNTS: Group = {
+    "save": ("mount: probed", "put: created", "put: filled"),
+    "save after a torn one": ("torn: removing",),
+    "gc after a torn one": ("torn: removing", "put: created", "put: filled"),
+}
+"""tests/fault/test_failpoints_mounts.py."""
+
 GROUPS: Sequence[Group] = (
     STREAMED_BY_TRAINER, STREAMED_BY_WORKER, RESUMED, SENT, HANDED_OVER, LOADS, RESTORES, RECALLS, DEVICES, COMPARED,
-    RANKS, WORKERS, LINKS,
+    RANKS, WORKERS, LINKS, MOUNTS,
 )  # fmt: skip
 
 

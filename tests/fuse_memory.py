@@ -3,7 +3,7 @@
 `python -m tests.fuse_memory MOUNTPOINT [LOG]` mounts itself, says "ready", and takes one JSON object per line of stdin:
 a rule, {"op": "FLUSH", "errno": 5, "skip": 0, "count": 1, "delay_s": 0.0, "hang": false}, after which it answers "ok".
 `op` may name several, with commas. {"clear": true} takes all rules back and answers what hangs; {"mark": "text"} writes
-a mark into the log.
+a mark into the log. {"lacks": ["links", ...]} makes it a mount that lacks these for good, see `LACKS`.
 
 LOG gets every write and flush of the file `disk`, in the order in which they came: for crash states of a block device
 that lies in that file.
@@ -32,15 +32,29 @@ RECORD = struct.Struct("=cQI")
 """Kind (W write, F flush, M mark), offset, bytes that follow."""
 
 
+LACKS = {
+    "links": "LINK is EOPNOTSUPP, and RENAME2 EINVAL, as of s3fs, gcsfuse and exFAT",
+    "renames": "RENAME and RENAME2 are ENOSYS",
+    "random writes": "a write not at the end is EINVAL, and so is a cut: mountpoint-s3",
+    "cuts": "the length of an open file is set to no effect: s3fs",
+    "sizes": "an open file shows the size with which it was opened; a closed one its own 0.2 s later",
+    "modes": "chmod and utimens are EPERM",
+    "removal": "UNLINK is EPERM",
+}
+LATE_S = 0.2
+
+
 @dataclass
 class Inode:
-    """A file or a directory."""
+    """A file or a directory. `shown`: its size as it is told, from `shown_at` on its own."""
 
     number: int
     mode: int
     data: bytearray = field(default_factory=bytearray)
     names: dict[str, int] = field(default_factory=dict)
     nlink: int = 1
+    shown: int = 0
+    shown_at: float = 0.0
 
 
 class Refused(Exception):
@@ -54,6 +68,7 @@ class Memory:
         self.inodes = {ROOT: Inode(ROOT, stat.S_IFDIR | 0o777, nlink=2)}
         self.log = open(log, "wb", buffering=0) if log else None  # noqa: SIM115
         self.disk = 0
+        self.lacks: frozenset[str] = frozenset()
         self._next = 2
 
     def handle(self, request: fuse.Request) -> bytes:
@@ -78,7 +93,9 @@ class Memory:
         return self.inodes[number]
 
     def _attr(self, inode: Inode) -> bytes:
-        return fuse.attr(inode.number, len(inode.data), inode.mode, inode.nlink, when=1)
+        is_late = "sizes" in self.lacks and time.monotonic() < inode.shown_at
+        size = inode.shown if is_late else len(inode.data)
+        return fuse.attr(inode.number, size, inode.mode, inode.nlink, when=1)
 
     def _entry(self, inode: Inode) -> bytes:
         return fuse.entry_out(inode.number, self._attr(inode))
@@ -116,7 +133,11 @@ class Memory:
         valid, _, _, size = struct.unpack_from("=IIQQ", r.body)
         (mode,) = struct.unpack_from("=I", r.body, 68)
         inode = self._at(r.node)
-        if valid & fuse.SET_SIZE:
+        if valid & (fuse.SET_MODE | fuse.SET_TIMES) and "modes" in self.lacks:
+            raise Refused(errno.EPERM)
+        if valid & fuse.SET_SIZE and "random writes" in self.lacks:
+            raise Refused(errno.EINVAL)
+        if valid & fuse.SET_SIZE and "cuts" not in self.lacks:
             del inode.data[size:]
             inode.data.extend(bytes(size - len(inode.data)))
         if valid & fuse.SET_MODE:
@@ -128,6 +149,8 @@ class Memory:
         return self._entry(self._new(r.node, _text(r.body[8:]), stat.S_IFDIR | stat.S_IMODE(mode)))
 
     def _unlink(self, r: fuse.Request) -> bytes:
+        if "removal" in self.lacks:
+            raise Refused(errno.EPERM)
         self._drop(r.node, _text(r.body))
         return b""
 
@@ -138,6 +161,8 @@ class Memory:
         return b""
 
     def _rename(self, r: fuse.Request, start: int = 8, flags: int = 0) -> bytes:
+        if "renames" in self.lacks:
+            raise Refused(errno.ENOSYS)
         (directory,) = struct.unpack_from("=Q", r.body)
         old, new = (name.decode() for name in r.body[start:].split(b"\0")[:2])
         inode = self._found(r.node, old)
@@ -150,9 +175,13 @@ class Memory:
         return b""
 
     def _rename2(self, r: fuse.Request) -> bytes:
+        if "links" in self.lacks:
+            raise Refused(errno.EINVAL)
         return self._rename(r, 16, struct.unpack_from("=I", r.body, 8)[0])
 
     def _link(self, r: fuse.Request) -> bytes:
+        if "links" in self.lacks:
+            raise Refused(errno.EOPNOTSUPP)
         inode, name = self._at(struct.unpack_from("=Q", r.body)[0]), _text(r.body[8:])
         if name in self._at(r.node).names:
             raise Refused(errno.EEXIST)
@@ -172,6 +201,9 @@ class Memory:
     def _write(self, r: fuse.Request) -> bytes:
         _, offset, size = struct.unpack_from("=QQI", r.body)
         inode, data = self._at(r.node), r.body[40 : 40 + size]
+        if "random writes" in self.lacks and offset != len(inode.data):
+            raise Refused(errno.EINVAL)
+        inode.shown_at = float("inf")
         if sum(len(i.data) for i in self.inodes.values()) + size > CAPACITY:
             raise Refused(errno.ENOSPC)
         inode.data.extend(bytes(max(0, offset - len(inode.data))))
@@ -188,10 +220,15 @@ class Memory:
             self.record(b"F", 0, b"")
         return b""
 
+    def _flush(self, r: fuse.Request) -> bytes:
+        if self._at(r.node).shown_at == float("inf"):
+            self._at(r.node).shown_at = time.monotonic() + LATE_S
+        return b""
+
     def _nothing(self, r: fuse.Request) -> bytes:
         return b""
 
-    _release = _flush = _releasedir = _fsyncdir = _access = _forget = _batch_forget = _destroy = _interrupt = _nothing
+    _release = _releasedir = _fsyncdir = _access = _forget = _batch_forget = _destroy = _interrupt = _nothing
 
     def _init(self, r: fuse.Request) -> bytes:
         return fuse.init_out()
@@ -257,6 +294,9 @@ class Server:
         """Take a rule, or take all back."""
         if "mark" in rule:
             self.memory.record(b"M", 0, rule["mark"].encode())
+        elif "lacks" in rule:
+            assert LACKS.keys() >= set(rule["lacks"]), rule
+            self.memory.lacks = frozenset(rule["lacks"])
         elif rule.get("clear"):
             self.rules.clear()
             self.late = [(0.0, request, code) for _, request, code in self.late]

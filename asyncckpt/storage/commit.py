@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -46,7 +47,7 @@ from asyncckpt.storage.checkpoint_dir import (
     remove_torn,
     version_at,
 )
-from asyncckpt.storage.files import await_length
+from asyncckpt.storage.files import await_seen
 from asyncckpt.storage.rank_writer import RankResult
 from asyncckpt.storage.store import Store, UnknownOutcomeError, exclusively
 
@@ -123,10 +124,10 @@ def check_rank_files(path: str, manifest: Manifest, *, store: Store) -> None:
     store = store.listed(path)
     for record in manifest.ranks:
         index_path = os.path.join(path, record.index_name)
-        data = store.read_whole(index_path, record.index_nbytes)
-        if len(data) < record.index_nbytes:
-            await_length(record.index_nbytes, lambda path=index_path: store.stat(path).nbytes)  # type: ignore[misc]
-            data = store.read_whole(index_path, record.index_nbytes)
+        data = await_seen(
+            functools.partial(store.read_whole, index_path, record.index_nbytes),
+            lambda found, nbytes=record.index_nbytes: len(found) == nbytes,  # type: ignore[misc]
+        )
         if len(data) != record.index_nbytes or file_checksum(data) != record.index_checksum:
             raise OSError(errno.EIO, "the index differs from what was written", index_path)
         index = decode_index(data)
@@ -135,10 +136,10 @@ def check_rank_files(path: str, manifest: Manifest, *, store: Store) -> None:
             sizes[index.items.name] = index.items.nbytes
         for name, nbytes in sizes.items():
             file = os.path.join(path, name)
-            found = store.stat(file)
-            if found.is_object and found.nbytes != nbytes:
-                await_length(nbytes, lambda file=file: store.stat(file).nbytes)  # type: ignore[misc]
-                found = store.stat(file)
+            found = await_seen(
+                functools.partial(store.stat, file),
+                lambda entry, nbytes=nbytes: not entry.is_object or entry.nbytes == nbytes,  # type: ignore[misc]
+            )
             if not found.is_object or found.nbytes != nbytes:
                 raise OSError(errno.EIO, f"{found.nbytes} bytes long, {nbytes} were written", file)
 

@@ -15,10 +15,13 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from asyncckpt.basics.libc import MAP_FAILED as _MAP_FAILED
 from asyncckpt.basics.libc import libc as _libc
 from asyncckpt.errors import SaveFailedError
+
+T = TypeVar("T")
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -299,25 +302,25 @@ def read_small_file(files: Files, path: str, max_nbytes: int) -> bytes:
         return bytes(data[:done])
 
 
-LENGTH_WAIT_S = 2.0
-"""So long a file may show another length than it has, after it was closed. Chosen, not measured."""
+SEEN_WITHIN_S = 2.0
+"""So long a file may show another length or content than it has, after it was closed. Chosen, not measured."""
 
-_LENGTH_POLL_S = 0.02
+_SEEN_POLL_S = 0.02
 
 
-def await_length(nbytes: int, look: Callable[[], int]) -> int:
-    """Return the length that `look` sees, as soon as that is `nbytes`, or after `LENGTH_WAIT_S`.
+def await_seen(look: Callable[[], T], is_right: Callable[[T], bool]) -> T:
+    """Return what `look` sees of a file that was closed, as soon as that is right, or after `SEEN_WITHIN_S`.
 
     Mounts of object stores may show what was written only when the file is closed, or a while later.
 
     Raises:
         OSError: From `look`.
 
-    Blocks: at most `LENGTH_WAIT_S`.
+    Blocks: at most `SEEN_WITHIN_S`.
     """
-    deadline = time.monotonic() + LENGTH_WAIT_S
-    while (found := look()) != nbytes and time.monotonic() < deadline:
-        time.sleep(_LENGTH_POLL_S)
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while not is_right(found := look()) and time.monotonic() < deadline:
+        time.sleep(_SEEN_POLL_S)
     return found
 
 

@@ -27,7 +27,7 @@ from asyncckpt.storage.files import (
     MODE_FILE,
     Files,
     apply_mode,
-    await_length,
+    await_seen,
     fsync_directory,
     fsync_file,
     is_beginning,
@@ -38,7 +38,7 @@ from asyncckpt.storage.files import (
     write_all,
     write_new_file,
 )
-from asyncckpt.storage.mounts.abilities import CREATE, RENAME, Abilities, refuse_unable
+from asyncckpt.storage.mounts.abilities import CREATE, NATIVE, RENAME, Abilities, refuse_unable
 from asyncckpt.storage.mounts.probe import abilities_at
 from asyncckpt.storage.shard_writer import FileShardWriter, Image, ShardWriter
 from asyncckpt.storage.store import (
@@ -197,7 +197,6 @@ class LocalStore(Store):
             _NotCreatedError: It failed, and the name is free again.
             UnknownOutcomeError: It failed, and what was created resists removal.
         """
-        self._check_content(temporary, data)
         fd = self.files.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, self._mode)
         try:
             try:
@@ -242,8 +241,7 @@ class LocalStore(Store):
         Raises:
             OSError: It does not, or cannot be read.
         """
-        await_length(len(data), lambda: self.files.lstat(name).st_size)
-        if read_small_file(self.files, name, len(data)) != data:
+        if await_seen(lambda: read_small_file(self.files, name, len(data)), lambda found: found == data) != data:
             raise OSError(errno.EIO, "it holds other bytes than were written", name)
 
     def publishes_by_creation(self, prefix: str, save_id: SaveId) -> bool:
@@ -279,6 +277,8 @@ class LocalStore(Store):
         try:
             write_new_file(self.files, temporary, data, mode=self._mode, fsync=durable)
             reach("put: written")
+            if self._abilities_at(temporary) is not NATIVE:
+                self._check_content(temporary, data)
             if durable:
                 fsync_directory(self.files, os.path.dirname(temporary))
             reach("put: flushed")

@@ -25,7 +25,7 @@ import xxhash
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.format.checksums import BLOCK_NBYTES, DIGEST_NBYTES, block_count, block_digest
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up
-from asyncckpt.storage.files import Files, apply_mode, await_length, fsync_file, named, write_all
+from asyncckpt.storage.files import Files, apply_mode, await_seen, fsync_file, named, write_all
 
 
 class MadeImage(Protocol):
@@ -293,7 +293,7 @@ class FileShardWriter(ShardWriter):
         except OSError as error:
             raise named(error, self.path, "close") from error
         # IMPORTANT: only now. Mounts of object stores show another length while a file is open for writing.
-        found = await_length(self.nbytes, lambda: self._files.lstat(self.path).st_size)
+        found = await_seen(lambda: self._files.lstat(self.path).st_size, lambda nbytes: nbytes == self.nbytes)
         if found != self.nbytes:
             raise OSError(errno.EIO, f"{found} bytes long after {self.nbytes} were written", self.path)
         reach("shard: closed")

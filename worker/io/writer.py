@@ -26,6 +26,7 @@ from asyncckpt.storage.commit import commit_save, remove_files_of, remove_leftov
 from asyncckpt.storage.files import Files, save_failure, step_and_rank
 from asyncckpt.storage.local import DEFAULT_UMASK, store_over
 from asyncckpt.storage.locate import files_at
+from asyncckpt.storage.mounts.probe import is_native
 from asyncckpt.storage.rank_writer import DEFAULT_THREADS, RankResult, RankWriter
 from asyncckpt.storage.recovery import is_committed, resume_rank_files
 from asyncckpt.storage.store import DirectoryIdentity, Store
@@ -313,5 +314,6 @@ def check_disk(path: str, nbytes: int, files: Files) -> None:
     free = (found.f_bfree if os.geteuid() == 0 else found.f_bavail) * found.f_frsize
     if free < nbytes:
         raise OSError(errno.ENOSPC, f"{free:,} bytes are free, {nbytes:,} are needed", path)
-    if found.f_files and found.f_favail < RESERVE_INODES:
+    # Mounts of object stores may report inodes, and none of them free.
+    if found.f_files and found.f_favail < RESERVE_INODES and is_native(path, files):
         raise OSError(errno.ENOSPC, f"{found.f_favail} inodes are free", path)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.format.names import probe_name
-from asyncckpt.storage.files import Files, opened, write_all
+from asyncckpt.storage.files import Files, await_seen, opened, write_all
 from asyncckpt.storage.mounts.abilities import CREATE, LINK, NATIVE, RENAME, Abilities
 
 _NATIVE = frozenset({0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x858458F6, 0x794C7630, 0x2FC12FC1, 0xF2F52010})
@@ -50,7 +50,7 @@ def abilities_at(directory: str, files: Files, stem: str) -> Abilities:
     Raises:
         OSError: It cannot be known: no room, no permission, or a call failed otherwise.
     """
-    if files.file_system_type(directory) in _NATIVE:
+    if is_native(directory, files):
         return NATIVE
     device = files.stat(directory).st_dev
     found = _known.get(device)
@@ -61,6 +61,15 @@ def abilities_at(directory: str, files: Files, stem: str) -> Abilities:
                 _known.clear()
             _known[device] = found
     return found
+
+
+def is_native(directory: str, files: Files) -> bool:
+    """Whether a directory lies on a file system of Linux that is known to do everything, and to count its inodes.
+
+    Raises:
+        OSError: It cannot be known.
+    """
+    return files.file_system_type(directory) in _NATIVE
 
 
 def probe(stem: str, files: Files) -> Abilities:
@@ -78,11 +87,11 @@ def probe(stem: str, files: Files) -> Abilities:
     first, second = paths
     try:
         writes, flushes = _writing(first, files)
-        content = _content(first, files) if writes else b""
+        content = await_seen(lambda: _content(first, files), _is_probed) if writes else b""
         is_exclusive = _finds_taken(lambda: _make(first, files))
         found = Abilities(
             writes_anywhere=writes,
-            keeps_content=content in (_PROBED, _PROBED[:_CUT_NBYTES]),
+            keeps_content=_is_probed(content),
             truncates=len(content) == _CUT_NBYTES,
             flushes=flushes,
             publishes_by=_publishing(first, second, files),
@@ -144,6 +153,10 @@ def _writing(path: str, files: Files) -> tuple[bool, bool]:
         if is_open:
             with contextlib.suppress(OSError):
                 files.close(fd)
+
+
+def _is_probed(content: bytes) -> bool:
+    return content in (_PROBED, _PROBED[:_CUT_NBYTES])
 
 
 def _content(path: str, files: Files) -> bytes:

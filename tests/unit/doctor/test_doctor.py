@@ -218,7 +218,7 @@ CALLS: list[tuple[str, int, str, str]] = [
     ("pwrite", errno.EIO, "writing", FAIL),
     ("fsync", errno.EIO, "writing", FAIL),
     ("flock", errno.ENOLCK, "locks", WARN),
-    ("rename", errno.EPERM, "commit", WARN),
+    ("rename", errno.EPERM, "overwrite", WARN),
     ("statvfs", errno.EIO, "free space", WARN),
 ]
 
@@ -232,9 +232,24 @@ def test_a_call_that_fails_is_said_where_it_matters_and_nothing_is_left(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_system_without_links_commits_by_renameat2_and_without_both_not_at_all(tmp_path: Path) -> None:
-    assert storage_of(tmp_path, _Refusing("link"))["commit"].facts["ways"] == ["renameat2"]
-    assert storage_of(tmp_path, _Refusing("link", "rename_noreplace"))["commit"].status == FAIL
+@pytest.mark.parametrize(
+    ("refused", "way", "statuses"),
+    [
+        (("link",), "renameat2", (OK, OK, OK)),
+        (("link", "rename_noreplace"), "exclusive creation", (WARN, WARN, WARN)),
+        (("link", "rename_noreplace", "flock"), None, (FAIL, OK, OK)),
+        (("fsync",), "link", (OK, OK, FAIL)),
+    ],
+)
+def test_how_a_file_system_commits_and_which_promise_is_weaker_there_is_said_in_one_line_each(
+    tmp_path: Path, refused: tuple[str, ...], way: str | None, statuses: tuple[str, ...]
+) -> None:
+    found = storage_of(tmp_path, _Refusing(*refused))
+    lines = [found[name] for name in ("commit", "overwrite", "durability")]
+    assert lines[0].facts["publishes_by"] == way and tuple(line.status for line in lines) == statuses
+    for line, promise in zip(lines, ("P14", "P10", "P3"), strict=True):
+        assert (promise in line.text) == (line.status == WARN) and "\n" not in line.text
+    assert os.listdir(tmp_path) == []
 
 
 class _Refusing(RecordingFiles):
