@@ -131,6 +131,12 @@ def short_path() -> Iterator[pathlib.Path]:
 
 
 @pytest.fixture
+def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of any mount: files of a test lie on one device, whatever their calls lack."""
+    monkeypatch.setattr("asyncckpt.storage.mounts.probe._known", {})
+
+
+@pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Command:
     """The command `asyncckpt`, in this process."""
     return Command(capsys)

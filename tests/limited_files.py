@@ -10,9 +10,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
-from asyncckpt.storage.mounts import probe
 from tests.storage_samples import RecordingFiles
 
 FUSE = 0x65735546
@@ -54,9 +51,3 @@ class LimitedFiles(RecordingFiles):
         """Do nothing, where that is lacking: s3fs."""
         if "cuts" not in self.lacks:
             super().ftruncate(fd, nbytes)
-
-
-@pytest.fixture
-def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is known of any mount: the files of a test lie on one device, whatever their calls lack."""
-    monkeypatch.setattr(probe, "_known", {})

@@ -71,6 +71,33 @@ def test_a_file_system_that_answers_with_an_error_once_costs_one_save_at_most(
         assert violations(saver.acknowledged, [str(bad.path / "x")]) == []
 
 
+@pytest.mark.parametrize("lacks", [["links"], ["links", "cuts", "modes"]])
+def test_a_mount_without_links_commits_and_is_probed_by_its_first_save_alone(
+    bad: Fuse, worker: subprocess.Popen[bytes], endpoint: str, lacks: list[str]
+) -> None:
+    bad.tell(lacks=lacks)
+    with Saver(endpoint) as saver:
+        assert [saver.save(bad.path / f"{n}", n) for n in range(2)] == ["committed"] * 2
+        bad.tell(op="LINK,RENAME,RENAME2", errno=5, count=-1)  # nothing asks for them any more
+        assert saver.save(bad.path / "2", 2) == "committed"
+        assert violations(saver.acknowledged) == []
+
+
+def test_a_mount_that_takes_writes_in_order_only_is_refused_by_name_and_the_next_mount_is_not(
+    bad: Fuse, worker: subprocess.Popen[bytes], endpoint: str
+) -> None:
+    bad.tell(lacks=["links", "renames", "random writes", "modes"])
+    with Saver(endpoint) as saver:
+        for n in range(2):
+            assert saver.save(bad.path / f"{n}", n) == "failed"
+            refused = saver.refused[str(bad.path / f"{n}")]
+            assert refused["code"] == "unsupported_path" and "in order only" in refused["text"]
+        assert os.listdir(bad.path) == []
+        bad.tell(lacks=["links"])
+        assert saver.save(bad.path / "after", 9) == "committed"
+        assert violations(saver.acknowledged) == []
+
+
 @ON_DEMAND
 def test_a_file_system_that_refuses_room_at_every_write_fails_every_save_and_recovers(
     bad: Fuse, worker: subprocess.Popen[bytes], endpoint: str

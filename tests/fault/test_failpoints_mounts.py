@@ -31,7 +31,7 @@ from asyncckpt.storage.verification import verify_checkpoint
 from tests import mounts
 from tests.failing_process import At, fail, kill
 from tests.failpoint_groups import MOUNTS
-from tests.limited_files import LimitedFiles, unprobed  # noqa: F401
+from tests.limited_files import LimitedFiles
 from tests.mounts import needs_root
 from tests.storage_samples import SAVE_ID, Snapshot, manifest_of
 

@@ -32,7 +32,7 @@ from asyncckpt.storage.mounts.probe import probe
 from asyncckpt.storage.verification import verify_checkpoint
 from tests import mounts
 from tests.failing_process import At
-from tests.limited_files import LimitedFiles, unprobed  # noqa: F401
+from tests.limited_files import LimitedFiles
 from tests.mounts import needs_root
 
 pytestmark = pytest.mark.usefixtures("unprobed")

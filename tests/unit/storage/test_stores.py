@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,10 @@ from asyncckpt.storage.commit import publish, remove_files_of, remove_leftovers
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.store import OBJECT, PREFIX, Store, UnknownOutcomeError, UnsupportedByStoreError, exclusively
 from asyncckpt.storage.verification import verify_checkpoint
-from tests import object_servers
+from tests import mounts, object_servers
+from tests.limited_files import LimitedFiles
 from tests.memory_store import MemoryStore
+from tests.mounts import needs_root
 
 object_servers.start_runtime()
 
@@ -43,18 +45,34 @@ RUN = SAVE_ID.run_id
 ALL_OLD = GarbageRules(now=4e9, older_than_s=60.0)
 
 
-@pytest.fixture(params=["files", "memory", "objects"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Store, str]:
-    """Return a store and a prefix in it."""
+KINDS = [
+    "files",
+    "files without links",
+    pytest.param("mount", marks=[pytest.mark.root, needs_root]),
+    "memory",
+    "objects",
+]
+
+
+@pytest.fixture(params=KINDS)
+def place(request: pytest.FixtureRequest, tmp_path: Path, unprobed: None) -> Iterator[tuple[Store, str]]:
+    """A store, and a prefix in it."""
     if request.param == "files":
-        return LocalStore(), str(tmp_path)
-    if request.param == "objects":
+        yield LocalStore(), str(tmp_path)
+    elif request.param == "files without links":
+        yield LocalStore(LimitedFiles("links", "cuts")), str(tmp_path)
+    elif request.param == "mount":
+        with mounts.fuse(tmp_path / "mounted") as served:
+            served.tell(lacks=["links", "cuts", "modes"])
+            yield LocalStore(), str(served.path)
+    elif request.param == "objects":
         objects = ObjectStore("s3://bucket", client=object_servers.memory_store())
         objects.put("s3://bucket/store/anchor/x", b"")
-        return objects, "s3://bucket/store"
-    store = MemoryStore()
-    store.put("/store/anchor/x", b"")
-    return store, "/store"
+        yield objects, "s3://bucket/store"
+    else:
+        store = MemoryStore()
+        store.put("/store/anchor/x", b"")
+        yield store, "/store"
 
 
 def version_of(store: Store, name: str) -> str:
