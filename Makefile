@@ -59,7 +59,19 @@ help:
 demo: .venv/.core
 	.venv/bin/asyncckpt demo
 
-test: .venv/.dev
+# A server that speaks as Azure does, for tests; they are skipped where it cannot be installed.
+AZURITE := azurite@3.37.0
+.azurite/.stamp: Makefile
+	mkdir -p .azurite
+	@if ! command -v npm >/dev/null; then \
+		echo "no npm: the tests with azurite will be skipped"; \
+	elif npm install --prefix .azurite --no-audit --no-fund --ignore-scripts --loglevel=error $(AZURITE); then \
+		touch $@; \
+	else \
+		echo "$(AZURITE) could not be installed: the tests with it will be skipped"; \
+	fi
+
+test: .venv/.dev .azurite/.stamp
 	.venv/bin/python -m pytest $(TOGETHER)
 
 check: .venv/.dev
@@ -96,7 +108,7 @@ test-matrix: .venv/.dev
 		tests/integration/test_ranks_random_cuts.py
 
 test-fault: export ASYNCCKPT_TEST_RESULTS = tests/fault/results
-test-fault: .venv/.dev
+test-fault: .venv/.dev .azurite/.stamp
 	@test "$$(id -u)" = 0 || echo "not root: what needs mounts, tracing or limits will be skipped"
 	ASYNCCKPT_TEST_KILLS=500 ASYNCCKPT_TEST_STREAMED_KILLS=100 ASYNCCKPT_TEST_CUTS=100 ASYNCCKPT_TEST_SHARE=1 ASYNCCKPT_TEST_EXITS=20 \
 		.venv/bin/python -m pytest -n 2 --dist worksteal --timeout 900 -m "not matrix and not nodes and not gpu" tests/fault tests/unit/dcp/test_layout_dcp.py \
@@ -158,4 +170,4 @@ bench-gpu: .venv/.dev
 	code=0; .venv/bin/python -m pytest -m "gpu or not gpu" tests/gpu || code=$$?; .venv/bin/python -m benchmarks gpu && exit $$code
 
 clean:
-	rm -rf .venv .venv-core .venv-frameworks .venv-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-core .venv-frameworks .venv-docs .azurite build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

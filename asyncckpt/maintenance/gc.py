@@ -35,6 +35,7 @@ from asyncckpt.storage.checkpoint_dir import (
     manifest_if_readable,
     remove_torn,
     tombstone_if_readable,
+    version_at,
 )
 from asyncckpt.storage.commit import remove_dcp_metadata
 from asyncckpt.storage.store import OBJECT, PREFIX, Entry, Store, UnsupportedByStoreError, exclusively
@@ -127,8 +128,7 @@ def garbage_at(path: str, store: Store, rules: GarbageRules, *, is_locked: bool 
     if is_locked:
         regular.pop(LOCK_NAME, None)
     owners = {name: owner for name in regular if (owner := owner_of(name)) is not None}
-    standing_entry = found.get(MANIFEST_NAME)
-    version = None if standing_entry is None else standing_entry.version
+    version = version_at(path, store) if MANIFEST_NAME in found else None
     found_there = _DirectoryScan(path, store.resolve(path), regular, rules, version)
     if is_quarantined(os.path.basename(path)):
         return found_there.broken(owners, store) if owners and rules.broken else None

@@ -69,7 +69,8 @@ class Entry:
         kind: `object` or `prefix`; for files also `link` and `other`, which are never followed, read or removed.
         nbytes: Length of an object in bytes.
         mtime_ns: Time of the last change, in nanoseconds since 1970; 0: unknown.
-        version: A string that changes with the object, for `replace_if`.
+        version: A string that changes with the object. `replace_if` compares that of `stat`; listings may have another
+            form of it.
     """
 
     name: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import pytest
 
 from tests import object_proxy, object_servers
 from tests.object_proxy import BUSY, LOST, REFUSED, RESET, SLOW, TRUNCATED, FaultyProxy
+from tests.object_servers import Server
 
 DEADLINE_S = 150.0
 PROGRAM = """
@@ -35,26 +35,32 @@ except Exception as error:
 """
 
 
+@pytest.fixture(scope="module", params=object_servers.SCHEMES)
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with object_servers.running(request.param) as found:
+        yield found
+
+
 @pytest.fixture(scope="module")
-def proxy() -> Iterator[FaultyProxy]:
-    with object_servers.s3(), object_proxy.running(os.environ["AWS_ENDPOINT_URL"]) as found:
+def proxy(server: Server) -> Iterator[FaultyProxy]:
+    """A proxy in front of the server; programs find it by the environment."""
+    with object_proxy.running(server.url) as found, object_servers.in_environment(server, found.url):
         yield found
 
 
 @pytest.fixture
-def path(request: pytest.FixtureRequest, proxy: FaultyProxy) -> str:
+def path(request: pytest.FixtureRequest, server: Server, proxy: FaultyProxy) -> str:
     proxy.fault = lambda method, path: ""
-    return f"s3://{object_servers.BUCKET}/{abs(hash(request.node.name)):x}/step-1"
+    return f"{server.root}/{abs(hash(request.node.name)):x}/step-1"
 
 
-def start(what: str, path: str, proxy: FaultyProxy) -> subprocess.Popen[str]:
-    environment = {**os.environ, "AWS_ENDPOINT_URL": proxy.url}
+def start(what: str, path: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", PROGRAM, what, path]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def run(what: str, path: str, proxy: FaultyProxy) -> tuple[int, str]:
-    with start(what, path, proxy) as process:
+def run(what: str, path: str) -> tuple[int, str]:
+    with start(what, path) as process:
         said, errors = process.communicate(timeout=DEADLINE_S)
     print(what, process.returncode, said, errors)
     return process.returncode, said
@@ -69,15 +75,15 @@ def test_each_request_that_fails_once_is_repeated(path: str, proxy: FaultyProxy,
         return fault if tried[method, name] == 1 else ""
 
     proxy.fault = once
-    assert run("save", path, proxy) == (0, "")
+    assert run("save", path) == (0, "")
     tried.clear()
-    assert run("load", path, proxy) == (0, "")
+    assert run("load", path) == (0, "")
 
 
 def test_answers_that_are_cut_short_do_no_damage(path: str, proxy: FaultyProxy) -> None:
-    assert run("save", path, proxy) == (0, "")
+    assert run("save", path) == (0, "")
     proxy.fault = lambda method, name: TRUNCATED if method == "GET" and ".safetensors" in name else ""
-    code, said = run("load", path, proxy)
+    code, said = run("load", path)
     assert code == 3 and "AssertionError" not in said and "safetensors" in said
 
 
@@ -85,24 +91,24 @@ def test_a_store_that_refuses_is_not_asked_again_and_its_words_are_told(path: st
     proxy.fault = lambda method, name: REFUSED if method == "PUT" and name.endswith("manifest.json") else ""
     proxy.seen.clear()
     began = time.monotonic()
-    code, said = run("save", path, proxy)
+    code, said = run("save", path)
     assert code == 3 and "SaveFailedError" in said and "AccessDenied" in said and time.monotonic() - began < 30
     assert sum(method == "PUT" and name.endswith("manifest.json") for method, name in proxy.seen) == 1
     proxy.fault = lambda method, name: ""
-    assert run("load", path, proxy)[1].startswith("Checkpoint"), "nothing is committed"
+    assert run("load", path)[1].startswith("Checkpoint"), "nothing is committed"
 
 
 def test_a_store_that_stays_away_is_an_error_in_time(path: str, proxy: FaultyProxy) -> None:
     proxy.fault = lambda method, name: BUSY
-    code, said = run("save", path, proxy)
+    code, said = run("save", path)
     assert code == 3 and "SlowDown" in said
 
 
 def test_of_two_that_commit_one_wins_and_the_other_is_told(path: str, proxy: FaultyProxy) -> None:
     for n in range(5):
-        both = [start("save", f"{path}-{n}", proxy) for _ in range(2)]
+        both = [start("save", f"{path}-{n}") for _ in range(2)]
         ends = [(process.communicate(timeout=DEADLINE_S)[0], process.returncode) for process in both]
         assert sorted(code for _, code in ends) in ([0, 3], [0, 0]), ends
         losers = [said for said, code in ends if code]
         assert all("CheckpointExistsError" in said for said in losers)
-        assert run("load", f"{path}-{n}", proxy) == (0, "")
+        assert run("load", f"{path}-{n}") == (0, "")

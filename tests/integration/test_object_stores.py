@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import rank_processes
+import torch
 from real_worker import RealWorker
 
+import asyncckpt
 from tests import object_servers
 
-ROOT = f"s3://{object_servers.BUCKET}/runs/a"
+object_servers.start_runtime()
+
 DEADLINE_S = 120.0
+VARIABLES = ("ASYNCCKPT_ENDPOINT", "AWS_", "GOOGLE_", "AZURE_")
+"""What ranks need: they are forked from a server that was started earlier."""
 
 TRAINER = """
 import sys, torch, asyncckpt
@@ -67,10 +74,34 @@ except CheckpointNotFoundError:
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
-    with object_servers.s3():
-        yield
+def sharded(world_size: int, dim: int, fill: bool) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole = torch.arange(6_000_000.0).reshape(3000, 2000)
+    mesh = init_device_mesh("cpu", (world_size,))
+    w = distribute_tensor(whole if fill else torch.zeros_like(whole), mesh, [Shard(dim)])
+    return {"w": w, "same": torch.arange(5.0) * fill, "step": 3 * fill}
+
+
+def save_on_a_rank(rank: int, root: str) -> None:
+    with asyncckpt.AsyncCheckpointer() as checkpointer:
+        checkpointer.save(sharded(2, 0, True), f"{root}/step-3", step=3).written.result(DEADLINE_S)
+
+
+def restore_on_a_rank(rank: int, root: str, world_size: int) -> None:
+    state = sharded(world_size, 1, False)
+    restored = asyncckpt.restore_latest(root, state)
+    assert restored is not None and restored.path == f"{root}/step-3" and state["step"] == 3
+    assert torch.equal(state["w"].full_tensor(), torch.arange(6_000_000.0).reshape(3000, 2000))
+    assert torch.equal(state["same"], torch.arange(5.0))
+
+
+@pytest.fixture(scope="module", autouse=True, params=object_servers.SCHEMES)
+def root(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where checkpoints of a run lie in a store that programs find by the environment."""
+    with object_servers.running(request.param) as server, object_servers.in_environment(server):
+        yield f"{server.root}/runs"
 
 
 @pytest.fixture(autouse=True)
@@ -90,16 +121,26 @@ def listed(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_what_is_saved_to_a_bucket_is_found_loaded_listed_verified_and_removed() -> None:
-    done = run("-c", TRAINER, ROOT)
+def test_what_is_saved_to_a_bucket_is_found_loaded_listed_verified_and_removed(root: str) -> None:
+    root = f"{root}/a"
+    done = run("-c", TRAINER, root)
     assert done.returncode == 0
-    rows = listed("ls", ROOT)
+    rows = listed("ls", root)
     assert [(row["step"], row["state"]) for row in rows] == [(s, "committed") for s in (1, 2, 3, 5)]
-    assert run("-m", "asyncckpt", "verify", f"{ROOT}/step-3", f"{ROOT}/step-5").returncode == 0
-    assert run("-m", "asyncckpt", "inspect", f"{ROOT}/step-3").returncode == 0
-    assert run("-m", "asyncckpt", "du", ROOT).returncode == 0
-    assert run("-m", "asyncckpt", "prune", ROOT, "--keep", "2", "--delete").returncode == 0
-    rows = listed("ls", ROOT)
+    assert run("-m", "asyncckpt", "verify", f"{root}/step-3", f"{root}/step-5").returncode == 0
+    assert run("-m", "asyncckpt", "inspect", f"{root}/step-3").returncode == 0
+    assert run("-m", "asyncckpt", "du", root).returncode == 0
+    assert run("-m", "asyncckpt", "prune", root, "--keep", "2", "--delete").returncode == 0
+    rows = listed("ls", root)
     assert [row["step"] for row in rows if row["state"] == "committed"] == [3, 5]
-    assert run("-m", "asyncckpt", "gc", ROOT).returncode == 0
-    assert run("-m", "asyncckpt", "ls", f"{ROOT}/nothing").returncode == 4
+    assert run("-m", "asyncckpt", "gc", root).returncode == 0
+    assert run("-m", "asyncckpt", "ls", f"{root}/nothing").returncode == 4
+
+
+def test_ranks_one_and_three_restore_what_two_have_saved(root: str, worker: RealWorker) -> None:
+    environ = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
+    rank_processes.run(2, save_on_a_rank, f"{root}/ranks", environ=environ, timeout_s=DEADLINE_S)
+    for world_size in (1, 3):
+        arguments = (f"{root}/ranks", world_size)
+        rank_processes.run(world_size, restore_on_a_rank, *arguments, environ=environ, timeout_s=DEADLINE_S)
+    assert run("-m", "asyncckpt", "verify", f"{root}/ranks/step-3").returncode == 0

@@ -43,8 +43,8 @@ class ObjectStore(Store):
 
     Args:
         root: Scheme and bucket, such as `s3://bucket`.
-        options: What obstore takes, by name, such as `endpoint`, `region`, `access_key_id`; else the environment
-            and the profiles of the cloud's own tools count.
+        options: What obstore takes, by name: `endpoint`, `region`, `access_key_id` and others of the store, and
+            `CLIENT_OPTIONS`. What is not in it comes from the environment.
         client: A store of obstore's to be used instead, for tests.
 
     Raises:
@@ -199,6 +199,8 @@ class ObjectStore(Store):
                 with translated(name):
                     self._client.delete(self._key(name))
                 return
+            except FileNotFoundError:  # S3 does not say it; and an earlier try may have removed it
+                return
             except PermissionError:
                 raise
             except OSError:
@@ -344,14 +346,37 @@ def _opened(root: str, options: Mapping[str, str]) -> Any:
     try:
         return _from_url(from_url, root, options)
     except (BaseError, ValueError, TypeError) as error:
-        raise UnsupportedPathError(f"{root}: the store cannot be opened: {words_of(error)}", path=root) from None
+        text = words_of(error)
+        for value in sorted(options.values(), key=len, reverse=True):  # obstore repeats what it cannot parse
+            text = text.replace(value, "...") if value else text
+        raise UnsupportedPathError(f"{root}: the store cannot be opened: {text}", path=root) from None
+
+
+CLIENT_OPTIONS = (
+    "allow_http",
+    "allow_invalid_certificates",
+    "connect_timeout",
+    "http1_only",
+    "http2_only",
+    "pool_idle_timeout",
+    "pool_max_idle_per_host",
+    "proxy_ca_certificate",
+    "proxy_excludes",
+    "proxy_url",
+    "randomize_addresses",
+    "root_certificate",
+    "timeout",
+    "user_agent",
+)
+"""Options of the connections, not of the store: obstore takes them apart."""
 
 
 def _from_url(from_url: Any, root: str, options: Mapping[str, str]) -> Any:
+    client = {name: value for name, value in options.items() if name in CLIENT_OPTIONS}
     return from_url(
         root,
-        config=dict(options) or None,
-        client_options={"timeout": f"{REQUEST_TIMEOUT_S:g}s", "allow_http": _allows_http(options)},
+        config={name: value for name, value in options.items() if name not in client} or None,
+        client_options={"timeout": f"{REQUEST_TIMEOUT_S:g}s", "allow_http": _allows_http(options), **client},
         retry_config={
             "max_retries": MAX_RETRIES,
             "retry_timeout": timedelta(seconds=RETRY_FOR_S),
@@ -365,7 +390,7 @@ def _from_url(from_url: Any, root: str, options: Mapping[str, str]) -> Any:
 
 def _allows_http(options: Mapping[str, str]) -> bool:
     """Whether an endpoint of plain HTTP was asked for by name, as one on this machine or in a private network is."""
-    given = [value for name, value in options.items() if "endpoint" in name.lower()]
+    given = [value for name, value in options.items() if name.lower().endswith(("endpoint", "endpoint_url", "base_url"))]
     given += [os.environ.get(name, "") for name in _ENDPOINTS]
     return any(value.startswith("http://") for value in given)
 

@@ -14,6 +14,9 @@ _QUERY = re.compile(r"\?[^\s\"')]*")
 
 MAX_CHARS = 600
 
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+"""Codes of S3 and GCS, and of Azure."""
+
 
 @contextlib.contextmanager
 def translated(name: str) -> Iterator[None]:
@@ -24,9 +27,8 @@ def translated(name: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         text = words_of(error)
-        raise FileNotFoundError(
-            errno.ENOENT, text if "NoSuchBucket" in text else "there is no such object", name
-        ) from None
+        no_bucket = any(code in text for code in _NO_BUCKET)
+        raise FileNotFoundError(errno.ENOENT, text if no_bucket else "there is no such object", name) from None
     except OSError:
         raise
     except (exceptions.AlreadyExistsError, exceptions.PreconditionError):

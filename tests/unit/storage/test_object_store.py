@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +22,8 @@ from asyncckpt.storage.local import store_over
 from asyncckpt.storage.locate import files_at, store_at
 from asyncckpt.storage.store import UnknownOutcomeError
 from asyncckpt.storage.verification import verify_checkpoint
-from tests import object_servers
+from tests import gcs_server, object_servers
+from tests.object_servers import Server
 
 pytest.importorskip("obstore", reason="the extra cloud is not installed")
 object_servers.start_runtime()
@@ -33,6 +34,18 @@ PATH = "s3://bucket/runs/a/step-1"
 @pytest.fixture
 def store() -> ObjectStore:
     return ObjectStore("s3://bucket", client=object_servers.memory_store())
+
+
+@pytest.fixture(scope="module", params=object_servers.SCHEMES)
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with object_servers.running(request.param) as found:
+        yield found
+
+
+@pytest.fixture
+def served(server: Server) -> ObjectStore:
+    """A bucket of a server."""
+    return ObjectStore(server.root, {**server.options(), **object_servers.NO_CONNECTION_STAYS})
 
 
 class Upload:
@@ -126,15 +139,78 @@ def test_uploads_that_ended_in_any_way_make_room_for_others(monkeypatch: pytest.
     object_shards._uploads.release(len(acquired))
 
 
-def test_a_rank_is_written_to_objects_and_verifies(store: ObjectStore) -> None:
-    with Snapshot({"a": 3_000_000, "b": 5}, save_id=SAVE_ID) as snapshot:
-        result = snapshot.write(PATH, store.as_files())
-    assert result.record.nbytes > 3_000_000 and not result.direct
-    assert len(store.names(PATH)) == 3
-    assert verify_checkpoint(PATH, store.as_files()).contents is None, "nothing is committed yet"
+def test_a_rank_is_written_in_parts_and_verifies(served: ObjectStore) -> None:
+    path = f"{served.root}/runs/a/step-1"
+    with Snapshot({"a": 3 * object_shards.PART_NBYTES, "b": 5}, save_id=SAVE_ID) as snapshot:
+        result = snapshot.write(path, served.as_files())
+    assert result.record.nbytes > 3 * object_shards.PART_NBYTES and not result.direct
+    assert len(served.names(path)) == 3
+    assert verify_checkpoint(path, served.as_files()).contents is None, "nothing is committed yet"
+
+
+def test_a_shard_that_is_given_up_does_not_appear(served: ObjectStore) -> None:
+    name, data = f"{served.root}/given-up", bytes(3 * object_shards.PART_NBYTES)
+    shard = served.shard_writer(name, memoryview(data), 0, len(data), aligned=False, fsync=True)
+    shard.write_extent(0, 2 * object_shards.PART_NBYTES)
+    shard.abandon()
+    with pytest.raises(FileNotFoundError):
+        served.stat(name)
 
 
 # ---- the store ------------------------------------------------------------------------------------------------------
+
+
+def test_listings_of_many_pages_are_complete(served: ObjectStore) -> None:
+    names = [f"{served.root}/pages/{n:03}/x" for n in range(2 * gcs_server.PAGE_NAMES + 1)]
+    for name in names:
+        served.put(name, b"")
+    assert sorted(served.names(f"{served.root}/pages")) == [name.split("/")[-2] for name in names]
+    assert len(served.listed(f"{served.root}/pages").names(f"{served.root}/pages")) == len(names)
+
+
+def test_names_with_spaces_percent_signs_and_letters_of_all_alphabets_are_kept(served: ObjectStore) -> None:
+    name = f"{served.root}/odd/\u00fc a+b%20.x=1"
+    served.put(name, b"odd")
+    assert served.names(f"{served.root}/odd") == ["\u00fc a+b%20.x=1"] and served.read_whole(name, 9) == b"odd"
+
+
+def test_of_threads_that_put_one_name_one_has_put_it(served: ObjectStore) -> None:
+    name, done = f"{served.root}/one", list[int]()
+
+    def put(number: int) -> None:
+        served.put_if_absent(name, str(number).encode(), temporary="")
+        done.append(number)
+
+    errors = in_threads([lambda n=n: put(n) for n in range(8)])
+    assert len(done) == 1 and {type(error) for error in errors} == {FileExistsError}
+    assert served.read_whole(name, 9) == str(done[0]).encode()
+
+
+def test_what_is_gone_is_removed_without_a_complaint(served: ObjectStore) -> None:
+    served.put(f"{served.root}/gone", b"")
+    for _ in range(2):
+        served.remove(f"{served.root}/gone")
+    with pytest.raises(FileNotFoundError):
+        served.stat(f"{served.root}/gone")
+
+
+def test_a_bucket_that_does_not_exist_is_called_so(server: Server) -> None:
+    store = ObjectStore(f"{server.scheme}://nobodys", {**server.options(), **object_servers.NO_CONNECTION_STAYS})
+    with pytest.raises(OSError, match="NoSuchBucket|ContainerNotFound"):
+        store.read_whole(f"{server.scheme}://nobodys/x", 9)
+    with pytest.raises(OSError, match="NoSuchBucket|ContainerNotFound"):
+        store.put_if_absent(f"{server.scheme}://nobodys/x", b"", temporary="")
+
+
+@pytest.mark.parametrize("scheme", ["gs", "az"])  # moto takes every key
+def test_a_key_that_is_refused_is_an_error_at_once_and_is_not_shown(scheme: str) -> None:
+    with object_servers.running(scheme) as server:
+        wrong = {"gs": {"bearer_token": "SECRET"}, "az": {"account_key": "U0VDUkVU"}}[scheme]
+        store = ObjectStore(server.root, {**server.options(), **wrong, **object_servers.NO_CONNECTION_STAYS})
+        for call in (store.stat, lambda name: store.put_if_absent(name, b"", temporary="")):
+            with pytest.raises(PermissionError) as caught:
+                call(f"{server.root}/x")
+            assert "SECRET" not in str(caught.value) and "U0VDUkVU" not in str(caught.value)
 
 
 def test_a_listing_answers_for_all_that_is_below_and_asks_for_nothing_more(store: ObjectStore) -> None:

@@ -38,6 +38,7 @@ from tests import mounts, object_servers
 from tests.limited_files import LimitedFiles
 from tests.memory_store import MemoryStore
 from tests.mounts import needs_root
+from tests.object_servers import Server
 
 object_servers.start_runtime()
 
@@ -45,7 +46,7 @@ RUN = SAVE_ID.run_id
 ALL_OLD = GarbageRules(now=4e9, older_than_s=60.0)
 
 
-KINDS = [
+SIMPLE = [
     "files",
     "files without links",
     pytest.param("mount", marks=[pytest.mark.root, needs_root]),
@@ -54,18 +55,32 @@ KINDS = [
 ]
 
 
-@pytest.fixture(params=KINDS)
-def place(request: pytest.FixtureRequest, tmp_path: Path, unprobed: None) -> Iterator[tuple[Store, str]]:
-    """A store, and a prefix in it."""
-    if request.param == "files":
+@pytest.fixture(scope="module", params=[*SIMPLE, *object_servers.SCHEMES])
+def storage(request: pytest.FixtureRequest) -> Iterator[str | Server]:
+    """What holds the objects: a server of an object store, or the name of something simpler."""
+    if request.param not in object_servers.SCHEMES:
+        yield request.param
+        return
+    with object_servers.running(request.param) as server:
+        yield server
+
+
+@pytest.fixture
+def place(storage: str | Server, tmp_path: Path, unprobed: None) -> Iterator[tuple[Store, str]]:
+    """A store, and a prefix in it that no other test has."""
+    if isinstance(storage, Server):
+        objects = ObjectStore(storage.root, {**storage.options(), **object_servers.NO_CONNECTION_STAYS})
+        objects.put(f"{objects.root}/{tmp_path.name}/anchor/x", b"")
+        yield objects, f"{objects.root}/{tmp_path.name}"
+    elif storage == "files":
         yield LocalStore(), str(tmp_path)
-    elif request.param == "files without links":
+    elif storage == "files without links":
         yield LocalStore(LimitedFiles("links", "cuts")), str(tmp_path)
-    elif request.param == "mount":
+    elif storage == "mount":
         with mounts.fuse(tmp_path / "mounted") as served:
             served.tell(lacks=["links", "cuts", "modes"])
             yield LocalStore(), str(served.path)
-    elif request.param == "objects":
+    elif storage == "objects":
         objects = ObjectStore("s3://bucket", client=object_servers.memory_store())
         objects.put("s3://bucket/store/anchor/x", b"")
         yield objects, "s3://bucket/store"
@@ -90,7 +105,10 @@ def test_what_was_put_is_read_in_whole_and_in_part_and_is_listed(place: tuple[St
     found = store.stat(f"{root}/a")
     assert (found.kind, found.nbytes, found.is_object, found.mtime_ns > 0) == (OBJECT, 10, True, True)
     listed = {entry.name: entry for entry in store.entries(root)}
-    assert (listed["a"].nbytes, listed["a"].version) == (10, found.version) and set(store.names(root)) == set(listed)
+    assert listed["a"].nbytes == 10 and set(store.names(root)) == set(listed)
+    store.put(f"{root}/a", b"another", replace=True)
+    again = {entry.name: entry.version for entry in store.entries(root)}
+    assert again["a"] != listed["a"].version and version_of(store, f"{root}/a") != found.version
 
 
 def test_prefixes_are_listed_as_such_and_nothing_below_them_is(place: tuple[Store, str]) -> None:
