@@ -1,59 +1,60 @@
-"""Every exception that asyncckpt raises, and the code under which each crosses a process boundary.
+"""Every exception that asyncckpt raises.
 
     AsyncCkptError
-    |   the caller's arguments
-    +-- ConfigError                  (ValueError)         a field or argument has no such value
-    +-- UnsupportedLeafError         (TypeError)          the state dict holds something that cannot be stored
-    |   +-- ShardOutOfRangeError     (ValueError)         a shard does not lie in its tensor: fqn, boxes
-    +-- DuplicateNameError           (ValueError)         two paths of the state dict join to one FQN
-    +-- OverlappingShardsError       (ValueError)         two shards of a tensor share elements: fqn, boxes
-    +-- UnsupportedPathError         (ValueError)         the path is a URL or otherwise no directory path
+    |   arguments, and the process that calls
+    +-- ConfigError                  (ValueError)         an argument, setting or environment variable is invalid
+    +-- UnsupportedLeafError         (TypeError)          the state dict holds a value that cannot be stored
+    |   +-- ShardOutOfRangeError     (ValueError)         a shard is not inside its tensor
+    +-- DuplicateNameError           (ValueError)         two paths of the state dict give the same FQN
+    +-- OverlappingShardsError       (ValueError)         two shards of a tensor have elements in common
+    +-- UnsupportedPathError         (ValueError)         the path is a URL, empty, or holds a NUL byte
     +-- CheckpointerClosedError      (RuntimeError)       the checkpointer was closed
-    +-- ForkedError                  (RuntimeError)       the checkpointer was inherited by a forked child
-    +-- SignalHandlerError           (RuntimeError)       a signal handler was asked for outside the main thread
-    +-- DirectoryInUseError          (RuntimeError)       another training is alive in this directory: pid, host
+    +-- ForkedError                  (RuntimeError)       the checkpointer was created before a fork
+    +-- SignalHandlerError           (RuntimeError)       a signal handler can only be set in the main thread
+    +-- DirectoryInUseError          (RuntimeError)       another running training saves to this directory
     +-- UnsupportedPlatformError     (RuntimeError)       not Linux, or a kernel without memfd
-    |   one save
-    +-- SaveSkippedError             (RuntimeError)       on_busy="skip", on this rank or another
+    |   a save
+    +-- SaveSkippedError             (RuntimeError)       on_busy="skip": no slot is free on some rank
     +-- SlotBusyError                (RuntimeError)       on_busy="error": no slot is free
     +-- SlotTimeoutError             (TimeoutError)       no slot became free in time
-    +-- InsufficientMemoryError      (MemoryError)        the slot does not fit into memory or limit
-    +-- StagingError                 (RuntimeError)       copying into the slot failed
-    +-- SnapshotTornError            (RuntimeError)       a tensor changed while it was being copied: fqn
-    +-- SaveFailedError              (OSError)            writing or committing failed: code, rank, path, detail
+    +-- InsufficientMemoryError      (MemoryError)        no memory for the slot, or a limit forbids it
+    +-- StagingError                 (RuntimeError)       copying the state into the slot failed
+    +-- SnapshotTornError            (RuntimeError)       a tensor was changed while it was being copied
+    +-- SaveFailedError              (OSError)            writing or committing failed
     +-- CommitUnknownError           (OSError)            the manifest may or may not be on disk
-    +-- CheckpointExistsError        (FileExistsError)    a committed checkpoint is already there
-    +-- PendingSavesError            (RuntimeError)       on_error="raise": the errors nobody fetched, as a list
-    +-- WaitTimeoutError             (TimeoutError)       wait() ended with saves still pending
-    +-- CommitTimeoutError           (TimeoutError)       not committed in time: missing_ranks
-    +-- PlanTimeoutError             (TimeoutError)       ranks did not come to the first exchange: missing_ranks
+    +-- CheckpointExistsError        (FileExistsError)    a committed checkpoint is already at the path
+    +-- PendingSavesError            (RuntimeError)       on_error="raise": earlier saves failed
+    +-- WaitTimeoutError             (TimeoutError)       wait() reached its timeout before all saves ended
+    +-- CommitTimeoutError           (TimeoutError)       the checkpoint was not committed in time
+    +-- PlanTimeoutError             (TimeoutError)       some ranks did not join the meeting in time
     +-- RanksDisagreeError           (RuntimeError)       the ranks of one save differ in path, step, world or plan
-    +-- ReplicaMismatchError         (ValueError)         what was taken for a replica differs: fqn, ranks
-    +-- ReentrantCallError           (RuntimeError)       save() or close() from a callback in the client thread
+    +-- ReplicaMismatchError         (ValueError)         a replicated tensor differs between ranks
+    +-- ReentrantCallError           (RuntimeError)       a blocking call from a callback would wait for itself
     |   the worker
     +-- WorkerUnavailableError       (ConnectionError)    it cannot be reached, has died, or hangs
-    |   +-- ProtocolVersionError                          it speaks another protocol version
-    +-- EndpointError                (OSError)            the endpoint's directory is not safe to use, or is taken
-    +-- ProtocolError                (ValueError)         a message that breaks the protocol
+    |   +-- ProtocolVersionError                          it uses another version of the protocol
+    +-- EndpointError                (OSError)            the endpoint's directory is not private, or is in use
+    +-- ProtocolError                (ValueError)         a message violates the protocol
     +-- UnknownSaveError             (LookupError)        the worker has no such session, save or slot
-    |   what is on disk or in a slot
-    +-- CheckpointNotFoundError      (FileNotFoundError)  nothing is there
-    +-- CheckpointNotCommittedError  (FileNotFoundError)  files are there, but no manifest: never committed
-    +-- SnapshotUnavailableError     (LookupError)        source="memory": the worker does not hold it: missing_ranks
-    +-- CorruptCheckpointError       (ValueError)         bytes differ from what was staged: file, fqn, offset
-    |   +-- NoSoundCheckpointError                        restore_latest(): not one of a directory's verifies: tried
-    +-- UnsupportedFormatError       (ValueError)         a newer format version, or no checkpoint of ours
-    +-- MissingKeysError             (RuntimeError)       keys are absent: all of them
-    +-- ShapeMismatchError           (ValueError)         fqn, saved, wanted
-    +-- LeafTypeMismatchError        (TypeError)          a tensor where an object is wanted, or the reverse
-    +-- AliasMismatchError           (ValueError)         one target tensor, two saved ones: fqn, other_fqn
-    +-- PickledLeafError             (ValueError)         a pickle that may not be unpickled, or does not unpickle
+    |   a checkpoint that is read
+    +-- CheckpointNotFoundError      (FileNotFoundError)  there is no checkpoint at the path
+    +-- CheckpointNotCommittedError  (FileNotFoundError)  a save was begun at the path and never committed
+    +-- SnapshotUnavailableError     (LookupError)        source="memory": the worker does not hold the snapshot
+    +-- CorruptCheckpointError       (ValueError)         bytes differ from those that were saved
+    |   +-- NoSoundCheckpointError                        restore_latest(): no checkpoint of the directory is intact
+    +-- UnsupportedFormatError       (ValueError)         a newer version of the format, or an unknown format
+    +-- MissingKeysError             (RuntimeError)       keys of the target are not in the checkpoint
+    +-- ShapeMismatchError           (ValueError)         the target's tensor or list has another shape or length
+    +-- LeafTypeMismatchError        (TypeError)          a tensor where an object is expected, or the reverse
+    +-- AliasMismatchError           (ValueError)         one memory of the target would have to hold two values
+    +-- PickledLeafError             (ValueError)         unpickling a leaf is not allowed, or failed
     +-- StateLoadError               (RuntimeError)       load_state_dict() of an object in the target raised
-    +-- PerRankUnavailableError      (LookupError)        values of other ranks than the reader: keys, saved, wanted
-    +-- SharedLoadError              (RuntimeError)       a load of all ranks together: another one failed: rank, detail
+    +-- PerRankUnavailableError      (LookupError)        the checkpoint has no such value for the rank that reads
+    +-- SharedLoadError              (RuntimeError)       a collective load failed on another rank
 
-An error travels as `code`, text and fields (`to_wire`, `from_wire`); nothing is pickled. The facts named in
-`fields` are attributes of the instance; one that was not given is None.
+The builtin in parentheses is the second base class. The names in `fields` of a class are attributes of its instances;
+one that was not given is None. Between processes an error is sent as code, text and fields (`to_wire`, `from_wire`);
+nothing is pickled.
 """
 
 from __future__ import annotations
@@ -69,11 +70,11 @@ from asyncckpt.errors.root import to_wire as to_wire
 
 
 class ConfigError(AsyncCkptError, ValueError, code="config", fields=("field", "value")):
-    """A configuration field, argument or environment variable has an impossible value."""
+    """An argument, setting or environment variable is invalid: `field` is its name, `value` its value."""
 
 
 class UnsupportedPathError(AsyncCkptError, ValueError, code="unsupported_path", fields=("path",)):
-    """The path is a URL, empty, or holds a NUL byte."""
+    """`path` is a URL that is not supported here, is empty, or holds a NUL byte."""
 
 
 class CheckpointerClosedError(AsyncCkptError, RuntimeError, code="closed"):
@@ -81,23 +82,23 @@ class CheckpointerClosedError(AsyncCkptError, RuntimeError, code="closed"):
 
 
 class ForkedError(AsyncCkptError, RuntimeError, code="forked"):
-    """The checkpointer was made in a parent process; a forked child must make its own."""
+    """The checkpointer was created before this process was forked; the child must create its own."""
 
 
 class UnsupportedPlatformError(AsyncCkptError, RuntimeError, code="unsupported_platform"):
-    """This is not Linux, or its kernel lacks what asyncckpt needs."""
+    """The system is not Linux, or its kernel lacks a system call that asyncckpt needs."""
 
 
 class DirectoryInUseError(AsyncCkptError, RuntimeError, code="directory_in_use", fields=("path", "pid", "host")):
-    """Another live training saves to this directory: process `pid` on `host`. Only one at a time may."""
+    """Another running training, process `pid` on `host`, saves to `path`; only one training at a time may."""
 
 
 class SignalHandlerError(AsyncCkptError, RuntimeError, code="signal_handler", fields=("signal",)):
-    """A signal handler was asked for outside the main thread, where Python sets none."""
+    """A handler of `signal` was requested outside the main thread; Python sets handlers only in the main thread."""
 
 
 class SaveSkippedError(AsyncCkptError, RuntimeError, code="save_skipped", fields=("save_id", "step", "path", "rank")):
-    """`on_busy="skip"`: an earlier save still holds every slot of `rank` (of this one, if that is None)."""
+    """`on_busy="skip"`: an earlier save still holds every slot of `rank`; None means this rank."""
 
 
 class SlotBusyError(AsyncCkptError, RuntimeError, code="slot_busy", fields=("save_id", "step", "path")):
@@ -117,11 +118,14 @@ class InsufficientMemoryError(
 
 
 class StagingError(AsyncCkptError, RuntimeError, code="staging", fields=("save_id", "step", "path")):
-    """Copying the state into the slot failed; the cause is chained."""
+    """Copying the state into the slot failed; `__cause__` is the error of the copy."""
 
 
 class SnapshotTornError(AsyncCkptError, RuntimeError, code="torn", fields=("fqn", "save_id", "step", "path")):
-    """Overlap: `fqn` was written to between `save()` and the end of its copy, past the hooks; nothing was published."""
+    """`overlap=True`: tensor `fqn` was changed after `save()` and before its copy ended; nothing was published.
+
+    The hooks, which make an optimizer's step wait for the copy, did not see the change.
+    """
 
 
 class SaveFailedError(
@@ -130,9 +134,13 @@ class SaveFailedError(
     code="save_failed",
     fields=("code", "rank", "path", "detail", "save_id", "step", "missing_ranks"),
 ):
-    """Writing or committing failed. `code` is an errno name such as "ENOSPC", or a word of ours.
+    """Writing or committing failed; nothing was published.
 
-    `missing_ranks`: of code "leader_lost", as of `CommitUnknownError`.
+    Attributes:
+        code: The name of an errno, such as "ENOSPC", or a code of asyncckpt, such as "coverage" or "leader_lost".
+        rank: The rank that failed, if it is one.
+        detail: The cause as text.
+        missing_ranks: With code "leader_lost": as in `CommitUnknownError`.
     """
 
 
@@ -142,21 +150,24 @@ class CommitUnknownError(
     code="commit_unknown",
     fields=("code", "path", "detail", "save_id", "step", "missing_ranks"),
 ):
-    """Publishing the manifest failed so that nobody knows whether it is on disk. Look again later.
+    """It is not known whether the manifest is on disk: publishing it failed. Look at `path` again later.
 
-    `missing_ranks`: of code "leader_lost", whom the worker that commits waited for when it was heard last, or, if it
-    had not said that, the ranks of the other nodes.
+    Attributes:
+        code: The name of an errno, or a code of asyncckpt.
+        detail: The cause as text.
+        missing_ranks: With code "leader_lost" (the worker that commits does not answer): the ranks for which that
+            worker waited when it last reported; if it never did, the ranks of the other nodes.
     """
 
 
 class CheckpointExistsError(
     AsyncCkptError, FileExistsError, code="checkpoint_exists", fields=("path", "save_id", "existing_save_id")
 ):
-    """A committed checkpoint is already at this path; it was left untouched."""
+    """A committed checkpoint, of save `existing_save_id`, is already at `path`; it was left unchanged."""
 
 
 class PendingSavesError(AsyncCkptError, RuntimeError, code="pending_saves", fields=("errors",)):
-    """`on_error="raise"`: the errors of saves whose futures nobody looked at, in `errors`."""
+    """`on_error="raise"`: earlier saves failed and nobody read their futures; `errors` are their errors, a list."""
 
 
 class WaitTimeoutError(AsyncCkptError, TimeoutError, code="wait_timeout", fields=("save_ids", "timeout_s")):
@@ -166,11 +177,11 @@ class WaitTimeoutError(AsyncCkptError, TimeoutError, code="wait_timeout", fields
 class CommitTimeoutError(
     AsyncCkptError, TimeoutError, code="commit_timeout", fields=("missing_ranks", "timeout_s", "save_id", "path")
 ):
-    """The checkpoint was not committed within `commit_timeout_s`; `missing_ranks` had not delivered."""
+    """The checkpoint was not committed within `commit_timeout_s`; the files of `missing_ranks` were not complete."""
 
 
 class PlanTimeoutError(AsyncCkptError, TimeoutError, code="plan_timeout", fields=("missing_ranks", "timeout_s")):
-    """The ranks did not meet within `plan_timeout_s` for the exchange before the first save."""
+    """`missing_ranks` did not join the meeting, in which all ranks agree on a plan, within `plan_timeout_s`."""
 
 
 class RanksDisagreeError(
@@ -178,40 +189,42 @@ class RanksDisagreeError(
 ):
     """The ranks of one save differ in path, step, world or plan; nothing was published.
 
-    Or those of one load have found different saves, one of which took the place of the other meanwhile.
+    Also raised by a load: the ranks found different saves at one path, because one replaced the other meanwhile.
     """
 
 
 class ReplicaMismatchError(
     AsyncCkptError, ValueError, code="replica_mismatch", fields=("fqn", "ranks", "save_id", "path")
 ):
-    """A tensor that was taken for a replica differs between the ranks that hold it; nothing was published."""
+    """Tensor `fqn` was treated as replicated, but differs between `ranks`; nothing was published."""
 
 
 class ReentrantCallError(AsyncCkptError, RuntimeError, code="reentrant"):
-    """A future's callback called what would wait for the very thread that it runs in; or one `dcp.StorageWriter` was
-    asked for two saves at once."""
+    """A callback of a future called a method that would wait for the callback's own thread.
+
+    Also raised when a second save uses a `dcp.StorageWriter` before its first save has ended.
+    """
 
 
 class WorkerUnavailableError(AsyncCkptError, ConnectionError, code="worker_unavailable", fields=("endpoint", "detail")):
     """The worker cannot be reached, has died, or does not answer.
 
-    One that only hung may still commit the save, and one that has died may have done so just before.
+    The save may be committed nevertheless: a worker that hangs may go on, and one that died may have committed before.
     """
 
 
 class ProtocolVersionError(
     WorkerUnavailableError, code="protocol_version", fields=("endpoint", "detail", "ours", "theirs")
 ):
-    """The worker speaks another version of the protocol."""
+    """The worker uses version `theirs` of the protocol, this process version `ours`."""
 
 
 class EndpointError(AsyncCkptError, OSError, code="endpoint", fields=("endpoint", "path", "detail")):
-    """The endpoint's directory belongs to somebody else or is open to others, or the endpoint is taken."""
+    """The endpoint's directory belongs to another user or is accessible to others, or the endpoint is in use."""
 
 
 class ProtocolError(AsyncCkptError, ValueError, code="protocol", fields=("detail",)):
-    """A message or request that breaks the protocol; it was ignored."""
+    """A message or request violates the protocol; it was ignored."""
 
 
 class UnknownSaveError(AsyncCkptError, LookupError, code="unknown_save", fields=("detail", "save_id")):
@@ -219,23 +232,23 @@ class UnknownSaveError(AsyncCkptError, LookupError, code="unknown_save", fields=
 
 
 class CheckpointNotFoundError(AsyncCkptError, FileNotFoundError, code="not_found", fields=("path",)):
-    """There is no directory, or nothing of a checkpoint in it."""
+    """There is no directory at `path`, or no file of a checkpoint in it."""
 
 
 class CheckpointNotCommittedError(AsyncCkptError, FileNotFoundError, code="not_committed", fields=("path",)):
-    """The directory holds no valid commit: a save was begun there and never committed."""
+    """`path` holds files of a save, but no manifest: the save was begun and never committed."""
 
 
 class SnapshotUnavailableError(
     AsyncCkptError, LookupError, code="snapshot_unavailable", fields=("path", "save_id", "missing_ranks", "detail")
 ):
-    """`source="memory"`: no worker holds this snapshot, or not the parts of `missing_ranks`; `detail` says why."""
+    """`source="memory"`: no worker holds the snapshot, or the parts of `missing_ranks`; `detail` is the reason."""
 
 
 class CorruptCheckpointError(
     AsyncCkptError, ValueError, code="corrupt", fields=("path", "file", "fqn", "offset", "nbytes", "detail")
 ):
-    """What is stored differs from what was staged. `offset` and `nbytes` say which bytes of `file`."""
+    """`nbytes` bytes at `offset` of `file`, of tensor `fqn`, differ from what was saved."""
 
 
 class NoSoundCheckpointError(
@@ -243,63 +256,76 @@ class NoSoundCheckpointError(
     code="no_sound_checkpoint",
     fields=("path", "file", "fqn", "offset", "nbytes", "detail", "tried"),
 ):
-    """Not one of the committed checkpoints in `path` verifies; `tried` has one text for each, the newest first."""
+    """No committed checkpoint in `path` is intact; `tried` has one text for each, from the newest to the oldest."""
 
 
 class UnsupportedFormatError(
     AsyncCkptError, ValueError, code="unsupported_format", fields=("path", "found", "supported")
 ):
-    """A format version newer than this package, or required fields that it does not know."""
+    """The checkpoint has a newer version of the format, fields that this version does not know, or no known format."""
 
 
 class MissingKeysError(AsyncCkptError, RuntimeError, code="missing_keys", fields=("path", "keys")):
-    """The checkpoint lacks keys of the target, or all of a module, optimizer or named part; `keys` lists every one."""
+    """The checkpoint lacks keys of the target; `keys` are all of them.
+
+    A key may name a module, an optimizer or a part of the target of which nothing was saved.
+    """
 
 
 class ShapeMismatchError(AsyncCkptError, ValueError, code="shape_mismatch", fields=("path", "fqn", "saved", "wanted")):
     """A tensor was saved with another shape than the target has, or a list with another length; nothing was changed.
 
-    Or a load hook of a module made an entry of another shape; then values of that module may have changed.
-    `saved`, `wanted`: shapes, or lists of one length each.
+    Also raised when a load hook of a module returns an entry of another shape; then values of that module may have
+    changed.
+
+    Attributes:
+        fqn: The tensor or list.
+        saved, wanted: The shape in the checkpoint and in the target; of a list, its length, as a list of one number.
     """
 
 
 class LeafTypeMismatchError(
     AsyncCkptError, TypeError, code="leaf_type_mismatch", fields=("path", "fqn", "saved", "wanted")
 ):
-    """A leaf is a tensor on one side and an object or container on the other, or a tensor of another kind of numbers.
+    """The types of a leaf in checkpoint and target do not fit together; nothing was changed.
 
-    Nothing was changed.
+    One is a tensor and the other an object or container, or the dtypes are of different kinds, such as real and
+    complex.
     """
 
 
 class AliasMismatchError(AsyncCkptError, ValueError, code="alias_mismatch", fields=("path", "fqn", "other_fqn")):
-    """One memory, container or object of the target has two names, and cannot hold what was saved under both.
+    """One memory, container or object of the target has two names, under which different values were saved.
 
-    Nothing was changed, except for different views of one memory: then the target's tensors have been filled.
+    Nothing was changed. Exception: two tensors of the target are different views of one memory; then the tensors of
+    the target have been filled.
     """
 
 
 class PickledLeafError(AsyncCkptError, ValueError, code="pickled_leaf", fields=("path", "fqn", "type_name", "detail")):
-    """A leaf was stored as a pickle, and unpickling was not allowed, or failed (`detail` says how)."""
+    """Leaf `fqn` was stored as a pickle, and unpickling is not allowed, or failed; `detail` is the reason."""
 
 
 class StateLoadError(AsyncCkptError, RuntimeError, code="state_load", fields=("path", "fqn", "type_name", "detail")):
-    """`load_state_dict()` of an object in the target raised; the cause is chained.
+    """`load_state_dict()` of an object in the target raised; `__cause__` is its error.
 
-    Tensors and plain objects of the target have been filled. Objects that come later in the target have not been given
-    their states. If load hooks of a module decide what is missing, nothing after that module has been filled.
+    Tensors and plain objects of the target have been filled; objects that come later in the target have not got their
+    states. If a module with load hooks is filled first, because its hooks decide which keys are missing, then nothing
+    after that module has been filled.
     """
 
 
 class PerRankUnavailableError(
     AsyncCkptError, LookupError, code="per_rank_unavailable", fields=("path", "keys", "saved", "wanted")
 ):
-    """Values of other ranks than the reader; `keys` lists all. `saved`, `wanted`: the world sizes of both."""
+    """The values at `keys` were saved per rank (`PerRank`), and the checkpoint has none for the rank that reads.
+
+    `saved` and `wanted` are the world sizes of the save and of the load.
+    """
 
 
 class SharedLoadError(AsyncCkptError, RuntimeError, code="shared_load", fields=("path", "rank", "detail")):
     """A load of all ranks together (`redundant_reads="broadcast"`, `restore_latest`) failed on another rank, `rank`.
 
-    None: the ranks lost each other.
+    `rank` is None if the ranks could no longer communicate.
     """

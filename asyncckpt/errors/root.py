@@ -1,4 +1,4 @@
-"""The root of the exception tree, and the form in which any error of it crosses a process boundary."""
+"""`AsyncCkptError`, the base class of all errors, and the encoding of an error that is sent to another process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 _MAX_TEXT_CHARS = 4000
-"""Longer texts are cut when an error travels, so that a table of many errors stays below the frame limit."""
+"""Longer texts are cut when an error is sent, so that a message with many errors stays below the frame limit."""
 
 Plain = str | int | float | bool
 
@@ -15,7 +15,13 @@ ERRORS_BY_CODE: dict[str, type[AsyncCkptError]] = {}
 
 
 class AsyncCkptError(Exception):
-    """Root of the tree; raised itself only for an error code that this version does not know."""
+    """Base class of all errors of asyncckpt; raised itself only for an error code that this version does not know.
+
+    Attributes:
+        wire_code: Identifies the class in messages between processes.
+        fields: Names of the attributes that an instance of the class has beside `message`.
+        message: The text of the error.
+    """
 
     wire_code: ClassVar[str] = "error"
     fields: ClassVar[tuple[str, ...]] = ()
@@ -24,19 +30,19 @@ class AsyncCkptError(Exception):
         cls.wire_code, cls.fields = code, fields
         ERRORS_BY_CODE.setdefault(code, cls)
 
-    if TYPE_CHECKING:  # the facts
+    if TYPE_CHECKING:  # the attributes named in `fields`
 
         def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, message: str, **facts: Any) -> None:
-        """Build the error.
+        """Create the error.
 
         Args:
             message: What happened, to what, what was expected, what to do.
-            **facts: Values for the names in `fields`.
+            **facts: Values of the attributes named in `fields`; one that is not given is None.
 
         Raises:
-            TypeError: A fact that the class does not name.
+            TypeError: A name that is not in `fields`.
         """
         super().__init__(message)
         unknown = set(facts) - set(self.fields)
@@ -53,7 +59,7 @@ class AsyncCkptError(Exception):
         return type(self), (self.message,), self.facts()
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts as a dict, unset ones left out."""
+        """Return the attributes named in `fields` as a dict, without those that are None."""
         return {n: v for n in self.fields if (v := getattr(self, n, None)) is not None}
 
 
@@ -61,9 +67,14 @@ ERRORS_BY_CODE[AsyncCkptError.wire_code] = AsyncCkptError
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:
-    """Return `error` as code, text and fields: plain values and lists of them only, long ones cut, texts valid UTF-8.
+    """Encode an error as a dict with `code`, `text` and `fields`.
 
-    An exception that is not of our tree becomes the root's code with the type's name in the text.
+    Args:
+        error: Any exception. One that is no `AsyncCkptError` gets the code of the base class, and its text begins with
+            the name of its type.
+
+    Returns:
+        The dict. Its values are plain values or lists of them; long ones are cut, and texts are valid UTF-8.
     """
     if isinstance(error, AsyncCkptError):
         facts = {name: _fact(value) for name, value in error.facts().items()}
@@ -72,7 +83,7 @@ def to_wire(error: BaseException) -> dict[str, Any]:
 
 
 def _fact(value: Any) -> Plain | list[Plain]:
-    """A list stays one, of plain values; cut when its texts and digits are as long as a text may be."""
+    """Return a plain value, or a list of plain values that is cut at `_MAX_TEXT_CHARS` characters in all."""
     if not isinstance(value, (list, tuple)):
         return _plain(value)
     found: list[Plain] = []
@@ -88,12 +99,19 @@ def _fact(value: Any) -> Plain | list[Plain]:
 def _plain(value: Any) -> Plain:
     if isinstance(value, float) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63):
         return value
-    # A file name that is not UTF-8 reaches a message as lone surrogates, which msgpack refuses to pack.
+    # Python decodes a file name that is not UTF-8 to lone surrogates, which msgpack refuses to pack.
     return str(value)[:_MAX_TEXT_CHARS].encode("utf-8", "backslashreplace").decode()
 
 
 def from_wire(wire: Mapping[str, Any]) -> AsyncCkptError:
-    """Rebuild an error from `to_wire`'s dict; facts that this version does not know are dropped. Never raises."""
+    """Create an error from a dict that `to_wire` returned. Never raises.
+
+    Args:
+        wire: The dict. An unknown `code` gives `AsyncCkptError`; fields that the class does not have are ignored.
+
+    Returns:
+        The error.
+    """
     cls = ERRORS_BY_CODE.get(str(wire.get("code")), AsyncCkptError)
     fields = wire.get("fields")
     known = {n: v for n, v in fields.items() if n in cls.fields} if isinstance(fields, Mapping) else {}
