@@ -1,17 +1,14 @@
 """Matches a target with a checkpoint: which saved leaf fills which leaf of the target. Nothing is changed here.
 
-In most restarts the target has exactly the saved structure: the same tree of plain containers and tensors. One walk
-along both trees checks this (`exact_placements`), and no name has to be looked up. All other targets, and all that are
-refused, are matched leaf by leaf and by name (`_Matcher`), in one walk over the target's tree.
+In most restarts the target has exactly the saved structure: the same tree of plain containers and tensors. It is
+matched by `asyncckpt/loading/exact_matching.py`. All other targets, and all that are refused, are matched here: leaf by
+leaf and by name, in one walk over the target's tree (`_Matcher`).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +22,8 @@ from asyncckpt.format.state_tree import (
     LIST,
     MAPPINGS,
     OBJECT,
-    ORDERED_DICT,
     SEQUENCES,
     TENSOR,
-    TUPLE,
     Key,
     Node,
     Path,
@@ -49,6 +44,7 @@ from asyncckpt.loading.container_matching import (
     selected_part,
     without_per_rank,
 )
+from asyncckpt.loading.exact_matching import ObjectLeaves, exact_placements
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, KeyMap, Selection, prefixes, renamer, selected
 from asyncckpt.loading.module_targets import ModuleTarget, ReplacedEntry
 from asyncckpt.loading.saved_state import SavedTree, kind_of
@@ -57,16 +53,15 @@ from asyncckpt.loading.target_tensors import (
     TargetTensor,
     Tie,
     check_fillable,
-    shares_own_memory,
     target_tensor,
 )
 from asyncckpt.loading.targets import Targets, is_loadable, reusable_state_tensors, unwrap_per_rank
 from asyncckpt.per_rank import PerRank
-from asyncckpt.state_dict.flatten import PLAIN_TENSORS, SCALARS, Flattened, flatten, is_plain_sequence
+from asyncckpt.state_dict.flatten import PLAIN_TENSORS, Flattened, flatten
 from asyncckpt.state_dict.numpy_values import view_of
 from asyncckpt.state_dict.unflatten import has_lost_factory
 from asyncckpt.storage.contents import SavedTensor
-from asyncckpt.torch_tensors import NO_ADDRESS_BELOW, address_of, torch_dtype, why_no_memory
+from asyncckpt.torch_tensors import torch_dtype, why_no_memory
 
 Mismatch = ShapeMismatchError | LeafTypeMismatchError
 
@@ -193,134 +188,11 @@ def match_target(
     return _Matcher(targets, saved, selection, rename, path, refuse).match(flat)
 
 
-# ---- targets with exactly the saved structure
-
-_KINDS = {DICT: dict, ORDERED_DICT: OrderedDict, LIST: list, TUPLE: tuple}
-_Objects = list[tuple[Path, Node]]
-
-
-def exact_placements(state_dict: Any, saved: SavedTree) -> tuple[list[Placement], _Objects] | None:
-    """Match a target that has exactly the saved structure, so that leaves have the same numbers on both sides.
-
-    Args:
-        state_dict: The target.
-        saved: The checkpoint.
-
-    Returns:
-        The placements of all tensors, and path and saved node of each object leaf. None: the structure differs, or a
-        leaf cannot be filled; `_Matcher` decides then.
-    """
-    walk = _ParallelWalk()
-    if not walk.is_same(saved.tree, state_dict, ()):
-        return None
-    numbers, values = walk.numbers, walk.values
-    if numbers != list(range(len(saved.tensors))):
-        first = _first_values(numbers, values)
-        if len(first) != len(saved.tensors) or first.keys() != set(range(len(first))):
-            return None
-        values = [first[number] for number in range(len(first))]
-    placements = _placements(values, saved)
-    return None if placements is None else (placements, walk.objects)
-
-
-class _ParallelWalk:
-    """One walk along a saved tree and a target at the same time.
-
-    Attributes:
-        numbers, values: The saved number and the target's value of each tensor so far.
-        objects: Path and saved node of each object leaf so far.
-    """
-
-    def __init__(self) -> None:
-        self.numbers: list[int] = []
-        self.values: list[torch.Tensor] = []
-        self.objects: _Objects = []
-        self._seen: set[int] = set()  # IDs of containers; a container that occurs twice is left to `_Matcher`
-
-    def is_same(self, node: Node, value: Any, path: Path) -> bool:
-        """Return whether the saved `node` and the target's `value`, both at `path`, have the same structure."""
-        kind = node[0]
-        if kind == TENSOR:
-            self.numbers.append(node[1])
-            self.values.append(value)
-            return type(value) in PLAIN_TENSORS
-        if kind == OBJECT and len(node) == 2:
-            self.objects.append((path, node))
-            return type(value) in SCALARS or (type(value) in (list, tuple) and is_plain_sequence(value))
-        if type(value) is not _KINDS.get(kind) or len(node) > (3 if kind == ORDERED_DICT else 2):
-            return False  # also containers with a form, such as a Counter, whatever the target is: `_Matcher` decides
-        if id(value) in self._seen and value != ():
-            return False
-        self._seen.add(id(value))
-        keys: Any
-        if kind in SEQUENCES:
-            nodes, inner, keys = node[1], value, range(len(value))
-            if len(nodes) != len(inner) or is_plain_sequence(value):
-                return False
-        else:
-            nodes, inner, keys = node[1][1::2], value.values(), node[1][::2]
-            if tuple(value) != keys or not set(map(type, value)) <= {str, int}:
-                return False
-            if kind == ORDERED_DICT and (getattr(value, "_metadata", None) is None) is not (node[2] is None):
-                return False
-        if set(map(itemgetter(0), nodes)) == {TENSOR} and PLAIN_TENSORS.issuperset(map(type, inner)):
-            self.numbers += map(itemgetter(1), nodes)
-            self.values += inner
-            return True
-        return all(
-            self.is_same(child, member, (*path, key)) for child, member, key in zip(nodes, inner, keys, strict=True)
-        )
-
-
-def _first_values(numbers: list[int], values: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return the tensors by number; empty if a number has two tensors."""
-    found: dict[int, torch.Tensor] = {}
-    for number, value in zip(numbers, values, strict=True):
-        if found.setdefault(number, value) is not value:
-            return {}
-    return found
-
-
-def _placements(values: list[torch.Tensor], saved: SavedTree) -> list[Placement] | None:
-    """Return the placement of each tensor; None if one cannot be filled without conversion, or two share an address."""
-    dtypes = {name: torch_dtype(name) for name in {tensor.dtype for tensor in saved.tensors}}
-    origins = {shape: (0,) * len(shape) for shape in {tensor.global_shape for tensor in saved.tensors}}
-    placed = partial(tuple.__new__, Placement)  # the same as `Placement(...)` in half the time
-    found: list[Placement] = []
-    addresses: set[int] = set()
-    empty: set[int] = set()
-    for tensor, value in zip(saved.tensors, values, strict=True):
-        _, name, shape, _ = tensor
-        if value.layout is not torch.strided or value.is_nested or value.dtype is not dtypes[name]:
-            return None
-        if value.shape != shape or value.is_neg() or (value.dtype.is_complex and value.is_conj()):
-            return None
-        try:
-            address, is_row_major = value.data_ptr(), value.is_contiguous()
-        except RuntimeError:  # it has no address, for example inside vmap
-            return None
-        if address < NO_ADDRESS_BELOW:
-            address = address_of(value)
-        if not is_row_major and shares_own_memory(value):
-            return None
-        if address:
-            addresses.add(address)
-            found.append(placed((tensor, value, origins[shape], address if is_row_major and value.is_cpu else None)))
-        elif value.numel() or value.is_meta:
-            return None
-        else:
-            empty.add(id(value))
-    return found if len(addresses) + len(empty) == len(values) else None
-
-
-def _exact_matches(targets: Targets, saved: SavedTree, placements: list[Placement], objects: _Objects) -> Matches:
+def _exact_matches(targets: Targets, saved: SavedTree, placements: list[Placement], objects: ObjectLeaves) -> Matches:
     replaced = [Replacement(path, fqn_of(path), node) for path, node in objects]
     names = [fqn for fqn, node in saved.leaves.items() if node[0] == TENSOR]
     report = MatchReport(filled=names, read_leaves=dict(saved.leaves))
     return Matches(targets, report, placements=placements, replaced=replaced)
-
-
-# ---- all other targets
 
 
 class TargetLeaf(NamedTuple):
