@@ -27,10 +27,11 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
+from asyncckpt.basics.limits import MAX_PARTS
 from asyncckpt.dcp.tensor_stream import Resolve
 from asyncckpt.errors import AsyncCkptError, DuplicateNameError, OverlappingShardsError, UnsupportedLeafError
 from asyncckpt.format.layout import BoxSpec, Layout, build_layout
-from asyncckpt.format.names import MAX_PARTS, SaveId, is_reserved, shard_name
+from asyncckpt.format.names import SaveId, is_reserved, shard_name
 from asyncckpt.format.objects import UnknownTypeError, encode_value, pickled
 from asyncckpt.format.state_tree import DICT
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from asyncckpt.basics.limits import MAX_PARTS
 from asyncckpt.errors import ConfigError, CorruptCheckpointError, UnsupportedLeafError
 from asyncckpt.format.layout import (
     PAGE_NBYTES,
@@ -31,7 +32,7 @@ from asyncckpt.format.layout import (
     Payload,
     round_up,
 )
-from asyncckpt.format.names import DCP, MAX_PARTS, SaveId, items_name, per_rank_name, shard_name, split_per_rank_name
+from asyncckpt.format.names import DCP, SaveId, items_name, per_rank_name, shard_name, split_per_rank_name
 from asyncckpt.format.objects import Opaque, Record, decode_objects
 from asyncckpt.format.state_tree import (
     ARRAY,

@@ -11,14 +11,13 @@ from typing import Any
 
 import msgpack
 
+from asyncckpt.basics.limits import MAX_PARTS, MAX_RANKS
 from asyncckpt.basics.safe_msgpack import unpack_strict
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.checksums import BLOCK_NBYTES, DIGEST_NBYTES, is_file_checksum
 from asyncckpt.format.manifest import MUST, check_version, list_of
 from asyncckpt.format.names import (
     DCP,
-    MAX_PARTS,
-    MAX_RANKS,
     SAFETENSORS,
     SaveId,
     items_name,

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asyncckpt.basics.limits import MAX_PARTS
 from asyncckpt.dtypes import DTYPES, stored_as
 from asyncckpt.errors import ConfigError, DuplicateNameError
-from asyncckpt.format.names import MAX_PARTS, SaveId
+from asyncckpt.format.names import SaveId
 from asyncckpt.format.structure import Chunk
 
 PAGE_NBYTES = 4096

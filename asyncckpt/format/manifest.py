@@ -19,12 +19,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncckpt.basics.limits import MAX_RANKS
 from asyncckpt.errors import CheckpointNotCommittedError, CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format.checksums import FILE_CHECKSUM_PREFIX, file_checksum, is_file_checksum
 from asyncckpt.format.names import (
     DCP,
     DCP_METADATA_NAME,
-    MAX_RANKS,
     SAFETENSORS,
     SaveId,
     index_name,

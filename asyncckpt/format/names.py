@@ -18,8 +18,6 @@ SAFETENSORS, DCP = "safetensors", "dcp"
 LAYOUTS = (SAFETENSORS, DCP)
 """Layouts of shard files: format/SPEC.md sections 6 and 7."""
 
-MAX_RANKS = 100_000
-MAX_PARTS = 1_000
 MAX_EPOCH = 999_999
 MAX_SEQUENCE = 99_999_999
 

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from asyncckpt.basics.limits import MAX_PARTS
 from asyncckpt.basics.safe_msgpack import unpack_strict
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format import state_tree
 from asyncckpt.format.manifest import check_version, list_of
-from asyncckpt.format.names import MAX_PARTS
 
 STRUCTURE_VERSION = 1
 MAX_STRUCTURE_NBYTES = 1 << 30

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgpack
 
+from asyncckpt.basics.limits import MAX_RANKS
 from asyncckpt.basics.safe_msgpack import unpack_strict
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ProtocolError
 from asyncckpt.format.checksums import DIGEST_NBYTES
-from asyncckpt.format.names import MAX_RANKS
 from asyncckpt.format.structure import MAX_DIMS, MAX_INT, MAX_TENSORS
 from asyncckpt.sharding.shard_claims import ShardClaim, decode_claims, encode_claims
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from asyncckpt.basics.limits import MAX_RANKS
 from asyncckpt.basics.paths import MAX_PATH_BYTES
 from asyncckpt.basics.urls import is_object_url
 from asyncckpt.protocol.save_phases import PHASES
@@ -16,7 +17,6 @@ MAX_TABLE = 1024
 
 MAX_INT = (1 << 63) - 1
 MAX_SECONDS = 1e9
-MAX_RANKS = 100_000
 MAX_UMASK = 0o777
 MAX_PORT = 65535
 TOKEN_NBYTES = 16
@@ -42,6 +42,16 @@ Check = Callable[[Any], bool]
 def uint(value: Any) -> bool:
     """An integer from 0 to 2**63 - 1; no bool."""
     return type(value) is int and 0 <= value <= MAX_INT
+
+
+def rank(value: Any) -> bool:
+    """A rank below `MAX_RANKS`."""
+    return uint(value) and value < MAX_RANKS
+
+
+def is_in_world(rank: int, world_size: int) -> bool:
+    """Whether `rank` is one of `world_size` ranks, of which there are at most `MAX_RANKS`."""
+    return 0 <= rank < world_size <= MAX_RANKS
 
 
 def sint(value: Any) -> bool:

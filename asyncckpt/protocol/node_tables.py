@@ -30,11 +30,6 @@ BEAT_S = 2.0
 _PHASES = (OPEN, SEALED, DURABLE)
 
 
-def rank(value: Any) -> bool:
-    """A rank below `MAX_RANKS`."""
-    return check.uint(value) and value < check.MAX_RANKS
-
-
 def part_phase(value: Any) -> bool:
     """`open`, `sealed` or `durable`."""
     return type(value) is str and value in _PHASES
@@ -70,15 +65,15 @@ def known(value: Any) -> bool:
     return (
         isinstance(value, (list, tuple))
         and len(value) <= check.MAX_TABLE
-        and all(isinstance(p, (list, tuple)) and len(p) == 2 and rank(p[0]) and part_phase(p[1]) for p in value)
+        and all(isinstance(p, (list, tuple)) and len(p) == 2 and check.rank(p[0]) and part_phase(p[1]) for p in value)
     )
 
 
 ROWS: dict[str, dict[str, Check]] = {
-    "rank_rows": {"rank": rank, "attempt": check.uint, "gone": check.text},
+    "rank_rows": {"rank": check.rank, "attempt": check.uint, "gone": check.text},
     "part_rows": {
         "save_id": check.save_id,
-        "rank": rank,
+        "rank": check.rank,
         "phase": part_phase,
         "step": check.sint_or_none,
         "path": check.path,
@@ -91,8 +86,8 @@ ROWS: dict[str, dict[str, Check]] = {
         "writing": check.flag,
     },
     "failure_rows": {"save_id": check.save_id, "outcome": failure, "error": error},
-    "withdrawal_rows": {"save_id": check.save_id, "rank": rank, "reason": check.text, "skipped": check.flag},
-    "question_rows": {"rank": rank, "path": check.path, "number": check.uint},
+    "withdrawal_rows": {"save_id": check.save_id, "rank": check.rank, "reason": check.text, "skipped": check.flag},
+    "question_rows": {"rank": check.rank, "path": check.path, "number": check.uint},
     "outcome_rows": {
         "save_id": check.save_id,
         "outcome": end_or_open,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from asyncckpt.basics.limits import MAX_PARTS
 from asyncckpt.basics.safe_msgpack import unpack_strict
 from asyncckpt.errors import ProtocolError
 from asyncckpt.protocol import fields as check
@@ -18,7 +19,6 @@ MAX_METADATA_NBYTES = 16 << 20
 """Maximum size, indented as in the manifest. Chosen: metadata and 100,000 ranks fit into a manifest."""
 
 MAX_METADATA_NESTING = 64
-MAX_PARTS = 1000
 MAX_THREADS = 1024
 RING_UNIT_NBYTES = 262144
 """Unit of a ring's segments: a block of a file (format/SPEC.md section 3)."""
@@ -177,7 +177,7 @@ def _check(request: SaveRequest) -> None:
     wrong = [name for name, fits in _CHECKS.items() if not fits(getattr(request, name))]
     if wrong:
         raise ValueError(f"fields with invalid values: {wrong}")
-    if not request.rank < request.world_size <= check.MAX_RANKS:
+    if not check.is_in_world(request.rank, request.world_size):
         raise ValueError(f"rank {request.rank} of world {request.world_size}")
     check_metadata(request.metadata)
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from asyncckpt.basics.limits import MAX_RANKS
 from asyncckpt.basics.safe_msgpack import unpack_strict
 from asyncckpt.dtypes import DTYPES
-from asyncckpt.format.names import MAX_RANKS
 from asyncckpt.format.structure import MAX_DIMS, MAX_INT, MAX_TENSORS, Box
 from asyncckpt.sharding.mesh_layout import Grid, position_in
 

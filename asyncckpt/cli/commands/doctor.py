@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 
 from asyncckpt import __version__
+from asyncckpt.basics.limits import MAX_RANKS
 from asyncckpt.basics.paths import absolute_path
 from asyncckpt.basics.quantities import count, parse_nbytes
 from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, path_argument, print_json, say
@@ -20,7 +21,6 @@ from asyncckpt.doctor.directory import directory_checks
 from asyncckpt.doctor.findings import FAIL, WARN, Check, Finding, fail, findings_of, ok, warn
 from asyncckpt.doctor.machine import machine_checks
 from asyncckpt.errors import AsyncCkptError, WorkerUnavailableError
-from asyncckpt.format.names import MAX_RANKS
 from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt.protocol.identity import is_gone
 from asyncckpt.recall.session import RecallSession

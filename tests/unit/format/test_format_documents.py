@@ -13,12 +13,13 @@ import pytest
 from format_samples import INDEX, MANIFEST, SAVE_ID, STRUCTURE
 from mutations import altered, damaged, packed
 
+from asyncckpt.basics.limits import MAX_PARTS
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format import manifest as manifests
 from asyncckpt.format.checksums import file_checksum
 from asyncckpt.format.index import decode_index, encode_index
 from asyncckpt.format.manifest import decode_manifest, encode_manifest
-from asyncckpt.format.names import MAX_PARTS, SaveId
+from asyncckpt.format.names import SaveId
 from asyncckpt.format.structure import decode_structure, encode_structure
 
 TYPED = (CorruptCheckpointError, UnsupportedFormatError)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.basics.limits import MAX_PARTS
 from asyncckpt.errors import ConfigError
-from asyncckpt.format.names import MAX_PARTS
 
 KINDS = ("asyncckpt", "dcp", "hf")
 

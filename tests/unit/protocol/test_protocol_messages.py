@@ -12,9 +12,9 @@ from mutations import NASTY, altered, damaged, packed
 from protocol_samples import BETWEEN_WORKERS, HEX, SAVE_ID
 from protocol_samples import MESSAGES as OF_TRAINERS
 
+from asyncckpt.basics.limits import MAX_RANKS
 from asyncckpt.errors import ProtocolError, ProtocolVersionError, from_wire
 from asyncckpt.protocol import codec, messages
-from asyncckpt.protocol.fields import MAX_RANKS
 from asyncckpt.protocol.messages import REPLIES, REQUESTS, Message
 from asyncckpt.protocol.node_tables import NODE_MESSAGES, ROWS
 

@@ -12,8 +12,7 @@ from mutations import NASTY, altered, damaged, packed
 from protocol_samples import BODY_END, REQUEST
 
 from asyncckpt.errors import ProtocolError
-from asyncckpt.format import names
-from asyncckpt.protocol import fields, request
+from asyncckpt.protocol import request
 from asyncckpt.protocol.messages import PROTOCOL_VERSION
 from asyncckpt.protocol.request import PartRange, decode_request, encode_request
 from asyncckpt.protocol.samples import MAX_SAMPLES, MAX_SAMPLES_NBYTES, Sample, decode_samples, encode_samples
@@ -43,11 +42,6 @@ def test_parts_that_go_through_a_ring_may_be_longer_than_the_slot() -> None:
         decode_request(raw, 4096 + 31 * 262_144 - 1)
     with pytest.raises(ProtocolError):
         decode_request(_request(parts=[[4096, 1 << 40]]), 1 << 26)
-
-
-def test_limits_are_those_of_the_format() -> None:
-    assert request.MAX_PARTS == names.MAX_PARTS
-    assert fields.MAX_RANKS == names.MAX_RANKS
 
 
 BAD = {

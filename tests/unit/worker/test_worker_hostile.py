@@ -10,8 +10,8 @@ import pytest
 from simulated_workers import KEY, result_of
 from worker_bench import COMMIT_TIMEOUT_S, ERROR, REQUEST, Bench, code
 
+from asyncckpt.basics.limits import MAX_RANKS
 from asyncckpt.protocol import messages as m
-from asyncckpt.protocol.fields import MAX_RANKS
 from asyncckpt.protocol.messages import REQUESTS
 from asyncckpt.protocol.node_tables import PART_DETAILS, ROWS, Outcomes, Report
 from asyncckpt.protocol.request import SaveRequest, encode_request

@@ -21,9 +21,9 @@ from worker_bench import (
     code,
 )
 
+from asyncckpt.basics.limits import MAX_RANKS
 from asyncckpt.errors import from_wire
 from asyncckpt.protocol import messages as m
-from asyncckpt.protocol.fields import MAX_RANKS
 from asyncckpt.protocol.node_tables import BEAT_S, Outcomes, Report
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+from asyncckpt.basics.limits import MAX_RANKS
 from asyncckpt.errors import AsyncCkptError, from_wire
 from asyncckpt.format.names import SaveId
-from asyncckpt.protocol.fields import MAX_MISSING, MAX_RANKS, MAX_TABLE
+from asyncckpt.protocol.fields import MAX_MISSING, MAX_TABLE
 from asyncckpt.protocol.messages import Consent, Lead, Leading, Lineage, Withdraw
 from asyncckpt.protocol.node_tables import BEAT_S, Outcomes, Report
 from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, DURABLE, FAILED, OPEN
