@@ -256,7 +256,7 @@ class CollectionResult:
 
 
 def collect(path: str, store: Store, rules: GarbageRules, *, package: str) -> CollectionResult | None:
-    """Remove the garbage of one directory, which is determined anew, and once more under the directory's lock.
+    """Remove the garbage of one directory, which is determined again, and once more under the directory's lock.
 
     Args:
         path: The directory.
