@@ -1,11 +1,11 @@
-"""The exporter: makes a framework's files of a committed asyncckpt checkpoint, and publishes them. Imports no torch.
+"""The exporter: converts a committed asyncckpt checkpoint into a framework's files, and publishes them. No torch.
 
-The exporter is a separate process that runs `main`, so that exports are done however the trainer ends. Its standard
-input is a socket, on which it receives the path of each job and a file descriptor that holds the job's lock. It does
-the jobs in turn: it waits for the commit, and publishes by one rename. Jobs that fail for a transient reason, such as a
-full disk, it tries again. When its input ends, or the trainer has ended, it does the remaining jobs, and ends. It has a
-session of its own, and a low priority. Jobs that it could not do are left to the next start of the training
-(`finish_exports`).
+The exporter is a separate process that runs `main`, so that exports are done even if the trainer is killed. Its
+standard input is a socket, on which it receives the path of each job and a file descriptor that holds the job's lock.
+It does one job after the other: it waits for the commit, and publishes by one rename. It tries a job again that fails
+for a transient reason, such as a full disk. When its input ends, or the trainer has ended, it does the remaining jobs,
+and ends. It has a session of its own, and a low priority. Jobs that it could not do are done at the next start of the
+training (`finish_exports`).
 
 IMPORTANT: every file is written under a hidden name and flushed before the rename, and the directory after it. So the
 target is complete whenever it exists, also after a power cut.
@@ -42,7 +42,7 @@ from asyncckpt.integrations._export_queue import (
 )
 from asyncckpt.integrations._file_manifest import files_in
 from asyncckpt.interop.copy_pipeline import Run, Target, write_files
-from asyncckpt.interop.publish import Beside, beside, publish
+from asyncckpt.interop.publish import TemporaryPath, publish, temporary_path
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, read_contents
 from asyncckpt.storage.files import MODE_DIRECTORY, MODE_FILE, Files, fsync_directory
 from asyncckpt.storage.read_plan import ShardRequest, Wanted
@@ -109,7 +109,7 @@ class _FileReader:
 
 
 def export(job: ExportJob, *, umask: int) -> None:
-    """Publish the checkpoint of a job, and remove the job. The caller holds its lock; its checkpoint is committed.
+    """Publish the checkpoint of a job, and remove the job. The caller holds its lock; the checkpoint is committed.
 
     Raises:
         CorruptCheckpointError: The checkpoint is damaged. Nothing was published, and the job stays.
@@ -120,7 +120,7 @@ def export(job: ExportJob, *, umask: int) -> None:
     files = Files()
     reader = _FileReader(read_contents(job.native, files), files)
     place = os.path.join(os.path.dirname(job.native), os.path.basename(job.target))
-    with beside(place) as folder, beside(place) as temporary:
+    with temporary_path(place) as folder, temporary_path(place) as temporary:
         os.mkdir(folder, MODE_DIRECTORY & ~umask)
         for name in os.listdir(job.native) if job.kind == "dcp" else ():
             _link(os.path.join(job.native, name), os.path.join(folder, name))
@@ -130,8 +130,8 @@ def export(job: ExportJob, *, umask: int) -> None:
     for earlier in jobs_in(os.path.dirname(job.path)):
         if earlier.path == job.path:
             break
-        if earlier.target == job.target:  # it has failed, and is older than what was published now
-            earlier.await_commit(60.0)  # else the worker would still write into what is removed
+        if earlier.target == job.target:  # an earlier save to this target, whose export has failed
+            earlier.await_commit(60.0)  # the worker must not write into a directory that is being removed
             earlier.close()
     job.close()
 
@@ -152,7 +152,8 @@ def _write(directory: str, reader: _FileReader, files: Files, umask: int) -> Non
 def _link(source: str, target: str) -> None:
     """Hard-link a file; copy it if the file system has no hard links.
 
-    IMPORTANT: the asyncckpt checkpoint stays whole until its job is removed: a killed export is repeated.
+    IMPORTANT: do not move the file. The asyncckpt checkpoint must stay complete until its job is removed, since a
+    killed export is repeated.
     """
     try:
         os.link(source, target)
@@ -162,20 +163,22 @@ def _link(source: str, target: str) -> None:
             os.fsync(file.fileno())
 
 
-def _put_into_place(temporary: Beside, job: ExportJob, files: Files) -> None:
+def _put_into_place(temporary: TemporaryPath, job: ExportJob, files: Files) -> None:
     """Rename to the target. An existing target is replaced in one step, if the file system can exchange two names."""
     with contextlib.suppress(OSError):  # frameworks find the newest checkpoint by its mtime: set that of its save
         began_ns = os.stat(job.path).st_mtime_ns
         os.utime(temporary, ns=(began_ns, began_ns))
     try:
         publish(temporary, job.target, files, replace=True)
-    except CheckpointExistsError:  # it cannot, as on NFS; if this process is killed before the rename, it is repeated
+    except (
+        CheckpointExistsError
+    ):  # it cannot, as on NFS. If this process is killed before the rename, the job is redone
         remove_target(job.target)
         publish(temporary, job.target, files)
 
 
 def finish_exports(queue: str, *, timeout_s: float) -> list[str]:
-    """Do the jobs that an earlier run has left, or wait for the process that does them.
+    """Do the jobs that an earlier run has left, or wait for another process that does them.
 
     Call it before looking for a framework's checkpoints.
 
@@ -185,7 +188,9 @@ def finish_exports(queue: str, *, timeout_s: float) -> list[str]:
             never committed, is removed.
 
     Returns:
-        The targets that were published here. A job that fails is logged, and stays.
+        The targets that this process has published. A job that fails is logged, and stays.
+
+    Blocks: up to `timeout_s`, apart from reading and writing the checkpoints.
     """
     done, deadline = [], time.monotonic() + timeout_s
     for job in jobs_in(queue):
@@ -199,7 +204,7 @@ def finish_exports(queue: str, *, timeout_s: float) -> list[str]:
                         done.append(job.target)
                     else:
                         job.close()
-        except Exception as error:  # it must not keep the training from starting
+        except Exception as error:  # the training must be able to start nevertheless
             _log.error("%s cannot be published; its checkpoint stays at %s: %s", job.target, job.native, error)
     remove_leftovers(queue)
     return done
@@ -218,11 +223,11 @@ class Retries:
         self._waiting: list[tuple[float, float, ExportJob]] = []  # when to try again, the last pause, the job
 
     def attempt(self, job: ExportJob, waited_s: float = 0.0) -> None:
-        """Do a job. If it fails, write the reason beside it, and try it again later if the error is transient."""
+        """Do a job. If it fails, write the reason to its `failure_path`; if the error is transient, try again later."""
         began = self._clock()
         try:
             self._do(job)
-        except Exception as error:  # whatever it is: later jobs must be done all the same
+        except Exception as error:  # later jobs must be done nevertheless
             is_retried = _errno_of(error) in TRANSIENT_ERRNOS
             with contextlib.suppress(OSError), open(job.failure_path, "w", encoding="utf-8", errors="replace") as file:
                 advice = WILL_RETRY if is_retried else ""
@@ -239,14 +244,14 @@ class Retries:
         waiting, self._waiting = self._waiting, []
         for due, waited_s, job in waiting:
             if last or due <= self._clock():
-                if job.is_open:  # else a later save was published instead
+                if job.is_open:  # it is not if a later save to the target was published
                     self.attempt(job, waited_s)
             else:
                 self._waiting.append((due, waited_s, job))
 
 
 def _errno_of(error: BaseException | None) -> int | None:
-    """Return the errno of an error, or of what has caused it; None: it has none."""
+    """Return the errno of an error or of one of its causes; None: there is none."""
     for _ in range(10):
         if error is None or (isinstance(error, OSError) and error.errno is not None):
             break
@@ -255,28 +260,28 @@ def _errno_of(error: BaseException | None) -> int | None:
 
 
 _unwaited: list[subprocess.Popen[bytes]] = []
-"""Exporters that were not waited for; reaped by later calls."""
+"""Exporters that `close` did not wait for; later calls reap them."""
 
 
 class ExporterProcess:
-    """The trainer's end of the exporter, which is started for the first job, and again after it was killed."""
+    """Starts the exporter in the trainer, for the first job and again after it was killed, and sends it jobs."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Any = None
 
     def is_alive(self, pid: int | None) -> bool:
-        """Return whether the exporter with this process id still runs."""
+        """Return whether the exporter with this process ID is running."""
         _unwaited[:] = [process for process in _unwaited if process.poll() is None]
         return self._process is not None and self._process.pid == pid and self._process.poll() is None
 
     def submit(self, job: ExportJob, fd: int | None, *, timeout_s: float) -> int | None:
-        """Give a job to the exporter, with its lock; return the exporter's process id.
+        """Send a job and its lock to the exporter; return the exporter's process ID, or None if `fd` is None.
 
         Args:
             job: The job.
             fd: File descriptor that holds its lock; it is closed. None: another process has the job.
-            timeout_s: Seconds that a save may take to be committed; that of an exporter's first job counts.
+            timeout_s: Seconds that a save may take to be committed. An exporter uses the value of its first job.
 
         Raises:
             OSError: No process can be started.
@@ -306,7 +311,7 @@ class ExporterProcess:
         return False
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Send no more jobs, and wait up to `timeout_s` for the exporter to finish those it has. Idempotent."""
+        """Close the socket, and wait up to `timeout_s` until the exporter has done its jobs. Idempotent."""
         process, self._process = self._process, None
         if self._channel is not None:
             self._channel.close()
@@ -329,7 +334,7 @@ def _incoming_jobs(parent: int) -> Iterator[tuple[str, int]]:
                 return
             yield "", -1
             continue
-        # unix(7): what comes with a descriptor is never joined with what was sent before or after it.
+        # unix(7): bytes that were sent with a descriptor are never merged with those of another message.
         path, fds, _, _ = socket.recv_fds(channel, 8192, 1)
         if not path:
             return
@@ -337,7 +342,7 @@ def _incoming_jobs(parent: int) -> Iterator[tuple[str, int]]:
 
 
 def main() -> None:
-    """Run the exporter; `ExporterProcess` gives the arguments. Removes the queue when it is empty."""
+    """Run the exporter, with the arguments that `ExporterProcess` passes. Remove the queue when it is empty."""
     timeout_s, umask, parent = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     os.nice(10)
     locks = dict[str, int]()

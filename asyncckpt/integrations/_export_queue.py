@@ -1,6 +1,6 @@
 """The queue of export jobs: which asyncckpt checkpoint becomes which file or directory of a framework. No torch.
 
-The queue is on disk, so that it outlives all processes: a directory `.asyncckpt` beside the framework's checkpoints.
+The queue is on disk, so that it outlives all processes: a directory `.asyncckpt` next to the framework's checkpoints.
 For each save in progress it holds `NAME/`, the asyncckpt checkpoint, and `NAME.job`, a JSON file. The process that is
 to do a job holds a lock on that file from the moment at which the file appears. A job is done when its file is gone.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asyncckpt.format.names import MANIFEST_NAME
-from asyncckpt.interop.publish import beside, remove
+from asyncckpt.interop.publish import remove, temporary_path
 from asyncckpt.storage.files import Files, fsync_directory, fsync_file, opened, read_small_file
 
 QUEUE_NAME = ".asyncckpt"
@@ -26,7 +26,7 @@ _SUFFIX = ".job"
 MAX_JOB_NBYTES = 64 << 10
 
 WILL_RETRY = "; it is tried again while the training lives"
-"""Suffix of the reason why a job has failed, if its exporter tries it again."""
+"""Suffix of the reason why a job has failed, if its exporter will try it again."""
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -81,7 +81,7 @@ class ExportJob:
                 with open(temporary, "w", encoding="utf-8") as file:
                     json.dump({"target": os.path.basename(self.target), "kind": self.kind}, file)
                 return self.lock(temporary)
-        raise FileNotFoundError(errno.ENOENT, "another process removes the directory again and again", self.path)
+        raise FileNotFoundError(errno.ENOENT, "another process keeps removing the directory of the queue", self.path)
 
     def flush(self) -> None:
         """Flush the job, so that it outlives a power cut."""
@@ -109,7 +109,7 @@ class ExportJob:
                 return None
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
-                    raise  # without locks, as on Lustre without `-o flock`, do it: rather twice than not at all
+                    raise  # without locks, as on Lustre without `-o flock`, do the job: twice is better than never
             if temporary is not None:
                 os.replace(temporary, self.path)
             if os.fstat(fd).st_nlink:
@@ -172,10 +172,10 @@ def jobs_in(queue: str) -> list[ExportJob]:
 
 
 def remove_leftovers(queue: str) -> None:
-    """Remove a queue without jobs, and what failed saves and killed processes have left in it.
+    """Remove a queue without jobs, with all leftovers of failed saves and killed processes in it.
 
-    IMPORTANT: list the directory before reading the jobs. Another training may add a job at any moment, and writes it
-    before its checkpoint.
+    IMPORTANT: list the directory before reading the jobs. Another training may add a job at any time, and it writes the
+    job before the checkpoint. In the other order, this would remove its checkpoint.
     """
     with contextlib.suppress(FileNotFoundError):
         names = os.listdir(queue)
@@ -183,14 +183,14 @@ def remove_leftovers(queue: str) -> None:
         if any(read_job(job.path) or job.is_committed for job in jobs):
             return
         for path in (os.path.join(queue, name) for name in names):
-            shutil.rmtree(path, ignore_errors=True)  # an exporter may be removing it, too
+            shutil.rmtree(path, ignore_errors=True)  # an exporter may remove it at the same time
             remove(path)
     with contextlib.suppress(OSError):
         os.rmdir(queue)
 
 
 def remove_target(path: str) -> None:
-    """Remove a published checkpoint. It is renamed first, so that no part of it is taken for a checkpoint.
+    """Remove a published checkpoint. It is renamed first, so that no reader finds a partly removed checkpoint.
 
     If this process is killed, the rest is in the queue, and is removed at the next start.
     """
@@ -199,9 +199,9 @@ def remove_target(path: str) -> None:
         place = os.path.join(queue, os.path.basename(path))
         try:
             os.makedirs(queue, exist_ok=True)
-        except OSError:  # the disk is full, and this is to make room
+        except OSError:  # the disk is full, so that no directory can be created; the removal frees space
             place = path
-        with beside(place) as aside:
+        with temporary_path(place) as aside:
             os.rename(path, aside)
-        with contextlib.suppress(OSError):  # something else is there
+        with contextlib.suppress(OSError):  # the queue is not empty
             os.rmdir(queue)

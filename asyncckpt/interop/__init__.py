@@ -1,5 +1,5 @@
-"""Converting checkpoints between formats: what is copied, what each target can hold, verification, publishing.
+"""Conversion of checkpoints between formats, and their comparison.
 
-`sources` reads what other libraries wrote and stands below `loading`; everything else here stands above it. No code
-that a file names is imported or called.
+`sources` reads checkpoints of other libraries; `loading` imports it. All other modules here import `loading`. No code
+that a checkpoint names is imported or called.
 """

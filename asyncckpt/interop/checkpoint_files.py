@@ -1,6 +1,7 @@
-"""Which files of a directory belong to a checkpoint of a kind, and which lie beside its weights, such as config.json.
+"""Which files of a directory belong to a checkpoint, and which are companion files of the weights, as config.json is.
 
-Those are copied from a Hugging Face directory to another, and stay where one is replaced.
+A conversion from one Hugging Face directory to another copies the companion files. A conversion that replaces such a
+directory keeps them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _INDEX_ENDING = ".index.json"
 
 
 def belongs(name: str, kind: str) -> bool:
-    """Whether a file of this name may be part of a checkpoint of that kind."""
+    """Whether a file of this name may be part of a checkpoint of kind `kind`."""
     if owner_of(name) is not None or name in (MANIFEST_NAME, LOCK_NAME, DCP_METADATA_NAME):  # in either layout
         return True
     if kind in ("asyncckpt", "dcp"):
@@ -37,7 +38,7 @@ def belongs(name: str, kind: str) -> bool:
 
 
 def may_belong(name: str) -> bool:
-    """Whether a file of this name may be part of a checkpoint of some kind that is converted."""
+    """Whether a file of this name may be part of a checkpoint of any kind."""
     return belongs(name, "dcp") or belongs(name, "hf")
 
 
@@ -51,19 +52,19 @@ def _holds_weights(name: str) -> bool:
 
 
 def copied_files(source: str, contents: Contents, files: Files) -> tuple[list[str], list[str]]:
-    """Return what a Hugging Face directory holds beside the weights that are read.
+    """Return what a Hugging Face directory holds apart from the weights that are read.
 
     Args:
         source: The directory.
-        contents: What was read of it.
+        contents: Its contents.
         files: The storage seam.
 
     Returns:
-        The files that belong to the model and are copied along; and everything else: directories, hidden files,
-        weights in other formats.
+        The names of the companion files, which are copied; and the names of everything else: directories, hidden
+        files, weights in other formats.
 
     Raises:
-        OSError: It cannot be listed.
+        OSError: The directory cannot be listed.
     """
     names = set(files.listdir(source))
     read = {*contents.manifest.metadata.get("files", ()), *index_names(names)}
@@ -73,7 +74,7 @@ def copied_files(source: str, contents: Contents, files: Files) -> tuple[list[st
 
 
 def is_carried_over(path: str, name: str) -> bool:
-    """Whether a file lies beside weights and stays where they are replaced: of their model, or somebody's notes."""
+    """Whether `name` is a companion file in the Hugging Face directory `path`, kept when the weights are replaced."""
     whole = os.path.join(path, name)
     if not _is_of_hub(name) or _holds_weights(name.lower()):
         return False
@@ -81,7 +82,10 @@ def is_carried_over(path: str, name: str) -> bool:
 
 
 def model_files(path: str, names: Iterable[str], files: Files) -> frozenset[str]:
-    """Return weights and index of the model that is read at `path`; a second one beside it may be somebody's."""
+    """Return the names of the weights and the index of the model that is read at `path`.
+
+    A second model in the same directory does not count: it may belong to somebody else. Empty if no model is found.
+    """
     try:
         model = chosen_model(names)
         if model.index_name is None:
@@ -94,10 +98,15 @@ def model_files(path: str, names: Iterable[str], files: Files) -> frozenset[str]
 
 
 def copy_file(source: str, path: str, mode: int | None = None) -> None:
-    """Copy a file durably, or a link; `mode`: None keeps mode and times.
+    """Copy a file, or a symbolic link as a link, and flush it to the disk.
+
+    Args:
+        source: The file.
+        path: The copy.
+        mode: Permission bits of the copy. None: mode and times of the file.
 
     Raises:
-        OSError: A call failed.
+        OSError: A system call failed.
     """
     if mode is None:
         shutil.copy2(source, path, follow_symlinks=False)

@@ -1,4 +1,4 @@
-"""`asyncckpt.convert`: from any kind of checkpoint to any other, streaming."""
+"""`asyncckpt.convert`: converts a checkpoint of any kind to any other kind, in bounded memory."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.format.state_tree import OBJECT
 from asyncckpt.interop.checkpoint_files import copied_files, copy_file
 from asyncckpt.interop.copy_pipeline import DuplexFiles, Progress, Target, write_files
-from asyncckpt.interop.losses import Losses, changes, settled
+from asyncckpt.interop.losses import Losses, changes, writable_part
 from asyncckpt.interop.publish import (
-    Standing,
-    beside,
-    check_apart,
+    TargetState,
     check_around,
+    check_free_space,
     check_inside,
+    check_not_nested,
     check_place,
-    check_room,
     is_inside,
     put_into_directory,
     put_into_place,
+    temporary_path,
 )
 from asyncckpt.interop.selection import KeyMap, Outline, outline_of, readable
 from asyncckpt.interop.source_reader import SourceReader
@@ -44,18 +44,19 @@ from asyncckpt.storage.read_plan import with_verifiers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversionReport:
-    """What was converted.
+    """The result of a conversion.
 
     Attributes:
-        kind: Of the source.
-        to: Of the target.
-        tensors, objects: Leaves of each sort; a tied tensor counts under each name.
-        nbytes: Length of the target's files that were streamed.
-        changed: What the target holds in another form, one sentence each, with all names.
-        left_out: FQNs that the target cannot hold (`partial=True`).
-        copied: Other files of a Hugging Face directory, copied along to another.
-        not_copied: What else is in it: directories, hidden files, weights in other formats; to other kinds all of it.
-        carried_over: Files that lay beside the weights of the Hugging Face directory that was replaced, and still do.
+        kind: Kind of the source.
+        to: Kind of the target.
+        tensors, objects: Numbers of leaves that are tensors and that are not; a tied tensor counts under each name.
+        nbytes: Bytes of the files into which tensors were copied.
+        changed: What the target holds in another form: one sentence for each change, with all names.
+        left_out: FQNs of leaves that were left out, because the target cannot hold them (`partial=True`).
+        copied: Names of companion files that were copied from one Hugging Face directory to another.
+        not_copied: Names of everything else in the source's Hugging Face directory: directories, hidden files, weights
+            in other formats. If the target is of another kind: of the companion files as well.
+        carried_over: Names of the companion files of the Hugging Face directory that was replaced; they were kept.
     """
 
     kind: str
@@ -84,55 +85,57 @@ def convert(
     read_back: bool = True,
     progress: Progress | None = None,
 ) -> ConversionReport:
-    """Convert a checkpoint of any kind that is read to any kind that is written.
+    """Convert a checkpoint of any kind to any other kind.
 
-    The target is written beside its place under a hidden name, opened as a reader would and compared, read back, and
-    renamed: it is there whole or not at all. Tensors pass in windows; needs no process group and no worker. Memory:
-    256 MB; the largest tensor whose elements are not row-major in the source; and a few times everything that lies in
-    pickles, which is held whole: texts, `bytes`, numpy arrays.
+    The target is written under a hidden name in the directory of `dst`, opened by the reader of its kind and compared
+    with the source, read back, and then renamed to `dst`: readers see a complete target or none. Needs no process group
+    and no worker. Memory: 256 MB; plus the largest tensor whose elements are not row-major in the source; plus a few
+    times all texts, `bytes` and numpy arrays, which lie in pickles.
 
     Args:
-        src: A checkpoint of ours, a DCP directory, a file of `torch.save`, a safetensors file, or a directory of them.
-        dst: The target: a directory for `asyncckpt`, `dcp` and `hf`, else a file. Its directory must exist. A file may
-            lie in the source's directory; and a directory for `asyncckpt` or `dcp` in which no checkpoint is may lie
-            around the source: what else is there stays, and nothing is replaced.
+        src: An asyncckpt checkpoint, a DCP directory, a file of `torch.save`, a safetensors file, or a directory of
+            safetensors files.
+        dst: The target: a directory for `asyncckpt`, `dcp` and `hf`, else a file. Its parent directory must exist. A
+            file may be inside the source's directory. A directory for `asyncckpt` or `dcp` may contain the source if it
+            holds no checkpoint; then the files of the target are added to it and nothing is replaced.
         to: `asyncckpt`, `dcp`, `torch`, `safetensors` or `hf`.
-        keys: FQNs, or prefixes, of the source: only these. None takes everything.
-        key_map: From the source's FQNs to the target's: a dict (other names stay) or a callable.
-        max_shard_bytes: Limit of one file's tensors, of a target that is a directory; of a file of ours with its
-            header, as of a save. A larger tensor has a file of its own. None: one file; for `hf` 5 GB.
-        overwrite: Replaces a checkpoint that stands at `dst`, in one step; where the file system cannot exchange two
-            names, only a file by a file. Of a Hugging Face directory the weights: what lies beside them is carried
-            over to another such; else it is refused.
-        partial: Leaves out, and reports, what the target cannot hold, and what cannot be read of the source (objects of
-            classes that are not on the list); otherwise that is an error.
-        threads: At the disk at once, half of them to read and half to write; others move and sum up. None takes 4.
-        read_back: Reads every byte of the target from the disk and compares it with what was written. False: leaves,
-            types, shapes, places and values are compared, not the elements of tensors.
-        progress: Called with (bytes done, bytes in all); bytes that are written and read back both count.
+        keys: FQNs and prefixes in the source; only these leaves are converted. None converts everything.
+        key_map: From the source's FQNs to the target's: a dict (names that it lacks stay) or a callable.
+        max_shard_bytes: Limit in bytes of the tensors in one file of a target that is a directory; for `asyncckpt` it
+            includes the header of the file. A larger tensor gets a file of its own. None: one file; for `hf` 5 GB.
+        overwrite: Replace a checkpoint at `dst`, in one step. If the file system cannot exchange two names, only a file
+            can be replaced, and by a file. If both are Hugging Face directories, the companion files of the old one,
+            such as config.json, are kept; a target of another kind does not replace a directory that has some.
+        partial: Leave out, and report, leaves that the target cannot hold, and leaves that cannot be read (objects of
+            classes that are not on the list). False: such leaves are an error.
+        threads: How many threads may access the disk at once, half of them to read and half to write; others copy and
+            compute checksums meanwhile. None takes 4.
+        read_back: Read every byte of the target from the disk and compare it with what was written. False: names,
+            types, shapes, file offsets and values of leaves are compared, but not the elements of tensors.
+        progress: Called with (bytes done, bytes in total); bytes that are written and bytes that are read back both
+            count.
 
     Returns:
-        What was done, and what the target holds in another form.
+        Numbers of leaves and bytes, and what the target holds in another form.
 
     Raises:
-        CheckpointNotFoundError: Nothing is at `src`; or the directory of `dst` is not there.
-        CheckpointNotCommittedError: A save of ours was begun at `src` and never committed.
-        CheckpointExistsError: Something is at `dst`, and `overwrite` is False, or it is pinned or no checkpoint, or
-            cannot be replaced in one step.
-        CorruptCheckpointError: The source is damaged; or the target read back differs.
-        UnsupportedFormatError: The source is of no known kind, or holds something that is not read; all named.
-        UnsupportedLeafError: The target cannot hold some leaves, which are named (of more than 1,000 as many); or this
-            torch lacks a dtype.
-        MissingKeysError: `keys` name something that is not there.
-        DuplicateNameError: Two leaves have, or get, one name.
-        SaveFailedError: Not enough room, or the file system failed; nothing is left of the target. EAGAIN: a save of
-            ours may be under way at `dst`, which would be replaced.
-        ConfigError: An argument that makes no sense; a limit for which a checkpoint of ours would need too many files.
-        UnsupportedPathError: A URL, or no path at all.
+        CheckpointNotFoundError: There is nothing at `src`, or no parent directory of `dst`.
+        CheckpointNotCommittedError: An asyncckpt save was begun at `src` and never committed.
+        CheckpointExistsError: There is something at `dst`, and `overwrite` is False, or it is pinned, or no checkpoint,
+            or it cannot be replaced in one step.
+        CorruptCheckpointError: The source is damaged, or the target differs when it is read back.
+        UnsupportedFormatError: The source is of no known kind, or has leaves that cannot be read; names all of them.
+        UnsupportedLeafError: The target cannot hold some leaves (names the first 1,000), or this torch lacks a dtype.
+        MissingKeysError: A key in `keys` selects nothing.
+        DuplicateNameError: Two leaves have the same name, or would have it in the target.
+        SaveFailedError: There is not enough space, or the file system failed; nothing of the target is left. Code
+            EAGAIN: an asyncckpt save may be running at `dst`, which would be replaced.
+        ConfigError: An argument is invalid, or `max_shard_bytes` is so small that a rank would have too many files.
+        UnsupportedPathError: `src` or `dst` is a URL or no path.
         OSError: The source cannot be read.
 
-    Blocks: for reading and writing everything; with `overwrite`, for a save of ours that commits at `dst`, half a
-        minute at most.
+    Blocks: until everything is read and written; with `overwrite` also, for at most 30 seconds, while an asyncckpt save
+        commits at `dst`.
     """
     conversion = _Conversion(
         absolute_path(src), absolute_path(dst), to, overwrite, thread_count(threads), read_back, progress
@@ -148,14 +151,20 @@ def _check_arguments(to: str, max_shard_bytes: int | None, source: str, path: st
         raise ConfigError(f"to={to!r}: expected one of {', '.join(KINDS)}", field="to", value=repr(to))
     if max_shard_bytes is not None:
         if type(max_shard_bytes) is not int or max_shard_bytes < 1:
-            raise ConfigError(f"max_shard_bytes={max_shard_bytes!r}: a positive integer", field="max_shard_bytes")
+            raise ConfigError(
+                f"max_shard_bytes={max_shard_bytes!r}: expected a positive integer", field="max_shard_bytes"
+            )
         if to in ("torch", "safetensors"):
-            raise ConfigError(f"to={to!r} is one file: max_shard_bytes is for directories", field="max_shard_bytes")
-    check_apart(path, source, to)
+            raise ConfigError(
+                f"max_shard_bytes={max_shard_bytes} does not apply to to={to!r}, which is one file: leave it out, or "
+                "convert to a directory (asyncckpt, dcp or hf)",
+                field="max_shard_bytes",
+            )
+    check_not_nested(path, source, to)
 
 
 class _Conversion:
-    """One call."""
+    """One call of `convert`."""
 
     def __init__(
         self,
@@ -184,20 +193,20 @@ class _Conversion:
         is_around = is_inside(self.source, self.path)
         if is_around:
             check_around(self.path, self._files)
-            standing, place = Standing.NOTHING, os.path.join(self.path, os.path.basename(self.path))
+            standing, place = TargetState.NOTHING, os.path.join(self.path, os.path.basename(self.path))
         else:
             standing, place = check_place(self.path, self._to, self._files, overwrite=self._overwrite), self.path
         whole = outline_of(contents, self._files, keys=keys, key_map=key_map)
         losses = _CHECKS[self._to](readable(whole))
-        outline = settled(whole, losses, to=self._to, partial=partial)
+        outline = writable_part(whole, losses, to=self._to, partial=partial)
         target = self._target(outline, max_shard_bytes)
-        extras, not_copied = self._beside(contents)
+        extras, not_copied = self._companion_files(contents)
         room = target.nbytes + sum(os.path.getsize(os.path.join(self._folder, name)) for name in extras)
-        check_room(place, room, self._files)
+        check_free_space(place, room, self._files)
         changed = tuple(losses.changed + changes(whole, outline, self._to, keys, self._files))
         self._total = target.nbytes * (2 if self._read_back else 1)
         carried: tuple[str, ...] = ()
-        with beside(place) as temporary:
+        with temporary_path(place) as temporary:
             try:
                 self._write(temporary, target, outline, extras)
                 if contents.source is not None:
@@ -220,7 +229,7 @@ class _Conversion:
             objects=kinds.count(OBJECT),
             nbytes=target.nbytes,
             changed=changed,
-            left_out=(*losses.cannot, *whole.away),
+            left_out=(*losses.cannot, *whole.per_rank),
             copied=tuple(extras),
             not_copied=tuple(not_copied),
             carried_over=carried,
@@ -262,8 +271,8 @@ class _Conversion:
         if self._progress is not None:
             self._progress(min(self._done, self._total), self._total)
 
-    def _beside(self, contents: Contents) -> tuple[list[str], list[str]]:
-        """Return what lies beside a Hugging Face model: what goes along to another one, and what does not."""
+    def _companion_files(self, contents: Contents) -> tuple[list[str], list[str]]:
+        """Return the names of files of a Hugging Face directory that are copied to the target, and of all others."""
         if contents.source is None or contents.source.kind != "hf":
             return [], []
         extras, others = copied_files(self._folder, contents, self._files)

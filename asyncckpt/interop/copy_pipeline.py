@@ -1,8 +1,9 @@
 """Copies the elements of tensors into the files of a target, in bounded memory: reading, checksums, writing. No torch.
 
-A file is a sequence of pieces, bytes that are known and payloads that are read, and is cut into windows. Several
-threads each take the next window, read what belongs into it, complete it, and write it, by O_DIRECT where that works.
-What a window depends on are CRC-32s of elements in earlier ones: they stand behind the elements.
+A file is a sequence of pieces: bytes that are known, such as headers, and payloads, which are the elements of tensors.
+The file is cut into windows of `WINDOW_NBYTES`. Several threads each take the next window, read its payloads, add its
+other bytes, and write it, with O_DIRECT if the file system supports it. A window may hold CRC-32s of elements in
+earlier windows, and then waits for those.
 """
 
 from __future__ import annotations
@@ -24,33 +25,34 @@ from asyncckpt.storage.files import Files
 from asyncckpt.storage.shard_writer import FileShardWriter
 
 WINDOW_NBYTES = 12 << 20
-"""Whole blocks of checksums. Measured on two cores: 16 MiB take as long, 8 MiB a twentieth more (ADR 0039)."""
+"""A multiple of the block that has one checksum. Measured on two cores: 16 MiB take as long, 8 MiB 5% longer
+(ADR 0039)."""
 
 MAX_THREADS = 8
-"""With a window and a buffer to read each, they have 200 MiB."""
+"""Each has a window and a read buffer: 200 MiB together."""
 
 _ENDS_NBYTES = 1 << 20
-"""What is read around the elements of a window, as whole blocks of the source: so much more is in the buffer, that one
-read fills a window. In two or three, as the window's length and its place in the source cut it, there was as often
-nothing on its way: a seventh of the time (ADR 0019)."""
+"""Room in the read buffer beyond one window. Reads are rounded outwards to whole blocks of the source; with this room
+one read fills a window. When it took two or three reads, the disk was idle between them, and a conversion took a
+seventh longer (ADR 0019)."""
 
 _LARGE_NBYTES = 1 << 20
-"""Shorter reads and writes, of headers say, do not wait for their turn. Chosen, not measured."""
+"""Shorter reads and writes, such as those of headers, are not limited by `DuplexFiles`. Chosen, not measured."""
 
 _CRC_NBYTES = 4
 
 Progress = Callable[[int, int], None]
-"""(bytes that are done, bytes in all); the target's are counted twice, written and compared."""
+"""Called with (bytes done, bytes in total); each byte of the target counts twice: when written and when read back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputFile:
-    """One file, front to back.
+    """The content of one file of a target.
 
     Attributes:
-        name: Below the target's directory; of a single file, anything.
-        pieces: Its content in order.
-        crc_at: (number of a payload among the pieces, offset in the file behind its elements): where its CRC-32 goes.
+        name: Name in the target's directory; not used if the target is a single file.
+        pieces: The content in order.
+        crc_at: Where CRC-32s are written: (index of the payload in `pieces`, offset in the file after its elements).
     """
 
     name: str
@@ -64,7 +66,7 @@ class OutputFile:
 
 
 def length_of(piece: bytes | Payload) -> int:
-    """Return the bytes of a piece."""
+    """Return the length of a piece in bytes."""
     return len(piece) if isinstance(piece, bytes) else piece.nbytes
 
 
@@ -82,10 +84,12 @@ class Target:
     """What a conversion writes.
 
     Attributes:
-        files: In the order in which they are written. One without a directory: the file itself.
-        is_directory: Whether the target is one.
-        finish: Writes what depends on the digests of the files: (directory, digests by file name). None: nothing.
-        keeps_nesting: Whether a reader finds the same containers, with keys of the same types, and the same ties.
+        files: The files in the order in which they are written; one file if `is_directory` is False.
+        is_directory: Whether the target is a directory.
+        finish: Called with (directory, digests by file name) after `files` are written; writes the files that depend on
+            the digests. None: there are none.
+        keeps_nesting: Whether a reader finds the same containers, with keys of the same types, and the same tied
+            tensors.
     """
 
     files: Sequence[OutputFile]
@@ -95,7 +99,7 @@ class Target:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files that are known in advance."""
+        """Length of all `files` in bytes."""
         return sum(file.nbytes for file in self.files)
 
 
@@ -103,11 +107,11 @@ class Run(NamedTuple):
     """Consecutive bytes of a tensor's row-major elements in a window.
 
     Attributes:
-        piece: Number of their payload among the file's pieces.
+        piece: Index of the payload in the pieces of the file.
         tensor: Number of the tensor.
-        start: Of the first byte among the tensor's.
-        nbytes: How many.
-        at: Offset in the file.
+        start: Offset of the first byte in the tensor's elements.
+        nbytes: Number of bytes.
+        at: Offset of the first byte in the file.
     """
 
     piece: int
@@ -118,7 +122,7 @@ class Run(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Bytes `start` to `end` of a file: `texts` are known, as (offset in the file, bytes), and `runs` are read."""
+    """Bytes `start` to `end` of a file: `texts` are known bytes, each with its offset in the file; `runs` are read."""
 
     start: int
     end: int
@@ -127,7 +131,7 @@ class Window(NamedTuple):
 
 
 def windows_of(file: OutputFile, nbytes: int) -> Iterator[Window]:
-    """Cut a file into windows of `nbytes`, but for the last; every byte is in one text or run. Empty payloads: none."""
+    """Cut a file into windows of `nbytes`; the last may be shorter. Each byte is in exactly one text or run."""
     window, at = Window(0, nbytes, [], []), 0
     for number, piece in enumerate(file.pieces):
         length = length_of(piece)
@@ -147,19 +151,19 @@ def windows_of(file: OutputFile, nbytes: int) -> Iterator[Window]:
 
 
 class ReadsRuns(Protocol):
-    """Reads the elements that a window wants; several threads may call it."""
+    """Reads the elements of a window; several threads may call it."""
 
     def read(self, runs: Sequence[Run], address: int, origin: int, buffer: memoryview) -> Mapping[Run, int]:
-        """Read and verify runs.
+        """Read and verify the runs of a window.
 
         Args:
-            runs: Of one window.
-            address: Where the byte at `origin` of the file goes; the others behind it.
-            origin: See `address`.
-            buffer: Page-aligned memory that is read into first.
+            runs: The runs.
+            address: Memory address of the byte at offset `origin` of the file; the following bytes come after it.
+            origin: An offset in the file.
+            buffer: Page-aligned memory for the reads.
 
         Returns:
-            The CRC-32s of those runs whose elements were summed up for a comparison with the source.
+            The CRC-32s of those runs for which one was computed, to be compared with the source's.
         """
 
 
@@ -173,25 +177,25 @@ def write_files(
     *,
     threads: int,
 ) -> dict[str, bytes]:
-    """Write all files of a target, flush and close them.
+    """Write, flush and close all files of a target.
 
     Args:
-        directory: Where they go; of a target that is one file, its path. None of them may exist.
-        target: What they are made of.
-        reader: Of the source.
+        directory: The directory for the files; if the target is one file, its path. The files must not exist.
+        target: The content of the files.
+        reader: Reads the source.
         files: The storage seam.
         mode: Permission bits.
-        step: Called by this thread with the bytes of every window that was written.
-        threads: That read and write; at most `MAX_THREADS` are used.
+        step: Called in the calling thread with the length in bytes of each window that was written.
+        threads: Threads that read and write; at most `MAX_THREADS` are used.
 
     Returns:
-        By file name the digests of its blocks.
+        The digests of the blocks of each file, by file name.
 
     Raises:
-        OSError: Names the file; files may be left behind, incomplete.
-        Exception: Whatever the reader raises.
+        OSError: A system call failed; names the file. Incomplete files may be left.
+        Exception: An error of `reader`.
 
-    Blocks: for reading and writing everything. No thread is left when this returns or raises.
+    Blocks: until everything is read and written. No thread is left when this returns or raises.
     """
     outputs = [
         _Output(file, os.path.join(directory, file.name) if target.is_directory else directory, files, mode)
@@ -206,14 +210,14 @@ def write_files(
 
 
 class _StoppedError(Exception):
-    """Another thread has failed."""
+    """Another thread has failed, so this one stops waiting."""
 
 
 class _Checksums:
-    """The CRC-32s of one file's payloads: summed up window by window, in any order, and put where they belong.
+    """The CRC-32s of one file's payloads, computed window by window in any order, and written into later windows.
 
-    IMPORTANT: whoever puts one waits for the windows that hold its elements. These are earlier ones, which are taken
-    earlier, and wait for nothing before they are summed up.
+    IMPORTANT: `put` waits for the windows that hold the elements. This cannot deadlock: they are earlier windows, which
+    threads have taken before, and `take` is called for them before their own `put`.
     """
 
     def __init__(self, file: OutputFile) -> None:
@@ -224,7 +228,7 @@ class _Checksums:
         self._has_failed = False
 
     def take(self, window: Window, room: memoryview, known: Mapping[Run, int]) -> None:
-        """Sum up a window's elements, but for runs whose sums are `known`."""
+        """Compute the CRC-32 of each run of a window, except those that are `known`."""
         for run in window.runs:
             if run.piece in self._left:
                 at = run.at - window.start
@@ -235,7 +239,7 @@ class _Checksums:
                     self._changed.notify_all()
 
     def put(self, window: Window, room: memoryview) -> None:
-        """Put the checksums, or what of their bytes belongs into a window. Blocks: for earlier windows."""
+        """Write the bytes of CRC-32s that are in a window. Blocks: until the earlier windows were taken."""
         first, end = (bisect_left(self._fields, (at,)) for at in (window.start - _CRC_NBYTES + 1, window.end))
         for offset, piece in self._fields[first:end]:
             with self._changed:
@@ -251,14 +255,14 @@ class _Checksums:
             room[low - window.start : high - window.start] = data[low - offset : high - offset]
 
     def fail(self) -> None:
-        """Let nobody wait any longer."""
+        """Wake all waiting threads; they raise `_StoppedError`."""
         with self._changed:
             self._has_failed = True
             self._changed.notify_all()
 
 
 class _Image:
-    """The bytes of a file while they pass: those of a window are there from `put` until they are taken."""
+    """The bytes of a file as `FileShardWriter` takes them: a window is held from `put` until it is written."""
 
     is_page_aligned = True
 
@@ -277,7 +281,7 @@ class _Image:
 
 
 class _Output:
-    """One file of the target; `windows_left` are not written yet."""
+    """One file of the target. `windows_left` is the number of windows that are not written yet."""
 
     def __init__(self, file: OutputFile, path: str, files: Files, mode: int) -> None:
         nbytes = file.nbytes
@@ -286,13 +290,13 @@ class _Output:
         self.windows_left = -(-nbytes // WINDOW_NBYTES)
 
     def write(self, start: int, window: memoryview) -> None:
-        """Digest and write a window, of whole pages."""
+        """Compute the digests of a window of whole pages, and write it."""
         self._image.put(start, window)
         self.writer.write_extent(start, min(start + len(window), self.writer.extent_nbytes_total))
 
 
 class _Copying:
-    """All windows of all files, and the threads that work through them."""
+    """Copies all windows of all files, with several threads."""
 
     def __init__(self, outputs: Sequence[_Output], reader: ReadsRuns) -> None:
         self._outputs, self._reader = outputs, reader
@@ -302,7 +306,7 @@ class _Copying:
         self._done: SimpleQueue[int | BaseException | None] = SimpleQueue()
 
     def run(self, n_threads: int, step: Callable[[int], None]) -> None:
-        """Work through all windows; the first error of any thread is raised once all have stopped."""
+        """Copy all windows. The first error of a thread is raised after all threads have stopped."""
         threads = [threading.Thread(target=self._work, name=f"asyncckpt-convert-{n}") for n in range(n_threads)]
         try:
             with signals_deferred():
@@ -315,11 +319,11 @@ class _Copying:
                     step(found)
         finally:
             self._is_stopped = True
-            # IMPORTANT: threads would go on writing to files that are closed, and whose numbers others have by then.
+            # IMPORTANT: a thread that went on would write to closed files, whose descriptors may be reused.
             join_all(threads)
 
     def _work(self) -> None:
-        """One thread: copy windows until none is left or a thread has failed. Errors are passed on, not raised."""
+        """Copy windows until none is left or a thread has failed. Errors are put into the queue, not raised."""
         size = round_up(WINDOW_NBYTES)
         try:
             with Memory(-1, 2 * size + _ENDS_NBYTES) as memory, memory.view() as view, view[:size] as room:
@@ -340,7 +344,7 @@ class _Copying:
             return next(self._todo, None)
 
     def _copy(self, output: _Output, window: Window, address: int, room: memoryview, buffer: memoryview) -> None:
-        """Read, complete and write a window, and finish the file after its last one."""
+        """Read, complete and write a window; finish the file after its last window."""
         start, nbytes = window.start, window.end - window.start
         for at, text in window.texts:
             room[at - start : at - start + len(text)] = text
@@ -358,13 +362,13 @@ class _Copying:
 
 
 class DuplexFiles(Files):
-    """File calls of a copy: so many large reads, and so many large writes, go to the disk at a time.
+    """File operations with a limit on concurrent large reads, and a separate limit on concurrent large writes.
 
-    A disk may read as fast while it writes as it does otherwise. But it serves threads that each read, then write, all
-    at once, so that they fall into step: all read while nothing is written, and then all write (ADR 0039).
+    Many disks read at full speed while they write. Without limits, threads that each read and then write come to do so
+    at the same time: all read while the disk writes nothing, then all write (ADR 0039).
 
     Args:
-        threads: How many may be at the disk at once: half of them read, and half of them write.
+        threads: How many threads may access the disk at once: half of them read, half of them write.
     """
 
     def __init__(self, threads: int) -> None:
@@ -372,14 +376,14 @@ class DuplexFiles(Files):
         self._reads, self._writes = threading.Semaphore(each), threading.Semaphore(each)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview | bytearray], offset: int, flags: int = 0) -> int:
-        """Read at `offset` into `buffers`. Blocks: for its turn, where it is much and may wait for the disk."""
+        """Read at `offset` into `buffers`. Blocks: a large read without `flags` waits for other large reads."""
         if flags or len(buffers[0]) < _LARGE_NBYTES:
             return super().preadv(fd, buffers, offset, flags)
         with self._reads:
             return super().preadv(fd, buffers, offset)
 
     def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """Write at `offset`. Blocks: for its turn, where it is much."""
+        """Write `buffer` at `offset`. Blocks: a large write waits for other large writes."""
         if len(buffer) < _LARGE_NBYTES:
             return super().pwrite(fd, buffer, offset)
         with self._writes:

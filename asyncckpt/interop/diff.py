@@ -1,8 +1,8 @@
-"""Compares two checkpoints of any kinds leaf by leaf, and their tensors slab by slab.
+"""Compares two checkpoints of any kinds leaf by leaf, and their tensors in slabs of 32 MiB.
 
-Values that are one leaf in one checkpoint and a container of leaves in another are alike if they hold the same. A tuple
-that holds a set is one leaf of a save through `asyncckpt.dcp.StorageWriter`, since torch's planners take no tuple
-apart; whoever reads the same tuple from an item of a DCP directory, or from a file of `torch.save`, opens it.
+A value may be one leaf in one checkpoint and a container of leaves in the other; both are equal if they hold the same.
+For example, torch's planners do not flatten tuples, so a tuple that holds a set is one leaf in a save through
+`asyncckpt.dcp.StorageWriter`; in a file of `torch.save` the same tuple is read as a container.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from asyncckpt.storage.reader import DEFAULT_THREADS
 
 _SHOWN_CHARS = 60
 _PACKED = "float4_e2m1fn_x2"
-"""Two numbers in each element: a tensor of another dtype and the same shape has half as many."""
+"""Each element holds two numbers: a tensor of another dtype with the same shape has half as many numbers."""
 
 _INTEGERS = frozenset(
     {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -54,7 +54,8 @@ _INTEGERS = frozenset(
 )
 _LOWER = (1 << 32) - 1
 _PART_ELEMENTS = 1 << 20
-"""Of a slab that are subtracted together: several numbers of 8 bytes are made of each. Chosen."""
+"""Elements of a slab that are subtracted at a time: the subtraction needs several 8-byte numbers for each. Chosen, not
+measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,10 +63,11 @@ class Difference:
     """One leaf that differs.
 
     Attributes:
-        fqn: Its name.
-        what: `only in A`, `only in B`, `kind`, `dtype`, `shape`, `value`, `bits` (equal numbers, such as -0.0 and 0.0).
-        a, b: What it is on both sides, for people.
-        max_abs_difference: Of numbers: the largest absolute difference; NaN where one side alone is NaN.
+        fqn: FQN of the leaf.
+        what: `only in A`, `only in B`, `kind`, `dtype`, `shape`, `value`, or `bits` (equal numbers with different bits,
+            such as -0.0 and 0.0).
+        a, b: Description of the leaf in the first and the second checkpoint; None: it is not there.
+        max_abs_difference: Largest absolute difference of numbers; NaN if an element is NaN in only one of them.
     """
 
     fqn: str
@@ -77,9 +79,12 @@ class Difference:
 
 @dataclass(slots=True)
 class Comparison:
-    """How many leaves there are on either side, and those that differ.
+    """The result of a comparison.
 
-    `unread`: by FQN the class of those that neither side has read, and of which only that was compared.
+    Attributes:
+        leaves: Number of leaves that at least one of the checkpoints has.
+        differences: The leaves that differ.
+        unread: By FQN, the class of leaves that cannot be read in either checkpoint; only the class was compared.
     """
 
     leaves: int = 0
@@ -94,23 +99,26 @@ def compare(
 
     Args:
         first, second: Their absolute paths.
-        keys: FQNs and prefixes; None takes everything. A key must be there on one side at least.
+        keys: FQNs and prefixes to compare; None compares everything.
         data: Whether the elements of tensors are read and compared.
         files: The storage seam.
 
+    Returns:
+        The leaves that differ.
+
     Raises:
-        AsyncCkptError: One of them cannot be read; as `open_checkpoint`.
-        MissingKeysError: A key is on neither side.
+        AsyncCkptError: One of the checkpoints cannot be read: the errors of `open_checkpoint`.
+        MissingKeysError: A key selects nothing in either checkpoint.
         OSError: The files cannot be read.
 
-    Blocks: for reading both. Memory: a few slabs of 32 MiB.
+    Blocks: until both are read. Memory: a few slabs of 32 MiB.
     """
     files = files or Files()
     ours, theirs = _outlines(first, second, None if keys is None else list(keys), files)
     mine, others = dict(ours.leaves()), dict(theirs.leaves())
     found = Comparison(leaves=len(mine.keys() | others.keys()))
     on_one_side = mine.keys() ^ others.keys()
-    alike = on_one_side & alike_when_opened(ours, theirs) if on_one_side else set()
+    alike = on_one_side & equal_to_containers(ours, theirs) if on_one_side else set()
     for fqn in [*mine, *(name for name in others if name not in mine)]:
         node, other = mine.get(fqn), others.get(fqn)
         a = None if node is None else _shown(ours, node)
@@ -130,7 +138,7 @@ def compare(
 
 
 def _outlines(first: str, second: str, keys: list[str] | None, files: Files) -> tuple[Outline, Outline]:
-    """Return both checkpoints, with those leaves alone that `keys` name; each lacks what is on the other side only."""
+    """Return the outlines of both checkpoints, with only the leaves that `keys` select."""
     nowhere, found = set(keys or ()), []
     for path in (first, second):
         contents, wanted = read_any(path, files), keys
@@ -163,7 +171,7 @@ def _shown(outline: Outline, node: Node) -> str:
 
 
 def _alike_unread(ours: Outline, mine: Node, theirs: Outline, other: Node) -> str | None:
-    """Return the class of a leaf that neither side has read, if it is the same; else None."""
+    """Return the class of a leaf that cannot be read in either checkpoint, if the class is the same; else None."""
     if (mine[0], other[0]) != (OBJECT, OBJECT):
         return None
     a, b = ours.objects[mine[1]], theirs.objects[other[1]]
@@ -173,7 +181,7 @@ def _alike_unread(ours: Outline, mine: Node, theirs: Outline, other: Node) -> st
 def _compared(
     ours: Outline, mine: Node, theirs: Outline, other: Node, files: Files, data: bool
 ) -> tuple[str, float | None] | None:
-    """Return `what` and `max_abs_difference` of a leaf that differs, else None."""
+    """Return `what` and `max_abs_difference` of a `Difference`; None if the leaves are equal."""
     if not data and mine[0] == other[0] == BYTES:
         return None if ours.nbytes_of(mine[1]) == theirs.nbytes_of(other[1]) else ("value", None)
     if BYTES in (mine[0], other[0]):
@@ -185,21 +193,21 @@ def _compared(
         one, another = ours.objects[mine[1]], theirs.objects[other[1]]
         if is_same_value(one, another):
             return None
-        apart = _apart(one, another)
-        return "bits" if apart == 0.0 and type(one) is type(another) else "value", apart
+        difference = _difference_of(one, another)
+        return "bits" if difference == 0.0 and type(one) is type(another) else "value", difference
     a, b = ours.tensors[mine[1]], theirs.tensors[other[1]]
     if a.global_shape != b.global_shape:
         return "shape", None
     if not data or (a.dtype != b.dtype and _PACKED in (a.dtype, b.dtype)):
         return None if a.dtype == b.dtype else ("dtype", None)
-    equal, apart = _tensors(ours, a, theirs, b, files)
+    equal, difference = _tensors(ours, a, theirs, b, files)
     if a.dtype != b.dtype:
-        return "dtype", apart
-    return None if equal else ("bits" if apart == 0.0 else "value", apart)
+        return "dtype", difference
+    return None if equal else ("bits" if difference == 0.0 else "value", difference)
 
 
-def _apart(one: Any, another: Any) -> float | None:
-    """Return the absolute difference of two numbers; None for other values, and where no float holds it."""
+def _difference_of(one: Any, another: Any) -> float | None:
+    """Return the absolute difference of two numbers; None for other values, or if it is too large for a float."""
     if isinstance(one, UnreadLeaf) or isinstance(another, UnreadLeaf):
         return None
     try:
@@ -210,8 +218,8 @@ def _apart(one: Any, another: Any) -> float | None:
 
 
 def _tensors(ours: Outline, a: SavedTensor, theirs: Outline, b: SavedTensor, files: Files) -> tuple[bool, float]:
-    """Return whether all bits are equal, and the largest absolute difference; NaN where one side alone is NaN."""
-    equal, apart = True, 0.0
+    """Return whether all bits are equal, and the largest absolute difference; NaN if one element alone is NaN."""
+    equal, difference = True, 0.0
     limit = SLAB_NBYTES // max(DTYPES[one.dtype].itemsize for one in (a, b))
     for slices in slab_slices(a.global_shape, limit):
         x = read_tensor(ours.contents, a, slices, files, threads=DEFAULT_THREADS, verify=True).reshape(-1)
@@ -220,18 +228,18 @@ def _tensors(ours: Outline, a: SavedTensor, theirs: Outline, b: SavedTensor, fil
             continue
         equal = False
         for pair in zip(torch.split(x, _PART_ELEMENTS), torch.split(y, _PART_ELEMENTS), strict=True):
-            apart = max(apart, _largest(*pair), key=lambda value: (math.isnan(value), value))
-    return equal, apart
+            difference = max(difference, _largest_difference(*pair), key=lambda value: (math.isnan(value), value))
+    return equal, difference
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a slab, eight at a time if there are as many: they are compared three times as fast."""
+    """Return a slab as int64 if its length is a multiple of 8 bytes, which compares three times as fast; else uint8."""
     flat = x.view(torch.uint8)
     return flat if flat.numel() % 8 else flat.view(torch.int64)
 
 
-def _largest(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Return the largest absolute difference of two parts; equal infinities and NaN on both sides count as none."""
+def _largest_difference(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Return the largest absolute difference of two slabs; two equal infinities and two NaN do not differ."""
     if x.dtype in _INTEGERS and y.dtype in _INTEGERS:
         (high, low), (other_high, other_low) = _halves(x), _halves(y)
         difference = ((high - other_high).to(torch.float64) * 2.0**32 + (low - other_low)).abs()
@@ -243,16 +251,16 @@ def _largest(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the upper and the lower 32 bits of integers: float64 holds no more than 53, and makes others equal."""
+    """Return the upper and lower 32 bits of integers: as float64, which has 53 bits, unequal ones might be equal."""
     wide = x.view(torch.int64) if x.dtype == torch.uint64 else x.to(torch.int64)
     upper = wide >> 32
     return upper & _LOWER if x.dtype == torch.uint64 else upper, wide & _LOWER
 
 
 def is_same_value(a: Any, b: Any) -> bool:
-    """Whether two leaves' JSON forms say the same: True is not 1, and -0.0 not 0.0. A set has no order.
+    """Whether two leaves, given in JSON form, have the same value and type: True is not 1, and -0.0 is not 0.0.
 
-    What was not read (an `UnreadLeaf`) is like nothing else.
+    Sets are compared without order. An `UnreadLeaf` equals no value.
     """
     return not (isinstance(a, UnreadLeaf) or isinstance(b, UnreadLeaf)) and _as_text(a) == _as_text(b)
 
@@ -273,11 +281,11 @@ def _ordered(raw: Any) -> Any:
 
 
 def bytes_at(outline: Outline, node: Node, files: Files) -> bytes | None:
-    """Return the value of a leaf that is `bytes`, which lie where tensors do if they are long; None of any other.
+    """Return the value of a leaf that is `bytes`; None for any other leaf. Long `bytes` are stored like tensors.
 
     Raises:
-        CorruptCheckpointError: They were changed since they were written.
-        OSError: They cannot be read.
+        CorruptCheckpointError: The stored bytes differ from those that were saved.
+        OSError: The file cannot be read.
     """
     if node[0] == BYTES:
         saved = outline.tensors[node[1]]
@@ -286,54 +294,54 @@ def bytes_at(outline: Outline, node: Node, files: Files) -> bytes | None:
     return base64.b64decode(raw["v"]) if isinstance(raw, dict) and raw.get("$") == "bytes" else None
 
 
-def alike_when_opened(one: Outline, other: Outline) -> set[str]:
-    """Return the names of leaves that only one side has, and whose values the other side holds all the same.
+def equal_to_containers(one: Outline, other: Outline) -> set[str]:
+    """Return the names of leaves that equal a container of leaves in the other checkpoint.
 
     Args:
         one: A checkpoint.
         other: Another one.
 
+    Returns:
+        The FQN of each such leaf, and the FQNs of all leaves in the container that it equals. A container that lacks an
+        empty container of the leaf does not equal it.
+
     Raises:
         CorruptCheckpointError, OSError: Long `bytes` cannot be read.
-
-    Returns:
-        Those of the leaf on the one side, and of all that it was opened to on the other. Empty containers count as
-        they are: what has lost one is not alike.
     """
-    return _held_opened(one, other) | _held_opened(other, one)
+    return _leaves_equal_to_containers(one, other) | _leaves_equal_to_containers(other, one)
 
 
-def _held_opened(closed: Outline, opened: Outline) -> set[str]:
-    """Return the names, on both sides, of leaves of `closed` that are containers in `opened`."""
+def _leaves_equal_to_containers(with_leaves: Outline, with_containers: Outline) -> set[str]:
+    """Return the FQNs, in both checkpoints, of leaves of the first that equal a container of the second."""
     places: dict[str, list[tuple[Path, Node]]] = {}
-    for path, container in containers(opened.tree):  # of one name there may be several: "a.b", and "b" in "a"
+    for path, container in containers(with_containers.tree):  # two may have one FQN: "a.b", and "b" in "a"
         places.setdefault(fqn_of(path), []).append((path, container))
     found: set[str] = set()
-    for fqn, node in closed.leaves():
+    for fqn, node in with_leaves.leaves():
         for path, container in places.get(fqn, ()) if node[0] == OBJECT else ():
             try:
-                value = _value_of(container, opened)
-            except _HoldsMoreError:
+                value = _value_of(container, with_containers)
+            except _NotOneLeafError:
                 continue
-            if is_same_value(value, closed.objects[node[1]]):
+            if is_same_value(value, with_leaves.objects[node[1]]):
                 found |= {fqn, *(fqn_of(at) for at, _ in leaves(container, path))}
                 break
     return found
 
 
-class _HoldsMoreError(Exception):
-    """A container holds tensors, or what was not read."""
+class _NotOneLeafError(Exception):
+    """A container holds tensors or unread leaves, so that it cannot be one leaf."""
 
 
 def _value_of(node: Node, outline: Outline) -> Any:
-    """Return the JSON form that a container would have as one leaf."""
+    """Return the JSON form of the leaf that holds the same as a container."""
     kind, inner, *form = node
     if kind == OBJECT and not isinstance(outline.objects[inner], UnreadLeaf):
         return outline.objects[inner]
     if kind == BYTES:
         return encode_value(bytes_at(outline, node, Files()))
     if kind in (TENSOR, ARRAY, OBJECT) or (kind == ORDERED_DICT and form[0] is not None):
-        raise _HoldsMoreError
+        raise _NotOneLeafError
     values = [(key, _value_of(child, outline)) for key, child in members(node)]
     if kind in MAPPINGS:
         return {"$": "dict", "v": [[encode_value(python_key(key)), value] for key, value in values]}

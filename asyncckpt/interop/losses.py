@@ -1,6 +1,6 @@
-"""What a target cannot hold, and what it holds in another form: named, and refused or reported, never dropped silently.
+"""What a target cannot hold, and what it holds in another form. Both are reported by name, never dropped silently.
 
-A target of a kind says both of its own (`Losses`, in the modules of the targets); here is what is the same for all.
+The module of each kind of target returns its own `Losses`; this module has what is common to all kinds.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from asyncckpt.format.state_tree import (
     per_rank_nodes,
 )
 from asyncckpt.interop.selection import Outline, leaves_and_empty, pruned, rebuilt, versioned
-from asyncckpt.interop.sources.safetensors_file import OF_ONE_FILE
+from asyncckpt.interop.sources.safetensors_file import FILE_METADATA
 from asyncckpt.loading.key_selection import Selection
 from asyncckpt.loading.saved_state import SavedTree
 from asyncckpt.storage.contents import Contents, read_objects
 from asyncckpt.storage.files import Files
 
 TOP = "the top level"
-IN_ONE_TEXT = "asyncckpt_metadata"
-"""Key of the header of a safetensors file: metadata that are not all texts, as JSON."""
+METADATA_TEXT_KEY = "asyncckpt_metadata"
+"""Key in the header of a safetensors file, whose values must be texts: all metadata as one JSON text."""
 
 _SHOWN = 1000
-"""Leaves that an error names: a list of a million numbers has a million leaves."""
+"""Leaves that an error names at most: a list of a million numbers has a million leaves."""
 
 
 @dataclass(slots=True)
 class Losses:
-    """What a target says of the leaves.
+    """What a target cannot hold, and what it holds in another form.
 
     Attributes:
-        cannot: By FQN: why the target cannot hold it.
-        changed: What it holds in another form, one sentence each.
-        unversioned: FQNs of OrderedDicts whose `_metadata` the target cannot hold; they are written without.
+        cannot: By FQN of a leaf, the reason why the target cannot hold it.
+        changed: What the target holds in another form, one sentence for each change.
+        unversioned: FQNs of OrderedDicts that are written without `_metadata`, because the target cannot hold it.
     """
 
     cannot: dict[str, str] = field(default_factory=dict)
@@ -59,25 +59,29 @@ class Losses:
     unversioned: set[str] = field(default_factory=set)
 
 
-def settled(outline: Outline, losses: Losses, *, to: str, partial: bool) -> Outline:
-    """Return what is written: everything, or with `partial` what the target can hold.
+def writable_part(outline: Outline, losses: Losses, *, to: str, partial: bool) -> Outline:
+    """Return the part of a checkpoint that the target can hold.
 
-    What was not read of the source, and what is a pickle there, is added to what `losses` has.
+    Args:
+        outline: The checkpoint.
+        losses: The losses of the target; leaves that could not be read, or are pickles, are added to `cannot`.
+        to: Kind of the target.
+        partial: Whether leaves may be left out.
 
     Raises:
-        UnsupportedLeafError: Something cannot be held, and `partial` is False; names all of it.
-        UnsupportedFormatError: The same, and some of it was not even read.
+        UnsupportedLeafError: The target cannot hold some leaves, and `partial` is False; names them.
+        UnsupportedFormatError: The same, and some of the leaves could not be read.
     """
     if losses.unversioned:
         tree = rebuilt(
             outline.tree, lambda _, leaf: leaf, lambda path, n: None if fqn_of(path) in losses.unversioned else n
         )
         outline = replace(outline, tree=tree)
-    if to != "asyncckpt":  # which alone keeps a pickle as one
+    if to != "asyncckpt":  # the only kind that can hold a pickle
         losses.cannot |= dict.fromkeys(_pickled(outline), "it was stored as a pickle (allow_pickle=True)")
     unread = outline.unread()
     losses.cannot |= {fqn: found.described() for fqn, found in unread.items()}
-    cannot = losses.cannot | dict.fromkeys(outline.away, "it belongs to single ranks (PerRank)")
+    cannot = losses.cannot | dict.fromkeys(outline.per_rank, "it belongs to single ranks (PerRank)")
     if not cannot:
         return outline
     if partial:
@@ -89,7 +93,7 @@ def settled(outline: Outline, losses: Losses, *, to: str, partial: bool) -> Outl
         f"{path}: {to} cannot hold {len(cannot)} of the leaves:\n  "
         + "\n  ".join(lines)
         + more
-        + "\nChoose others by keys, or leave them out by partial=True (--partial), whose report names all"
+        + "\nSelect other leaves with keys, or leave these out with partial=True (--partial); the report names all"
     )
     if unread:
         raise UnsupportedFormatError(said, path=path, found=next(iter(unread.values())).kind)
@@ -102,23 +106,23 @@ def _pickled(outline: Outline) -> list[str]:
 
 
 def refuse_long_keys(outline: Outline, losses: Losses) -> None:
-    """Add the leaves with a key that is longer than readers of structures take."""
+    """Add to `losses` the leaves with a key longer than `MAX_KEY_CHARS`, which readers refuse."""
     for path, _ in leaves_and_empty(outline.tree):
         if any(len(str(key)) > MAX_KEY_CHARS for key in path):
             losses.cannot[fqn_of(path)] = f"its key has more than {MAX_KEY_CHARS} characters"
 
 
 def listed(names: list[str]) -> str:
-    """Return names for a sentence: all of them."""
+    """Join names with commas, for a sentence."""
     return ", ".join(names)
 
 
-def forms_lost(found: Iterable[tuple[Path, Node]], kept: Collection[str] = ()) -> list[str]:
-    """Return which types of containers a target does not keep.
+def container_types_lost(found: Iterable[tuple[Path, Node]], kept: Collection[str] = ()) -> list[str]:
+    """Return a sentence for each type of container that a target does not keep, such as deque.
 
     Args:
-        found: (path, node) of containers.
-        kept: Names of the types that it does.
+        found: (path, node) of the containers.
+        kept: Names of the types that the target keeps.
     """
     names: dict[str, list[str]] = {}
     for path, node in found:
@@ -128,11 +132,11 @@ def forms_lost(found: Iterable[tuple[Path, Node]], kept: Collection[str] = ()) -
     return [f"a {kind} became a {plain.get(kind, 'dict')}: {listed(sorted(names[kind]))}" for kind in sorted(names)]
 
 
-def ordered_lost(found: Iterable[tuple[Path, Node]]) -> list[str]:
-    """Return what a target does not keep of OrderedDicts: their type, and the `_metadata` of some.
+def ordered_dicts_lost(found: Iterable[tuple[Path, Node]]) -> list[str]:
+    """Return sentences about OrderedDicts whose type, and maybe `_metadata`, a target does not keep.
 
     Args:
-        found: (path, node) of the containers that the target takes apart.
+        found: (path, node) of the containers that the target flattens.
     """
     ordered = {fqn_of(path) or TOP: node for path, node in found if node[0] == ORDERED_DICT}
     lost = [f"an OrderedDict became a dict: {listed(sorted(ordered))}"] if ordered else []
@@ -143,7 +147,7 @@ def ordered_lost(found: Iterable[tuple[Path, Node]]) -> list[str]:
 
 
 def is_text(name: str) -> bool:
-    """Whether UTF-8 has a name: lone surrogates, which a pickle may hold, it has not."""
+    """Whether a name can be encoded as UTF-8; lone surrogates, which a pickle may hold, cannot."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -152,15 +156,15 @@ def is_text(name: str) -> bool:
 
 
 def kept_metadata(contents: Contents) -> dict[str, Any]:
-    """Return a source's metadata; of a Hugging Face directory without the list of its files, which are others now."""
+    """Return a source's metadata; for a Hugging Face directory without the list of its files: the target has others."""
     own = contents.source is not None and contents.source.kind == "hf"
     return {key: value for key, value in contents.manifest.metadata.items() if not (own and key == "files")}
 
 
-def metadata_again(contents: Contents) -> dict[str, Any]:
-    """Return the metadata that a checkpoint of ours gets: those that a conversion has put into one text are back."""
+def restored_metadata(contents: Contents) -> dict[str, Any]:
+    """Return the metadata for an asyncckpt checkpoint; a JSON text at `METADATA_TEXT_KEY` is decoded again."""
     found = kept_metadata(contents)
-    text = found.get(IN_ONE_TEXT)
+    text = found.get(METADATA_TEXT_KEY)
     if contents.source is None or not isinstance(text, str):
         return found
     try:
@@ -169,17 +173,17 @@ def metadata_again(contents: Contents) -> dict[str, Any]:
         return found
     if not isinstance(inner, dict):
         return found
-    return {key: value for key, value in found.items() if key not in (IN_ONE_TEXT, "format")} | inner
+    return {key: value for key, value in found.items() if key not in (METADATA_TEXT_KEY, "format")} | inner
 
 
 def changes(chosen: Outline, written: Outline, to: str, keys: Iterable[str] | None, files: Files) -> list[str]:
-    """Return what every target holds in another form than the source: one sentence each, with names.
+    """Return what the target holds in another form, as far as that is the same for every kind: sentences with names.
 
     Args:
-        chosen: What was chosen of the source.
-        written: What of that was written.
-        to: The target's kind.
-        keys: That chose.
+        chosen: The selected part of the source.
+        written: The part of it that was written.
+        to: Kind of the target.
+        keys: The keys that selected `chosen`; None: everything.
         files: The storage seam.
 
     Raises:
@@ -190,19 +194,19 @@ def changes(chosen: Outline, written: Outline, to: str, keys: Iterable[str] | No
     found += _of_ranks(chosen.contents, to, selection, files)
     found += _unread(chosen.contents, files)
     found += _step_lost(written, to)
-    if chosen.emptied:
-        found.append(f"the _metadata of {listed(chosen.emptied)} is not kept: renaming left nothing there")
+    if chosen.lost_metadata:
+        found.append(f"the _metadata of {listed(chosen.lost_metadata)} is not kept: renaming left nothing there")
     left_out = sorted(versioned(chosen.tree) - versioned(written.tree))
-    if left_out and to not in ("safetensors", "hf", "dcp"):  # which say so of all
+    if left_out and to not in ("safetensors", "hf", "dcp"):  # these report it for all OrderedDicts
         found.append(f"the _metadata of {listed(left_out)} is not kept: all of it was left out")
-    if written.opened and to not in ("safetensors", "hf"):
+    if written.became_dicts and to not in ("safetensors", "hf"):
         numbers = "texts of their numbers" if to == "dcp" else "their numbers"
-        found.append(f"lists that lack members became dicts of {numbers}: {listed(written.opened)}")
+        found.append(f"lists that lack members became dicts of {numbers}: {listed(written.became_dicts)}")
     return found
 
 
 def _read_otherwise(contents: Contents, selection: Selection) -> list[str]:
-    """Return what was something else where it was saved, and is read as plain values and tensors."""
+    """Return sentences about leaves that the source's reader has turned into plain values or tensors."""
     found = []
     for said, names in contents.source.changed.items() if contents.source is not None else ():
         chosen = [
@@ -216,7 +220,7 @@ def _read_otherwise(contents: Contents, selection: Selection) -> list[str]:
 
 
 def _of_ranks(contents: Contents, to: str, selection: Selection, files: Files) -> list[str]:
-    """Return what had a value for each rank, and has one for all of them."""
+    """Return sentences about leaves that had one value for each rank, and have one value in the target."""
     if len(contents.ranks) > 1:
         names = _unequal(contents, selection, files)
         return [f"what was stored for each rank is taken from the lowest one: {listed(names)}"] if names else []
@@ -231,11 +235,11 @@ def _of_ranks(contents: Contents, to: str, selection: Selection, files: Files) -
 
 
 def _unequal(contents: Contents, selection: Selection, files: Files) -> list[str]:
-    """Return the FQNs of the chosen leaves that ranks hold unequal, as far as is known.
+    """Return the FQNs of the selected leaves that differ between ranks, as far as is known.
 
-    Tensors have a name for each rank where their elements differ, or where nobody could tell yet
-    (`planning.agreement`). Objects are compared here, one rank's file after the other; a file is not read again for a
-    rank that has the same one, and the same tree.
+    A tensor was saved under one name for each rank if its elements differ, or were not compared yet
+    (`planning/write_agreement.py`). Objects are compared here, one rank's file after the other. If two ranks have the
+    same tree and files with the same checksum, the file is read once.
     """
     saved = SavedTree(contents, RankInfo(0, 1))
     unequal = {
@@ -268,7 +272,7 @@ def _metadata_lost(contents: Contents, to: str) -> list[str]:
     if to in ("dcp", "torch"):
         return [f"the checkpoint's metadata are not kept: {', '.join(names)}"]
     found = []
-    of_one_file = [name for name in names if name in OF_ONE_FILE]
+    of_one_file = [name for name in names if name in FILE_METADATA]
     if of_one_file:
         found.append(f"a shard is written as if it were whole, without {', '.join(of_one_file)}")
     if metadata.get("format", "pt") != "pt":
@@ -277,7 +281,7 @@ def _metadata_lost(contents: Contents, to: str) -> list[str]:
 
 
 def _step_lost(written: Outline, to: str) -> list[str]:
-    """Return that a step which only the manifest of a checkpoint of ours has is nowhere in the target."""
+    """Return a sentence if the step of an asyncckpt checkpoint, which is in its manifest, is not in the target."""
     contents = written.contents
     if to == "asyncckpt" or contents.source is not None or contents.manifest.step <= 0:
         return []
@@ -290,7 +294,7 @@ def _step_lost(written: Outline, to: str) -> list[str]:
 
 
 def _unread(contents: Contents, files: Files) -> list[str]:
-    """Return what weights lie in a Hugging Face directory that are not those of its model."""
+    """Return a sentence about safetensors files in a Hugging Face directory that are not part of the model."""
     if contents.source is None or contents.source.kind != "hf":
         return []
     read = set(contents.source.metadata["files"])

@@ -1,9 +1,10 @@
-"""Where a target may go, and the rename that puts it in place: all of it at once, or nothing.
+"""Checks that a target may be written to a path, and renames it there: readers see a complete target or none.
 
-IMPORTANT: everything is flushed before the rename, and the directory after it: a power cut leaves the old or the new.
+IMPORTANT: everything is flushed before the rename, and the directory after it: a power cut leaves the old target or the
+new one.
 
-What stands there is replaced only if nothing is lost that only lies beside it. Others may be at work there: saves of
-ours, which commit under a lock, and whoever puts a file into the directory.
+A directory is replaced only if no other files in it would be lost. Other processes may write there at the same time:
+asyncckpt saves, which commit under a lock, and any program that adds a file.
 """
 
 from __future__ import annotations
@@ -52,55 +53,56 @@ from asyncckpt.storage.local import LocalStore
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_FLAGS = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
-"""Answers of renameat2(2) where names can only be renamed, such as on NFS."""
+"""Errors of renameat2(2) on file systems that do not support its flags, such as NFS."""
 
 _MARGIN_NBYTES = 1 << 20
 _logger = logging.getLogger("asyncckpt.interop")
 
 
-def check_room(path: str, nbytes: int, files: Files) -> None:
-    """Refuse a target that does not fit.
+def check_free_space(path: str, nbytes: int, files: Files) -> None:
+    """Check that the file system has room for a target of `nbytes`.
 
     Raises:
-        SaveFailedError: The file system has less free than `nbytes`.
-        OSError: It cannot be known.
+        SaveFailedError: Less is free.
+        OSError: The free space cannot be determined.
     """
     found = files.statvfs(os.path.dirname(path))
     free = found.f_bavail * found.f_frsize
     if nbytes + _MARGIN_NBYTES > free:
         raise SaveFailedError(
-            f"{path} would take {nbytes} bytes, {free} are free there; nothing was written",
+            f"{path} would take {nbytes} bytes, but its file system has {free} free; nothing was written. Free space, "
+            "or choose another path",
             code="ENOSPC",
             path=path,
-            detail=f"{nbytes} bytes are wanted, {free} are free",
+            detail=f"{nbytes} bytes are needed, {free} are free",
         )
 
 
-class Beside(str):
+class TemporaryPath(str):
     """The temporary path of a target.
 
     Attributes:
-        stays: What is there stood at the target, and could not be put back: it is not removed.
+        is_kept: Whether what is there is not removed: it was at the target's path and could not be moved back.
     """
 
-    stays = False
+    is_kept = False
 
 
 @contextlib.contextmanager
-def beside(path: str) -> Iterator[Beside]:
-    """Give a temporary path in the target's directory; what is there at the end is removed, unless it `stays`."""
+def temporary_path(path: str) -> Iterator[TemporaryPath]:
+    """Give a temporary path in the directory of `path`. What is there at the end is removed, unless `is_kept`."""
     directory, name = os.path.split(path)
-    temporary = Beside(os.path.join(directory, converting_name(name, secrets.token_hex(6))))
+    temporary = TemporaryPath(os.path.join(directory, converting_name(name, secrets.token_hex(6))))
     try:
         yield temporary
     finally:
-        if not temporary.stays:
-            with signals_deferred():  # a second Ctrl-C, while a large one is removed
+        if not temporary.is_kept:
+            with signals_deferred():  # so that a second Ctrl-C does not interrupt the removal
                 remove(temporary)
 
 
 def remove(path: str) -> None:
-    """Remove a file, or a directory and all that is in it. Raises nothing: what stays is logged."""
+    """Remove a file, or a directory with its content. Never raises: a failure is logged."""
     try:
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
@@ -111,13 +113,13 @@ def remove(path: str) -> None:
 
 
 def check_exchange(path: str, files: Files) -> None:
-    """Refuse to replace a directory, or by one, where the file system cannot exchange two names.
+    """Check that the file system can exchange two names, as it must where a directory is replaced or replaces a file.
 
     Raises:
         CheckpointExistsError: It cannot.
-        SaveFailedError: It cannot be tried.
+        SaveFailedError: The attempt failed for another reason.
     """
-    with beside(path) as one, beside(path) as other:
+    with temporary_path(path) as one, temporary_path(path) as other:
         try:
             files.mkdir(one)
             files.mkdir(other)
@@ -131,32 +133,34 @@ def check_exchange(path: str, files: Files) -> None:
 def _cannot_replace(path: str) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"{path} exists, and this file system cannot exchange two names (renameat2), so it cannot be replaced in one "
-        "step; it was left untouched. Remove it first, or choose another path",
+        "step; it was left unchanged. Remove it first, or choose another path",
         path=path,
     )
 
 
 def publish(
-    temporary: Beside,
+    temporary: TemporaryPath,
     path: str,
     files: Files,
     *,
     replace: bool = False,
     verify: Callable[[str], None] = lambda old: None,
 ) -> None:
-    """Rename a finished file or directory to its place. Signals wait until this is done.
+    """Rename a finished file or directory to `path`. Signals are handled after that.
 
     Args:
-        temporary: It is complete and flushed. Afterwards nothing is there, or what stood at `path`: for the caller to
-            remove.
-        path: Where it goes. An empty directory there makes way for a directory.
+        temporary: The finished target; complete and flushed. Afterwards there is nothing, or what was at `path`, which
+            the caller has to remove.
+        path: The new path. An empty directory there is replaced by a directory in any case.
         files: The storage seam.
-        replace: Replaces what else stands there. False: nothing may.
-        verify: Called with the path of what is being replaced while that can be put back; if it raises, it is.
+        replace: Replace what is at `path`. False: there must be nothing.
+        verify: Called with the current path of what is being replaced, before that is final. If it raises, what was
+            replaced is moved back.
 
     Raises:
-        CheckpointExistsError: Something is there, and `replace` is False, or names cannot be exchanged there.
-        OSError: The rename, or making it durable, failed; what stood there is there.
+        CheckpointExistsError: There is something at `path`, and `replace` is False, or the file system cannot exchange
+            names.
+        OSError: The rename or the flush of the directory failed; what was at `path` is there again.
     """
     with signals_deferred():
         if replace and os.path.lexists(path):
@@ -166,18 +170,18 @@ def publish(
         try:
             fsync_directory(files, os.path.dirname(path))
         except OSError:
-            # Nobody knows whether it would outlive a power cut: back to what was there.
+            # The rename might be lost in a power cut: undo it.
             with contextlib.suppress(OSError):
                 os.rename(path, temporary)
             raise
 
 
 def put_new(temporary: str, path: str, files: Files) -> None:
-    """Rename to a name that nobody has; a directory may take that of an empty one.
+    """Rename `temporary` to `path`, where nothing may be; a directory may replace an empty directory.
 
     Raises:
-        CheckpointExistsError: Somebody has it.
-        OSError: A call failed.
+        CheckpointExistsError: There is something at `path`.
+        OSError: A system call failed.
     """
     try:
         if os.path.isdir(temporary):
@@ -188,18 +192,18 @@ def put_new(temporary: str, path: str, files: Files) -> None:
         except OSError as error:
             if error.errno not in _NO_FLAGS:
                 raise
-            # Neither links nor flags: the name is taken by an empty file of our own first.
+            # The file system has neither links nor flags of renameat2: create an empty file, then replace that.
             files.close(files.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE_FILE))
             files.rename(temporary, path)
         with contextlib.suppress(FileNotFoundError):
             files.unlink(temporary)
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-            raise CheckpointExistsError(f"{path} came to exist meanwhile; it was left untouched", path=path) from error
+            raise CheckpointExistsError(f"{path} came to exist meanwhile; it was left unchanged", path=path) from error
         raise
 
 
-def _replace(temporary: Beside, path: str, files: Files, verify: Callable[[str], None]) -> None:
+def _replace(temporary: TemporaryPath, path: str, files: Files, verify: Callable[[str], None]) -> None:
     own = set(files.listdir(temporary)) if os.path.isdir(temporary) else set()
     if not exchange(temporary, path):
         if os.path.isdir(temporary) != os.path.isdir(path) or (os.path.isdir(path) and files.listdir(path)):
@@ -209,27 +213,30 @@ def _replace(temporary: Beside, path: str, files: Files, verify: Callable[[str],
         fsync_directory(files, os.path.dirname(path))
         return
     try:
-        # IMPORTANT: what came there just before the exchange is found before anything is removed.
+        # IMPORTANT: files that were added just before the exchange are detected before anything is removed.
         verify(temporary)
         fsync_directory(files, os.path.dirname(path))
     except BaseException:
-        # Else nobody knows whether it would outlive a power cut: back to what was there, before that is removed.
+        # Undo the exchange: it might be lost in a power cut, after what was replaced has been removed.
         try:
             is_back = exchange(temporary, path)
         except OSError:
             is_back = False
         if not is_back:
-            _keep(temporary, path)
+            _keep_replaced(temporary, path)
         elif os.path.isdir(temporary):
-            _give_back(temporary, path, own, files)
+            _move_back_arrivals(temporary, path, own, files)
         raise
 
 
 def exchange(temporary: str, path: str) -> bool:
-    """Swap both names in one step; what stood at `path` is at `temporary` then. False where it cannot be done.
+    """Exchange both names in one step.
+
+    Returns:
+        False if the file system does not support this; nothing was changed then.
 
     Raises:
-        OSError: The file system refused for another reason.
+        OSError: The call failed for another reason.
     """
     old, new = os.fsencode(temporary), os.fsencode(path)
     if not _libc.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_EXCHANGE):
@@ -240,33 +247,33 @@ def exchange(temporary: str, path: str) -> bool:
     raise OSError(code, os.strerror(code), temporary, None, path)
 
 
-def _keep(temporary: Beside, path: str) -> None:
-    """Save from its removal what stood at the target and cannot be put back."""
-    at, why, temporary.stays = kept_name(temporary), "", True
+def _keep_replaced(temporary: TemporaryPath, path: str) -> None:
+    """Keep what was at `path` and cannot be moved back: it is not removed with the temporary path."""
+    at, why, temporary.is_kept = kept_name(temporary), "", True
     try:
         os.rename(temporary, at)
     except OSError as error:
-        at, why = temporary, f": {error}. Move it away: `asyncckpt gc` takes it for what a conversion has left"
-    _logger.warning("what stood at %s is at %s now, and could not be put back%s", path, at, why)
+        at, why = temporary, f": {error}. Move it away: `asyncckpt gc` would remove it as a leftover of a conversion"
+    _logger.warning("what was at %s is at %s now, and could not be moved back%s", path, at, why)
 
 
-def _give_back(temporary: str, path: str, own: set[str], files: Files) -> None:
-    """Move to the directory that is back in its place what came, for that instant, into the one that is not."""
+def _move_back_arrivals(temporary: str, path: str, own: set[str], files: Files) -> None:
+    """After an undone exchange, move files that were added to the new directory meanwhile into the old one."""
     for name in set(files.listdir(temporary)) - own:
         try:
             files.rename_noreplace(os.path.join(temporary, name), os.path.join(path, name))
         except OSError as error:
-            _logger.warning("%s came to %s while it was replaced, and is lost: %s", name, path, error)
+            _logger.warning("%s was added to %s while that was being replaced, and is lost: %s", name, path, error)
 
 
-def put_into_directory(temporary: Beside, path: str, files: Files) -> None:
-    """Move a finished target's files into a directory that exists; the manifest or DCP's metadata comes last.
+def put_into_directory(temporary: TemporaryPath, path: str, files: Files) -> None:
+    """Move the files of a finished target into an existing directory; the manifest or DCP's metadata is moved last.
 
-    On an error the files that were moved are moved back.
+    After an error the files that were moved are moved back.
 
     Raises:
-        CheckpointExistsError: A file of the same name was made there meanwhile.
-        OSError: A call failed.
+        CheckpointExistsError: A file of the same name was created there meanwhile.
+        OSError: A system call failed.
     """
     last = (DCP_METADATA_NAME, MANIFEST_NAME)
     moved: list[str] = []
@@ -298,18 +305,18 @@ CONVERSIONS = TemporaryKind(
     may_hold=may_belong,
     keeps=_keeps,
 )
-"""What conversions that were killed leave behind, for `asyncckpt gc`."""
+"""Leftovers of conversions that were killed, for `asyncckpt gc`."""
 
 
-_Look = Mapping[str, tuple[int, int, int]]
-"""By name in a directory, or "" for a file: inode, length, time of the last change."""
+_Stamps = Mapping[str, tuple[int, int, int]]
+"""Inode, length in bytes and modification time in ns of each file: by name in a directory, or under "" for one file."""
 
 _OF_HUB = (".safetensors", ".index.json")
-"""Endings of the files that a Hugging Face directory is read from: a new file of these would change its model."""
+"""Endings of the files of the model in a Hugging Face directory: adding such a file would change the model."""
 
 
-class Standing(enum.Enum):
-    """What stands at a target."""
+class TargetState(enum.Enum):
+    """What is at the path of a target before the conversion."""
 
     NOTHING = enum.auto()
     EMPTY_DIRECTORY = enum.auto()
@@ -317,16 +324,16 @@ class Standing(enum.Enum):
 
 
 def is_inside(path: str, directory: str) -> bool:
-    """Whether a path, which need not exist, lies inside a directory after symbolic links are resolved."""
+    """Whether a path, which need not exist, is inside a directory after symbolic links are resolved."""
     inner, outer = os.path.realpath(path), os.path.realpath(directory)
     return inner != outer and os.path.commonpath([inner, outer]) == outer
 
 
-def check_apart(path: str, source: str, to: str) -> None:
-    """Refuse targets of kinds that can neither lie in the source nor around it.
+def check_not_nested(path: str, source: str, to: str) -> None:
+    """Check that neither of target and source contains the other, except where that is allowed.
 
     Raises:
-        ConfigError: The target is the source, a directory in it, or a file or a Hugging Face directory around it.
+        ConfigError: The target is the source, a directory in it, or a Hugging Face directory that contains it.
     """
     if (
         os.path.realpath(path) == os.path.realpath(source)
@@ -334,17 +341,18 @@ def check_apart(path: str, source: str, to: str) -> None:
         or (is_inside(source, path) and to not in (OURS, "dcp"))
     ):
         raise ConfigError(
-            f"{path} and the source {source} are the same or inside each other: a file may lie in the source's "
-            "directory, and a directory of kind dcp or asyncckpt around the source",
+            f"{path} and the source {source} are the same, or one is inside the other: only a file may be inside the "
+            "source's directory, and only a directory of kind dcp or asyncckpt may contain the source. Choose another "
+            "path",
             field="dst",
         )
 
 
 def check_inside(path: str, source: str, contents: Contents) -> None:
-    """Refuse a target in the source's directory whose name would make it a part of the source.
+    """Check that a target inside the source's directory has no name that would make it a part of the source.
 
     Raises:
-        ConfigError: By its name it is, or would be, a part of the source.
+        ConfigError: It has such a name.
     """
     if not is_inside(path, source):
         return
@@ -354,30 +362,30 @@ def check_inside(path: str, source: str, contents: Contents) -> None:
     is_read = os.path.realpath(path) in {os.path.realpath(os.path.join(source, name)) for name in read}
     if is_read or (first.endswith(_OF_HUB) if kind == "hf" else belongs(first, kind)):
         raise ConfigError(
-            f"{path} lies in the source {source}, and by its name it would be a part of it; choose another name",
+            f"{path} is inside the source {source}, and its name would make it a part of that; choose another name",
             field="dst",
         )
 
 
 def check_around(path: str, files: Files) -> None:
-    """Refuse a target around the source that holds a checkpoint, or files of one.
+    """Check that a target that contains the source holds no checkpoint, and no files of one.
 
     Raises:
-        CheckpointExistsError: It holds one.
+        CheckpointExistsError: It does.
         OSError: It cannot be listed.
     """
     found = [name for name in sorted(files.listdir(path)) if belongs(name, "dcp")]
     if found or kind_at(path, files) != OURS:
         what = repr(found[0]) if found else "safetensors files"
         raise CheckpointExistsError(
-            f"{path}, in which the source lies, holds a checkpoint already, or a part of one: {what}; it was left "
-            "untouched. Choose another path",
+            f"{path}, which contains the source, already holds a checkpoint or a part of one: {what}; it was left "
+            "unchanged. Choose another path",
             path=path,
         )
 
 
-def check_place(path: str, to: str, files: Files, *, overwrite: bool) -> Standing:
-    """Return what stands at the target, all of which may be replaced, or carried over.
+def check_place(path: str, to: str, files: Files, *, overwrite: bool) -> TargetState:
+    """Check that the target may be written to `path`, and return what is there.
 
     Args:
         path: The target.
@@ -386,39 +394,39 @@ def check_place(path: str, to: str, files: Files, *, overwrite: bool) -> Standin
         overwrite: Whether a checkpoint may be replaced; an empty directory always may.
 
     Raises:
-        CheckpointExistsError: Something does, and `overwrite` is False; or it is no checkpoint, or holds something
-            else as well, which is named; or is pinned; or nothing can be replaced on this file system.
-        SaveFailedError: EAGAIN: a save of ours may be under way there.
-        CheckpointNotFoundError: The target's directory is not there.
-        OSError: It cannot be known.
+        CheckpointExistsError: There is something at `path` and `overwrite` is False; or it is no checkpoint, or holds
+            a file that is not part of one, which is named; or it is pinned; or the file system cannot replace it.
+        SaveFailedError: EAGAIN: an asyncckpt save may be running there.
+        CheckpointNotFoundError: The parent directory does not exist.
+        OSError: A system call failed.
     """
     parent = os.path.dirname(path)
     if not os.path.isdir(parent):
-        raise CheckpointNotFoundError(f"{parent}, where {path} would be, is no directory", path=parent)
+        raise CheckpointNotFoundError(f"{parent}, the parent directory of {path}, does not exist", path=parent)
     try:
         found = files.lstat(path)
     except FileNotFoundError:
-        return Standing.NOTHING
+        return TargetState.NOTHING
     is_directory, to_directory = stat.S_ISDIR(found.st_mode), to not in ("torch", "safetensors")
     is_empty = is_directory and not files.listdir(path)
     if not is_empty and not overwrite:
         raise CheckpointExistsError(
-            f"{path} exists; it was left untouched. Choose another path, or replace it by overwrite=True (--overwrite)",
+            f"{path} exists; it was left unchanged. Choose another path, or replace it: overwrite=True (--overwrite)",
             path=path,
         )
     if not is_empty:
         _check_replaceable(path, to, files)
     if (is_directory or to_directory) and not (is_empty and to_directory):
         check_exchange(path, files)
-    return Standing.EMPTY_DIRECTORY if is_empty else Standing.CHECKPOINT
+    return TargetState.EMPTY_DIRECTORY if is_empty else TargetState.CHECKPOINT
 
 
 def _check_replaceable(path: str, to: str, files: Files) -> None:
-    """Raise unless nothing but a checkpoint is at `path`, which nobody pins or saves to."""
+    """Raise unless there is only a checkpoint at `path`, that is not pinned and to which no save is running."""
     mode = files.lstat(path).st_mode
     if stat.S_ISLNK(mode):
         raise CheckpointExistsError(
-            f"{path} is a symbolic link; it was left untouched. Name what it leads to: {os.path.realpath(path)}",
+            f"{path} is a symbolic link; it was left unchanged. Give the path it points to: {os.path.realpath(path)}",
             path=path,
         )
     try:
@@ -442,23 +450,23 @@ def _check_directory(path: str, kind: str, to: str, files: Files) -> None:
         comes_along = kind == to == "hf" and is_carried_over(path, name)
         if os.path.isdir(os.path.join(path, name)) or not (goes or comes_along or name == LOCK_NAME):
             raise CheckpointExistsError(
-                f"{path} holds {name!r}, which is no part of the checkpoint that is read there and would be lost; it "
-                "was left untouched. Move it away, or choose another path",
+                f"{path} holds {name!r}, which is not part of the checkpoint there and would be lost; {path} was left "
+                "unchanged. Move the file away, or choose another path",
                 path=path,
             )
 
 
 def _no_checkpoint(path: str) -> CheckpointExistsError:
     return CheckpointExistsError(
-        f"{path} is no checkpoint of a kind that asyncckpt knows; it was left untouched", path=path
+        f"{path} is no checkpoint of a kind that asyncckpt knows; it was left unchanged. Choose another path", path=path
     )
 
 
 def _refuse_pinned_or_saving(path: str, files: Files) -> None:
-    """Raise if the checkpoint at `path` is pinned, or if files show that a save may be under way there."""
+    """Raise if the checkpoint at `path` is pinned, or if files show that a save may be running there."""
     if is_pinned(path, LocalStore(files)):
         raise CheckpointExistsError(
-            f"{path} is pinned; it was left untouched. Choose another path, or remove the pin "
+            f"{path} is pinned; it was left unchanged. Choose another path, or remove the pin "
             "(`asyncckpt pin --remove`)",
             path=path,
         )
@@ -471,7 +479,7 @@ def _refuse_pinned_or_saving(path: str, files: Files) -> None:
         if standing is not None:
             own = standing.save_id
             alive = {one for one in alive if one != own and not _is_older(one, own)}
-        elif len(alive) == 1:  # damaged, or given up: they are its own
+        elif len(alive) == 1:  # the manifest is damaged, or a tombstone: the files belong to that save
             return
     if alive:
         raise _under_way(path, max(alive))
@@ -479,8 +487,8 @@ def _refuse_pinned_or_saving(path: str, files: Files) -> None:
 
 def _under_way(path: str, save_id: SaveId) -> SaveFailedError:
     return SaveFailedError(
-        f"{path} holds files of save {save_id}, which may be under way; it was left untouched. Wait for its end; what "
-        "a save that has died left there `asyncckpt gc` removes",
+        f"{path} holds files of save {save_id}, which may be running; it was left unchanged. Wait until it has ended; "
+        "if it was killed, remove its files with `asyncckpt gc`",
         code="EAGAIN",
         path=path,
         detail=f"files of save {save_id} are there",
@@ -489,56 +497,58 @@ def _under_way(path: str, save_id: SaveId) -> SaveFailedError:
 
 
 def _is_older(one: SaveId, than: SaveId) -> bool:
-    """Whether a save can never replace that one: saves of two runs of one epoch have no order."""
+    """Whether save `one` can never replace save `than`; saves of two runs of one epoch have no order."""
     return one.epoch < than.epoch or (one.run_id == than.run_id and one.sequence < than.sequence)
 
 
 def put_into_place(
-    temporary: Beside, path: str, standing: Standing, to: str, files: Files, umask: int
+    temporary: TemporaryPath, path: str, standing: TargetState, to: str, files: Files, umask: int
 ) -> tuple[str, ...]:
-    """Put a finished target in the place of what stood there.
+    """Rename a finished target to `path`, and replace what is there.
 
     Args:
-        temporary: It is complete and flushed. At the end what stood there is there, to be removed.
-        path: Where it goes.
-        standing: As `check_place` has found it; nothing else may stand there now.
-        to: Its kind. Where a Hugging Face directory replaces one, what lies beside the weights that go comes along.
+        temporary: The finished target; complete and flushed. Afterwards there is nothing, or what was at `path`, which
+            the caller has to remove.
+        path: The new path.
+        standing: What `check_place` has found at `path`; it must still be there.
+        to: Kind of the target. If a Hugging Face directory replaces another, companion files that the new one lacks
+            are copied into it.
         files: The storage seam.
-        umask: Of the mode of a lock's file, which goes again.
+        umask: For the mode of a lock file, which is removed again.
 
     Returns:
-        What came along, unless the target has a file of that name.
+        Names of the companion files that were copied.
 
     Raises:
-        CheckpointExistsError: Something else came to stand there meanwhile.
-        SaveFailedError: EAGAIN: a save of ours may be under way there.
-        OSError: The rename, or making it durable, failed; what stood there is there.
+        CheckpointExistsError: What is at `path` has changed since `check_place`.
+        SaveFailedError: EAGAIN: an asyncckpt save may be running there.
+        OSError: The rename or the flush of the directory failed; what was at `path` is there again.
 
-    Blocks: for a save of ours that commits there, at most `commit.LOCK_TIMEOUT_S`.
+    Blocks: while an asyncckpt save commits there, at most `commit.LOCK_TIMEOUT_S`.
     """
-    if standing is Standing.NOTHING:
+    if standing is TargetState.NOTHING:
         publish(temporary, path, files)
         return ()
     with _locked(path, files, umask):
-        # IMPORTANT: ahead of the checks: each file is one that they have seen, or one that came after this look.
-        before: _Look = {}
+        # IMPORTANT: taken before the checks. A file that the checks do not see is then detected as a change.
+        before: _Stamps = {}
         carried: list[str] = []
-        if standing is Standing.CHECKPOINT:
-            before = _look_at(path, files)
-            _check_replaceable(path, to, files)  # again: what has come into it meanwhile would be lost
+        if standing is TargetState.CHECKPOINT:
+            before = _stamps_at(path, files)
+            _check_replaceable(path, to, files)  # again: files that were added meanwhile would be lost
             carried = _carry_over(path, temporary, files) if to == "hf" else []
         publish(
             temporary,
             path,
             files,
             replace=True,
-            verify=lambda old: _refuse_arrivals(path, before, _look_at(old, files)),
+            verify=lambda old: _refuse_changes(path, before, _stamps_at(old, files)),
         )
         return tuple(carried)
 
 
 def _carry_over(path: str, temporary: str, files: Files) -> list[str]:
-    """Copy what lies beside the weights of a Hugging Face directory into the one that replaces it, if it lacks it."""
+    """Copy the companion files of a Hugging Face directory that its replacement lacks into that; return their names."""
     if not os.path.isdir(path) or kind_at(path, files) != "hf":
         return []
     there = set(files.listdir(temporary))
@@ -552,16 +562,16 @@ def _carry_over(path: str, temporary: str, files: Files) -> list[str]:
 
 @contextlib.contextmanager
 def _locked(path: str, files: Files, umask: int) -> Iterator[None]:
-    """Keep saves from committing at `path`, if it is a directory in which they may: by the lock that they take.
+    """Hold the lock under which saves commit at `path`, if that is a directory with files of saves.
 
-    IMPORTANT: the lock is taken, and given back, in the directory itself, wherever it is renamed to meanwhile: by the
-    path, the one that has come there would lose its lock.
+    IMPORTANT: the lock is taken and released through a descriptor of the directory, which may be renamed meanwhile.
+    Through the path, the release would remove the lock file of the new directory.
 
     Raises:
-        CheckpointExistsError: Another directory came to be there meanwhile.
-        OSError: EAGAIN: somebody has held it for too long. Others: there is no locking there.
+        CheckpointExistsError: There is another directory at `path` now.
+        OSError: EAGAIN: another process held the lock for too long. Any other: the lock cannot be taken.
 
-    Blocks: for another holder, at most `LOCK_TIMEOUT_S`.
+    Blocks: while another process holds the lock, at most `LOCK_TIMEOUT_S`.
     """
     if not (os.path.isdir(path) and any(owner_of(n) or n in (MANIFEST_NAME, LOCK_NAME) for n in files.listdir(path))):
         yield
@@ -575,17 +585,17 @@ def _locked(path: str, files: Files, umask: int) -> Iterator[None]:
             except OSError as error:
                 raise OSError(error.errno, error.strerror, os.path.join(path, LOCK_NAME)) from error
             if not os.path.samestat(os.fstat(fd), files.lstat(path)):
-                raise CheckpointExistsError(f"{path} was replaced meanwhile; it was left untouched", path=path)
+                raise CheckpointExistsError(f"{path} was replaced meanwhile; it was left unchanged", path=path)
             yield
     finally:
         os.close(fd)
 
 
-def _look_at(path: str, files: Files) -> _Look:
-    """Return what is at a path, so that it can be seen whether anything came to it.
+def _stamps_at(path: str, files: Files) -> _Stamps:
+    """Return the stamps of the file or of all files of the directory at `path`, to detect changes later.
 
     Raises:
-        OSError: It cannot be known.
+        OSError: A system call failed.
     """
     found = files.lstat(path)
     if not stat.S_ISDIR(found.st_mode):
@@ -598,15 +608,15 @@ def _look_at(path: str, files: Files) -> _Look:
     return stamps
 
 
-def _refuse_arrivals(path: str, before: _Look, now: _Look) -> None:
-    """Raise when something came, or was written to, between two looks."""
+def _refuse_changes(path: str, before: _Stamps, now: _Stamps) -> None:
+    """Raise if a file was added or changed between `before` and `now`."""
     for name in sorted(now):
         if before.get(name) != now[name]:
             owner = owner_of(name)
             if owner is not None:
                 raise _under_way(path, owner)
             what = f"{name!r} in it" if name else "it"
-            raise CheckpointExistsError(f"{path}: {what} was written meanwhile; it was left untouched", path=path)
+            raise CheckpointExistsError(f"{path}: {what} was written meanwhile; it was left unchanged", path=path)
 
 
 def _stamp(found: os.stat_result) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""What of a checkpoint is converted or compared: the chosen leaves under their new names, and what they refer to."""
+"""`Outline`: the selected leaves of a checkpoint, under their new names, with the tensors and objects they refer to."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ KeyMap = Mapping[str, str] | Callable[[str], str]
 
 @dataclass(slots=True)
 class Outline:
-    """The chosen part of a checkpoint.
+    """The selected part of a checkpoint.
 
     Attributes:
         contents: The source.
-        tree: Its leaves number `tensors` and `objects`, in their order.
-        tensors: By number.
-        names: Of the tensors: the FQN of their first leaf.
-        objects: JSON forms by number.
-        away: FQNs of leaves that belong to single ranks, and are not in the tree.
-        emptied: Names of OrderedDicts with `_metadata` that renaming left without a leaf, so that they are gone.
-        opened: Names of lists and tuples that lack members, and so are dicts: every member keeps its number.
+        tree: The tree; its leaves hold indexes into `tensors` and `objects`.
+        tensors: The tensors, in the order of the tree.
+        names: For each tensor, the FQN of its first leaf.
+        objects: The JSON form of each object, in the order of the tree.
+        per_rank: FQNs of leaves that belong to single ranks; they are not in the tree.
+        lost_metadata: FQNs of OrderedDicts with `_metadata` that have no leaf after renaming, and are not in the tree.
+        became_dicts: FQNs of lists and tuples of which some members were left out; they are dicts from the members'
+            original indexes to the members.
     """
 
     contents: Contents
@@ -52,21 +53,21 @@ class Outline:
     tensors: list[SavedTensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
-    away: list[str] = field(default_factory=list)
-    emptied: list[str] = field(default_factory=list)
-    opened: list[str] = field(default_factory=list)
+    per_rank: list[str] = field(default_factory=list)
+    lost_metadata: list[str] = field(default_factory=list)
+    became_dicts: list[str] = field(default_factory=list)
 
     def leaves(self) -> list[tuple[str, Node]]:
-        """Return (FQN, leaf) in order."""
+        """Return (FQN, leaf node) of all leaves in order."""
         return [(fqn_of(path), node) for path, node in leaves(self.tree)]
 
     def nbytes_of(self, number: int) -> int:
-        """Return the bytes of a tensor's elements."""
+        """Return the length of the elements of tensor `number` in bytes."""
         tensor = self.tensors[number]
         return math.prod(tensor.global_shape) * DTYPES[tensor.dtype].itemsize
 
     def unread(self) -> dict[str, UnreadLeaf]:
-        """Return the leaves that were not read of the source, by FQN: no target can hold them."""
+        """Return the leaves that could not be read, by FQN; no target can hold them."""
         named = ((fqn, self.objects[node[1]]) for fqn, node in self.leaves() if node[0] == OBJECT)
         return {fqn: found for fqn, found in named if isinstance(found, UnreadLeaf)}
 
@@ -74,35 +75,35 @@ class Outline:
 def outline_of(
     contents: Contents, files: Files, *, keys: Iterable[str] | None = None, key_map: KeyMap | None = None
 ) -> Outline:
-    """Choose and rename.
+    """Return the outline of the selected leaves of a checkpoint, renamed.
 
     Args:
         contents: The source.
         files: The storage seam.
-        keys: FQNs and prefixes; None takes everything.
+        keys: FQNs and prefixes; None selects everything.
         key_map: From the source's FQNs to the target's; names that a mapping lacks stay.
 
     Raises:
         MissingKeysError: A key selects nothing.
-        DuplicateNameError: Two leaves get one name.
-        ConfigError: `key_map` makes something else than a name.
+        DuplicateNameError: Two leaves would have the same name.
+        ConfigError: `key_map` returns something that is no name.
         CorruptCheckpointError, OSError: The objects cannot be read.
     """
     saved = SavedTree(contents, RankInfo(0, 1))
     names = None if keys is None else list(keys)
-    selection, away_selection = Selection(names), Selection(names)
-    root = _opened(saved.tree, (), selection.__contains__, {})
-    away = [fqn for fqn in saved.other_ranks_only if fqn in away_selection]
-    missing = [key for key in selection.unused() if key in away_selection.unused()]
+    selection, per_rank_selection = Selection(names), Selection(names)
+    root = _branches_of(saved.tree, (), selection.__contains__, {})
+    per_rank = [fqn for fqn in saved.other_ranks_only if fqn in per_rank_selection]
+    missing = [key for key in selection.unused() if key in per_rank_selection.unused()]
     if missing:
         raise MissingKeysError(
             f"{contents.path}: nothing is called {', '.join(map(repr, missing))}", path=contents.path, keys=missing
         )
-    opened: list[str] = []
-    tree = _closed(root, (), opened) or (DICT, ())
+    became_dicts: list[str] = []
+    tree = _node_from(root, (), became_dicts) or (DICT, ())
     before = versioned(tree)
     if key_map is not None:
-        tree = _renamed(tree, _renamer(key_map), contents.path, opened)
+        tree = _renamed(tree, _renamer(key_map), contents.path, became_dicts)
 
     objects: dict[int, list[Any]] = {}
 
@@ -112,26 +113,38 @@ def outline_of(
             objects[rank] = read_objects(contents, rank, files)
         return objects[rank][own]
 
-    outline = Outline(contents, tree, away=away, emptied=sorted(before - versioned(tree)), opened=sorted(set(opened)))
+    outline = Outline(
+        contents,
+        tree,
+        per_rank=per_rank,
+        lost_metadata=sorted(before - versioned(tree)),
+        became_dicts=sorted(set(became_dicts)),
+    )
     return _numbered(outline, saved.tensors, raw)
 
 
 def pruned(outline: Outline, keep: Callable[[str], bool]) -> Outline:
-    """Return the outline with only the leaves that `keep` wants."""
-    opened = list(outline.opened)
-    tree = _closed(_opened(outline.tree, (), keep, {}), (), opened) or (DICT, ())
-    found = Outline(outline.contents, tree, away=outline.away, emptied=outline.emptied, opened=sorted(set(opened)))
+    """Return the outline with only the leaves for whose FQN `keep` returns True."""
+    became_dicts = list(outline.became_dicts)
+    tree = _node_from(_branches_of(outline.tree, (), keep, {}), (), became_dicts) or (DICT, ())
+    found = Outline(
+        outline.contents,
+        tree,
+        per_rank=outline.per_rank,
+        lost_metadata=outline.lost_metadata,
+        became_dicts=sorted(set(became_dicts)),
+    )
     return _numbered(found, outline.tensors, outline.objects.__getitem__)
 
 
 def readable(outline: Outline) -> Outline:
-    """Return the outline without the leaves that were not read."""
+    """Return the outline without the leaves that could not be read."""
     unread = outline.unread()
     return pruned(outline, lambda fqn: fqn not in unread) if unread else outline
 
 
 def versioned(tree: Node) -> set[str]:
-    """Return the names of the OrderedDicts that have `_metadata`."""
+    """Return the FQNs of the OrderedDicts that have `_metadata`."""
     return {fqn_of(path) for path, node in containers(tree) if node[0] == ORDERED_DICT and node[2] is not None}
 
 
@@ -144,7 +157,7 @@ def containers(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
 
 
 def leaves_and_empty(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
-    """Yield (path, node) of all leaves, and of the containers that hold nothing: together they have every key."""
+    """Yield (path, node) of all leaves and all empty containers; their paths together hold every key of the tree."""
     if node[0] not in CONTAINERS or (path and not node[1]):
         yield path, node
     for key, child in members(node):
@@ -157,7 +170,14 @@ def rebuilt(
     metadata: Callable[[Path, int], int | None],
     path: Path = (),
 ) -> Node:
-    """Return a tree with other leaves, and other numbers of the `_metadata` of its OrderedDicts."""
+    """Return a copy of a tree with other leaves and other `_metadata`.
+
+    Args:
+        node: The tree.
+        leaf: Called with path and node of each leaf; returns the new leaf.
+        metadata: Called with path and object number of each `_metadata` of an OrderedDict; returns the new number.
+        path: Path of `node`.
+    """
     kind, _, *form = node
     if kind not in CONTAINERS:
         return leaf(path, node)
@@ -170,7 +190,13 @@ def rebuilt(
 
 
 def _numbered(outline: Outline, tensors: list[SavedTensor], raw: Callable[[int], Any]) -> Outline:
-    """Give tensors and objects of the outline's tree, which numbers those given, numbers of their own."""
+    """Fill an outline's tensors and objects, and renumber its tree.
+
+    Args:
+        outline: Its tree holds numbers of `tensors`, and numbers of objects that `raw` takes.
+        tensors: The tensors of the source.
+        raw: Returns the JSON form of an object of the source.
+    """
     numbers: dict[int, int] = {}
 
     def number_of(path: Path, node: Node) -> Node:
@@ -192,20 +218,20 @@ def _numbered(outline: Outline, tensors: list[SavedTensor], raw: Callable[[int],
 
 
 class _Branch(dict[Any, Any]):
-    """The members of a container while leaves are taken out of it and put into it; `node`: as it was."""
+    """A container that can be changed: its members by key. `node` is the original node."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
 
 
-def _opened(node: Node, path: Path, stays: Callable[[str], bool], homes: dict[str, _Branch] | None) -> Any:
-    """Return a tree that can be changed, without the leaves and the empty containers that do not stay.
+def _branches_of(node: Node, path: Path, stays: Callable[[str], bool], dicts_by_name: dict[str, _Branch] | None) -> Any:
+    """Return a tree of branches and leaf nodes, without the leaves and empty containers for which `stays` is False.
 
     Args:
         node: The tree.
-        path: Where it is.
-        stays: Whether what has a name does.
-        homes: Gets the dicts that are reached through dicts alone, by name. None: no dict does.
+        path: Path of `node`.
+        stays: Called with the FQN of a leaf or empty container.
+        dicts_by_name: Gets, by FQN, all dicts of which every ancestor is a dict. None: an ancestor is a sequence.
     """
     is_open = node[0] in CONTAINERS and (node[1] or not path)  # the top level may be empty, or a leaf called ""
     if node is OTHER_RANKS_ONLY or not (is_open or stays(fqn_of(path))):
@@ -213,65 +239,69 @@ def _opened(node: Node, path: Path, stays: Callable[[str], bool], homes: dict[st
     if node[0] not in CONTAINERS:
         return node
     branch = _Branch(node)
-    inner = homes if node[0] in MAPPINGS else None
+    inner = dicts_by_name if node[0] in MAPPINGS else None
     if inner is not None and path:
         inner[fqn_of(path)] = branch
     for key, child in members(node):
-        found = _opened(child, (*path, key), stays, inner)
+        found = _branches_of(child, (*path, key), stays, inner)
         if found is not None:
             branch[key] = found
     return branch
 
 
-def _closed(found: Any, path: Path, opened: list[str]) -> Node | None:
-    """Return the tree again, without the containers that lost all that was in them; None if nothing is left.
+def _node_from(found: Any, path: Path, became_dicts: list[str]) -> Node | None:
+    """Return the node of a changed tree, without containers that lost all their members; None if nothing is left.
 
     Args:
-        found: As `_opened` has made it.
-        path: Where it is.
-        opened: Gets the names of sequences that lack members now: they are dicts, by their members' numbers.
+        found: A tree that `_branches_of` returned.
+        path: Path of `found`.
+        became_dicts: Gets the FQNs of sequences that lost some members: they become dicts from index to member.
     """
     if not isinstance(found, _Branch):
         return None if found is None else tuple(found)
     kind, before, *form = found.node
-    kept = [(key, node) for key, child in found.items() if (node := _closed(child, (*path, key), opened)) is not None]
+    kept = [
+        (key, node)
+        for key, child in found.items()
+        if (node := _node_from(child, (*path, key), became_dicts)) is not None
+    ]
     if before and not kept:
         return None
     if kind in SEQUENCES:
         if len(kept) == len(before):
             return (kind, tuple(node for _, node in kept), *form)
-        opened.append(fqn_of(path))
+        became_dicts.append(fqn_of(path))
         kind, form = DICT, []
     return (kind, tuple(one for pair in kept for one in pair), *form)
 
 
-def _renamed(tree: Node, rename: Callable[[str], str], path: str, opened: list[str]) -> Node:
-    """Return the tree under new names: what keeps its name keeps its place and the types of its keys.
+def _renamed(tree: Node, rename: Callable[[str], str], path: str, became_dicts: list[str]) -> Node:
+    """Return the tree with new names. Leaves that keep their names keep their place and the types of their keys.
 
-    A leaf with a new name goes into the dict whose name its own begins with, the one of the longest name, under what is
-    left of it as one key.
+    A leaf with a new name is moved into the dict with the longest FQN that is a prefix of the new name. The rest of the
+    name becomes one key.
 
     Args:
         tree: The tree.
-        rename: From every FQN to the new one.
-        path: The checkpoint's, for messages.
-        opened: As `_closed` has it.
+        rename: Returns the new FQN for an FQN.
+        path: The checkpoint's path, for messages.
+        became_dicts: See `_node_from`.
 
     Raises:
-        DuplicateNameError: Two leaves get one name, or one stands where another has its container, or nothing in it.
-        Exception: Whatever `rename` raises.
+        DuplicateNameError: Two leaves would have the same name, or a leaf the name of a container.
+        Exception: An error of `rename`.
     """
     names = [fqn_of(at) for at, _ in leaves(tree)]
     moved = {fqn: new for fqn in names if (new := rename(fqn)) != fqn}
     if not moved:
         return tree
-    homes: dict[str, _Branch] = {}
-    root = _opened(tree, (), lambda fqn: fqn not in moved, homes)
+    dicts_by_name: dict[str, _Branch] = {}
+    root = _branches_of(tree, (), lambda fqn: fqn not in moved, dicts_by_name)
     if root is None:
         root = _Branch((DICT, ()))
     taken = {fqn for fqn in names if fqn not in moved}
-    hollow = [at for at, node in leaves_and_empty(tree) if node[0] in CONTAINERS]
-    empty = {fqn_of(at[:n]) for at in hollow for n in range(1, len(at) + 1)}
+    empty_paths = [at for at, node in leaves_and_empty(tree) if node[0] in CONTAINERS]
+    empty = {fqn_of(at[:n]) for at in empty_paths for n in range(1, len(at) + 1)}
     for at, node in leaves(tree):
         name = moved.get(fqn_of(at))
         if name is None:
@@ -280,18 +310,18 @@ def _renamed(tree: Node, rename: Callable[[str], str], path: str, opened: list[s
             raise DuplicateNameError(f"{path}: two leaves would be called {name!r} by key_map", fqn=name)
         if name in empty:
             raise DuplicateNameError(
-                f"{path}: key_map calls a leaf {name!r}, where an empty dict or list is, or what holds one", fqn=name
+                f"{path}: key_map renames a leaf to {name!r}, which is an empty container or contains one", fqn=name
             )
         taken.add(name)
-        home = next((prefix for prefix in reversed(prefixes(name)) if prefix in homes), None)
+        home = next((prefix for prefix in reversed(prefixes(name)) if prefix in dicts_by_name), None)
         if home is None:
             root[name] = node
         else:
-            homes[home][name[len(home) + 1 :]] = node
-    found = _closed(root, (), opened) or (DICT, ())
+            dicts_by_name[home][name[len(home) + 1 :]] = node
+    found = _node_from(root, (), became_dicts) or (DICT, ())
     there = [fqn_of(at) for at, _ in leaves(found)]
     if len(set(there)) != len(there) or set(there) != taken:
-        raise DuplicateNameError(f"{path}: key_map puts a leaf where another one stands", fqn=None)
+        raise DuplicateNameError(f"{path}: key_map gives a leaf the name of another leaf or of a container", fqn=None)
     return found
 
 
@@ -301,7 +331,7 @@ def _renamer(key_map: KeyMap) -> Callable[[str], str]:
 
     def checked(old: str, new: str) -> str:
         if not isinstance(new, str) or not new:
-            raise ConfigError(f"key_map makes {new!r} of {old!r}: expected a name", field="key_map")
+            raise ConfigError(f"key_map maps {old!r} to {new!r}: expected a name", field="key_map")
         return new
 
     if not isinstance(key_map, Mapping):

@@ -1,8 +1,8 @@
-"""Reads runs of tensors' elements to where they are wanted, whatever the source stores them as, and verifies them.
+"""Reads the elements of tensors of any source into given memory, and verifies them.
 
-A source's zip archives carry a CRC-32 for each storage, which may hold one tensor, many, or a shard of one. The threads
-that read sum up what passes. At the end the sums of each storage are joined; what did not pass as it lies in the file
-is read once more: a flipped bit is an error.
+The zip archives of `torch.save` have a CRC-32 for each storage, which may hold one tensor, several, or a shard of one.
+The reading threads compute the CRC-32 of each range that they read. At the end those of one storage are combined and
+compared. Storages that were not read as a whole, in the order of the file, are read once more for this.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from asyncckpt.storage.reader import DEFAULT_THREADS
 from asyncckpt.torch_tensors import CARRIERS
 
 _BATCH = 16
-"""Archives that a thread looks at in turn: a directory may have very many."""
+"""Archives per task of a thread: a directory may have very many."""
 
 
 _Archive = tuple[str, int, int]
-"""As `ForeignSource.archives` has them: name of the file, where it begins there, length."""
+"""An element of `ForeignSource.archives`: name of the file, offset of the archive in it, length in bytes."""
 
 
 class _Storage(NamedTuple):
-    """An entry of an archive that holds elements, which begin at `start` of the file."""
+    """An entry of an archive that holds elements; they begin at byte `start` of the file."""
 
     archive: _Archive
     start: int
@@ -53,11 +53,11 @@ class SourceChecksums:
     """Compares the CRC-32s of a source's zip archives with what is read. Several threads may call `take`.
 
     Args:
-        contents: The source; of one whose data lie in no archives there is nothing to compare.
+        contents: The source. Sources without archives have no CRC-32s.
         files: The storage seam.
 
     Attributes:
-        are_there: Whether sums are wanted: archives have them, but for a few whose writer was told to leave them out.
+        are_there: Whether the source has archives, so that CRC-32s have to be computed.
     """
 
     def __init__(self, contents: Contents, files: Files) -> None:
@@ -70,10 +70,10 @@ class SourceChecksums:
         self.are_there = bool(self._archives)
 
     def take(self, part: int, offset: int, nbytes: int, crc: int) -> None:
-        """Take the CRC-32 of `nbytes` of a part, from byte `offset` of it on, as they lie in the file.
+        """Record the CRC-32 of `nbytes` bytes that were read at byte `offset` of a part.
 
         Raises:
-            CorruptCheckpointError, OSError: As `ForeignSource.place`.
+            CorruptCheckpointError, OSError: See `ForeignSource.place`.
         """
         assert self._contents.source is not None
         place = self._contents.source.place(part, self._files)
@@ -82,23 +82,23 @@ class SourceChecksums:
             passed[place.offset + offset] = (nbytes, crc)
 
     def check(self, tensors: Iterable[SavedTensor], threads: int) -> None:
-        """Compare the storages that hold these tensors.
+        """Compare the CRC-32s of all storages that hold the given tensors.
 
         Args:
-            tensors: That were converted.
-            threads: That look at archives, and read.
+            tensors: The tensors that were converted.
+            threads: Number of threads that read.
 
         Raises:
-            CorruptCheckpointError: One has another CRC-32; names file and tensor.
-            OSError: It cannot be read.
+            CorruptCheckpointError: The CRC-32 of a storage differs; names file and tensor.
+            OSError: A file cannot be read.
 
-        Blocks: for the reads.
+        Blocks: until directories of archives, and storages that were not read completely, are read.
         """
         source, held = self._contents.source, dict[_Archive, list[int]]()
         for chunk in (chunk for tensor in tensors for _, chunk in tensor.chunks if chunk.nbytes and self.are_there):
             assert source is not None
             place = source.place(chunk.part, self._files)
-            if isinstance(place, Inline):  # the CRC-32 is of the pickle that it lies in
+            if isinstance(place, Inline):  # the elements are in the pickle, which has its own CRC-32
                 continue
             archives, at = self._archives.get(self._name_of(place), []), place.offset + chunk.offset_bytes
             number = bisect_right(archives, at, key=lambda archive: archive[1]) - 1
@@ -107,18 +107,18 @@ class SourceChecksums:
         found = list(held.items())
         batches = (found[at : at + _BATCH] for at in range(0, len(found), _BATCH))
         with ThreadPoolExecutor(threads, "asyncckpt-sums") as pool:
-            rest = [storage for storages in mapped(pool, self._not_passed, batches) for storage in storages]
-            for _ in mapped(pool, self._read, rest):
+            rest = [storage for storages in mapped(pool, self._compare, batches) for storage in storages]
+            for _ in mapped(pool, self._read_and_compare, rest):
                 pass
 
     def _name_of(self, place: Located | Strided) -> str:
         return self._contents.ranks[0].index.shards[place.part].name
 
-    def _not_passed(self, held: Sequence[tuple[_Archive, list[int]]]) -> list[_Storage]:
-        """Compare the storages of archives that hold something at given places; return those that are yet to be read.
+    def _compare(self, held: Sequence[tuple[_Archive, list[int]]]) -> list[_Storage]:
+        """Compare the storages at given offsets of archives; return those that were not read completely.
 
         Raises:
-            CorruptCheckpointError: All of one has passed, and has another CRC-32.
+            CorruptCheckpointError: The CRC-32 of a storage differs.
         """
         rest = []
         for archive, places in held:
@@ -137,7 +137,7 @@ class SourceChecksums:
         return rest
 
     def _storages_of(self, archive: _Archive) -> list[_Storage]:
-        """Return the storages of an archive in their order; none of one without CRC-32s."""
+        """Return the storages of an archive in the order of the file; none if the archive has no CRC-32s."""
         with opened_archive(self._contents, archive, self._files) as read_at:
             entries = read_directory(read_at, archive[2]).values()
             if not any(entry.crc for entry in entries):  # torch.serialization.set_crc32_options(False)
@@ -146,7 +146,7 @@ class SourceChecksums:
             found = [_Storage(archive, archive[1] + data_offset(read_at, entry), entry) for entry in held]
         return sorted(found, key=lambda storage: storage.start)
 
-    def _read(self, storage: _Storage) -> None:
+    def _read_and_compare(self, storage: _Storage) -> None:
         archive, start, entry = storage
         with opened_archive(self._contents, archive, self._files) as read_at:
             crc = crc_of(read_at, entry, start - archive[1])
@@ -155,18 +155,18 @@ class SourceChecksums:
 
 
 class SourceReader:
-    """Reads runs of the tensors of one source, in the calling thread; several may call.
+    """Reads runs of the tensors of one source, in the calling thread. Several threads may call it.
 
-    A large tensor whose elements are not row-major in their file is read as a whole, and kept until another such.
+    A tensor whose elements are not row-major in the file is read as a whole, and kept until the next such tensor.
 
     Args:
         contents: The source.
-        tensors: What runs number.
+        tensors: The tensors, by the numbers that runs refer to.
         files: The storage seam.
 
     Raises:
-        CorruptCheckpointError: A file is missing or of another length, or an archive damaged.
-        OSError: It cannot be known.
+        CorruptCheckpointError: A file is missing or has another length.
+        OSError: A system call failed.
     """
 
     def __init__(self, contents: Contents, tensors: Sequence[SavedTensor], files: Files) -> None:
@@ -180,8 +180,8 @@ class SourceReader:
         """Read and verify the runs of a window; see `copy_pipeline.ReadsRuns`.
 
         Raises:
-            CorruptCheckpointError: The files differ from what was saved.
-            OSError: They cannot be read.
+            CorruptCheckpointError: Stored bytes differ from those that were saved.
+            OSError: A file cannot be read.
         """
         ranges: list[tuple[tuple[int, int], Wanted]] = []
         whole: dict[int, Run] = {}
@@ -205,30 +205,30 @@ class SourceReader:
         return sums
 
     def check_checksums(self, numbers: Iterable[int], threads: int) -> None:
-        """Compare what was read, and the rest of its storages, with the CRC-32s that the source has.
+        """Compare the storages of the given tensors with the CRC-32s in the source.
 
         Args:
-            numbers: Of the tensors that were converted.
-            threads: That read what did not pass `read` as it lies in the source.
+            numbers: Numbers of the tensors that were converted.
+            threads: Number of threads that read storages again, if `read` has not read all of them.
 
         Raises:
-            CorruptCheckpointError: It was changed since it was written; names file and tensor.
-            OSError: It cannot be read.
+            CorruptCheckpointError: A storage was changed since it was written; names file and tensor.
+            OSError: A file cannot be read.
 
-        Blocks: for the reads; there are few where every tensor is row-major in its file, and has a storage for itself.
+        Blocks: for these reads. There are few if every tensor is row-major and has a storage of its own.
         """
         self._checksums.check((self._tensors[number] for number in numbers), threads)
 
     def _of_chunks(self, saved: SavedTensor, run: Run, to: int) -> Iterator[tuple[tuple[int, int], Wanted]]:
-        """Yield the ranges of a tensor that lies in several chunks."""
+        """Yield the ranges to read of a tensor that is stored as several chunks."""
         for target, offsets in _targets(saved, run, to):
             region = whole_region(offsets, tuple(target.shape))
             yield from wanted_ranges(self._contents, saved, region, target, target.dtype, verify=True)
 
     def _copied(self, run: Run, to: int) -> bool:
-        """Copy a run of a tensor that is not row-major in its file; False of any other, and nothing is done."""
+        """Copy a run of a tensor that is not row-major in its file. False: it is row-major, and nothing was done."""
         saved = self._tensors[run.tensor]
-        with self._lock:  # also while it is copied: one such tensor at a time is in memory
+        with self._lock:  # held during the copy, so that only one such tensor is in memory at a time
             if self._view[0] != run.tensor:
                 self._view = (-1, None)
                 self._view = (run.tensor, strided_view(self._contents, saved, self._files, threads=DEFAULT_THREADS))
@@ -241,7 +241,7 @@ class SourceReader:
 
 
 def _targets(saved: SavedTensor, run: Run, to: int) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
-    """Yield the boxes that a run consists of: the memory at `to` that each goes to, and its offsets."""
+    """Yield the boxes that a run consists of: a tensor over the memory of each, from `to` on, and its offsets."""
     itemsize, shape = DTYPES[saved.dtype].itemsize, saved.global_shape
     assert run.start % itemsize == run.nbytes % itemsize == 0, "a window cuts an element"
     first, end = run.start // itemsize, (run.start + run.nbytes) // itemsize

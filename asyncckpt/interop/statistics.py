@@ -1,4 +1,4 @@
-"""Statistics of a checkpoint's tensors, slab by slab: smallest, largest, mean, spread, zeros, and what is no number."""
+"""Statistics of a checkpoint's tensors, read in slabs: minimum, maximum, mean, standard deviation, zeros, NaN, Inf."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from asyncckpt.storage.files import Files
 from asyncckpt.storage.reader import DEFAULT_THREADS
 
 SLAB_ELEMENTS = 4 << 20
-"""Read and looked at together: 32 MiB as float64."""
+"""Elements that are read and processed at a time: 32 MiB as float64."""
 
 _FLOAT4 = torch.tensor(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64, device="cpu"
 )
-"""What four bits are in `float4_e2m1fn_x2`, which has the lower ones first. Source: OCP Microscaling Formats 1.0."""
+"""The value of each 4-bit pattern of `float4_e2m1fn_x2`; a byte holds two, the first in its lower bits.
+
+Source: OCP Microscaling Formats 1.0."""
 
 
 @dataclass(slots=True)
 class TensorStatistics:
-    """Of one tensor. Of complex elements the absolute value counts. Numbers are None where no element is finite.
+    """Statistics of one tensor; for complex elements, of their absolute values.
 
     Attributes:
-        n: Elements.
-        minimum, maximum, mean: Of the finite ones.
-        std: Their standard deviation (of the population).
-        zeros, nans, infinities: How many elements are that.
+        n: Number of elements.
+        minimum, maximum, mean: Of the finite elements; None if there is none.
+        std: Population standard deviation of the finite elements; None if there is none.
+        zeros, nans, infinities: Numbers of such elements.
     """
 
     n: int = 0
@@ -45,18 +47,18 @@ class TensorStatistics:
     infinities: int = 0
 
     def described(self) -> dict[str, Any]:
-        """Return it for tables and JSON."""
+        """Return the statistics as a dict, for tables and JSON."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 def statistics_of(contents: Contents, files: Files) -> Iterator[tuple[SavedTensor, TensorStatistics]]:
-    """Yield each stored tensor with its statistics; every byte that is read is verified.
+    """Yield each stored tensor with its statistics; all bytes are verified.
 
     Raises:
-        CorruptCheckpointError: Bytes are not those that were written.
+        CorruptCheckpointError: Stored bytes differ from those that were saved.
         OSError: A file cannot be read.
 
-    Blocks: for the reads. Memory: one slab and its copy.
+    Blocks: until the tensors are read. Memory: one slab and its copy.
     """
     for saved in contents.tensors.values():
         found, squares = TensorStatistics(), 0.0
@@ -70,7 +72,7 @@ def statistics_of(contents: Contents, files: Files) -> Iterator[tuple[SavedTenso
 
 
 def numbers_of(slab: torch.Tensor) -> torch.Tensor:
-    """Return the elements as float64, in one dimension; complex ones as complex128."""
+    """Return the elements as a one-dimensional float64 tensor; complex ones as complex128."""
     flat = slab.reshape(-1)
     if str(flat.dtype) == "torch.float4_e2m1fn_x2":  # which torch 2.6 lacks, and no torch converts to anything
         packed = flat.view(torch.uint8).to(torch.int64)
@@ -79,7 +81,10 @@ def numbers_of(slab: torch.Tensor) -> torch.Tensor:
 
 
 def _add(found: TensorStatistics, squares: float, slab: torch.Tensor) -> float:
-    """Merge a slab; returns the new sum of squared distances from the mean (Chan, Golub and LeVeque, 1979)."""
+    """Add a slab to the statistics. `squares` is the sum of squared distances from the mean; return its new value.
+
+    Source: Chan, Golub and LeVeque, 1979.
+    """
     values = numbers_of(slab.abs() if slab.is_complex() else slab)
     before = found.n - found.nans - found.infinities
     found.n += values.numel()

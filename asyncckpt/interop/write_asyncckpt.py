@@ -24,20 +24,20 @@ from asyncckpt.format.objects import encode_objects
 from asyncckpt.format.state_tree import ARRAY, BYTES, TENSOR, fqn_of, is_storable
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.interop.copy_pipeline import OutputFile, Target
-from asyncckpt.interop.losses import Losses, is_text, metadata_again, refuse_long_keys
+from asyncckpt.interop.losses import Losses, is_text, refuse_long_keys, restored_metadata
 from asyncckpt.interop.selection import Outline, leaves_and_empty
 from asyncckpt.storage.files import MODE_FILE, Files, write_new_file
 
 
 def check_asyncckpt(outline: Outline) -> Losses:
-    """Say what a checkpoint of ours cannot hold of the outline."""
+    """Return which leaves an asyncckpt checkpoint cannot hold."""
     losses = Losses()
     for path, node in leaves_and_empty(outline.tree):
         fqn = fqn_of(path)
         if not is_text(fqn) or not all(map(is_storable, path)):
-            losses.cannot[fqn] = "its key is a text that UTF-8 has not, or a number of more than 63 bits"
+            losses.cannot[fqn] = "its key is a text that is not valid UTF-8, or a number of more than 63 bits"
         elif node[0] in (TENSOR, ARRAY, BYTES) and (is_reserved(fqn) or fqn == METADATA_KEY):
-            losses.cannot[fqn] = "names like this are reserved"
+            losses.cannot[fqn] = "its name is reserved"
     refuse_long_keys(outline, losses)
     return losses
 
@@ -45,18 +45,18 @@ def check_asyncckpt(outline: Outline) -> Losses:
 def asyncckpt_target(
     outline: Outline, save_id: SaveId, files: Files, umask: int, max_shard_nbytes: int | None
 ) -> Target:
-    """Return the pieces of a checkpoint of ours; index, objects and manifest follow when the shards are written.
+    """Return the shard files of an asyncckpt checkpoint; `Target.finish` writes objects, index and manifest.
 
     Args:
         outline: What is written.
-        save_id: Of the new checkpoint.
+        save_id: Save ID of the new checkpoint.
         files: The storage seam.
-        umask: Of the files' mode 0666.
-        max_shard_nbytes: Of one shard file with its header; a larger tensor has a file of its own. None: one file.
+        umask: Removed from mode 0666 of the files.
+        max_shard_nbytes: Limit of one shard file with its header; a larger tensor gets its own file. None: one file.
 
     Raises:
-        ConfigError: The limit is so small that more files would be needed than a rank may have.
-        DuplicateNameError: A tensor has a name that safetensors keeps for itself.
+        ConfigError: The limit is so small that a rank would have too many files.
+        DuplicateNameError: A tensor has a name that is reserved by safetensors.
     """
     specs = [_spec(outline, number) for number in range(len(outline.tensors))]
     layout = build_layout(specs, max_nbytes=max_shard_nbytes)
@@ -136,9 +136,9 @@ def _finish(
         fsync=True,
         writer=f"asyncckpt {__version__}",
         ranks=(rank,),
-        metadata=metadata_again(outline.contents),
+        metadata=restored_metadata(outline.contents),
     )
-    # The directory has a hidden name: it is committed when it gets its own, and nobody else puts a manifest here.
+    # The directory has a hidden name, so no other process writes a manifest here. Its rename commits the checkpoint.
     for name, data in (
         (record.name, objects),
         (index_name(save_id, 0), index),

@@ -11,39 +11,39 @@ from asyncckpt.format.layout import MAX_HEADER_NBYTES, METADATA_KEY, Payload, ro
 from asyncckpt.format.state_tree import ARRAY, BYTES, MAPPINGS, OBJECT, TENSOR, fqn_of, leaves
 from asyncckpt.interop.copy_pipeline import OutputFile, Target
 from asyncckpt.interop.losses import (
-    IN_ONE_TEXT,
+    METADATA_TEXT_KEY,
     TOP,
     Losses,
-    forms_lost,
+    container_types_lost,
     is_text,
     kept_metadata,
     listed,
-    ordered_lost,
+    ordered_dicts_lost,
 )
 from asyncckpt.interop.selection import Outline, containers
-from asyncckpt.interop.sources.safetensors_file import INDEX_NAME, OF_ONE_FILE, header_form
+from asyncckpt.interop.sources.safetensors_file import FILE_METADATA, INDEX_NAME, header_form
 from asyncckpt.storage.contents import SavedTensor
 
 DEFAULT_SHARD_NBYTES = 5_000_000_000
-"""What `save_pretrained` of Hugging Face's transformers used for years ("5GB")."""
+"""The default of `save_pretrained` of Hugging Face's transformers for years ("5GB")."""
 
 _ALIGNMENT = 64
 
 
 def check_safetensors(outline: Outline) -> Losses:
-    """Say what safetensors files cannot hold of the outline, and what they change."""
+    """Return which leaves safetensors files cannot hold, and what they hold in another form."""
     losses = Losses()
     for fqn, node in outline.leaves():
         if node[0] in (OBJECT, BYTES):
-            losses.cannot[fqn] = "safetensors files hold tensors only, and this is none"
+            losses.cannot[fqn] = "safetensors files hold only tensors"
         elif _form(outline.tensors[node[1]]) is None:
             dtype = outline.tensors[node[1]].dtype
             only = " without a dimension" if header_form(dtype, (1,)) else ""
             losses.cannot[fqn] = f"safetensors has no tensors of dtype {dtype}{only}"
         elif not is_text(fqn):
-            losses.cannot[fqn] = "its name is no text that UTF-8 has, and so none for JSON"
+            losses.cannot[fqn] = "its name is not valid UTF-8, as JSON requires"
         elif fqn == METADATA_KEY:
-            losses.cannot[fqn] = "safetensors keeps this name for itself"
+            losses.cannot[fqn] = "its name is reserved by safetensors"
     kept = [(path, node) for path, node in leaves(outline.tree) if node[0] in (TENSOR, ARRAY)]
     nested = [path for path, _ in kept if len(path) > 1 or type(path[0]) is not str]
     if nested:
@@ -61,29 +61,29 @@ def check_safetensors(outline: Outline) -> Losses:
     empty = sorted(fqn_of(path) or TOP for path, node in found if node[0] in MAPPINGS and not node[1])
     if empty:
         losses.changed.append(f"empty dicts are not kept: {listed(empty)}")
-    losses.changed += ordered_lost(found) + forms_lost(found)
+    losses.changed += ordered_dicts_lost(found) + container_types_lost(found)
     return losses
 
 
 def safetensors_target(outline: Outline) -> Target:
-    """Return the pieces of one safetensors file.
+    """Return the content of one safetensors file.
 
     Raises:
-        ConfigError: Its header would be larger than readers take.
+        ConfigError: Its header would be larger than readers accept.
     """
     named = [(fqn, node[1]) for fqn, node in outline.leaves()]
     return Target(files=[_file("", outline, named, _metadata(outline))], is_directory=False)
 
 
 def hf_target(outline: Outline, max_shard_nbytes: int | None) -> Target:
-    """Return the pieces of a directory as Hugging Face's hub has it: `from_pretrained` loads it.
+    """Return the files of a Hugging Face directory, which `from_pretrained` loads.
 
     Args:
-        outline: Tensors only.
-        max_shard_nbytes: Of one file's tensors; a larger tensor has a file of its own. None: 5 GB.
+        outline: What is written; has only tensors.
+        max_shard_nbytes: Limit of the tensors in one file; a larger tensor gets its own file. None: 5 GB.
 
     Raises:
-        ConfigError: A header would be larger than readers take.
+        ConfigError: A header would be larger than readers accept.
     """
     limit = max_shard_nbytes or DEFAULT_SHARD_NBYTES
     shards: list[list[tuple[str, int]]] = [[]]
@@ -108,13 +108,13 @@ def hf_target(outline: Outline, max_shard_nbytes: int | None) -> Target:
 
 
 def _metadata(outline: Outline) -> dict[str, str]:
-    """Return what goes into the header: the source's texts; its other metadata as JSON.
+    """Return the metadata for the header: those of the source, as one JSON text if not all of them are texts.
 
-    The format is torch's whatever the source's was: without it transformers takes no file, nor with another's.
+    `format` is always "pt": transformers refuses files without it or with another value.
     """
-    found = {key: value for key, value in kept_metadata(outline.contents).items() if key not in OF_ONE_FILE}
+    found = {key: value for key, value in kept_metadata(outline.contents).items() if key not in FILE_METADATA}
     if not all(isinstance(value, str) for value in found.values()):
-        found = {IN_ONE_TEXT: json.dumps(found)}
+        found = {METADATA_TEXT_KEY: json.dumps(found)}
     return {**found, "format": "pt"}
 
 
@@ -123,7 +123,10 @@ def _form(tensor: SavedTensor) -> tuple[str, tuple[int, ...]] | None:
 
 
 def _file(name: str, outline: Outline, named: Sequence[tuple[str, int]], metadata: dict[str, str]) -> OutputFile:
-    """Return a file: the widest dtype's elements first, so that all are aligned; the header in the dict's order."""
+    """Return one file. Tensors with the largest elements come first, so that all are aligned.
+
+    The header lists the tensors in the order of the state dict.
+    """
     ordered = sorted(named, key=lambda pair: -DTYPES[outline.tensors[pair[1]].dtype].itemsize)
     header: dict[str, object] = {METADATA_KEY: metadata} if metadata else {}
     header |= dict.fromkeys(fqn for fqn, _ in named)
@@ -139,8 +142,8 @@ def _file(name: str, outline: Outline, named: Sequence[tuple[str, int]], metadat
     length = round_up(8 + len(text), _ALIGNMENT) - 8
     if length > MAX_HEADER_NBYTES:
         raise ConfigError(
-            f"the names of {len(named)} tensors take {length} bytes, more than safetensors takes; "
-            "use to='hf' with max_shard_bytes",
+            f"the names of {len(named)} tensors take {length} bytes, more than the {MAX_HEADER_NBYTES} that readers of "
+            "safetensors accept; use to='hf' with max_shard_bytes",
             field="to",
         )
     return OutputFile(name=name, pieces=(length.to_bytes(8, "little") + text.ljust(length), *payloads))

@@ -38,7 +38,7 @@ from asyncckpt.format.state_tree import (
 from asyncckpt.format.torch_pickle import NotPickledError
 from asyncckpt.interop.copy_pipeline import OutputFile, Target, length_of
 from asyncckpt.interop.diff import bytes_at
-from asyncckpt.interop.losses import TOP, Losses, forms_lost, listed, ordered_lost, refuse_long_keys
+from asyncckpt.interop.losses import TOP, Losses, container_types_lost, listed, ordered_dicts_lost, refuse_long_keys
 from asyncckpt.interop.selection import Outline, containers
 from asyncckpt.interop.sources.unpickler import MAX_NBYTES
 from asyncckpt.loading.fetch import tensor_for
@@ -54,10 +54,10 @@ _END_NBYTES, _ZIP64_END_NBYTES = 22, 76
 
 
 class SkippedSave:
-    """A file for `torch.save` to write to under `skip_data`.
+    """A file object for `torch.save` under `torch.serialization.skip_data`, which seeks over the elements of tensors.
 
     Attributes:
-        parts: The bytes that were written, and between them the lengths of what was skipped.
+        parts: The bytes that were written, and the length of each range that was skipped, in the order of the file.
     """
 
     def __init__(self) -> None:
@@ -73,17 +73,17 @@ class SkippedSave:
         return len(data)
 
     def seek(self, nbytes: int, whence: int = 0) -> int:
-        """Leave room for elements."""
+        """Skip `nbytes` bytes of elements."""
         assert whence == 1, "torch seeks forward only"
         self.parts.append(nbytes)
         return 0
 
     def flush(self) -> None:
-        """Do nothing: torch asks for it."""
+        """Do nothing; `torch.save` calls it."""
 
 
 class Entry(NamedTuple):
-    """An entry of an archive's directory; `crc_at` is where in the archive's last piece its CRC-32 stands."""
+    """An entry of an archive's directory; `crc_at` is the offset of its CRC-32 in the last piece of the archive."""
 
     name: bytes
     nbytes: int
@@ -91,7 +91,7 @@ class Entry(NamedTuple):
 
 
 def entries_of(pieces: Sequence[bytes | Payload]) -> Iterator[Entry]:
-    """Yield the entries of an archive, in its order. Lengths from 4 GiB on are 0xFFFFFFFF."""
+    """Yield the entries of an archive in order. `nbytes` is 0xFFFFFFFF for entries of 4 GiB and more."""
     tail = pieces[-1]
     assert isinstance(tail, bytes), "the directory is last"
     at = len(tail) - _END_NBYTES - _ZIP64_END_NBYTES - int.from_bytes(tail[-10:-6], "little")
@@ -103,9 +103,10 @@ def entries_of(pieces: Sequence[bytes | Payload]) -> Iterator[Entry]:
 
 
 def crc_places(pieces: Sequence[bytes | Payload]) -> tuple[tuple[int, int], ...]:
-    """Return where the CRC-32 of each payload goes, behind its elements: (its number among the pieces, offset).
+    """Return where the CRC-32 of each payload is written: (index of the payload in `pieces`, offset in the archive).
 
-    In an archive of `torch.save` these are its data descriptor and its entry in the directory. Any other file has none.
+    In an archive of `torch.save` this is the data descriptor and the entry in the directory, both after the elements.
+    Any other file has no CRC-32s.
     """
     payloads = [number for number, piece in enumerate(pieces) if isinstance(piece, Payload)]
     if not payloads or not isinstance(pieces[0], bytes) or not pieces[0].startswith(b"PK\x03\x04"):
@@ -128,9 +129,9 @@ _MAP_NORESERVE = 0x4000
 
 
 def check_torch(outline: Outline) -> Losses:
-    """Say what a file that `torch.load(weights_only=True)` reads cannot hold of the outline, and what it changes."""
+    """Return which leaves a file for `torch.load(weights_only=True)` cannot hold, and what it holds in another form."""
     losses = _check_pickles(outline)
-    losses.changed += forms_lost(containers(outline.tree), kept=("Counter",))
+    losses.changed += container_types_lost(containers(outline.tree), kept=("Counter",))
     return losses
 
 
@@ -158,10 +159,12 @@ def _check_pickles(outline: Outline) -> Losses:
 
 
 def check_dcp(outline: Outline) -> Losses:
-    """The same of a DCP directory, which flattens as `torch.distributed.checkpoint` does.
+    """Return which leaves a DCP directory cannot hold, and what it holds in another form.
+
+    State dicts are flattened as `torch.distributed.checkpoint` does it.
 
     Raises:
-        DuplicateNameError: Keys that are a number and a text become one.
+        DuplicateNameError: A dict has two keys, such as 1 and "1", that become the same text.
     """
     _refuse_one_text(outline)
     losses = _check_pickles(outline)
@@ -175,9 +178,9 @@ def check_dcp(outline: Outline) -> Losses:
     empty = [path for path, node in dicts if not node[1]]
     lacking = {fqn_of(path[:n]) for path in empty for n, key in enumerate(path) if n and type(key) is int} & lists
     losses.changed += [f"keys that are no texts became texts in: {listed(sorted(numbers))}"] if numbers else []
-    # What is taken apart loses its type; in the items only Counters keep theirs.
+    # Containers that are flattened lose their type; in the items only Counters keep it.
     otherwise = [(path, node) for path, node in containers(outline.tree) if path in paths or not is_counter(node)]
-    losses.changed += ordered_lost(apart) + forms_lost(otherwise)
+    losses.changed += ordered_dicts_lost(apart) + container_types_lost(otherwise)
     names = sorted({fqn_of(path) or TOP for path in empty})
     losses.changed += [f"empty dicts are not kept: {listed(names)}"] if names else []
     said = "lists are gone, or lack members, where empty dicts were"
@@ -188,20 +191,22 @@ def check_dcp(outline: Outline) -> Losses:
 
 
 def _refuse_one_text(outline: Outline) -> None:
-    """Refuse a dict whose keys are all texts in DCP, and two of them the same."""
+    """Raise if two keys of a dict become the same text."""
     for path, node in _containers(outline.tree, ()):
         texts: set[str] = set()
         for key in node[1][::2] if node[0] != LIST else ():
             if str(key) in texts:
                 fqn = fqn_of((*path, key))
                 where = outline.contents.path
-                said = f"{where}: the keys {str(key)!r} and {key!r} of {fqn_of(path) or TOP} are one in a DCP directory"
+                said = (
+                    f"{where}: keys {str(key)!r} and {key!r} of {fqn_of(path) or TOP} are the same in DCP directories"
+                )
                 raise DuplicateNameError(f"{said}; give one of them another name (key_map, --rename)", fqn=fqn)
             texts.add(str(key))
 
 
 def _untied(outline: Outline) -> set[str]:
-    """Return the names of the tied tensors that lie in a tuple, which is one item, and elsewhere too."""
+    """Return the FQNs of tied tensors that are in a tuple, which is one item of DCP, and also outside of it."""
     items: dict[int, dict[Path, list[str]]] = {}
     for item in items_of(outline.tree):
         for path, leaf in leaves(item.node):
@@ -212,7 +217,7 @@ def _untied(outline: Outline) -> set[str]:
 
 
 def _containers(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
-    """Yield (path, node) of the dicts and lists that are taken apart; all others are in an item as they are."""
+    """Yield (path, node) of the dicts and lists that DCP flattens; other containers are part of an item."""
     if node[0] in MAPPINGS or (node[0] == LIST and not is_terminal(node)):
         yield path, node
         for key, child in members(node):
@@ -220,13 +225,13 @@ def _containers(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
 
 
 def _saved(outline: Outline, node: Node, files: Files) -> tuple[bytes | Payload, ...]:
-    """Return the file that `torch.save` writes of a node, but for the CRC-32s of elements, which are zeros.
+    """Return the content of the file that `torch.save` writes for a node, with zeros as CRC-32s of elements.
 
     Raises:
-        UnsupportedLeafError: The pickle is longer than those that are read; this torch lacks a dtype, or makes no real
-            tensors at the moment.
-        InsufficientMemoryError: A tensor has more bytes than there are addresses.
-        CorruptCheckpointError, OSError: Long bytes, which a pickle holds whole, cannot be read.
+        UnsupportedLeafError: The pickle would be too long to be read again; or this torch lacks a dtype, or is in a
+            mode such as FakeTensorMode, in which tensors have no memory.
+        InsufficientMemoryError: A tensor has more bytes than the address space.
+        CorruptCheckpointError, OSError: A leaf that is long `bytes`, which becomes part of the pickle, cannot be read.
     """
     _refuse_long(sum(outline.nbytes_of(number) for number in {leaf[1] for _, leaf in leaves(node) if leaf[0] == BYTES}))
     objects: list[Any] = []
@@ -267,7 +272,7 @@ def _saved(outline: Outline, node: Node, files: Files) -> tuple[bytes | Payload,
 
 
 class _NoBytes:
-    """An empty `bytes`: pickle writes a call of the type, which `torch.load(weights_only=True)` refuses."""
+    """Stands for empty `bytes`: pickle encodes those as a call of `bytes`, which `weights_only=True` refuses."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return codecs.encode, ("", "latin1")
@@ -277,7 +282,7 @@ _NO_BYTES = _NoBytes()
 
 
 def _as_read(value: Any) -> Any:
-    """Return a value of plain types whose pickle `torch.load(weights_only=True)` reads as it is."""
+    """Return a value of plain types that `torch.load(weights_only=True)` reads as an equal value."""
     kind = type(value)
     if kind is bytes:
         return value or _NO_BYTES
@@ -289,16 +294,16 @@ def _as_read(value: Any) -> Any:
 def _refuse_long(nbytes: int) -> None:
     if nbytes > MAX_NBYTES:
         raise UnsupportedLeafError(
-            f"what is no tensor would be a pickle of {nbytes} bytes or more; no more than {MAX_NBYTES} are read again. "
-            "Choose other leaves by keys"
+            f"the leaves that are no tensors would be a pickle of at least {nbytes} bytes; readers accept at most "
+            f"{MAX_NBYTES}. Select fewer leaves with keys"
         )
 
 
 def _placeholders(outline: Outline, numbers: Sequence[int]) -> list[torch.Tensor]:
-    """Return tensors of the right dtypes and shapes that take no memory: they share pages that nobody touches.
+    """Return tensors of the right dtypes and shapes that take no memory: their elements are pages that nobody accesses.
 
-    Those of one dtype begin at one address, and of two at different ones: torch refuses storages that seem to view the
-    same elements as different types.
+    Tensors of one dtype have the same address, tensors of different dtypes different ones: torch refuses to save
+    storages of different dtypes at one address.
     """
     check_memory_is_real("convert")
     path, starts = outline.contents.path, dict[str, int]()
@@ -308,7 +313,7 @@ def _placeholders(outline: Outline, numbers: Sequence[int]) -> list[torch.Tensor
     try:
         room = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     except (OSError, OverflowError) as error:
-        said = f"{path}: there are no addresses for a tensor of {nbytes:,} bytes"
+        said = f"{path}: a tensor of {nbytes:,} bytes does not fit into the address space; convert it to another format"
         raise InsufficientMemoryError(said, nbytes=nbytes) from error
     found = []
     for number in numbers:
@@ -322,16 +327,16 @@ def _placeholders(outline: Outline, numbers: Sequence[int]) -> list[torch.Tensor
 
 
 def torch_target(outline: Outline, files: Files) -> Target:
-    """Return the pieces of one file as `torch.save` writes it."""
+    """Return the content of one file as `torch.save` writes it."""
     pieces = _saved(outline, outline.tree, files)
     file = OutputFile(name="", pieces=pieces, crc_at=crc_places(pieces))
     return Target(files=[file], is_directory=False, keeps_nesting=True)
 
 
 def dcp_target(outline: Outline, files: Files, max_shard_nbytes: int | None) -> Target:
-    """Return the pieces of a DCP directory: items in one file, or several of bounded size; the metadata last.
+    """Return the files of a DCP directory: the items in one file, or several of bounded size; the metadata last.
 
-    Tied tensors share their item. Names are those that stock `dcp.load` looks for.
+    Tied tensors share an item. FQNs are those that stock `dcp.load` expects.
     """
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -368,7 +373,7 @@ def dcp_target(outline: Outline, files: Files, max_shard_nbytes: int | None) -> 
 
 
 class _Shards:
-    """The files of a DCP directory's items; every archive begins at a multiple of what its elements are aligned to."""
+    """The files with the items of a DCP directory. Every archive begins at a multiple of `_ALIGNMENT`."""
 
     def __init__(self, max_nbytes: int | None) -> None:
         self._max_nbytes = max_nbytes
@@ -377,7 +382,7 @@ class _Shards:
         self._length = 0
 
     def place(self, archive: Sequence[bytes | Payload]) -> tuple[str, int, int]:
-        """Append an archive; return (file, offset, length)."""
+        """Append an archive; return (file name, offset, length)."""
         nbytes = sum(piece.nbytes for piece in archive if isinstance(piece, Payload))
         if not self._files or (self._max_nbytes and self._length and self._length + nbytes > self._max_nbytes):
             self._files.append([])

@@ -1,5 +1,5 @@
-"""Reading what others wrote: PyTorch DCP directories, torch.save files, safetensors files, Hugging Face directories.
+"""Readers of other formats: DCP directories, files of `torch.save`, safetensors files, Hugging Face directories.
 
-Each becomes the same `Contents` that a checkpoint of ours has, so that everything that reads those reads them too. No
-module here imports torch, and none runs what a file says.
+Each reader returns `Contents`, as for an asyncckpt checkpoint, so that all code that reads checkpoints reads every
+format. No module here imports torch, and none runs code that a file names.
 """

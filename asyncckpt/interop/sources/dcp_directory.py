@@ -1,6 +1,6 @@
 """Reads directories of `torch.distributed.checkpoint`: a pickled `.metadata`, and files with items of `torch.save`.
 
-Where the elements lie inside an item is found when they are read: its directory at the end, its pickle at the start.
+The offset of the elements in an item is found when they are read, from the directory at its end and its pickle.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from asyncckpt.storage.contents import Contents, Place
 from asyncckpt.storage.files import Files, opened, read_small_file
 
 Item = tuple[int, int, int]
-"""(part, offset, length) of what one `torch.save` wrote."""
+"""(part, offset, length) of one archive that `torch.save` wrote."""
 
 
 def read_dcp_directory(path: str, files: Files) -> Contents:
     """Read the structure of a DCP directory, and its leaves that are no tensors; some may be an `UnreadLeaf`.
 
     Raises:
-        CorruptCheckpointError: Damaged.
-        UnsupportedFormatError: It holds something that is not read, or was written through a transform.
-        DuplicateNameError: Two leaves have one name.
-        OSError: It cannot be read.
+        CorruptCheckpointError: A file is damaged.
+        UnsupportedFormatError: It holds a value that cannot be read, or was written through a transform.
+        DuplicateNameError: Two leaves have the same name.
+        OSError: A file cannot be read.
     """
     return _Directory(path, files).contents()
 
@@ -58,7 +58,7 @@ class _Directory:
         self._items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
 
     def contents(self) -> Contents:
-        """Return the whole."""
+        """Read the directory."""
         builder = self._builder
         with builder.refusing(DCP_METADATA_NAME):
             builder.stamp(DCP_METADATA_NAME)
@@ -97,14 +97,14 @@ class _Directory:
             archives[name, offset, length] = None
             self._items[fqn, None if at is None else size_of(at)] = (part, offset, length)
         for (name, offset, length), (other, start, _) in itertools.pairwise(sorted(archives)):
-            # Tied tensors may share an item. What overlaps would be read as often as somebody has written it down.
+            # Tied tensors may share an item. Overlapping items could make a reader read the same bytes many times.
             if name == other and offset + length > start:
                 self._refuse_safetensors(self._builder.file(name), offset, self._files)
                 raise self._builder.corrupt("two of its items overlap", file=name)
         self._builder.source.archives += archives
 
     def _paths(self, planner_data: Any, entries: dict[Any, Any]) -> dict[str, Path]:
-        """Return where each leaf stands in the nesting; without a path its name is a key of a flat dict."""
+        """Return the path of each leaf; a leaf without a path in the planner's data is at the top level."""
         given = planner_data if isinstance(planner_data, dict) else {}
         found: dict[str, Path] = {}
         others = {shown(fqn)[:80]: "" for fqn in given if fqn not in entries}
@@ -127,7 +127,7 @@ class _Directory:
             self._builder.source.changed["what a planner keeps that is no path was not read"] = others
         ends = set(found.values())
         through = [fqn for fqn, path in found.items() if any(path[:n] in ends for n in range(1, len(path)))]
-        if through:  # of a dict with the keys 1 and "1", which became one
+        if through:  # a dict had the keys 1 and "1", which became the same
             found |= {fqn: (fqn,) for fqn in through}
             self._builder.source.changed["whose path leads through another leaf is at the top level"] = dict.fromkeys(
                 through, ""
@@ -165,7 +165,7 @@ class _Directory:
 
         def find(files: Files) -> Place:
             name = self._builder.shards[item[0]].name
-            with self._builder.refusing(name, f"tensor {fqn!r}: "), self._opened(item, files) as archive:
+            with self._builder.refusing(name, f"tensor {fqn!r}: "), self._open_archive(item, files) as archive:
                 value = archive.value()
                 if type(value) is OpaqueGlobal:
                     raise unknown_global(value.name)
@@ -177,7 +177,7 @@ class _Directory:
         return Chunk(part=part, offset_bytes=0, nbytes=nbytes, offsets=offsets, sizes=sizes)
 
     @contextlib.contextmanager
-    def _opened(self, item: Item, files: Files) -> Iterator[TorchArchive]:
+    def _open_archive(self, item: Item, files: Files) -> Iterator[TorchArchive]:
         part, offset, length = item
         with opened(files, os.path.join(self._path, self._builder.shards[part].name), os.O_RDONLY) as fd:
             try:
@@ -188,7 +188,7 @@ class _Directory:
             yield archive
 
     def _refuse_safetensors(self, part: int, offset: int, files: Files) -> None:
-        """Refuse `SerializationFormat.SAFETENSORS`: all tensors of a file are said to begin where its header does."""
+        """Refuse `SerializationFormat.SAFETENSORS`: its metadata gives the offset of the header for every tensor."""
         file = self._builder.shards[part]
         nbytes = file.nbytes - offset
         with opened(files, os.path.join(self._path, file.name), os.O_RDONLY) as fd:
@@ -198,7 +198,10 @@ class _Directory:
             raise self._builder.unsupported(said, "SerializationFormat.SAFETENSORS")
 
     def _object(self, path: Path, item: Item) -> Node:
-        with self._builder.refusing(self._builder.shards[item[0]].name), self._opened(item, self._files) as archive:
+        with (
+            self._builder.refusing(self._builder.shards[item[0]].name),
+            self._open_archive(item, self._files) as archive,
+        ):
             value = archive.value()
             self._trees = self._trees or TreeBuilder(self._builder)
             return self._trees.add(value, path, lambda storage: (item[0], item[1] + archive.storage(storage)))

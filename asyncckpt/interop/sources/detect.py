@@ -1,4 +1,4 @@
-"""What kind of checkpoint is at a path, found by looking at it; and its contents, whichever kind it is."""
+"""Determines the kind of the checkpoint at a path, and reads a checkpoint of any kind."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _READERS = {
     "hf": read_hf_directory,
 }
 KINDS = (OURS, *_READERS)
-_RANKS_OWN = re.compile(r"__[0-9]+\.metadata")
+_RANK_METADATA = re.compile(r"__[0-9]+\.metadata")
 
 
 def kind_at(path: str, files: Files) -> str:
-    """Return the kind of what is at `path`, one of `KINDS`; ours where nothing says otherwise.
+    """Return the kind of the checkpoint at `path`, one of `KINDS`. A directory of no other kind is "asyncckpt".
 
     Raises:
-        CheckpointNotFoundError: Nothing is there.
-        UnsupportedFormatError: A file of no kind that is read.
+        CheckpointNotFoundError: There is nothing at `path`.
+        UnsupportedFormatError: It is a file of no known kind.
         OSError: It cannot be read.
     """
     try:
@@ -58,7 +58,8 @@ def kind_at(path: str, files: Files) -> str:
     if is_safetensors(head, found.st_size):
         return "safetensors"
     raise UnsupportedFormatError(
-        f"{path} is neither a file of torch.save nor a safetensors file; a checkpoint of ours is a directory", path=path
+        f"{path} is neither a file of torch.save nor a safetensors file; an asyncckpt checkpoint is a directory",
+        path=path,
     )
 
 
@@ -68,29 +69,29 @@ def _directory_kind(path: str, files: Files) -> str:
         return OURS
     try:
         names = files.listdir(path)
-    except PermissionError:  # one that may be searched and not listed; whoever reads the manifest says the rest
+    except PermissionError:  # it may be searched but not listed; reading the manifest gives the error, if any
         return OURS
     owned = [name for name in names if owner_of(name)]
-    if DCP_METADATA_NAME in names and all(name.endswith(".distcp") for name in owned):  # all that DCP knows of ours
+    if DCP_METADATA_NAME in names and all(name.endswith(".distcp") for name in owned):  # asyncckpt's layout for DCP too
         return "dcp"
     is_hf = not owned and any(is_index(name) or name.endswith(".safetensors") for name in names)
     return "hf" if is_hf else OURS
 
 
 def read_any(path: str, files: Files) -> Contents:
-    """Read everything about the checkpoint at `path` but its data, whatever kind it is.
+    """Read the structure of the checkpoint at `path`, of any kind, without the elements of tensors.
 
     Args:
         path: A directory or a file.
         files: The storage seam.
 
     Raises:
-        CheckpointNotFoundError: Nothing is there.
-        CheckpointNotCommittedError: A save of ours was begun there and never committed.
-        CorruptCheckpointError: Damaged.
-        UnsupportedFormatError: Of a newer version, of no known kind, or holding something that is not read.
-        DuplicateNameError: Two of its leaves have one name.
-        OSError: It cannot be read.
+        CheckpointNotFoundError: There is nothing at `path`.
+        CheckpointNotCommittedError: An asyncckpt save was begun there and never committed.
+        CorruptCheckpointError: A file is damaged.
+        UnsupportedFormatError: It has a newer version or no known kind, or holds a value that cannot be read.
+        DuplicateNameError: Two leaves have the same name.
+        OSError: A file cannot be read.
     """
     kind = kind_at(path, files)
     if kind != OURS:
@@ -98,20 +99,20 @@ def read_any(path: str, files: Files) -> Contents:
     try:
         return read_contents(path, files)
     except CheckpointNotFoundError as error:
-        _refuse_ranks_own(path, files, error)
+        _refuse_rank_metadata(path, files, error)
         raise
 
 
-def _refuse_ranks_own(path: str, files: Files, error: CheckpointNotFoundError) -> None:
-    """Say so where `dcp.save(use_collectives=False)` has saved: each rank its own, and nobody what there is in all."""
+def _refuse_rank_metadata(path: str, files: Files, error: CheckpointNotFoundError) -> None:
+    """Raise if `dcp.save(use_collectives=False)` has saved at `path`: then there is no metadata of all ranks."""
     try:
-        found = sorted(name for name in files.listdir(path) if _RANKS_OWN.fullmatch(name))
+        found = sorted(name for name in files.listdir(path) if _RANK_METADATA.fullmatch(name))
     except OSError:
         return
     if found:
         raise UnsupportedFormatError(
-            f"{path} was saved by dcp.save(use_collectives=False): {found[0]} tells what one rank has saved, and "
-            "nothing which ranks there were; it is not read. Stock dcp.load gives each rank its own",
+            f"{path} was saved by dcp.save(use_collectives=False): {found[0]} describes what one rank saved, and no "
+            "file lists the ranks, so it cannot be read. Load it with dcp.load, which gives each rank its own part",
             path=path,
             found=found[0],
         ) from error

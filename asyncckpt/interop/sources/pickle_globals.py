@@ -38,16 +38,16 @@ def _scalar(dtype: Any, data: Any) -> Opaque | OpaqueGlobal:
     try:
         payload = [dtype_text(dtype), data.hex() if type(data) is bytes else ""]
         numpy_scalar_value(*checked_numpy_scalar(payload))
-    except ValueError as error:  # one that is no plain value, or too wide for anybody else
+    except ValueError as error:  # its type is no plain number, or too wide for other platforms
         return OpaqueGlobal(f"numpy scalar, {error}")
     return Opaque("numpy.scalar", payload)
 
 
 def dtype_text(dtype: Record) -> str:
-    """Return a numpy dtype as the array protocol writes it, such as `<f4` or `<M8[ns]`.
+    """Return a numpy dtype in the notation of the array protocol, such as `<f4` or `<M8[ns]`.
 
     Raises:
-        UnpicklingError: Not a plain one, or of a big-endian machine.
+        UnpicklingError: It is big-endian or has fields.
     """
     state, text = dtype.state, dtype.kind.partition(" ")[2]
     order = state[1] if type(state) is tuple and len(state) > 1 else "<"
@@ -60,7 +60,7 @@ def dtype_text(dtype: Record) -> str:
 
 
 def _unit_of(state: Any) -> str:
-    """Return the unit of a time's dtype, which is the last of its state: (b"ns", how many of them, 1, 1)."""
+    """Return the unit of a time dtype, which is the last element of its state: (b"ns", multiple, 1, 1)."""
     last = state[-1] if type(state) is tuple and state else None
     parts = last[1] if type(last) is tuple and len(last) == 2 else None
     if type(parts) is not tuple or len(parts) != 4 or type(parts[0]) is not bytes or type(parts[1]) is not int:
@@ -83,7 +83,7 @@ def _array(kind: Any, shape: Any, code: Any) -> Record:
 
 
 def _frombuffer(data: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> Record:
-    """What protocol 5 makes of an array: numpy `_core/numeric.py`."""
+    """Return an array that was pickled with protocol 5 (numpy `_core/numeric.py`)."""
     if type(dtype) is not Record or not isinstance(data, (bytes, bytearray)):
         raise UnpicklingError("an array without dtype and bytes")
     array = Record("numpy.ndarray")
@@ -96,7 +96,7 @@ STORAGES = {
     **{"Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool"},
     **{"ComplexFloat": "complex64", "ComplexDouble": "complex128"},
 }
-"""Of torch's classes of typed storages, by what their names begin with: the dtype. Others have bytes."""
+"""The dtype of torch's typed storage classes, by the beginning of their names. Other storages hold bytes."""
 _BUILTIN_DTYPES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32", "long": "int64"}
 _METADATA = "torch.distributed.checkpoint.metadata"
 _RECORDS = (
@@ -112,7 +112,8 @@ _CLASSES = (
     *(f"{module}.{kind}Storage" for module in ("torch", "torch.cuda") for kind in (*STORAGES, "Untyped")),
 )
 _MAX_EXPANDED_NBYTES, _MAX_EXPANSION = 64 << 30, 1000
-"""Of a tensor that `expand` made: saved as the elements that it repeats, and read as what it claims to be. Chosen."""
+"""Limits of a tensor with repeated elements, which `expand` creates: its size in bytes, and its ratio to the stored
+elements. It is stored once and read in full size. Chosen, not measured."""
 
 _MAX_PATH_CHARS = 1 << 16
 _MAX_ATTRIBUTES = 9
@@ -120,7 +121,13 @@ _MAX_ATTRIBUTES = 9
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A storage outside of the pickle: its key, its dtype's name (None: bytes), its length in elements."""
+    """A storage outside of the pickle.
+
+    Attributes:
+        key: Its name in the archive.
+        dtype: Name of its dtype; None: bytes.
+        numel: Number of elements.
+    """
 
     key: str
     dtype: str | None
@@ -128,16 +135,22 @@ class StorageRef:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Length of its elements in bytes."""
         return self.numel * DTYPES[self.dtype or "uint8"].itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor: which storage, from which element on, and how.
+    """A tensor in a storage.
 
-    And what most checkpoints do not keep of it: names of its Python attributes, whether it was a Parameter, and
-    whether it required gradients.
+    Attributes:
+        storage: The storage.
+        dtype: Name of the dtype.
+        offset: Index of its first element in the storage.
+        size, stride: Shape and strides in elements.
+        attributes: Names of its Python attributes. Most targets do not keep them, nor the following.
+        is_parameter: Whether it was a Parameter.
+        requires_grad: Whether it required gradients.
     """
 
     storage: StorageRef
@@ -151,14 +164,14 @@ class TensorRef:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements, row-major."""
+        """Length of its elements in row-major order, in bytes."""
         return math.prod(self.size) * DTYPES[self.dtype].itemsize
 
     def place(self, part: int, start: int) -> Located | Strided:
-        """Return where its elements lie, if its storage begins at byte `start` of a part.
+        """Return where its elements are, if its storage begins at byte `start` of a part.
 
         Raises:
-            UnpicklingError: Few elements are repeated, by strides of zero, to what no memory holds.
+            UnpicklingError: It repeats elements, by strides of zero, beyond the limits.
         """
         itemsize = DTYPES[self.dtype].itemsize
         offset = start + self.offset * itemsize
@@ -175,10 +188,10 @@ class TensorRef:
 
 
 def size_of(value: Any) -> tuple[int, ...]:
-    """Return a shape: of a `torch.Size`, a tuple or a list.
+    """Return the shape that a `torch.Size`, a tuple or a list holds.
 
     Raises:
-        UnpicklingError: Not one.
+        UnpicklingError: The value is no shape.
     """
     members = value.payload if isinstance(value, Opaque) and value.tag == "torch.Size" else value
     if not isinstance(members, (tuple, list)) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in members):
@@ -187,10 +200,10 @@ def size_of(value: Any) -> tuple[int, ...]:
 
 
 def dtype_of(value: Any) -> str:
-    """Return a dtype's name.
+    """Return the name of a dtype.
 
     Raises:
-        UnpicklingError: Not a dtype, or one that is not in the table.
+        UnpicklingError: The value is no dtype, or one that cannot be stored.
     """
     if isinstance(value, Opaque) and value.tag == "torch.dtype" and value.payload in DTYPES:
         return str(value.payload)
@@ -198,10 +211,10 @@ def dtype_of(value: Any) -> str:
 
 
 def storage_of(pid: Any) -> StorageRef | OpaqueGlobal:
-    """Return the storage that a persistent id of `torch.save` names; of an opaque global, that.
+    """Return the storage that a persistent ID of `torch.save` names, or the opaque global that is its class.
 
     Raises:
-        UnpicklingError: Malformed.
+        UnpicklingError: The ID is malformed.
     """
     if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], (Maker, OpaqueGlobal)):
         raise UnpicklingError(f"{shown(pid)} is no storage")
@@ -219,7 +232,7 @@ def storage_of(pid: Any) -> StorageRef | OpaqueGlobal:
 
 
 UNRESOLVED = "torch.Tensor with its conj or neg bit set"
-"""Its elements are not what lies in the file, and nothing here computes: `resolve_conj()` before saving helps."""
+"""Its elements must be computed from those in the file. Call `resolve_conj()` or `resolve_neg()` before saving."""
 
 
 def _tensor(
@@ -254,7 +267,7 @@ def _parameter(data: Any, requires_grad: Any = False, hooks: Any = None, state: 
 
 
 def _with_attributes(tensor: TensorRef, state: Any) -> TensorRef:
-    parts = state if type(state) is tuple else (state,)  # of a class with __slots__ there are two
+    parts = state if type(state) is tuple else (state,)  # a class with __slots__ has two parts
     names = [name for part in parts if type(part) is dict for name in part if type(name) is str]
     return replace(tensor, attributes=(*tensor.attributes, *names[:_MAX_ATTRIBUTES])) if names else tensor
 
@@ -277,14 +290,14 @@ _DEVICES = frozenset(
         *("opencl", "opengl", "privateuseone", "ve", "vulkan", "xla", "xpu"),
     }
 )
-"""Of torch 2.13, c10/core/DeviceType.h. A backend of its own may have given itself another name, elsewhere."""
+"""Device types of torch 2.13, c10/core/DeviceType.h. An out-of-tree backend may have another name."""
 
 _MAX_DEVICES = 128
 
 
 def _device(kind: Any, index: Any = None) -> Opaque | OpaqueGlobal:
     if type(kind) is not str or type(index) not in (int, type(None)):
-        raise UnpicklingError("a device that is none")
+        raise UnpicklingError("an invalid device")
     if kind not in _DEVICES or not 0 <= (index or 0) < _MAX_DEVICES:
         return OpaqueGlobal(f"torch.device {kind[:99]}")
     return Opaque("torch.device", kind if index is None else f"{kind}:{index}")
@@ -317,7 +330,7 @@ def _layout(name: Any) -> LayoutText:
 
 def _posix_path(*parts: Any) -> PathText:
     if not all(type(part) is str for part in parts) or sum(map(len, parts)) > _MAX_PATH_CHARS:
-        raise UnpicklingError("a path that is none")
+        raise UnpicklingError("an invalid path")
     return PathText(posixpath.join(*parts) if parts else ".")
 
 
@@ -338,7 +351,7 @@ _MAKERS: dict[str, Callable[..., Any] | None] = {
     "collections.defaultdict": _defaulting,
     "_codecs.encode": _encoded,
     "builtins.bytearray": _bytearray,
-    "builtins.bytes": lambda: b"",  # of protocol 2; those that are not empty are encoded texts
+    "builtins.bytes": lambda: b"",  # empty bytes in protocol 2; others are encoded texts
     "builtins.set": lambda members=(): set(keys_of(members)),
     "builtins.frozenset": lambda members=(): frozenset(keys_of(members)),
     "builtins.complex": lambda real, imag=0.0: complex(real, imag),
@@ -363,11 +376,11 @@ _MAKERS: dict[str, Callable[..., Any] | None] = {
     **{name: _record(name.rpartition(".")[2]) for name in _RECORDS},
     **dict.fromkeys(_CLASSES),
 }
-"""By name: the function of ours that REDUCE calls; None: it is a name and nothing else."""
+"""By full name: the function of this package that REDUCE calls; None: the global may be named but not called."""
 
 KNOWN: dict[str, Any] = {
     **{f"torch.{name}": Opaque("torch.dtype", name) for name in DTYPES},
     **{f"torch.{name}": Opaque("torch.dtype", real) for name, real in _BUILTIN_DTYPES.items()},
     **{name: Maker(name, make) for name, make in _MAKERS.items()},
 }
-"""By full name: a `Maker`; or, of a dtype, the value itself."""
+"""By full name: a `Maker`, or for a dtype the value itself."""

@@ -1,6 +1,6 @@
-"""From an unpickled value to a tree of leaves: its tensors and objects are added to a `ContentsBuilder`.
+"""Converts an unpickled value into a tree of leaves, and adds its tensors and objects to a `ContentsBuilder`.
 
-A leaf that holds what cannot be read, such as an `OpaqueGlobal`, is an `UnreadLeaf` among the objects.
+A leaf that cannot be read, for example because it holds an `OpaqueGlobal`, becomes an `UnreadLeaf`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.storage.contents import Inline, Strided
 
 Locate = Callable[[StorageRef], tuple[int, int]]
-"""Says where the bytes of a storage begin: (part, offset)."""
+"""Returns where the bytes of a storage begin: (part, offset)."""
 
 LONG_NBYTES = 64 * 1024
-"""Bytes of this length and more are a leaf that lies where tensors do, as in saves of ours."""
+"""A `bytes` leaf of at least this length is stored like a tensor, as in asyncckpt saves."""
 
 _NUMPY = {
     **{"|b1": "bool", "|u1": "uint8", "|i1": "int8", "<u2": "uint16", "<i2": "int16", "<u4": "uint32", "<i4": "int32"},
@@ -50,21 +50,22 @@ _SHARED = "containers that were one object are stored apart"
 
 _LENGTHS = frozenset({str, bytes, bytearray})
 _SHAREABLE = frozenset({*DICTS, list, set, bytearray})
-"""Types of which it matters whether two are one object: who changes one changes both."""
+"""Mutable types: a change of an object is seen through all references to it, so two equal objects are not the same."""
 _HELD_PER_BYTE, _HELD_ANYWAY = 16, 64 << 20
-"""Of texts and bytes that are held, for each byte of the files: a pickle may name one many times over. Chosen."""
+"""Limit of texts and bytes in memory: so many for each byte of the files, and so many in any case. A pickle may refer
+to one text many times. Chosen, not measured."""
 
 _SCALARS = frozenset({int, float, bool, str, type(None), complex})
 _SHOWN_CHARS = 80
 _MAX_LOOKS = 1 << 20
-"""At values in leaves that are not read. Chosen: half a second."""
+"""Values that are visited in leaves that cannot be read, to count tensors: half a second. Chosen, not measured."""
 
 
 class TreeBuilder:
-    """The values of one checkpoint.
+    """Builds the tree of one checkpoint.
 
     Args:
-        builder: Takes the leaves.
+        builder: Gets the tensors and objects.
     """
 
     def __init__(self, builder: ContentsBuilder) -> None:
@@ -76,16 +77,17 @@ class TreeBuilder:
         self._n_nodes = self._n_looks = self._n_held = 0
 
     def add(self, value: Any, path: Path, locate: Locate) -> Node:
-        """Add everything in a value that was unpickled.
+        """Add all leaves of an unpickled value; return its node.
 
         Args:
-            value: Of the kinds that `pickle_globals` makes.
-            path: Where it stands.
-            locate: As it says.
+            value: A value of the types that `pickle_globals` creates.
+            path: Path of the value.
+            locate: Returns where the bytes of a storage begin.
 
         Raises:
-            UnsupportedFormatError: Too many values, nested too deeply, or keys that are one text; names the leaf.
-            CorruptCheckpointError: A tensor lies outside of its file.
+            UnsupportedFormatError: There are too many values or levels, or two keys of a dict are the same text; names
+                the leaf.
+            CorruptCheckpointError: A tensor is outside of its file.
         """
         node = self._node_of(value, path, locate)
         self._note_views()
@@ -117,7 +119,7 @@ class TreeBuilder:
         return self._object(value, path)
 
     def _mapping(self, value: Any, keys: list[Any], path: Path, locate: Locate) -> Node:
-        """Add a dict whose keys have a form in a tree. A member is not read if its key is too long."""
+        """Add a dict whose keys can be keys of a tree. A member whose key is too long becomes an `UnreadLeaf`."""
         if len(set(keys)) != len(keys):
             raise self._builder.unsupported(f"two keys of {fqn_of(path)!r} are one text")
         members: list[Any] = []
@@ -140,7 +142,7 @@ class TreeBuilder:
             self._note(_OF_ORDERED, path, f" ({others})")
 
     def _read_as(self, value: Any, path: Path) -> Any:
-        """Return a value with a plain type, and note what it is not any more."""
+        """Return a value with a plain type, and record the type that it loses."""
         if type(value) not in READ_AS:
             return value
         plain, said = READ_AS[type(value)]
@@ -151,7 +153,7 @@ class TreeBuilder:
         self._builder.source.changed.setdefault(said, {}).setdefault(fqn_of(path), more)
 
     def _note_shared(self, value: Any, path: Path) -> None:
-        """Note a dict, list or set that is met again: it is stored for each place. Kept, so that ids stay its own."""
+        """Record a mutable container that occurs twice: it is stored twice. Held, so that its ID is not reused."""
         if id(value) in self._met:
             self._note(_SHARED, self._met[id(value)][1])
             self._note(_SHARED, path)
@@ -159,7 +161,7 @@ class TreeBuilder:
             self._met[id(value)] = (value, path)
 
     def _note_views(self) -> None:
-        """Note tensors of one pickle whose elements overlap. Tied ones, which are the same tensor, do not count."""
+        """Record tensors of one pickle whose elements overlap, except tied ones, which are the same tensor."""
         shared: set[int] = set()
         furthest = (-1, -1, -1)
         for part, start, stop, number, _ in sorted(self._extents):
@@ -171,7 +173,7 @@ class TreeBuilder:
         self._extents.clear()
 
     def _object(self, value: Any, path: Path) -> Node:
-        """Add a leaf that is no tensor, or what belongs to a container."""
+        """Add an object: a leaf that is no tensor, or the `_metadata` of a container."""
         plain = self._plain(value, path)
         try:
             raw = encode_value(plain, lambda v: (v.tag, v.payload) if isinstance(v, Opaque) else None)
@@ -186,7 +188,7 @@ class TreeBuilder:
         return (OBJECT, len(self._builder.source.objects) - 1)
 
     def _versions(self, metadata: Any, path: Path) -> int | None:
-        """Add the `_metadata` of an OrderedDict; without it the rest of that is worth as much."""
+        """Add the `_metadata` of an OrderedDict. If it cannot be read, it is left out: the rest is usable without."""
         plain = dict(metadata) if type(metadata) is OrderedDict else metadata  # as all of torch's are
         objects, number = self._builder.source.objects, self._object(plain, (*path, "_metadata"))[1]
         if type(objects[number]) is not UnreadLeaf:
@@ -197,7 +199,7 @@ class TreeBuilder:
         return None
 
     def _tensors_in(self, value: Any) -> int | None:
-        """Count the tensors in what is not read; None when a million values have been looked at for all leaves."""
+        """Count the tensors in a value that cannot be read; None after `_MAX_LOOKS` values in all leaves."""
         todo, met, count = [value], set(), 0
         while todo:
             found = todo.pop()
@@ -213,13 +215,13 @@ class TreeBuilder:
         return count
 
     def _count(self, path: Path) -> None:
-        """A pickle may name one list many times over, and so grow without end."""
+        """Count a value, and refuse too many: a pickle may refer to one list many times."""
         self._n_nodes += 1
         if self._n_nodes > MAX_TENSORS:
             raise self._builder.unsupported(f"more than {MAX_TENSORS} values, at {fqn_of(path)[:200]!r}")
 
     def _is_flat(self, value: Any, path: Path, depth: int = 0) -> bool:
-        """Whether a list or tuple holds scalars only, or flat ones of them: one leaf, as in a checkpoint of ours."""
+        """Whether a list or tuple holds only scalars, or lists and tuples of scalars: it is one leaf, as in saves."""
         self._count(path)
         return depth <= MAX_DEPTH // 2 and all(
             type(v) in _SCALARS
@@ -230,7 +232,7 @@ class TreeBuilder:
         )
 
     def _plain(self, value: Any, path: Path, depth: int = 0) -> Any:
-        """Return an object leaf with plain dicts in place of OrderedDicts; counts what is in it."""
+        """Return an object leaf with dicts in place of OrderedDicts, and count its values."""
         self._count(path)
         if depth:
             self._note_shared(value, path)
@@ -276,7 +278,7 @@ class TreeBuilder:
         return (TENSOR, self._by_ref[key])
 
     def _array(self, array: Record, path: Path) -> Node:
-        """Add a numpy array: (version, shape, dtype, whether by columns, bytes)."""
+        """Add a numpy array. Its state is (version, shape, dtype, whether column-major, bytes)."""
         try:
             _, shape, dtype, by_columns, data = array.state
             name, sizes = _NUMPY.get(dtype_text(dtype)), size_of(shape)
@@ -288,7 +290,7 @@ class TreeBuilder:
         return self._elements(ARRAY, data, name, sizes, path)
 
     def _elements(self, kind: str, data: bytes | bytearray, dtype: str, sizes: tuple[int, ...], path: Path) -> Node:
-        """Add elements that lie in the pickle, which the builder keeps."""
+        """Add a tensor whose elements are in the pickle; the builder keeps them in memory."""
         part = self._builder.place(-1, len(data), Inline(bytes(data)))
         return (kind, self._builder.whole_tensor(fqn_of(path), dtype, sizes, part, 0, len(data)))
 

@@ -32,17 +32,17 @@ _NAMES = {row.safetensors: row.name for row in DTYPES.values() if row.safetensor
     "F8_E8M0": "float8_e8m0fnu",
     _F4: "float4_e2m1fn_x2",
 }
-"""Two dtypes more than files of ours are written with: safetensors 0.5 does not know them, 0.6.2 does."""
+"""dtypes by their safetensors names. asyncckpt writes all but the last two, which safetensors 0.5 does not know."""
 
 _WRITTEN = {name: kind for kind, name in _NAMES.items()}
 
 
 SAFETENSORS_START = 9
-"""Bytes that are enough to tell: the header's length, and its first character."""
+"""Bytes that are enough to recognize a file: the length of the header, and its first character."""
 
 
 class HeaderEntry(NamedTuple):
-    """One tensor: name, our dtype's name, shape in elements, where its bytes begin in the file."""
+    """One tensor: its name, the name of its torch dtype, shape in torch's elements, offset and length in the file."""
 
     name: str
     dtype: str
@@ -61,10 +61,10 @@ def is_safetensors(start: bytes, nbytes: int) -> bool:
 
 
 def read_header(read_at: ReadAt, nbytes: int) -> tuple[list[HeaderEntry], dict[str, Any]]:
-    """Return the tensors in the header's order, and its metadata.
+    """Return the tensors in the order of the header, and the metadata.
 
     Raises:
-        ValueError: Damaged: no JSON, an unknown dtype, ranges that overlap, leave holes or lie outside of the file.
+        ValueError: It is no JSON, has an unknown dtype, or byte ranges that overlap, leave gaps or exceed the file.
     """
     length = int.from_bytes(read_at(0, 8), "little")
     if not 2 <= length <= min(MAX_HEADER_NBYTES, nbytes - 8):
@@ -93,8 +93,9 @@ def header_form(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...
     """Return safetensors' dtype and shape of a tensor, or None where it has none.
 
     Args:
-        dtype: Our name, which is torch's.
-        shape: In torch's elements. One of `float4_e2m1fn_x2` is two of F4, and so needs a dimension.
+        dtype: The name of the torch dtype.
+        shape: Shape in torch's elements. One element of `float4_e2m1fn_x2` is two of F4 in the last dimension, so a
+            tensor of this dtype without dimensions has no form.
     """
     kind = _WRITTEN.get(dtype)
     if kind is None or (kind == _F4 and not shape):
@@ -140,11 +141,11 @@ _BESIDE = re.compile(r"(consolidated([-.][0-9]+)?|adapter_model)\Z")
 
 
 class AmbiguousFolderError(ValueError):
-    """A folder holds several models, and nothing says which is meant; `files` are the names to choose from."""
+    """A directory holds several models, and none is the obvious one; `files` are the names to choose from."""
 
     def __init__(self, files: Iterable[str]) -> None:
         self.files = sorted(files)
-        super().__init__(f"it holds several models: {', '.join(self.files)}; choose one of these files and name that")
+        super().__init__(f"it holds several models: {', '.join(self.files)}; give the path of one of these files")
 
 
 class Chosen(NamedTuple):
@@ -197,7 +198,7 @@ def chosen_model(names: Iterable[str]) -> Chosen:
         return Chosen(INDEX_NAME if INDEX_NAME in indexes else indexes[0])
     if indexes:
         raise AmbiguousFolderError(indexes)
-    if "model.safetensors" in weights:  # adapters, say, beside it
+    if "model.safetensors" in weights:  # other files may be adapters
         return Chosen(None, ("model.safetensors",))
     found = tuple(name for name in weights if model_of(name) in bases)
     return Chosen(None, found, len({model_of(name) for name in found}) > 1)
@@ -210,21 +211,21 @@ def _is_variant(model: str, models: set[str]) -> bool:
 
 MAX_INDEX_NBYTES = 256 << 20
 _SHARDING = "DCP_SHARDING_INFO"
-OF_ONE_FILE = (_SHARDING, "DCP_VERSION")
-"""Metadata of a header that say how DCP reads that file, and nothing of the checkpoint."""
+FILE_METADATA = (_SHARDING, "DCP_VERSION")
+"""Keys of metadata in a header that belong to one file of DCP, not to the checkpoint."""
 
 COPIES = "of the copies in several files only that of the file that the index names was read"
-"""What `ForeignSource.changed` says of such tensors."""
+"""The sentence in `ForeignSource.changed` about tensors that are in several files."""
 
 INDEX_METADATA = "metadata of the index of the files are not kept"
 
 
 def read_safetensors_file(path: str, files: Files) -> Contents:
-    """Read the structure of a safetensors file: its names become a flat dict.
+    """Read the structure of a safetensors file, as a flat dict from names to tensors.
 
     Raises:
-        CorruptCheckpointError: Damaged.
-        OSError: It cannot be read.
+        CorruptCheckpointError: The file is damaged.
+        OSError: The file cannot be read.
     """
     directory, name = os.path.split(path)
     builder = ContentsBuilder("safetensors", path, directory, files)
@@ -237,16 +238,16 @@ def read_hf_directory(path: str, files: Files) -> Contents:
     """Read the structure of a directory of safetensors files.
 
     Args:
-        path: The directory; or the index of one model in it.
+        path: The directory, or the index of one model in it.
         files: The storage seam.
 
     Raises:
-        CorruptCheckpointError: Damaged; the index names a file or a tensor that is not there; two files of one model
-            have a tensor, and the index does not say which is meant, or they differ in shape or dtype.
-        UnsupportedFormatError: It holds several models, and nothing says which is meant; the files are listed.
-        OSError: It cannot be read.
+        CorruptCheckpointError: A file is damaged; or the index names a file or tensor that does not exist; or a tensor
+            is in two files, and the index does not name one of them, or they differ in shape or dtype.
+        UnsupportedFormatError: The directory holds several models, and none is the obvious one; lists the files.
+        OSError: A file cannot be read.
 
-    Of variants (`fp16`) the one without a suffix is the model: see `chosen_model`.
+    Of several variants, such as `fp16`, the one without a suffix is read: see `chosen_model`.
 
     Every tensor of the files that the index names is read, also one that the index does not list: transformers and
     huggingface_hub load whole files too. If a tensor is in two files, the copy in the file that the index names is
@@ -284,11 +285,11 @@ def read_hf_directory(path: str, files: Files) -> Contents:
 
 
 def _joined(headers: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the metadata of all files as those of one checkpoint; where files differ, each one's value by its name."""
+    """Return the joined metadata of all files; a key with different values gets a dict from file name to value."""
     found: dict[str, dict[str, Any]] = {}
     for file, metadata in headers.items():
         for key, value in metadata.items():
-            if key not in OF_ONE_FILE:
+            if key not in FILE_METADATA:
                 found.setdefault(f"{METADATA_KEY}.files" if key == "files" else key, {})[file] = value
     return {
         key: next(iter(values.values())) if len(set(values.values())) == 1 else values for key, values in found.items()
@@ -298,7 +299,7 @@ def _joined(headers: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def _refuse_doubles(
     builder: ContentsBuilder, found: Iterable[tuple[str, HeaderEntry]], sharding: Mapping[tuple[str, str], list[int]]
 ) -> None:
-    """Refuse files that are no one model's: a tensor is whole in two of them."""
+    """Raise if two models have the same tensor, so that the files cannot be parts of one model."""
     seen: dict[str, str] = {}
     for shard, entry in found:
         other = seen.setdefault(entry.name, shard)
@@ -334,7 +335,7 @@ def _header(builder: ContentsBuilder, name: str, files: Files) -> tuple[list[Hea
 
 
 def _offsets(builder: ContentsBuilder, shard: str, metadata: dict[str, Any]) -> dict[str, list[int]]:
-    """Return where each tensor of a shard of DCP's begins in the global one."""
+    """Return the offsets of each tensor of a DCP shard in the global tensor; empty for other files."""
     if _SHARDING not in metadata:
         return {}
     try:
@@ -386,7 +387,7 @@ def _assembled(
 def _copy_meant(
     builder: ContentsBuilder, name: str, held: list[tuple[str, HeaderEntry]], file: str | None
 ) -> tuple[str, HeaderEntry]:
-    """Return of a tensor that several files have the one in `file`, which the index names, and note the others."""
+    """Return the copy of a tensor that is in `file`, which the index names, and record the other copies."""
     found = " and ".join([shard for shard, _ in held][:4])
     meant = next((part for part in held if part[0] == file), None)
     if meant is None:

@@ -1,4 +1,4 @@
-"""Builds the `Contents` of a checkpoint of another format: files, tensors and objects, as if one rank had saved it."""
+"""Builds the `Contents` of a checkpoint of another format from files, tensors and objects; it has one rank."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from asyncckpt.storage.files import Files
 
 
 def read_exactly(files: Files, fd: int, nbytes: int, start: int = 0) -> Callable[[int, int], bytes]:
-    """Return a reader of the window of `nbytes` at byte `start` of a file: (offset, length) -> exactly these bytes.
+    """Return a function (offset, length) that reads exactly these bytes of the `nbytes` bytes at `start` of a file.
 
-    It raises ValueError for a range outside of the window, or that the file ends within, and OSError.
+    The function raises ValueError if the range is outside of these bytes or the file ends early, and OSError.
     """
 
     def read_at(offset: int, length: int) -> bytes:
@@ -50,7 +50,7 @@ NO_SAVE = SaveId(0, 0, "0" * 12)
 
 
 def _stays_inside(name: str) -> bool:
-    """Whether a name can be that of a file below a directory."""
+    """Whether a name, relative to a directory, is valid and stays inside that directory."""
     try:
         parts = os.fsencode(name).split(b"/")
     except UnicodeEncodeError:
@@ -63,9 +63,9 @@ class ContentsBuilder:
     """Collects files, tensors and objects of one checkpoint.
 
     Args:
-        kind: As `ForeignSource.kind`.
-        path: For messages: the file or directory that was opened.
-        directory: Where the names of files begin.
+        kind: See `ForeignSource.kind`.
+        path: The file or directory that was opened, for messages.
+        directory: The directory to which the names of files are relative.
         files: The storage seam.
     """
 
@@ -78,14 +78,14 @@ class ContentsBuilder:
         self._modified = 0.0
 
     def file(self, name: str) -> int:
-        """Return the part number of a file below the directory.
+        """Return the part number of a file in the directory.
 
         Raises:
-            CorruptCheckpointError: It is missing, no regular file, or its name leads elsewhere.
+            CorruptCheckpointError: It is missing or no regular file, or its name leads out of the directory.
         """
         if name not in self._numbers:
             if not _stays_inside(name):
-                raise self.corrupt(f"a file is called {name[:200]!r}, which leads out of the directory, or nowhere")
+                raise self.corrupt(f"file name {name[:200]!r} is invalid or leads out of the directory")
             try:
                 found = self._files.stat(os.path.join(self.source.directory, name))
             except (FileNotFoundError, NotADirectoryError) as error:
@@ -99,16 +99,22 @@ class ContentsBuilder:
 
     @property
     def files_nbytes(self) -> int:
-        """Length of the files that are known by now."""
+        """Length of all files so far, in bytes."""
         return sum(nbytes for _, _, nbytes, _ in self.source.stamps.values())
 
     def stamp(self, name: str) -> None:
-        """Remember a file that is about to be read as a whole, if it is there."""
+        """Record length and modification time of a file, if it exists, to detect later changes."""
         with contextlib.suppress(OSError):
             self.source.stamp(name, self._files.stat(os.path.join(self.source.directory, name)))
 
     def place(self, part: int, nbytes: int, where: Lazy | Place) -> int:
-        """Return a part number for elements that no offset in file `part` tells; `nbytes`: of the elements."""
+        """Return a new part number for elements that have no known offset in a file.
+
+        Args:
+            part: Part number of the file that holds them; negative: none does.
+            nbytes: Length of the elements in bytes.
+            where: Where the elements are, or a function that finds out.
+        """
         return self._part(self.shards[part].name if part >= 0 else "", nbytes, where)
 
     def _part(self, name: str, nbytes: int, where: Lazy | Place) -> int:
@@ -117,11 +123,11 @@ class ContentsBuilder:
         return len(self.shards) - 1
 
     def tensor(self, fqn: str, dtype: str, shape: tuple[int, ...], chunks: Iterable[Chunk]) -> Node:
-        """Add a tensor.
+        """Add a tensor; return its node.
 
         Raises:
-            CorruptCheckpointError: Its chunks lie outside of their files, or do not cover it exactly once.
-            UnsupportedFormatError: Too many tensors.
+            CorruptCheckpointError: A chunk is outside of its file, or the chunks do not cover the tensor exactly once.
+            UnsupportedFormatError: There are too many tensors.
         """
         found = tuple(chunks)
         if len(self._tensors) >= MAX_TENSORS:
@@ -135,7 +141,8 @@ class ContentsBuilder:
                 )
             if chunk.nbytes != math.prod(chunk.sizes) * DTYPES[dtype].itemsize:
                 raise self.corrupt(
-                    f"tensor {fqn!r} has {chunk.nbytes} bytes where its shape {list(chunk.sizes)} wants others",
+                    f"tensor {fqn!r} has {chunk.nbytes} bytes, which does not match its shape {list(chunk.sizes)} and "
+                    f"dtype {dtype}",
                     file=self.shards[chunk.part].name,
                     fqn=fqn,
                 )
@@ -151,15 +158,15 @@ class ContentsBuilder:
     def whole_tensor(
         self, fqn: str, dtype: str, shape: tuple[int, ...], part: int, offset_bytes: int, nbytes: int
     ) -> int:
-        """Add a tensor that lies in one piece; return its number. Raises as `tensor`."""
+        """Add a tensor that is stored as one chunk; return its number. Raises the errors of `tensor`."""
         chunk = Chunk(part=part, offset_bytes=offset_bytes, nbytes=nbytes, offsets=(0,) * len(shape), sizes=shape)
         return int(self.tensor(fqn, dtype, shape, [chunk])[1])
 
     def contents(self, tree: Node, writer: str) -> Contents:
-        """Return the whole.
+        """Return the contents with the given tree.
 
         Raises:
-            DuplicateNameError: Two leaves join to one FQN.
+            DuplicateNameError: Two leaves have the same FQN.
         """
         names: dict[str, Path] = {}
         step = -1
@@ -206,12 +213,12 @@ class ContentsBuilder:
         )
 
     def corrupt(self, detail: str, file: str = "", fqn: str | None = None) -> CorruptCheckpointError:
-        """Return the error for something that cannot be as it was written."""
+        """Return the error for damaged content."""
         said = f"{self._named(file)}: {detail}"
         return CorruptCheckpointError(said, path=self.path, file=file or None, fqn=fqn, detail=detail)
 
     def unsupported(self, detail: str, found: str | None = None, file: str = "") -> UnsupportedFormatError:
-        """Return the error for something that is not read."""
+        """Return the error for content that cannot be read."""
         return UnsupportedFormatError(f"{self._named(file)}: {detail}", path=self.path, found=found)
 
     def _named(self, file: str) -> str:
@@ -219,7 +226,7 @@ class ContentsBuilder:
 
     @contextlib.contextmanager
     def refusing(self, file: str = "", what: str = "") -> Iterator[None]:
-        """Turn a ValueError of what is in `file` into an error of asyncckpt, whose detail begins with `what`."""
+        """Convert a ValueError about the content of `file` into an asyncckpt error; its detail begins with `what`."""
         try:
             yield
         except AsyncCkptError:
@@ -228,5 +235,5 @@ class ContentsBuilder:
             name = getattr(error, "name", None)
             if name is None:
                 raise self.corrupt(f"{what}{error}", file=file) from error
-            advice = "nothing of it was run. Write plain values instead, such as a state_dict()"
+            advice = "no code of it was run. Save plain values instead, such as a state_dict()"
             raise self.unsupported(f"{what}{error}; {advice}", name, file) from error

@@ -35,22 +35,27 @@ ZIP_MAGIC = b"PK\x03\x04"
 _LOCAL = struct.Struct("<4s5H3L2H")
 _MAX_32 = (1 << 32) - 1
 _TAIL_NBYTES = 2048
-"""Of an archive, read at once: enough for the whole directory of one tensor that torch saved."""
+"""Bytes at the end of an archive that are read first: they hold the whole directory of an archive with one tensor."""
 
 MAX_DIRECTORY_NBYTES = 1 << 30
-"""Of the directory of an archive, which is held."""
+"""Limit of the directory of an archive, which is held in memory."""
 
 _STEP_NBYTES = 4 << 20
-"""One read of an entry whose CRC-32 is compared."""
+"""Bytes of one read when the CRC-32 of an entry is computed."""
 
 ReadAt = Callable[[int, int], bytes]
 """(offset, length) in the archive -> exactly these bytes."""
 
 
 class ZipEntry(NamedTuple):
-    """One stored entry: name, where its local header begins in the archive, length, CRC-32.
+    """One entry of an archive.
 
-    `limit`: where the next header begins, or the directory: its bytes must not reach beyond.
+    Attributes:
+        name: Its name.
+        header_offset: Offset of its local header in the archive.
+        nbytes: Length of its data in bytes.
+        crc: CRC-32 of its data.
+        limit: Offset of the next local header, or of the directory; the data must end before.
     """
 
     name: str
@@ -61,7 +66,7 @@ class ZipEntry(NamedTuple):
 
 
 class _Window:
-    """An archive as the file that `zipfile` reads from."""
+    """A file object for `zipfile` that reads an archive which is a part of a file."""
 
     def __init__(self, read_at: ReadAt, nbytes: int) -> None:
         self._read_at, self._nbytes, self._at = read_at, nbytes, 0
@@ -91,14 +96,14 @@ def read_directory(read_at: ReadAt, nbytes: int) -> dict[str, ZipEntry]:
     """Return the entries of an archive of `nbytes`, by name.
 
     Raises:
-        UnpicklingError: A TorchScript archive.
-        ValueError: No zip archive, a damaged one, or one with entries that are not stored as they are, or overlap.
+        UnpicklingError: It is a TorchScript archive.
+        ValueError: It is no zip archive, or damaged, or has entries that overlap, are compressed or encrypted.
         OSError: It cannot be read.
     """
     try:
         archive = zipfile.ZipFile(cast(IO[bytes], _Window(read_at, nbytes)))
     except (zipfile.BadZipFile, NotImplementedError, struct.error, OverflowError) as error:
-        hidden = error.__context__  # of a read that failed
+        hidden = error.__context__  # the OSError of a failed read, which zipfile replaces
         if isinstance(hidden, OSError) and not isinstance(hidden, io.UnsupportedOperation):
             raise hidden from None
         raise ValueError(f"it is no zip archive, damaged, or cut short: {error}") from error
@@ -115,7 +120,7 @@ def read_directory(read_at: ReadAt, nbytes: int) -> dict[str, ZipEntry]:
     for info, limit in zip(infos, limits, strict=False):
         if info.compress_type or info.flag_bits & 1 or info.compress_size != info.file_size:
             raise ValueError(f"entry {info.filename!r} is compressed or encrypted")
-        if info.header_offset + _LOCAL.size + info.file_size > limit:  # who reads all would read more than there is
+        if info.header_offset + _LOCAL.size + info.file_size > limit:
             raise ValueError(f"entry {info.filename!r} overlaps with the next one, or with the directory")
     return found
 
@@ -123,8 +128,8 @@ def read_directory(read_at: ReadAt, nbytes: int) -> dict[str, ZipEntry]:
 def data_offset(read_at: ReadAt, entry: ZipEntry) -> int:
     """Return where the bytes of an entry begin in the archive.
 
-    IMPORTANT: no checksum covers a local header, whose lengths say where the bytes begin. They are held to where the
-    next header begins: wrong ones would give the elements of a tensor from somewhere else.
+    IMPORTANT: the offset depends on lengths in the local header, which no checksum covers. They are checked against the
+    offset of the next header: with wrong lengths, a tensor would get bytes from elsewhere in the file.
 
     Raises:
         ValueError: Its local header is damaged.
@@ -144,7 +149,7 @@ _LEGACY_MAGIC = re.compile(
 """A pickle of torch's magic number, `torch.serialization.MAGIC_NUMBER`; from protocol 4 on in a frame."""
 
 HEAD_NBYTES = 32
-"""Of a file: enough to tell what it is."""
+"""Bytes at the beginning of a file that are enough to determine its kind."""
 
 _LEGACY_PROTOCOL, _LEGACY_VALUE = 1001, 3
 
@@ -158,7 +163,7 @@ class TorchArchive:
 
     Raises:
         UnpicklingError: A TorchScript archive.
-        ValueError: No such archive, or damaged.
+        ValueError: It is not an archive of `torch.save`, or it is damaged.
     """
 
     def __init__(self, read_at: ReadAt, nbytes: int) -> None:
@@ -173,7 +178,7 @@ class TorchArchive:
             raise ValueError("it was written on a big-endian machine")
 
     def _bytes_of(self, entry: ZipEntry) -> bytes:
-        """Return the bytes of an entry, compared with its CRC-32."""
+        """Return the bytes of an entry, and verify its CRC-32."""
         data = self._read_at(data_offset(self._read_at, entry), entry.nbytes)
         if self._has_crcs and zlib.crc32(data) != entry.crc:
             raise ValueError(f"entry {entry.name!r} differs from its CRC-32")
@@ -202,13 +207,14 @@ class TorchArchive:
 def read_torch_file(path: str, files: Files) -> Contents:
     """Read the structure of a file that `torch.save` wrote.
 
-    What is no dict becomes one: the members of a list under their numbers, anything else under `value`.
+    The tree is always a dict: a list or tuple becomes a dict from index to member, any other value a dict with the one
+    key `value`.
 
     Raises:
-        CorruptCheckpointError: Damaged.
-        UnsupportedFormatError: It holds something that is not read; of a global, names it.
-        DuplicateNameError: Two leaves have one name.
-        OSError: It cannot be read.
+        CorruptCheckpointError: The file is damaged.
+        UnsupportedFormatError: It holds a value that cannot be read; names the global, if that is why.
+        DuplicateNameError: Two leaves have the same name.
+        OSError: The file cannot be read.
     """
     directory, name = os.path.split(path)
     builder = ContentsBuilder("torch", path, directory, files)
@@ -240,12 +246,12 @@ def read_torch_file(path: str, files: Files) -> Contents:
 
 
 def begins_torch_file(head: bytes) -> bool:
-    """Whether a file that begins with `head`, of `HEAD_NBYTES` or all of it, may be one of torch's."""
+    """Whether a file may be one of `torch.save`. `head`: its first `HEAD_NBYTES` bytes, or all if it is shorter."""
     return head.startswith(ZIP_MAGIC) or _LEGACY_MAGIC.match(head) is not None
 
 
 def is_torch_file(path: str, files: Files) -> bool:
-    """Whether `torch.save` wrote a file that begins as one of its: any zip archive does.
+    """Whether `torch.save` wrote a file for which `begins_torch_file` is True; it is True for any zip archive.
 
     Raises:
         OSError: It cannot be read.
@@ -259,14 +265,14 @@ def is_torch_file(path: str, files: Files) -> bool:
 
 
 def _legacy(read_at: ReadAt, nbytes: int) -> tuple[Any, Callable[[StorageRef], int]]:
-    """Read five pickles: magic number, protocol, what machine, the value, the keys of the storages; then storages."""
+    """Read a file of torch before 1.6: five pickles (magic number, protocol, system, value, keys), then storages."""
     pickle, at = PickleStream(read_at, nbytes), 0
     found: list[Any] = []
     storages: dict[str, StorageRef] = {}
 
     def persistent(pid: Any) -> StorageRef:
         ref = storage_of(pid)
-        if isinstance(ref, OpaqueGlobal):  # where the storages behind it begin depends on how long its elements are
+        if isinstance(ref, OpaqueGlobal):  # its element size, and so the offsets of later storages, is unknown
             raise unknown_global(ref.name)
         return storages.setdefault(ref.key, ref)
 
@@ -301,11 +307,11 @@ def _legacy(read_at: ReadAt, nbytes: int) -> tuple[Any, Callable[[StorageRef], i
 
 @contextlib.contextmanager
 def opened_archive(contents: Contents, archive: tuple[str, int, int], files: Files) -> Iterator[ReadAt]:
-    """Open an archive of a source, as `ForeignSource.archives` has it, for reads in it.
+    """Open an archive of a source, an element of `ForeignSource.archives`, for reading.
 
     Raises:
-        CorruptCheckpointError: The block has raised a `ValueError`: it is damaged.
-        OSError: It cannot be opened.
+        CorruptCheckpointError: The block has raised a `ValueError`: the archive is damaged.
+        OSError: The file cannot be opened.
     """
     assert contents.source is not None
     name, start, nbytes = archive
@@ -325,8 +331,8 @@ def crc_of(read_at: ReadAt, entry: ZipEntry, offset: int) -> int:
     """Return the CRC-32 of an entry whose bytes begin at `offset` of its archive.
 
     Raises:
-        ValueError: The file ends before they do.
-        OSError: They cannot be read.
+        ValueError: The file ends early.
+        OSError: The file cannot be read.
     """
     crc = 0
     for at in range(0, entry.nbytes, _STEP_NBYTES):
@@ -335,7 +341,7 @@ def crc_of(read_at: ReadAt, entry: ZipEntry, offset: int) -> int:
 
 
 def damaged(contents: Contents, name: str, entry: ZipEntry, offset: int) -> CorruptCheckpointError:
-    """Return the error for an entry, at byte `offset` of file `name`, whose CRC-32 is another; it names the tensors."""
+    """Return the error for an entry at byte `offset` of file `name` whose CRC-32 differs; it names the tensors."""
     assert contents.source is not None
     shards = contents.ranks[0].index.shards
     end = offset + entry.nbytes

@@ -1,11 +1,12 @@
-"""The restricted unpickler: it builds plain values, and knows a fixed list of globals.
+"""The restricted unpickler: it builds plain values, and accepts a fixed list of globals.
 
-Nothing that a pickle names is imported or called. A global is looked up in the caller's table of `Maker`s, which are
-functions of ours that return plain values or `Record`s. REDUCE calls a `Maker` and nothing else; BUILD gives a state
-to a `Record`, or an OrderedDict its `_metadata`, and nothing else. Python's own `pickle` takes no part.
+Nothing that a pickle names is imported or called, and Python's own `pickle` is not used. A global is looked up in the
+caller's table of `Maker`s: functions of this package that return plain values or `Record`s. The opcode REDUCE calls
+only a `Maker`. BUILD sets only the state of a `Record` and the `_metadata` of an OrderedDict.
 
-Where the caller allows it, a global that is not in the table becomes an `OpaqueGlobal`, which takes what is done to it
-and does nothing. `pickle_globals` makes no tensor of one, and `pickle_tree` makes an unreadable leaf of it.
+If the caller allows it, a global that is not in the table becomes an `OpaqueGlobal`, on which all operations have no
+effect. A value that contains one never becomes a tensor (`pickle_globals`), and its leaf is an `UnreadLeaf`
+(`pickle_tree`).
 
 Source of the opcodes: CPython's `pickletools`.
 """
@@ -22,33 +23,37 @@ from asyncckpt.format.objects import Record
 from asyncckpt.format.state_tree import CollisionLimit, checked_hashes
 
 MAX_NBYTES = 1 << 30
-"""Longest pickle that is read: all of it is held. The metadata of 100,000 chunks take some 20 MB. Chosen."""
+"""Longest pickle that is read; all of it is in memory. The metadata of 100,000 chunks take about 20 MB. Chosen, not
+measured."""
 
 WINDOW_NBYTES = 1 << 20
-"""Least bytes that are read of a file at once."""
+"""Bytes that are read from a file at once, at least."""
 
 MAX_KEY_MEMBERS = 1000
-"""In a tuple or frozenset that is a key or a member of a set: hashing one has no bound of its own. Chosen."""
+"""Limit of members in a tuple or frozenset that is a key or a member of a set: Python does not limit the time or the
+recursion of hashing. Chosen, not measured."""
 
 MAX_NAME_CHARS = 200
-"""Of a module, or of a name in one; of longer ones this much is kept."""
+"""The name of a module, or a name in it, is cut at this length."""
 
 _GIVEN_PER_BYTE, _GIVEN_ANYWAY = 16, 1 << 16
-"""Bytes and members that makers are given, for each byte of the pickle: a few opcodes can name one value many times."""
+"""Limit of bytes and members passed to makers: so many for each byte of the pickle, and so many in any case. A few
+opcodes can pass one value many times."""
 
 _GIVEN_A_CLASS = "torch._utils._rebuild_wrapper_subclass"
-"""Makes a tensor of the class that is its first argument, such as a DTensor: that name is the one to report."""
+"""Creates a tensor of the class that is its first argument, such as DTensor; messages name that class."""
 
 _PYTHON_2 = {"long": "int", "unicode": "str"}
-"""Names of `__builtin__`, Python 2's module of them, that are others now. Up to protocol 2 pickles have these."""
+"""Builtins that had other names in Python 2 (module `__builtin__`). Pickles up to protocol 2 use the old names."""
 
 _MARK = object()
 
 
 class UnpicklingError(ValueError):
-    """The pickle is not read. Internal to reading: callers raise an error of asyncckpt.
+    """The pickle cannot be read. Callers convert it into an asyncckpt error.
 
-    `name`: the global that is not on the list, if that is why.
+    Attributes:
+        name: The global that is not on the list, if that is the reason.
     """
 
     def __init__(self, text: str, name: str | None = None) -> None:
@@ -57,9 +62,9 @@ class UnpicklingError(ValueError):
 
 
 def check_length(nbytes: int) -> None:
-    """Raise `UnpicklingError` for a pickle that is too long to be held."""
+    """Raise `UnpicklingError` if a pickle is longer than `MAX_NBYTES`."""
     if nbytes > MAX_NBYTES:
-        raise UnpicklingError(f"{nbytes} bytes of a pickle would have to be held, more than are read", "a large pickle")
+        raise UnpicklingError(f"a pickle of {nbytes} bytes, the limit is {MAX_NBYTES}", "a large pickle")
 
 
 def unknown_global(name: str) -> UnpicklingError:
@@ -68,12 +73,12 @@ def unknown_global(name: str) -> UnpicklingError:
 
 
 class PickleStream:
-    """Pickles behind one another at the beginning of a file. Their end is known when they have been interpreted.
+    """One or more pickles at the beginning of a file, read as far as they are interpreted: their length is not stored.
 
     Args:
-        read_at: Reads exactly (offset, length) of the file.
-        nbytes: Length of the file.
-        data: What was read of it, from its beginning on.
+        read_at: Returns exactly `length` bytes at `offset` of the file.
+        nbytes: Length of the file in bytes.
+        data: The beginning of the file, as far as it was read.
     """
 
     def __init__(self, read_at: Callable[[int, int], bytes], nbytes: int, data: bytes = b"") -> None:
@@ -84,7 +89,7 @@ class PickleStream:
         """Read on until `data` reaches byte `end`; return `data`.
 
         Raises:
-            UnpicklingError: The file ends before, or more would have to be held than is read.
+            UnpicklingError: The file ends before, or `end` is beyond `MAX_NBYTES`.
             ValueError, OSError: The file cannot be read.
         """
         if end > self.nbytes:
@@ -97,20 +102,25 @@ class PickleStream:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Maker:
-    """A global that is on the list: its name, and the function of ours that REDUCE and NEWOBJ call, if they may."""
+    """A global that is on the list.
+
+    Attributes:
+        name: Its full name.
+        make: The function of this package that REDUCE and NEWOBJ call. None: it cannot be called.
+    """
 
     name: str
     make: Callable[..., Any] | None = None
 
 
 class OpaqueGlobal:
-    """A global that is not on the list, or what it would have made; nothing of it is imported, called or set.
+    """A global that is not on the list, or the result of calling it. Nothing of it is imported, called or set.
 
-    Compared and hashed by identity: it may be a key.
+    It is compared and hashed by identity, so that it may be a key.
 
     Attributes:
-        name: Of the global, fit for a message.
-        held: What it was given: arguments, state, items. Looked into only to count tensors.
+        name: Name of the global, printable and cut at a limit.
+        held: Arguments, state and items that were passed to it; used only to count tensors.
     """
 
     __slots__ = ("held", "name")
@@ -121,36 +131,36 @@ class OpaqueGlobal:
         self.held: list[Any] = list(held)
 
     def made(self, arguments: tuple[Any, ...]) -> OpaqueGlobal:
-        """Return what stands for the result of calling it."""
+        """Return the `OpaqueGlobal` for the result of calling it."""
         name, first = self.name, arguments[0] if arguments else None
         if isinstance(first, (OpaqueGlobal, Maker)):
             if name == _GIVEN_A_CLASS:
                 name = first.name
-            elif name == "builtins.getattr" and type(arguments[-1]) is str:  # protocol 2's word for a class in a class
+            elif name == "builtins.getattr" and type(arguments[-1]) is str:  # a nested class, in protocol 2
                 name = f"{first.name}.{arguments[-1][:MAX_NAME_CHARS]}"
         return OpaqueGlobal(name, arguments)
 
 
 class PathText(str):
-    """What a path of pathlib is read as."""
+    """Stands for a path of pathlib."""
 
     __slots__ = ()
 
 
 class LayoutText(str):
-    """What a torch.layout is read as."""
+    """Stands for a torch.layout."""
 
     __slots__ = ()
 
 
 class CounterDict(dict[Any, Any]):
-    """What a Counter is read as. `form`: what its node in `format.state_tree` ends in."""
+    """Stands for a Counter. `form` is the last element of its node (`format/state_tree.py`)."""
 
     form = ("Counter",)
 
 
 class DefaultDict(dict[Any, Any]):
-    """What a defaultdict is read as. `form`: as of a Counter, with the name of what makes missing values."""
+    """Stands for a defaultdict. `form` is the last element of its node, with the name of the default factory."""
 
     form: tuple[str, str | None] = ("defaultdict", None)
 
@@ -161,24 +171,27 @@ READ_AS: dict[type, tuple[type, str]] = {
     CounterDict: (dict, "a Counter became a dict"),
     DefaultDict: (dict, "a defaultdict became a dict"),
 }
-"""By what stands for a value while it is read: what becomes of it in a leaf or a key, and how that is reported."""
+"""By each of these types: the plain type that it becomes in a leaf or a key, and the sentence that reports this."""
 
 DICTS = (dict, OrderedDict, CounterDict, DefaultDict)
-"""What SETITEMS may fill."""
+"""Types to which SETITEMS may add members."""
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message. Of a container its type alone: a pickle may put one into itself over and over."""
+    """Return a text for a message: of a container only its type, since a pickle may nest one in itself."""
     if type(value) is str:
         return repr(value[:100])
     return value.name if type(value) is Maker else f"a {type(value).__name__}"
 
 
 def made_by(maker: Any, arguments: Any) -> Any:
-    """Return what REDUCE and NEWOBJ make: by a `Maker` a value; by an opaque global, or of one, an opaque global.
+    """Return the result of REDUCE and NEWOBJ.
+
+    Returns:
+        The value that a `Maker` returns. An `OpaqueGlobal` if `maker` or one of the arguments is one.
 
     Raises:
-        UnpicklingError: Nothing to be called; or as the maker has it.
+        UnpicklingError: `maker` cannot be called, or refuses the arguments.
     """
     if type(arguments) is tuple:
         if type(maker) is OpaqueGlobal:
@@ -192,7 +205,7 @@ def made_by(maker: Any, arguments: Any) -> Any:
 
 
 def members_of(value: Any) -> Collection[Any]:
-    """Return what a value holds: keys and values, members, or what an opaque global was given."""
+    """Return the members of a value: keys and values, items, or what was passed to an `OpaqueGlobal`."""
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     if isinstance(value, (OpaqueGlobal, Record)):
@@ -204,17 +217,17 @@ def keys_of(keys: Iterable[Any]) -> list[Any]:
     """Return the keys of one dict, or the members of one set.
 
     Raises:
-        UnpicklingError: As `hashable`.
-        ValueError: Too many have one hash.
+        UnpicklingError: See `hashable`.
+        ValueError: Too many have the same hash.
     """
     return checked_hashes(map(hashable, keys))
 
 
 def hashable(key: Any) -> Any:
-    """Return what is to be a key, or a member of a set.
+    """Return `key`, if it may be hashed as a key or as a member of a set.
 
-    IMPORTANT: the hash of a tuple recurses without a limit, which overflows the C stack, and visits what is there twice
-    twice, 2**n times in all.
+    IMPORTANT: hashing a tuple recurses without a limit, so that deep nesting overflows the C stack. It visits a member
+    once for each reference, so that n levels of tuples with two references each take 2**n steps.
 
     Raises:
         UnpicklingError: It holds more than `MAX_KEY_MEMBERS`.
@@ -243,17 +256,17 @@ def unpickle_data(
     """Interpret the pickle that begins at `at`.
 
     Args:
-        data: The bytes; or the file that they are read from.
-        known: By `module.name`: what a global stands for, a `Maker` or a value.
-        persistent: Makes a value of a persistent id.
-        at: Where the pickle begins.
-        opaque: A global that is not in `known` becomes an `OpaqueGlobal`; otherwise it is an error.
+        data: The bytes, or the stream that they are read from.
+        known: The allowed globals by `module.name`: a `Maker` or a value.
+        persistent: Returns the value of a persistent ID.
+        at: Offset of the pickle in `data`.
+        opaque: Whether a global that is not in `known` becomes an `OpaqueGlobal`; False: it is an error.
 
     Returns:
-        The value, and where the pickle ends.
+        The value, and the offset of the end of the pickle.
 
     Raises:
-        UnpicklingError: Malformed, an opcode that does more than build, or a global that is not in `known`.
+        UnpicklingError: The pickle is malformed, or has an opcode or a global that is not allowed.
     """
     stream = data if isinstance(data, PickleStream) else PickleStream(lambda at, nbytes: b"", len(data), data)
     machine = _Machine(stream, known, persistent, at, opaque)
@@ -268,7 +281,7 @@ def unpickle_data(
 
 
 class _Machine:
-    """One run over one pickle: it reads `data` on from `at`."""
+    """Interprets one pickle, from byte `at` of `data`."""
 
     def __init__(self, stream: PickleStream, known: Mapping[str, Any], persistent: Any, at: int, opaque: bool) -> None:
         self.stream, self.data, self.at = stream, stream.data, at
@@ -304,11 +317,11 @@ class _Machine:
         return self.data[start:end]
 
     def number(self, width: int) -> int:
-        """Return the next number, of so many bytes."""
+        """Return the next number, of `width` bytes."""
         return int.from_bytes(self.take(width), "little")
 
     def line(self) -> str:
-        """Return the text up to the end of its line."""
+        """Return the text up to the next end of line."""
         while (end := self.data.find(b"\n", self.at)) < 0:
             self.data = self.stream.extend(len(self.data) + 1)
         return self.take(end + 1 - self.at)[:-1].decode()
@@ -333,7 +346,7 @@ class _Machine:
             raise UnpicklingError("a global whose name is no text")
         if module == "__builtin__":
             module, name = "builtins", _PYTHON_2.get(name, name)
-        full = f"{module[:MAX_NAME_CHARS]}.{name[:MAX_NAME_CHARS]}"  # few bytes give the same long ones again
+        full = f"{module[:MAX_NAME_CHARS]}.{name[:MAX_NAME_CHARS]}"  # cut: a few bytes can repeat a long name
         maker = self.known.get(full)
         if maker is None and self.opaque:
             maker = OpaqueGlobal(full)
@@ -342,17 +355,17 @@ class _Machine:
         self.push(maker)
 
     def call(self) -> None:
-        """REDUCE and NEWOBJ alike."""
+        """Execute REDUCE or NEWOBJ."""
         arguments, maker = self.stack.pop(), self.stack.pop()
         if type(maker) is Maker and type(arguments) is tuple:
-            # What a maker is given it may copy, and a few bytes give it the same again.
+            # A maker may copy its arguments, and a few bytes can pass the same arguments many times.
             self.may_give -= len(arguments) + sum(len(v) for v in arguments if type(v) in _SIZED)
             if self.may_give < 0:
                 raise UnpicklingError("what it makes is out of proportion to its length")
         self.push(made_by(maker, arguments))
 
     def call_with_keywords(self) -> None:
-        """NEWOBJ_EX, which no class on the list has."""
+        """Execute NEWOBJ_EX; only an `OpaqueGlobal` may be called with keywords."""
         keywords, arguments = self.stack.pop(), self.stack.pop()
         if type(self.stack[-1]) is not OpaqueGlobal or type(keywords) is not dict:
             raise UnpicklingError(f"it calls {shown(self.stack[-1])} with keywords")
@@ -360,7 +373,7 @@ class _Machine:
         self.call()
 
     def receiver(self, given: Any, *kinds: type) -> Any:
-        """Return the object on top that is given something; None of an opaque global, which keeps it."""
+        """Return the top of the stack, to which `given` is to be added. None: it is an `OpaqueGlobal`, which got it."""
         target = self.stack[-1]
         if type(target) is OpaqueGlobal:
             target.held.append(given)

@@ -1,6 +1,6 @@
-"""Leaves of another format that were not read, such as an `argparse.Namespace`: their FQNs and classes are known.
+"""Leaves of another format that cannot be read, such as an `argparse.Namespace`. Their FQNs and classes are known.
 
-They do not keep the rest of a checkpoint from being read: only who asks for one of them gets an error.
+The rest of the checkpoint can be read; only a request for one of these leaves is an error.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class UnreadLeaf:
-    """What stands among a source's objects for one of them.
+    """Stands for such a leaf in the objects of a source.
 
     Attributes:
-        kind: The global that it is made by, such as `argparse.Namespace`; or what else it is.
-        why: More about it; empty where the class says it all.
-        tensors: How many are in it, which nobody gets; None where there is too much in it to look.
+        kind: Its class, such as `argparse.Namespace`, or another description.
+        why: Why it cannot be read; empty if the class is the reason.
+        tensors: Number of tensors in it, which cannot be read either; None: it is too large to count them.
     """
 
     kind: str
@@ -30,7 +30,7 @@ class UnreadLeaf:
     tensors: int | None = 0
 
     def described(self) -> str:
-        """Return it for people: `argparse.Namespace, not read: 2 tensors in it`."""
+        """Return a text such as `argparse.Namespace, not read: 2 tensors in it`."""
         count = f"{self.tensors} tensor{'s' if self.tensors != 1 else ''} in it" if self.tensors else ""
         if self.tensors is None:
             count = "too much in it to look for tensors"
@@ -39,7 +39,7 @@ class UnreadLeaf:
 
 
 def unread_leaves(contents: Contents, numbers: Container[int] | None = None) -> dict[str, UnreadLeaf]:
-    """Return the leaves of a checkpoint that were not read, by FQN, in the order of the state dict.
+    """Return the leaves of a checkpoint that cannot be read, by FQN, in the order of the state dict.
 
     Args:
         contents: The checkpoint.
@@ -54,14 +54,13 @@ def unread_leaves(contents: Contents, numbers: Container[int] | None = None) -> 
 
 
 def unread_error(path: str, found: Mapping[str, UnreadLeaf]) -> UnsupportedFormatError:
-    """Return the error for asking for such leaves; names all of them, or of very many the first ones."""
+    """Return the error for a request for such leaves; its message names the first `_SHOWN` of them."""
     lines = [f"{fqn or 'the top level'}: {what.described()}" for fqn, what in list(found.items())[:_SHOWN]]
     more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return UnsupportedFormatError(
-        f"{path}: {len(found)} of the leaves hold what is not on the list of what may be read; nothing of it was run, "
-        "and nothing was changed. Leave them out by keys, or write plain values instead, such as a state_dict():\n  "
-        + "\n  ".join(lines)
-        + more,
+        f"{path}: {len(found)} of the leaves hold objects of classes that are not on the list of what may be read; no "
+        "code of them was run, and nothing was changed. Leave them out with keys, or save plain values instead, such "
+        "as a state_dict():\n  " + "\n  ".join(lines) + more,
         path=path,
         found=next(iter(found.values())).kind,
     )

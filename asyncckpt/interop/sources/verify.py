@@ -1,4 +1,4 @@
-"""Verifies a checkpoint of any kind, as far as its format can tell."""
+"""Verifies a checkpoint of any kind, as far as its format has checksums."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ _FAST = "names, shapes, sizes and lengths were checked, not the data"
 
 
 def verify_any(path: str, files: Files, *, fast: bool = False, threads: int = DEFAULT_THREADS) -> Verdict:
-    """Check the checkpoint at `path`, whatever kind it is.
+    """Verify the checkpoint at `path`, of any kind.
 
     Args:
-        path: Directory or file.
+        path: A directory or a file.
         files: The storage seam.
-        fast: Skips the data.
-        threads: That read and compare.
+        fast: Skip the elements of tensors.
+        threads: Number of threads that read and compare.
 
     Returns:
-        The verdict; nothing is raised for what is wrong. Its `unchecked` says what the format cannot tell. Blocks for
-        the reads.
+        The verdict. Damage and read errors are in its `faults`, never raised; `unchecked` says what was not verified.
+
+    Blocks: until everything is read.
     """
     try:
         kind = kind_at(path, files)
@@ -51,7 +52,7 @@ def verify_any(path: str, files: Files, *, fast: bool = False, threads: int = DE
 
 
 def _copies(contents: Contents) -> str:
-    """Return what is said of tensors that several files have."""
+    """Return the text about tensors that are in several files; empty if there are none."""
     found = contents.source.changed.get(COPIES, {}) if contents.source is not None else {}
     names = [name + more for name, more in found.items()]
     more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
@@ -78,7 +79,7 @@ def _check_archives(verdict: Verdict, contents: Contents, source: ForeignSource,
 def _check_archive(
     contents: Contents, archive: tuple[str, int, int], files: Files
 ) -> tuple[int, list[AsyncCkptError | OSError]]:
-    """Return how many bytes of an archive were read, and what is wrong with it."""
+    """Return how many bytes of an archive were read, and its faults; 0 and no faults if it has no CRC-32s."""
     name, start, nbytes = archive
     faults: list[AsyncCkptError | OSError] = []
     done = 0

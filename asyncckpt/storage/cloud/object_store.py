@@ -390,7 +390,9 @@ def _from_url(from_url: Any, root: str, options: Mapping[str, str]) -> Any:
 
 def _allows_http(options: Mapping[str, str]) -> bool:
     """Whether an endpoint of plain HTTP was asked for by name, as one on this machine or in a private network is."""
-    given = [value for name, value in options.items() if name.lower().endswith(("endpoint", "endpoint_url", "base_url"))]
+    given = [
+        value for name, value in options.items() if name.lower().endswith(("endpoint", "endpoint_url", "base_url"))
+    ]
     given += [os.environ.get(name, "") for name in _ENDPOINTS]
     return any(value.startswith("http://") for value in given)
 

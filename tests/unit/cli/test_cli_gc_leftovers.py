@@ -15,7 +15,7 @@ import asyncckpt
 from asyncckpt import RankInfo, SyncCheckpointer, cli
 from asyncckpt.doctor.directory import PROBES, directory_checks, probes
 from asyncckpt.format.names import is_converting
-from asyncckpt.interop.publish import CONVERSIONS, beside
+from asyncckpt.interop.publish import CONVERSIONS, temporary_path
 from asyncckpt.maintenance.gc import GarbageRules, remove_temporary, temporaries_in
 from asyncckpt.storage.catalog import scan
 from asyncckpt.storage.files import Files
@@ -71,7 +71,7 @@ def gc(root: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[
 
 def test_the_temporary_name_of_a_conversion_is_known_however_the_target_is_called(tmp_path: Path) -> None:
     for name in ("out", "a b", ".hidden", "x" * 255, "line\nbreak", "model.safetensors"):
-        with beside(str(tmp_path / name)) as temporary:
+        with temporary_path(str(tmp_path / name)) as temporary:
             assert is_converting(os.path.basename(temporary))
     for name in (
         "out",

@@ -280,7 +280,7 @@ def test_elements_that_a_reader_would_look_for_elsewhere_are_noticed_without_rea
     monkeypatch.setattr(
         verify_target, "payload_places", lambda file: ((p, at + 64 * (p.nbytes > 0)) for p, at in real(file))
     )
-    with pytest.raises(CorruptCheckpointError, match="is looked for"):
+    with pytest.raises(CorruptCheckpointError, match=r"is expected at .* by the reader"):
         work.convert(to, samples["safetensors"], read_back=False)
     assert work.names() == []
 

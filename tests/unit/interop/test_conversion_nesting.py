@@ -18,7 +18,7 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.interop import convert
 from asyncckpt.interop.selection import Outline, outline_of
 from asyncckpt.interop.sources.detect import read_any
-from asyncckpt.interop.verify_target import other_nesting
+from asyncckpt.interop.verify_target import nesting_mismatch
 from asyncckpt.storage.files import Files
 
 pytest.importorskip("numpy")
@@ -107,9 +107,9 @@ def outline(state: dict[str, Any], path: Path) -> Outline:
 @pytest.mark.parametrize("what", OTHERS)
 def test_what_has_another_nesting_is_noticed(what: str, tmp_path: Path) -> None:
     wanted = outline(STATE, tmp_path / "a")
-    assert other_nesting(wanted, outline(STATE, tmp_path / "b")) is None
+    assert nesting_mismatch(wanted, outline(STATE, tmp_path / "b")) is None
     (changed,) = OTHERS[what]
-    name = other_nesting(wanted, outline({**STATE, **OTHERS[what]}, tmp_path / "c"))
+    name = nesting_mismatch(wanted, outline({**STATE, **OTHERS[what]}, tmp_path / "c"))
     assert name == changed
 
 
@@ -117,7 +117,7 @@ def test_other_versions_are_noticed(tmp_path: Path) -> None:
     module = collections.OrderedDict(STATE["m"])
     module._metadata = {"": {"version": 99}}  # type: ignore[attr-defined]
     wanted, other = outline(STATE, tmp_path / "a"), outline({**STATE, "m": module}, tmp_path / "b")
-    assert other_nesting(wanted, other) == "m"
+    assert nesting_mismatch(wanted, other) == "m"
 
 
 @pytest.mark.parametrize("to", KEEPING)

@@ -182,7 +182,7 @@ def test_all_names_are_in_an_error(work: Workdir) -> None:
 )
 def test_keys_that_become_one_text_in_dcp_are_refused(state: Any, names: str, work: Workdir) -> None:
     work.torch(state)
-    with pytest.raises(DuplicateNameError, match="are one in a DCP directory") as caught:
+    with pytest.raises(DuplicateNameError, match="are the same in DCP directories") as caught:
         work.convert("dcp")
     assert caught.value.fqn == names  # type: ignore[attr-defined]
     assert work.names() == ["a"]

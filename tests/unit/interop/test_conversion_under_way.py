@@ -206,7 +206,7 @@ def test_what_comes_between_the_look_and_the_exchange_is_not_removed(
     with pytest.raises((CheckpointExistsError, SaveFailedError)) as caught:
         work.convert(to, overwrite=True)
     assert came[0] in os.listdir(path)
-    assert came[0] in str(caught.value) or "under way" in str(caught.value)
+    assert came[0] in str(caught.value) or "may be running" in str(caught.value)
     assert work.names() == ["a", "b"]
     (path / name).rmdir() if name.endswith("/") else (path / name).unlink()
     assert list(work.load()) == ["old"]
@@ -240,7 +240,7 @@ def test_what_comes_into_the_new_one_for_an_instant_is_in_the_old_one_afterwards
         (path / "thesis.tex").write_text("dear")
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(publish, "_refuse_arrivals", failing)
+    monkeypatch.setattr(publish, "_refuse_changes", failing)
     with pytest.raises(SaveFailedError):
         work.convert("asyncckpt", overwrite=True)
     assert (path / "thesis.tex").read_text() == "dear" and list(work.load()) == ["old"] and work.names() == ["a", "b"]
@@ -269,7 +269,7 @@ def test_what_cannot_be_put_back_is_kept_beside_it(
         work.convert("asyncckpt", overwrite=True)
     monkeypatch.undo()
     aside = Path(f"{calls[0]}.kept" if renames else calls[0])
-    assert f"is at {aside} now, and could not be put back" in caplog.text
+    assert f"is at {aside} now, and could not be moved back" in caplog.text
     assert ("Move it away" in caplog.text) == (not renames)
     assert (aside / "thesis.tex").read_text() == "dear" and list(asyncckpt.load(aside)) == ["old"]
     assert list(work.load()) == ["new"] and work.names() == [aside.name, "a", "b"]

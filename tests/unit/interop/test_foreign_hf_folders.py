@@ -138,13 +138,13 @@ def test_of_several_models_the_files_to_choose_from_are_listed_and_each_loads(
         lambda: asyncckpt.open_checkpoint(folder),
         lambda: asyncckpt.convert(folder, tmp_path / "t", to="torch"),
     ):
-        with pytest.raises(UnsupportedFormatError, match="choose one of these files") as caught:
+        with pytest.raises(UnsupportedFormatError, match="give the path of one of these files") as caught:
             read()
     listed = str(caught.value.found).split(", ")
     assert len(listed) > 1 and all(one in str(caught.value) for one in listed)
     for command in (["inspect", str(folder)], ["verify", str(folder)], ["diff", str(folder), str(folder)]):
         assert main(command) == 1
-        assert "choose one" in "".join(capsys.readouterr())
+        assert "give the path of one" in "".join(capsys.readouterr())
     for one in listed:
         assert asyncckpt.load(folder / one)
 
