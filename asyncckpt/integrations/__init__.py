@@ -1,5 +1,5 @@
-"""Adapters for training frameworks. Each imports its framework only when it is itself imported.
+"""Adapters for training frameworks. Each module imports its framework; nothing else imports the modules.
 
-They save what the framework would have saved, under the names that it looks for, so that it resumes without this
-package (docs/adr/0033-stock-layouts-by-export.md).
+They save the framework's own files under the framework's own names, so that a training can resume without this package
+(docs/adr/0033-stock-layouts-by-export.md).
 """

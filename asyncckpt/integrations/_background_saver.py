@@ -1,9 +1,9 @@
 """`BackgroundSaver`: saves a framework's own files in the background, and publishes them under the framework's names.
 
 A save stages into the worker's memory and returns. The worker commits an asyncckpt checkpoint in a hidden directory
-beside the target. A separate process, the exporter (`_export`), makes the framework's files of it and renames them into
-place. Worker and exporter outlive the trainer, so whatever was staged is published. No incomplete checkpoint ever has
-the framework's name.
+next to the target. A separate process, the exporter (`_export`), converts it into the framework's files and renames
+these to the target. Worker and exporter outlive the trainer, so every staged save is published. An incomplete
+checkpoint never has the framework's name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from asyncckpt.manager.root_lock import RootLock, claim
 from asyncckpt.save_handle import SaveHandle
 
 MAX_TRIES = 3
-"""Exporters that are started for one save, each after the one before was killed. Chosen, as are those below."""
+"""Exporters that are started for one save, each after the previous one was killed. Chosen, as are those below."""
 
 EXPORTER_END_S = 5.0
 """Time that an exporter without further jobs may take to end."""
@@ -62,9 +62,9 @@ class _Save:
         target: Absolute path of the framework's checkpoint.
         handle: Handle of the save.
         job: Its export job; None on other ranks than 0.
-        exporter: Process id of the exporter that has the job.
+        exporter: Process ID of the exporter that has the job.
         n_tries: Number of exporters that were started for it.
-        is_late: Whether it could not be published, and the exporter tries again.
+        is_late: Whether publishing has failed and the exporter will try again.
         is_published: Whether it is published.
     """
 
@@ -78,7 +78,7 @@ class _Save:
 
 
 class BackgroundSaver:
-    """Saves a framework's files in the background. For one thread. May be used again after `close` or `leave`.
+    """Saves a framework's files in the background. Not thread-safe. May be used again after `close` or `leave`.
 
     Args:
         rank_info: Rank of this process; default: torch.distributed's. `RankInfo(0, 1)`: only one rank saves.
@@ -97,7 +97,7 @@ class BackgroundSaver:
 
     @property
     def checkpointer(self) -> AsyncCheckpointer:
-        """The checkpointer; made on first use."""
+        """The checkpointer; created on first use."""
         if self._checkpointer is None:
             self._checkpointer = AsyncCheckpointer(rank_info=self._given_rank, **self._fields)
             self._checkpointer.attach(*self._optimizers)
@@ -108,10 +108,12 @@ class BackgroundSaver:
         return self._given_rank or self.checkpointer.rank_info
 
     def attach(self, *optimizers: Any) -> None:
-        """Copy what these optimizers own during forward and backward; their `step()` waits for it. Until `close`.
+        """Copy parameters and states of these optimizers during forward and backward; their `step()` waits for it.
+
+        This lasts until `close`.
 
         Args:
-            *optimizers: Optimizers of torch, which Accelerate may have wrapped; others are ignored.
+            *optimizers: Optimizers of torch, also wrapped by Accelerate; others are ignored.
         """
         inner = [getattr(one, "optimizer", one) for one in optimizers]
         new = [one for one in inner if isinstance(one, torch.optim.Optimizer) and one not in self._optimizers]
@@ -128,9 +130,9 @@ class BackgroundSaver:
         kind: Kind = "directory",
         state: Mapping[str, Any] | None = None,
     ) -> SaveHandle:
-        """Stage the files to publish at `target`, and return; tensors may change as after `AsyncCheckpointer.save`.
+        """Stage the files to publish at `target`, and return. All ranks call it, each with its own files.
 
-        All ranks call it, each with its own files.
+        When the tensors may be changed afterwards: see `AsyncCheckpointer.save`.
 
         Args:
             target: The framework's directory or file; an existing one is replaced when the new one is complete.
@@ -140,12 +142,16 @@ class BackgroundSaver:
             state: For kind "dcp": the state dict that the checkpoint holds besides the files.
 
         Raises:
-            UnsupportedPathError, CheckpointerClosedError, ForkedError, ReentrantCallError: As `AsyncCheckpointer.save`.
+            UnsupportedPathError, CheckpointerClosedError, ForkedError, ReentrantCallError: See
+                `AsyncCheckpointer.save`.
             OSError: The queue cannot be written, or no process can be started. A full disk is only logged.
+
+        Blocks: for memory and the copy, as `AsyncCheckpointer.save`; in the first save for the other ranks, at most
+            `AGREE_TIMEOUT_S`.
         """
         self.poll()
         if not self._token:
-            self._token = self._same(lambda: secrets.token_hex(4), AGREE_TIMEOUT_S)
+            self._token = self._answer_of_rank_0(lambda: secrets.token_hex(4), AGREE_TIMEOUT_S)
         path = absolute_path(target)
         self._removals.pop(path, None)
         self._count += 1
@@ -167,7 +173,7 @@ class BackgroundSaver:
             except OSError as error:
                 if error.errno not in TRANSIENT_ERRNOS:
                     raise
-                _log.error("%s was not saved: %s", path, error)
+                _log.error("save of step %d to %s cannot be exported: %s", step, path, error)
             # IMPORTANT: save even if nothing can publish it: the other ranks wait for this one.
             handle = self.checkpointer.save(whole, job.native, step=step)
         except BaseException:
@@ -181,7 +187,7 @@ class BackgroundSaver:
     def _submit(self, job: ExportJob, fd: int | None) -> int | None:
         return self._exporter.submit(job, fd, timeout_s=self.checkpointer.config.commit_timeout_s)
 
-    def _same(self, ask: Callable[[], str], timeout_s: float) -> str:
+    def _answer_of_rank_0(self, ask: Callable[[], str], timeout_s: float) -> str:
         """Return rank 0's result of `ask` on every rank."""
         ranks = self.checkpointer._coordination
         return ask() if ranks is None else same_answer(ranks, ask, timeout_s, "a framework's save")
@@ -189,7 +195,7 @@ class BackgroundSaver:
     def pending(self) -> list[str]:
         """Return the targets that are not published yet, oldest first.
 
-        Those whose export has failed and is tried again come first; `wait` does not wait for them.
+        Targets whose export has failed and will be tried again come first; `wait` does not wait for them.
         """
         return [one.target for one in sorted(self._saves, key=lambda one: not one.is_late)]
 
@@ -209,7 +215,7 @@ class BackgroundSaver:
                 one.is_published = True
                 published.append(one.target)
                 if one.is_late:
-                    _log.warning("%s, or a later save to it, is published now", one.target)
+                    _log.warning("%s: this save, or a later one to the same path, is published now", one.target)
             self._saves.remove(one)
         self._remove_discarded()
         return published
@@ -243,7 +249,7 @@ class BackgroundSaver:
         return f"published: {reason or 'its exporter was killed; the next start of the training tries again'}"
 
     def _submitted_again(self, one: _Save, job: ExportJob) -> bool:
-        """Give a save whose exporter was killed to a new one; returns whether that was possible."""
+        """Submit the job of a killed exporter to a new one; return whether that was possible."""
         if one.n_tries >= MAX_TRIES:
             return False
         try:
@@ -261,9 +267,9 @@ class BackgroundSaver:
         return path not in self._removals and (path in self.pending() or os.path.exists(path))
 
     def discard(self, target: str | os.PathLike[str]) -> None:
-        """Remove a target, once a later save is published, so that one checkpoint is always there.
+        """Remove a target once a later save is published, so that there is always a checkpoint.
 
-        If the later saves fail, it stays.
+        If the later saves fail, the target stays.
         """
         path = absolute_path(target)
         self._removals[path] = [one for one in self._saves if not one.is_late or one.target == path]
@@ -276,11 +282,13 @@ class BackgroundSaver:
         """Wait until all saves, or those to `target`, are published; return the published targets.
 
         Args:
-            timeout_s: Seconds; None: twice `commit_timeout_s`, for a save and its export.
+            timeout_s: Seconds to wait; None: twice `commit_timeout_s`, for a save and its export.
             target: Target to wait for; None: all.
 
         Raises:
-            WaitTimeoutError: A save is still in progress; it goes on.
+            WaitTimeoutError: A save is still in progress; it continues.
+
+        Blocks: up to `timeout_s`.
         """
         path = absolute_path(target) if target is not None and self._saves else None
         began, published = time.monotonic(), self.poll()
@@ -302,21 +310,33 @@ class BackgroundSaver:
         It does not use the process group, whose timeout may be shorter than it takes to publish a large checkpoint.
 
         Raises:
-            WaitTimeoutError: As `wait`.
-            PlanTimeoutError: Some ranks did not call it.
+            WaitTimeoutError: See `wait`.
+            PlanTimeoutError: Some ranks did not call it in time.
             SaveFailedError: It failed on rank 0.
+
+        Blocks: up to twice `commit_timeout_s`.
         """
         if self._checkpointer is None:
             return []
         published = [] if self._rank.rank == 0 else self.wait()
         timeout_s = 2 * self.checkpointer.config.commit_timeout_s
-        answer = self._same(lambda: json.dumps(self.wait()), timeout_s)
+        answer = self._answer_of_rank_0(lambda: json.dumps(self.wait()), timeout_s)
         return published or list(json.loads(answer))
 
     def recover(self, directory: str | os.PathLike[str], *, timeout_s: float = 60.0) -> list[str]:
-        """Publish what an earlier run has staged for `directory`, and return the targets.
+        """Publish saves of an earlier run to `directory` that are staged but not published; return their targets.
 
         Call it on every rank, before looking for checkpoints in `directory`. Rank 0 publishes; all ranks wait for it.
+
+        Args:
+            directory: The parent directory of the targets.
+            timeout_s: Seconds to wait for the worker, and again for another process that publishes.
+
+        Raises:
+            PlanTimeoutError: Some ranks did not call it in time.
+            SaveFailedError: It failed on rank 0.
+
+        Blocks: up to three times `timeout_s`, apart from reading and writing the checkpoints.
         """
         queue = os.path.join(absolute_path(directory), QUEUE_NAME)
 
@@ -326,14 +346,16 @@ class BackgroundSaver:
             self.checkpointer._await_saves_below(queue, time.monotonic() + timeout_s)
             return json.dumps(finish_exports(queue, timeout_s=timeout_s))
 
-        return list(json.loads(self._same(finish, 3 * timeout_s)))
+        return list(json.loads(self._answer_of_rank_0(finish, 3 * timeout_s)))
 
     def claim(self, directory: str | os.PathLike[str]) -> None:
-        """Keep other trainings out of `directory` until `close`, or until the process of rank 0 ends. A collective.
+        """Lock `directory` against other trainings until `close`, or until the process of rank 0 ends. A collective.
 
         Raises:
-            DirectoryInUseError: Another live training has it; raised on every rank.
-            PlanTimeoutError, SaveFailedError: The ranks cannot agree.
+            DirectoryInUseError: Another running training has locked it; raised on every rank.
+            PlanTimeoutError, SaveFailedError: Some ranks did not call it in time, or it failed on rank 0.
+
+        Blocks: for the other ranks, at most `AGREE_TIMEOUT_S`.
         """
         path = absolute_path(directory)
         if path not in self._claimed:
@@ -342,19 +364,24 @@ class BackgroundSaver:
             self._claimed[path] = lock  # None on the other ranks
 
     def leave(self) -> None:
-        """End without waiting, after an error. Worker and exporter publish what is staged all the same."""
+        """End without waiting, after an error. Worker and exporter still publish all staged saves."""
         checkpointer = self._end(0.0)
         if checkpointer is not None:
             checkpointer.leave()
 
     def close(self, timeout_s: float | None = None) -> list[str]:
-        """Wait until all saves are published, and free everything. Worker and exporter finish what is late.
+        """Wait until all saves are published, and free everything. After the timeout, worker and exporter finish alone.
+
+        Args:
+            timeout_s: See `wait`.
 
         Returns:
             The published targets.
 
         Raises:
-            PendingSavesError: As `AsyncCheckpointer.close`.
+            PendingSavesError: See `AsyncCheckpointer.close`.
+
+        Blocks: up to `timeout_s`, and `EXPORTER_END_S` for the exporter.
         """
         try:
             return self.wait(timeout_s)
@@ -380,7 +407,7 @@ class BackgroundSaver:
 
 @functools.cache
 def warn_of_stock_saves(*reasons: str) -> bool:
-    """Return whether there are reasons for which a framework has to save its checkpoints itself; log them once."""
+    """Log, once, the reasons why a framework has to save its checkpoints itself; return whether there are any."""
     if reasons:
         _log.warning(
             "the framework saves its checkpoints itself, while the training waits, because of: %s", ", ".join(reasons)
@@ -389,7 +416,7 @@ def warn_of_stock_saves(*reasons: str) -> bool:
 
 
 def _withdraw(job: ExportJob, written: Future[Any], exporter: int | None) -> None:
-    """Remove the job of a save that has failed, or that no exporter has."""
+    """Remove the job of a save that has failed, or for which there is no exporter."""
     if exporter is None or written.exception() is not None:
         job.close()
 

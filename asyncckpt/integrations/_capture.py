@@ -1,11 +1,11 @@
 """Captures the files that a framework's own saving code would write, without copying the tensors.
 
-While a `recording` runs, calls of `torch.save` and safetensors' `save_file` in this thread to paths below a directory
-are captured. The framework writes other files, which are small, to that directory, and they are read back. So every
-version of a framework saves what it always saves. Calls of other threads, and for other paths, are passed on.
+During a `recording`, calls of `torch.save` and safetensors' `save_file` in this thread are captured if their path is
+below a given directory. The framework writes other files, which are small, to that directory, and they are read back.
+So every version of a framework saves its usual files. Calls of other threads, and for other paths, are not changed.
 
-A captured file is made by `torch.save` itself, which is told to skip the elements: it leaves gaps for them, in the
-order in which it has pickled their storages. So any object, on any device, becomes the very file that the framework
+`torch.save` itself creates the content of a captured file. It is told to skip the elements, and leaves gaps for them in
+the order in which it has pickled their storages. So any object on any device becomes the same file that the framework
 would have written.
 """
 
@@ -31,7 +31,7 @@ from asyncckpt.interop.write_torch import SkippedSave
 from asyncckpt.torch_tensors import flat_bytes
 
 Pieces = tuple[bytes | torch.Tensor, ...]
-"""One file, front to back: bytes, and byte tensors that share memory with what was saved."""
+"""The content of one file, in order: bytes, and uint8 tensors that share memory with the saved tensors."""
 
 _PACKAGES = frozenset({"transformers", "accelerate", "peft", "safetensors"})
 """Packages whose modules may have imported safetensors' `save_file`."""
@@ -47,14 +47,14 @@ _torch_save: Callable[..., None] = torch.save
 """The original function, which a recording replaces in `torch`."""
 
 _captured = threading.local()
-"""`storages`: storages that the `torch.save` of this thread has pickled, by address; None: it is not captured."""
+"""Attribute `storages`: the storages that this thread's `torch.save` has pickled, by address; None: not captured."""
 
 _replacing = threading.RLock()
-"""Held while functions are replaced, so that of two threads each restores what it has found."""
+"""Held while functions are replaced: two threads at once would restore each other's replacement."""
 
 
 def _note_storage(storage: Any) -> None:
-    """Record a storage; torch calls this for each that it pickles. Returns no location, so torch's own taggers do."""
+    """Record a storage; torch calls this for each that it pickles. Returns None, so torch asks its own taggers next."""
     storages = getattr(_captured, "storages", None)
     if storages is not None:
         storages.setdefault(storage._cdata, storage)
@@ -68,7 +68,7 @@ def capture_torch_save(value: Any, **options: Any) -> Pieces:
 
     Raises:
         UnsupportedLeafError: The gaps that torch has left do not match the storages.
-        Exception: Whatever `torch.save` raises.
+        Exception: An error of `torch.save`.
     """
     sink, storages = SkippedSave(), dict[int, Any]()
     skipping: Any = skip_data()
@@ -96,7 +96,8 @@ def capture_torch_save(value: Any, **options: Any) -> Pieces:
     gaps = [part for part in sink.parts if isinstance(part, int)]
     if gaps != [storage.nbytes() for storage in met]:
         raise UnsupportedLeafError(
-            f"torch.save left gaps for {len(gaps)} storages of {sum(gaps)} bytes, but has pickled {len(met)} others",
+            f"torch.save left gaps for {len(gaps)} storages of {sum(gaps)} bytes, but pickled {len(met)} storages of "
+            f"{sum(storage.nbytes() for storage in met)} bytes",
             leaf="",
             type_name=type(value).__name__,
         )
@@ -105,10 +106,10 @@ def capture_torch_save(value: Any, **options: Any) -> Pieces:
 
 
 def capture_safetensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Pieces:
-    """Return the file that `safetensors.torch.save_file(tensors, file, metadata)` writes, byte for byte.
+    """Return the file that `safetensors.torch.save_file(tensors, file, metadata)` writes, with the same bytes.
 
     Raises:
-        UnsupportedLeafError: A sparse tensor, or a dtype that safetensors lacks.
+        UnsupportedLeafError: A tensor is sparse, or has a dtype that safetensors lacks.
     """
     named = [(name, tensor, _safetensors_dtype(name, tensor)) for name, tensor in tensors.items()]
     places = {dtype: place for place, dtype in enumerate(_SAFETENSORS_ORDER)}

@@ -1,4 +1,4 @@
-"""The file manifest: of which bytes and tensors of an asyncckpt checkpoint a framework's files consist. No torch.
+"""The file manifest: which bytes and tensors of an asyncckpt checkpoint make up a framework's files. No torch.
 
 The state of each rank holds a list of tensors, below `STOCK_KEY` and the rank's key. The first one, of bytes, is the
 manifest: the length of a JSON text (8 bytes, little-endian), the text, and all pieces of files that are bytes. The text
@@ -29,7 +29,7 @@ _LENGTH_NBYTES = 8
 
 
 def encode_manifest(files: Mapping[str, Sequence[Any]]) -> tuple[bytearray, list[Any]]:
-    """Return the manifest of files, which consist of bytes and tensors, and the tensors."""
+    """Return the manifest of the given files, and the tensors in them."""
     listed: list[tuple[str, list[int | list[int]]]] = []
     known, tensors = bytearray(), list[Any]()
     for name, pieces in files.items():
@@ -59,7 +59,7 @@ def files_in(
 
     Raises:
         CorruptCheckpointError: A manifest is damaged.
-        Exception: Whatever `read_whole` raises.
+        Exception: An error of `read_whole`.
     """
     tensors: list[SavedTensor] = []
     found: dict[str, OutputFile] = {}

@@ -20,7 +20,7 @@ from asyncckpt.integrations._background_saver import BackgroundSaver, warn_of_st
 from asyncckpt.integrations._capture import recording
 from asyncckpt.integrations._export_queue import remove_target
 
-_FOREIGN = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
+_SAVED_BY_FRAMEWORK = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
 _NUMBERED = re.compile(r"checkpoint_([0-9]+)\Z")
 
 
@@ -53,7 +53,7 @@ class AsyncAccelerator(Accelerator):
         naming = self.project_configuration.automatic_checkpoint_naming
         if output_dir is None and not naming:
             raise ValueError("save_state() needs output_dir if automatic_checkpoint_naming is off")
-        if self._is_foreign():
+        if self._framework_saves():
             found: Path | str = super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
             return found
         number = self.save_iteration
@@ -79,7 +79,7 @@ class AsyncAccelerator(Accelerator):
         naming = self.project_configuration.automatic_checkpoint_naming
         is_newest = input_dir is None and naming
         self.rotate(self.background_saver.wait_all_ranks())
-        if (input_dir is not None or is_newest) and not self._is_foreign():
+        if (input_dir is not None or is_newest) and not self._framework_saves():
             self.background_saver.recover(self._root if is_newest else Path(input_dir).parent)
         if is_newest:
             numbered = self._numbered()
@@ -119,8 +119,8 @@ class AsyncAccelerator(Accelerator):
         """Wait until all saves are published, and free the checkpointer; the next save makes a new one."""
         self.rotate(self.background_saver.close())
 
-    def _is_foreign(self) -> bool:
+    def _framework_saves(self) -> bool:
         kind = str(self.distributed_type).rpartition(".")[2]
-        reasons = [kind] if any(word in kind for word in _FOREIGN) else []
+        reasons = [kind] if any(word in kind for word in _SAVED_BY_FRAMEWORK) else []
         reasons += ["save_on_each_node"] if self.project_configuration.save_on_each_node else []
         return warn_of_stock_saves(*reasons)

@@ -22,7 +22,7 @@ from asyncckpt.integrations._capture import recording
 from asyncckpt.manager.preemption import FrameworkPreemption
 
 _PREFIX = "checkpoint-"
-_FOREIGN = ("is_fsdp_enabled", "is_deepspeed_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_enabled")
+_SAVED_BY_FRAMEWORK = ("is_fsdp_enabled", "is_deepspeed_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_enabled")
 
 
 class AsyncCheckpointMixin:
@@ -60,7 +60,7 @@ class AsyncCheckpointMixin:
         Raises:
             DirectoryInUseError: Another live training has this `output_dir`.
         """
-        if self._asyncckpt_is_foreign():
+        if self._asyncckpt_framework_saves():
             return []
         self.background_saver.claim(self.args.output_dir)  # type: ignore[attr-defined]
         return self.background_saver.recover(self.args.output_dir)  # type: ignore[attr-defined]
@@ -77,7 +77,7 @@ class AsyncCheckpointMixin:
         signals = self._asyncckpt_signal
         with contextlib.nullcontext() if signals is None else FrameworkPreemption(signals) as self._asyncckpt_stop:
             try:
-                if not self._asyncckpt_is_foreign() and self.args.save_strategy != "no":  # type: ignore[attr-defined]
+                if not self._asyncckpt_framework_saves() and self.args.save_strategy != "no":  # type: ignore[attr-defined]
                     trial = arguments[0] if arguments else keywords.get("trial")
                     self.background_saver.claim(super()._get_output_dir(trial=trial))  # type: ignore[misc]
                 if resume_from_checkpoint:
@@ -91,7 +91,7 @@ class AsyncCheckpointMixin:
             return result
 
     def _save_checkpoint(self, model: Any, trial: Any, *more: Any, **keywords: Any) -> None:
-        if self._asyncckpt_is_foreign():
+        if self._asyncckpt_framework_saves():
             super()._save_checkpoint(model, trial, *more, **keywords)  # type: ignore[misc]
             return
         self.background_saver.attach(self.optimizer)  # type: ignore[attr-defined]
@@ -127,8 +127,8 @@ class AsyncCheckpointMixin:
         if os.path.exists(written):
             state.save_to_json(written)
 
-    def _asyncckpt_is_foreign(self) -> bool:
-        reasons = [name for name in _FOREIGN if getattr(self, name, False)]
+    def _asyncckpt_framework_saves(self) -> bool:
+        reasons = [name for name in _SAVED_BY_FRAMEWORK if getattr(self, name, False)]
         args = self.args  # type: ignore[attr-defined]
         return warn_of_stock_saves(
             *reasons, *(name for name in ("push_to_hub", "save_on_each_node") if getattr(args, name))

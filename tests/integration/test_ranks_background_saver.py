@@ -179,7 +179,7 @@ def test_a_disk_that_is_too_full_for_anything_costs_that_save_and_not_the_traini
                 other.write(bytes(4096))
         saver.save(disk / "one", files(1.0), step=1)
         assert saver.wait(real_worker.DEADLINE_S) == [] and saver.pending() == []
-        assert f"{disk / 'one'} was not saved: [Errno 28]" in caplog.text
+        assert f"save of step 1 to {disk / 'one'} cannot be exported: [Errno 28]" in caplog.text
         (disk / "other").unlink()
         saver.save(disk / "two", files(2.0), step=2)
         assert saver.wait(real_worker.DEADLINE_S) == [str(disk / "two")] and value_at(disk / "two") == 2.0
