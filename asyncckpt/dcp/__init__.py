@@ -1,4 +1,4 @@
-"""For stock `torch.distributed.checkpoint`: what plugs into it, and what stands in for its `format_utils`.
+"""Classes to pass to stock `torch.distributed.checkpoint`, and replacements of the functions of its `format_utils`.
 
 Example:
     import torch

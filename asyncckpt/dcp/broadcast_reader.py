@@ -1,4 +1,4 @@
-"""`BroadcastingTorchSaveReader`: stock `dcp.load` of a file that one rank reads, each rank getting its own shard."""
+"""`BroadcastingTorchSaveReader`: stock `dcp.load` of a file that one rank reads; it sends each rank its own shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from asyncckpt.basics.paths import absolute_path
-from asyncckpt.dcp.file_leaves import Fact, FileLeaves, decode_facts, encode_facts
+from asyncckpt.dcp.file_leaves import FileLeaves, LeafInfo, decode_leaf_infos, encode_leaf_infos
 from asyncckpt.dcp.plan_targets import PlanTargets, box_of_item
 from asyncckpt.distributed.process_group import machine
 from asyncckpt.distributed.user_group import UserGroup
@@ -28,14 +28,14 @@ from asyncckpt.loading.shared.broadcast_plan import MessagePart, Transfer, assig
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one rank sends or takes.
+    """What one rank sends or receives.
 
     Attributes:
-        world_size: Ranks of the group; 1: nothing is sent.
-        reader: The rank of the group that reads for this one; maybe itself.
-        receivers: The others that it reads for.
-        names: The reader only: the FQNs that they want.
-        transfers: Those in which this rank takes part.
+        world_size: Number of ranks of the group; if 1, nothing is sent.
+        reader: Rank in the group that reads for this rank; may be this rank.
+        receivers: The other ranks for which `reader` reads.
+        names: On the reader, the FQNs that it reads; else empty.
+        transfers: The transfers in which this rank takes part.
     """
 
     world_size: int
@@ -49,8 +49,8 @@ def plan_routes(plans: Sequence[LoadPlan], readers: Sequence[int]) -> list[Route
     """Return the route of every rank.
 
     Args:
-        plans: By rank of the group.
-        readers: By rank, who reads for it.
+        plans: The plan of each rank of the group.
+        readers: For each rank, the rank that reads for it.
     """
     wanted = [[box for item in plan.items if (box := box_of_item(item)) is not None] for plan in plans]
     transfers = transfers_by_rank(assign_reads(wanted, readers), len(plans))
@@ -67,23 +67,23 @@ def plan_routes(plans: Sequence[LoadPlan], readers: Sequence[int]) -> list[Route
 
 
 class BroadcastingTorchSaveReader(StorageReader):
-    """As torch's reader of this name; streaming, for sharded targets, and with leaves that are no tensors.
+    """Read a file on one rank and send its tensors to the others; replaces torch's reader of the same name.
 
-    One rank reads the file and passes it on over the group: what all ranks want by broadcast, anything else to those
-    who want it, so that a rank gets its own shards and no more. At most two messages of 16 MiB are in memory at a time.
-    The file may be anything that `asyncckpt.load` reads; pickles go through the restricted unpickler, so nothing of it
-    is run. Used with `DynamicMetaLoadPlanner`, as it gives no metadata.
+    Unlike torch's it needs little memory, and it also loads sharded targets and leaves that are no tensors. The reading
+    rank broadcasts what all ranks need, and sends anything else only to the ranks that need it. At most two messages of
+    16 MiB are in memory at a time. The file may have any format that `asyncckpt.load` reads. Pickles are read by a
+    restricted unpickler that runs no code of the file. Use it with `DynamicMetaLoadPlanner`: it returns no metadata.
 
     Args:
-        checkpoint_id: The file; that of `dcp.load` takes its place.
-        coordinator_rank: The global rank that reads. It need not be the coordinator of `dcp.load`, which is rank 0.
-        read_on: "coordinator": only that rank needs to see the file. "node": one rank of each machine reads for it.
-        process_group: That of `dcp.load`, if it is given one.
-        threads: Reading threads; None takes 4.
+        checkpoint_id: The file; the `checkpoint_id` of `dcp.load` takes precedence.
+        coordinator_rank: Global rank that reads. It need not be the coordinator of `dcp.load`, which is rank 0.
+        read_on: "coordinator": only that rank needs access to the file. "node": one rank of each machine reads.
+        process_group: The process group of `dcp.load`, if it is given one.
+        threads: Number of reading threads; None takes 4.
 
     Raises:
-        ConfigError: An argument that makes no sense.
-        UnsupportedPathError: A URL, or no path at all.
+        ConfigError: An argument is invalid.
+        UnsupportedPathError: `checkpoint_id` is a URL or no path.
     """
 
     def __init__(
@@ -96,39 +96,42 @@ class BroadcastingTorchSaveReader(StorageReader):
         threads: int | None = None,
     ) -> None:
         if read_on not in ("coordinator", "node"):
-            raise ConfigError(f"read_on={read_on!r}: 'coordinator' or 'node' is wanted", field="read_on", value=read_on)
+            raise ConfigError(f"read_on={read_on!r}: expected 'coordinator' or 'node'", field="read_on", value=read_on)
         self.coordinator_rank, self.read_on = coordinator_rank, read_on
         self._process_group, self._threads = process_group, thread_count(threads)
         self.checkpoint_id: str | None = None
         self.reset(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin anew, at `checkpoint_id`.
+        """Set the file of the next load.
 
         Raises:
-            UnsupportedPathError: A URL, or no path at all.
+            UnsupportedPathError: `checkpoint_id` is a URL or no path.
         """
         self.checkpoint_id = None if checkpoint_id is None else absolute_path(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return nothing: most ranks need not see the file, and the planner builds metadata from its target."""
+        """Return empty metadata: other ranks may have no access to the file; the planner uses its target's metadata."""
         return Metadata(state_dict_metadata={})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a load.
 
         Raises:
-            ConfigError: There is no file to read.
+            ConfigError: No `checkpoint_id` was given.
         """
         if self.checkpoint_id is None:
-            raise ConfigError("give checkpoint_id to dcp.load or to the reader", field="checkpoint_id")
+            raise ConfigError(
+                "no file to load: pass checkpoint_id to dcp.load or to BroadcastingTorchSaveReader",
+                field="checkpoint_id",
+            )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan, with this rank's machine for `read_on="node"`."""
+        """Return the plan; with `read_on="node"` it holds the ID of this rank's machine."""
         return dataclasses.replace(plan, storage_data=machine() if self.read_on == "node" else None)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans, each with who reads for that rank, and what is sent in which order.
+        """Return the plans; each holds the `Route` of its rank.
 
         Raises:
             ConfigError: `process_group` is not the group of `dcp.load`, or `coordinator_rank` is not in it.
@@ -142,7 +145,8 @@ class BroadcastingTorchSaveReader(StorageReader):
         ranks = dist.get_process_group_ranks(self._group())
         if len(ranks) != len(plans):
             raise ConfigError(
-                f"{len(plans)} ranks load, and the reader's process_group has {len(ranks)}: give it that of dcp.load",
+                f"{len(plans)} ranks load, but the reader's process_group has {len(ranks)} ranks: pass the process "
+                "group of dcp.load",
                 field="process_group",
             )
         if self.coordinator_rank not in ranks:
@@ -161,22 +165,27 @@ class BroadcastingTorchSaveReader(StorageReader):
         return self._process_group if self._process_group is not None else dist.group.WORLD
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read, or take from the rank that reads, what `plan` names, into what the planner resolves.
+        """Fill the tensors that the planner resolves for `plan`: read them, or receive them from the reading rank.
+
+        Returns:
+            A completed future.
 
         Raises:
-            MissingKeysError, LeafTypeMismatchError, ShapeMismatchError: The file does not hold what the target wants;
-                nothing was changed on any rank.
-            SharedLoadError: Another rank failed, or the ranks lost each other.
-            AsyncCkptError, OSError: This rank reads, and could not.
-            ConfigError: The plan did not go through `prepare_global_plan`.
-            Exception: Whatever the planner raises.
+            MissingKeysError, LeafTypeMismatchError, ShapeMismatchError: The file does not match the target; nothing was
+                changed on any rank.
+            SharedLoadError: Another rank failed, or the ranks can no longer communicate.
+            AsyncCkptError, OSError: This rank reads, and failed to.
+            ConfigError: The plan is not one that `prepare_global_plan` returned.
+            Exception: An error of the planner.
 
-        Blocks: for the reads and the other ranks; the group's timeout bounds every message.
+        Blocks: for the reads and the other ranks; the timeout of the group limits the wait for each message.
         """
         route = plan.storage_data
         path = self.checkpoint_id
         if not isinstance(route, Route) or path is None:
-            raise ConfigError("the plan did not go through prepare_global_plan of this reader", field="plan")
+            raise ConfigError(
+                "the plan is not one that prepare_global_plan of this reader returned: use dcp.load", field="plan"
+            )
         group = UserGroup(self._group() if route.world_size > 1 else None)
         broadcast = Broadcast(group, group.rank, path, group.device)
         opened: list[FileLeaves] = []
@@ -185,19 +194,19 @@ class BroadcastingTorchSaveReader(StorageReader):
         def look() -> int:
             if group.rank == route.reader:
                 opened.append(FileLeaves(path, self._threads))
-                found.extend(encode_facts(opened[0].facts(route.names)))
+                found.extend(encode_leaf_infos(opened[0].facts(route.names)))
             return len(found)
 
-        facts: dict[str, Fact] = {}
+        facts: dict[str, LeafInfo] = {}
         targets = PlanTargets(path, plan, planner, facts)
 
         def check() -> None:
             broadcast.broadcast_bytes(found, route.reader, route.receivers)
-            facts.update(decode_facts(found))
+            facts.update(decode_leaf_infos(found))
             targets.check()
 
-        # IMPORTANT: one step of all ranks after another: a rank that fails alone, or with those that its reader serves,
-        # goes on to the next collective call, which must be the same one on all ranks.
+        # IMPORTANT: each of these steps ends with a collective call on all ranks. Without it, a rank that fails would
+        # make its next collective call while the others still make an earlier one.
         nbytes = broadcast.agree(look)[route.reader]
         found.extend(bytes(nbytes - len(found)))
         broadcast.agree(check)
@@ -217,5 +226,5 @@ class BroadcastingTorchSaveReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a file that this process sees."""
+        """Whether `checkpoint_id` is a file."""
         return os.path.isfile(checkpoint_id)

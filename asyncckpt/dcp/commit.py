@@ -1,4 +1,4 @@
-"""The coordinator's last steps: the tree of all leaves, their proof, the manifest."""
+"""The coordinator's last steps: build the tree of all leaves, check that all elements are stored, and commit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt import __version__
-from asyncckpt.dcp.saved_metadata import kept_planner_data, nested
+from asyncckpt.dcp.saved_metadata import encoded_planner_data, nested
 from asyncckpt.dcp.write_plan import StoredLeaf, StoredRank
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.format.coverage import uncovered
@@ -39,21 +39,20 @@ def finished_request(
     metadata: Metadata,
     results: Sequence[Sequence[WriteResult]],
 ) -> tuple[SaveRequest, dict[int, RankResult | None]]:
-    """Put together what all ranks have said.
+    """Complete the coordinator's request from the results of all ranks.
 
     Args:
-        request: The coordinator's, as it was begun.
-        tensors: In its own files.
-        metadata: What the planner says of the whole checkpoint.
-        results: Of every rank.
+        request: The coordinator's request, without what is known only at the end.
+        tensors: The tensors in the coordinator's files.
+        metadata: The planner's metadata of the whole checkpoint.
+        results: The write results of every rank.
 
     Returns:
-        The request with what only the coordinator knows, and only at the end: structure and objects, as its index has
-        them, step and metadata. And the results by rank.
+        The request with structure and objects of the whole checkpoint, step and metadata; and the result of each rank.
 
     Raises:
-        SaveFailedError: Code `results`: a rank's, or a leaf's, are missing.
-        UnsupportedLeafError: A key that the index cannot hold.
+        SaveFailedError: Code `results`: the result of a rank or of a leaf is missing.
+        UnsupportedLeafError: The index cannot hold a key.
     """
     found = [result.storage_data for part in results for result in part]
     ranks = {entry.rank: entry.result for entry in found if isinstance(entry, StoredRank)}
@@ -66,7 +65,7 @@ def finished_request(
                 raws.setdefault(result.index.fqn, result.storage_data.raw)
     structure, objects = _whole(request, tensors, metadata, raws)
     step = step_in({"step": decode_value(raws.get("step"))})
-    kept = json.dumps({PLANNER_KEY: {"planner_data": kept_planner_data(metadata)}})
+    kept = json.dumps({PLANNER_KEY: {"planner_data": encoded_planner_data(metadata)}})
     return replace(request, structure=structure, objects=objects, step=step or 0, metadata=kept), ranks
 
 
@@ -77,19 +76,21 @@ def commit_all(
     results: Sequence[Sequence[WriteResult]],
     files: Files,
 ) -> None:
-    """Write the coordinator's index and objects, prove that every tensor is there once, and publish.
+    """Check that every element is stored exactly once, write the coordinator's index and objects, and commit.
 
     Args:
-        writer: Of the coordinator's files, which are written but for index and objects.
-        tensors: In these.
-        metadata: What the planner says of the whole checkpoint.
-        results: Of every rank.
+        writer: Writer of the coordinator's files; all except index and objects are written.
+        tensors: The tensors in these files.
+        metadata: The planner's metadata of the whole checkpoint.
+        results: The write results of every rank.
         files: The storage seam.
 
     Raises:
-        SaveFailedError: Code `coverage`: a tensor is not stored exactly once; and as `finished_request`.
-        UnsupportedLeafError: As `finished_request`.
-        CheckpointExistsError, CommitUnknownError, OSError: As `storage.commit.publish`.
+        SaveFailedError: Code `coverage`: an element is not stored exactly once; or see `finished_request`.
+        UnsupportedLeafError: See `finished_request`.
+        CheckpointExistsError, CommitUnknownError, OSError: See `storage.commit.publish`.
+
+    Blocks: for reading the indexes of all ranks, and for the commit.
     """
     request, ranks = finished_request(writer.request, tensors, metadata, results)
     structures = {request.rank: request.structure}

@@ -1,4 +1,4 @@
-"""A save that the process that calls `dcp.save` writes: its files, its commit, and what becomes of failed ones."""
+"""A save that the training process writes itself, without a worker: its files, its commit, removal after a failure."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import store_over
 from asyncckpt.storage.rank_writer import RankWriter
 
-LOOK_EVERY_S = 0.05
-"""Whether the thread that serves has failed. Chosen: that is rare, and ends the save."""
+CHECK_INTERVAL_S = 0.05
+"""How often a waiting thread checks whether the calling thread has failed. Chosen, not measured: that is rare."""
 
 _Answer = SimpleQueue["torch.Tensor | Exception"]
 
@@ -47,32 +47,32 @@ class _Stopped(Exception):
     """The thread that calls the planner has failed."""
 
 
-class CallersResolves:
-    """Resolves tensors in the thread that called `write_data`, for the threads that write. For one `serve`.
+class CallingThreadResolver:
+    """Resolves tensors in the thread that called `write_data`, on request of the writing threads. Used for one `serve`.
 
     Args:
-        resolves: In the order of the files.
-        settle: Called with each tensor before another thread gets it, in the thread that has made it.
+        resolves: Functions that resolve the tensors, in the order of the files.
+        settle: Called in the calling thread with each tensor before another thread gets it.
     """
 
     def __init__(self, resolves: Sequence[Resolve], settle: Callable[[torch.Tensor], None] = lambda made: None) -> None:
         self._resolves, self._settle = resolves, settle
-        self._wishes: SimpleQueue[tuple[int, _Answer] | None] = SimpleQueue()
+        self._requests: SimpleQueue[tuple[int, _Answer] | None] = SimpleQueue()
         self._made: dict[int, torch.Tensor] = {}
         self._next = 0
         self._failure: Exception | None = None
         self._stopped = False
 
     def resolves(self) -> list[Resolve]:
-        """Return what other threads call instead: each asks the thread that serves, and waits for it."""
-        return [partial(self._asked, number) for number in range(len(self._resolves))]
+        """Return functions for other threads: each requests a tensor from the thread in `serve`, and waits for it."""
+        return [partial(self._request, number) for number in range(len(self._resolves))]
 
-    def _asked(self, number: int) -> torch.Tensor:
+    def _request(self, number: int) -> torch.Tensor:
         answer: _Answer = SimpleQueue()
-        self._wishes.put((number, answer))
+        self._requests.put((number, answer))
         while True:
             try:
-                found = answer.get(timeout=LOOK_EVERY_S)
+                found = answer.get(timeout=CHECK_INTERVAL_S)
             except Empty:
                 self.check()
                 continue
@@ -81,17 +81,17 @@ class CallersResolves:
             return found
 
     def check(self) -> None:
-        """Raise in a thread that writes, when there is nobody any more to make what it needs."""
+        """Raise `_Stopped` if the thread in `serve` has stopped, so that no tensor will be resolved any more."""
         if self._stopped:
             raise _Stopped
 
     def serve(self, work: Callable[[], None]) -> None:
-        """Do `work` in another thread, and make what it asks for.
+        """Run `work` in another thread, and resolve the tensors that it requests.
 
         Raises:
-            Exception: Whatever `work` raises, which gets what the planner raised.
+            Exception: An error of `work`, in which errors of the planner are raised.
 
-        Blocks: for the work. No thread is left when this returns or raises.
+        Blocks: until `work` has ended. No thread is left when this returns or raises.
         """
         errors: list[BaseException] = []
 
@@ -101,22 +101,22 @@ class CallersResolves:
             except BaseException as error:
                 errors.append(error)
             finally:
-                self._wishes.put(None)
+                self._requests.put(None)
 
         thread = threading.Thread(target=run, name="asyncckpt-write-all")
         is_over, interrupted = False, None
         try:
             with signals_deferred():
                 thread.start()
-            while (wish := self._wishes.get()) is not None:
-                self._fulfil(*wish)
+            while (request := self._requests.get()) is not None:
+                self._answer_request(*request)
             is_over = True
         finally:
-            # IMPORTANT: no call outside of the inner `try`: a second signal may be handled there, and the thread uses
-            # memory and descriptors that others may have next.
+            # IMPORTANT: all calls are inside the inner `try`, where a second signal may be handled: the thread must end
+            # before its memory and descriptors are reused.
             while True:
                 try:
-                    self._stopped = not is_over  # who waits for an answer, or writes, sees it
+                    self._stopped = not is_over  # waiting and writing threads check it
                     if thread.ident is not None:
                         with signals_deferred():
                             thread.join()
@@ -128,8 +128,8 @@ class CallersResolves:
         if errors:
             raise errors[0]
 
-    def _fulfil(self, number: int, answer: _Answer) -> None:
-        """Answer. A planner that has failed is asked no more: every other wish gets the same error."""
+    def _answer_request(self, number: int, answer: _Answer) -> None:
+        """Resolve a tensor. After the planner has failed once, every further request gets the same error."""
         if self._failure is None:
             try:
                 answer.put(self._tensor(number))
@@ -140,7 +140,7 @@ class CallersResolves:
 
     def _tensor(self, number: int) -> torch.Tensor:
         if number < self._next and number not in self._made:
-            return self._resolved(number)  # once more: of what is on no device nothing is kept early
+            return self._resolved(number)  # again: tensors on the CPU that were resolved ahead are not kept
         while self._next <= number:
             self._made[self._next] = self._resolved(self._next)
             self._next += 1
@@ -153,12 +153,12 @@ class CallersResolves:
 
 
 MIN_THREADS = 3
-"""That write. 1.6 GB on two cores take 2.8 s by one, 2.3 by two, 2.05 by three or four: while one thread copies and
-digests, the disk has nothing to do."""
+"""Writing threads, at least. Measured with 1.6 GB on two cores: 2.8 s with one thread, 2.3 s with two, 2.05 s with
+three or four. While a single thread copies and computes checksums, the disk is idle."""
 
 
-class Unfinished(NamedTuple):
-    """The coordinator's files but for index and objects, and the tensors in them."""
+class UnfinishedFiles(NamedTuple):
+    """The coordinator's files, of which index and objects are not written yet, and the tensors in them."""
 
     writer: RankWriter
     tensors: tuple[TensorEntry, ...]
@@ -173,31 +173,31 @@ def write_part(
     files: Files,
     *,
     keep_open: bool,
-) -> tuple[list[WriteResult], Unfinished | None]:
-    """Write what `plan` gives to this rank.
+) -> tuple[list[WriteResult], UnfinishedFiles | None]:
+    """Write the files of this rank.
 
     Args:
-        plan, planner: What to write.
-        task: Of the save.
-        options, config: How.
+        plan, planner: The plan of this rank and its planner.
+        task: This rank's part in the save.
+        options, config: Settings.
         files: The storage seam.
-        keep_open: Leave index and objects to the caller: this is the coordinator.
+        keep_open: Do not write index and objects; True on the coordinator.
 
     Returns:
-        A result for each item, and one for the rank; and what is left to do.
+        A result for each item and one for the rank; and, with `keep_open`, the files that are to be finished.
 
     Raises:
-        UnsupportedLeafError, DuplicateNameError: Something cannot be stored.
-        CheckpointExistsError, OSError: Storage. What was created is removed.
-        Exception: Whatever the planner raises.
+        UnsupportedLeafError, DuplicateNameError: A leaf cannot be stored.
+        CheckpointExistsError, OSError: Writing failed. Files that were created are removed.
+        Exception: An error of the planner.
 
-    Blocks: for the writes.
+    Blocks: until the files are written.
     """
     laid_out = lay_out(plan, planner, one_file=options.one_file)
     resolves, order = list(laid_out.resolves), in_file_order(laid_out.layout)
     device, serving = CudaDevice(), None
     if options.threads == 1:
-        serving = CallersResolves([resolves[n] for n in order], partial(settle, device=device))
+        serving = CallingThreadResolver([resolves[n] for n in order], partial(settle, device=device))
         for n, resolve in zip(order, serving.resolves(), strict=True):
             resolves[n] = resolve
     threads = max(options.threads, MIN_THREADS)
@@ -223,15 +223,15 @@ def write_part(
                 writer.write_shards(pool)
     results = laid_out.results_of(task.save_id, task.rank)
     if keep_open:
-        return [*results, rank_result(task.rank, None)], Unfinished(writer, laid_out.tensors)
+        return [*results, rank_result(task.rank, None)], UnfinishedFiles(writer, laid_out.tensors)
     return [*results, rank_result(task.rank, writer.finish(request))], None
 
 
 _log = logging.getLogger("asyncckpt.dcp")
 
 
-class InProcess:
-    """One save of one rank that this process writes itself.
+class InProcessSave:
+    """One rank's part in a save that the training processes write themselves.
 
     Args:
         path: The checkpoint's directory.
@@ -241,33 +241,33 @@ class InProcess:
 
     def __init__(self, path: str, config: CheckpointerConfig, files: Files) -> None:
         self._path, self._config, self._files = path, config, files
-        self._unfinished: Unfinished | None = None
-        self._abandoned: weakref.finalize[Any, InProcess] | None = None
+        self._unfinished: UnfinishedFiles | None = None
+        self._abandoned: weakref.finalize[Any, InProcessSave] | None = None
 
     def begin(self, epoch: int, world_size: int) -> list[SaveTask]:
-        """Make the directory, and the tasks of all ranks; the coordinator calls it.
+        """Create the directory, and return the tasks of all ranks. Called on the coordinator.
 
         Raises:
-            CheckpointExistsError: A checkpoint is at the path that is not to be replaced.
-            OSError: The directory cannot be made.
+            CheckpointExistsError: A checkpoint is at the path, and `overwrite` is False.
+            OSError: The directory cannot be created.
         """
         save_id = SaveId(epoch, 0, secrets.token_hex(6))
         made = self._prepare_directory(save_id)
-        # It takes along whatever ranks have written, should this save come to nothing.
+        # If the save is not committed, this removes the files of all ranks.
         self._abandoned = weakref.finalize(self, _remove, self._path, save_id, self._files, made, os.getpid())
         return [SaveTask(save_id=save_id, rank=rank, world_size=world_size) for rank in range(world_size)]
 
     def write(
         self, plan: SavePlan, planner: SavePlanner, task: SaveTask, options: WriteOptions, *, is_coordinator: bool
     ) -> list[WriteResult]:
-        """Write this rank's files.
+        """Write this rank's files; see `write_part`.
 
         Raises:
-            UnsupportedLeafError, DuplicateNameError: Something cannot be stored.
-            CheckpointExistsError, OSError: Storage. What this call created is removed.
-            Exception: Whatever the planner raises.
+            UnsupportedLeafError, DuplicateNameError: A leaf cannot be stored.
+            CheckpointExistsError, OSError: Writing failed. Files that this call created are removed.
+            Exception: An error of the planner.
 
-        Blocks: for the writes.
+        Blocks: until the files are written.
         """
         if not is_coordinator:
             self._prepare_directory(task.save_id)
@@ -276,18 +276,18 @@ class InProcess:
                 plan, planner, task, options, self._config, self._files, keep_open=is_coordinator
             )
         except BaseException:
-            if task.world_size == 1:  # else others may still be writing
+            if task.world_size == 1:  # with several ranks, others may still be writing
                 self.abandon()
             raise
         return results
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
-        """Commit; of the coordinator.
+        """Commit. Called on the coordinator.
 
         Raises:
-            SaveFailedError, CheckpointExistsError, CommitUnknownError, OSError: As `commit_all`.
+            SaveFailedError, CheckpointExistsError, CommitUnknownError, OSError: See `commit_all`.
 
-        Blocks: for fsync; with `overwrite` for another save that is being published there.
+        Blocks: for fsync; with `overwrite` also while another save commits at the path.
         """
         unfinished = self._unfinished
         assert unfinished is not None, "finish comes after this writer's write_data"
@@ -303,10 +303,15 @@ class InProcess:
         try:
             commit.remove_leftovers(self._path, keep=unfinished.writer.save_id, store=store_over(self._files))
         except OSError as error:
-            _log.warning("leftovers stay in %s: %s", self._path, error)
+            _log.warning(
+                "save %s to %s: files of earlier saves could not be removed: %s",
+                unfinished.writer.save_id,
+                self._path,
+                error,
+            )
 
     def abandon(self) -> None:
-        """Remove what is there of the save, if it was not committed."""
+        """Remove the files of the save, unless it was committed."""
         if self._abandoned is not None:
             self._abandoned()
         self._abandoned = self._unfinished = None
@@ -321,7 +326,7 @@ class InProcess:
         )
 
     def _committed(self) -> None:
-        """The files are the checkpoint's now, or may be: never remove them."""
+        """Never remove the files: they are part of a checkpoint, or may be."""
         if self._abandoned is not None:
             self._abandoned.detach()
         self._abandoned = self._unfinished = None
@@ -330,10 +335,10 @@ class InProcess:
 def _remove(path: str, save_id: SaveId, files: Files, made: Sequence[str], pid: int) -> None:
     """Remove the files of a save that was never committed.
 
-    IMPORTANT: only its coordinator, which alone could commit it, may; any other rank might take away what is being
-    published.
+    IMPORTANT: only the coordinator may do this, since only it can commit the save. Any other rank might remove files
+    while the coordinator commits.
     """
-    if os.getpid() != pid:  # a forked child lets its copy of the writer go
+    if os.getpid() != pid:  # a forked child finalizes its copy of the writer
         return
     with contextlib.suppress(OSError):
         commit.remove_files_of(path, save_id, store=store_over(files))

@@ -1,4 +1,4 @@
-"""The tensors and leaves of a file, by FQN, as the rank sees them that reads them for others."""
+"""Tensors and other leaves of a file, by FQN, for the rank that reads them and sends them to others."""
 
 from __future__ import annotations
 
@@ -21,16 +21,22 @@ from asyncckpt.storage.files import Files
 from asyncckpt.torch_tensors import CARRIERS, dtype_name, torch_dtype
 
 
-class Fact(NamedTuple):
-    """What the file has under a name: a tensor's dtype and shape, or the bytes that `torch.save` makes of a leaf."""
+class LeafInfo(NamedTuple):
+    """Description of a leaf of the file.
+
+    Attributes:
+        dtype: dtype of a tensor; None: the leaf is no tensor.
+        shape: Shape of a tensor.
+        data: For a leaf that is no tensor, its value as `torch.save` writes it.
+    """
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
     data: bytes
 
 
-def encode_facts(facts: Mapping[str, Fact]) -> bytearray:
-    """Return facts as bytes: what has a length of its own comes behind a list of all."""
+def encode_leaf_infos(facts: Mapping[str, LeafInfo]) -> bytearray:
+    """Encode the descriptions of leaves: a list of all, then the `data` of each."""
     listed = [
         [fqn, None if fact.dtype is None else dtype_name(fact.dtype), fact.shape, len(fact.data)]
         for fqn, fact in facts.items()
@@ -39,26 +45,26 @@ def encode_facts(facts: Mapping[str, Fact]) -> bytearray:
     return bytearray(b"").join([len(head).to_bytes(8, "little"), head, *(fact.data for fact in facts.values())])
 
 
-def decode_facts(data: bytearray) -> dict[str, Fact]:
-    """Return the facts that `encode_facts` was given."""
+def decode_leaf_infos(data: bytearray) -> dict[str, LeafInfo]:
+    """Decode what `encode_leaf_infos` returned."""
     with memoryview(data) as view:
         end = 8 + int.from_bytes(view[:8], "little")
         found = {}
         for fqn, dtype, shape, nbytes in msgpack.unpackb(view[8:end], unicode_errors="surrogateescape", use_list=False):
-            found[fqn] = Fact(None if dtype is None else torch_dtype(dtype), shape, bytes(view[end : end + nbytes]))
+            found[fqn] = LeafInfo(None if dtype is None else torch_dtype(dtype), shape, bytes(view[end : end + nbytes]))
             end += nbytes
     return found
 
 
 class FileLeaves:
-    """Tensors and leaves of one file, by FQN. Only what is asked for is read; no file stays open in between.
+    """Tensors and other leaves of one file, by FQN. Only requested leaves are read; files are closed after each read.
 
     Args:
-        path: A checkpoint of any kind; a file of `torch.save` as a rule.
-        threads: Reading threads.
+        path: A checkpoint of any kind, usually a file of `torch.save`.
+        threads: Number of reading threads.
 
     Raises:
-        AsyncCkptError, OSError: As `foreign.kinds.read_any`.
+        AsyncCkptError, OSError: See `interop.sources.detect.read_any`.
     """
 
     def __init__(self, path: str, threads: int) -> None:
@@ -68,14 +74,14 @@ class FileLeaves:
         self._objects = SavedObjects(self._contents, self._files)
         self._whole: tuple[str, torch.Tensor | None] = ("", None)
 
-    def facts(self, names: Iterable[str]) -> dict[str, Fact]:
-        """Return what the file has under these names; those that it lacks are left out.
+    def facts(self, names: Iterable[str]) -> dict[str, LeafInfo]:
+        """Return the descriptions of the leaves with these FQNs; FQNs that the file lacks are left out.
 
         Raises:
-            CorruptCheckpointError: A leaf does not decode.
-            UnsupportedFormatError: A leaf holds what is not on the list of what may be read.
+            CorruptCheckpointError: A leaf cannot be decoded.
+            UnsupportedFormatError: A leaf holds an object of a class that is not on the list of what may be read.
             UnsupportedLeafError: This torch lacks a dtype.
-            OSError: It cannot be read.
+            OSError: The file cannot be read.
         """
         found = {}
         for fqn in names:
@@ -84,11 +90,11 @@ class FileLeaves:
                 continue
             if at[1][0] == TENSOR:
                 saved = self._saved.tensors[at[1][1]]
-                found[fqn] = Fact(torch_dtype(saved.dtype), saved.global_shape, b"")
+                found[fqn] = LeafInfo(torch_dtype(saved.dtype), saved.global_shape, b"")
             else:
                 data = io.BytesIO()
                 torch.save(self._value(at[1]), data)
-                found[fqn] = Fact(None, (), data.getvalue())
+                found[fqn] = LeafInfo(None, (), data.getvalue())
         return found
 
     def _value(self, node: Node) -> Any:
@@ -105,16 +111,18 @@ class FileLeaves:
         return Unflattener(cast(Any, tensors), cast(Any, objects)).value_of(node)
 
     def read(self, fqn: str, region: tuple[slice, ...], room: torch.Tensor) -> None:
-        """Read a box of a tensor, row-major, to the start of `room`.
+        """Read a box of a tensor into the beginning of `room`, in row-major order.
 
         Args:
-            fqn: Of a tensor that `facts` has found.
+            fqn: FQN of a tensor that `facts` has returned.
             region: One slice for each dimension.
-            room: Bytes, aligned to 16.
+            room: A uint8 tensor, aligned to 16 bytes.
 
         Raises:
             CorruptCheckpointError: The file is damaged.
-            OSError: It cannot be read.
+            OSError: The file cannot be read.
+
+        Blocks: for the read.
         """
         at = self._saved.node_at(fqn)
         assert at is not None
@@ -122,7 +130,7 @@ class FileLeaves:
         if self._whole[0] != fqn:
             itemsize = torch_dtype(saved.dtype).itemsize
             large = math.prod(saved.global_shape) * itemsize > SLAB_NBYTES
-            self._whole = ("", None)  # its memory first
+            self._whole = ("", None)  # free its memory before the next tensor is read
             view = strided_view(self._contents, saved, self._files, threads=self._threads) if large else None
             self._whole = (fqn, view)
         whole = self._whole[1]

@@ -1,4 +1,4 @@
-"""`dcp_to_torch_save` and `torch_save_to_dcp`: with the names and arguments of torch's, streaming."""
+"""`dcp_to_torch_save` and `torch_save_to_dcp`: the functions of torch's `format_utils`, in bounded memory."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ def dcp_to_torch_save(
 ) -> ConversionReport:
     """Convert a directory of `dcp.save` into one file that `torch.load(weights_only=True)` reads.
 
-    No process group is needed, and no more memory than `asyncckpt.convert` needs. A checkpoint of ours is taken too.
-    Unlike torch's it replaces a checkpoint only: any other file at `torch_save_path` is refused. The file may lie in
-    the directory, under a name that `dcp.save` does not use.
+    Needs no process group, and no more memory than `asyncckpt.convert`. The directory may also be an asyncckpt
+    checkpoint. Unlike torch's function it replaces only a checkpoint: any other file at `torch_save_path` is refused.
+    The file may be inside the directory, under a name that `dcp.save` does not use.
 
     Args:
         dcp_checkpoint_dir: The directory.
         torch_save_path: The file.
-        keys: FQNs, or prefixes: only these. None takes everything.
-        overwrite: Replaces a checkpoint that stands at `torch_save_path`, in one step, as torch's function would.
-        partial: Leaves out, and reports, what such a file cannot hold; otherwise that is an error.
+        keys: FQNs and prefixes; only these leaves are converted. None converts everything.
+        overwrite: Replace a checkpoint at `torch_save_path`, in one step. Torch's function always replaces.
+        partial: Leave out, and report, leaves that such a file cannot hold. False: they are an error.
 
     Returns:
-        What was done.
+        Numbers of leaves and bytes, and what the file holds in another form.
 
     Raises:
-        UnsupportedFormatError: There is something else; or it holds something that is not read, which is named.
-        CheckpointExistsError: What stands at the target is no checkpoint, or `overwrite` is False.
-        AsyncCkptError, OSError: As `asyncckpt.convert`.
+        UnsupportedFormatError: The directory is no such checkpoint, or has leaves that cannot be read; names them.
+        CheckpointExistsError: There is something at `torch_save_path` that is no checkpoint, or `overwrite` is False.
+        AsyncCkptError, OSError: See `asyncckpt.convert`.
 
-    Blocks: for reading and writing everything.
+    Blocks: until everything is read and written.
     """
     _check_kind(dcp_checkpoint_dir, ("dcp", "asyncckpt"), "directory of torch.distributed.checkpoint")
     return convert(dcp_checkpoint_dir, torch_save_path, to="torch", keys=keys, overwrite=overwrite, partial=partial)
@@ -59,29 +59,30 @@ def torch_save_to_dcp(
     overwrite: bool = True,
     partial: bool = False,
 ) -> ConversionReport:
-    """Convert a file of `torch.save` into a directory that stock `dcp.load` reads, resharded too.
+    """Convert a file of `torch.save` into a directory that stock `dcp.load` reads, also into sharded targets.
 
-    No process group is needed, and no more memory than `asyncckpt.convert` needs. Nothing of the file is run. Unlike
-    torch's it writes into no directory that holds something else than a checkpoint: that is refused, unless the file
-    lies in it; then all that is there stays, and a checkpoint in it is not replaced.
+    Needs no process group, and no more memory than `asyncckpt.convert`. No code that the file names is run. Unlike
+    torch's function it refuses a directory that holds anything else than a checkpoint. Exception: the directory
+    contains `torch_save_path` and no checkpoint; then files are added to it and nothing is replaced.
 
     Args:
         torch_save_path: The file.
-        dcp_checkpoint_dir: The directory; the ones above it are made as well, and are gone again if this fails.
-        keys: FQNs, or prefixes: only these. None takes everything.
-        max_shard_bytes: Limit of one file's tensors; a larger tensor has a file of its own. None: one file.
-        overwrite: Replaces a checkpoint that stands at `dcp_checkpoint_dir`, in one step, as torch's function would.
-        partial: Leaves out, and reports, what such a directory cannot hold; otherwise that is an error.
+        dcp_checkpoint_dir: The directory. Missing parent directories are created, and removed again after an error.
+        keys: FQNs and prefixes; only these leaves are converted. None converts everything.
+        max_shard_bytes: Limit in bytes of the tensors in one file; a larger tensor gets its own file. None: one file.
+        overwrite: Replace a checkpoint at `dcp_checkpoint_dir`, in one step. Torch's function always replaces.
+        partial: Leave out, and report, leaves that such a directory cannot hold. False: they are an error.
 
     Returns:
-        What was done.
+        Numbers of leaves and bytes, and what the directory holds in another form.
 
     Raises:
-        UnsupportedFormatError: There is something else; or it holds something that is not read, which is named.
-        CheckpointExistsError: What stands at the target is no checkpoint, or `overwrite` is False.
-        AsyncCkptError, OSError: As `asyncckpt.convert`.
+        UnsupportedFormatError: The file is no file of `torch.save`, or has leaves that cannot be read; names them.
+        CheckpointExistsError: There is something at `dcp_checkpoint_dir` that is no checkpoint; or `overwrite` is
+            False.
+        AsyncCkptError, OSError: See `asyncckpt.convert`.
 
-    Blocks: for reading and writing everything.
+    Blocks: until everything is read and written.
     """
     _check_kind(torch_save_path, ("torch",), "file of torch.save")
     with _parents_of(absolute_path(dcp_checkpoint_dir)):
@@ -98,7 +99,7 @@ def torch_save_to_dcp(
 
 @contextlib.contextmanager
 def _parents_of(path: str) -> Iterator[None]:
-    """Make the directories above `path`, each name flushed; on an error those that were made go, as far as empty."""
+    """Create and flush the parent directories of `path`; after an error, remove those that were created."""
     files, missing, made = Files(), [], []
     above = os.path.dirname(path)
     while not os.path.lexists(above):
@@ -106,7 +107,7 @@ def _parents_of(path: str) -> Iterator[None]:
         above = os.path.dirname(above)
     try:
         for directory in reversed(missing):
-            with contextlib.suppress(FileExistsError):  # somebody else was faster
+            with contextlib.suppress(FileExistsError):  # another process has created it
                 files.mkdir(directory, MODE_DIRECTORY & ~current_umask())
                 made.append(directory)
             fsync_directory(files, os.path.dirname(directory))
@@ -120,4 +121,6 @@ def _check_kind(source: str | os.PathLike[str], kinds: tuple[str, ...], wanted: 
     path = absolute_path(source)
     found = kind_at(path, Files())
     if found not in kinds:
-        raise UnsupportedFormatError(f"{path} is no {wanted}, but of kind {found!r}", path=path, found=found)
+        raise UnsupportedFormatError(
+            f"{path} is no {wanted}, but a checkpoint of kind {found!r}; use asyncckpt.convert", path=path, found=found
+        )

@@ -1,4 +1,4 @@
-"""The items of a stock load plan, held against what a file has and filled with boxes of its tensors."""
+"""Checks the items of a stock load plan against the leaves of a file, and fills them with boxes of its tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from asyncckpt.dcp.file_leaves import Fact
+from asyncckpt.dcp.file_leaves import LeafInfo
 from asyncckpt.dcp.write_plan import check_target
 from asyncckpt.errors import LeafTypeMismatchError, MissingKeysError, ShapeMismatchError
 from asyncckpt.loading.shared.broadcast_plan import Box, MessagePart
@@ -19,7 +19,7 @@ from asyncckpt.torch_tensors import CARRIERS
 
 
 def box_of_item(item: ReadItem) -> Box | None:
-    """Return the box that an item wants, in elements of the whole tensor, whatever chunk it names; None: an object."""
+    """Return the box of an item in the global tensor, whatever chunk the item names; None: the item is no tensor."""
     if item.type is LoadItemType.BYTE_IO:
         return None
     index = item.storage_index
@@ -29,15 +29,15 @@ def box_of_item(item: ReadItem) -> Box | None:
 
 
 class PlanTargets:
-    """The items of one rank's plan, and what they fill.
+    """The items of one rank's plan and the tensors that they fill.
 
     Args:
-        path: Of the file, for messages.
-        plan, planner: Of this rank.
-        facts: What the file has, by FQN.
+        path: Path of the file, for messages.
+        plan, planner: The plan of this rank and its planner.
+        facts: Descriptions of the leaves of the file, by FQN.
     """
 
-    def __init__(self, path: str, plan: LoadPlan, planner: LoadPlanner, facts: Mapping[str, Fact]) -> None:
+    def __init__(self, path: str, plan: LoadPlan, planner: LoadPlanner, facts: Mapping[str, LeafInfo]) -> None:
         self._path, self._plan, self._planner, self._facts = path, plan, planner, facts
         self._resolved: dict[int, torch.Tensor] = {}
         self._numbers: dict[Box, list[int]] = {}
@@ -46,18 +46,21 @@ class PlanTargets:
                 self._numbers.setdefault(box, []).append(number)
 
     def check(self) -> None:
-        """Hold every item of the plan against the file. Nothing is changed yet.
+        """Check every item of the plan against the file. Changes nothing.
 
         Raises:
-            MissingKeysError: The file lacks some, and the planner does not allow it; all are named.
-            LeafTypeMismatchError: A tensor meets an object.
-            ShapeMismatchError: The file's tensor has another shape.
-            UnsupportedLeafError: A target is a tensor subclass whose elements do not lie in its memory.
+            MissingKeysError: The file lacks leaves, and the planner does not allow that; names all of them.
+            LeafTypeMismatchError: A leaf is a tensor in the file and an object in the target, or the reverse.
+            ShapeMismatchError: A tensor has another shape in the file.
+            UnsupportedLeafError: A target is a tensor subclass whose elements are not in its memory.
         """
         missing = sorted({item.storage_index.fqn for item in self._plan.items} - self._facts.keys())
         if missing and not getattr(self._planner, "allow_partial_load", False):
             raise MissingKeysError(
-                f"{self._path}: nothing is called {', '.join(map(repr, missing))}", path=self._path, keys=missing
+                f"{self._path}: the file lacks {', '.join(map(repr, missing))}; nothing was changed. Leave them out of "
+                "the target, or use a planner with allow_partial_load=True",
+                path=self._path,
+                keys=missing,
             )
         entries = getattr(getattr(self._planner, "metadata", None), "state_dict_metadata", {})
         planner = self._planner
@@ -69,11 +72,12 @@ class PlanTargets:
             if item.type is not LoadItemType.BYTE_IO and isinstance(planner, DefaultLoadPlanner):
                 check_target(self._path, item, planner.lookup_tensor(item.dest_index))
 
-    def _check(self, fqn: str, box: Box | None, fact: Fact, entry: Any) -> None:
+    def _check(self, fqn: str, box: Box | None, fact: LeafInfo, entry: Any) -> None:
         saved, wanted = ("object" if d is None else "tensor" for d in (fact.dtype, box))
         if saved != wanted:
             raise LeafTypeMismatchError(
-                f"{self._path}: {fqn!r} is of kind {saved}, and the target's of kind {wanted}",
+                f"{self._path}: {fqn!r} was saved as kind {saved}, but the target is of kind {wanted}; nothing was "
+                "changed",
                 path=self._path,
                 fqn=fqn,
                 saved=saved,
@@ -87,7 +91,8 @@ class PlanTargets:
         if size != fact.shape or not inside:
             wanted_shape = list(size) if size != fact.shape else ends
             raise ShapeMismatchError(
-                f"{self._path}: tensor {fqn!r} has shape {list(fact.shape)}, the target wants {wanted_shape}",
+                f"{self._path}: tensor {fqn!r} has shape {list(fact.shape)}, but the target expects {wanted_shape}; "
+                "nothing was changed",
                 path=self._path,
                 fqn=fqn,
                 saved=list(fact.shape),
@@ -95,7 +100,7 @@ class PlanTargets:
             )
 
     def begin(self) -> None:
-        """Hand over leaves that are no tensors, and boxes without elements."""
+        """Give the planner all leaves that are no tensors, and commit boxes without elements."""
         for number, item in enumerate(self._plan.items):
             fact = self._facts.get(item.storage_index.fqn)
             if fact is None:
@@ -106,15 +111,15 @@ class PlanTargets:
                 self._planner.commit_tensor(item, self._target(number))
 
     def put(self, part: MessagePart, data: torch.Tensor) -> None:
-        """Put a part of a box into the items that want the box, and commit those that are complete with it.
+        """Copy a part of a box into all items with this box; commit the items after the last part.
 
         Args:
-            part: The box, and where in it.
-            data: The bytes, on any device.
+            part: The box and the part of it.
+            data: The elements of the part as bytes, on any device.
 
         Raises:
-            UnsupportedLeafError, ShapeMismatchError: What the planner resolves is not what its plan says.
-            Exception: Whatever the planner raises.
+            UnsupportedLeafError, ShapeMismatchError: A tensor that the planner resolves does not match its plan.
+            Exception: An error of the planner.
         """
         dtype = self._facts[part.box[0]].dtype
         assert dtype is not None
@@ -134,7 +139,8 @@ class PlanTargets:
             if tuple(target.shape) != tuple(item.lengths):
                 fqn, lengths, shape = item.storage_index.fqn, list(item.lengths), list(target.shape)
                 raise ShapeMismatchError(
-                    f"{self._path}: tensor {fqn!r}: the planner resolves lengths {lengths} to a tensor of {shape}",
+                    f"{self._path}: tensor {fqn!r}: the planner resolves a read of lengths {lengths} to a tensor of "
+                    f"shape {shape}",
                     path=self._path,
                     fqn=fqn,
                     saved=lengths,
@@ -146,7 +152,7 @@ class PlanTargets:
 
 def _copy(target: torch.Tensor, data: torch.Tensor, dtype: torch.dtype) -> None:
     if target.dtype == dtype and not (target.is_conj() or target.is_neg()):
-        carrier = CARRIERS[dtype.itemsize]  # not every dtype can be copied
+        carrier = CARRIERS[dtype.itemsize]  # torch cannot copy every dtype
         target.view(carrier).copy_(data.view(carrier))
     else:
         target.copy_(data.view(dtype))

@@ -49,10 +49,13 @@ from asyncckpt.torch_tensors import why_no_memory
 
 
 class UnflattenedLoadPlanner(DefaultLoadPlanner):
-    """Puts leaves that are no tensors into the user's dict, also with `flatten_state_dict=False`."""
+    """Base of the load planners: puts leaves that are no tensors into the user's dict.
+
+    The default planner does not do this with `flatten_state_dict=False`.
+    """
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a leaf that is no tensor into the target, under the key that it has there: torch makes texts of keys."""
+        """Put a leaf that is no tensor into the target, under the target's own key: torch converts keys to texts."""
         fqn = read_item.dest_index.fqn
         if not self.flatten_state_dict:
             super().load_bytes(read_item, value)
@@ -68,7 +71,7 @@ class UnflattenedLoadPlanner(DefaultLoadPlanner):
 
 
 def put(state_dict: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Put `value` in the place that has a path; in paths the keys of mappings are texts, as torch makes them."""
+    """Put `value` into a nested state dict at `path`, in which torch has converted the keys of mappings to texts."""
     container = state_dict
     for part in path[:-1]:
         container = container[_key_in(container, part)]
@@ -85,9 +88,9 @@ _logger = logging.getLogger("asyncckpt")
 
 
 class ShardedSavePlanner(DefaultSavePlanner):
-    """Saves what this process holds of sharded values; equal boxes of several ranks are written once.
+    """Save the local shards of sharded values; a box that several ranks hold is written once.
 
-    Arguments are DefaultSavePlanner's; `flatten_sharded_tensors` changes nothing.
+    Takes the arguments of DefaultSavePlanner; `flatten_sharded_tensors` has no effect.
     """
 
     def set_up_planner(
@@ -96,8 +99,8 @@ class ShardedSavePlanner(DefaultSavePlanner):
         """Begin a save.
 
         Raises:
-            UnsupportedLeafError, OverlappingShardsError: Shards that cannot be.
-            DuplicateNameError: Two leaves get one name.
+            UnsupportedLeafError, OverlappingShardsError: Shards of a value are invalid.
+            DuplicateNameError: Two leaves would have the same FQN.
         """
         leaves: dict[str, Any] = dict(state_dict)
         if self.flatten_state_dict:
@@ -106,13 +109,13 @@ class ShardedSavePlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the tensor of a shard, or what the default planner finds."""
+        """Return the tensor of a shard, or the result of the default planner."""
         leaf = self.state_dict.get(index.fqn)
         return leaf.tensor_at(index) if isinstance(leaf, ShardsOf) else super().lookup_object(index)
 
 
 def _empty_places(value: Any, name: str = "") -> Iterator[str]:
-    """Yield the names of dicts and lists of a state dict that are empty."""
+    """Yield the FQNs of the empty dicts and lists of a state dict."""
     if isinstance(value, (dict, list)):
         if not value and name:
             yield name
@@ -121,12 +124,11 @@ def _empty_places(value: Any, name: str = "") -> Iterator[str]:
 
 
 class ShardedLoadPlanner(UnflattenedLoadPlanner):
-    """Loads into what this process holds of sharded values, from chunks of any other arrangement, in the user's dict.
+    """Load the local shards of sharded values, from any other sharding, into the user's dict.
 
-    A value of a registered type is handed over once, when all its parts are in, also where all of it is here. Tensors
-    that share memory hold what was saved under each of their names, or that is an error; what is read into them takes
-    as much memory again until the last of it is in. Arguments are DefaultLoadPlanner's; `flatten_sharded_tensors`
-    changes nothing.
+    A value of a registered type is notified once, when all its shards are filled. If tensors share memory, equal values
+    must have been saved under all their names; until the last of them is read, they take their memory twice. Takes the
+    arguments of DefaultLoadPlanner; `flatten_sharded_tensors` has no effect.
     """
 
     def set_up_planner(
@@ -135,8 +137,8 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
         """Begin a load.
 
         Raises:
-            UnsupportedLeafError, OverlappingShardsError: Shards that cannot be.
-            DuplicateNameError: Two leaves get one name.
+            UnsupportedLeafError, OverlappingShardsError: Shards of a value are invalid.
+            DuplicateNameError: Two leaves would have the same FQN.
         """
         self.original_state_dict = state_dict
         self.metadata = metadata
@@ -157,36 +159,37 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
         self.mappings = paths if self.flatten_state_dict else {}
 
     def create_local_plan(self) -> LoadPlan:
-        """Return the reads for what this process holds.
+        """Return the reads for the local shards.
 
         Raises:
             RuntimeError: A key is not in the checkpoint, and `allow_partial_load` is False.
-            ValueError: A tensor has another global shape there.
+            ValueError: A tensor has another global shape in the checkpoint.
         """
         metadata = self.metadata
         assert metadata is not None, "set_up_planner was given no metadata"
         missing = set(metadata.state_dict_metadata) - set(self.state_dict)
         if self.flatten_state_dict and missing:
             older, paths = flattened(self.original_state_dict, as_torch_2_3=True)
-            if missing & set(older):  # saved by torch 2.3 or earlier, which named leaves otherwise
+            if missing & set(older):  # saved by torch 2.3 or earlier, which flattened state dicts differently
                 self.state_dict, self.mappings = _fillable(older), paths
         for name in _empty_places(self.original_state_dict):
             below = sum(fqn.startswith(f"{name}.") for fqn in missing)
             if below:
                 _logger.warning(
-                    "%r is empty in the target and stays so: %d saved name(s) below it are not loaded; give it what is "
-                    "to be filled (an optimizer's state: `get_state_dict`), or use `asyncckpt.load`, which fills it",
+                    "load: %r is empty in the target and stays empty: %d saved leaves below it are not loaded. Put the "
+                    "tensors to fill into it (for an optimizer: `get_state_dict`), or use `asyncckpt.load`, which "
+                    "fills it",
                     name,
                     below,
                 )
         return create_default_local_load_plan(self.state_dict, metadata, not self.allow_partial_load)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Take the plan that will be carried out.
+        """Accept the final plan.
 
         Raises:
             LeafTypeMismatchError: A sharded value is no tensor in the checkpoint.
-            CorruptCheckpointError: The checkpoint's chunks do not hold every element of a shard exactly once.
+            CorruptCheckpointError: The chunks of the checkpoint do not have every element of a shard exactly once.
         """
         self._pending = {}
         reads: dict[str, list[ReadItem]] = {}
@@ -199,7 +202,7 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
                 self._expect(fqn, leaf, reads.get(fqn, []))
             elif isinstance(leaf, ShardsOf) and saved is not None:
                 raise LeafTypeMismatchError(
-                    f"{fqn!r} was saved as an object, and a {leaf.found.type_name} is to be filled",
+                    f"{fqn!r} was saved as an object, but the target is a {leaf.found.type_name}",
                     fqn=fqn,
                     saved="object",
                     wanted="tensor",
@@ -208,7 +211,7 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
         return super().finish_plan(new_plan)
 
     def _find_shared(self, items: list[ReadItem]) -> None:
-        """Take note of the reads into memory that others read into, too."""
+        """Record the reads whose memory overlaps with that of other reads."""
         self._read: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         places = [(item, self._place_of(item)) for item in items]
         real = [(item, place) for item, place in places if type(place) in PLAIN_TENSORS and not why_no_memory(place)]
@@ -219,7 +222,7 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
         return place
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return where a read goes; new memory where others go there, too."""
+        """Return the memory for a read; new memory if other reads share the target's memory."""
         if _named_key(read_item) not in self._shared:
             found: torch.Tensor = super().resolve_tensor(read_item)
             return found
@@ -227,10 +230,10 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
         return torch.empty(place.shape, dtype=place.dtype, device=place.device)
 
     def _take_shared(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Put what was read to its place; after the last, check that each place holds it.
+        """Copy a read into the target's shared memory; after the last one, check that all values are there.
 
         Raises:
-            AliasMismatchError: One does not.
+            AliasMismatchError: A value was overwritten by another one.
         """
         place = self._place_of(read_item)
         place.copy_(tensor)
@@ -242,15 +245,15 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
             other = find_overwriter(number, place, value, [place for _, place, _ in read])
             if other is not None:
                 raise AliasMismatchError(
-                    f"{read[other][0]!r} and {fqn!r} share memory in the target, and the values that were saved under "
-                    "them differ; they hold values of both, and other tensors of the target are filled. Give each "
-                    "memory of its own in the target, or leave one of them out",
+                    f"{read[other][0]!r} and {fqn!r} share memory in the target, but different values were saved under "
+                    "these names; the memory holds values of both, and other tensors of the target are filled. Use "
+                    "separate memory in the target, or leave one of them out",
                     fqn=read[other][0],
                     other_fqn=fqn,
                 )
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the tensor of a shard, or what the default planner finds."""
+        """Return the tensor of a shard, or the result of the default planner."""
         leaf = self.state_dict.get(index.fqn)
         return leaf.tensor_at(index) if isinstance(leaf, ShardsOf) else super().lookup_tensor(index)
 
@@ -259,7 +262,7 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
         keys = {_key(item) for item in reads}
         found = sum(math.prod(item.lengths) for item in reads)
         if found != wanted or len(keys) != len(reads):
-            detail = f"the checkpoint's chunks hold {found} elements of what this process wants, which has {wanted}"
+            detail = f"the checkpoint's chunks have {found} elements of the local shards, which have {wanted}"
             raise CorruptCheckpointError(f"tensor {fqn!r}: {detail}", fqn=fqn, detail=detail)
         if keys:
             self._pending[fqn] = keys
@@ -267,11 +270,11 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
             leaf.commit()
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Take note of a read; after a value's last, hand it over.
+        """Record that a read is complete; after the last read of a registered type, notify it.
 
         Raises:
-            OverlappingShardsError: The read was committed before, or never planned.
-            AliasMismatchError: It was the last one into memory that the target shares, and the values differ there.
+            OverlappingShardsError: The read was committed before, or is not in the plan.
+            AliasMismatchError: All reads into shared memory are complete, and their values differ.
         """
         fqn = read_item.dest_index.fqn
         if _named_key(read_item) in self._shared:
@@ -300,17 +303,17 @@ def _named_key(item: ReadItem) -> tuple[str, _Key]:
 
 
 def _is_meta(value: torch.Tensor) -> bool:
-    """Whether torch makes memory for a tensor. Types with shards are not asked: of some, torch refuses to say it."""
+    """Whether a tensor is on the meta device. False for types with shards: some raise an error for `is_meta`."""
     if describer_of(type(value)) not in (None, describe_dtensor) or is_checkpointable(value):
         return False
     return value.is_meta
 
 
 def _fillable(leaves: dict[str, Any]) -> dict[str, Any]:
-    """Return `leaves` as `described` does for a target.
+    """Return `leaves` with a `ShardsOf` for each sharded value, for a load.
 
     Raises:
-        UnsupportedLeafError, OverlappingShardsError: As `described`; or a shard has no memory.
+        UnsupportedLeafError, OverlappingShardsError: See `described`; or a shard has no memory.
     """
     found = described(leaves, is_target=True)
     for fqn, leaf in found.items():
@@ -318,8 +321,8 @@ def _fillable(leaves: dict[str, Any]) -> dict[str, Any]:
             if shard.tensor.is_meta:
                 kind = leaf.found.type_name
                 raise UnsupportedLeafError(
-                    f"target {fqn!r}, a {kind}, cannot be filled: its parts are on the meta device; give it memory "
-                    "first, as to_empty() does",
+                    f"target {fqn!r}, a {kind}, cannot be filled: its shards are on the meta device; allocate memory "
+                    "first, for example with to_empty()",
                     leaf=fqn,
                     type_name=kind,
                 )
@@ -334,20 +337,21 @@ def _key(item: ReadItem) -> _Key:
 
 
 class DynamicMetaLoadPlanner(UnflattenedLoadPlanner):
-    """As torch's planner of this name, with leaves that are no tensors, and for sharded targets.
+    """Plan a load without metadata of the file; replaces torch's planner of the same name.
 
-    Every tensor of the target is taken for stored whole, so that each rank asks for the boxes of its own shards. Made
-    for `BroadcastingTorchSaveReader`, which finds out whether the file holds what the target wants.
+    Unlike torch's it also loads sharded targets and leaves that are no tensors. It assumes that every tensor of the
+    target is stored whole, so that each rank reads the boxes of its own shards. Use it with
+    `BroadcastingTorchSaveReader`, which checks whether the file matches the target.
 
     Args:
-        flatten_state_dict, flatten_sharded_tensors: As `DefaultLoadPlanner`'s.
-        allow_partial_load: Leaves of the target that the file lacks stay as they are.
+        flatten_state_dict, flatten_sharded_tensors: See `DefaultLoadPlanner`.
+        allow_partial_load: Leaves of the target that the file lacks stay unchanged. False: they are an error.
     """
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Begin a load into `state_dict`; `metadata` is not looked at."""
+        """Begin a load into `state_dict`; `metadata` is ignored."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         entries: dict[str, STORAGE_TYPES] = {}
         for fqn, value in self.state_dict.items():

@@ -1,8 +1,8 @@
-"""A committed checkpoint as torch.distributed.checkpoint sees one: its metadata, built from the index.
+"""Builds the metadata that torch.distributed.checkpoint expects from the indexes of a committed checkpoint.
 
-The names are those of the planner that saved it. Of what AsyncCheckpointer has saved, they are those that this torch's
-`flatten_state_dict` gives the state dict, so that one of the same shape finds them. Other names of the same leaves, as
-planners without flattening use them, are answered too, though not listed: leaves as they were stored, and containers.
+FQNs are those of the planner that saved the checkpoint. If AsyncCheckpointer saved it, they are those that this torch's
+`flatten_state_dict` gives, so that a state dict of the same structure has the same FQNs. Planners that do not flatten
+use other names, of stored leaves and of containers; these are answered too, but not listed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from asyncckpt.torch_tensors import torch_dtype
 
 
 def path_of(fqn: str, planner_data: Any) -> Path:
-    """Return the path of a leaf: the planner's, if it kept one that leads to this name, else the name as one key."""
+    """Return the path of a leaf: the one in the planner's data if it joins to this FQN, else the FQN as one key."""
     found = planner_data.get(fqn) if isinstance(planner_data, Mapping) else None
     if not isinstance(found, tuple) or not 0 < len(found) < MAX_DEPTH or fqn_of(found) != fqn:
         return (fqn,)
@@ -71,7 +71,7 @@ def path_of(fqn: str, planner_data: Any) -> Path:
 
 
 def ordered(fqns: Iterable[str], planner_data: Any) -> list[str]:
-    """Return `fqns` in the order of the state dict, as far as the planner kept it."""
+    """Return `fqns` in the order of the state dict, as far as the planner's data have it."""
     if not isinstance(planner_data, Mapping):
         return list(fqns)
     places = {fqn: place for place, fqn in enumerate(planner_data)}
@@ -79,32 +79,34 @@ def ordered(fqns: Iterable[str], planner_data: Any) -> list[str]:
 
 
 def nested(leaves: Mapping[str, Node], planner_data: Any, hole: Callable[[], Node]) -> Node:
-    """Return the tree of `leaves`, by FQN.
+    """Return the tree of the given leaves.
 
     Args:
-        leaves: Leaf nodes.
-        planner_data: Of the checkpoint's metadata: the paths of DefaultSavePlanner, or anything.
-        hole: Makes a leaf for a member of a list that nobody has.
+        leaves: Leaf nodes by FQN.
+        planner_data: The planner's data in the checkpoint's metadata: paths by FQN, or anything else.
+        hole: Returns a leaf for a member of a list that no rank has.
     """
     try:
         return tree_of([(path_of(fqn, planner_data), leaves[fqn]) for fqn in ordered(leaves, planner_data)], hole)
-    except ValueError:  # paths that contradict
+    except ValueError:  # the paths contradict each other
         return DICT, tuple(part for pair in leaves.items() for part in pair)
 
 
-_IN_TREE = {"$": "paths"}
+_PATHS_OF_TREE = {"$": "paths"}
+"""Stored in place of planner data that equal the paths of the tree."""
+
 _logger = logging.getLogger("asyncckpt.dcp")
 
 
-class _Refused(Exception):
-    """It was pickled."""
+class _PickleNotAllowedError(Exception):
+    """The planner data hold a pickle, and unpickling is not allowed."""
 
 
-def kept_planner_data(metadata: Metadata) -> Any:
-    """Return the JSON form of a checkpoint's planner data."""
+def encoded_planner_data(metadata: Metadata) -> Any:
+    """Return the JSON form of the planner data in a checkpoint's metadata."""
     found = metadata.planner_data
-    if _is_in_tree(found, metadata):
-        return _IN_TREE
+    if _equals_paths_of_tree(found, metadata):
+        return _PATHS_OF_TREE
     raw = encode_exactly(found)
     if raw is None and found is not None:
         data = io.BytesIO()
@@ -113,44 +115,49 @@ def kept_planner_data(metadata: Metadata) -> Any:
     return raw
 
 
-def _is_in_tree(found: Any, metadata: Metadata) -> bool:
+def _equals_paths_of_tree(found: Any, metadata: Metadata) -> bool:
     if not isinstance(found, Mapping) or found.keys() != metadata.state_dict_metadata.keys():
         return False
     return all(path_of(fqn, found) == path for fqn, path in found.items())
 
 
 def was_saved_by_torch(manifest: Manifest) -> bool:
-    """Whether the leaves are those of a planner's plan, by the names that it gave them."""
+    """Whether a planner of torch.distributed.checkpoint saved the checkpoint, so that FQNs are the planner's."""
     return isinstance(manifest.metadata.get(PLANNER_KEY), dict)
 
 
-def planner_data_of(manifest: Manifest, paths: dict[str, Any], *, allow_pickle: bool) -> Any:
+def planner_data_of(manifest: Manifest, paths: dict[str, Any], *, allow_pickle: bool, path: str) -> Any:
     """Return the planner data of a checkpoint.
 
     Args:
-        manifest: Its own.
-        paths: By name, from the tree.
-        allow_pickle: Whether what was pickled is unpickled; else it is None, and that is logged.
+        manifest: The manifest.
+        paths: Paths of the tree, by FQN.
+        allow_pickle: Whether pickled planner data are unpickled. False: None is returned, and this is logged.
+        path: Path of the checkpoint, for the log.
     """
     kept = manifest.metadata.get(PLANNER_KEY)
-    raw = kept.get("planner_data") if isinstance(kept, dict) else _IN_TREE
-    if raw == _IN_TREE:
+    raw = kept.get("planner_data") if isinstance(kept, dict) else _PATHS_OF_TREE
+    if raw == _PATHS_OF_TREE:
         return paths
 
     def from_pickle(kind: str, data: bytes) -> Any:
         if not allow_pickle:
-            raise _Refused(kind)
+            raise _PickleNotAllowedError(kind)
         return unpickle(data)
 
     try:
         return decode_leaf(raw, from_pickle)
-    except _Refused as error:
-        _logger.warning("the planner data were pickled (%s) and are left out; allow_pickle=True reads them", error)
+    except _PickleNotAllowedError as error:
+        _logger.warning(
+            "load of %s: the planner data are a pickle (%s) and were left out; pass allow_pickle=True to read them",
+            path,
+            error,
+        )
         return None
 
 
-class _Later:
-    """A leaf whose value is read when it is wanted."""
+class _DeferredLeaf:
+    """A leaf whose value is read only when it is requested."""
 
     __slots__ = ("node",)
 
@@ -158,8 +165,8 @@ class _Later:
         self.node = node
 
 
-class _Known(dict[str, Any]):
-    """Metadata by name; also answers for names that it does not list."""
+class _MetadataByName(dict[str, Any]):
+    """Metadata by FQN. Lookups also succeed for known FQNs that are not listed."""
 
     def __init__(self, described: CheckpointMetadata) -> None:
         super().__init__()
@@ -182,9 +189,10 @@ class CheckpointMetadata:
 
     Args:
         contents: The checkpoint.
-        reader: Who reads it.
+        reader: Rank and world size of the process that reads it.
         files: The storage seam.
-        threads, verify: Of reads.
+        threads: Number of reading threads.
+        verify: Whether checksums are verified.
         allow_pickle: Whether leaves that AsyncCheckpointer pickled may be unpickled.
     """
 
@@ -195,7 +203,8 @@ class CheckpointMetadata:
         self._files, self._threads, self._verify = files, threads, verify
         self._tree = SavedTree(contents, reader)
         self._objects = SavedObjects(contents, files, allow_pickle=allow_pickle)
-        self._marks: dict[int, tuple[torch.Tensor, SavedTensor]] = {}  # by identity: a mark stays as long as it counts
+        # By ID of a placeholder; holding the placeholder keeps its ID from being reused.
+        self._marks: dict[int, tuple[torch.Tensor, SavedTensor]] = {}
         self._paths: dict[str, Any] = {}
         self._values: dict[str, Any] = {}
         self._allow_pickle = allow_pickle
@@ -203,7 +212,7 @@ class CheckpointMetadata:
             if not was_saved_by_torch(contents.manifest):
                 self._values, self._paths = flatten_state_dict(self._skeleton(self._tree.tree))
         except ValueError:
-            pass  # two names become one where torch looks into what we keep as one leaf
+            pass  # torch flattens a container that asyncckpt stores as one leaf, and two leaves get the same FQN
         if not self._values:
             for path, node in leaves(self._tree.tree):
                 if node is not OTHER_RANKS_ONLY:
@@ -215,7 +224,7 @@ class CheckpointMetadata:
 
     def metadata(self, load_id: str) -> Metadata:
         """Return the checkpoint's metadata."""
-        known = _Known(self)
+        known = _MetadataByName(self)
         for fqn in self._values:
             known[fqn] = self.about(fqn)
         save_id = str(self.contents.manifest.save_id)
@@ -229,17 +238,19 @@ class CheckpointMetadata:
 
     def _planner_data(self) -> Any:
         try:
-            return planner_data_of(self.contents.manifest, self._paths, allow_pickle=self._allow_pickle)
+            return planner_data_of(
+                self.contents.manifest, self._paths, allow_pickle=self._allow_pickle, path=self.contents.path
+            )
         except (ValueError, TypeError) as error:
-            detail = f"the planner data do not decode: {error}"
+            detail = f"the planner data cannot be decoded: {error}"
             raise corrupt(self.contents.path, MANIFEST_NAME, detail) from error
 
     def knows(self, fqn: str) -> bool:
-        """Whether there is a leaf, or a container, of this name."""
+        """Whether there is a leaf or a container with this FQN."""
         return fqn in self._values or self._tree.node_at(fqn) is not None
 
     def about(self, fqn: str) -> TensorStorageMetadata | BytesStorageMetadata:
-        """Return the metadata of one name that is known."""
+        """Return the metadata of a known FQN."""
         saved = self.tensor(fqn)
         if saved is None:
             return BytesStorageMetadata()
@@ -251,27 +262,27 @@ class CheckpointMetadata:
         return TensorStorageMetadata(properties=properties, size=torch.Size(saved.global_shape), chunks=chunks)
 
     def tensor(self, fqn: str) -> SavedTensor | None:
-        """Return the tensor of this name; None when it is no tensor."""
+        """Return the tensor with this FQN; None: it is no tensor."""
         value = self._value(fqn)
         return self._marks[id(value)][1] if isinstance(value, torch.Tensor) else None
 
     def chunk_at(self, saved: SavedTensor, offsets: tuple[int, ...]) -> tuple[int, Chunk] | None:
-        """Return (rank, chunk) of a tensor by where the chunk begins."""
+        """Return (rank, chunk) of the chunk that begins at `offsets` of a tensor; None: there is none."""
         found = self._chunks.get(saved.fqn)
         if found is None:
             found = self._chunks[saved.fqn] = {chunk.offsets: (rank, chunk) for rank, chunk in _filled(saved)}
         return found.get(offsets)
 
     def leaf_bytes(self, fqn: str) -> io.BytesIO:
-        """Return a leaf that is no tensor as a planner reads it.
+        """Return a leaf that is no tensor in the form that planners read.
 
         Raises:
-            CorruptCheckpointError: The files differ from what was saved.
-            PickledLeafError: AsyncCheckpointer pickled it, and it may not be unpickled.
-            OSError: The files cannot be read.
+            CorruptCheckpointError: Stored bytes differ from those that were saved.
+            PickledLeafError: AsyncCheckpointer pickled the leaf, and unpickling is not allowed.
+            OSError: A file cannot be read.
         """
         value = self._value(fqn)
-        if isinstance(value, _Later) and value.node[0] == OBJECT:
+        if isinstance(value, _DeferredLeaf) and value.node[0] == OBJECT:
             try:
                 kept = planner_bytes(self._raw(value.node))
             except ValueError as error:
@@ -287,7 +298,9 @@ class CheckpointMetadata:
             found = self._tree.node_at(fqn)
             if found is None:
                 path = self.contents.path
-                raise MissingKeysError(f"{path}: there is nothing called {fqn!r}", path=path, keys=[fqn])
+                raise MissingKeysError(
+                    f"{path}: the checkpoint has no leaf or container {fqn!r}", path=path, keys=[fqn]
+                )
             self._values[fqn] = self._skeleton(found[1])
         return self._values[fqn]
 
@@ -296,7 +309,7 @@ class CheckpointMetadata:
         return self._objects.raw(rank)[number]
 
     def _skeleton(self, node: Node) -> Any:
-        """Return a node's value with marks for what is read later."""
+        """Return the value of a node with placeholders for tensors and other values that are read later."""
         kind = node[0]
         if kind in MAPPINGS:
             pairs = zip(node[1][::2], node[1][1::2], strict=True)
@@ -309,21 +322,21 @@ class CheckpointMetadata:
             mark = torch.empty(0, device="meta")
             self._marks[id(mark)] = mark, self._tree.tensors[node[1]]
             return mark
-        return self._container(node) if kind == OBJECT else _Later(node)
+        return self._container(node) if kind == OBJECT else _DeferredLeaf(node)
 
     def _container(self, node: Node) -> Any:
-        """An object that torch would look into must be there for it; all others may wait."""
+        """Return the value of an object if it is a list or dict, which torch flattens; else a `_DeferredLeaf`."""
         raw = self._raw(node)
         if isinstance(raw, list) or (isinstance(raw, dict) and raw.get("$") == "dict"):
             try:
                 return self._objects.value(*self._tree.object_at(node[1]))
             except PickledLeafError:
                 pass
-        return _Later(node)
+        return _DeferredLeaf(node)
 
     def _whole(self, value: Any) -> Any:
-        """Return a value with its marks replaced by what they stand for."""
-        if isinstance(value, _Later):
+        """Return a value of `_skeleton` with all placeholders replaced by the values that were saved."""
+        if isinstance(value, _DeferredLeaf):
             kind, number = value.node
             if kind == OBJECT:
                 return self._objects.value(*self._tree.object_at(number))
@@ -345,6 +358,6 @@ class CheckpointMetadata:
 
 
 def _filled(saved: SavedTensor) -> list[tuple[int, Chunk]]:
-    """Return the chunks with elements in them; of a tensor without elements, one."""
+    """Return the chunks that have elements, or for a tensor without elements one chunk."""
     assert saved.dtype in DTYPES
     return [found for found in saved.chunks if 0 not in found[1].sizes] or list(saved.chunks[:1])

@@ -1,4 +1,4 @@
-"""`StorageReader`: stock `dcp.load` reads whatever `asyncckpt.load` reads, resharding as it needs."""
+"""`StorageReader`: stock `dcp.load` reads every format that `asyncckpt.load` reads, into any sharding."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from asyncckpt.torch_tensors import check_memory_is_real
 
 
 class _Slice(io.RawIOBase):
-    """Reads `nbytes` from `offset` on of another stream, whose position it moves and which it never closes."""
+    """Reads `nbytes` bytes at `offset` of another stream, whose position it changes and which it never closes."""
 
     def __init__(self, stream: Any, offset: int, nbytes: int) -> None:
         self._stream, self._offset, self._nbytes, self._at = stream, offset, nbytes, 0
@@ -62,7 +62,7 @@ class _Slice(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
         if start + offset < 0:
-            raise ValueError(f"position {start + offset} lies before the slice")
+            raise ValueError(f"position {start + offset} is before the slice")
         self._at = start + offset
         return self._at
 
@@ -71,34 +71,35 @@ class _Slice(io.RawIOBase):
 
 
 class SlicedBufferedReader(io.BufferedReader):
-    """A range of a binary stream, read as if there were nothing else: its positions count from the range's start.
+    """Read a range of a binary stream as a stream of its own, whose positions begin at 0.
 
-    The stream stays open when this is closed. Several may share a stream, though not from several threads.
+    Closing it does not close the base stream. Several readers may share a stream in one thread.
 
     Args:
-        base_stream: Readable and seekable.
-        offset: Where the range begins, in bytes.
-        len: How long it is, in bytes.
+        base_stream: A readable and seekable binary stream.
+        offset: Offset of the range in bytes.
+        len: Length of the range in bytes.
 
     Raises:
-        ValueError: A negative offset or length.
+        ValueError: `offset` or `len` is negative.
     """
 
     def __init__(self, base_stream: Any, offset: int, len: int) -> None:
         if offset < 0 or len < 0:
-            raise ValueError(f"bytes {offset} to {offset + len} are no range of a file")
+            raise ValueError(f"offset={offset}, len={len} is no range of a stream: expected numbers from 0 on")
         super().__init__(_Slice(base_stream, offset, len))
 
 
 @dataclass(frozen=True, slots=True)
-class SaveRead:
-    """What tells the save that one rank has found at its path.
+class FoundSave:
+    """Identifies the save that one rank has found at its path.
 
     Attributes:
-        path: Where it is. Ranks that are given different paths are to load different checkpoints.
-        save: Of ours the save id; of other formats what their files say of their content.
-        machine: On which alone `stamps` can be compared: each node may have a copy of its own.
-        stamps: Of the files, where nothing in them names the save; else empty.
+        path: The path. Ranks with different paths load different checkpoints on purpose.
+        save: The save ID of an asyncckpt checkpoint; for other formats a checksum of the structure and, if the files
+            have checksums, of the content.
+        machine: ID of the machine. `stamps` are compared only between ranks of one machine: each may have its own copy.
+        stamps: Lengths and times of the files, if nothing in them identifies the save; else empty.
     """
 
     path: str
@@ -106,8 +107,8 @@ class SaveRead:
     machine: str
     stamps: str = ""
 
-    def differs(self, other: SaveRead) -> bool:
-        """Whether the two are of different saves, of which one took the place of the other."""
+    def differs(self, other: FoundSave) -> bool:
+        """Whether the two are different saves at one path, so that one has replaced the other."""
         if self.path != other.path:
             return False
         return self.save != other.save or (self.machine == other.machine and self.stamps != other.stamps)
@@ -115,34 +116,37 @@ class SaveRead:
 
 @dataclass(frozen=True, slots=True)
 class OwnSave:
-    """With the plan of a rank: its load, and what it has found. A plan that a planner kept is of an earlier load."""
+    """Added to the plan of a rank: the ID of its load and the save that it has found.
+
+    A planner that caches plans returns a plan with the ID of an earlier load.
+    """
 
     load_id: str
-    found: SaveRead
+    found: FoundSave
 
 
 @dataclass(frozen=True, slots=True)
-class Coordinators:
-    """With a plan that no longer says whose it was: what the coordinator has found."""
+class CoordinatorSave:
+    """Added to a plan without a valid `OwnSave`: the save that the coordinator has found."""
 
-    found: SaveRead
+    found: FoundSave
 
 
-def found_in(contents: Contents, files: Files) -> SaveRead:
-    """Return what tells the save whose structure was read; of the same files the same in every process.
+def found_in(contents: Contents, files: Files) -> FoundSave:
+    """Return what identifies the save whose structure was read; for the same files it is equal in every process.
 
     Raises:
-        CorruptCheckpointError: It was overwritten since.
-        OSError: It cannot be read.
+        CorruptCheckpointError: The files were overwritten since the structure was read.
+        OSError: A file cannot be read.
     """
     source, path, here = contents.source, contents.path, machine()
     if source is None:
-        return SaveRead(path, str(contents.manifest.save_id), here)
-    stamps = repr(sorted((name, stamp[1:]) for name, stamp in source.stamps.items()))  # one mount's device is its own
+        return FoundSave(path, str(contents.manifest.save_id), here)
+    stamps = repr(sorted((name, stamp[1:]) for name, stamp in source.stamps.items()))  # device numbers differ by mount
     if source.kind == "dcp":
         data = read_small_file(files, os.path.join(source.directory, DCP_METADATA_NAME), MAX_NBYTES)
         source.check_unchanged(files, [DCP_METADATA_NAME])
-        return SaveRead(path, f".metadata of {file_checksum(data)}", here, "" if source.names_save else stamps)
+        return FoundSave(path, f".metadata of {file_checksum(data)}", here, "" if source.names_save else stamps)
     said, is_summed = [repr((list(contents.tensors.values()), source.metadata))], bool(source.archives)
     for name, offset, length in source.archives:
         try:
@@ -150,71 +154,73 @@ def found_in(contents: Contents, files: Files) -> SaveRead:
                 entries = read_directory(read_exactly(files, fd, length, offset), length)
         except ValueError as error:
             raise corrupt(path, name, f"it was changed while it was read: {error}") from error
-        said.append(repr(sorted(entries.values())))  # with a CRC-32 of each tensor, and of the pickle of all else
+        said.append(repr(sorted(entries.values())))  # has the CRC-32 of each tensor and of the pickle
         is_summed = is_summed and any(entry.crc for entry in entries.values())
     if not is_summed:
-        said += [repr(_settled(raw)) for raw in source.objects]
+        said += [repr(_normalized(raw)) for raw in source.objects]
     content = file_checksum("\n".join(said).encode("utf-8", "surrogatepass"))
-    return SaveRead(path, f"content of {content}", here, stamps)
+    return FoundSave(path, f"content of {content}", here, stamps)
 
 
-def _settled(raw: Any) -> Any:
-    """Return the JSON form of a leaf without what depends on this process: where its sets begin, and end."""
-    if isinstance(raw, UnreadLeaf):  # of what is in a set it names what it met first
+def _normalized(raw: Any) -> Any:
+    """Return the JSON form of a leaf with the members of sets sorted: their order differs between processes."""
+    if isinstance(raw, UnreadLeaf):  # it describes the first member of a set
         return "not read"
     if isinstance(raw, list):
-        return [_settled(value) for value in raw]
+        return [_normalized(value) for value in raw]
     if not isinstance(raw, dict):
         return raw
-    settled = {key: _settled(value) for key, value in raw.items()}
-    if settled.get("$") in ("set", "frozenset"):
-        settled["v"] = sorted(settled["v"], key=repr)
-    return settled
+    normalized = {key: _normalized(value) for key, value in raw.items()}
+    if normalized.get("$") in ("set", "frozenset"):
+        normalized["v"] = sorted(normalized["v"], key=repr)
+    return normalized
 
 
-def compare_saves(plans: Sequence[LoadPlan], load_id: str, mine: SaveRead) -> list[LoadPlan]:
-    """Hold what the ranks have found against each other; on the coordinator.
+def compare_saves(plans: Sequence[LoadPlan], load_id: str, mine: FoundSave) -> list[LoadPlan]:
+    """Compare the saves that the ranks have found. Called on the coordinator.
 
     Args:
-        plans: Of all ranks, as the planner has left them.
-        load_id, mine: The coordinator's own.
+        plans: The plans of all ranks, after the planner's global step.
+        load_id: ID of the coordinator's load.
+        mine: The save that the coordinator has found.
 
     Returns:
         The plans for the ranks.
 
     Raises:
-        RanksDisagreeError: They have found different saves.
+        RanksDisagreeError: The ranks have found different saves.
     """
     if len(plans) == 1:
         return list(plans)
     told = [plan.storage_data if isinstance(plan.storage_data, OwnSave) else None for plan in plans]
     if not any(own is not None and own.load_id == load_id for own in told):
-        told = [None] * len(plans)  # the planner made these plans, or keeps them from an earlier load
+        told = [None] * len(plans)  # the planner has created new plans, or cached those of an earlier load
     coordinator = next((rank for rank, own in enumerate(told) if own is not None and own.load_id == load_id), 0)
     for rank, own in enumerate(told):
         if own is not None and own.found.differs(mine):
             raise _disagree(mine, own.found, sorted([coordinator, rank]))
     return [
-        plan if own is not None else dataclasses.replace(plan, storage_data=Coordinators(mine))
+        plan if own is not None else dataclasses.replace(plan, storage_data=CoordinatorSave(mine))
         for plan, own in zip(plans, told, strict=True)
     ]
 
 
-def check_same_save(plan: LoadPlan, mine: SaveRead) -> None:
-    """Hold what this rank has found against what the coordinator has, if nobody has done so.
+def check_same_save(plan: LoadPlan, mine: FoundSave) -> None:
+    """Compare the save that this rank has found with the coordinator's, unless `compare_saves` has done it.
 
     Raises:
-        RanksDisagreeError: They have found different saves.
+        RanksDisagreeError: They are different saves.
     """
-    if isinstance(plan.storage_data, Coordinators) and plan.storage_data.found.differs(mine):
+    if isinstance(plan.storage_data, CoordinatorSave) and plan.storage_data.found.differs(mine):
         raise _disagree(plan.storage_data.found, mine, None)
 
 
-def _disagree(one: SaveRead, other: SaveRead, ranks: list[int] | None) -> RanksDisagreeError:
+def _disagree(one: FoundSave, other: FoundSave, ranks: list[int] | None) -> RanksDisagreeError:
     saves = sorted({one.save, other.save})
     detail = f"saves {saves[0]} and {saves[1]}" if len(saves) > 1 else "files of different times"
     return RanksDisagreeError(
-        f"{one.path} was overwritten while the ranks began to load it: they have found {detail}",
+        f"{one.path} was overwritten while the ranks began to load it: they found {detail}; nothing was changed. Load "
+        "again",
         detail=detail,
         path=one.path,
         ranks=ranks,
@@ -222,33 +228,35 @@ def _disagree(one: SaveRead, other: SaveRead, ranks: list[int] | None) -> RanksD
 
 
 BATCH_NBYTES = 512 << 20
-"""What is resolved, read and handed over at once: a planner may make room for each piece. Chosen, not measured."""
+"""Bytes that are resolved, read and committed in one batch: a planner may allocate memory for each item. Chosen, not
+measured."""
 
 
 class StorageReader(TorchStorageReader):
-    """Reads with stock `torch.distributed.checkpoint`: whatever asyncckpt has committed, in any arrangement.
+    """Read committed checkpoints with stock `torch.distributed.checkpoint.load`, into any sharding.
 
-    Other formats that `asyncckpt.load` takes too: DCP directories, `torch.save` files, safetensors, Hugging Face.
+    Reads all formats of `asyncckpt.load`: asyncckpt checkpoints, DCP directories, files of `torch.save`, safetensors
+    files, Hugging Face directories.
 
-    Only the blocks that are needed are read, each once, in the files' order, by several threads, and verified (as far
-    as the format allows) before any of their bytes is handed on. Leaves that are no tensors are given to the planner as
-    `torch.save` has them, which stock planners unpickle. DANGER: those that a planner made and that have no typed form
-    are given as they are, so unpickling them runs what they say, as with any checkpoint of stock torch.
+    Only the needed blocks are read, each once, by several threads. They are verified, if the format has checksums,
+    before any of their bytes is used. Leaves that are no tensors are given to the planner in the form of `torch.save`,
+    which stock planners unpickle. DANGER: a leaf that a planner has pickled and that has no typed form is returned
+    unchanged. Unpickling it runs code that it names, as with any checkpoint of stock torch.
 
-    Ranks that load together from one path load one save, or none: if it was overwritten between their first looks at
-    it, that is `RanksDisagreeError` on all of them. DANGER: files of safetensors, and DCP directories that `convert`
-    wrote, say nothing of their values, so ranks on different machines cannot tell two of the same names and shapes.
+    If the checkpoint is overwritten while the ranks begin to load it, they may find different saves; then all of them
+    raise `RanksDisagreeError`. DANGER: safetensors files, and DCP directories that `convert` wrote, have no checksums.
+    Ranks on different machines do not notice if two such saves have the same names and shapes.
 
     Args:
-        path: The checkpoint's directory, or file; `checkpoint_id` of `dcp.load` takes its place.
-        threads: Reading threads; None takes 4.
-        verify: False checks no checksum.
-        allow_pickle: Unpickles leaves that AsyncCheckpointer pickled. DANGER: as for `asyncckpt.load`.
-        rank_info: Whose values to give where ranks have their own; None: this process's.
+        path: The checkpoint: a directory or file. The `checkpoint_id` of `dcp.load` takes precedence.
+        threads: Number of reading threads; None takes 4.
+        verify: Whether checksums are verified.
+        allow_pickle: Unpickle leaves that AsyncCheckpointer pickled. DANGER: see `asyncckpt.load`.
+        rank_info: The rank whose `PerRank` values are read; None: that of this process.
 
     Raises:
-        ConfigError: Threads that are no positive integer, or another keyword.
-        UnsupportedPathError: A URL, or no path at all.
+        ConfigError: `threads` is no positive integer, or an unknown keyword was given.
+        UnsupportedPathError: `path` is a URL or no path.
     """
 
     def __init__(
@@ -272,19 +280,19 @@ class StorageReader(TorchStorageReader):
     def _begin(self) -> None:
         self.load_id = uuid.uuid4().hex
         self._described: CheckpointMetadata | None = None
-        self._found: SaveRead | None = None
+        self._found: FoundSave | None = None
         self._failure: Exception | None = None
 
     @property
     def checkpoint_id(self) -> str:
-        """Where the checkpoint lies."""
+        """Path of the checkpoint."""
         return self.path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin anew, at `checkpoint_id` if one is given.
+        """Prepare for another load, of `checkpoint_id` if one is given.
 
         Raises:
-            UnsupportedPathError: A URL, or no path at all.
+            UnsupportedPathError: `checkpoint_id` is a URL or no path.
         """
         if checkpoint_id is not None:
             self.path = absolute_path(checkpoint_id)
@@ -294,14 +302,15 @@ class StorageReader(TorchStorageReader):
         """Return the checkpoint's metadata, built from its indexes.
 
         Raises:
-            CheckpointNotFoundError, CheckpointNotCommittedError: There is none.
-            CorruptCheckpointError: Manifest or an index is damaged, or a tensor is not there exactly once.
-            UnsupportedFormatError: Written by a newer version.
-            OSError: It cannot be read.
+            CheckpointNotFoundError, CheckpointNotCommittedError: There is no committed checkpoint.
+            CorruptCheckpointError: The manifest or an index is damaged, or an element is not stored exactly once.
+            UnsupportedFormatError: The checkpoint has a newer version or no known format.
+            OSError: A file cannot be read.
         """
         if "rank" in kwargs and self._failure is not None:
-            # `dcp.load` has swallowed the error and looks for a rank's own metadata, of which there is none here.
-            # IMPORTANT: an error here, and it would raise an AssertionError instead: `set_up_storage_reader` says it.
+            # `dcp.load` has ignored the first error and asks for metadata of this rank alone, which do not exist.
+            # IMPORTANT: do not raise here: `dcp.load` would raise an AssertionError without the cause.
+            # `set_up_storage_reader` raises the first error.
             return Metadata({})
         self._begin()
         try:
@@ -328,7 +337,7 @@ class StorageReader(TorchStorageReader):
         """Begin a load.
 
         Raises:
-            AsyncCkptError, OSError: Why `read_metadata` failed.
+            AsyncCkptError, OSError: The error of `read_metadata`.
         """
         if self._failure is not None:
             raise self._failure
@@ -336,34 +345,37 @@ class StorageReader(TorchStorageReader):
             self._read_described()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan, with which save it was made for."""
+        """Return the plan; it holds the save that this rank has found."""
         if self._found is None:
             return plan
         return dataclasses.replace(plan, storage_data=OwnSave(self.load_id, self._found))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans, if they are for one save.
+        """Return the plans, after a check that all ranks have found the same save.
 
         Raises:
-            RanksDisagreeError: The checkpoint was overwritten after some ranks had read what it holds, and before
-                others had. Nothing was changed on any rank.
+            RanksDisagreeError: The checkpoint was overwritten after some ranks had read its structure and before others
+                had. Nothing was changed on any rank.
         """
         return compare_saves(plans, self.load_id, self._found) if self._found is not None else plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what `plan` names into what the planner resolves.
+        """Fill the tensors and leaves that the planner resolves for `plan`.
+
+        Returns:
+            A completed future.
 
         Raises:
-            CorruptCheckpointError: The files differ from what was saved.
-            MissingKeysError, LeafTypeMismatchError, ShapeMismatchError: The plan does not fit the checkpoint.
-            PickledLeafError: A leaf was pickled by AsyncCheckpointer, and may not be unpickled.
-            UnsupportedLeafError: A target is a tensor subclass whose elements do not lie in its memory.
-            RanksDisagreeError: The coordinator has found another save, and a planner of its own plans kept it from
-                telling before.
-            OSError: The files cannot be read.
-            Exception: Whatever the planner raises.
+            CorruptCheckpointError: Stored bytes differ from those that were saved.
+            MissingKeysError, LeafTypeMismatchError, ShapeMismatchError: The plan does not match the checkpoint.
+            PickledLeafError: AsyncCheckpointer pickled a leaf, and unpickling is not allowed.
+            UnsupportedLeafError: A target is a tensor subclass whose elements are not in its memory.
+            RanksDisagreeError: The coordinator has found another save; found out only now if the planner creates or
+                caches plans itself.
+            OSError: A file cannot be read.
+            Exception: An error of the planner.
 
-        Blocks: for the reads.
+        Blocks: until everything is read.
         """
         check_memory_is_real("dcp.load")
         described = self._described if self._described is not None else self._read_described()
@@ -387,12 +399,16 @@ class StorageReader(TorchStorageReader):
         return future
 
     def _located(self, described: CheckpointMetadata, item: ReadItem) -> tuple[SavedTensor, tuple[int, ...]]:
-        """Return the tensor that an item reads, and where in it the item's box begins."""
+        """Return the tensor that an item reads, and the offsets of the item's box in it."""
         fqn, offset = item.storage_index.fqn, item.storage_index.offset
         saved = described.tensor(fqn)
         if saved is None:
             raise LeafTypeMismatchError(
-                f"{self.path}: {fqn!r} was saved as an object", path=self.path, fqn=fqn, saved="object", wanted="tensor"
+                f"{self.path}: {fqn!r} was saved as an object, but the plan reads a tensor",
+                path=self.path,
+                fqn=fqn,
+                saved="object",
+                wanted="tensor",
             )
         start = tuple(offset) if offset is not None else (0,) * len(saved.global_shape)
         found = described.chunk_at(saved, start)
@@ -405,7 +421,7 @@ class StorageReader(TorchStorageReader):
             o < 0 or n < 0 or o + n > size for o, n, size in zip(offsets, lengths, sizes, strict=True)
         ):
             raise ShapeMismatchError(
-                f"{self.path}: tensor {fqn!r}: offsets {list(offsets)} and lengths {list(lengths)} lie outside the "
+                f"{self.path}: tensor {fqn!r}: offsets {list(offsets)} and lengths {list(lengths)} are outside the "
                 f"chunk at {list(start)} of sizes {list(sizes)}",
                 path=self.path,
                 fqn=fqn,
@@ -440,7 +456,7 @@ class StorageReader(TorchStorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path of this machine's file systems."""
+        """Whether `checkpoint_id` is a local path."""
         return is_local_path(checkpoint_id)
 
 
@@ -448,7 +464,7 @@ _Located = tuple[ReadItem, SavedTensor, tuple[int, ...]]
 
 
 def _batches(items: Sequence[_Located]) -> Iterator[list[_Located]]:
-    """Cut into batches of about `BATCH_NBYTES`, in the order in which the bytes lie in the files."""
+    """Cut the items into batches of about `BATCH_NBYTES`, in the order of their bytes in the files."""
 
     def place(located: _Located) -> Any:
         _, saved, offsets = located

@@ -1,4 +1,4 @@
-"""`StorageWriter`: what stock `dcp.save` and `dcp.async_save` write, as a checkpoint of asyncckpt's."""
+"""`StorageWriter`: stock `dcp.save` and `dcp.async_save` write an asyncckpt checkpoint."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from torch.futures import Future
 from asyncckpt.basics.deferred_signals import signals_deferred
 from asyncckpt.basics.paths import absolute_path, is_local_path
 from asyncckpt.config import CheckpointerConfig, check_keywords
-from asyncckpt.dcp.direct_save import InProcess
-from asyncckpt.dcp.worker_save import FIELDS, ByWorker
+from asyncckpt.dcp.direct_save import InProcessSave
+from asyncckpt.dcp.worker_save import FIELDS, WorkerSaves
 from asyncckpt.dcp.worker_session import SaveTask, WorkerInfo, forget_received, received_task
 from asyncckpt.dcp.write_plan import (
     WriteOptions,
@@ -53,11 +53,11 @@ from asyncckpt.storage.local import store_over
 from asyncckpt.torch_tensors import check_memory_is_real
 
 _begun: deque[tuple[SaveId, int]] = deque(maxlen=64)
-"""The latest saves, and ranks of this process that have begun to write in them: their plans are of no other save."""
+"""The latest (save ID, rank) for which `write_data` was called in this process. A plan with one of them was cached."""
 
 
-class OneAtATime:
-    """Lets one save of a writer begin only when the one before has ended. One per writer."""
+class SaveLock:
+    """Allows one save of a writer at a time."""
 
     def __init__(self) -> None:
         self._forget()
@@ -68,28 +68,28 @@ class OneAtATime:
         self._pid = os.getpid()
 
     @contextlib.contextmanager
-    def beginning(self) -> Iterator[None]:
-        """Surround what ends the save before; from here the save is this thread's.
+    def begin_save(self) -> Iterator[None]:
+        """Hold the lock while the previous save is ended; the next save belongs to the calling thread.
 
         Raises:
-            ReentrantCallError: A step of that is under way.
+            ReentrantCallError: The previous save is being staged or committed.
         """
         with self._step():
             self._owner = threading.get_ident()
             yield
 
     @contextlib.contextmanager
-    def going_on(self) -> Iterator[None]:
-        """Surround a step of the save.
+    def step_of_save(self) -> Iterator[None]:
+        """Hold the lock during a step of the save.
 
         Raises:
-            ReentrantCallError: Another thread has begun another one, or closed the writer; or is in a step.
+            ReentrantCallError: Another thread has begun a save or closed the writer, or is in a step of a save.
         """
         self._leave_parents_save()
         if self._owner not in (None, threading.get_ident()):
             raise ReentrantCallError(
-                "another thread has begun a save with this StorageWriter, or closed it, before this one was over; this "
-                "one has ended, and nothing of it was published. Use a writer for each save that overlaps another"
+                "another thread has begun a save with this StorageWriter, or closed it, before this save was finished; "
+                "this save was ended, and nothing of it was published. Use one writer for each concurrent save"
             )
         with self._step():
             yield
@@ -99,12 +99,12 @@ class OneAtATime:
         self._leave_parents_save()
         taken = False
         try:
-            with signals_deferred():  # a signal between the two halves of it would leave the lock taken for ever
+            with signals_deferred():  # a signal after `acquire` and before the assignment would leave the lock held
                 taken = self._at_work.acquire(blocking=False)
             if not taken:
                 raise ReentrantCallError(
-                    "a save with this StorageWriter is being staged or committed: wait for its end (of "
-                    "`dcp.async_save`, for its future), or use another writer; that save goes on"
+                    "another save with this StorageWriter is being staged or committed; it continues. Wait until it "
+                    "has ended (after `dcp.async_save`, for its future), or use another writer"
                 )
             yield
         finally:
@@ -112,15 +112,15 @@ class OneAtATime:
                 self._at_work.release()
 
     def _leave_parents_save(self) -> None:
-        """In a forked child nobody goes on with the save that was under way."""
+        """In a forked child, forget a save that was running in the parent: no thread of the child continues it."""
         if os.getpid() != self._pid:
             self._forget()
 
 
 class StagedChunks(torch.Tensor):
-    """Copies of the chunks of a checkpointable tensor, with the methods by which stock planners ask a tensor for them.
+    """Copies of the chunks of a checkpointable tensor, with the methods that stock planners call on such tensors.
 
-    It is a tensor because torch looks for the methods in tensors only; it has no elements of its own.
+    It is a tensor because torch calls the methods only on tensors; it has no elements of its own.
     """
 
     _items: Sequence[WriteItem]
@@ -143,7 +143,7 @@ class StagedChunks(torch.Tensor):
 
 
 def _replaced(value: Any, replace: Callable[[str, Any], Any], name: str = "") -> Any:
-    """Return nested dicts and lists with what `replace` gives for names and values; None: what is there stays."""
+    """Return nested dicts and lists with values replaced by `replace(name, value)`, except where that is None."""
     found = replace(name, value)
     if found is not None:
         return found
@@ -155,15 +155,17 @@ def _replaced(value: Any, replace: Callable[[str, Any], Any], name: str = "") ->
 
 
 class Stager(BlockingAsyncStager):
-    """As torch's, which keeps its copies in pinned memory only, and fails where there is no device to pin it for.
+    """Torch's stager, extended: it also caches copies without a device, and copies checkpointable tensors.
 
-    A checkpointable tensor is copied chunk by chunk, and `StagedChunks` takes its place.
+    Torch's caches copies in pinned memory only, and fails without a device. A checkpointable tensor is copied chunk by
+    chunk and replaced by a `StagedChunks`.
     """
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy on the CPU; the state itself where the save will be refused for a tensor subclass in it.
+        """Return a copy of the state on the CPU; if the state has a tensor that cannot be stored, the state itself.
 
-        IMPORTANT: it is not refused here. The other ranks may have no such tensor, and would wait for this one.
+        IMPORTANT: do not raise for such a tensor here. The other ranks may have none, and would wait for this rank. The
+        save is refused later, on all ranks.
         """
         items: dict[str, list[WriteItem]] = {}
 
@@ -187,7 +189,7 @@ class Stager(BlockingAsyncStager):
 
     def _copied(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         if self.cache_staged_state_dict and self.state_dict_cache is None and not torch.accelerator.is_available():
-            # Where torch has dropped this name, which is its own, the first copy is made twice.
+            # This name is private to torch. If a later torch lacks it, the first save copies twice.
             allocate = getattr(staging, "_create_cpu_state_dict", BlockingAsyncStager().stage)
             self.state_dict_cache = allocate(state_dict)
         return super().stage(state_dict)
@@ -195,44 +197,47 @@ class Stager(BlockingAsyncStager):
 
 _SAVER = "torch.distributed.checkpoint.state_dict_saver"
 _MAX_FRAMES = 8
-"""Between torch's call and a writer's method: those of subclasses and wrappers."""
+"""Frames between torch's call and the writer's method that are searched: subclasses and wrappers add some."""
 
 
 class StorageWriter(TorchStorageWriter, Stager):
-    """Writes with stock `torch.distributed.checkpoint`: files of asyncckpt's format, committed at once by a manifest.
+    """Write asyncckpt checkpoints with stock `torch.distributed.checkpoint.save` and `async_save`.
 
-    The checkpoint also loads with `asyncckpt.load`, `StorageReader` and torch's `HuggingFaceStorageReader`. Until the
-    manifest stands, an older checkpoint at the path is whole; a save that fails leaves it so. The save id of each save
-    is new, its epoch above all that were begun beside its path.
+    The checkpoint is committed in one step by its manifest. It also loads with `asyncckpt.load`, `StorageReader` and
+    torch's `HuggingFaceStorageReader`. Until the commit, and after a failed save, an older checkpoint at the path stays
+    complete. Each save has a new save ID, whose epoch is larger than those of all saves in the parent directory.
 
-    Every rank stages into memory of the worker on its node, which writes; from the end of the staging on, trainers that
-    are killed take nothing along. That memory, as large as the state, is kept for the next save of this writer, until
-    `close()` or until nobody holds the writer; of a state that is larger than `arena_limit_bytes`, or than what the
-    machine has left, segments pass through less. Where not every rank has a worker, and none was named, the ranks write
-    by themselves, which is logged: with a buffer of 16 MiB for each of three threads, and a trainer that is killed
-    takes the save along. The files of one that failed elsewhere go then when the coordinator's writer is reset, used
-    again or let go. One save at a time: what another thread begins while one is being staged or committed raises
-    `ReentrantCallError`, and the first goes on; between these, it takes the writer, and the first ends by that error.
+    With a worker: every rank copies its state into memory of the worker on its node, which writes it. Once all ranks
+    have staged, the save is completed even if the trainers are killed. The memory, as large as the state, is kept for
+    the next save of this writer, until `close()` or until the writer is garbage. A state that is larger than
+    `arena_limit_bytes`, or than the memory that is left, is written in segments through less memory.
+
+    Without a worker on some rank, unless `endpoint` was given: the ranks write the files themselves, and this is
+    logged. It takes a buffer of 16 MiB for each of three threads. If a trainer is killed, the save is lost. If the save
+    fails on another rank, its files are removed when the coordinator's writer is reset, used again or garbage.
+
+    One save at a time. If another thread begins a save while the first is being staged or committed, the second raises
+    `ReentrantCallError`. If it begins one between these steps, the first raises that error.
 
     Args:
-        path: The checkpoint's directory; `checkpoint_id` of `dcp.save` takes its place.
-        single_file_per_rank: One shard file per rank; False: one per tensor, at most 1000.
+        path: Directory of the checkpoint; the `checkpoint_id` of `dcp.save` takes precedence.
+        single_file_per_rank: One shard file per rank. False: one per tensor, at most 1000.
         sync_files: Whether files and directories are fsynced.
-        thread_count: Threads of each rank that call the planner for tensors. With one, that is the thread that calls
-            `dcp.save`, which goes through the files in order.
-        per_thread_copy_ahead: Of tensors on a CUDA device, so many bytes per thread are fetched ahead of being written.
-        cache_staged_state_dict: Whether `stage` keeps its copies, pinned where there is a device, for the next
-            `dcp.async_save` with this writer, which has to come after the end of this one.
-        overwrite: Whether an older checkpoint at the path is replaced, in one step; else it is refused.
-        endpoint: Of a running worker, `ipc://...`, which must answer; default: `$ASYNCCKPT_ENDPOINT`, else this user's
-            worker of this job, which is started when there is none.
-        use_worker: False: the ranks write by themselves, without a worker.
-        **fields: Of `CheckpointerConfig`: `arena_limit_bytes`, `commit_timeout_s`, `on_worker_loss`, `slot_timeout_s`,
-            `worker_start_timeout_s`, `worker_timeout_s`, `write_threads`.
+        thread_count: Threads of each rank that call the planner for tensors. With 1, the planner is called in the
+            thread that calls `dcp.save`, in the order of the files.
+        per_thread_copy_ahead: Bytes per thread that are copied from CUDA devices before they are written.
+        cache_staged_state_dict: Whether `stage` keeps its copies, pinned if there is a device, for the next
+            `dcp.async_save` with this writer. That must not begin before this save has ended.
+        overwrite: Whether an older checkpoint at the path is replaced, in one step. False: it is refused.
+        endpoint: Endpoint of a running worker, `ipc://...`, which must answer. Default: `$ASYNCCKPT_ENDPOINT`, else
+            this user's worker of this job, which is started if there is none.
+        use_worker: Whether workers write. False: the ranks write the files themselves.
+        **fields: Fields of `CheckpointerConfig`: `arena_limit_bytes`, `commit_timeout_s`, `on_worker_loss`,
+            `slot_timeout_s`, `worker_start_timeout_s`, `worker_timeout_s`, `write_threads`.
 
     Raises:
-        ConfigError: A number below its minimum, another field, or settings of a worker that is not to be used.
-        UnsupportedPathError: A URL, or no path at all.
+        ConfigError: A number is below its minimum, a field is unknown, or `use_worker=False` with settings of a worker.
+        UnsupportedPathError: `path` is a URL or no path.
     """
 
     def __init__(
@@ -255,7 +260,7 @@ class StorageWriter(TorchStorageWriter, Stager):
         ):
             if type(value) is not int or value < least:
                 raise ConfigError(
-                    f"{name}={value!r}: an integer from {least} on is wanted", field=name, value=repr(value)
+                    f"{name}={value!r}: expected an integer from {least} on", field=name, value=repr(value)
                 )
         Stager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
         self.path = absolute_path(path)
@@ -266,19 +271,19 @@ class StorageWriter(TorchStorageWriter, Stager):
         check_keywords(StorageWriter, fields, FIELDS)
         if not use_worker and (endpoint is not None or fields):
             name = "endpoint" if endpoint is not None else sorted(fields)[0]
-            raise ConfigError(f"{name} is about the worker, and use_worker=False says to do without one", field=name)
-        self._by_worker = ByWorker(endpoint, fields) if use_worker else None
+            raise ConfigError(f"{name} is a setting of the worker, which use_worker=False excludes", field=name)
+        self._by_worker = WorkerSaves(endpoint, fields) if use_worker else None
         self._forget_save()
 
     def _forget_save(self) -> None:
-        self._one = OneAtATime()
+        self._one = SaveLock()
         self._is_coordinator, self._rank = False, 0
         self._worker_info: WorkerInfo | None = None
         self._task: SaveTask | None = None
-        self._in_process: InProcess | None = None
+        self._in_process: InProcessSave | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs: neither staged tensors nor a save that is under way here."""
+        """Return the state for another process, without staged tensors and without a save that is running here."""
         own = ("_one", "_is_coordinator", "_rank", "_worker_info", "_task", "_in_process")
         state = {name: value for name, value in self.__dict__.items() if name not in own}
         return {**state, "state_dict_cache": None}
@@ -289,64 +294,63 @@ class StorageWriter(TorchStorageWriter, Stager):
 
     @property
     def checkpoint_id(self) -> str:
-        """Where the checkpoint goes."""
+        """Path of the checkpoint."""
         return self.path
 
     @property
     def save_id(self) -> str | None:
-        """Of the save that was begun last, as `storage_meta()` says it; None before its ranks have agreed on a plan."""
+        """Save ID of the latest save, as in `storage_meta()`; None until its ranks have agreed on a plan."""
         return str(self._task.save_id) if self._task else None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin anew, at `checkpoint_id` if one is given.
+        """Prepare for another save, to `checkpoint_id` if one is given. A save that was not committed is ended.
 
         Raises:
-            UnsupportedPathError: A URL, or no path at all.
-            ReentrantCallError: A save with this writer is being staged or committed by another thread.
+            UnsupportedPathError: `checkpoint_id` is a URL or no path.
+            ReentrantCallError: Another thread is staging or committing a save with this writer.
         """
-        with self._one.beginning():
+        with self._one.begin_save():
             self._abandon()
             if checkpoint_id is not None:
                 self.path = absolute_path(checkpoint_id)
 
     def close(self) -> None:
-        """Let the worker go, and the memory with it; staged copies too. A later save takes them anew.
+        """Disconnect from the worker, and free its memory and the staged copies. A later save connects again.
 
         Raises:
-            ReentrantCallError: A save is being staged or committed by another thread: wait for it.
+            ReentrantCallError: Another thread is staging or committing a save with this writer.
 
-        Blocks: a few seconds at most, where the worker does not answer.
+        Blocks: a few seconds at most, if the worker does not answer.
         """
-        with self._one.beginning():
+        with self._one.begin_save():
             self._abandon()
             if self._by_worker is not None:
                 self._by_worker.close()
             self.state_dict_cache = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a save, if the planner, which has its state by now, holds nothing that cannot be stored.
+        """Begin a save, after a check that all tensors of the planner's state can be stored.
 
         Raises:
-            ConfigError: `use_collectives=False`: ranks that do not meet have no common commit.
-            ReentrantCallError: As `reset`.
-            UnsupportedLeafError: A tensor subclass whose elements do not lie in its memory, and that gives no chunks
-                that do (`torch.distributed._checkpointable`); `leaf` is its FQN. Or torch makes no real tensors here,
-                in FakeTensorMode.
-            DuplicateNameError: A tensor that gives its chunks has a name that is reserved for tensors of one rank.
+            ConfigError: `use_collectives=False`: without collective calls there is no common commit.
+            ReentrantCallError: See `reset`.
+            UnsupportedLeafError: A tensor subclass has its elements not in its memory, and gives no chunks that are
+                (`torch.distributed._checkpointable`); `leaf` is its FQN. Or torch is in FakeTensorMode.
+            DuplicateNameError: A checkpointable tensor has a name that is reserved for tensors of one rank.
         """
         check_memory_is_real("dcp.save")
-        with self._one.beginning():
+        with self._one.begin_save():
             self._abandon()
         forget_received()
         if not kwargs.get("use_collectives", True):
             raise ConfigError(
-                "dcp.save(use_collectives=False) makes a checkpoint of each rank, with no common commit; "
-                "asyncckpt.dcp.StorageWriter needs the collectives",
+                "dcp.save(use_collectives=False) saves one checkpoint for each rank, without a common commit; "
+                "asyncckpt.dcp.StorageWriter needs use_collectives=True",
                 field="use_collectives",
                 value=repr(False),
             )
-        # IMPORTANT: before the planner makes its plan, for which stock planners ask such tensors what they need not
-        # answer, and before any rank begins: from here, an error of one rank is all ranks'.
+        # IMPORTANT: before the planner creates its plan, since stock planners call methods on such tensors that may
+        # raise another error. `dcp.save` raises an error of this call on all ranks.
         planner = _planner_of_caller()
         if isinstance(planner, DefaultSavePlanner):
             refuse_wrappers(planner.state_dict.items())
@@ -355,13 +359,16 @@ class StorageWriter(TorchStorageWriter, Stager):
         self._rank = rank if type(rank) is int else find_rank_info(None).rank
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse what cannot be stored, before anything is written, and find this rank's worker.
+        """Check that all items can be stored, and connect to this rank's worker.
+
+        Returns:
+            The plan; it holds a description of the worker, for the coordinator.
 
         Raises:
-            UnsupportedLeafError, DuplicateNameError: Naming the tensor.
-            WorkerUnavailableError: Nobody answers at the endpoint that was named.
+            UnsupportedLeafError, DuplicateNameError: A tensor cannot be stored; names it.
+            WorkerUnavailableError: No worker answers at the `endpoint` that was given.
 
-        Blocks: for a worker to start.
+        Blocks: until a worker has started, up to `worker_start_timeout_s`.
         """
         sorted_out(plan.items)
         if self._by_worker is None:
@@ -374,15 +381,17 @@ class StorageWriter(TorchStorageWriter, Stager):
         return dataclasses.replace(plan, storage_data=worker_info)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give the save its id, and each rank's plan a task with it.
+        """Choose the save ID; return the plans, each with the `SaveTask` of its rank. Called on the coordinator.
 
         Raises:
-            CheckpointExistsError: A checkpoint is at the path that is not to be replaced.
-            SaveFailedError: The directory beside it cannot be looked at.
-            AsyncCkptError: The workers of several nodes, of which one was named, cannot be linked.
+            CheckpointExistsError: A checkpoint is at the path, and `overwrite` is False.
+            SaveFailedError: The parent directory cannot be read.
+            AsyncCkptError: `endpoint` was given, and the workers of several nodes cannot be connected.
+
+        Blocks: while an earlier save to the path, that was interrupted, is committed: up to `commit_timeout_s`.
         """
         given: list[SaveTask] | None = None
-        with self._one.going_on(), self._failures(None):
+        with self._one.step_of_save(), self._failures(None):
             epoch = catalog.next_epoch_beside(self.path, store_over(self._files))
             if self._by_worker is not None and self._worker_info is not None:
                 given = self._by_worker.begin(self.path, self._worker_info, epoch, plans, self._files)
@@ -392,26 +401,29 @@ class StorageWriter(TorchStorageWriter, Stager):
         return [dataclasses.replace(plan, storage_data=task) for plan, task in zip(plans, given, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Stage this rank's files and hand them to the worker; or write them.
+        """Stage this rank's files for the worker, or write them if there is no worker.
+
+        Returns:
+            A completed future with the results.
 
         Raises:
-            UnsupportedLeafError, DuplicateNameError: Something cannot be stored.
-            CheckpointExistsError, SaveFailedError: Storage. What this call created is removed.
-            AsyncCkptError: The worker is lost, or does not get on.
-            Exception: Whatever the planner raises.
+            UnsupportedLeafError, DuplicateNameError: A leaf cannot be stored.
+            CheckpointExistsError, SaveFailedError: Writing failed. Files that this call created are removed.
+            AsyncCkptError: The worker died, or frees no memory in time.
+            Exception: An error of the planner.
 
-        Blocks: for the copy, and for memory; where this process writes, for the writes.
+        Blocks: for the copy and for memory of the worker; without a worker, for the writes.
         """
-        with self._one.going_on():
+        with self._one.step_of_save():
             task = received_task() or self._task or plan.storage_data
             if not isinstance(task, SaveTask) or (task.save_id, task.rank) in _begun:
-                # A planner that caches plans goes on with that of an earlier save (ADR 0058).
+                # The planner has cached the plan of an earlier save (ADR 0058).
                 raise SaveFailedError(
-                    f"the save to {self.path}: this rank was not told what the coordinator has decided; nothing was "
-                    "written. Save with a planner that does not cache plans",
+                    f"save to {self.path}: rank {self._rank} did not receive the coordinator's task for this save; "
+                    "nothing was written. Use a planner that does not cache plans",
                     code="ticket",
                     path=self.path,
-                    detail="the plan is of another save, or was not sent through a process group",
+                    detail="the plan belongs to another save, or was not sent through a process group",
                 )
             self._task = task
             _begun.append((task.save_id, task.rank))
@@ -434,17 +446,22 @@ class StorageWriter(TorchStorageWriter, Stager):
             return write(plan, planner, task, options, is_coordinator=self._is_coordinator)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit.
+        """Commit. Called on the coordinator.
+
+        Args:
+            metadata: The planner's metadata; gets the places of all chunks and the save ID.
+            results: The results of all ranks.
 
         Raises:
-            SaveFailedError: Code `coverage`: a tensor would not be stored exactly once; or an errno's name.
-            CheckpointExistsError: Another save has committed there meanwhile, which is not to be replaced.
-            CommitUnknownError: Nobody knows whether the manifest is there; nothing was deleted.
-            CommitTimeoutError, WorkerUnavailableError: Nobody knows yet; the worker, or the next one, goes on with it.
+            SaveFailedError: Code `coverage`: an element would not be stored exactly once; or the name of an errno.
+            CheckpointExistsError: Another save has committed at the path meanwhile, and `overwrite` is False.
+            CommitUnknownError: It is not known whether the manifest is on disk; nothing was removed.
+            CommitTimeoutError, WorkerUnavailableError: It is not known yet whether the save will be committed: the
+                worker, or the next one, continues it.
 
-        Blocks: until everything is durable; with `overwrite` for another save that is being published there.
+        Blocks: until everything is on disk; with `overwrite` also while another save commits at the path.
         """
-        with self._one.going_on():
+        with self._one.step_of_save():
             task = self._task
             assert task is not None, "finish comes after this writer's write_data"
             with self._failures(task.save_id, task.rank):
@@ -455,22 +472,22 @@ class StorageWriter(TorchStorageWriter, Stager):
         metadata.version = DCP_VERSION
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return where the checkpoint goes, and its save id once it has one."""
+        """Return path and save ID; the save ID is None until the ranks have agreed on a plan."""
         return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path of this machine's file systems."""
+        """Whether `checkpoint_id` is a local path."""
         return is_local_path(checkpoint_id)
 
-    def _in_this_process(self) -> InProcess:
+    def _in_this_process(self) -> InProcessSave:
         if self._in_process is None:
             config = CheckpointerConfig(fsync=self.sync_files, overwrite=self.overwrite)
-            self._in_process = InProcess(self.path, config, self._files)
+            self._in_process = InProcessSave(self.path, config, self._files)
         return self._in_process
 
     def _abandon(self) -> None:
-        """End what this writer has begun and will not commit."""
+        """End a save that was begun and not committed."""
         if self._in_process is not None:
             self._in_process.abandon()
         if self._by_worker is not None:
@@ -489,7 +506,7 @@ class StorageWriter(TorchStorageWriter, Stager):
 
 
 def _planner_of_caller() -> Any:
-    """Return the planner of the `dcp.save` that calls: torch shows it to a writer only when all ranks have begun."""
+    """Return the planner of the calling `dcp.save`, from its frame: torch passes it to writers only later."""
     frame = inspect.currentframe()
     for _ in range(_MAX_FRAMES):
         frame = frame and frame.f_back

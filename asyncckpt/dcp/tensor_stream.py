@@ -1,7 +1,7 @@
-"""A rank's shard files as an image that is never whole in memory: each piece is made when it is written.
+"""`StreamedImage`: the bytes of a rank's shard files, of which only the part that is being written is in memory.
 
-A tensor is resolved when its first byte is wanted and let go after its last, so what a save takes beside the state is
-one buffer per thread, whatever the planner allocates for the tensors that are just being written, and the copies ahead.
+A tensor is resolved when its first byte is written, and freed after its last. So a save takes, beside the state, one
+buffer for each thread, the tensors that the planner allocates and that are being written, and the copies ahead.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from asyncckpt.storage.rank_writer import EXTENT_NBYTES
 
 
 class CopyAhead:
-    """Copies tensors from devices before they are written, in the order of writing. Safe to use from several threads.
+    """Decides which tensors to copy from devices before they are written. May be used by several threads.
 
     Args:
-        sizes: Bytes of each tensor, in the order of writing.
-        limit_nbytes: Fetched and not yet written at any time; tensors that are larger are never fetched ahead.
+        sizes: Length of each tensor in bytes, in the order of writing.
+        limit_nbytes: Limit of bytes that are fetched and not yet written; a larger tensor is never fetched ahead.
     """
 
     def __init__(self, sizes: Sequence[int], limit_nbytes: int) -> None:
@@ -40,7 +40,7 @@ class CopyAhead:
         self._lock = threading.Lock()
 
     def begin(self, number: int) -> list[int]:
-        """Return which to fetch now that `number` is being written; each is named once."""
+        """Return the numbers of the tensors to fetch while `number` is written; each is returned once."""
         with self._lock:
             self._next = max(self._next, number + 1)
             found = []
@@ -52,7 +52,7 @@ class CopyAhead:
             return found
 
     def done(self, number: int) -> None:
-        """Take note that `number` was written."""
+        """Record that tensor `number` was written."""
         with self._lock:
             if number in self._ahead:
                 self._ahead.remove(number)
@@ -60,24 +60,24 @@ class CopyAhead:
 
 
 ARRIVAL_TIMEOUT_S = 600.0
-"""For what a device has to do before a copy, and the copy. Chosen: no queue of kernels is so long."""
+"""Limit of the wait for a device to finish the kernels before a copy, and the copy. Chosen, not measured."""
 
 _POLL_S = 50e-6
 
 Resolve = Callable[[], torch.Tensor]
-"""Makes the elements of a tensor, as `items.bytes_of` returns them."""
+"""Returns the elements of a tensor, in the form of `write_plan.bytes_of`."""
 
 
 def pinned(like: torch.Tensor) -> torch.Tensor:
-    """Return host memory for a copy that nobody waits for yet."""
+    """Return pinned host memory for an asynchronous copy of a tensor."""
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
 
 def settle(made: torch.Tensor, device: Device) -> None:
-    """Wait until a device has made a tensor, in the stream of this thread: other threads read it by streams of theirs.
+    """Wait until a device has computed a tensor in this thread's stream: other threads read it in other streams.
 
     Raises:
-        StagingError: A device does not come to an end.
+        StagingError: The device does not finish within `ARRIVAL_TIMEOUT_S`.
     """
     index = device.device_of(made)
     if index is None:
@@ -87,23 +87,24 @@ def settle(made: torch.Tensor, device: Device) -> None:
 
 
 def _await(device: Device, index: int, event: Event, done: str) -> None:
-    """Wait for an event, inside `on`."""
+    """Wait for an event of the current device."""
     deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
     while not device.done(event):
         if time.monotonic() > deadline:
-            raise StagingError(f"device {index} has not {done} a tensor within {ARRIVAL_TIMEOUT_S:g} s")
+            raise StagingError(
+                f"device {index} has not {done} a tensor within {ARRIVAL_TIMEOUT_S:g} s; nothing was published. Check "
+                "whether a kernel hangs"
+            )
         time.sleep(_POLL_S)
 
 
 class WrittenTensor:
-    """A tensor that is resolved at the first read of its bytes and freed after the last.
-
-    Safe to use from several threads.
+    """A tensor that is resolved at the first read of its bytes and freed after the last. Several threads may use it.
 
     Args:
-        resolve: Makes the elements.
-        nbytes: How many there are.
-        device: The seam to devices.
+        resolve: Returns the elements.
+        nbytes: Length of the elements in bytes.
+        device: The interface to devices.
     """
 
     def __init__(self, resolve: Resolve, nbytes: int, device: Device) -> None:
@@ -113,7 +114,7 @@ class WrittenTensor:
         self._lock = threading.Lock()
 
     def on_device(self) -> bool:
-        """Resolve it, if that was not done yet; whether it is on a device, or was before it was fetched."""
+        """Resolve the tensor, if it is not yet; return whether it is on a device, or was before it was fetched."""
         with self._lock:
             return self._arrival is not None or self._device.device_of(self._resolved()) is not None
 
@@ -123,30 +124,30 @@ class WrittenTensor:
         return self._elements
 
     def fetch(self) -> None:
-        """Begin its copy to the host, where it is on a device and not being read yet."""
+        """Begin to copy it to the host, if it is on a device and not being read yet."""
         with self._lock:
             if self._elements is not None:
                 return
             found = self._resolve()
             index = self._device.device_of(found)
             if index is None:
-                return  # resolved again in its turn: what a planner makes of it is not kept until then
+                return  # resolved again when it is written: a tensor on the CPU is not kept in memory until then
             host = pinned(found)
             with self._device.on(index):
                 current, side = self._device.current_stream(index), self._device.side_stream(index)
-                # IMPORTANT: a planner's kernels may still be making the values, in the stream of this thread. What
-                # another thread has made has settled.
+                # IMPORTANT: kernels of the planner may still compute the values in this thread's stream. Tensors that
+                # another thread has resolved are complete (`settle`).
                 self._device.wait(side, self._device.record(current))
             with self._device.on_stream(side):
                 self._device.copy([host], [found], non_blocking=True)
-                self._arrival = index, self._device.record(side), found  # which lives until it is copied
+                self._arrival = index, self._device.record(side), found  # keeps the source alive during the copy
             self._elements = host
 
     def read(self, low: int, high: int, address: int) -> bool:
-        """Copy some of its bytes to `address`; True when it was the last of them.
+        """Copy bytes `low` to `high` to `address`; return whether all bytes have been read now.
 
         Raises:
-            StagingError: A device does not come to an end.
+            StagingError: The device does not finish within `ARRIVAL_TIMEOUT_S`.
         """
         with self._lock:
             found = self._resolved()
@@ -169,7 +170,7 @@ class WrittenTensor:
 
 
 class _Region(NamedTuple):
-    """Bytes of the image: a header, or the tensor of a number."""
+    """Bytes `start` to `end` of the image: a header (`number` is -1), or tensor `number`."""
 
     start: int
     end: int
@@ -178,25 +179,25 @@ class _Region(NamedTuple):
 
 
 def in_file_order(layout: Layout) -> list[int]:
-    """Return the numbers of the chunks that have bytes, in the order in which they lie in the files."""
+    """Return the numbers of the chunks that are not empty, in the order of the files."""
     chunks = layout.chunks
     held = (n for n, chunk in enumerate(chunks) if chunk.nbytes)
     return sorted(held, key=lambda n: (chunks[n].part, chunks[n].offset_bytes))
 
 
 class StreamedImage:
-    """See the module; a `storage.shard_writer.MadeImage`. A context manager, which frees the buffers.
+    """The bytes of a rank's shard files, a `storage.shard_writer.MadeImage`. As a context manager it frees its buffers.
 
     Args:
-        layout: Of the files.
-        specs: Of the layout's chunks.
-        resolves: Aligned with them.
-        save_id: For the headers.
-        copy_ahead_nbytes: Of tensors on a CUDA device, so many bytes are fetched before it is their turn.
-        device: The seam to devices; tests replace it.
+        layout: Layout of the files.
+        specs: The box of each chunk of the layout.
+        resolves: For each chunk, a function that returns its elements.
+        save_id: Save ID, for the headers.
+        copy_ahead_nbytes: Bytes of tensors on CUDA devices that are copied before they are written.
+        device: The interface to devices; tests replace it.
 
     Attributes:
-        parts: Where each file lies in the image.
+        parts: Byte range of each file in the image.
     """
 
     is_page_aligned = True
@@ -243,10 +244,12 @@ class StreamedImage:
         return buffer.view()[: end - start]
 
     def copy_to(self, start: int, end: int, address: int) -> None:
-        """Make bytes `start` to `end` of the image at `address`: headers, tensors, and zeros between them.
+        """Write bytes `start` to `end` of the image to `address`: headers, tensors, and zeros between them.
 
         Raises:
-            Exception: Whatever makes a tensor raises.
+            Exception: An error of a function in `resolves`.
+
+        Blocks: for the tensors to be resolved and copied.
         """
         at = start
         first = max(0, bisect_right(self._starts, start) - 1)
@@ -281,7 +284,7 @@ class StreamedImage:
         return found
 
     def close(self) -> None:
-        """Free the buffers; no thread may use the image any more."""
+        """Free the buffers. No thread may use the image afterwards."""
         self._local = threading.local()
         while self._buffers:
             self._buffers.pop().close()

@@ -1,7 +1,7 @@
-"""One rank's part in a save that the worker writes: laid out, staged into a slot, and sealed.
+"""One rank's part in a save that the worker writes: it is laid out as files, staged into a slot, and sealed.
 
-The coordinator knows tree, objects and step only when every rank has staged. So its slot is sealed last, with a request
-that says them (memory/SPEC.md, section 5); the other ranks leave the step to it.
+The coordinator knows the tree, the objects and the step only after every rank has staged. So its slot is sealed last,
+with a request that contains them (memory/SPEC.md, section 5); the requests of other ranks have no step.
 """
 
 from __future__ import annotations
@@ -44,77 +44,83 @@ from asyncckpt.staging.slot_copy import REQUEST_SLACK_NBYTES
 from asyncckpt.storage.rank_writer import EXTENT_NBYTES
 
 NAME_NBYTES = 128
-"""What a leaf takes in tree and index beside its name, which is there twice. Measured: 20 to 60."""
+"""Bytes of a leaf in tree and index, apart from its name, which is stored twice. Measured: 20 to 60."""
 
 MANY_RANKS = 8
-"""Where plans are cached and say nothing, a rank is taken to have as much as the coordinator; at most so many of them,
-since most leaves are on one rank. Chosen, not measured."""
+"""If the plans of other ranks are cached and therefore empty, each rank is assumed to have as many leaves as the
+coordinator, but at most so many ranks: most leaves are on one rank. Chosen, not measured."""
 
 LEAVES_NBYTES = 4 << 20
-"""Room for the leaves of other ranks, of whose lengths plans say nothing; at most an eighth of the limit. Chosen, not
+"""Room for the leaves of other ranks, whose lengths are not in the plans; at most an eighth of the limit. Chosen, not
 measured."""
 
 
 @dataclass(kw_only=True, slots=True)
-class SealRoom:
-    """Says how much room the request of a seal needs at the end of the slot. One per writer.
+class RequestSizeEstimate:
+    """Estimates how much room at the end of the slot the coordinator's final request needs. One per writer.
 
     Attributes:
-        names_nbytes: Of the trees of all ranks, as the plans of this save say.
+        names_nbytes: Bytes of the names of all ranks' leaves, from the plans of this save.
         others_have_leaves: Whether another rank has leaves that are no tensors.
-        others_say_nothing: Whether the plan of another rank is empty, as cached ones are.
-        last_nbytes: The last request that this writer had to seal; 0: none yet.
+        others_have_cached_plans: Whether the plan of another rank is empty, as cached plans are.
+        last_nbytes: Length of the last final request of this writer in bytes; 0: there was none.
     """
 
     names_nbytes: int = 0
     others_have_leaves: bool = False
-    others_say_nothing: bool = False
+    others_have_cached_plans: bool = False
     last_nbytes: int = 0
 
-    def note_plans(self, plans: Sequence[SavePlan], own: int) -> None:
-        """Take in the plans of all ranks; the coordinator's is `own`."""
+    def record_plans(self, plans: Sequence[SavePlan], own: int) -> None:
+        """Record the plans of all ranks; `own` is the index of the coordinator's plan."""
         names = {item.index.fqn for plan in plans for item in plan.items}
         self.names_nbytes = names_nbytes(names)
         others = [plan for number, plan in enumerate(plans) if number != own]
-        self.others_say_nothing = any(not plan.items for plan in others)
+        self.others_have_cached_plans = any(not plan.items for plan in others)
         self.others_have_leaves = any(item.type is WriteItemType.BYTE_IO for plan in others for item in plan.items)
 
     def nbytes(self, own_names_nbytes: int, own_leaves_nbytes: int) -> int:
-        """Return what names and leaves take at least, in whole pages."""
+        """Return the minimal length of names and leaves in bytes, in whole pages."""
         return round_up(max(own_names_nbytes, self.names_nbytes) + own_leaves_nbytes)
 
     def likely_nbytes(self, own_names_nbytes: int, own_leaves_nbytes: int, world_size: int) -> int:
-        """Return what they may well take, in whole pages: a wish, for which no save is refused."""
-        as_ours = min(world_size, MANY_RANKS) * (own_names_nbytes + own_leaves_nbytes) if self.others_say_nothing else 0
+        """Return the likely length of names and leaves in bytes, in whole pages. No save is refused for lack of it."""
+        as_ours = (
+            min(world_size, MANY_RANKS) * (own_names_nbytes + own_leaves_nbytes) if self.others_have_cached_plans else 0
+        )
         return max(self.nbytes(own_names_nbytes, own_leaves_nbytes), round_up(max(as_ours, self.last_nbytes)))
 
     def spare_nbytes(self, limit_nbytes: int) -> int:
-        """Return what is added for leaves of other ranks to a slot of at most `limit_nbytes`, in whole pages."""
+        """Return the bytes to add for leaves of other ranks, in whole pages, to a slot of at most `limit_nbytes`."""
         return round_up(min(LEAVES_NBYTES, limit_nbytes // 8)) if self.others_have_leaves else 0
 
 
 def names_nbytes(names: set[str]) -> int:
-    """Return what leaves of these names take in tree and index."""
+    """Return how many bytes leaves with these names take in tree and index."""
     return sum(2 * len(name.encode(errors="surrogatepass")) + NAME_NBYTES for name in names)
 
 
 @dataclass(kw_only=True, slots=True)
-class Unsealed:
-    """The coordinator's part, staged: its slot is sealed by `seal`, or given up by `WorkerClient.withdraw`.
+class UnsealedPart:
+    """The coordinator's part, staged but not sealed. `seal` seals the slot; `WorkerClient.withdraw` abandons it.
 
     Attributes:
-        request: As it was begun.
-        tensors: In this rank's files.
-        slot: Open, or streamed if `begun`.
-        seal_room: Learns how long the request was.
-        offset: Where the request of the seal belongs in it.
-        stream: Of the slot, where it is streamed.
+        process: Client of the worker.
+        request: The request as it was before staging.
+        tensors: The tensors in this rank's files.
+        size_estimate: Gets the length of the final request.
+        slot: The slot; open.
+        offset: Offset of the final request in the slot.
+        body_nbytes: Length of the files in the slot in bytes.
+        begun: Whether the worker was told of the save.
+        stream: Writes the slot while it is filled; None: the slot is written after the seal.
+        began_at: `time.perf_counter()` when staging began.
     """
 
     process: WorkerClient
     request: SaveRequest
     tensors: Sequence[TensorEntry]
-    seal_room: SealRoom
+    size_estimate: RequestSizeEstimate
     slot: Slot
     offset: int
     body_nbytes: int
@@ -123,34 +129,35 @@ class Unsealed:
     began_at: float
 
     def seal(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> WriteFuture:
-        """Say what only the coordinator knows, and hand the save over.
+        """Seal the slot with the final request, and tell the worker.
 
         Args:
-            metadata, results: As `StorageWriter.finish` gets them.
+            metadata, results: The arguments of `StorageWriter.finish`.
 
         Returns:
             A future of the commit.
 
         Raises:
-            SaveFailedError: As `finished_request`; or code `request`: too long for its place beside what is streamed.
-            UnsupportedLeafError: As there.
-            InsufficientMemoryError: It is too long for its place, and there is no room for a larger slot.
-            AsyncCkptError: There is no worker any more.
+            SaveFailedError: See `finished_request`; or code `request`: the request is too long for its room in a slot
+                that the worker is already writing.
+            UnsupportedLeafError: See `finished_request`.
+            InsufficientMemoryError: The request is too long for its room, and there is no memory for a larger slot.
+            AsyncCkptError: The worker is lost.
         """
         asked, _ = finished_request(self.request, self.tensors, metadata, results)
         try:
             check_metadata(asked.metadata)
         except ValueError as error:
-            raise self._failed("metadata", f"what the planner keeps with it cannot be stored: {error}") from error
+            raise self._failed("metadata", f"the planner data cannot be stored: {error}") from error
         request = encode_request(asked)
-        self.seal_room.last_nbytes = len(request) + REQUEST_SLACK_NBYTES
+        self.size_estimate.last_nbytes = len(request) + REQUEST_SLACK_NBYTES
         if self.offset + len(request) > self.slot.memory.nbytes - PAGE_NBYTES:
             if self.begun:
                 raise self._failed(
                     "request",
-                    f"names and objects of all ranks take {len(request)} bytes, for which no room was left beside the "
-                    "state, which is being written already; the next save with this StorageWriter leaves it, as far as "
-                    "arena_limit_bytes allows; use_worker=False needs none",
+                    f"names and objects of all ranks take {len(request)} bytes, more than the room after the state, "
+                    "which is already being written. The next save with this StorageWriter leaves enough room, if "
+                    "arena_limit_bytes allows it; use_worker=False needs none",
                 )
             self._move(len(request))
         if not self.begun:
@@ -162,19 +169,19 @@ class Unsealed:
         return hand_over(self.process, self.slot, asked, self.began_at)
 
     def _move(self, request_nbytes: int) -> None:
-        """Take a slot that is large enough, and give this one up. Nobody has heard of it yet."""
+        """Copy the files into a slot that is large enough, and free this one. The worker was not told of it yet."""
         before, path, save_id = self.slot, self.request.path, SaveId.parse(self.request.save_id)
         nbytes = slot_nbytes(self.body_nbytes, request_nbytes)
         try:
             slot = self.process.pool.acquire(nbytes, None, save_id, step=None, path=path, may_wait=False)
         except (InsufficientMemoryError, SlotBusyError) as error:
-            # IMPORTANT: to wait would be to wait for the very slot that this save has.
+            # IMPORTANT: do not wait for a slot: the slot that would become free may be the one of this save.
             raise InsufficientMemoryError(
-                f"save {save_id} to {path}: names and objects of all ranks take {request_nbytes} bytes, more "
-                f"than was left for them, and a slot of {nbytes} bytes has no room beside the one of "
-                f"{before.memory.nbytes} (arena_limit_bytes={self.process.config.arena_limit_bytes}); nothing was "
-                "published; the next save with this StorageWriter leaves it from its beginning, as far as "
-                "arena_limit_bytes allows; use_worker=False needs no memory for it",
+                f"save {save_id} to {path}: names and objects of all ranks take {request_nbytes} bytes, more than the "
+                f"room in the slot of {before.memory.nbytes} bytes, and there is no memory for another slot of "
+                f"{nbytes} bytes (arena_limit_bytes={self.process.config.arena_limit_bytes}); nothing was published. "
+                "The next save with this StorageWriter leaves enough room, if arena_limit_bytes allows it; "
+                "use_worker=False needs none",
                 nbytes=nbytes,
                 limit=self.process.config.arena_limit_bytes,
             ) from error
@@ -199,7 +206,7 @@ class Unsealed:
 
 
 def begin(process: WorkerClient, slot: Slot, request: SaveRequest, request_nbytes: int) -> None:
-    """Announce a save whose request will be about so long; its step is not known yet."""
+    """Tell the worker of a save, without its step. `request_nbytes`: the approximate length of the final request."""
     process.begin(
         SaveId.parse(request.save_id),
         slot,
@@ -211,13 +218,16 @@ def begin(process: WorkerClient, slot: Slot, request: SaveRequest, request_nbyte
 
 
 def hand_over(process: WorkerClient, slot: Slot, request: SaveRequest, began_at: float) -> WriteFuture:
-    """Ring the doorbell for a slot that is sealed. Does not wait.
+    """Tell the worker that a slot is sealed. Does not wait.
 
     Args:
-        process: The worker.
-        slot: See above.
-        request: Of the seal.
-        began_at: `time.perf_counter()` when its staging began.
+        process: Client of the worker.
+        slot: The sealed slot.
+        request: The final request.
+        began_at: `time.perf_counter()` when staging began.
+
+    Returns:
+        A future of the commit.
     """
     snapshot = StagedSnapshot(
         save_id=SaveId.parse(request.save_id),
@@ -233,7 +243,7 @@ def hand_over(process: WorkerClient, slot: Slot, request: SaveRequest, began_at:
 
 
 class Piece(NamedTuple):
-    """Bytes `start` to `end` of the image, and where they belong in the slot."""
+    """Bytes `start` to `end` of the image, and their offset in the slot."""
 
     start: int
     end: int
@@ -241,7 +251,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(image: StreamedImage, ring: StreamLayout | None) -> list[Piece]:
-    """Return the pieces of an image, for a slot that has room for all of it, or for the cells of a ring."""
+    """Return the pieces of an image for the cells of a ring, or, if `ring` is None, for a slot with room for all."""
     if ring is None:
         starts = range(0, len(image), EXTENT_NBYTES)
         return [Piece(at, min(at + EXTENT_NBYTES, len(image)), PAGE_NBYTES + at) for at in starts]
@@ -261,20 +271,20 @@ def fill(
     ready: Callable[[int], None],
     filled: Callable[[int], None],
 ) -> None:
-    """Make all pieces where they belong.
+    """Write all pieces of an image into a slot.
 
     Args:
-        image: See there.
-        address: Of the slot.
-        pieces: In the order in which they are begun.
-        threads: With one, that is the calling thread: it makes them one after another.
-        ready: Called before the piece of a number is made; waits until there is room for it, or raises.
-        filled: Called with how many, from the first on, are done, as these become more. Under a lock.
+        image: The image.
+        address: Memory address of the slot.
+        pieces: The pieces, in the order in which they are begun.
+        threads: Number of threads. With 1, the calling thread writes the pieces one after another.
+        ready: Called with the index of a piece before it is written; waits until its memory is free, or raises.
+        filled: Called, under a lock, with the number of pieces without a gap from the first on, when it has grown.
 
     Raises:
-        Exception: Whatever makes a tensor raises, or `ready`.
+        Exception: An error of the planner or of `ready`.
 
-    Blocks: for all of them. No other thread is left when this returns or raises.
+    Blocks: until all pieces are written. No other thread is left when this returns or raises.
     """
 
     def make(number: int) -> None:
@@ -322,8 +332,8 @@ def fill(
                 wait(running)
                 break
             except BaseException as error:
-                # IMPORTANT: nothing ends this early, not even a second Ctrl-C: they would write to memory that is
-                # another save's by then.
+                # IMPORTANT: wait for the threads even after a second Ctrl-C: they would write to memory that another
+                # save uses by then.
                 errors.append(error)
                 if not running:
                     break
@@ -334,7 +344,7 @@ def fill(
 
 
 SMALL_RING_NBYTES = 256 << 20
-"""Of the slot of a state for which the machine has no memory. Chosen: sixteen writes, and a fraction of any node."""
+"""Size of the slot if the machine has no memory for the whole state: sixteen writes. Chosen, not measured."""
 
 _log = logging.getLogger("asyncckpt.dcp")
 
@@ -345,29 +355,31 @@ def stage_part(
     task: SaveTask,
     options: WriteOptions,
     process: WorkerClient,
-    seal_room: SealRoom,
-) -> tuple[list[WriteResult], Unsealed | None]:
-    """Stage what `plan` gives to this rank, and hand it to the worker unless this is the coordinator.
+    size_estimate: RequestSizeEstimate,
+) -> tuple[list[WriteResult], UnsealedPart | None]:
+    """Stage this rank's files. Except on the coordinator, also seal the slot and tell the worker.
 
     Args:
-        plan, planner: What to save.
-        task: Of the save.
-        options: How.
-        process: The worker, joined for the task.
-        seal_room: Of the coordinator.
+        plan, planner: The plan of this rank and its planner.
+        task: This rank's part in the save.
+        options: Settings.
+        process: Client of the worker that joined for the task.
+        size_estimate: The estimate for the coordinator's final request.
 
     Returns:
-        A result for each item, and one for the rank; and what the coordinator has to seal.
+        A result for each item and one for the rank; and, on the coordinator, the part that is to be sealed.
 
     Raises:
-        UnsupportedLeafError, DuplicateNameError: Something cannot be stored.
-        SlotTimeoutError: The worker does not get on with what it has.
-        InsufficientMemoryError: Not even for a ring of segments.
-        AsyncCkptError: The save has failed meanwhile, or the worker is lost. In any case it has ended on all ranks.
-        Exception: Whatever the planner raises.
+        UnsupportedLeafError, DuplicateNameError: A leaf cannot be stored.
+        SlotTimeoutError: No slot became free in time.
+        InsufficientMemoryError: There is no memory, not even for a ring of segments.
+        AsyncCkptError: The save has failed on another rank, or the worker is lost.
+        Exception: An error of the planner.
 
-    Blocks: for a slot, and for the copy; where the state is larger than its memory, for all but the last segments to be
-    written.
+        After any of these the save has ended on all ranks.
+
+    Blocks: for a slot and for the copy. If the state is larger than its memory, until all but the last segments are
+        written.
     """
     save_id, slot = task.save_id, None
     try:
@@ -375,7 +387,7 @@ def stage_part(
         with StreamedImage(
             laid_out.layout, laid_out.specs, laid_out.resolves, save_id, options.copy_ahead_nbytes, device
         ) as image:
-            part = _Part(laid_out, image, task, options, process, seal_room)
+            part = _Part(laid_out, image, task, options, process, size_estimate)
             slot = part.acquire(image)
             unsealed = part.stage(image, slot)
     except BaseException as error:
@@ -387,7 +399,7 @@ def stage_part(
 
 
 class _Part:
-    """One `stage_part`."""
+    """One call of `stage_part`."""
 
     def __init__(
         self,
@@ -396,12 +408,12 @@ class _Part:
         task: SaveTask,
         options: WriteOptions,
         process: WorkerClient,
-        seal_room: SealRoom,
+        size_estimate: RequestSizeEstimate,
     ) -> None:
         self.laid_out = laid_out
         self._task, self._options, self._process = task, options, process
-        self._began_at, self._seal_room = time.perf_counter(), seal_room
-        self._is_open_end = task.rank == 0
+        self._began_at, self._size_estimate = time.perf_counter(), size_estimate
+        self._is_coordinator = task.rank == 0
         self._ring: StreamLayout | None = None
         self.request = build_request(
             process.config,
@@ -415,16 +427,16 @@ class _Part:
         )
 
     def acquire(self, image: StreamedImage) -> Slot:
-        """Return a slot for everything, or one for a ring, where there is no memory for that."""
+        """Return a slot for the whole state, or a smaller one for a ring if there is no memory for that."""
         limit = self._process.config.arena_limit_bytes
         needed, likely = self._rooms(len(encode_request(self.request)))
         if likely > needed and (slot := self._acquire(image, likely, limit)) is not None:
             return slot
         slot = self._acquire(image, needed, limit)
-        return slot or self._slot(slot_nbytes(len(image), needed))  # which says why not
+        return slot or self._slot(slot_nbytes(len(image), needed))  # raises the error with the reason
 
     def _acquire(self, image: StreamedImage, room: int, limit: int | None) -> Slot | None:
-        """Return a slot with so much room for the request, or None where there is no memory for it."""
+        """Return a slot with `room` bytes for requests, or None if there is no memory for it."""
         nbytes = slot_nbytes(len(image), room)
         if limit is None or nbytes <= limit:
             try:
@@ -432,7 +444,7 @@ class _Part:
             except InsufficientMemoryError as error:
                 if limit is not None or nbytes <= SMALL_RING_NBYTES:
                     return None
-                _log.warning("save %s: %s", self._task.save_id, error.message)
+                _log.warning("save %s to %s: %s", self._task.save_id, self._options.path, error.message)
         room += self._spare(limit)
         ring = ring_within(limit or SMALL_RING_NBYTES, self.request.parts, room)
         if ring is None:
@@ -440,8 +452,10 @@ class _Part:
         self._ring = ring
         self.request = replace(self.request, ring_segments=ring.n_cells, ring_segment_nbytes=ring.segment_nbytes)
         _log.warning(
-            "save %s: %d bytes go through %d bytes of memory in segments: staging takes as long as writing",
+            "save %s to %s: %d bytes are staged in segments through %d bytes of memory: staging takes as long as "
+            "writing",
             self._task.save_id,
+            self._options.path,
             len(image),
             ring.cells_nbytes,
         )
@@ -452,16 +466,16 @@ class _Part:
         return pool.acquire(nbytes, None, task.save_id, step=None, path=path, spare_nbytes=spare_nbytes)
 
     def _spare(self, limit: int | None) -> int:
-        """Return how much is added for what other ranks' leaves may take in the coordinator's request."""
-        return self._seal_room.spare_nbytes(limit or SMALL_RING_NBYTES) if self._is_open_end else 0
+        """Return how many bytes to add for other ranks' leaves in the coordinator's final request."""
+        return self._size_estimate.spare_nbytes(limit or SMALL_RING_NBYTES) if self._is_coordinator else 0
 
     def _rooms(self, request_nbytes: int) -> tuple[int, int]:
-        """Return how much of the slot is for requests at least, and how much may well be wanted.
+        """Return the minimal and the likely room for requests in the slot, in bytes.
 
-        Of the coordinator, for the one of the seal too.
+        On the coordinator this includes the final request.
         """
         room = round_up(request_nbytes + REQUEST_SLACK_NBYTES)
-        if not self._is_open_end:
+        if not self._is_coordinator:
             return room, room
         items, world_size = self.laid_out.items, self._task.world_size
         names = {item.index.fqn for item in [*(item for item, _ in items.tensors), *items.leaves, *items.empty]}
@@ -469,22 +483,22 @@ class _Part:
         objects_nbytes = len(encode_objects(self._task.save_id, raws))
         if world_size == 1:
             objects_nbytes += MAX_METADATA_NBYTES
-        own_names_nbytes, seal_room = names_nbytes(names), self._seal_room
-        needed = seal_room.nbytes(own_names_nbytes, objects_nbytes)
-        return 2 * room + needed, 2 * room + seal_room.likely_nbytes(own_names_nbytes, objects_nbytes, world_size)
+        own_names_nbytes, size_estimate = names_nbytes(names), self._size_estimate
+        needed = size_estimate.nbytes(own_names_nbytes, objects_nbytes)
+        return 2 * room + needed, 2 * room + size_estimate.likely_nbytes(own_names_nbytes, objects_nbytes, world_size)
 
-    def stage(self, image: StreamedImage, slot: Slot) -> Unsealed | None:
-        """Fill the slot; seal it and hand it over, but that of the coordinator."""
+    def stage(self, image: StreamedImage, slot: Slot) -> UnsealedPart | None:
+        """Fill the slot. On the coordinator return the unsealed part; on other ranks seal it and tell the worker."""
         process, save_id, path = self._process, self._task.save_id, self._options.path
         ring, control = self._ring, slot.memory.control
         slot.generation += 1
         slot.is_ring = ring is not None
         request = encode_request(self.request)
         body_end = PAGE_NBYTES + len(image) if ring is None else ring.end
-        # A coordinator of several ranks begins at the end: nobody knows yet how long its request will be.
-        is_known = not self._is_open_end or self._task.world_size == 1
+        # With several ranks the coordinator tells the worker at the end: the length of its request is not known before.
+        is_known = not self._is_coordinator or self._task.world_size == 1
         streams = ring is not None or (should_stream(len(image)) and is_known)
-        begun = streams or not self._is_open_end
+        begun = streams or not self._is_coordinator
         if begun:
             begin(process, slot, self.request, len(request))
         control.open(slot.generation)
@@ -506,12 +520,12 @@ class _Part:
             control.note_staged(done_nbytes)
 
         fill(image, slot.mapping.address, pieces, threads=self._options.threads, ready=ready, filled=filled)
-        if self._is_open_end:
-            return Unsealed(
+        if self._is_coordinator:
+            return UnsealedPart(
                 process=process,
                 request=self.request,
                 tensors=self.laid_out.tensors,
-                seal_room=self._seal_room,
+                size_estimate=self._size_estimate,
                 slot=slot,
                 offset=round_up(body_end + len(request)) if streams else body_end,
                 body_nbytes=len(image),

@@ -1,4 +1,4 @@
-"""Saves that the workers write: every rank stages, and may be killed once the coordinator's slot is sealed."""
+"""Saves that the workers write. Once every rank has staged and the coordinator has sealed, trainers may be killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncckpt.config import CheckpointerConfig, RankInfo, endpoint_from_environment
-from asyncckpt.dcp.worker_part import SealRoom, Unsealed, stage_part
+from asyncckpt.dcp.worker_part import RequestSizeEstimate, UnsealedPart, stage_part
 from asyncckpt.dcp.worker_session import SaveTask, WorkerInfo, WorkerSession, received_worker_infos
 from asyncckpt.dcp.write_plan import WriteOptions
 from asyncckpt.distributed.process_group import find_rank_info
@@ -35,23 +35,24 @@ FIELDS = frozenset(
         "write_threads",
     }
 )
-"""Of `CheckpointerConfig`: what is about the worker, and has no argument of torch's that says it."""
+"""Fields of `CheckpointerConfig` about the worker that are no arguments of torch's `FileSystemWriter`."""
 
 VERDICT_S = 30.0
-"""Beyond `commit_timeout_s`, by which the future of a commit completes by itself, who waits gives up. Chosen."""
+"""How much longer than `commit_timeout_s`, after which the worker reports a failure, `finish` waits. Chosen, not
+measured."""
 
 _log = logging.getLogger("asyncckpt.dcp")
 
 
-class ByWorker:
-    """Lets the workers write the saves of one `StorageWriter`. Keeps its connection and its memory from save to save.
+class WorkerSaves:
+    """Saves of one `StorageWriter` that the workers write. Keeps connection and memory between saves.
 
     Args:
-        endpoint: Of a running worker; None: `$ASYNCCKPT_ENDPOINT`, else this user's worker of this job.
-        fields: Of `CheckpointerConfig`, those of `FIELDS`.
+        endpoint: Endpoint of a running worker; None: `$ASYNCCKPT_ENDPOINT`, else this user's worker of this job.
+        fields: Values of the fields in `FIELDS`.
 
     Raises:
-        ConfigError: An impossible value.
+        ConfigError: A value is invalid.
     """
 
     def __init__(self, endpoint: str | None, fields: Mapping[str, Any]) -> None:
@@ -61,14 +62,14 @@ class ByWorker:
 
     def _forget(self) -> None:
         self._session: WorkerSession | None = None
-        self._left: weakref.finalize[Any, ByWorker] | None = None
+        self._left: weakref.finalize[Any, WorkerSaves] | None = None
         self._save_id: SaveId | None = None
-        self._unsealed: Unsealed | None = None
-        self._seal_room = SealRoom()
+        self._unsealed: UnsealedPart | None = None
+        self._size_estimate = RequestSizeEstimate()
         self._handed_over: tuple[SaveId, str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs: the settings."""
+        """Return the settings only: another process connects by itself."""
         return {"_endpoint": self._endpoint, "_config": self._config}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -78,16 +79,18 @@ class ByWorker:
     # ---- before the plan --------------------------------------------------------------------------------------------
 
     def worker_info(self, rank: int, *, is_coordinator: bool, fsync: bool, overwrite: bool) -> WorkerInfo:
-        """Find a worker, or start one.
+        """Connect to a worker, or start one.
 
         Args:
-            rank: Of this process in the group that saves.
-            is_coordinator: Whether it coordinates.
-            fsync, overwrite: Of the save.
+            rank: Rank of this process in the group that saves.
+            is_coordinator: Whether it is the coordinator of the save.
+            fsync, overwrite: Settings of the save.
+
+        Returns:
+            A description of the worker; or, if there is none and no endpoint was given, the reason.
 
         Raises:
-            AsyncCkptError: Nobody answers at the endpoint that was named. Else the returned `WorkerInfo`
-                says why there is none.
+            AsyncCkptError: No worker answers at the endpoint that was given.
 
         Blocks: up to `worker_start_timeout_s`.
         """
@@ -101,7 +104,7 @@ class ByWorker:
             slots=2,
         )
         try:
-            # IMPORTANT: a guess, with which a save needs no second connection; the task says it for certain.
+            # A guess, which usually saves a second connection. The task has the real values.
             world_size = max(find_rank_info(None).world_size, rank + 1)
             guess = RankInfo(0 if is_coordinator else rank, world_size)
             return WorkerInfo(rank=rank, instance=self._session_here().instance(guess, self._config), why="")
@@ -114,7 +117,7 @@ class ByWorker:
         if self._session is None or self._session.is_inherited:
             self._session = session = WorkerSession(self._endpoint)
             self._left = weakref.finalize(self, session.abandon)
-            self._left.atexit = False  # `ends` closes it in order
+            self._left.atexit = False  # `process_lifecycle` closes the session at exit, in the right order
         return self._session
 
     # ---- the plan ---------------------------------------------------------------------------------------------------
@@ -122,24 +125,24 @@ class ByWorker:
     def begin(
         self, path: str, own: WorkerInfo, epoch: int, plans: Sequence[SavePlan], files: Files
     ) -> list[SaveTask] | None:
-        """Return the tasks of all ranks, in the order of their plans; the coordinator calls it.
+        """Return the tasks of all ranks, in the order of their plans. Called on the coordinator.
 
-        Waits first for a save to the same path that was handed over and not waited for to its end (Ctrl-C).
+        Waits first for an earlier save to the same path that is being committed, if `finish` was interrupted (Ctrl-C).
 
         Returns:
-            None: not every rank has a worker, so that the save is written in the processes themselves.
+            The tasks. None: not every rank has a worker, so the ranks have to write the files themselves.
 
         Raises:
-            CheckpointExistsError: A checkpoint is at the path that is not to be replaced.
-            OSError: It cannot be looked at.
-            AsyncCkptError: Workers of several nodes, of which one was named, cannot be linked.
+            CheckpointExistsError: A checkpoint is at the path, and `overwrite` is False.
+            OSError: The path cannot be read.
+            AsyncCkptError: An endpoint was given, and the workers of several nodes cannot be connected.
 
-        Blocks: for that save, up to `commit_timeout_s`; what is refused then is refused by the worker.
+        Blocks: while that earlier save is committed, up to `commit_timeout_s`.
         """
         world_size = len(plans)
         found = {**received_worker_infos(), own.rank: own}
         order = [own.rank] if world_size == 1 else list(range(world_size))
-        why = [f"rank {r}: {found[r].why if r in found else 'it has not said'}" for r in order if not _has(found, r)]
+        why = [f"rank {r}: {found[r].why if r in found else 'no report'}" for r in order if not _has(found, r)]
         if not why:
             # The coordinator is the save's rank 0, whose worker commits.
             numbers = list(range(world_size))
@@ -153,47 +156,47 @@ class ByWorker:
                     raise
                 why = [error.message]
             else:
-                self._save_id = given[0].save_id  # the other ranks may stage, and be ended, before this one writes
+                self._save_id = given[0].save_id  # from here `abandon` must end the save: other ranks may be staging
                 self._await_earlier(path)
-                self._seal_room.note_plans(plans, at)
+                self._size_estimate.record_plans(plans, at)
                 check_target_directory(
                     path, save_id=given[0].save_id, store=store_over(files), overwrite=self._config.overwrite
                 )
                 return given
-        text = "the save to %s is written in the training process, for there is no worker: %s"
+        text = "save to %s: the training processes write it themselves, because not every rank has a worker: %s"
         _log.warning(text, path, "; ".join(why[:3]))
         return None
 
     # ---- the save ---------------------------------------------------------------------------------------------------
 
     def write(self, plan: SavePlan, planner: SavePlanner, task: SaveTask, options: WriteOptions) -> list[WriteResult]:
-        """Stage this rank's part.
+        """Stage this rank's part; see `stage_part`.
 
         Raises:
-            AsyncCkptError, Exception: As `stage_part`; the save has ended then.
+            AsyncCkptError, Exception: See `stage_part`; the save has ended on all ranks.
 
-        Blocks: as there.
+        Blocks: see `stage_part`.
         """
         session = self._session_here()
         self._save_id = task.save_id
         process = session.join(task, self._config)
-        results, self._unsealed = stage_part(plan, planner, task, options, process, self._seal_room)
+        results, self._unsealed = stage_part(plan, planner, task, options, process, self._size_estimate)
         return results
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
         """Seal the coordinator's part, and wait for the commit.
 
         Raises:
-            SaveFailedError, UnsupportedLeafError: As `Unsealed.seal`; or the worker says so.
-            CheckpointExistsError, CommitUnknownError: As the worker says.
-            CommitTimeoutError: It is not committed in time; the worker goes on with it.
+            SaveFailedError, UnsupportedLeafError: See `UnsealedPart.seal`; or the worker reports it.
+            CheckpointExistsError, CommitUnknownError: The worker reports it.
+            CommitTimeoutError: The save is not committed in time; the worker continues it.
             AsyncCkptError: The worker is lost.
 
-        Blocks: up to `commit_timeout_s` and a little more.
+        Blocks: up to `commit_timeout_s` + `VERDICT_S`.
         """
         unsealed, self._unsealed = self._unsealed, None
         assert unsealed is not None, "finish comes after this writer's write_data"
-        # IMPORTANT: before the seal, at whose end a signal is raised that came while it was handed over.
+        # IMPORTANT: set before the seal: a signal that arrives during the seal is raised at its end.
         self._handed_over = SaveId.parse(unsealed.request.save_id), unsealed.request.path
         try:
             future = unsealed.seal(metadata, results)
@@ -202,7 +205,7 @@ class ByWorker:
             raise
         timeout_s = self._config.commit_timeout_s + VERDICT_S
         if not concurrent.futures.wait([future], timeout_s).done:
-            text = f"save {self._save_id} was not committed within {timeout_s:g} s; the worker goes on with it"
+            text = f"save {self._save_id} was not committed within {timeout_s:g} s; the worker continues it"
             raise CommitTimeoutError(text, timeout_s=timeout_s, save_id=str(self._save_id))
         future.result(0)
 
@@ -211,15 +214,15 @@ class ByWorker:
             self._session.await_end(self._handed_over[0], self._config.commit_timeout_s)
 
     def abandon(self, reason: str = "its coordinator has begun another save, or was closed") -> None:
-        """End the save that was begun last, unless it was handed over. Does not wait."""
+        """End the latest save on all ranks, unless its slot was sealed. Does not wait."""
         save_id, self._save_id, self._unsealed = self._save_id, None, None
         if save_id is not None and self._session is not None:
             self._session.withdraw(save_id, reason)
 
     def close(self) -> None:
-        """Let the worker go; a later save finds it again.
+        """Disconnect from the worker; a later save connects again.
 
-        Blocks: a few seconds at most, where it does not answer.
+        Blocks: a few seconds at most, if the worker does not answer.
         """
         self.abandon()
         session, self._session = self._session, None

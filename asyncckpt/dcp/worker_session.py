@@ -1,4 +1,4 @@
-"""What a `StorageWriter` has of the worker: its own end of the wire, the run of its saves, and its ranks' links."""
+"""`WorkerSession`: the connection of a `StorageWriter` to its worker. `WorkerInfo`, `SaveTask`: what ranks exchange."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ from asyncckpt.protocol.endpoint import default_endpoint, socket_path
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerInfo:
-    """What a rank tells the coordinator before the plan: the `instance` of its worker; "": none, and `why`."""
+    """What a rank tells the coordinator with its plan.
+
+    Attributes:
+        rank: The rank.
+        instance: ID of its worker; "": it has none.
+        why: Why it has no worker.
+    """
 
     rank: int
     instance: str
@@ -37,10 +43,15 @@ class WorkerInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveTask:
-    """A rank's part in one save: its id, which rank, of how many.
+    """A rank's part in one save.
 
-    `by_worker`: the workers write, and the coordinator is rank 0. `workers`: every rank's, and `told`: what rank 0 says
-    of its own; only where they are several.
+    Attributes:
+        save_id: ID of the save.
+        rank: The rank in the save; if `by_worker`, the coordinator is rank 0.
+        world_size: Number of ranks.
+        by_worker: Whether the workers write.
+        workers: IDs of all ranks' workers, if there are several workers.
+        told: The message of rank 0 with which the other workers connect to its worker, if there are several.
     """
 
     save_id: SaveId
@@ -54,19 +65,21 @@ class SaveTask:
         return _receive, (str(self.save_id), self.rank, self.world_size, self.by_worker, self.workers, self.told)
 
 
-class _Here(threading.local):
+class _ReceivedByThread(threading.local):
+    """What this thread has unpickled since `forget_received`: torch's collectives pass plans as pickles."""
+
     def __init__(self) -> None:
         self.task: SaveTask | None = None
         self.worker_infos: dict[int, WorkerInfo] = {}
 
 
-_here = _Here()
+_received = _ReceivedByThread()
 
 
 def _receive(
     save_id: str, rank: int, world_size: int, by_worker: bool, workers: tuple[str, ...], told: bytes
 ) -> SaveTask:
-    _here.task = task = SaveTask(
+    _received.task = task = SaveTask(
         save_id=SaveId.parse(save_id),
         rank=rank,
         world_size=world_size,
@@ -79,40 +92,40 @@ def _receive(
 
 def _receive_worker_info(rank: int, instance: str, why: str) -> WorkerInfo:
     worker_info = WorkerInfo(rank=rank, instance=instance, why=why)
-    note_worker_info(worker_info)
+    record_worker_info(worker_info)
     return worker_info
 
 
-def note_worker_info(worker_info: WorkerInfo) -> None:
-    """Take a `WorkerInfo` as received by this thread."""
-    _here.worker_infos[worker_info.rank] = worker_info
+def record_worker_info(worker_info: WorkerInfo) -> None:
+    """Record a `WorkerInfo` as received by this thread."""
+    _received.worker_infos[worker_info.rank] = worker_info
 
 
 def forget_received() -> None:
-    """Forget what this thread has received: a save begins."""
-    _here.task = None
-    _here.worker_infos = {}
+    """Forget what this thread has received; called when a save begins."""
+    _received.task = None
+    _received.worker_infos = {}
 
 
 def received_task() -> SaveTask | None:
     """Return the task that this thread has received since `forget_received`."""
-    return _here.task
+    return _received.task
 
 
 def received_worker_infos() -> dict[int, WorkerInfo]:
-    """Return, by rank, what this thread has received of ranks' workers since `forget_received`."""
-    return _here.worker_infos
+    """Return the descriptions of workers, by rank, that this thread has received since `forget_received`."""
+    return _received.worker_infos
 
 
-LOOK_S = 0.01
-"""Between two looks at a save that another one waits for. Chosen: nothing beside a commit."""
+POLL_S = 0.01
+"""How often to check whether an earlier save has ended. Chosen, not measured: a commit takes longer."""
 
 
 class DcpRun(Run):
-    """The ranks of stock saves. The coordinator tells them all that they agree on, so nothing of it changes later."""
+    """The ranks of stock saves. They exchange everything through the process group, so this run never has meetings."""
 
     alone = False
-    """Also of a single rank: a save that fails is taken back at once, not at the next one."""
+    """Also for a single rank: a failed save is withdrawn at once, not when the next save begins."""
 
     knows_run = True
     must_meet = False
@@ -123,18 +136,18 @@ class DcpRun(Run):
         self.outcomes = Outcomes()
 
     def aligned(self, own: int) -> int:
-        """Saves of other ranks have the numbers that the coordinator gives."""
+        """Return `own`: the coordinator gives all ranks the same sequence number."""
         return own
 
     def refuse(self, sequence: int, path: str, reason: str) -> None:
-        """Nobody waits for this rank but by the process group."""
+        """Do nothing: other ranks wait for this one only in the process group."""
 
     def differs(self, fqn: str) -> None:
-        """Nothing is compared."""
+        """Do nothing: replicas are not compared."""
 
 
-class _Ours(WorkerAccess):
-    """The worker of `process`, which is made after this."""
+class _SessionWorker(WorkerAccess):
+    """Access to the worker through `process`, which is set after this is created."""
 
     process: WorkerClient
 
@@ -151,8 +164,8 @@ class WorkerSession:
     One thread at a time may save; `close` and `abandon` may be called from any thread.
 
     Args:
-        endpoint: That the user named: a worker must answer there. None: this user's worker of this job, which is
-            started where there is none.
+        endpoint: The endpoint that the user gave, where a worker must answer. None: this user's worker of this job,
+            which is started if there is none.
 
     Raises:
         ConfigError: The endpoint is malformed.
@@ -175,18 +188,18 @@ class WorkerSession:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this is a forked child's copy, which may only be forgotten."""
+        """Whether this object was inherited by a forked child, which must not use it."""
         return os.getpid() != self._pid
 
     def instance(self, rank: RankInfo, config: CheckpointerConfig) -> str:
-        """Return what tells the worker from others.
+        """Connect to the worker; return its ID.
 
         Args:
-            rank: This process's, as far as it is known; `join` corrects it.
-            config: See there.
+            rank: Rank of this process, as far as it is known; `join` corrects it.
+            config: Settings.
 
         Raises:
-            WorkerUnavailableError: There is none, and none could be started.
+            WorkerUnavailableError: There is no worker, and none could be started.
             CheckpointerClosedError: The session was closed.
 
         Blocks: up to `worker_start_timeout_s`.
@@ -200,16 +213,18 @@ class WorkerSession:
     def lead(
         self, instances: Sequence[str], config: CheckpointerConfig, epoch: int, numbers: Sequence[int]
     ) -> list[SaveTask]:
-        """Give the ranks of a save their tasks; the coordinator calls it.
+        """Return the tasks of the ranks of a new save. Called on the coordinator.
 
         Args:
-            instances: Of the workers, by save rank; this process is rank 0.
-            config: See `instance`.
-            epoch: Of the save.
-            numbers: The ranks, in the order in which tasks are wanted.
+            instances: IDs of the workers, by rank in the save; this process is rank 0.
+            config: Settings.
+            epoch: Epoch of the save.
+            numbers: The ranks, in the order of the returned tasks.
 
         Raises:
-            AsyncCkptError: The workers of several nodes cannot be linked.
+            AsyncCkptError: The workers of several nodes cannot be connected.
+
+        Blocks: up to `worker_timeout_s` for the workers.
         """
         world_size = len(instances)
         run = self._as(RankInfo(0, world_size), config)
@@ -240,11 +255,14 @@ class WorkerSession:
         ]
 
     def join(self, task: SaveTask, config: CheckpointerConfig) -> WorkerClient:
-        """Return the worker, once this process is the task's rank of the save's run.
+        """Register this process at its worker as the rank of the task; return the client of the worker.
 
         Raises:
-            WorkerUnavailableError: It is not the one that was offered, or cannot be linked.
-            AsyncCkptError: As `instance` and `lead`. The save has ended on all ranks then.
+            WorkerUnavailableError: It is another worker than the one that the coordinator knows, or cannot be connected
+                to the others.
+            AsyncCkptError: See `instance` and `lead`. The save has ended on all ranks.
+
+        Blocks: up to `worker_timeout_s` for the workers.
         """
         try:
             return self._join(task, config)
@@ -275,7 +293,7 @@ class WorkerSession:
     def _open(self, rank: RankInfo, config: CheckpointerConfig) -> WorkerClient:
         if self._process is not None:
             self._process.close()
-        worker = _Ours()
+        worker = _SessionWorker()
         self._run = DcpRun(rank, WorkerLinks(rank, worker, config.worker_timeout_s))
         self._linked, self._told, self._saves = (), b"", 0
         worker.process = self._process = WorkerClient(
@@ -284,36 +302,36 @@ class WorkerSession:
         return self._process
 
     def withdraw(self, save_id: SaveId, reason: str) -> None:
-        """End a save on all ranks, unless this rank has handed it over already. Does not wait."""
+        """End a save on all ranks, unless this rank has sealed its slot. Does not wait."""
         process = None if self.is_inherited else self._process
         if process is not None and save_id.sequence not in process.handled:
             process.withdraw(save_id, reason)
 
     def await_end(self, save_id: SaveId, timeout_s: float) -> None:
-        """Wait until the worker has said that a save that was handed over has ended; at most `timeout_s`."""
+        """Wait until the worker has reported the end of a save; at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self._process is not None and self._process.is_pending(save_id) and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     def leave(self, timeout_s: float, *, at_exit: bool) -> None:
-        """As `close`, at the interpreter's end."""
+        """Close the connection. `at_exit`: the interpreter is ending."""
         if self._process is not None and not self.is_inherited:
             self._process.close(timeout_s, at_exit=at_exit)
 
     def close(self) -> None:
-        """Say goodbye, and give the memory back once the saves in it have ended. Twice is fine.
+        """Disconnect. The worker frees the memory when the saves in it have ended. Idempotent.
 
-        Blocks: a few seconds at most, where the worker does not answer.
+        Blocks: a few seconds at most, if the worker does not answer.
         """
         process_lifecycle.unregister(self)
         self.leave(CLOSE_TIMEOUT_S, at_exit=False)
 
     def abandon(self) -> None:
-        """As `close`, without waiting; from a destructor."""
+        """Disconnect without waiting; for destructors."""
         if self._process is not None and not self.is_inherited:
             self._process.abandon()
 
     def close_inherited_fds(self) -> None:
-        """In a forked child: drop the child's copies of our fds."""
+        """In a forked child, close the inherited file descriptors."""
         if self._process is not None:
             self._process.close_inherited_fds()

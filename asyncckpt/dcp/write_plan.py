@@ -1,4 +1,4 @@
-"""What a plan gives to one rank, laid out as files before a tensor is resolved."""
+"""The items of one rank's save plan, and their layout as files. No tensor is resolved for this."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Paths = dict[str, tuple[Any, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredChunk:
-    """Where the bytes of a tensor's box lie: file name, offset and length in bytes."""
+    """Where a box of a tensor is stored: file name, offset and length in bytes."""
 
     relative_path: str
     offset: int
@@ -65,37 +65,42 @@ class StoredLeaf:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredRank:
-    """A rank's files; None for the coordinator, whose last two are written when all else is known."""
+    """The files of a rank; None for the coordinator, which writes its last two after it has all results."""
 
     rank: int
     result: RankResult | None
 
 
 def chunks_in(results: Sequence[Sequence[WriteResult]]) -> dict[Any, Any]:
-    """Return where boxes lie, by their index, out of what all ranks have said."""
+    """Return where boxes are stored, by their index, from the results of all ranks."""
     return {r.index: r.storage_data for part in results for r in part if isinstance(r.storage_data, StoredChunk)}
 
 
 def rank_result(rank: int, result: RankResult | None) -> WriteResult:
-    """Return the entry that stands for a whole rank. Every rank has one, with nothing to write too."""
+    """Return the result for a rank as a whole. Every rank has one, even if it writes nothing."""
     return WriteResult(index=MetadataIndex(""), size_in_bytes=0, storage_data=StoredRank(rank=rank, result=result))
 
 
 class ShardsOf:
-    """What this process holds of one sharded value, with the methods by which stock planners ask a tensor for it."""
+    """The local shards of one sharded value, with the methods that stock planners call on sharded tensors.
+
+    Args:
+        value: The value.
+        found: Its description.
+        given: What `to_shards` of a registered type returned, if that differs from the shards of `found`.
+    """
 
     def __init__(self, value: Any, found: Sharded, given: Sequence[LocalShard] | None = None) -> None:
-        """`given`: what a registered type's `to_shards` gave, where that is something else than the boxes."""
         self.value, self.found = value, found
         self._given = found.shards if given is None else given
         self.shards = [shard for shard in found.shards if shard.tensor.numel()]
-        if 0 in found.global_shape:  # stored all the same: as one box, on every rank alike
+        if 0 in found.global_shape:  # a tensor without elements is stored too: as the same box on every rank
             whole = torch.empty(found.global_shape, dtype=found.dtype, device="cpu")
             self.shards = [LocalShard(whole, (0,) * len(found.global_shape))]
         self._by_offsets = {shard.offsets: shard for shard in self.shards}
 
     def commit(self) -> None:
-        """Tell a registered type that all its parts are filled."""
+        """Notify a registered type that all its parts are filled."""
         notify_filled(self.value, self._given)
 
     def size(self) -> torch.Size:
@@ -122,15 +127,15 @@ class ShardsOf:
         ]
 
     def tensor_at(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the box that begins where `index` says."""
+        """Return the shard that begins at the offsets of `index`."""
         return self._by_offsets[tuple(index.offset or ())].tensor
 
 
 def flattened(state_dict: Mapping[str, Any], *, as_torch_2_3: bool = False) -> tuple[dict[str, Any], Paths]:
-    """Return the leaves by name, and their paths, as torch names them; lists that hold sharded values are looked into.
+    """Return the leaves and their paths by torch's FQNs. Lists that hold sharded values are flattened.
 
     Raises:
-        DuplicateNameError: Two leaves get one name.
+        DuplicateNameError: Two leaves would have the same FQN.
     """
     leaves: dict[str, Any] = {}
     paths: Paths = {}
@@ -139,7 +144,7 @@ def flattened(state_dict: Mapping[str, Any], *, as_torch_2_3: bool = False) -> t
         fqn = ".".join(map(str, path))
         if fqn in leaves:
             raise DuplicateNameError(
-                f"two leaves of the state dict are both called {fqn!r} once their keys are joined by dots; rename one",
+                f"two leaves of the state dict have the same FQN {fqn!r}, the keys joined with dots; rename one",
                 fqn=fqn,
             )
         leaves[fqn], paths[fqn] = value, path
@@ -154,14 +159,15 @@ def _is_looked_for(value: Any) -> bool:
 
 
 def described(leaves: Mapping[str, Any], *, is_target: bool = False) -> dict[str, Any]:
-    """Return `leaves` with a `ShardsOf` for each value of a type that has shards, also where all of it is here.
+    """Return `leaves` with a `ShardsOf` for each value of a type that has shards, even if this process holds all of it.
 
-    Checkpointable tensors get one in a target. To be saved, they stay as they are: stock planners ask them for their
-    items, and for the elements of one chunk at a time, which some make only then.
+    In a target, checkpointable tensors are replaced too. In a save they stay: stock planners call their methods for
+    items and for the elements of one chunk at a time, which some compute only then.
 
     Raises:
-        UnsupportedLeafError: Invalid shards, or shards in what torch stores as one object; `leaf` is the FQN.
-        OverlappingShardsError: Two shards of one value share elements.
+        UnsupportedLeafError: Shards are invalid, or are inside a value that torch stores as one object; `leaf` is the
+            FQN.
+        OverlappingShardsError: Two shards of one value have elements in common.
     """
     return {fqn: _described(fqn, value, is_target) for fqn, value in leaves.items()}
 
@@ -175,8 +181,8 @@ def _described(fqn: str, value: Any, is_target: bool) -> Any:
         for member in _members(value):
             if describer_of(type(member)) is not None:
                 kind = type(value).__name__
-                text = f"it lies in a {kind}, which torch.distributed.checkpoint stores as one object, like every tuple"
-                text += "; put it into dicts and lists only, and leave flatten_state_dict on"
+                text = f"it is in a {kind}, which torch.distributed.checkpoint stores as one object, like every tuple"
+                text += "; put it only into dicts and lists, and use flatten_state_dict=True"
                 raise unsupported_shard(type(member).__name__, text)
     except OverlappingShardsError as error:
         raise with_fqn(error, fqn) from None
@@ -188,14 +194,14 @@ def _described(fqn: str, value: Any, is_target: bool) -> Any:
 
 def _shards_of(value: Any) -> ShardsOf:
     found, given = _found_in(value), None
-    if isinstance(found, torch.Tensor):  # of a registered type, all of which is here
+    if isinstance(found, torch.Tensor):  # a registered type that this process holds completely
         given = [LocalShard(found, (0,) * found.dim())]
         if describer_of(type(found)) is not None:
             found = _found_in(found)
     if isinstance(found, torch.Tensor):
         if describer_of(type(found)) is not None:
             kind = type(found).__name__
-            text = f"its to_shards gave a registered type, and that one's gave another, {kind}; one must give shards"
+            text = f"its to_shards returned a registered type, whose to_shards returned another, {kind}; return shards"
             raise unsupported_shard(type(value).__name__, text)
         shards = tuple(given or ())
         found = Sharded(found.dtype, tuple(found.shape), shards, None, type(value).__name__)
@@ -209,10 +215,10 @@ def _found_in(value: Any) -> Sharded | torch.Tensor:
 
 
 def is_checkpointable(value: Any) -> bool:
-    """Whether a tensor, or the local tensor of a DTensor, gives its chunks by torch's protocol for checkpoints.
+    """Whether a tensor, or the local tensor of a DTensor, implements torch's protocol for chunks of checkpoints.
 
     The protocol is `torch.distributed._checkpointable`: stock planners take write items, chunks and their elements from
-    the methods of such a tensor. A DTensor has these methods itself; what counts is whether its local tensor has them.
+    the methods of such a tensor. A DTensor always has these methods, so its local tensor is checked.
     """
     if not isinstance(value, torch.Tensor) or type(value) in PLAIN_TENSORS:
         return False
@@ -224,11 +230,11 @@ def is_checkpointable(value: Any) -> bool:
 
 
 def chunks_to_save(fqn: str, value: torch.Tensor) -> Iterator[tuple[WriteItem, torch.Tensor]]:
-    """Yield the write items of a checkpointable tensor as torch's planner makes them, each with its elements.
+    """Yield the write items that torch's planner creates for a checkpointable tensor, each with its elements.
 
     Raises:
         UnsupportedLeafError: A chunk cannot be stored, or a method of the tensor failed.
-        DuplicateNameError: A name that is reserved for tensors of one rank.
+        DuplicateNameError: The FQN is reserved for tensors of one rank.
     """
     try:
         for item in create_default_local_save_plan({fqn: value}, True).items:
@@ -247,7 +253,7 @@ def chunks_to_save(fqn: str, value: torch.Tensor) -> Iterator[tuple[WriteItem, t
 
 
 def _chunks_of(fqn: str, value: Any) -> ShardsOf:
-    """Return what a load fills of a checkpointable tensor."""
+    """Return the parts of a checkpointable tensor that a load fills."""
     kind, shape = type(value).__name__, tuple(value.shape)
     parts = []
     if describer_of(type(value)) is None or value.device_mesh.get_coordinate() is not None:
@@ -267,7 +273,7 @@ def _chunks_of(fqn: str, value: Any) -> ShardsOf:
 
 
 def _members(value: Any) -> Iterable[Any]:
-    """Yield what is in a container, and in those in it; nothing for other values."""
+    """Yield all members of a container, recursively; nothing for other values."""
     if isinstance(value, Mapping):
         value = value.values()
     elif not isinstance(value, (list, tuple, Set, deque)):
@@ -286,8 +292,8 @@ def encode_leaf(planner: SavePlanner, item: WriteItem) -> Any:
     """Return the JSON form of a leaf.
 
     Raises:
-        UnsupportedLeafError: The planner gives something else than bytes.
-        Exception: Whatever the planner raises.
+        UnsupportedLeafError: The planner resolves the item to something other than bytes.
+        Exception: An error of the planner.
     """
     name = "torch.distributed.checkpoint"
     if isinstance(planner, DefaultSavePlanner) and _makes_bytes_by_default(type(planner)):
@@ -299,19 +305,19 @@ def encode_leaf(planner: SavePlanner, item: WriteItem) -> Any:
     found = planner.resolve_data(item)
     if not isinstance(found, io.BytesIO):
         raise UnsupportedLeafError(
-            f"the planner resolves {item.index.fqn!r}, which its plan calls bytes, to a {type(found).__name__}",
+            f"the planner resolves {item.index.fqn!r} to a {type(found).__name__}, but its plan has bytes",
             leaf=item.index.fqn,
             type_name=type(found).__name__,
         )
     data = found.getvalue()
     try:
         return encode_value(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True), _extend)
-    except Exception:  # torch names no set of errors for bytes that are not its own, or hold more than it takes
+    except Exception:  # torch does not document the errors for bytes that it cannot load with weights_only=True
         return {"$": TAG, "v": [name, base64.b64encode(data).decode()]}
 
 
 def encode_exactly(value: Any) -> Any:
-    """Return the JSON form of a value that keeps all its types; None where there is none."""
+    """Return the JSON form of a value if it preserves all types; else None."""
     if not _keeps_types(value):
         return None
     try:
@@ -330,7 +336,7 @@ def _extend(value: Any) -> tuple[str, Any] | None:
 
 
 def _keeps_types(value: Any) -> bool:
-    """Whether no namedtuple is in it, of which the codec would make a tuple, nor another subclass like that."""
+    """Whether the codec preserves the types in a value: a namedtuple, for example, would become a tuple."""
     kind = type(value)
     if kind in _SCALARS:
         return True
@@ -342,10 +348,10 @@ def _keeps_types(value: Any) -> bool:
 
 
 def planner_bytes(raw: Any) -> io.BytesIO | None:
-    """Return the bytes of a leaf that was kept as a planner made it; None for others.
+    """Return the bytes of a leaf that was stored as the planner's bytes; None for other leaves.
 
     Raises:
-        ValueError: Malformed.
+        ValueError: The JSON form is malformed.
     """
     if isinstance(raw, dict) and raw.get("$") == TAG:
         return io.BytesIO(pickled(raw.get("v"))[1])
@@ -353,7 +359,7 @@ def planner_bytes(raw: Any) -> io.BytesIO | None:
 
 
 def saved_bytes(value: Any) -> io.BytesIO:
-    """Return a value in the form that planners read: `torch.save`'s."""
+    """Return a value in the form of `torch.save`, which planners read."""
     data = io.BytesIO()
     torch.save(value, data)
     data.seek(0)
@@ -361,9 +367,12 @@ def saved_bytes(value: Any) -> io.BytesIO:
 
 
 class Items(NamedTuple):
-    """A plan's items: tensors with their boxes, and leaves that are bytes.
+    """The items of a plan.
 
-    `empty` are boxes without elements of tensors that have some: nothing of them is stored.
+    Attributes:
+        tensors: Tensors with their boxes.
+        leaves: Leaves that are no tensors.
+        empty: Boxes without elements, of tensors that have elements; they are not stored.
     """
 
     tensors: list[tuple[WriteItem, BoxSpec]]
@@ -372,11 +381,11 @@ class Items(NamedTuple):
 
 
 def sorted_out(items: Iterable[WriteItem]) -> Items:
-    """Tell tensors from leaves.
+    """Return items sorted by kind.
 
     Raises:
-        UnsupportedLeafError: A tensor of a dtype or layout that cannot be stored; `leaf` is its FQN.
-        DuplicateNameError: A name that is reserved for tensors of one rank.
+        UnsupportedLeafError: A tensor has a dtype or layout that cannot be stored; `leaf` is its FQN.
+        DuplicateNameError: A tensor has an FQN that is reserved for tensors of one rank.
     """
     found = Items([], [], [])
     for item in items:
@@ -394,7 +403,7 @@ def sorted_out(items: Iterable[WriteItem]) -> Items:
 def _spec(item: WriteItem) -> BoxSpec:
     fqn, data = item.index.fqn, item.tensor_data
     if data is None:
-        raise UnsupportedLeafError(f"the planner's item for tensor {fqn!r} says nothing of its shape", leaf=fqn)
+        raise UnsupportedLeafError(f"the planner's item for tensor {fqn!r} has no tensor_data", leaf=fqn)
     dtype = dtype_name(data.properties.dtype)
     if dtype is None or data.properties.layout is not torch.strided:
         raise UnsupportedLeafError(
@@ -419,14 +428,14 @@ def _spec(item: WriteItem) -> BoxSpec:
 
 
 def refuse_wrappers(leaves: Iterable[tuple[str, Any]]) -> None:
-    """Refuse tensors of subclasses whose elements are not their memory's, unless they give chunks that are.
+    """Raise for the first tensor subclass whose elements are not in its memory and that gives no chunks that are.
 
     Args:
-        leaves: Names and values, as a planner has them: of a sharded one, what this process holds counts.
+        leaves: FQNs and values of a planner; of a sharded value the local shards are checked.
 
     Raises:
-        UnsupportedLeafError: Naming the first.
-        DuplicateNameError: A checkpointable tensor has a name that is reserved for tensors of one rank.
+        UnsupportedLeafError: There is one; names it.
+        DuplicateNameError: A checkpointable tensor has an FQN that is reserved for tensors of one rank.
     """
     for fqn, value in leaves:
         if is_checkpointable(value):
@@ -439,7 +448,7 @@ def refuse_wrappers(leaves: Iterable[tuple[str, Any]]) -> None:
 
 
 def tensor_leaves(state_dict: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of a nested state, as stock planners name them, but for registered types."""
+    """Yield the FQNs and values of a nested state as stock planners flatten it, without values of registered types."""
     found: list[tuple[str, Any]] = []
     traverse_state_dict(state_dict, lambda path, value: found.append((".".join(map(str, path)), value)))
     for fqn, value in found:
@@ -461,14 +470,14 @@ def _wrapper(fqn: str, tensor: torch.Tensor) -> UnsupportedLeafError:
     return UnsupportedLeafError(text, leaf=fqn, type_name=kind)
 
 
-_STANDS_FOR = "a tensor subclass with a __torch_dispatch__, which computes its elements; they do not lie in its memory"
+_STANDS_FOR = "a tensor subclass with a __torch_dispatch__, which computes its elements; they are not in its memory"
 
 
 def check_target(path: str, item: ReadItem, target: torch.Tensor) -> None:
-    """Check that the elements of what a planner would have filled lie where its address says.
+    """Check that the elements of a tensor that a planner wants to be filled are in its memory.
 
     Raises:
-        UnsupportedLeafError: It is a tensor subclass that stands for others.
+        UnsupportedLeafError: It is a tensor subclass that computes its elements.
     """
     if is_wrapper(target):
         fqn, kind = item.dest_index.fqn, type(target).__name__
@@ -477,10 +486,10 @@ def check_target(path: str, item: ReadItem, target: torch.Tensor) -> None:
 
 
 def bytes_of(tensor: Any, spec: BoxSpec) -> torch.Tensor:
-    """Return the elements of what a planner resolved as a flat uint8 tensor on its device: a copy only if need be.
+    """Return the elements of a resolved tensor as a flat uint8 tensor on its device; a copy only if it must be one.
 
     Raises:
-        UnsupportedLeafError: It is not what the plan says, or has no elements that can be copied.
+        UnsupportedLeafError: The tensor does not match its plan, or its elements cannot be copied.
     """
     tensor = _elements_in(tensor, spec)
     with torch.no_grad():
@@ -490,10 +499,10 @@ def bytes_of(tensor: Any, spec: BoxSpec) -> torch.Tensor:
 
 
 def _elements_in(tensor: Any, spec: BoxSpec) -> torch.Tensor:
-    """Return the tensor whose memory holds the elements of what a planner resolved.
+    """Return the tensor whose memory holds the elements of a resolved tensor.
 
     Raises:
-        UnsupportedLeafError: It is not what the plan says, or has no elements that can be copied.
+        UnsupportedLeafError: The tensor does not match its plan, or its elements cannot be copied.
     """
     if not isinstance(tensor, torch.Tensor):
         kind = type(tensor).__name__
@@ -509,7 +518,7 @@ def _elements_in(tensor: Any, spec: BoxSpec) -> torch.Tensor:
         raise UnsupportedLeafError(f"cannot store {spec.fqn!r}: {why}", leaf=spec.fqn, type_name=kind)
     if dtype_name(tensor.dtype) != spec.dtype or tuple(tensor.shape) != spec.sizes:
         raise UnsupportedLeafError(
-            f"the planner resolves {spec.fqn!r} to {tensor.dtype}{list(tensor.shape)}, its plan says {spec.dtype}"
+            f"the planner resolves {spec.fqn!r} to {tensor.dtype}{list(tensor.shape)}, but its plan has {spec.dtype}"
             f"{list(spec.sizes)}",
             leaf=spec.fqn,
             type_name=str(tensor.dtype),
@@ -519,7 +528,14 @@ def _elements_in(tensor: Any, spec: BoxSpec) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriteOptions:
-    """How to write; `one_file`: a single one per rank, else one per tensor. `threads`: that call the planner."""
+    """Settings of a save.
+
+    Attributes:
+        path: Directory of the checkpoint.
+        threads: Threads that call the planner.
+        one_file: One shard file per rank; False: one per tensor.
+        copy_ahead_nbytes: Bytes that are copied from devices before they are written.
+    """
 
     path: str
     threads: int
@@ -532,12 +548,12 @@ class LaidOut:
     """The layout of one rank's files, and the tensors that go into them.
 
     Attributes:
-        items: Of the plan.
-        results: Of leaves, and of boxes without elements: they are not in the files.
-        specs: Of the boxes, aligned with `layout.chunks` and `resolves`.
-        layout: Of the files.
-        tensors: What the index says of them.
-        resolves: Each makes a box's elements, by the planner.
+        items: The items of the plan.
+        results: Results of leaves and of boxes without elements, which are not in the files.
+        specs: The boxes, in the order of `layout.chunks`.
+        layout: The layout of the files.
+        tensors: The entries of the tensors for the index.
+        resolves: For each box, a function that returns its elements, from the planner.
     """
 
     items: Items
@@ -549,17 +565,17 @@ class LaidOut:
 
     @property
     def n_tensors(self) -> int:
-        """For reports."""
+        """Number of tensors that this rank reports: those of which it has the first element."""
         return sum(not any(spec.offsets) for spec in self.specs)
 
     @property
     def structure(self) -> bytes:
-        """The structure of a rank that is not the coordinator: its chunks. All names are in the coordinator's."""
+        """The structure of a rank other than the coordinator: only chunks, as the coordinator has the whole tree."""
         part_nbytes = tuple(part.nbytes for part in self.layout.parts)
         return encode_structure(Structure(tree=(DICT, ()), tensors=self.tensors, n_objects=0, part_nbytes=part_nbytes))
 
     def results_of(self, save_id: SaveId, rank: int) -> list[WriteResult]:
-        """Return a result for each item, once the save has its id."""
+        """Return a result for each item of the save with this ID."""
         found = list(self.results)
         for (item, spec), chunk in zip(self.items.tensors, self.layout.chunks, strict=True):
             name = shard_name(save_id, rank, chunk.part)
@@ -569,24 +585,22 @@ class LaidOut:
 
 
 def lay_out(plan: SavePlan, planner: SavePlanner, *, one_file: bool) -> LaidOut:
-    """Lay out what `plan` gives to this rank; leaves that are no tensors are made, tensors are not.
+    """Lay out the items of this rank's plan as files. Leaves that are no tensors are resolved, tensors are not.
 
     Raises:
-        UnsupportedLeafError, DuplicateNameError: Something cannot be stored.
-        Exception: Whatever the planner raises.
+        UnsupportedLeafError, DuplicateNameError: A leaf cannot be stored.
+        Exception: An error of the planner.
     """
     items = sorted_out(plan.items)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        # IMPORTANT: what the state was made by may still run in this thread's stream; writing threads have others.
+        # IMPORTANT: kernels that compute the state may still run in this thread's stream; writing threads use others.
         torch.cuda.current_stream().synchronize()
     results = [_result(item, 0, StoredLeaf(raw=encode_leaf(planner, item))) for item in items.leaves]
     results += [_result(item, 0, None) for item in items.empty]
     specs = [spec for _, spec in items.tensors]
     layout = build_layout(specs, n_parts=1 if one_file else max(1, min(len(specs), MAX_PARTS)))
     if len(layout.parts) > MAX_PARTS:
-        raise UnsupportedLeafError(
-            f"a rank holds more than {MAX_PARTS} boxes of one tensor; give it fewer, larger ones"
-        )
+        raise UnsupportedLeafError(f"a rank holds more than {MAX_PARTS} boxes of one tensor; use fewer, larger shards")
     return LaidOut(
         items=items,
         results=results,

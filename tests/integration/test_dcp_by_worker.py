@@ -153,8 +153,10 @@ def test_a_request_that_is_longer_than_its_room_gets_another_slot(
 ) -> None:
     monkeypatch.setattr(worker_part._Part, "_rooms", lambda part, nbytes: (4096, 4096))
     moved = []
-    move = worker_part.Unsealed._move
-    monkeypatch.setattr(worker_part.Unsealed, "_move", lambda one, nbytes: (moved.append(nbytes), move(one, nbytes)))
+    move = worker_part.UnsealedPart._move
+    monkeypatch.setattr(
+        worker_part.UnsealedPart, "_move", lambda one, nbytes: (moved.append(nbytes), move(one, nbytes))
+    )
     long = {**state(), "text": "x" * 50_000}
     for number in range(3):
         dcp_calls.save(long, writer, checkpoint_id=tmp_path / str(number))
@@ -292,7 +294,8 @@ def test_without_any_worker_the_process_writes_by_itself_and_says_so(
     writer = StorageWriter(tmp_path / "c", worker_start_timeout_s=0.5)
     with caplog.at_level(logging.WARNING, "asyncckpt.dcp"):
         dcp_calls.save(state(), writer)
-    assert "written in the training process" in caplog.text and "no process can be started here" in caplog.text
+    assert "the training processes write it themselves" in caplog.text
+    assert "no process can be started here" in caplog.text
     assert_saved(tmp_path / "c", state())
     writer.close()
 
@@ -315,7 +318,7 @@ from asyncckpt.dcp import StorageWriter, worker_part, worker_save
 
 warnings.simplefilter("ignore")
 endpoint, path, when = sys.argv[1:]
-seal = worker_part.Unsealed.seal
+seal = worker_part.UnsealedPart.seal
 
 def sealed(one, metadata, results):
     if when == "before":
@@ -323,7 +326,7 @@ def sealed(one, metadata, results):
     seal(one, metadata, results)
     os.kill(os.getpid(), signal.SIGKILL)
 
-worker_part.Unsealed.seal = sealed
+worker_part.UnsealedPart.seal = sealed
 state = {"w": torch.arange(50_000.0), "step": 5}
 future = dcp.async_save(state, storage_writer=StorageWriter(path, endpoint=endpoint), no_dist=True)
 future.result(60)
@@ -354,7 +357,7 @@ def test_a_worker_that_is_killed_is_replaced_and_costs_at_most_a_save_through_a_
         monkeypatch.setattr(slot_stream, "MIN_STREAMED_NBYTES", 1)
     fields = {"arena_limit_bytes": 24 << 20} if kind == "ring" else {}
     writer = StorageWriter(tmp_path / "c", **fields)
-    seal, killed = worker_part.Unsealed.seal, []
+    seal, killed = worker_part.UnsealedPart.seal, []
 
     def kill(one: Any) -> None:
         pid = one.process.connect().worker.pid
@@ -369,7 +372,7 @@ def test_a_worker_that_is_killed_is_replaced_and_costs_at_most_a_save_through_a_
             kill(one)
         return future
 
-    monkeypatch.setattr(worker_part.Unsealed, "seal", sealed)
+    monkeypatch.setattr(worker_part.UnsealedPart, "seal", sealed)
     expected = state(rows=100_000 if kind == "ring" else 3000)
     try:
         if kind != "ring":
@@ -382,7 +385,7 @@ def test_a_worker_that_is_killed_is_replaced_and_costs_at_most_a_save_through_a_
                 ((error, _),) = caught.failures.values()
                 assert isinstance(error, SaveFailedError) and error.code == "stream_lost"
                 gone(tmp_path / "c")
-                monkeypatch.setattr(worker_part.Unsealed, "seal", seal)
+                monkeypatch.setattr(worker_part.UnsealedPart, "seal", seal)
                 dcp_calls.save(expected, writer)
         assert_saved(tmp_path / "c", expected)
     finally:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import asyncckpt
-from asyncckpt.dcp.storage_writer import OneAtATime, Stager
+from asyncckpt.dcp.storage_writer import SaveLock, Stager
 from asyncckpt.errors import CommitUnknownError, SaveFailedError
 from asyncckpt.storage.files import Files
 
@@ -164,25 +164,25 @@ class Interrupted:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_an_interrupt_where_a_step_begins_leaves_nobody_in_it(before: bool) -> None:
-    one = OneAtATime()
+    one = SaveLock()
     one._at_work = Interrupted(before)  # type: ignore[assignment]
-    with pytest.raises(KeyboardInterrupt), one.beginning():
+    with pytest.raises(KeyboardInterrupt), one.begin_save():
         pytest.fail("not reached")
-    with one.beginning():
+    with one.begin_save():
         pass
-    with one.going_on():
+    with one.step_of_save():
         pass
 
 
 def test_a_forked_child_does_not_go_on_with_its_parent_s_save() -> None:
-    one = OneAtATime()
-    with one.beginning():
+    one = SaveLock()
+    with one.begin_save():
         if not (pid := os.fork()):
             code = 1
             try:
-                with one.beginning():
+                with one.begin_save():
                     pass
-                with one.going_on():
+                with one.step_of_save():
                     code = 0
             finally:
                 os._exit(code)

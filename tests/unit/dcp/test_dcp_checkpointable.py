@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
         "__torch_dispatch__",
     ),
     "no tensor": (lambda: Rows({0: ONES.numpy(force=True)}, (4, 2), ONES.dtype), "ndarray"),
-    "another dtype": (lambda: Rows({0: ONES.int()}, (4, 2), ONES.dtype), "its plan says float32"),
+    "another dtype": (lambda: Rows({0: ONES.int()}, (4, 2), ONES.dtype), "but its plan has float32"),
     "no memory": (lambda: Rows({0: ONES.to("meta")}, (4, 2), ONES.dtype), "meta"),
     "an error": (lambda: Failing({0: ONES}, (4, 2), ONES.dtype), "KeyError: 'o.w'"),
     "nothing but items": (lambda: HalfWay({0: ONES}, (4, 2), ONES.dtype), "__torch_dispatch__"),

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 import asyncckpt
 from asyncckpt.dcp import storage_reader
-from asyncckpt.dcp.storage_reader import OwnSave, SaveRead, compare_saves, found_in
+from asyncckpt.dcp.storage_reader import FoundSave, OwnSave, compare_saves, found_in
 from asyncckpt.errors import CorruptCheckpointError, RanksDisagreeError
 from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.storage import contents
@@ -76,11 +76,11 @@ def without_sums(save: Callable[[], Any]) -> None:
         torch.serialization.set_crc32_options(before)
 
 
-def found_at(path: pathlib.Path) -> SaveRead:
+def found_at(path: pathlib.Path) -> FoundSave:
     return found_in(read_any(str(path), Files()), Files())
 
 
-def plan(load_id: str, found: SaveRead) -> LoadPlan:
+def plan(load_id: str, found: FoundSave) -> LoadPlan:
     return LoadPlan([], storage_data=OwnSave(load_id, found))
 
 
@@ -199,14 +199,14 @@ def test_an_overwrite_before_it_is_told_is_found(kind: str, tmp_path: pathlib.Pa
     assert caught.value.file == changed.name
 
 
-ONE, TWO = SaveRead("/c", "1", HERE), SaveRead("/c", "2", HERE)
-SAME = [SaveRead("/c", "1", HERE, "x"), SaveRead("/c", "1", ELSEWHERE, "y")]
-OWN_PATHS = [ONE, SaveRead("/d", "2", HERE)]
-OTHER_TIMES = [SaveRead("/c", "1", HERE, "x"), SaveRead("/c", "1", HERE, "y")]
+ONE, TWO = FoundSave("/c", "1", HERE), FoundSave("/c", "2", HERE)
+SAME = [FoundSave("/c", "1", HERE, "x"), FoundSave("/c", "1", ELSEWHERE, "y")]
+OWN_PATHS = [ONE, FoundSave("/d", "2", HERE)]
+OTHER_TIMES = [FoundSave("/c", "1", HERE, "x"), FoundSave("/c", "1", HERE, "y")]
 
 
 @pytest.mark.parametrize("founds", [SAME, OWN_PATHS])
-def test_ranks_of_one_save_or_with_paths_of_their_own_keep_their_plans(founds: list[SaveRead]) -> None:
+def test_ranks_of_one_save_or_with_paths_of_their_own_keep_their_plans(founds: list[FoundSave]) -> None:
     plans = [plan(str(n), found) for n, found in enumerate(founds)]
     assert compare_saves(plans, "0", founds[0]) == plans
 
@@ -221,7 +221,7 @@ def test_ranks_of_one_save_or_with_paths_of_their_own_keep_their_plans(founds: l
     ],
 )
 def test_the_first_rank_that_differs_from_the_coordinator_is_named(
-    founds: list[SaveRead], coordinator: int, ranks: list[int], said: str
+    founds: list[FoundSave], coordinator: int, ranks: list[int], said: str
 ) -> None:
     with pytest.raises(RanksDisagreeError, match=said) as caught:
         compare_saves([plan(str(n), f) for n, f in enumerate(founds)], str(coordinator), founds[coordinator])

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 import asyncckpt
 from asyncckpt.dcp import direct_save, tensor_stream
-from asyncckpt.dcp.direct_save import CallersResolves
+from asyncckpt.dcp.direct_save import CallingThreadResolver
 from asyncckpt.storage import rank_writer, shard_writer
 from tests.simulated_device import SimulatedDevice
 
@@ -121,7 +121,7 @@ def test_tensors_are_made_in_order_whoever_asks_first() -> None:
     def make(number: int) -> Callable[[], torch.Tensor]:
         return lambda: made.append(number) or torch.tensor(number)  # type: ignore[func-returns-value]
 
-    serving = CallersResolves([make(n) for n in range(6)])
+    serving = CallingThreadResolver([make(n) for n in range(6)])
     asked = serving.resolves()
     found: list[int] = []
 
@@ -150,11 +150,11 @@ class Interrupt:
 
 
 def test_ctrl_c_before_any_line_ends_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_save, "LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr(direct_save, "CHECK_INTERVAL_S", 0.005)
     outcomes: list[bool] = []
     before = sys.gettrace()
     for nth in range(1000):
-        serving = CallersResolves([partial(torch.full, (1,), float(n)) for n in range(3)])
+        serving = CallingThreadResolver([partial(torch.full, (1,), float(n)) for n in range(3)])
         asked = serving.resolves()
         found: list[float] = []
 
@@ -197,7 +197,7 @@ def test_two_signals_at_once_leave_no_thread() -> None:
     before = signal.signal(signal.SIGTERM, end)
     try:
         for _ in range(20):
-            serving = CallersResolves([both, lambda: torch.zeros(1)])
+            serving = CallingThreadResolver([both, lambda: torch.zeros(1)])
             asked = serving.resolves()
 
             def work(asked: Any = asked) -> None:
@@ -226,7 +226,7 @@ def test_a_planner_that_has_failed_is_asked_no_more() -> None:
 
         return resolve
 
-    serving = CallersResolves([make(n) for n in range(6)])
+    serving = CallingThreadResolver([make(n) for n in range(6)])
     asked = serving.resolves()
     errors: list[str] = []
 
