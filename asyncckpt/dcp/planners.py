@@ -176,7 +176,7 @@ class ShardedLoadPlanner(UnflattenedLoadPlanner):
             below = sum(fqn.startswith(f"{name}.") for fqn in missing)
             if below:
                 _logger.warning(
-                    "load: %r is empty in the target and stays empty: %d saved leaves below it are not loaded. Put the "
+                    "load: %r is empty in the target and stays empty: %d of the saved leaves are not loaded. Put the "
                     "tensors to fill into it (for an optimizer: `get_state_dict`), or use `asyncckpt.load`, which "
                     "fills it",
                     name,

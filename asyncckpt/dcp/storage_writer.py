@@ -271,7 +271,7 @@ class StorageWriter(TorchStorageWriter, Stager):
         check_keywords(StorageWriter, fields, FIELDS)
         if not use_worker and (endpoint is not None or fields):
             name = "endpoint" if endpoint is not None else sorted(fields)[0]
-            raise ConfigError(f"{name} is a setting of the worker, which use_worker=False excludes", field=name)
+            raise ConfigError(f"{name} is about the worker, which use_worker=False does not use", field=name)
         self._by_worker = WorkerSaves(endpoint, fields) if use_worker else None
         self._forget_save()
 

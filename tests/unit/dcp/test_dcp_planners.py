@@ -417,4 +417,4 @@ def test_an_empty_place_that_has_saved_names_below_it_is_named(
     dcp_calls.load(target, StorageReader(tmp_path / "x"), planner=ShardedLoadPlanner())
     assert torch.equal(target["a"], saved["a"])  # type: ignore[arg-type]
     (said,) = [record.message for record in caplog.records if "empty in the target" in record.message]
-    assert "'state.inner'" in said and "1 saved leaves below it" in said and "asyncckpt.load" in said
+    assert "'state.inner'" in said and "1 of the saved leaves" in said and "asyncckpt.load" in said
