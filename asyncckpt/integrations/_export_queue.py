@@ -142,7 +142,7 @@ def job_for(target: str, name: str, kind: Kind = "directory") -> ExportJob:
 def read_job(path: str) -> ExportJob | None:
     """Return the job at `path`; None if it is gone, or is not a job.
 
-    The target is always beside the queue, so that a queue that was copied, moved or forged cannot write elsewhere.
+    The target is always in the parent directory of the queue: a copied or forged queue cannot cause writes elsewhere.
     """
     path = os.path.abspath(path)
     try:

@@ -53,7 +53,7 @@ class WorkerCheckpointIO(TorchCheckpointIO):
         """
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} takes no storage_options")
-        step = checkpoint.get("global_step")  # of Fabric it may be anything
+        step = checkpoint.get("global_step")  # with Fabric it may have any type
         step = step if type(step) is int else 0
         self.saver.save(path, {"file": capture_torch_save(checkpoint)}, step=step, kind="file")
 
@@ -92,7 +92,7 @@ def _savers_of(trainer: Any) -> list[BackgroundSaver]:
 
 
 def _file_exists(self: Any, filepath: Any, trainer: Any) -> bool:
-    """As Lightning's, but count pending saves as existing and pending removals as removed: names get equal suffixes."""
+    """Return whether a file will exist after pending saves and removals, so that names get the same suffixes."""
     savers = _savers_of(trainer)
     if not savers:
         return bool(_stock_file_exists(self, filepath, trainer))
@@ -104,7 +104,7 @@ _stock_file_exists, ModelCheckpoint.file_exists = ModelCheckpoint.file_exists, _
 
 
 class RandomStates(Callback):
-    """Saves the random number generators in checkpoints, which Lightning does not: a resumed run draws equal numbers.
+    """Saves the states of random number generators in checkpoints, so that a resumed run draws the same numbers.
 
     A checkpoint of several ranks holds the generators of rank 0 only, as it does for every callback.
     """

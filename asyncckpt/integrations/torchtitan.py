@@ -46,8 +46,8 @@ class CheckpointManager:
             `torch.distributed.checkpoint`, which would not find values that are stored for each rank.
 
     Raises:
-        ConfigError: `keep_latest_k=1`, with which no checkpoint would be left while it is replaced; a negative number.
-        WorkerUnavailableError: A given endpoint cannot be reached.
+        ConfigError: `keep_latest_k` is 1, so that no checkpoint would be left during a save, or a number is negative.
+        WorkerUnavailableError: The endpoint that was given cannot be reached.
     """
 
     def __init__(
@@ -108,8 +108,10 @@ class CheckpointManager:
         """Stage a checkpoint if one is due at this step; return whether it was.
 
         Raises:
-            DirectoryInUseError: Another live training saves to this folder; raised on every rank.
-            UnsupportedLeafError, DuplicateNameError, CheckpointerClosedError: As `AsyncCheckpointer.save`.
+            DirectoryInUseError: Another running training saves to this folder; raised on every rank.
+            UnsupportedLeafError, DuplicateNameError, CheckpointerClosedError: See `AsyncCheckpointer.save`.
+
+        Blocks: for memory and the copy, as `AsyncCheckpointer.save`.
         """
         if self._manager is None or self.load_only or not (last_step or self._manager.should_save(curr_step)):
             return False
@@ -127,7 +129,9 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint of the given step.
-            CorruptCheckpointError, MissingKeysError, ShapeMismatchError: As `asyncckpt.load`.
+            CorruptCheckpointError, MissingKeysError, ShapeMismatchError: See `asyncckpt.load`.
+
+        Blocks: until the checkpoint is read.
         """
         if self._manager is None:
             return False
@@ -143,7 +147,9 @@ class CheckpointManager:
         else:
             raise CheckpointNotFoundError(f"there is no step {step} in {self.folder}", path=path)
         for part in self._parts:
-            part.load_state_dict(model, strict=False)  # of hooks that build tensors for state_dict(); others share them
+            part.load_state_dict(
+                model, strict=False
+            )  # needed if a hook creates the tensors of state_dict(); else a no-op
         return True
 
     def maybe_wait_for_staging(self) -> None:

@@ -90,7 +90,7 @@ def convert(
     The target is written under a hidden name in the directory of `dst`, opened by the reader of its kind and compared
     with the source, read back, and then renamed to `dst`: readers see a complete target or none. Needs no process group
     and no worker. Memory: 256 MB; plus the largest tensor whose elements are not row-major in the source; plus a few
-    times all texts, `bytes` and numpy arrays, which lie in pickles.
+    times all texts, `bytes` and numpy arrays in pickles.
 
     Args:
         src: An asyncckpt checkpoint, a DCP directory, a file of `torch.save`, a safetensors file, or a directory of

@@ -114,24 +114,24 @@ def compare(
     Blocks: until both are read. Memory: a few slabs of 32 MiB.
     """
     files = files or Files()
-    ours, theirs = _outlines(first, second, None if keys is None else list(keys), files)
-    mine, others = dict(ours.leaves()), dict(theirs.leaves())
+    left, right = _outlines(first, second, None if keys is None else list(keys), files)
+    mine, others = dict(left.leaves()), dict(right.leaves())
     found = Comparison(leaves=len(mine.keys() | others.keys()))
     on_one_side = mine.keys() ^ others.keys()
-    alike = on_one_side & equal_to_containers(ours, theirs) if on_one_side else set()
+    alike = on_one_side & equal_to_containers(left, right) if on_one_side else set()
     for fqn in [*mine, *(name for name in others if name not in mine)]:
         node, other = mine.get(fqn), others.get(fqn)
-        a = None if node is None else _shown(ours, node)
-        b = None if other is None else _shown(theirs, other)
+        a = None if node is None else _shown(left, node)
+        b = None if other is None else _shown(right, other)
         if fqn in alike:
             continue
         if node is None or other is None:
             what: tuple[str, float | None] | None = ("only in B" if node is None else "only in A"), None
-        elif (kind := _alike_unread(ours, node, theirs, other)) is not None:
+        elif (kind := _alike_unread(left, node, right, other)) is not None:
             found.unread[fqn] = kind
             continue
         else:
-            what = _compared(ours, node, theirs, other, files, data)
+            what = _compared(left, node, right, other, files, data)
         if what is not None:
             found.differences.append(Difference(fqn=fqn, what=what[0], a=a, b=b, max_abs_difference=what[1]))
     return found
@@ -170,37 +170,37 @@ def _shown(outline: Outline, node: Node) -> str:
     return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."
 
 
-def _alike_unread(ours: Outline, mine: Node, theirs: Outline, other: Node) -> str | None:
+def _alike_unread(left: Outline, mine: Node, right: Outline, other: Node) -> str | None:
     """Return the class of a leaf that cannot be read in either checkpoint, if the class is the same; else None."""
     if (mine[0], other[0]) != (OBJECT, OBJECT):
         return None
-    a, b = ours.objects[mine[1]], theirs.objects[other[1]]
+    a, b = left.objects[mine[1]], right.objects[other[1]]
     return a.kind if isinstance(a, UnreadLeaf) and isinstance(b, UnreadLeaf) and a.kind == b.kind else None
 
 
 def _compared(
-    ours: Outline, mine: Node, theirs: Outline, other: Node, files: Files, data: bool
+    left: Outline, mine: Node, right: Outline, other: Node, files: Files, data: bool
 ) -> tuple[str, float | None] | None:
     """Return `what` and `max_abs_difference` of a `Difference`; None if the leaves are equal."""
     if not data and mine[0] == other[0] == BYTES:
-        return None if ours.nbytes_of(mine[1]) == theirs.nbytes_of(other[1]) else ("value", None)
+        return None if left.nbytes_of(mine[1]) == right.nbytes_of(other[1]) else ("value", None)
     if BYTES in (mine[0], other[0]):
-        values = bytes_at(ours, mine, files), bytes_at(theirs, other, files)
+        values = bytes_at(left, mine, files), bytes_at(right, other, files)
         return None if values[0] == values[1] else ("kind" if None in values else "value", None)
     if (mine[0] == OBJECT) != (other[0] == OBJECT):
         return "kind", None
     if mine[0] == OBJECT:
-        one, another = ours.objects[mine[1]], theirs.objects[other[1]]
+        one, another = left.objects[mine[1]], right.objects[other[1]]
         if is_same_value(one, another):
             return None
         difference = _difference_of(one, another)
         return "bits" if difference == 0.0 and type(one) is type(another) else "value", difference
-    a, b = ours.tensors[mine[1]], theirs.tensors[other[1]]
+    a, b = left.tensors[mine[1]], right.tensors[other[1]]
     if a.global_shape != b.global_shape:
         return "shape", None
     if not data or (a.dtype != b.dtype and _PACKED in (a.dtype, b.dtype)):
         return None if a.dtype == b.dtype else ("dtype", None)
-    equal, difference = _tensors(ours, a, theirs, b, files)
+    equal, difference = _tensors(left, a, right, b, files)
     if a.dtype != b.dtype:
         return "dtype", difference
     return None if equal else ("bits" if difference == 0.0 else "value", difference)
@@ -217,13 +217,13 @@ def _difference_of(one: Any, another: Any) -> float | None:
         return None
 
 
-def _tensors(ours: Outline, a: SavedTensor, theirs: Outline, b: SavedTensor, files: Files) -> tuple[bool, float]:
+def _tensors(left: Outline, a: SavedTensor, right: Outline, b: SavedTensor, files: Files) -> tuple[bool, float]:
     """Return whether all bits are equal, and the largest absolute difference; NaN if one element alone is NaN."""
     equal, difference = True, 0.0
     limit = SLAB_NBYTES // max(DTYPES[one.dtype].itemsize for one in (a, b))
     for slices in slab_slices(a.global_shape, limit):
-        x = read_tensor(ours.contents, a, slices, files, threads=DEFAULT_THREADS, verify=True).reshape(-1)
-        y = read_tensor(theirs.contents, b, slices, files, threads=DEFAULT_THREADS, verify=True).reshape(-1)
+        x = read_tensor(left.contents, a, slices, files, threads=DEFAULT_THREADS, verify=True).reshape(-1)
+        y = read_tensor(right.contents, b, slices, files, threads=DEFAULT_THREADS, verify=True).reshape(-1)
         if x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)):
             continue
         equal = False

@@ -42,7 +42,7 @@ from asyncckpt.format.names import (
     owner_of,
 )
 from asyncckpt.interop.checkpoint_files import belongs, copy_file, is_carried_over, may_belong, model_files
-from asyncckpt.interop.sources.detect import OURS, kind_at
+from asyncckpt.interop.sources.detect import NATIVE, kind_at
 from asyncckpt.interop.sources.torch_file import is_torch_file
 from asyncckpt.maintenance.gc import CONVERSION, TemporaryKind
 from asyncckpt.storage.checkpoint_dir import is_pinned, manifest_or_error
@@ -338,7 +338,7 @@ def check_not_nested(path: str, source: str, to: str) -> None:
     if (
         os.path.realpath(path) == os.path.realpath(source)
         or (is_inside(path, source) and to not in ("torch", "safetensors"))
-        or (is_inside(source, path) and to not in (OURS, "dcp"))
+        or (is_inside(source, path) and to not in (NATIVE, "dcp"))
     ):
         raise ConfigError(
             f"{path} and the source {source} are the same, or one is inside the other: only a file may be inside the "
@@ -356,7 +356,7 @@ def check_inside(path: str, source: str, contents: Contents) -> None:
     """
     if not is_inside(path, source):
         return
-    kind = contents.source.kind if contents.source is not None else OURS
+    kind = contents.source.kind if contents.source is not None else NATIVE
     first = os.path.relpath(os.path.realpath(path), os.path.realpath(source)).split(os.sep)[0]
     read = contents.source.stamps if contents.source is not None else ()
     is_read = os.path.realpath(path) in {os.path.realpath(os.path.join(source, name)) for name in read}
@@ -375,7 +375,7 @@ def check_around(path: str, files: Files) -> None:
         OSError: It cannot be listed.
     """
     found = [name for name in sorted(files.listdir(path)) if belongs(name, "dcp")]
-    if found or kind_at(path, files) != OURS:
+    if found or kind_at(path, files) != NATIVE:
         what = repr(found[0]) if found else "safetensors files"
         raise CheckpointExistsError(
             f"{path}, which contains the source, already holds a checkpoint or a part of one: {what}; it was left "
@@ -442,7 +442,7 @@ def _check_replaceable(path: str, to: str, files: Files) -> None:
 
 def _check_directory(path: str, kind: str, to: str, files: Files) -> None:
     names = files.listdir(path)
-    if kind == OURS and not (MANIFEST_NAME in names and any(map(owner_of, names))):
+    if kind == NATIVE and not (MANIFEST_NAME in names and any(map(owner_of, names))):
         raise _no_checkpoint(path)
     weights = model_files(path, names, files) if kind == "hf" else frozenset()
     for name in sorted(names):

@@ -13,7 +13,7 @@ from asyncckpt.cli.progress import show_reads
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.format.objects import decode_value
 from asyncckpt.format.state_tree import OBJECT, fqn_of, leaves, per_rank_nodes
-from asyncckpt.interop.sources.detect import OURS, read_any
+from asyncckpt.interop.sources.detect import NATIVE, read_any
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_objects
 from asyncckpt.storage.files import Files
@@ -68,7 +68,7 @@ def _describe(contents: Contents, files: Files) -> dict[str, Any]:
     manifest, shards = contents.manifest, _shards(contents)
     return {
         "path": contents.path,
-        "kind": contents.source.kind if contents.source is not None else OURS,
+        "kind": contents.source.kind if contents.source is not None else NATIVE,
         "layout": manifest.layout if contents.source is None else None,
         "step": manifest.step,
         "save_id": str(manifest.save_id),
@@ -154,13 +154,13 @@ def _shown(raw: Any) -> str:
 
 def _print(described: dict[str, Any]) -> None:
     names = ["path", "kind", "created", "writer"]
-    if described["kind"] == OURS:
+    if described["kind"] == NATIVE:
         names += ["layout", "step", "save_id", "fsync", "world_size"]
     for name in names:
         say(f"{name}: {described[name]}")
     say(f"size: {human(described['nbytes'])}")
     say("metadata: " + (", ".join(f"{k}={v}" for k, v in described["metadata"].items()) or "-"))
-    if described["kind"] == OURS:
+    if described["kind"] == NATIVE:
         say("timings: " + (", ".join(f"{k} {v:.3f} s" for k, v in described["timings"].items()) or "-"))
     say(f"\nshards: {len(described['shards'])}")
     print_table(

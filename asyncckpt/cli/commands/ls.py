@@ -14,7 +14,7 @@ from typing import Any
 from asyncckpt.basics.quantities import human
 from asyncckpt.cli.output import EXIT_OK, add_root, existing_directory, nothing_found, print_rows, with_note
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.interop.sources.detect import OURS, kind_at
+from asyncckpt.interop.sources.detect import NATIVE, kind_at
 from asyncckpt.storage.catalog import Found, scan
 from asyncckpt.storage.checkpoint_dir import is_pinned
 from asyncckpt.storage.files import Files
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     root, files = existing_directory(args.root)
     found = sorted(scan(root, store_over(files), recursive=args.recursive), key=_order)
     others = _others(root, {f.path for f in found}, files, depth=_ANY_DEPTH if args.recursive else 1)
-    rows = [_row(f, OURS, files) for f in found]
+    rows = [_row(f, NATIVE, files) for f in found]
     rows += [_row(Found(path=path, state=FOREIGN), kind, files) for path, kind in others]
     header = ("STATE", "STEP", "SIZE", "RANKS", "CREATED", "PATH")
     print_rows(args, rows, header, [_cells(row) for row in rows], nothing_found(args, "no checkpoints"))
@@ -50,10 +50,10 @@ def _others(root: str, ours: set[str], files: Files, *, depth: int) -> list[tupl
         return []
     try:
         kind = kind_at(root, files)
-        names = files.listdir(root) if kind == OURS and depth else []
+        names = files.listdir(root) if kind == NATIVE and depth else []
     except (AsyncCkptError, OSError):  # removed meanwhile, or no permission
         return []
-    if kind != OURS:
+    if kind != NATIVE:
         return [(root, kind)]
     children = [os.path.join(root, name) for name in sorted(names)]
     directories = [child for child in children if os.path.isdir(child) and not os.path.islink(child)]

@@ -25,7 +25,7 @@ from asyncckpt.cli.output import (
 )
 from asyncckpt.cli.progress import recorded_nbytes, show_reads
 from asyncckpt.errors import AsyncCkptError, CheckpointNotFoundError, ConfigError
-from asyncckpt.interop.sources.detect import OURS
+from asyncckpt.interop.sources.detect import NATIVE
 from asyncckpt.interop.sources.unread_leaves import unread_leaves
 from asyncckpt.interop.sources.verify import verify_any
 from asyncckpt.storage.catalog import UNREADABLE, UNSUPPORTED, candidates_in, is_broken
@@ -117,7 +117,7 @@ def _row(verdict: Verdict, files: Files) -> dict[str, Any]:
     contents = verdict.contents
     return {
         "path": verdict.path,
-        "kind": contents.source.kind if contents and contents.source is not None else OURS if contents else None,
+        "kind": contents.source.kind if contents and contents.source is not None else NATIVE if contents else None,
         "state": verdict.state,
         "step": contents.manifest.step if contents else None,
         "save_id": str(contents.manifest.save_id) if contents else None,
@@ -146,7 +146,7 @@ def _fault(fault: AsyncCkptError | OSError) -> dict[str, Any]:
 def _print(row: dict[str, Any], fast: bool) -> None:
     if row["state"] == OK:
         checked = f"{human(row['read_nbytes'])} checked"
-        if row["kind"] == OURS:
+        if row["kind"] == NATIVE:
             what, depth = f"step {row['step']}", "sizes and indexes checked" if fast else checked
         else:
             what, depth = row["kind"], row["unchecked"] or f"{checked} by CRC-32"

@@ -139,7 +139,7 @@ class _Directory:
         if kind == "BytesStorageMetadata":
             item = self._items.get((fqn, None))
             if item is None:
-                raise self._builder.corrupt(f"leaf {fqn!r} lies in no file", fqn=fqn)
+                raise self._builder.corrupt(f"leaf {fqn!r} is in no file", fqn=fqn)
             return self._object(path, item)
         if kind != "TensorStorageMetadata":
             raise ValueError(f"leaf {shown(fqn)} is neither tensor nor bytes")
@@ -160,7 +160,7 @@ class _Directory:
     def _chunk(self, fqn: str, dtype: str, box: tuple[tuple[int, ...], tuple[int, ...]], item: Item | None) -> Chunk:
         offsets, sizes = box
         if item is None:
-            raise self._builder.corrupt(f"a chunk of tensor {fqn!r} at {list(offsets)} lies in no file", fqn=fqn)
+            raise self._builder.corrupt(f"a chunk of tensor {fqn!r} at {list(offsets)} is in no file", fqn=fqn)
         nbytes = math.prod(sizes) * DTYPES[dtype].itemsize
 
         def find(files: Files) -> Place:

@@ -20,14 +20,14 @@ from asyncckpt.interop.sources.torch_file import HEAD_NBYTES, begins_torch_file,
 from asyncckpt.storage.contents import Contents, read_contents
 from asyncckpt.storage.files import Files, opened
 
-OURS = "asyncckpt"
+NATIVE = "asyncckpt"
 _READERS = {
     "dcp": read_dcp_directory,
     "torch": read_torch_file,
     "safetensors": read_safetensors_file,
     "hf": read_hf_directory,
 }
-KINDS = (OURS, *_READERS)
+KINDS = (NATIVE, *_READERS)
 _RANK_METADATA = re.compile(r"__[0-9]+\.metadata")
 
 
@@ -66,16 +66,16 @@ def kind_at(path: str, files: Files) -> str:
 def _directory_kind(path: str, files: Files) -> str:
     with contextlib.suppress(OSError):
         files.lstat(os.path.join(path, MANIFEST_NAME))
-        return OURS
+        return NATIVE
     try:
         names = files.listdir(path)
     except PermissionError:  # it may be searched but not listed; reading the manifest gives the error, if any
-        return OURS
+        return NATIVE
     owned = [name for name in names if owner_of(name)]
     if DCP_METADATA_NAME in names and all(name.endswith(".distcp") for name in owned):  # asyncckpt's layout for DCP too
         return "dcp"
     is_hf = not owned and any(is_index(name) or name.endswith(".safetensors") for name in names)
-    return "hf" if is_hf else OURS
+    return "hf" if is_hf else NATIVE
 
 
 def read_any(path: str, files: Files) -> Contents:
@@ -94,7 +94,7 @@ def read_any(path: str, files: Files) -> Contents:
         OSError: A file cannot be read.
     """
     kind = kind_at(path, files)
-    if kind != OURS:
+    if kind != NATIVE:
         return _READERS[kind](path, files)
     try:
         return read_contents(path, files)

@@ -136,7 +136,7 @@ INDEX_NAME = "model.safetensors.index.json"
 
 _INDEX = re.compile(r"(.+)\.safetensors\.index(\.[^.]+)?\.json\Z")
 _SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}(\.[^.]+)?\.safetensors\Z")
-_BESIDE = re.compile(r"(consolidated([-.][0-9]+)?|adapter_model)\Z")
+_NOT_THE_MODEL = re.compile(r"(consolidated([-.][0-9]+)?|adapter_model)\Z")
 """Files that are not the model: a copy of all of it under Mistral's tensor names, and adapters of peft."""
 
 
@@ -192,7 +192,7 @@ def chosen_model(names: Iterable[str]) -> Chosen:
     indexes, weights = index_names(names), sorted(name for name in names if name.endswith(".safetensors"))
     models = {model_of(name) for name in (*indexes, *weights)}
     bases = {model for model in models if not _is_variant(model, models)}
-    bases = {base for base in bases if not _BESIDE.match(base)} or bases
+    bases = {base for base in bases if not _NOT_THE_MODEL.match(base)} or bases
     indexes = [name for name in indexes if model_of(name) in bases]
     if INDEX_NAME in indexes or len(indexes) == 1:
         return Chosen(INDEX_NAME if INDEX_NAME in indexes else indexes[0])

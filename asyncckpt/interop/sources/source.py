@@ -31,7 +31,7 @@ def read_exactly(files: Files, fd: int, nbytes: int, start: int = 0) -> Callable
 
     def read_at(offset: int, length: int) -> bytes:
         if offset < 0 or length < 0 or offset + length > nbytes:
-            raise ValueError(f"bytes {offset} to {offset + length} lie outside of {nbytes}: it was cut short")
+            raise ValueError(f"bytes {offset} to {offset + length} are outside of the {nbytes} bytes: it was cut short")
         data = bytearray(length)
         done = 0
         with memoryview(data) as view:

@@ -493,4 +493,4 @@ _OPCODES: dict[int, Callable[[_Machine], None]] = {
         "Q": _Machine.persistent_id,
     }.items()
 }
-"""Not among them: INST, OBJ and EXT, which nobody's checkpoints need, and protocols 0 and 1."""
+"""What executes each opcode. INST, OBJ, EXT and protocols 0 and 1 are refused: checkpoints do not use them."""

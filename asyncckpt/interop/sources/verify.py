@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.interop.sources.detect import OURS, kind_at, read_any
+from asyncckpt.interop.sources.detect import NATIVE, kind_at, read_any
 from asyncckpt.interop.sources.safetensors_file import COPIES
 from asyncckpt.interop.sources.torch_file import crc_of, damaged, data_offset, opened_archive, read_directory
 from asyncckpt.storage.contents import Contents, ForeignSource, Place
@@ -36,7 +36,7 @@ def verify_any(path: str, files: Files, *, fast: bool = False, threads: int = DE
         kind = kind_at(path, files)
     except (AsyncCkptError, OSError) as error:
         return Verdict(path=path, faults=[error])
-    if kind == OURS:
+    if kind == NATIVE:
         return verify_checkpoint(path, files, fast=fast, threads=threads)
     verdict = Verdict(path=path)
     try:
