@@ -38,8 +38,8 @@ FIELDS = frozenset(
 """Fields of `CheckpointerConfig` about the worker that are no arguments of torch's `FileSystemWriter`."""
 
 VERDICT_S = 30.0
-"""How much longer than `commit_timeout_s`, after which the worker reports a failure, `finish` waits. Chosen, not
-measured."""
+"""How much longer than `commit_timeout_s`, after which the future of a commit fails by itself, `finish` waits. Chosen,
+not measured."""
 
 _log = logging.getLogger("asyncckpt.dcp")
 

@@ -122,9 +122,9 @@ class StagingError(AsyncCkptError, RuntimeError, code="staging", fields=("save_i
 
 
 class SnapshotTornError(AsyncCkptError, RuntimeError, code="torn", fields=("fqn", "save_id", "step", "path")):
-    """`overlap=True`: tensor `fqn` was changed after `save()` and before its copy ended; nothing was published.
+    """Tensor `fqn` was changed after `save()` had returned and before its copy ended; nothing was published.
 
-    The hooks, which make an optimizer's step wait for the copy, did not see the change.
+    Possible with `staging="overlap"`, if something else changes it than an attached optimizer, whose `step()` waits.
     """
 
 
@@ -289,8 +289,8 @@ class LeafTypeMismatchError(
 ):
     """The types of a leaf in checkpoint and target do not fit together; nothing was changed.
 
-    One is a tensor and the other an object or container, or the dtypes are of different kinds, such as real and
-    complex.
+    One is a tensor and the other an object or container, or the target's dtype cannot hold the saved values, such as an
+    integer dtype for floating point numbers.
     """
 
 
