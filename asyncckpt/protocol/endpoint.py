@@ -73,7 +73,7 @@ def default_endpoint(environ: Mapping[str, str], *, uid: int, package: str, inte
     fails with EndpointError when it is used.
 
     Args:
-        environ: Environment: `XDG_RUNTIME_DIR`, `TMPDIR`, and the job's name, the first of `JOB_VARIABLES`.
+        environ: Environment: `XDG_RUNTIME_DIR`, `TMPDIR`, and the job's name (the first set `JOB_VARIABLES`).
         uid: User ID, part of the name of a directory in a temporary directory.
         package: Version of asyncckpt.
         interpreter: `sys.prefix`, for the Python installation or virtual environment. Not the executable, which has

@@ -80,9 +80,7 @@ class MountTable:
                     rows = [line.split(" ", 5) for line in file]
             except OSError:
                 return self._devices
-            self._devices = {
-                _unescaped(row[4]): row[2] for row in rows if len(row) > 5
-            }  # a later mount hides an earlier one
+            self._devices = {_unescaped(row[4]): row[2] for row in rows if len(row) > 5}  # later mounts win
         return self._devices
 
 

@@ -118,7 +118,7 @@ def test_prints_travel_between_workers_and_an_older_one_tells_none() -> None:
 
 @pytest.mark.parametrize("wrong", [b"short", "text", None, 7])
 def test_a_print_that_is_none_is_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="print"):
+    with pytest.raises(ValueError, match="digest"):
         unpack_result({**pack_result(printed(1)), "rest_print": wrong}, FIRST, 1)
 
 
