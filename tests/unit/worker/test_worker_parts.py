@@ -49,7 +49,7 @@ def test_slot_in_use_is_closed_by_its_last_user(store: SlotStore) -> None:
         store.free(1)
         assert not memory.mapping.closed
         memory.mapping.view()[5000] = 1
-        with pytest.raises(SlotError, match="gone"), store.use(1):
+        with pytest.raises(SlotError, match="being freed"), store.use(1):
             pass
     assert memory.mapping.closed and not len(store)
 

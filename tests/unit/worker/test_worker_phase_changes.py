@@ -20,16 +20,16 @@ from asyncckpt_worker.service.observers import EventWriter, Observers
 
 
 class Watched(Bench):
-    """A bench that keeps what has moved."""
+    """A bench that keeps what has change."""
 
     def __init__(self, **changes: Any) -> None:
-        self.moves: list[PhaseChange] = []
+        self.changes: list[PhaseChange] = []
         super().__init__()
         self.hello(**changes)
 
     def feed(self, kind: Any, **fields: Any) -> list[Any]:
         found = super().feed(kind, **fields)
-        self.moves += self.core.phase_changes
+        self.changes += self.core.phase_changes
         return found
 
     def commit(self, slot: int, save_id: str = FIRST, generation: int = 1) -> None:
@@ -47,27 +47,27 @@ def bench() -> Watched:
 
 
 def phases(bench: Watched) -> list[tuple[str, str]]:
-    return [(m.was, m.phase) for m in bench.moves]
+    return [(m.was, m.phase) for m in bench.changes]
 
 
-def test_each_phase_of_a_rank_is_told_once(bench: Watched) -> None:
+def test_each_phase_rank_fields_is_told_once(bench: Watched) -> None:
     bench.commit(bench.slot())
     assert phases(bench) == [("", "open"), ("open", "writing"), ("writing", "durable"), ("durable", "committed")]
-    *_, durable, committed = bench.moves
+    *_, durable, committed = bench.changes
     assert (durable.was_s, durable.nbytes, durable.ends) == (2.0, 7, False)
     assert (committed.was_s, committed.begun_s, committed.ends) == (1.0, 3.0, True)
     bench.feed(ev.Tick)
-    assert not bench.core.phase_changes, "an event that moves nothing tells nothing"
+    assert not bench.core.phase_changes, "an event without a phase change reports none"
 
 
-def test_the_end_of_a_save_is_told_once_however_many_ranks_it_has() -> None:
+def test_the_end_save_fields_is_told_once_however_many_ranks_it_has() -> None:
     bench = Watched(world_size=2)
     bench.hello(b"q", "2" * 16, rank=1, world_size=2, pid=8)
     first, second = bench.slot(), bench.slot(b"q")
     bench.at_writing(first)
     bench.at_writing(second, peer=b"q", rank=1)
     bench.feed(ev.Written, key=(FIRST, 1), error=ERROR)
-    ended = [m for m in bench.moves if m.phase == "failed"]
+    ended = [m for m in bench.changes if m.phase == "failed"]
     assert [m.ends for m in ended] == [True, False] and {m.rank for m in ended} == {0, 1}
     assert "no room" in ended[0].error
 
@@ -134,7 +134,7 @@ def test_a_report_of_many_ranks_fits_into_a_frame() -> None:
 def test_a_follower_leaves_the_lines_to_its_leader(bench: Watched, tmp_path: pathlib.Path) -> None:
     bench.commit(bench.slot())
     event_writer = EventWriter(())
-    event_writer.write([_at(m, tmp_path, followed=True) for m in bench.moves])
+    event_writer.write([_at(m, tmp_path, followed=True) for m in bench.changes])
     event_writer.log.close(60.0)
     assert not list(tmp_path.iterdir())
 
@@ -142,13 +142,13 @@ def test_a_follower_leaves_the_lines_to_its_leader(bench: Watched, tmp_path: pat
 def test_nothing_is_told_outside_the_roots(bench: Watched, tmp_path: pathlib.Path) -> None:
     bench.commit(bench.slot())
     event_writer = EventWriter((str(tmp_path / "elsewhere"),))
-    event_writer.write([_at(m, tmp_path) for m in bench.moves])
+    event_writer.write([_at(m, tmp_path) for m in bench.changes])
     event_writer.log.close(60.0)
     assert not list(tmp_path.iterdir()) and event_writer.log.dropped == 4
 
 
-def _at(moved: PhaseChange, root: pathlib.Path, **changes: Any) -> PhaseChange:
-    return replace(moved, path=str(root / "a"), **changes)
+def _at(change: PhaseChange, root: pathlib.Path, **changes: Any) -> PhaseChange:
+    return replace(change, path=str(root / "a"), **changes)
 
 
 def test_a_line_that_cannot_be_written_costs_none_of_the_others(
@@ -157,15 +157,15 @@ def test_a_line_that_cannot_be_written_costs_none_of_the_others(
     bench.commit(bench.slot())
     bugs: list[str] = []
     watching = Observers(WorkerConfig(endpoint="ipc:///tmp/x.sock", events=True), {}, bugs.append)
-    real = observers._of_a_rank
+    real = observers._rank_fields
 
-    def fails(moved: PhaseChange) -> dict[str, object]:
-        if moved.phase == "durable":
+    def fails(change: PhaseChange) -> dict[str, object]:
+        if change.phase == "durable":
             raise ValueError("simulated")
-        return real(moved)
+        return real(change)
 
-    monkeypatch.setattr(observers, "_of_a_rank", fails)
-    watching.handle_phase_changes([_at(m, tmp_path) for m in bench.moves])
+    monkeypatch.setattr(observers, "_rank_fields", fails)
+    watching.handle_phase_changes([_at(m, tmp_path) for m in bench.changes])
     watching.close("test")
     assert [event["event"] for event in read_events(str(tmp_path))] == ["begun", "sealed", "committed"]
     assert bugs == ["internal_errors"]
