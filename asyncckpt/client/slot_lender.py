@@ -15,7 +15,7 @@ from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.protocol import messages
-from asyncckpt.protocol.identity import is_gone
+from asyncckpt.protocol.identity import has_exited
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ def _is_dying(worker: messages.Welcome) -> bool:
     A killed process loses its descriptors a moment before it counts as ended.
     """
     deadline = time.monotonic() + DEATH_WAIT_S
-    while not is_gone(worker.pid, worker.pid_start):
+    while not has_exited(worker.pid, worker.pid_start):
         if time.monotonic() >= deadline:
             return False
         time.sleep(POLL_S)

@@ -31,7 +31,7 @@ _NAME_NBYTES = len("0" * 16 + ".sock")
 
 JOB_VARIABLES = ("ASYNCCKPT_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 _log = logging.getLogger("asyncckpt")
-_said = set[str]()
+_warned = set[str]()
 
 
 def socket_path(endpoint: str) -> str:
@@ -137,24 +137,24 @@ def _place(origin: str, base: str, name: str, uid: int, *, owned: bool) -> Place
         owned: Whether `uid` must own `base` too. IMPORTANT: `sudo -E` and `su` keep the variable of another user: a
             directory that root creates there could not be used by that user any more.
     """
-    said, directory = f"{origin}={base}" if origin else base, os.path.join(base, name)
-    return Place(directory, _refusal(said, base, directory, uid, owned=owned))
+    subject, directory = f"{origin}={base}" if origin else base, os.path.join(base, name)
+    return Place(directory, _refusal(subject, base, directory, uid, owned=owned))
 
 
-def _refusal(said: str, base: str, directory: str, uid: int, *, owned: bool) -> str:
+def _refusal(subject: str, base: str, directory: str, uid: int, *, owned: bool) -> str:
     if not base.startswith("/") or "\0" in base:
-        return f"{said} is not an absolute path"
+        return f"{subject} is not an absolute path"
     nbytes = len(os.fsencode(directory)) + 1 + _NAME_NBYTES
     if nbytes > MAX_SOCKET_PATH_BYTES:
-        return f"{said} is too long for a socket: a path of {nbytes} bytes, the limit is {MAX_SOCKET_PATH_BYTES}"
+        return f"{subject} is too long for a socket: a path of {nbytes} bytes, the limit is {MAX_SOCKET_PATH_BYTES}"
     try:
         above = os.stat(base)
     except OSError as error:
-        return f"{said} cannot be used: {error.strerror}"
+        return f"{subject} cannot be used: {error.strerror}"
     if not stat.S_ISDIR(above.st_mode):
-        return f"{said} is not a directory"
+        return f"{subject} is not a directory"
     if owned and above.st_uid != uid:
-        return f"{said} belongs to uid {above.st_uid}, and this process has uid {uid}"
+        return f"{subject} belongs to uid {above.st_uid}, and this process has uid {uid}"
     try:
         there: os.stat_result | None = os.lstat(directory)
     except FileNotFoundError:
@@ -162,7 +162,7 @@ def _refusal(said: str, base: str, directory: str, uid: int, *, owned: bool) -> 
     except OSError as error:
         return f"{directory} cannot be read: {error.strerror}"
     if there is None:
-        return "" if _is_writable(base) else f"{said} is not writable for this user"
+        return "" if _is_writable(base) else f"{subject} is not writable for this user"
     if not _is_private(there, uid):
         return f"{directory} {_found(there)}"
     return "" if _is_writable(directory) else f"{directory} is not writable for this user"
@@ -180,13 +180,13 @@ def _in_users_directory(name: str, environ: Mapping[str, str], uid: int) -> str:
     else:
         directory = os.path.join(_TEMPORARY[0], _temporary_name(uid))
     if refusals:
-        _say_once(f"{'; '.join(refusals)}: the socket of the worker is in {directory}")
+        _warn_once(f"{'; '.join(refusals)}: the socket of the worker is in {directory}")
     return f"{SCHEME}{directory}/{name}.sock"
 
 
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
         _log.warning("%s", text)
 
 

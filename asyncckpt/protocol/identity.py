@@ -39,7 +39,7 @@ def own_start_ticks() -> int:
     return found
 
 
-def is_gone(pid: int, started: int) -> bool:
+def has_exited(pid: int, started: int) -> bool:
     """Whether the process `pid` that started at `started` ticks has ended. Works without a free descriptor.
 
     A process whose main thread has ended while other threads run has not ended: they can write. If /proc cannot be read
@@ -66,8 +66,8 @@ class ProcessWatch:
     """Detects the end of a process: by a pidfd, or by its start time if the kernel or a sandbox gives no pidfd.
 
     Args:
-        pid: PID of the process. IMPORTANT: the caller must check with `is_gone` after this call, not before, that it is
-            the right process: the PID could be reused in between.
+        pid: PID of the process. IMPORTANT: the caller must check with `has_exited` after this call, not before, that
+            it is the right process: the PID could be reused in between.
         started: When it started, in ticks.
         use_pidfd: False uses the start time, for tests.
 
@@ -85,7 +85,7 @@ class ProcessWatch:
     def has_ended(self) -> bool:
         """Whether the process has ended. Does not wait."""
         if self.fd < 0:
-            return is_gone(self.pid, self.started)
+            return has_exited(self.pid, self.started)
         poller = select.poll()
         poller.register(self.fd, select.POLLIN)
         return bool(poller.poll(0))
@@ -100,7 +100,7 @@ class ProcessWatch:
 def watch(pid: int, started: int, *, use_pidfd: bool = True) -> ProcessWatch | None:
     """Watch a process; None if it has ended, or has another start time than `started`."""
     found = ProcessWatch(pid, started, use_pidfd=use_pidfd)
-    if is_gone(pid, started):
+    if has_exited(pid, started):
         found.close()
         return None
     return found

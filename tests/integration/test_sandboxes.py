@@ -194,8 +194,8 @@ def test_a_process_that_cannot_be_looked_at_is_not_taken_for_a_dead_one(monkeypa
         assert began is not None
         monkeypatch.setattr("builtins.open", unreadable)
         monkeypatch.setattr(os, "listdir", unreadable)
-        assert not identity.is_gone(os.getpid(), started) and not identity.is_gone(child.pid, began)
+        assert not identity.has_exited(os.getpid(), started) and not identity.has_exited(child.pid, began)
         child.send_signal(signal.SIGKILL)
         child.wait()
-        assert identity.is_gone(child.pid, began)
-        assert identity.is_gone(0, 1) and identity.is_gone(1 << 40, 1)
+        assert identity.has_exited(child.pid, began)
+        assert identity.has_exited(0, 1) and identity.has_exited(1 << 40, 1)

@@ -244,7 +244,7 @@ LOOP_STEPS = [
     ("_lanes", "results", NO_DESCRIPTOR),
     ("_liveness", "dead", NO_DESCRIPTOR),
     ("_memory_pressure", "check", NO_DESCRIPTOR),
-    ("_observers", "turned", NO_THREAD),
+    ("_observers", "update", NO_THREAD),
 ]
 
 

@@ -102,7 +102,7 @@ def not_sealed(save: Save, rank: int, detail: str) -> Wire:
 def withdrawn(save_id: str, rank: int, reason: str, *, skipped: bool) -> Wire:
     """A rank has withdrawn from a save."""
     if skipped:
-        text = f"save {save_id} was skipped: rank {rank} says {reason}; nothing was published"
+        text = f"save {save_id} was skipped by rank {rank}: {reason}; nothing was published"
         return to_wire(SaveSkippedError(text, save_id=save_id, rank=rank))
     text = f"save {save_id}: rank {rank} has withdrawn: {reason}; nothing was published"
     return to_wire(SaveFailedError(text, code="withdrawn", rank=rank, detail=reason, save_id=save_id))
@@ -192,7 +192,7 @@ def leader_lost(save: Save, why: str, *, unknown: bool) -> Wire:
     return to_wire(
         CommitUnknownError(
             f"save {save.save_id} ({step_and_rank(entry.step, entry.rank)}) to {entry.path}: {detail}; this node's "
-            "ranks were written, so that it may have committed the checkpoint, or may still; look with `asyncckpt ls`",
+            "ranks were written, so that it may have committed the checkpoint, or may still; check with `asyncckpt ls`",
             code="leader_lost",
             path=entry.path,
             detail=detail,

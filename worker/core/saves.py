@@ -592,12 +592,12 @@ def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
             last_message_at = t.last_message_at.get(entry.link, since)
             found = min(found, (max(since, last_message_at) + save.timeout_s, None), key=lambda pair: pair[0])
     run, turn = t.run_of(save.save_id), save.hooks_since
-    spoke = run.hook_answered_at if run is not None else {}
+    answered_at = run.hook_answered_at if run is not None else {}
     if save.waiting_since is not None and has_earlier_open_save(save, t.saves):
         turn = save.waiting_since + save.timeout_s  # as the commit, which waits for earlier saves until then
     for entry in save.ranks.values():
         if entry.request is not None and entry.needs_consent and entry.durable_at is not None:
-            asked_at = max(entry.durable_at, turn, spoke.get(entry.rank, 0.0))
+            asked_at = max(entry.durable_at, turn, answered_at.get(entry.rank, 0.0))
             silent_until = asked_at + entry.request.hook_timeout_s
             found = min(found, (silent_until, entry), key=lambda pair: pair[0])
     return found

@@ -22,7 +22,7 @@ from asyncckpt.doctor.findings import FAIL, WARN, Check, Finding, fail, findings
 from asyncckpt.doctor.machine import machine_checks
 from asyncckpt.errors import AsyncCkptError, WorkerUnavailableError
 from asyncckpt.protocol.endpoint import socket_path
-from asyncckpt.protocol.identity import is_gone
+from asyncckpt.protocol.identity import has_exited
 from asyncckpt.recall.session import RecallSession
 from asyncckpt.recall.snapshots import endpoint_of
 from asyncckpt.storage.files import Files
@@ -88,7 +88,7 @@ def _worker() -> Finding:
         return warn(text, advice)
     try:  # connect as a trainer does: a trainer may be refused even if commands are not
         with RecallSession(endpoint, __version__, ANSWER_TIMEOUT_S) as found:
-            if is_gone(found.worker.pid, found.worker.pid_start):
+            if has_exited(found.worker.pid, found.worker.pid_start):
                 text = f"the worker at {endpoint} is process {found.worker.pid}, which this PID namespace lacks"
                 return fail(text, "run training and worker in one PID namespace: they need each other's /proc/<pid>")
     except AsyncCkptError as error:

@@ -24,7 +24,7 @@ from asyncckpt.client import launcher
 from asyncckpt.config import ENDPOINT_VARIABLE, EVENTS_VARIABLE
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.protocol.endpoint import private_endpoint, socket_path
-from asyncckpt.protocol.identity import is_gone, start_ticks
+from asyncckpt.protocol.identity import has_exited, start_ticks
 from asyncckpt.protocol.options import add_options, to_arguments
 from asyncckpt.protocol.save_phases import ENDED
 
@@ -315,7 +315,7 @@ class WorkerSupervisor:
     def has_ended(self) -> bool:
         """Return whether the worker has ended, and any worker that a trainer has started in its place."""
         pid, started = self._served
-        return self.process.poll() is not None and (not self.is_another or started is None or is_gone(pid, started))
+        return self.process.poll() is not None and (not self.is_another or started is None or has_exited(pid, started))
 
     def kill(self) -> None:
         """Kill the child process, and wait for its end."""

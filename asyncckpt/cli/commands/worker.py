@@ -16,7 +16,7 @@ from asyncckpt.client import launcher
 from asyncckpt.config import endpoint_from_environment
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol.endpoint import socket_path
-from asyncckpt.protocol.identity import is_gone, start_ticks
+from asyncckpt.protocol.identity import has_exited, start_ticks
 from asyncckpt.protocol.options import DRAIN_TIMEOUT_S, add_options, to_arguments
 from asyncckpt.recall.snapshots import endpoint_of
 
@@ -101,7 +101,7 @@ def _others(endpoint: str) -> str:
 
 def _wait_for_exit(pid: int, timeout_s: float) -> bool:
     started, deadline = start_ticks(pid), time.monotonic() + timeout_s
-    while started is not None and not is_gone(pid, started):
+    while started is not None and not has_exited(pid, started):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)

@@ -133,7 +133,7 @@ def test_a_worker_that_is_killed_has_no_descriptors_a_while_before_it_is_seen_to
         return left[0] is not None and left[0] < 0
 
     monkeypatch.setattr(slot_lender, "SlotMemory", Closed)
-    monkeypatch.setattr(slot_lender, "is_gone", gone)
+    monkeypatch.setattr(slot_lender, "has_exited", gone)
     monkeypatch.setattr(slot_lender, "POLL_S", 0.0)
     if looks is None:
         monkeypatch.setattr(slot_lender, "DEATH_WAIT_S", 0.01)

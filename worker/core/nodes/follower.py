@@ -318,7 +318,7 @@ class Follower:
     def _end_without_leader(self, followed: _Followed, save: Save, why: str) -> None:
         """End a save without the leader: `failed` if the leader cannot have committed it, else `unknown`.
 
-        It may have committed the save if all ranks of this node are durable, or a dead worker may have said so.
+        It may have committed the save if all ranks of this node are durable, or a dead worker may have reported it.
         """
         ranks = save.ranks.values()
         resumed = any(e.from_dead_worker for e in ranks)

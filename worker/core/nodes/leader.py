@@ -352,7 +352,7 @@ class Leader:
             self._admission.withdraw(self._session(follower, row["rank"]), Withdraw(id=0, **fields))
 
     def _fail_orphaned(self, follower: _FollowerRecord, row: Row) -> bool:
-        """End a save whose rank says that no worker continues its sealed part; return whether the row is handled."""
+        """End a save whose rank reports that no worker continues its sealed part; return whether the row is handled."""
         save, entry = self._t.saves.get(row["save_id"]), self._t.entry((row["save_id"], row["rank"]))
         if entry is None or entry.link in ("", follower.link) or entry.is_open:
             return False
