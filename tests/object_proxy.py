@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 BUSY, REFUSED, RESET, TRUNCATED, SLOW, LOST = "busy", "refused", "reset", "truncated", "slow", "lost"
 """503 SlowDown; 403; the connection breaks before the request is passed on; half of the body; half a second late; the
@@ -56,8 +56,9 @@ class FaultyProxy:
 
             def _pass_on(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
-                proxy.seen.append((self.command, self.path))
-                fault = proxy.fault(self.command, self.path)
+                path = unquote(self.path)  # obstore quotes every sign of a name in GCS
+                proxy.seen.append((self.command, path))
+                fault = proxy.fault(self.command, path)
                 if fault == RESET:
                     return self._reset()
                 if fault in (BUSY, REFUSED):
@@ -76,7 +77,9 @@ class FaultyProxy:
                     return self._reset()
                 headers = dict(response.getheaders())
                 if self.command == "HEAD":
-                    return self._answer(response.status, headers, b"", nbytes=int(headers.get("Content-Length", 0)))
+                    return self._answer(
+                        response.status, headers, b"", nbytes=int(response.getheader("Content-Length", "0"))
+                    )
                 if fault == TRUNCATED:
                     return self._answer(response.status, headers, data[: len(data) // 2], nbytes=len(data))
                 return self._answer(response.status, headers, data)

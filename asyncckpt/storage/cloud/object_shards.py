@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from asyncckpt.storage.cloud.retries import tries
 from asyncckpt.storage.cloud.store_errors import translated
 from asyncckpt.storage.shard_writer import Image, ShardWriter
 from asyncckpt.storage.store import Entry
@@ -57,6 +58,8 @@ class ObjectShardWriter(ShardWriter):
         self._open_upload, self._stat = open_upload, stat
         self._upload: Any = None
         self._is_counted = False
+        self._part_nbytes = max(PART_NBYTES, -(-nbytes // MAX_PARTS))
+        self._first_part: list[bytes] = []
         self._given = 0
         self._stopped = False
         self._turn = threading.Condition()
@@ -65,10 +68,12 @@ class ObjectShardWriter(ShardWriter):
         with self._turn:
             if self._upload is None and not self._stopped:
                 self._is_counted = _uploads.acquire(timeout=UPLOAD_WAIT_S)
-                part_nbytes = max(PART_NBYTES, -(-self.nbytes // MAX_PARTS))
-                with translated(self.path):
-                    self._upload = self._open_upload(self.path, part_nbytes, PARTS_AT_A_TIME)
+                self._begin()
                 self.created = True
+
+    def _begin(self) -> None:
+        with translated(self.path):
+            self._upload = self._open_upload(self.path, self._part_nbytes, PARTS_AT_A_TIME)
 
     def _write(self, view: memoryview, start: int) -> None:
         with self._turn:
@@ -78,11 +83,16 @@ class ObjectShardWriter(ShardWriter):
                 raise OSError(errno.ECANCELED, "another part of this save has failed", self.path)
         # No lock: it is this extent's turn, and nobody else's.
         try:
-            with translated(self.path):
-                for at in range(0, len(view), PIECE_NBYTES):
-                    # IMPORTANT: a copy. The library keeps what it is given until it is sent, which may be after the
-                    # slot is gone.
-                    self._upload.write(bytes(view[at : at + PIECE_NBYTES]))
+            for at in range(0, len(view), PIECE_NBYTES):
+                # IMPORTANT: a copy. The library keeps what it is given until it is sent, which may be after the slot
+                # is gone.
+                piece = bytes(view[at : at + PIECE_NBYTES])
+                if start + at < self._part_nbytes:
+                    self._write_first_part(piece)
+                else:
+                    self._first_part.clear()
+                    with translated(self.path):
+                        self._upload.write(piece)
         except BaseException:
             self.stop()
             raise
@@ -90,18 +100,47 @@ class ObjectShardWriter(ShardWriter):
             self._given = start + len(view)
             self._turn.notify_all()
 
+    def _write_first_part(self, piece: bytes) -> None:
+        """Write a piece; it is the last one of the first part that begins the upload at the store.
+
+        Of GCS, the library does not repeat the request that does so: the upload begins again with what was given.
+        """
+        self._first_part.append(piece)
+        pieces = [piece]
+        for is_last in tries():
+            try:
+                with translated(self.path):
+                    for one in pieces:
+                        self._upload.write(one)
+                return
+            except (FileNotFoundError, PermissionError):
+                raise
+            except OSError:
+                if is_last:
+                    raise
+                pieces = self._first_part
+                self._begin()
+
     def flush(self) -> None:
         """As of `ShardWriter`: nothing is known to be there before the end."""
 
     def finish(self) -> None:
         """As of `ShardWriter`: end the upload, by which the object appears, and look at its length."""
         upload, self._upload = self._upload, None
+        failed: OSError | None = None
         try:
             with translated(self.path):
                 upload.close()
+        except OSError as error:  # its answer may have been lost: nobody else gives this name
+            failed = error
         finally:
             self._uncount()
-        found = self._stat(self.path).nbytes
+        try:
+            found = self._stat(self.path).nbytes
+        except OSError:
+            if failed is not None:
+                raise failed from None
+            raise
         if found != self.nbytes:
             raise OSError(errno.EREMOTEIO, f"{found} bytes long after {self.nbytes} were uploaded", self.path)
 

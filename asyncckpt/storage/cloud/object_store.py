@@ -4,36 +4,29 @@ A name is a whole URL. An object appears whole, or not at all; a conditional put
 repeated and meets its own success has succeeded. There are no directories, links, locks or renames.
 
 Requests are repeated by obstore with growing pauses, as long as the store says that it is busy (429, 500, 503) or the
-connection breaks, for at most `RETRY_FOR_S`. What it refuses (401, 403, 404) is an error at once.
+connection breaks, for at most `retries.RETRY_FOR_S`. What it refuses (401, 403, 404) is an error at once.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import random
-import time
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
 from asyncckpt.basics.urls import location_of
 from asyncckpt.errors import UnsupportedPathError
+from asyncckpt.storage.cloud import retries
 from asyncckpt.storage.cloud.object_shards import ObjectShardWriter
 from asyncckpt.storage.cloud.store_errors import translated, words_of
 from asyncckpt.storage.shard_writer import Image, ShardWriter
 from asyncckpt.storage.store import OBJECT, PREFIX, Entry, Store, UnknownOutcomeError
 
-RETRY_FOR_S = 60.0
-"""How long one request is repeated. Chosen: a store that throttles answers within seconds; a save has more time."""
-
 REQUEST_TIMEOUT_S = 60.0
 """Of one try of a request: a part of an upload at 0.3 MB/s."""
 
 MAX_RETRIES = 12
-LAST_PAUSE_S = 10.0
-
-FIRST_PAUSE_S = 0.1
 
 
 class ObjectStore(Store):
@@ -98,7 +91,7 @@ class ObjectStore(Store):
 
         Here it may: what is under the name says afterwards who has put it there.
         """
-        for is_last in _tries():
+        for is_last in retries.tries():
             try:
                 with translated(name):
                     self._client.put(self._key(name), data, mode=mode, use_multipart=False)
@@ -194,7 +187,7 @@ class ObjectStore(Store):
 
     def remove(self, name: str) -> None:
         """As of `Store`; whether it was there is not known."""
-        for is_last in _tries():
+        for is_last in retries.tries():
             try:
                 with translated(name):
                     self._client.delete(self._key(name))
@@ -305,16 +298,6 @@ class ListedStore(Store):
         self._below.sync(prefix)
 
 
-def _tries() -> Iterator[bool]:
-    """Yield, with growing pauses between, whether this is the last try: `RETRY_FOR_S` are over."""
-    deadline, pause_s = time.monotonic() + RETRY_FOR_S, FIRST_PAUSE_S
-    while time.monotonic() < deadline:
-        yield False
-        time.sleep(pause_s * random.uniform(0.5, 1.0))
-        pause_s = min(2 * pause_s, LAST_PAUSE_S)
-    yield True
-
-
 _BETWEEN = "\n"
 """Of the parts of a version: the entity tag, and the number of the version where the store has one."""
 
@@ -379,10 +362,10 @@ def _from_url(from_url: Any, root: str, options: Mapping[str, str]) -> Any:
         client_options={"timeout": f"{REQUEST_TIMEOUT_S:g}s", "allow_http": _allows_http(options), **client},
         retry_config={
             "max_retries": MAX_RETRIES,
-            "retry_timeout": timedelta(seconds=RETRY_FOR_S),
+            "retry_timeout": timedelta(seconds=retries.RETRY_FOR_S),
             "backoff": {
-                "init_backoff": timedelta(seconds=FIRST_PAUSE_S),
-                "max_backoff": timedelta(seconds=LAST_PAUSE_S),
+                "init_backoff": timedelta(seconds=retries.FIRST_PAUSE_S),
+                "max_backoff": timedelta(seconds=retries.LAST_PAUSE_S),
             },
         },
     )

@@ -29,8 +29,10 @@ def translated(name: str) -> Iterator[None]:
         text = words_of(error)
         no_bucket = any(code in text for code in _NO_BUCKET)
         raise FileNotFoundError(errno.ENOENT, text if no_bucket else "there is no such object", name) from None
-    except OSError:
-        raise
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise OSError(errno.EREMOTEIO, words_of(error), name) from None  # what an upload raises
     except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
         raise FileExistsError(errno.EEXIST, "the name is taken, or the object was changed", name) from None
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
