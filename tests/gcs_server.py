@@ -1,8 +1,8 @@
 """A server on loopback that speaks as much of Google Cloud Storage's XML API as obstore uses, with objects in memory.
 
 The emulators in package registries speak the JSON API and a part of the XML one: gcp-storage-emulator has no HEAD,
-DELETE, listing or upload in parts there, and its PUT answers without an ETag; fake-gcs-server refuses the PUT. What this one does follows Google's reference of the
-XML API; generations are compared as `x-goog-if-generation-match` asks for it.
+DELETE, listing or upload in parts there, and its PUT answers without an ETag; fake-gcs-server refuses the PUT. What
+this one does follows Google's reference of the XML API; generations are compared as `x-goog-if-generation-match` asks for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Servers on loopback that speak as S3, Google Cloud Storage and Azure do, for tests of checkpoints in object stores."""
+"""Servers on loopback that speak as S3, Google Cloud Storage and Azure do, for tests of object stores."""
 
 from __future__ import annotations
 
