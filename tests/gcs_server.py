@@ -2,7 +2,8 @@
 
 The emulators in package registries speak the JSON API and a part of the XML one: gcp-storage-emulator has no HEAD,
 DELETE, listing or upload in parts there, and its PUT answers without an ETag; fake-gcs-server refuses the PUT. What
-this one does follows Google's reference of the XML API; generations are compared as `x-goog-if-generation-match` asks for it.
+this one does follows Google's reference of the XML API; generations are compared as `x-goog-if-generation-match` asks
+for it.
 """
 
 from __future__ import annotations
