@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from asyncckpt import __version__
 from asyncckpt.basics import process_lifecycle
 from asyncckpt.basics.process_lifecycle import EXIT_WAIT_S
-from asyncckpt.checkpointer import Checkpointer, refuse_unknown
+from asyncckpt.checkpointer import Checkpointer, mirror_path, refuse_unknown
 from asyncckpt.client.pending_saves import StagedSnapshot
 from asyncckpt.client.worker_client import WorkerClient, await_saves_below
 from asyncckpt.client.worker_links import Build, WorkerAccess
@@ -146,6 +146,7 @@ class AsyncCheckpointer(Checkpointer):
         *,
         step: int | None = None,
         metadata: Mapping[str, Any] | None = None,
+        mirror: str | os.PathLike[str] | None = None,
         **kw: Any,
     ) -> SaveHandle:
         """Stage `state_dict` for the directory `path`, and return. Tensors may be changed once it has returned.
@@ -168,11 +169,14 @@ class AsyncCheckpointer(Checkpointer):
             step: An int, of Python or numpy, from 0. Default: the top-level leaf `step` if it is such an int or a 0-d
                 integer tensor in host memory, else the number of this save.
             metadata: JSON to keep in the manifest.
+            mirror: Directory or URL of a second place for this checkpoint, such as `s3://bucket/run/step-100`. Once the
+                checkpoint is committed at `path`, the worker copies it there, behind the training, and tries again for
+                as long as it takes. All ranks must give the same.
             **kw: Passed to custom stagers and processes, and to the commit hook.
 
         Returns:
-            A handle with the futures `staged`, `durable`, `written`. Errors of slot, worker or disk are set on them;
-            after a failed save the checkpointer works as before.
+            A handle with the futures `staged`, `durable`, `written`, and with a mirror also `mirrored`. Errors of slot,
+            worker or disk are set on them; after a failed save the checkpointer works as before.
 
         Raises:
             UnsupportedLeafError, DuplicateNameError, UnsupportedPathError, ConfigError: An argument is invalid.
@@ -191,7 +195,7 @@ class AsyncCheckpointer(Checkpointer):
                 )
             try:
                 began = time.perf_counter()
-                handle = self._save(state_dict, save_id, path, step, metadata, kw)
+                handle = self._save(state_dict, save_id, path, step, metadata, mirror, kw)
                 return self._events.saved(handle, began) if self._rank.rank == 0 else handle
             finally:
                 self._saving.release()
@@ -206,12 +210,19 @@ class AsyncCheckpointer(Checkpointer):
         path: str | os.PathLike[str],
         step: int | None,
         metadata: Mapping[str, Any] | None,
+        mirror: str | os.PathLike[str] | None,
         kw: dict[str, Any],
     ) -> SaveHandle:
         arguments = self._arguments(state_dict, path, step, metadata, save_id)
+        if mirror is not None:
+            if not (isinstance(self._stager, SlotStager) and isinstance(self._process, WorkerClient)):
+                raise ConfigError("mirror= is for the default stager and process, which were replaced", field="mirror")
+            arguments["mirror"] = mirror_path(mirror, arguments["path"], self.config)
         if not self._takes_extra:
             refuse_unknown(kw)
-        handle = SaveHandle(step=arguments["step"], path=arguments["path"], save_id=save_id)
+        handle = SaveHandle(
+            step=arguments["step"], path=arguments["path"], save_id=save_id, has_mirror=mirror is not None
+        )
         try:
             try:
                 result = self._stager.stage(state_dict, **arguments, **kw)

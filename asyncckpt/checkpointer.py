@@ -36,7 +36,7 @@ from asyncckpt.loading.load import DefaultReader
 from asyncckpt.loading.read_source import check_source
 from asyncckpt.protocol.request import check_metadata
 from asyncckpt.recall.newest import NewestCandidate, can_load, newest_candidates
-from asyncckpt.restore import RestoredCheckpoint, look, restore_first
+from asyncckpt.restore import RestoredCheckpoint, finder, restore_first
 from asyncckpt.storage.catalog import Candidate, latest_checkpoint
 from asyncckpt.training_step import checked_step, step_in
 
@@ -92,6 +92,40 @@ def _refuse_in_object_store(path: str, config: CheckpointerConfig) -> None:
             field="layout",
             value=config.layout,
         )
+
+
+def mirror_path(mirror: str | os.PathLike[str], directory: str, config: CheckpointerConfig) -> str:
+    """Return the absolute path, or URL, of a checkpoint's mirror.
+
+    Args:
+        mirror: As the user gave it.
+        directory: Where the checkpoint is saved: an absolute path or URL.
+        config: Settings of the save.
+
+    Raises:
+        UnsupportedPathError: It is no path or URL that a checkpoint can have.
+        ConfigError: It is the checkpoint itself, lies inside it, or holds it; or the layout cannot be copied there.
+    """
+    place = _save_path(mirror)
+    if _is_within(place, directory) or _is_within(directory, place):
+        raise ConfigError(
+            f"save to {directory}: mirror={place!r} is the checkpoint itself, or one lies inside the other; "
+            "give another place",
+            field="mirror",
+            value=place,
+        )
+    if is_object_url(place) and config.layout != "safetensors":
+        raise ConfigError(
+            f"save to {directory}: layout={config.layout!r} has two commit records, which the object store of "
+            f'mirror={place!r} cannot put at once; use layout="safetensors", or a mirror in a file system',
+            field="mirror",
+            value=place,
+        )
+    return place
+
+
+def _is_within(inner: str, outer: str) -> bool:
+    return inner == outer or inner.startswith(outer.rstrip("/") + "/")
 
 
 class Checkpointer(ABC):
@@ -212,7 +246,12 @@ class Checkpointer(ABC):
         return found
 
     def latest_checkpoint(
-        self, root: str | os.PathLike[str], *, timeout_s: float = 60.0, source: str = "auto"
+        self,
+        root: str | os.PathLike[str],
+        *,
+        mirror: str | os.PathLike[str] | None = None,
+        timeout_s: float = 60.0,
+        source: str = "auto",
     ) -> str | None:
         """Return the newest checkpoint below `root`, committed or complete in the worker's memory; None: there is none.
 
@@ -224,6 +263,7 @@ class Checkpointer(ABC):
 
         Args:
             root: The directory that holds the checkpoints' directories.
+            mirror: As for `asyncckpt.latest_checkpoint`.
             timeout_s: How long to wait for such saves, and for the other ranks.
             source: "disk": only committed ones count, as for `asyncckpt.latest_checkpoint`; "memory": only others.
 
@@ -241,7 +281,7 @@ class Checkpointer(ABC):
 
         def look() -> list[NewestCandidate]:
             self._await_saves_below(directory, deadline)
-            on_disk = None if where == "memory" else latest_checkpoint(directory)
+            on_disk = None if where == "memory" else latest_checkpoint(directory, mirror=mirror)
             if where == "disk":
                 return [] if on_disk is None else [NewestCandidate(on_disk)]
             return newest_candidates(directory, on_disk, where, self._endpoint)
@@ -261,6 +301,7 @@ class Checkpointer(ABC):
         state_dict: MutableMapping[Any, Any] | None = None,
         *,
         strict: bool = True,
+        mirror: str | os.PathLike[str] | None = None,
         quarantine: bool = False,
         timeout_s: float = 60.0,
         **options: Any,
@@ -270,7 +311,8 @@ class Checkpointer(ABC):
         For resuming after a crash: waits for saves to `root` that the worker still writes for a run that has ended.
 
         Args:
-            root, state_dict, strict, quarantine, **options: As for `asyncckpt.restore_latest`. Uses the default reader.
+            root, state_dict, strict, mirror, quarantine, **options: As for `asyncckpt.restore_latest`. Uses the default
+                reader.
             timeout_s: How long to wait for such saves, and for the other ranks.
 
         Returns:
@@ -280,7 +322,7 @@ class Checkpointer(ABC):
             NoSoundCheckpointError, ...: As `asyncckpt.restore_latest`.
         """
         return self.restore_first(
-            look, root, state_dict, strict=strict, quarantine=quarantine, timeout_s=timeout_s, **options
+            finder(mirror), root, state_dict, strict=strict, quarantine=quarantine, timeout_s=timeout_s, **options
         )
 
     def restore_first(

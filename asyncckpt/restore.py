@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from asyncckpt.basics.failpoints import reach
@@ -21,12 +22,12 @@ from asyncckpt.config import RankInfo
 from asyncckpt.distributed.checkpoint_vote import Broken, Ranks, ranks_that_restore
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.distributed.rendezvous import Meeting
-from asyncckpt.errors import ConfigError, NoSoundCheckpointError
+from asyncckpt.errors import AsyncCkptError, ConfigError, NoSoundCheckpointError
 from asyncckpt.loading.load import DefaultReader
 from asyncckpt.loading.read_source import RetryState, check_source
 from asyncckpt.maintenance.quarantine import quarantine_checkpoint
 from asyncckpt.recall.newest import merged_candidates
-from asyncckpt.storage.catalog import Candidate, candidates_in
+from asyncckpt.storage.catalog import Candidate, candidates_in, newest_first
 from asyncckpt.storage.locate import store_at
 
 ARRIVE_TIMEOUT_S = 60.0
@@ -78,6 +79,7 @@ def restore_latest(
     state_dict: MutableMapping[Any, Any] | None = None,
     *,
     strict: bool = True,
+    mirror: str | os.PathLike[str] | None = None,
     quarantine: bool = False,
     rank_info: RankInfo | None = None,
     **options: Any,
@@ -101,6 +103,9 @@ def restore_latest(
         root: The directory whose children are checkpoints.
         state_dict: A target, as for `load`; None: a new one is made.
         strict: Whether keys that the target has and the checkpoint lacks are an error; False logs them.
+        mirror: Directory or URL that holds the copies of these checkpoints. The newest of both places is loaded; where
+            both have it, from `root`. A mirror that cannot be listed is an error if there is no checkpoint in `root`,
+            else it is logged.
         quarantine: Rename broken checkpoints to `<name>.broken-<n>`, so that they are not listed any more: only if
             another one has been loaded, and only directories of asyncckpt.
         rank_info: RankInfo(0, 1) restores in this process alone; None: torch.distributed's rank, else that of
@@ -125,7 +130,7 @@ def restore_latest(
     Blocks: until the slowest rank has read.
     """
     return restore_first(
-        look,
+        finder(mirror),
         root,
         state_dict,
         strict=strict,
@@ -146,6 +151,32 @@ def look(root: str) -> list[Candidate]:
         return candidates_in(root, store_at(root))
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def finder(mirror: str | os.PathLike[str] | None) -> Callable[[str], list[Candidate]]:
+    """Return a function that does as `look`, for a root and the mirror of its checkpoints.
+
+    Args:
+        mirror: Directory or URL; None: there is none.
+
+    Raises:
+        UnsupportedPathError: `mirror` is no path or URL.
+    """
+    if mirror is None:
+        return look
+    return partial(_look_at_both, mirror=checkpoint_path(mirror))
+
+
+def _look_at_both(root: str, mirror: str) -> list[Candidate]:
+    local = look(root)
+    try:
+        copies = look(mirror)
+    except (OSError, AsyncCkptError) as error:
+        if not local:
+            raise
+        _log.warning("the mirror %s cannot be listed, so only %s is looked at: %s", mirror, root, error)
+        return local
+    return sorted([*local, *copies], key=newest_first, reverse=True)  # stable: of two with one ID the local one first
 
 
 def restore_first(

@@ -94,15 +94,17 @@ class SaveHandle:
         staged: Done when tensors may be mutated: the snapshot outlives this process.
         durable: Done when this rank's files are fsynced.
         written: Done when the whole checkpoint is committed.
+        mirrored: Done when its copy in the mirror is committed; None without a mirror.
         step, path, save_id: Step, directory and ID of the save; the ID has epoch 0 if no worker could be reached.
 
     Each future's result is a `SaveReport`; a failed save sets a typed exception on all futures that are not done.
     Callbacks run in the client thread and must not block.
     """
 
-    def __init__(self, *, step: int, path: str, save_id: SaveId) -> None:
+    def __init__(self, *, step: int, path: str, save_id: SaveId, has_mirror: bool = False) -> None:
         self.step, self.path, self.save_id = step, path, save_id
         self.staged, self.durable, self.written = SaveFuture(), SaveFuture(), SaveFuture()
+        self.mirrored = SaveFuture() if has_mirror else None
 
     def __iter__(self) -> Iterator[SaveFuture]:
         return iter((self.staged, self.written))
@@ -127,13 +129,16 @@ class SaveHandle:
         """Set `error`, without its traceback, on every future that is not done; the debug log gets the traceback."""
         _log.debug("save %s failed", self.save_id, exc_info=error)
         _drop_frames(error)
-        for future in self.futures():
+        mirrored = () if self.mirrored is None else (self.mirrored,)
+        for future in (*self.futures(), *mirrored):
             with contextlib.suppress(InvalidStateError):  # it has completed
                 future.set_exception(error)
 
     def follow(self, written: Future[Any]) -> None:
-        """Complete with the outcome of `written`, and `durable` with that of its attribute `durable`, if it has one."""
+        """Complete with the outcome of `written`, and the other futures with those of its attributes of their names."""
         getattr(written, "durable", written).add_done_callback(_copy_to(self.durable))
+        if self.mirrored is not None:
+            getattr(written, "mirrored", written).add_done_callback(_copy_to(self.mirrored))
         written.add_done_callback(_copy_to(self.written))
 
 

@@ -114,6 +114,8 @@ class SyncCheckpointer(Checkpointer):
         save_id = self._next_save_id()
         try:
             arguments = self._arguments(state_dict, path, step, metadata, save_id)
+            if "mirror" in kw:
+                raise ConfigError("mirror= needs a worker, which copies: use AsyncCheckpointer", field="mirror")
             if not self._takes_extra:
                 refuse_unknown(kw)
         except Exception as error:

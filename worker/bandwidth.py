@@ -1,4 +1,4 @@
-"""Limits the write bandwidth of the worker, so that other processes keep their share of a disk or a network."""
+"""Limits the bandwidth of the worker, so that other processes keep their share of a disk or a network."""
 
 from __future__ import annotations
 
@@ -15,35 +15,55 @@ ALIGNMENT = 1 << 20
 """Alignment of pieces, since direct writes must begin and end at device blocks; large, since calls cost time."""
 
 
-class PacedFiles(Files):
-    """File calls whose writes are limited to a rate, over all threads. Other calls are not limited.
+class Pace:
+    """Limits a rate of bytes, over all threads.
 
     Args:
-        rate: Bytes per second, `ALIGNMENT` or more.
+        rate: Bytes per second; 0: no limit.
         clock, sleep: `time.monotonic` and `time.sleep`.
     """
 
     def __init__(
         self, rate: int, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
     ) -> None:
-        super().__init__()
         self._rate, self._clock, self._sleep = rate, clock, sleep
-        self._piece_nbytes = max(ALIGNMENT, rate // PIECES_PER_S // ALIGNMENT * ALIGNMENT)
         self._lock = threading.Lock()
         self._free_at = float("-inf")
+
+    def wait(self, nbytes: int) -> None:
+        """Wait until the rate allows `nbytes` more bytes."""
+        if not self._rate:
+            return
+        with self._lock:
+            now = self._clock()
+            begins = max(now, self._free_at)
+            self._free_at = begins + nbytes / self._rate
+        if begins > now:
+            self._sleep(begins - now)
+
+
+class PacedFiles(Files):
+    """File calls whose writes are limited to a rate, over all threads. Other calls are not limited.
+
+    Args:
+        rate: Bytes per second, `ALIGNMENT` or more.
+        clock, sleep: As of `Pace`.
+    """
+
+    def __init__(
+        self, rate: int, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        super().__init__()
+        self._pace = Pace(rate, clock, sleep)
+        self._piece_nbytes = max(ALIGNMENT, rate // PIECES_PER_S // ALIGNMENT * ALIGNMENT)
 
     def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
         """Write a piece of `buffer` when the rate allows it, and return its size. Blocks until then."""
         piece = buffer[: self._piece_nbytes]
-        with self._lock:
-            now = self._clock()
-            begins = max(now, self._free_at)
-            self._free_at = begins + len(piece) / self._rate
-        if begins > now:
-            self._sleep(begins - now)
+        self._pace.wait(len(piece))
         return super().pwrite(fd, piece, offset)
 
 
 def files_for(rate: int) -> Files:
-    """Return file calls that write `rate` bytes per second; 0: no limit."""
+    """Return the file calls for so many bytes per second; 0: no limit."""
     return PacedFiles(rate) if rate else Files()

@@ -66,6 +66,7 @@ def _config(options: argparse.Namespace) -> WorkerConfig:
         drain_timeout_s=options.drain_timeout_s,
         threads=options.threads,
         max_write_bandwidth=options.max_write_bandwidth,
+        max_mirror_bandwidth=options.max_mirror_bandwidth,
         advertise=options.advertise or os.environ.get(ADVERTISE_VARIABLE) or LOOPBACK,
         port=options.port,
         events=options.events,

@@ -8,6 +8,7 @@ import secrets
 from dataclasses import dataclass
 
 from asyncckpt import __version__
+from asyncckpt.basics.urls import is_object_url
 from asyncckpt.errors import ConfigError
 from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt.protocol.fields import address, port
@@ -41,6 +42,7 @@ class WorkerConfig:
         threads: Threads that write one rank's files, unless its save asks for a number; 0:
             `rank_writer.DEFAULT_THREADS`.
         max_write_bandwidth: Maximum bytes per second that all saves together write; 0: no limit.
+        max_mirror_bandwidth: Maximum bytes per second that all copies to mirrors together send; 0: no limit.
         heartbeat_s: Interval at which trainers send heartbeats, so that a loss is noticed within a second.
         advertise, port: Address and port by which workers of other nodes reach this one if it leads them; 0: any port.
         events: Whether it writes `events.jsonl` beside the checkpoints.
@@ -62,6 +64,7 @@ class WorkerConfig:
     staging_grace_s: float = 10.0
     threads: int = 0
     max_write_bandwidth: int = 0
+    max_mirror_bandwidth: int = 0
     heartbeat_s: float = 0.5
     advertise: str = LOOPBACK
     port: int = 0
@@ -83,13 +86,14 @@ class WorkerConfig:
                 field="threads",
                 value=self.threads,
             )
-        rate = self.max_write_bandwidth
-        if type(rate) is not int or (rate and rate < MIN_BANDWIDTH):
-            raise ConfigError(
-                f"max_write_bandwidth is {rate!r}; expected {MIN_BANDWIDTH} or more bytes per second, or 0: no limit",
-                field="max_write_bandwidth",
-                value=rate,
-            )
+        for name in ("max_write_bandwidth", "max_mirror_bandwidth"):
+            rate = getattr(self, name)
+            if type(rate) is not int or (rate and rate < MIN_BANDWIDTH):
+                raise ConfigError(
+                    f"{name} is {rate!r}; expected {MIN_BANDWIDTH} or more bytes per second, or 0: no limit",
+                    field=name,
+                    value=rate,
+                )
         if type(self.while_pid) is not int or self.while_pid < 0:
             raise ConfigError(
                 f"while_pid is {self.while_pid!r}; expected a process id", field="while_pid", value=self.while_pid
@@ -107,7 +111,7 @@ class WorkerConfig:
                 value=self.log_format,
             )
         for root in self.roots:
-            if not root.startswith("/"):
+            if not root.startswith("/") and not is_object_url(root):
                 raise ConfigError(f"root {root!r} is not absolute", field="roots", value=root)
 
 

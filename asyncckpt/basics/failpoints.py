@@ -103,6 +103,12 @@ POINTS: Mapping[str, str] = {
     "commit: metadata put": "layout dcp: `.metadata` has its name, which is not flushed",
     "commit: durable": "the manifest is durable",
     "leftovers: removing": "a checkpoint stands, a file of another save is about to be removed",
+    # ---- the copy of a committed checkpoint to its mirror
+    "mirror: begun": "nothing of the copy is done, or another process has died while it copied",
+    "mirror: shard written": "all of one more shard is written; if it is a file, under a temporary name",
+    "mirror: file copied": "one more file has its name in the mirror",
+    "mirror: files copied": "all files are in the mirror, its manifest is not",
+    "mirror: committed": "the mirror's manifest stands, the local record of that does not",
     # ---- what is left of saves that came to nothing
     "gc: tombstone put": "the tombstone has its name, which is not flushed",
     "gc: nothing removed": "nothing of the save can be published any more, and all of it is there",

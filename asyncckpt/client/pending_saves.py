@@ -48,16 +48,19 @@ class UnfinishedSave(NamedTuple):
 
 
 class WriteFuture(Future[SaveReport]):
-    """Completes when the checkpoint is committed; its `durable`, when this rank's files are durable."""
+    """Completes when the checkpoint is committed; its `durable`, when this rank's files are durable; its `mirrored`,
+    when the copy in the mirror is committed. `mirrored` is None without a mirror.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_mirror: bool = False) -> None:
         super().__init__()
         self.durable: Future[SaveReport] = Future()
+        self.mirrored: Future[SaveReport] | None = Future() if has_mirror else None
 
     def fail(self, error: BaseException) -> None:
-        """Set `error` on both futures, unless they are done."""
-        for future in (self.durable, self):
-            if not future.done():
+        """Set `error` on all of these futures, unless they are done."""
+        for future in (self.durable, self, self.mirrored):
+            if future is not None and not future.done():
                 future.set_exception(error)
 
 
@@ -74,11 +77,13 @@ class StagedSnapshot:
         start_deferred: Starts the deferred copy; None: the slot is sealed.
         details: Details of the report on `staged`.
         resubmitted: To how many workers, after the first, the slot was handed over.
+        mirror: Where the checkpoint is copied to; "": nowhere.
+        mirrored: Completes when the copy is committed; None without a mirror.
     """
 
     __slots__ = (
-        *("began", "details", "extra", "nbytes", "path", "resubmitted", "save_id", "seconds", "slot"),
-        *("start_deferred", "step"),
+        *("began", "details", "extra", "mirror", "mirrored", "nbytes", "path", "resubmitted", "save_id", "seconds"),
+        *("slot", "start_deferred", "step"),
     )
 
     def __init__(
@@ -94,7 +99,10 @@ class StagedSnapshot:
         extra: Mapping[str, Any],
         start_deferred: StartDeferred | None = None,
         details: Mapping[str, Any] | None = None,
+        mirror: str = "",
     ) -> None:
+        self.mirror = mirror
+        self.mirrored: Future[SaveReport] | None = None
         self.save_id, self.step, self.path, self.slot = save_id, step, path, slot
         self.nbytes, self.seconds, self.began = nbytes, seconds, began
         self.extra, self.start_deferred, self.details = extra, start_deferred, dict(details or {})

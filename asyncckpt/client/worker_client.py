@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from asyncckpt.basics.deferred_signals import signals_deferred
+from asyncckpt.client.awaited_mirrors import AwaitedMirrors
 from asyncckpt.client.connection import CLOSE_TIMEOUT_S, Connection, why_saves_do_not_end
 from asyncckpt.client.failover import MAX_HANDOVERS, Failover
 from asyncckpt.client.pending_saves import PendingSaves, StagedSnapshot, UnfinishedSave, Withdrawals, WriteFuture
@@ -53,17 +54,20 @@ class EpochCache:
     """The epoch per directory, so that only the first save into a directory has to scan it.
 
     Args:
-        ask: Returns the epoch for a checkpoint at a path by a run (its id); raises if it cannot. Its last argument is
-            whether it failed within `EPOCH_RETRY_PERIOD_S`: then it should wait for `EPOCH_RETRY_TIMEOUT_S` only.
+        ask: Returns the epoch for a checkpoint at a path, with a mirror ("": none), by a run (its id); raises if it
+            cannot. Its last argument is whether it failed within `EPOCH_RETRY_PERIOD_S`: then it should wait for
+            `EPOCH_RETRY_TIMEOUT_S` only.
     """
 
-    def __init__(self, ask: Callable[[str, str, bool], int]) -> None:
+    def __init__(self, ask: Callable[[str, str, str, bool], int]) -> None:
         self._ask = ask
         self._epochs: dict[str, int] = {}
         self._failed_at = float("-inf")
 
-    def epoch_for(self, path: str, run: str) -> int:
+    def epoch_for(self, path: str, run: str, mirror: str = "") -> int:
         """Return the epoch of `run` for a checkpoint at `path`: larger than that of every sibling of another run.
+
+        `mirror`: where the checkpoint is copied to, "" for nowhere; in an empty directory its siblings there count.
 
         It depends on the directory alone, not on earlier saves: all ranks of a run must get the same epoch, even if a
         save has failed on some of them before this call.
@@ -77,7 +81,7 @@ class EpochCache:
             return known
         brief = time.monotonic() - self._failed_at < EPOCH_RETRY_PERIOD_S
         try:
-            found = self._epochs[parent] = self._ask(path, run, brief)
+            found = self._epochs[parent] = self._ask(path, mirror, run, brief)
         except Exception:
             self._failed_at = time.monotonic()
             raise
@@ -136,6 +140,7 @@ class WorkerClient(CheckpointProcess):
         self._is_closing = False  # closed during a failover: the next worker still gets what is staged
         self.config, self.run, self.endpoint, self.hooks = config, run, endpoint, hooks or HookRunner(None)
         self._withdrawals = Withdrawals(self._send, self._lock, alone=run.alone)
+        self._mirrors = AwaitedMirrors(self._send, self._lock)
         self._connection = Connection(
             endpoint,
             named=named,
@@ -218,9 +223,11 @@ class WorkerClient(CheckpointProcess):
         """Return the exchange of the ranks that share this worker."""
         return BoardExchange(self.run.rank, self.call, timeout_s=self.config.worker_timeout_s)
 
-    def _ask_epoch(self, path: str, run: str, brief: bool) -> int:
+    def _ask_epoch(self, path: str, mirror: str, run: str, brief: bool) -> int:
         timeout_s = EPOCH_RETRY_TIMEOUT_S if brief else self.config.worker_timeout_s
-        build: Callable[[int], messages.Message] = lambda n: messages.Lineage(id=n, run=run, path=path)  # noqa: E731
+        build: Callable[[int], messages.Message] = lambda n: messages.Lineage(  # noqa: E731
+            id=n, run=run, path=path, mirror=mirror
+        )
         reply = retry_on_worker_death(self.connect, lambda session: session.call(build, timeout_s), self._attempts)
         assert isinstance(reply, messages.LineageFound)
         return reply.epoch
@@ -229,6 +236,7 @@ class WorkerClient(CheckpointProcess):
 
     def _pending_ids(self) -> list[str]:
         self._pending.expire()
+        self._mirrors.ask()
         return self._pending.names()
 
     def _on_saves(self, reply: messages.Saves) -> None:
@@ -260,6 +268,7 @@ class WorkerClient(CheckpointProcess):
 
     def _committed(self, snapshot: StagedSnapshot) -> None:
         self.pool.committed(snapshot.save_id)
+        self._mirrors.add(snapshot)
         self.hooks.after(snapshot.path, snapshot.extra)
 
     def _on_lost(self, session: Session, error: WorkerUnavailableError) -> None:
@@ -272,7 +281,7 @@ class WorkerClient(CheckpointProcess):
             self._withdrawals.add_lost(self._pending.names())
             self.pool.orphan_all()
             self._pending.fail_all(error)
-        elif self._pending.names() or self._retains_snapshot() or self.run.links.is_leader:
+        elif self._pending.names() or self._retains_snapshot() or self.run.links.is_leader or self._mirrors:
             self._failover.start(self._connection)
 
     def _retains_snapshot(self) -> bool:
@@ -494,7 +503,8 @@ class WorkerClient(CheckpointProcess):
                 "checkpoint_stager with other results needs its own checkpoint_process",
                 field="checkpoint_process",
             )
-        snapshot, future = staging_result, WriteFuture()
+        snapshot, future = staging_result, WriteFuture(has_mirror=bool(staging_result.mirror))
+        snapshot.mirrored = future.mirrored
         # IMPORTANT: signals are deferred. Before this block `save()` rolls the save back on Ctrl-C, after it the worker
         # has the save. In between, the save would be neither rolled back nor waited for.
         with self._lock, signals_deferred():
@@ -584,6 +594,8 @@ class WorkerClient(CheckpointProcess):
         if complete:
             text = "the checkpointer was closed; the worker continues with this save"
             self._pending.close(CheckpointerClosedError(text))
+            text = "the checkpointer was closed; the worker continues with the copy to the mirror"
+            self._mirrors.close(CheckpointerClosedError(text))
 
     def close_inherited_fds(self) -> None:
         """In a forked child: close the child's copies of our fds."""

@@ -23,6 +23,7 @@
     +-- SaveFailedError              (OSError)            writing or committing failed
     +-- CommitUnknownError           (OSError)            the manifest may or may not be on disk
     +-- CheckpointExistsError        (FileExistsError)    a committed checkpoint is already at the path
+    +-- MirrorError                  (RuntimeError)       a committed checkpoint was not copied to its mirror: mirror
     +-- PendingSavesError            (RuntimeError)       on_error="raise": earlier saves failed
     +-- WaitTimeoutError             (TimeoutError)       wait() reached its timeout before all saves ended
     +-- CommitTimeoutError           (TimeoutError)       the checkpoint was not committed in time
@@ -164,6 +165,10 @@ class CheckpointExistsError(
     AsyncCkptError, FileExistsError, code="checkpoint_exists", fields=("path", "save_id", "existing_save_id")
 ):
     """A committed checkpoint, of save `existing_save_id`, is already at `path`; it was left unchanged."""
+
+
+class MirrorError(AsyncCkptError, RuntimeError, code="mirror", fields=("save_id", "path", "mirror", "detail")):
+    """A committed checkpoint was not copied to its mirror, or this process cannot know. `path` holds it as before."""
 
 
 class PendingSavesError(AsyncCkptError, RuntimeError, code="pending_saves", fields=("errors",)):

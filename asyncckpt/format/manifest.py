@@ -145,6 +145,7 @@ class Manifest:
             For `asyncckpt inspect` and `report`; a load does not use them. The field is required, and may be empty, as
             after a conversion.
         dcp: In layout "dcp" the record of `.metadata`; None in layout "safetensors".
+        mirror: Path or URL of the place that the checkpoint is copied to after its commit; None: there is none.
     """
 
     save_id: SaveId
@@ -157,6 +158,7 @@ class Manifest:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
     dcp: DcpRecord | None = None
+    mirror: str | None = None
 
     @property
     def layout(self) -> str:
@@ -200,6 +202,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
             for r in manifest.ranks
         ],
     }
+    if manifest.mirror is not None:
+        document["mirror"] = manifest.mirror
     if manifest.dcp is not None:
         record = {"nbytes": manifest.dcp.nbytes, "checksum": manifest.dcp.checksum}
         document |= {MUST: ["layout"], "layout": DCP, DCP_METADATA_NAME: record}
@@ -316,7 +320,14 @@ def _checked_manifest(raw: dict[str, Any]) -> Manifest:
         metadata=_field(raw, "metadata", dict),
         timings=_checked_timings(_field(raw, "timings", dict)),
         dcp=_checked_dcp(_field(raw, DCP_METADATA_NAME, dict)) if layout_of(raw) == DCP else None,
+        mirror=_checked_mirror(raw.get("mirror")),
     )
+
+
+def _checked_mirror(raw: Any) -> str | None:
+    if raw is not None and (type(raw) is not str or not raw):
+        raise ValueError(f"mirror is {raw!r}, expected a path or URL")
+    return raw
 
 
 def _checked_timings(raw: dict[str, Any]) -> dict[str, float]:

@@ -38,6 +38,7 @@ class StoredCheckpoint:
         is_abandoned: Whether it is on a branch that a rollback has abandoned: it is not an ancestor of the newest one.
         is_sound: False for a checkpoint that was found damaged; it does not count as the newest or the best.
         nbytes: Bytes of its files, by its manifest.
+        is_unmirrored: Whether it is still to be copied to its mirror.
     """
 
     name: str
@@ -47,6 +48,7 @@ class StoredCheckpoint:
     is_abandoned: bool = False
     is_sound: bool = True
     nbytes: int = 0
+    is_unmirrored: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +60,8 @@ class RetentionPolicy:
             `keep_period` come on top.
         keep_period: Checkpoints whose step is a multiple of this stay for ever; None: none.
         best_mode: Whether the best score is the smallest ("min") or the largest ("max").
+        max_unmirrored: How many checkpoints beyond `max_to_keep` stay until they are in their mirrors; None: all, as
+            long as there is room for two more checkpoints.
 
     Raises:
         ConfigError: An impossible value.
@@ -66,12 +70,14 @@ class RetentionPolicy:
     max_to_keep: int | None = None
     keep_period: int | None = None
     best_mode: str = "min"
+    max_unmirrored: int | None = None
 
     def __post_init__(self) -> None:
-        for field in ("max_to_keep", "keep_period"):
+        for field, least in (("max_to_keep", 1), ("keep_period", 1), ("max_unmirrored", 0)):
             value = getattr(self, field)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{field}={value!r}: expected None or an int from 1", field=field, value=repr(value))
+            if value is not None and (type(value) is not int or value < least):
+                text = f"{field}={value!r}: expected None or an int from {least}"
+                raise ConfigError(text, field=field, value=repr(value))
         if self.best_mode not in BEST_MODES:
             raise ConfigError(
                 f"best_mode={self.best_mode!r}: expected one of {BEST_MODES}", field="best_mode", value=self.best_mode

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.basics.failpoints import reach
+from asyncckpt.basics.urls import is_object_url
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of
@@ -36,6 +37,7 @@ from asyncckpt.maintenance.policy import (
 from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, scan
 from asyncckpt.storage.checkpoint_dir import is_finished, is_pinned, manifest_or_error, tombstone_or_error, version_at
 from asyncckpt.storage.commit import check_rank_files, remove_dcp_metadata
+from asyncckpt.storage.mirroring import is_mirrored
 from asyncckpt.storage.store import Store, exclusively
 from asyncckpt.storage.verification import verify_checkpoint
 
@@ -111,6 +113,7 @@ def survey(
             is_abandoned=newest is not None and not is_ancestor(manifest.save_id, newest.save_id, ancestry),
             is_sound=name not in broken,
             nbytes=manifest.nbytes,
+            is_unmirrored=_is_unmirrored(os.path.join(root, name), manifest, store),
         )
         for name, manifest in manifests.items()
     ]
@@ -120,6 +123,16 @@ def survey(
         one.name for one in stored if one.score is None and metrics_in(manifests[one.name].metadata) is not None
     }
     return Survey(tuple(stored), manifests, names, frozenset(unscored) if score is not None else frozenset())
+
+
+def _is_unmirrored(path: str, manifest: Manifest, store: Store) -> bool:
+    if manifest.mirror in (None, path):
+        return False
+    try:
+        return not is_mirrored(path, manifest.save_id, store)
+    except OSError as error:
+        _log.warning("%s counts as not copied to its mirror yet: %s", path, error)
+        return True
 
 
 def prune(
@@ -139,7 +152,7 @@ def prune(
 ) -> list[Pruned]:
     """Remove the checkpoints that the policy gives up, in its order.
 
-    Three kinds of checkpoints stay although the policy gives them up:
+    Four kinds of checkpoints stay although the policy gives them up:
 
     - All, while the newest checkpoint is not whole on disk.
     - Those with metrics of earlier runs, while the score raises for all metrics: one of them may be the best.
@@ -147,6 +160,8 @@ def prune(
       it, is known to be sound. For that a checkpoint of the run is read back and verified, once, when the one that it
       has restored from would be removed. Each checkpoint of a manager names the one that its run has restored from
       (`maintenance.policy`). If no checkpoint of the run stays, this does not count.
+    - Those that are still to be copied to their mirrors: as many as `policy.max_unmirrored`, or while there is room for
+      two checkpoints as large as the newest. Beyond that the oldest are removed, which is logged.
 
     A removal that fails is logged, and tried again next time. The files of saves that were never committed are removed
     too, if they have not changed for `dead_after_s`, or for `gc.QUIET_S` if a later run has committed a checkpoint.
@@ -178,6 +193,7 @@ def prune(
     maybe_best = _maybe_best(found, newest)
     is_sound = is_whole(os.path.join(root, newest.name), found.manifests[newest.name], store)
     doomed = to_delete(found.stored, policy, pinned)
+    unmirrored = _Unmirrored(root, store, policy, [one for one in doomed if one.is_unmirrored], newest.nbytes)
     origins = _unverified_origins(found, doomed, restored, verifies or _reads_back(root, store)) if is_sound else {}
     for one in doomed:
         if not is_sound:
@@ -191,6 +207,8 @@ def prune(
         elif one.name in origins:
             _log.info("%s stays: %s", os.path.join(root, one.name), origins[one.name])
             done.append(Pruned(stored=one, is_removed=False, kept=origins[one.name]))
+        elif one.is_unmirrored and not unmirrored.must_go(one):
+            done.append(Pruned(stored=one, is_removed=False, kept="it is not in its mirror yet"))
         else:
             done.append(_pruned(root, one, store, package, busy, is_ours, delete=delete))
     if not is_sound:
@@ -202,6 +220,44 @@ def prune(
                 _finish(os.path.join(root, name), store)
                 _sweep(os.path.join(root, name), rules, store, package)
     return done
+
+
+class _Unmirrored:
+    """The checkpoints that are given up and are not in their mirrors yet.
+
+    Args:
+        root, store, policy: As for `prune`.
+        waiting: These checkpoints, in the order of removal.
+        next_nbytes: Expected size of the next checkpoint.
+    """
+
+    def __init__(
+        self, root: str, store: Store, policy: RetentionPolicy, waiting: Sequence[StoredCheckpoint], next_nbytes: int
+    ) -> None:
+        self._root, self._store, self._next_nbytes = root, store, next_nbytes
+        n_kept = len(waiting) if policy.max_unmirrored is None else policy.max_unmirrored
+        self._limit = policy.max_unmirrored
+        self._excess = {one.name for one in waiting[: max(0, len(waiting) - n_kept)]}
+
+    def must_go(self, one: StoredCheckpoint) -> bool:
+        """Return whether a checkpoint is removed before it is in its mirror, and log that."""
+        path = os.path.join(self._root, one.name)
+        if one.name in self._excess:
+            _log.warning("%s goes before it is in its mirror: max_unmirrored is %s", path, self._limit)
+            return True
+        if self._is_full():
+            _log.warning("%s goes before it is in its mirror: there is no room for two more checkpoints", path)
+            return True
+        return False
+
+    def _is_full(self) -> bool:
+        if is_object_url(self._root):
+            return False
+        try:
+            found = self._store.as_files().statvfs(self._root)
+        except OSError:
+            return False
+        return found.f_bavail * found.f_frsize < 2 * self._next_nbytes
 
 
 def _maybe_best(found: Survey, newest: StoredCheckpoint) -> set[str]:

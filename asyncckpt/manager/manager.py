@@ -110,7 +110,7 @@ class CheckpointManager:
         root: Directory of the checkpoints; the first save makes it.
         checkpointer: Checkpointer that saves and loads; the manager does not close it. None: the manager makes an
             `AsyncCheckpointer` with `overwrite=True`, so that a step that is saved again after a rollback replaces the
-            old checkpoint of that step.
+            old checkpoint of that step. In an object store that is not possible: there such a save fails.
         max_to_keep: How many checkpoints stay, the newest and the best among them; None: all. Pinned checkpoints and
             those of `keep_period` come on top. A checkpoint is removed only after a newer one is committed. The one
             that this run has restored from is removed only after a newer one of this run was read back and verified;
@@ -135,6 +135,11 @@ class CheckpointManager:
         grace_s: Seconds after the signal within which a save must be staged; a later one is logged as an error.
         mtbf_s: Mean seconds between failures of the job. After some saves the optimal save interval is logged. None:
             nothing is logged.
+        mirror: Directory or URL to which the worker copies every checkpoint once it is committed in `root`, under the
+            same name; see `AsyncCheckpointer.save`. `restore` takes the newest checkpoint of both places.
+        mirror_max_to_keep: As `max_to_keep`, for the mirror; `keep_period` and `best_fn` count there too. None: all.
+        max_unmirrored: How many checkpoints beyond `max_to_keep` stay in `root` until they are in the mirror; the
+            oldest goes first, which is logged. None: all, as long as there is room for two more checkpoints.
         quarantine: `restore` renames broken checkpoints, as `restore_latest` does.
         shared: True: other managers may save to the root at the same time, and each removes what others have saved.
             False: a second manager is refused; rank 0 locks the directory (`.asyncckpt.lock`) from its first save until
@@ -169,6 +174,9 @@ class CheckpointManager:
         preemption_signal: int | Iterable[int] | None = None,
         grace_s: float = 25.0,
         mtbf_s: float | None = None,
+        mirror: str | os.PathLike[str] | None = None,
+        mirror_max_to_keep: int | None = None,
+        max_unmirrored: int | None = None,
         quarantine: bool = False,
         shared: bool = False,
         **fields: Any,
@@ -180,7 +188,14 @@ class CheckpointManager:
         self._ancestry: tuple[SaveId, ...] = ()
         self._last_step: int | None = None
         self._has_looked = self._closed = False
-        policy = RetentionPolicy(max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode)
+        policy = RetentionPolicy(
+            max_to_keep=max_to_keep, keep_period=keep_period, best_mode=best_mode, max_unmirrored=max_unmirrored
+        )
+        mirror_policy = RetentionPolicy(max_to_keep=mirror_max_to_keep, keep_period=keep_period, best_mode=best_mode)
+        if mirror is None and not (mirror_max_to_keep is None and max_unmirrored is None):
+            raise ConfigError("mirror_max_to_keep and max_unmirrored are about a mirror: give mirror=", field="mirror")
+        self._mirror = None if mirror is None else checkpoint_path(mirror)
+        self._mirror_names = None if self._mirror is None else StepNames(self._mirror, step_format)
         if best_fn is not None and max_to_keep == 1:
             raise ConfigError(
                 "max_to_keep=1 with best_fn: the newest and the best stay, so it must be 2 at least",
@@ -195,7 +210,7 @@ class CheckpointManager:
         SavePolicy(save_interval_steps, save_on_steps, save_when, None)  # checks its arguments before a worker starts
         self._advisor = IntervalAdvisor(mtbf_s)
         self._owns_checkpointer = checkpointer is None
-        self.checkpointer = checkpointer or AsyncCheckpointer(**{"overwrite": True, **fields})
+        self.checkpointer = checkpointer or AsyncCheckpointer(**{"overwrite": not is_object_url(self.root), **fields})
         try:
             rank = self._rank = self.checkpointer.rank_info
             self._rank_changes = self.checkpointer.rank_changes
@@ -222,6 +237,8 @@ class CheckpointManager:
                 is_leader=rank.rank == 0,
                 lock=self._root_lock,
                 dead_after_s=self.checkpointer.config.commit_timeout_s,
+                mirror=self._mirror,
+                mirror_policy=mirror_policy,
             )
         except BaseException:
             if self._owns_checkpointer:
@@ -419,6 +436,8 @@ class CheckpointManager:
         step = checked_step(step)
         self._claim_root()
         more = manager_metadata(self._ancestry, metrics)
+        if self._mirror_names is not None:
+            kw.setdefault("mirror", self._mirror_names.path(step))
         config = self.checkpointer.config
         if not self._has_looked:
             self._has_looked = True
@@ -454,6 +473,8 @@ class CheckpointManager:
         if not isinstance(handle, SaveHandle):
             return self._retention.save_ended(hold, is_committed=is_committed)
         retention = self._retention
+        if handle.mirrored is not None and is_committed:
+            handle.mirrored.add_done_callback(lambda done: retention.request_prune())
         return handle.written.add_done_callback(
             lambda done: retention.save_ended(hold, is_committed=_has_succeeded(done))
         )

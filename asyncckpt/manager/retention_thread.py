@@ -11,13 +11,13 @@ from collections.abc import Callable
 from asyncckpt import __version__
 from asyncckpt.basics.paths import current_umask
 from asyncckpt.basics.process_lifecycle import BackgroundThread
-from asyncckpt.errors import DirectoryInUseError
+from asyncckpt.errors import AsyncCkptError, DirectoryInUseError
 from asyncckpt.format.names import SaveId
-from asyncckpt.maintenance.pins import pin, unpin
+from asyncckpt.maintenance.pins import pin, pinned_in, unpin
 from asyncckpt.maintenance.policy import RetentionPolicy, StoredCheckpoint, best_of, newest_of
 from asyncckpt.maintenance.retention import Score, Survey, is_read_back, prune, survey
 from asyncckpt.manager.root_lock import RootLock
-from asyncckpt.restore import RestoredCheckpoint, look
+from asyncckpt.restore import RestoredCheckpoint, finder
 from asyncckpt.storage.catalog import Candidate
 from asyncckpt.storage.locate import store_at
 
@@ -118,6 +118,10 @@ WAIT_S = 60.0
 """Timeout for removals where the caller gives none. Chosen: removing a file takes seconds on the slowest storage."""
 
 
+MIRROR_CLOSE_S = 5.0
+"""How long `close` waits for removals in a mirror, which may not answer. The next manager goes on with them."""
+
+
 class DirectoryHold:
     """Keeps retention from removing the directory `name` while a save to it is in progress. Compared by identity."""
 
@@ -137,6 +141,8 @@ class RootRetention:
         is_leader: Whether this is rank 0.
         lock: On rank 0, the lock that keeps other managers out of the root; None: they may share it.
         dead_after_s: As for `maintenance.retention.prune`.
+        mirror: Absolute path or URL of the root's mirror; None: there is none.
+        mirror_policy: What to keep there.
     """
 
     def __init__(
@@ -148,6 +154,8 @@ class RootRetention:
         is_leader: bool,
         dead_after_s: float,
         lock: RootLock | None = None,
+        mirror: str | None = None,
+        mirror_policy: RetentionPolicy | None = None,
     ) -> None:
         self._root_lock = lock
         self._restored: SaveId | None = None
@@ -162,6 +170,9 @@ class RootRetention:
         self._broken: set[str] = set()
         self._abandoned: frozenset[str] = frozenset()
         self._removal_thread = RetentionThread(self._prune)
+        self._mirror, self._mirror_policy = mirror, mirror_policy or RetentionPolicy()
+        # IMPORTANT: a thread of its own. A mirror that hangs must not keep the local disk from being freed.
+        self._mirror_thread = RetentionThread(self._prune_mirror)
         self._is_behind = False
 
     # ---- saves, and removals after them
@@ -212,6 +223,24 @@ class RootRetention:
         """Start the removal of the checkpoints that the policy gives up, in the thread."""
         if self._is_leader and self._policy.max_to_keep is not None:
             self._removal_thread.request()
+        if self._is_leader and self._mirror_policy.max_to_keep is not None:
+            self._mirror_thread.request()
+
+    def _prune_mirror(self) -> None:
+        if self._mirror is None or not self._has_root():
+            return
+        # IMPORTANT: what is still being copied there has not changed for a long time if the mirror was away.
+        copying = {one.name for one in self._survey().stored if one.is_unmirrored}
+        prune(
+            self._mirror,
+            store_at(self._mirror, umask=current_umask()),
+            self._mirror_policy,
+            package=__version__,
+            score=self._best_fn,
+            busy=copying | self.busy | set(pinned_in(self._root, self._store)),
+            dead_after_s=self._dead_after_s,
+            is_ours=self._is_ours,
+        )
 
     def _prune(self) -> None:
         if not self._has_root():
@@ -269,6 +298,7 @@ class RootRetention:
         """Finish removals within `left_s` (None: `WAIT_S`), and release the lock of the root."""
         try:
             self._removal_thread.close(WAIT_S if left_s is None else left_s)
+            self._mirror_thread.close(MIRROR_CLOSE_S if left_s is None else min(left_s, MIRROR_CLOSE_S))
         finally:
             if self._root_lock is not None:
                 self._root_lock.release()
@@ -303,23 +333,41 @@ class RootRetention:
             broken = set(self._broken)
         return survey(self._root, self._store, score=self._best_fn, broken=broken, links=True)
 
+    def _stored(self) -> list[StoredCheckpoint]:
+        """Return the committed checkpoints of the root and of its mirror, each once."""
+        local = list(self._survey().stored)
+        if self._mirror is None:
+            return local
+        try:
+            copies = survey(self._mirror, store_at(self._mirror), score=self._best_fn, links=True).stored
+        except (OSError, AsyncCkptError) as error:
+            if not local:
+                raise
+            _log.warning("the mirror %s cannot be listed, so only %s is looked at: %s", self._mirror, self._root, error)
+            return local
+        known = {one.save_id for one in local}
+        return [*local, *(one for one in copies if one.save_id not in known)]
+
     def latest_step(self) -> int | None:
         """Return the step of the newest committed checkpoint, by lineage; None: there is none."""
-        newest = newest_of(self._survey().stored)
+        newest = newest_of(self._stored())
         return None if newest is None else newest.step
 
     def all_steps(self) -> list[int]:
         """Return the steps of all committed checkpoints, ascending."""
-        return sorted({one.step for one in self._survey().stored})
+        return sorted({one.step for one in self._stored()})
 
     def best_step(self) -> int | None:
         """Return the step of the checkpoint with the best score; None: none has a score."""
-        best = best_of(self._survey().stored, self._policy.best_mode)
+        best = best_of(self._stored(), self._policy.best_mode)
         return None if best is None else best.step
 
     def candidates(self, root: str) -> list[Candidate]:
         """Return the checkpoints to try in a restore: the newest first, abandoned ones last. Called on rank 0."""
-        found = look(root)
+        place = None
+        if self._mirror is not None:
+            place = self._mirror if root == self._root else os.path.join(self._mirror, os.path.basename(root))
+        found = finder(place)(root)
         self._abandoned = frozenset(
             os.path.join(self._root, one.name) for one in self._survey().stored if one.is_abandoned
         )

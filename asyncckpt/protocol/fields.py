@@ -136,6 +136,11 @@ def path(value: Any) -> bool:
     return len(value.encode()) <= MAX_PATH_BYTES
 
 
+def path_or_none(value: Any) -> bool:
+    """A path or URL as of `path`, or the empty text."""
+    return value == "" or path(value)
+
+
 def text(value: Any) -> bool:
     """A short text for people."""
     return type(value) is str and len(value) <= MAX_TEXT_CHARS and _is_utf8(value)
@@ -149,6 +154,15 @@ def seconds(value: Any) -> bool:
 def timeout(value: Any) -> bool:
     """A duration that is not zero."""
     return seconds(value) and value > 0
+
+
+COPY_PHASES = (WAITING, COPYING, DONE, FAILED) = ("waiting", "copying", "done", "failed")
+"""Of the copy of a checkpoint to its mirror."""
+
+
+def copy_phase(value: Any) -> bool:
+    """One of `COPY_PHASES`."""
+    return type(value) is str and value in COPY_PHASES
 
 
 def token(value: Any) -> bool:

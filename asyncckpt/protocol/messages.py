@@ -14,7 +14,7 @@ from asyncckpt.errors import ProtocolError
 from asyncckpt.protocol import fields as check
 from asyncckpt.protocol.fields import Check
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """Version of messages, records between workers and the request in a slot. SPEC.md section 2 says when to raise it."""
 
 MAX_TABLE = check.MAX_TABLE
@@ -88,13 +88,22 @@ class Release(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lineage(Message):
-    """Ask for the epoch of the saves of `run` in the parent directory of `path`. The session joins the run."""
+    """Ask for the epoch of the saves of `run` in the parent directory of `path`. The session joins the run.
+
+    `mirror`: the mirror of the save at `path`; "": none.
+    """
 
     id: int
     run: str
     path: str
+    mirror: str
     name: ClassVar[str] = "lineage"
-    checks: ClassVar[dict[str, Check]] = {"id": check.uint, "run": check.hex12, "path": check.path}
+    checks: ClassVar[dict[str, Check]] = {
+        "id": check.uint,
+        "run": check.hex12,
+        "path": check.path,
+        "mirror": check.path_or_none,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,6 +196,26 @@ class Heartbeat(Message):
     saves: tuple[str, ...]
     name: ClassVar[str] = "heartbeat"
     checks: ClassVar[dict[str, Check]] = {"id": check.uint, "saves": check.save_ids}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mirror(Message):
+    """Ask how far the copy of a committed save is. If this worker does not know of the copy, it begins it.
+
+    Only the worker of rank 0 copies; another one looks whether the copy is recorded beside the local manifest.
+    """
+
+    id: int
+    save_id: str
+    path: str
+    mirror: str
+    name: ClassVar[str] = "mirror"
+    checks: ClassVar[dict[str, Check]] = {
+        "id": check.uint,
+        "save_id": check.save_id,
+        "path": check.path,
+        "mirror": check.path,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -511,6 +540,26 @@ class Saves(Message):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Mirrored(Message):
+    """The answer to Mirror. `phase`: `waiting`, `copying`, `done` or `failed`; `error`: why, when `failed`, else empty.
+
+    `report`: numbers, when `done`.
+    """
+
+    id: int
+    phase: str
+    error: Mapping[str, Any]
+    report: Mapping[str, Any]
+    name: ClassVar[str] = "mirrored"
+    checks: ClassVar[dict[str, Check]] = {
+        "id": check.uint,
+        "phase": check.copy_phase,
+        "error": check.error_or_none,
+        "report": check.figures,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StatusReport(Message):
     """The answer to Status: a map of plain values, described in SPEC.md."""
 
@@ -522,9 +571,12 @@ class StatusReport(Message):
 
 _REQUESTS = (
     *(Hello, Allocate, Adopt, Release, Lead, Follow, Lineage, Begin, Submit, Withdraw, Consent, Share, Fetch, Recall),
-    *(Heartbeat, Goodbye, Status, Drain),
+    *(Heartbeat, Mirror, Goodbye, Status, Drain),
 )
-_REPLIES = (Welcome, Granted, Leading, Following, LineageFound, Fetched, Recalled, Ok, Refused, Saves, StatusReport)
+_REPLIES = (
+    *(Welcome, Granted, Leading, Following, LineageFound, Fetched, Recalled, Ok, Refused, Saves, Mirrored),
+    StatusReport,
+)
 
 REQUESTS: dict[str, type[Message]] = {c.name: c for c in _REQUESTS}
 REPLIES: dict[str, type[Message]] = {c.name: c for c in _REPLIES}

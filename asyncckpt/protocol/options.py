@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncckpt.basics.quantities import count, parse_nbytes, parse_seconds
+from asyncckpt.basics.urls import is_object_url
 
 IDLE_EXIT_S = 600.0
 KEEP_SNAPSHOTS_S = 600.0
@@ -101,6 +102,12 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "metavar": "RATE",
         "help": "maximum bytes per second that all saves together write: 800M, 2.5GiB (default: no limit)",
     },
+    "--max-mirror-bandwidth": {
+        "type": bandwidth,
+        "default": 0,
+        "metavar": "RATE",
+        "help": "maximum bytes per second that all copies to mirrors together send (default: no limit)",
+    },
     "--advertise": {
         "metavar": "HOST",
         "help": f"with several nodes: host name or address at which workers on other nodes reach this worker "
@@ -156,6 +163,8 @@ def to_arguments(options: argparse.Namespace) -> list[str]:
         arguments.append(f"--advertise={options.advertise}")
     if options.max_write_bandwidth:
         arguments.append(f"--max-write-bandwidth={options.max_write_bandwidth}")
+    if options.max_mirror_bandwidth:
+        arguments.append(f"--max-mirror-bandwidth={options.max_mirror_bandwidth}")
     if options.when_free:
         arguments.append("--when-free")
     if options.events:
@@ -172,4 +181,4 @@ def to_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
+    return path if is_object_url(path) else os.path.abspath(os.path.expanduser(path))

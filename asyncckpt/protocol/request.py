@@ -62,6 +62,7 @@ class SaveRequest:
         changed: This rank has something that the plan does not contain: the ranks must meet again.
         layout: Layout of the shard files, one of `LAYOUTS`.
         ring_segments, ring_segment_nbytes: Number and size of the ring's cells (memory/SPEC.md section 5); 0: no ring.
+        mirror: Where the checkpoint is copied to once it is committed; "": nowhere.
     """
 
     save_id: str
@@ -87,6 +88,7 @@ class SaveRequest:
     layout: str = LAYOUTS[0]
     ring_segments: int = 0
     ring_segment_nbytes: int = 0
+    mirror: str = ""
 
 
 def encode_request(request: SaveRequest) -> bytes:
@@ -170,6 +172,7 @@ _CHECKS: dict[str, check.Check] = {
     "layout": lambda value: value in LAYOUTS,
     "ring_segments": check.uint,
     "ring_segment_nbytes": check.uint,
+    "mirror": check.path_or_none,
 }
 
 

@@ -55,7 +55,7 @@ def newest_candidates(root: str, on_disk: str | None, source: str, endpoint: str
     Blocks: for the worker's answer, as `held_snapshots`.
     """
     store, found = store_at(root), list[NewestCandidate]()
-    standing = None if on_disk is None else manifest_if_readable(on_disk, store)
+    standing = None if on_disk is None else manifest_if_readable(on_disk, store_at(on_disk))
     for snapshot in _memory_only(_newest_in(root, endpoint), store, asked=source == "memory"):
         if standing is not None and snapshot.save_id <= standing.save_id:
             break

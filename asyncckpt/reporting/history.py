@@ -45,6 +45,7 @@ class SaveRecord:
     seconds: dict[str, float] = field(default_factory=dict)
     error: str = ""
     unchanged: bool = False
+    is_unmirrored: bool = False
 
     @property
     def begun(self) -> float | None:

@@ -148,6 +148,9 @@ def _tiles(history: History) -> str:
         (human(newest.nbytes) if newest else "-", "newest checkpoint"),
         (human_s(max(ages)) if ages else "-", "oldest recovery point"),
     ]
+    waiting = [s for s in history.saves if s.is_unmirrored]
+    if waiting:
+        tiles.append((f"{len(waiting)}: {human(sum(s.nbytes for s in waiting))}", "not in the mirror yet"))
     return (
         '<div class="tiles">'
         + "".join(f'<div class="tile"><b>{escape(v)}</b><span>{escape(n)}</span></div>' for v, n in tiles)
@@ -176,7 +179,11 @@ def _row(save: SaveRecord) -> str:
     ended = time.strftime("%m-%d %H:%M:%S", time.localtime(save.ended)) if save.ended is not None else "-"
     staging = save.sealed - save.begun if save.sealed is not None and save.begun is not None else None
     bad = ' class="bad"' if save.outcome in BAD_ENDS else ""
-    notes = " (unchanged)" * save.unchanged + (f": {save.error}" if save.error else "")
+    notes = (
+        " (unchanged)" * save.unchanged
+        + " (not in its mirror yet)" * save.is_unmirrored
+        + (f": {save.error}" if save.error else "")
+    )
     cells = (
         ended,
         human(save.nbytes),

@@ -67,6 +67,7 @@ def build_request(
     metadata: Mapping[str, Any] | None = None,
     report: StructureReport = NOTHING_TO_REPORT,
     asks_hooks: bool = False,
+    mirror: str = "",
 ) -> SaveRequest:
     """Return the request of one rank's part of a save, with or without a worker.
 
@@ -78,6 +79,7 @@ def build_request(
         metadata: The user's metadata.
         report: Report about replicas and structure.
         asks_hooks: Whether the commit waits for `pre_commit`.
+        mirror: Where the checkpoint is copied to; "": nowhere.
 
     Raises:
         ValueError: The metadata cannot be encoded as JSON.
@@ -104,6 +106,7 @@ def build_request(
         samples=report.samples.encode(),
         changed=report.changed,
         layout=config.layout,
+        mirror=mirror,
     )
 
 

@@ -61,7 +61,7 @@ from asyncckpt.state_dict.stateful import StateDictCache
 from asyncckpt.state_dict.unflatten import unflatten
 
 _prepare_numbers = itertools.count()
-_OURS = frozenset({"path", "step", "save_id", "metadata"})
+_OURS = frozenset({"path", "step", "save_id", "metadata", "mirror"})
 
 
 class SlotStager(CheckpointStager):
@@ -111,8 +111,8 @@ class SlotStager(CheckpointStager):
 
         Args:
             state_dict: The state.
-            **kw: `path`, `step`, `save_id` (its epoch, and the run of several ranks, are filled in here), `metadata`;
-                others are kept for the commit hooks.
+            **kw: `path`, `step`, `save_id` (its epoch, and the run of several ranks, are filled in here), `metadata`,
+                and `mirror` if there is one; others are kept for the commit hooks.
 
         Raises:
             UnsupportedLeafError, DuplicateNameError: The state cannot be stored; nothing was begun.
@@ -128,7 +128,7 @@ class SlotStager(CheckpointStager):
         leaves = encode_leaves(flat, self._config.layout)
         planned = time.perf_counter()
         self._process.connect()  # if the session is lost, open another one before a slot of the lost one is taken
-        save_id = save_id.with_parts(epoch=self._process.epochs.epoch_for(path, save_id.run_id))
+        save_id = save_id.with_parts(epoch=self._process.epochs.epoch_for(path, save_id.run_id, kw.get("mirror") or ""))
         report = self._reporter.report(plan, flat, save_id.sequence)
         if report.changed:
             report = report._replace(changed=self._ranks.is_changed([flat.fqns[number] for number in plan.unagreed]))
@@ -185,6 +185,7 @@ class SlotStager(CheckpointStager):
             extra={name: value for name, value in kw.items() if name not in _OURS},
             start_deferred=partial(self.overlap.copier.submit, deferred) if started.is_deferred else None,
             details={} if required.ring is None else {"ring_nbytes": required.ring.cells_nbytes},
+            mirror=kw.get("mirror") or "",
         )
 
     def _copier_for(self, required: SlotRequirement) -> SlotCopier:
@@ -265,6 +266,7 @@ class SlotStager(CheckpointStager):
             metadata=kw.get("metadata"),
             report=report,
             asks_hooks=self._process.hooks.asks,
+            mirror=kw.get("mirror") or "",
         )
 
     def _planned(self, state_dict: Mapping[str, Any], kw: Mapping[str, Any]) -> tuple[SavePlan, Flattened, SaveId]:
@@ -279,7 +281,7 @@ class SlotStager(CheckpointStager):
                 ranks.agree(flat, contribution_of(flat), sequence=save_id.sequence, path=kw["path"], step=kw["step"])
                 # `stage` asks again. Ask already here, since it makes this rank known to the worker.
                 with contextlib.suppress(AsyncCkptError):
-                    self._process.epochs.epoch_for(kw["path"], ranks.run_id)
+                    self._process.epochs.epoch_for(kw["path"], ranks.run_id, kw.get("mirror") or "")
             else:
                 ranks.skip_meeting(save_id.sequence, kw["path"])
             if self.plans.agreement is not ranks.agreement:

@@ -351,11 +351,11 @@ def candidates_in(root: str, store: Store) -> list[Candidate]:
     """
     store = store.listed(root)
     found = [candidate for one in scan(root, store, links=True) if (candidate := _candidate(one, store)) is not None]
-    return sorted(found, key=_sort_key, reverse=True)
+    return sorted(found, key=newest_first, reverse=True)
 
 
-def _sort_key(candidate: Candidate) -> tuple[bool, str]:
-    """Sort key: a checkpoint without an ID may be the newest, and comes first, so that it is not skipped silently."""
+def newest_first(candidate: Candidate) -> tuple[bool, str]:
+    """Sort key, largest for the newest. A checkpoint without an ID may be it, so that it is not skipped silently."""
     return candidate.save_id is None, candidate.save_id or ""
 
 
@@ -384,7 +384,7 @@ def is_broken(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _LOST
 
 
-def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
+def latest_checkpoint(root: str | os.PathLike[str], *, mirror: str | os.PathLike[str] | None = None) -> str | None:
     """Return the path of the newest committed checkpoint in `root`, or None if there is none.
 
     The newest is that with the largest epoch, then the largest sequence number of the save, not the largest step:
@@ -394,18 +394,33 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> str | None:
 
     Args:
         root: A directory whose children are checkpoints, or a checkpoint itself.
+        mirror: Directory or URL that holds their copies. The newest of both places is returned; where both have it,
+            that in `root`.
 
     Raises:
-        UnsupportedPathError: `root` is not a path, or a URL whose store cannot be used (as `files_at`).
-        OSError: The directory exists and cannot be listed.
+        UnsupportedPathError: `root` or `mirror` is not a path, or a URL whose store cannot be used (as `files_at`).
+        OSError: The directory exists and cannot be listed. If the mirror cannot be, that is only logged, unless `root`
+            has no checkpoint.
     """
-    path = checkpoint_path(root)
+    found = _committed_in(checkpoint_path(root))
+    if mirror is not None:
+        place = checkpoint_path(mirror)
+        try:
+            found += _committed_in(place)
+        except (OSError, AsyncCkptError) as error:
+            if not found:
+                raise
+            _log.warning("the mirror %s cannot be listed, so only %s is looked at: %s", place, root, error)
+    best = newest(found)  # the first one of two with one ID
+    return best[0] if best else None
+
+
+def _committed_in(path: str) -> list[tuple[str, Manifest]]:
     try:
         found = scan(path, store_at(path), links=True)
     except FileNotFoundError:
-        return None
+        return []
     for one in found:
         if one.state not in (COMMITTED, INCOMPLETE, ABANDONED, QUARANTINED):
             _log.warning("%s is skipped, it is %s: %s", one.path, one.state, one.error)
-    best = newest((f.path, f.manifest) for f in found if f.manifest is not None)
-    return best[0] if best else None
+    return [(one.path, one.manifest) for one in found if one.manifest is not None]

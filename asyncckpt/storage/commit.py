@@ -86,6 +86,7 @@ def build_manifest(
         metadata=json.loads(first.metadata),
         timings={name: round(max(r.seconds.get(name, 0.0) for r in results), 6) for name in results[0].seconds},
         dcp=None if dcp_metadata is None else DcpRecord(nbytes=len(dcp_metadata), checksum=file_checksum(dcp_metadata)),
+        mirror=first.mirror or None,
     )
 
 

@@ -98,7 +98,14 @@ class DirectoryIdentity(NamedTuple):
 
 
 class Store(abc.ABC):
-    """A store of objects by name. The module's docstring lists the errors of its methods."""
+    """A store of objects by name. The module's docstring lists the errors of its methods.
+
+    Attributes:
+        shards_appear_whole: Whether a shard has its name only once it is finished. False: it has the name from its
+            first byte on, and can be renamed.
+    """
+
+    shards_appear_whole = False
 
     @abc.abstractmethod
     def put(self, name: str, data: memoryview | bytes, *, durable: bool = True, replace: bool = False) -> None:

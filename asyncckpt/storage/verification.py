@@ -15,7 +15,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.index import ObjectsRecord
 from asyncckpt.format.layout import PAGE_NBYTES
-from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME
+from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, mirror_record_name
 from asyncckpt.format.objects import MAX_OBJECTS_NBYTES
 from asyncckpt.format.structure import Chunk
 from asyncckpt.storage.catalog import CORRUPT, INCOMPLETE, UNREADABLE, UNSUPPORTED
@@ -169,7 +169,7 @@ def leftovers(path: str, files: Files, contents: Contents) -> list[str]:
     """Return the names in the directory that the checkpoint does not use: other files, or files of other saves."""
     if contents.source is not None:
         return []
-    known = {MANIFEST_NAME}
+    known = {MANIFEST_NAME, mirror_record_name(contents.manifest.save_id)}
     for rank in contents.manifest.ranks:
         known.add(rank.index_name)
     for rank_contents in contents.ranks:

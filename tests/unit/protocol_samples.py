@@ -27,7 +27,7 @@ MESSAGES: tuple[m.Message, ...] = (
         attempt=1,
         timeout_s=15.0,
     ),
-    m.Lineage(id=4, run=HEX[:12], path="/runs/a/step-300"),
+    m.Lineage(id=4, run=HEX[:12], path="/runs/a/step-300", mirror=""),
     m.Begin(
         id=5,
         save_id=SAVE_ID,
@@ -48,6 +48,7 @@ MESSAGES: tuple[m.Message, ...] = (
     m.Fetch(id=14, board="plan-7", rank=1, offset=0),
     m.Recall(id=17, path="/runs/a", hold=True),
     m.Heartbeat(id=8, saves=(SAVE_ID,)),
+    m.Mirror(id=18, save_id=SAVE_ID, path="/runs/a/step-300", mirror="s3://bucket/a/step-300"),
     m.Goodbye(id=9),
     m.Status(id=10),
     m.Drain(id=11, now=False),
@@ -90,6 +91,7 @@ MESSAGES: tuple[m.Message, ...] = (
         run="0123456789ab",
         outcomes=((0, True), (1, False)),
     ),
+    m.Mirrored(id=18, phase="done", error={}, report={"nbytes": 7, "copied_nbytes": 5, "seconds_mirror": 0.5}),
     m.StatusReport(id=10, report={"sessions": [], "draining": False}),
 )
 BETWEEN_WORKERS: tuple[m.Message, ...] = (
@@ -123,7 +125,7 @@ BETWEEN_WORKERS: tuple[m.Message, ...] = (
         ),
         failures=({"save_id": SAVE_ID, "outcome": "failed", "error": to_wire(SaveFailedError("full", code="ENOSPC"))},),
         withdrawals=({"save_id": SAVE_ID, "rank": 1, "reason": "the copy failed", "skipped": False},),
-        questions=({"rank": 1, "path": "/runs/a/step-300", "number": 3},),
+        questions=({"rank": 1, "path": "/runs/a/step-300", "mirror": "", "number": 3},),
     ),
     nt.Outcomes(
         sender=HEX,

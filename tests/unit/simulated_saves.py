@@ -46,7 +46,7 @@ class Process(CheckpointProcess):
         self.made: list[Slot] = []
         self.config = config
         self.pool = SlotPool(config, self._allocate, lambda slot: None)
-        self.epochs = SimpleNamespace(epoch_for=lambda path, run: 1)
+        self.epochs = SimpleNamespace(epoch_for=lambda path, run, mirror="": 1)
         self.hooks = SimpleNamespace(asks=False)
         self.handled: list[int] = []
         self.withdrawn: dict[str, str] = {}

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.messages import Message
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt_worker.core.events import Peer, SaveKey
@@ -121,10 +122,33 @@ class Remove:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScanLineage:
-    """Find the next epoch in the parent directory of a path. A job; its result is LineageScanned."""
+    """Find the next epoch in the parent directory of a path. A job; its result is LineageScanned.
+
+    `mirror`: the mirror of the save at the path; "": none.
+    """
 
     run: str
     path: str
+    mirror: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyToMirror:
+    """Copy a committed checkpoint to its mirror. Job; answered by Copied. `copies`: else look whether another worker
+    has.
+    """
+
+    save_id: SaveId
+    path: str
+    mirror: str
+    copies: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScanUnmirrored:
+    """Find the checkpoints in a directory that are still to be copied. Job; answered by UnmirroredFound."""
+
+    root: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,6 +201,8 @@ Action = (
     | Commit
     | Remove
     | ScanLineage
+    | CopyToMirror
+    | ScanUnmirrored
     | Relay
     | Log
     | Fault

@@ -36,6 +36,9 @@ def disagreement(save: Save, entry: RankSave) -> tuple[str, int, str] | None:
         if other.request and entry.request and other.request.layout != entry.request.layout:
             text = f"rank {entry.rank} saves with layout={entry.request.layout!r}, "
             return text + f"rank {other.rank} with layout={other.request.layout!r}", other.rank, SAME_SETTINGS
+        if other.request and entry.request and other.request.mirror != entry.request.mirror:
+            text = f"rank {entry.rank} saves with mirror={entry.request.mirror!r}, "
+            return text + f"rank {other.rank} with mirror={other.request.mirror!r}", other.rank, SAME_SETTINGS
         if _plan(other.request) != _plan(entry.request) and other.request and entry.request:
             text = f"rank {entry.rank} follows plan {_plan(entry.request) or 'none'}, "
             text += f"rank {other.rank} {_plan(other.request) or 'none'}"
@@ -46,8 +49,8 @@ def disagreement(save: Save, entry: RankSave) -> tuple[str, int, str] | None:
 def declare(save: Save, entry: RankSave) -> None:
     """Record a rank's values that all ranks must share, for `disagreement`; equal values are recorded once."""
     request = entry.request
-    layout, plan = (request.layout, request.plan) if request is not None else (None, None)
-    save.declarations.setdefault((entry.path, entry.step, entry.overwrite, layout, plan), entry)
+    of_request = (request.layout, request.mirror, request.plan) if request is not None else None
+    save.declarations.setdefault((entry.path, entry.step, entry.overwrite, of_request), entry)
 
 
 def settle_step(save: Save, sealed: RankSave) -> None:

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.messages import Message
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.checkpoint_dir import NO_HOME
+from asyncckpt.storage.mirroring import Unmirrored
 from asyncckpt.storage.store import DirectoryIdentity
 
 Wire = Mapping[str, Any]
@@ -141,6 +143,28 @@ class LineageScanned:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Copied:
+    """The answer to CopyToMirror. `is_done`: the copy is committed. `is_final`: trying again cannot help."""
+
+    now: float
+    save_id: SaveId
+    is_done: bool = False
+    error: Wire | None = None
+    is_final: bool = False
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnmirroredFound:
+    """The answer to ScanUnmirrored, the oldest first."""
+
+    now: float
+    root: str
+    found: tuple[Unmirrored, ...] = ()
+    error: Wire | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Relayed:
     """A message of another worker. `route`: address of the follower, which proved the key of `run`; b"": the leader."""
 
@@ -191,6 +215,8 @@ Event = (
     | Published
     | Removed
     | LineageScanned
+    | Copied
+    | UnmirroredFound
     | Relayed
     | StopRequested
     | Broken

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from asyncckpt.basics.urls import parent_of
 from asyncckpt.errors import AsyncCkptError, UnknownSaveError
 from asyncckpt.protocol.messages import (
     Adopt,
@@ -36,6 +37,7 @@ from asyncckpt.protocol.messages import (
     Lead,
     Lineage,
     Message,
+    Mirror,
     Ok,
     Recall,
     Release,
@@ -48,6 +50,7 @@ from asyncckpt.protocol.messages import (
 from asyncckpt_worker.core.actions import Action, Exit, Resources, SendStatus
 from asyncckpt_worker.core.events import (
     Broken,
+    Copied,
     Died,
     Event,
     LineageScanned,
@@ -61,10 +64,12 @@ from asyncckpt_worker.core.events import (
     SlotRead,
     StopRequested,
     Tick,
+    UnmirroredFound,
     Written,
 )
 from asyncckpt_worker.core.exchange import BoardBook
 from asyncckpt_worker.core.kept_snapshots import SnapshotBook
+from asyncckpt_worker.core.mirrors import MirrorBook
 from asyncckpt_worker.core.model import Session
 from asyncckpt_worker.core.nodes.follower import Follower
 from asyncckpt_worker.core.nodes.leader import Leader
@@ -99,6 +104,7 @@ class Shutdown:
         tables: The tables of the core.
         slot_book: Reads all lent slots when a drain begins, and again before the exit.
         config: Uses `idle_exit_s`, `drain_timeout_s` and `staging_grace_s`.
+        mirrors: Copies that the worker stays for, and a drain waits for.
         has_unacknowledged: Whether a reachable leader or follower has not acknowledged everything yet.
 
     Attributes:
@@ -106,9 +112,15 @@ class Shutdown:
     """
 
     def __init__(
-        self, tables: Tables, slot_book: SlotBook, config: CoreConfig, has_unacknowledged: Callable[[], bool]
+        self,
+        tables: Tables,
+        slot_book: SlotBook,
+        config: CoreConfig,
+        mirrors: MirrorBook,
+        has_unacknowledged: Callable[[], bool],
     ) -> None:
         self._t, self._slot_book, self._config, self._has_unacknowledged = tables, slot_book, config, has_unacknowledged
+        self._mirrors = mirrors
         self._idle_since: float | None = tables.now
         self.kept = False
         self._drain_deadline: float | None = None
@@ -147,12 +159,13 @@ class Shutdown:
         unfinished = [s for s in t.saves.values() if s.unfinished]
         reading = t.n_reading > 0
         idle = not self.kept and not t.sessions and not unfinished and not reading and not t.lineage_scans
+        idle = idle and not self._mirrors.is_behind
         self._idle_since = (t.now if self._idle_since is None else self._idle_since) if idle else None
         if self._drain_deadline is not None:
             staging = self._staging(self._drain_deadline)
             if not staging:
                 stop_early_writes(t)
-            working = bool(unfinished) or staging or self._has_unacknowledged()
+            working = bool(unfinished) or staging or self._has_unacknowledged() or self._mirrors.is_behind
             at_rest = not working and not reading
             self._slots_reread = self._slots_reread and not working
             if at_rest and not self._slots_reread and t.now < self._drain_deadline and self._slot_book.read_all_lent():
@@ -180,6 +193,12 @@ class Shutdown:
 
     def _leave(self, complete: bool, reason: str) -> None:
         self._exiting = True
+        if left := self._mirrors.left_behind():
+            text = (
+                f"{len(left)} checkpoints are not in their mirrors, the oldest is {left[0].path}; the next worker that "
+            )
+            text += f"mirrors checkpoints beside it goes on, or `asyncckpt mirror {parent_of(left[0].path)}`"
+            self._t.log("warning", text)
         self._t.actions.append(Exit(complete=complete, reason=reason))
 
 
@@ -190,7 +209,8 @@ class Core:
         self._config = config
         self.tables = Tables(now=now, instance=config.instance)
         self._runs = RunBook(self.tables)
-        self._saves = SaveBook(self.tables, self._runs)
+        self._mirrors = MirrorBook(self.tables)
+        self._saves = SaveBook(self.tables, self._runs, self._mirrors)
         self._admission = SaveAdmission(self.tables, self._saves, self._runs)
         self.snapshot_book = SnapshotBook(self.tables, config.keep_snapshots_s)
         self._slot_book = SlotBook(self.tables, self._admission, self.snapshot_book, resources)
@@ -209,7 +229,7 @@ class Core:
         """Phase changes caused by the last event."""
 
         self._shutdown = Shutdown(
-            self.tables, self._slot_book, config, lambda: self._leader.busy or self._follower.busy
+            self.tables, self._slot_book, config, self._mirrors, lambda: self._leader.busy or self._follower.busy
         )
 
     def handle(self, event: Event) -> list[Action]:
@@ -257,14 +277,14 @@ class Core:
     @property
     def wakes_at(self) -> float | None:
         """Latest time of the next Tick, by the clock of the events; None if nothing is due."""
-        times = [*self._shutdown.times(), *self._leader.times(), *self._follower.times()]
+        times = [*self._shutdown.times(), *self._leader.times(), *self._follower.times(), *self._mirrors.times()]
         times += [save.next_deadline_at for save in self.tables.saves.values() if save.outcome is None]
         return min((t for t in times if self.tables.now <= t < float("inf")), default=None)
 
     def report(self) -> dict[str, Any]:
         """Return the core's part of the status report."""
         found = {"followers": self._leader.report()[:MAX_ROWS], "followed": self._follower.report()}
-        return {**found, **report(self.tables, self._config.instance)}
+        return {**found, **report(self.tables, self._config.instance), "mirrors": self._mirrors.rows()}
 
     def run_of_key(self, client_public: str) -> str | None:
         """Return the run whose followers authenticate with this key, or None."""
@@ -294,6 +314,10 @@ class Core:
                 self._saves.removed(event)
             case LineageScanned():
                 self._lineages.scanned(event)
+            case Copied():
+                self._mirrors.copied(event)
+            case UnmirroredFound():
+                self._mirrors.found(event)
             case Relayed():
                 (self._leader if event.route else self._follower).received(event)
             case StopRequested():
@@ -304,7 +328,7 @@ class Core:
                 self._shutdown.kept = event.kept
                 if event.memory_short:
                     self.snapshot_book.make_room(include_uncommitted=True)
-                for tick in (self._saves.tick, self._follower.tick, self._leader.tick):
+                for tick in (self._saves.tick, self._follower.tick, self._leader.tick, self._mirrors.tick):
                     self.tables.run_guarded("", tick)
 
     def _received(self, event: Received) -> None:
@@ -359,6 +383,8 @@ class Core:
                 self._follower.follow(session, m)
             case Lineage():
                 self._lineages.ask(session, m)
+            case Mirror():
+                self._mirrors.ask(session, m)
 
     def _answer(self, session: Session, id: int, found: Message | AsyncCkptError) -> None:
         if isinstance(found, AsyncCkptError):

@@ -222,7 +222,7 @@ class LineageBook:
         if waiting is None:
             waiting = self._waiting[key] = {}
             self._t.lineage_scans += 1
-            self._t.actions.append(ScanLineage(run=m.run, path=m.path))
+            self._t.actions.append(ScanLineage(run=m.run, path=m.path, mirror=m.mirror))
         waiting[session.peer, m.id] = None
         return None
 

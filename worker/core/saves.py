@@ -36,6 +36,7 @@ from asyncckpt_worker.core.failures import (
     requires_meeting,
     timed_out,
 )
+from asyncckpt_worker.core.mirrors import MirrorBook
 from asyncckpt_worker.core.model import (
     ADMIT,
     COMMIT,
@@ -60,8 +61,8 @@ from asyncckpt_worker.core.tables import Tables
 class SaveBook:
     """Changes `tables.saves`."""
 
-    def __init__(self, tables: Tables, runs: RunBook) -> None:
-        self._t, self._runs = tables, runs
+    def __init__(self, tables: Tables, runs: RunBook, mirrors: MirrorBook) -> None:
+        self._t, self._runs, self._mirrors = tables, runs, mirrors
         self.commits_waiting = False
         self._steps = {
             ADMIT: self._admit,
@@ -355,6 +356,7 @@ class SaveBook:
 
     def _committed(self, save: Save, report: Mapping[str, Any]) -> None:
         save.outcome = COMMITTED
+        self._mirror(save)
         self._runs.record_outcome(save.save_id, meet=save.meet)
         run = self._t.run_of(save.save_id)
         if run is not None and run.followed:
@@ -369,6 +371,13 @@ class SaveBook:
         facts = {**report, "step": entry.step, "path": entry.path}
         self._t.log("info", "committed", save_id=save.save_id, session=entry.session, count="saves_committed", **facts)
         self._commit_next(save)
+
+    def _mirror(self, save: Save) -> None:
+        """Copy a save that this worker decides on to its mirror. IMPORTANT: before its requests are let go."""
+        first = save.ranks[min(save.ranks)]
+        if first.request is not None and first.request.mirror and not self._t.is_followed(save.save_id):
+            nbytes = sum(int(entry.report.get("nbytes", entry.nbytes)) for entry in save.ranks.values())
+            self._mirrors.committed(save.save_id, first.path, first.request.mirror, first.step, nbytes)
 
     def broken(self, event: Broken) -> None:
         """End the save at which a bug was met; a commit that is in progress ends it instead."""

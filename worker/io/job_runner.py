@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
 from asyncckpt.basics.failpoints import reach
-from asyncckpt.errors import CommitUnknownError, SaveFailedError, to_wire
+from asyncckpt.errors import CommitUnknownError, MirrorError, SaveFailedError, to_wire
 from asyncckpt.memory.slot import PAGE_NBYTES, STATE_OPEN, STATE_STREAMED
 from asyncckpt.protocol.request import decode_request
 from asyncckpt.storage.rank_writer import DEFAULT_THREADS
@@ -27,6 +27,7 @@ from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.core.events import Event
 from asyncckpt_worker.io.content_digest import contents_of
 from asyncckpt_worker.io.coverage_check import Prover, coverage_error
+from asyncckpt_worker.io.mirrorer import Mirrorer, cannot_succeed
 from asyncckpt_worker.io.mount_table import MountTable
 from asyncckpt_worker.io.slot_store import SlotStore
 from asyncckpt_worker.io.writer import Writer
@@ -35,10 +36,10 @@ LANES: dict[str, int] = {"memory": 1, "populate": 1, "free": 1}
 """Lane -> number of threads, for jobs that touch no files. `free` has its own lane: unmapping a large slot takes
 seconds, and reading the slots of a dead trainer must not wait for it."""
 
-MOUNT_LANES: dict[str, int] = {"prepare": 4, "write": 4, "stream": 64, "commit": 4}
+MOUNT_LANES: dict[str, int] = {"prepare": 4, "write": 4, "stream": 64, "commit": 4, "mirror": 4}
 """Lane -> number of threads for each file system, for jobs that touch files. `write`: concurrent writes of ranks'
 files, each with helper threads. `stream`: writes while the slots are filled; these threads mostly wait for their
-trainers, any of which may have stopped."""
+trainers, any of which may have stopped. `mirror`: copies to that file system."""
 
 HELP = "help"
 """The lane of each file system for helper threads of writes."""
@@ -352,11 +353,20 @@ class JobRunner:
         lanes: Run the jobs.
         slots: Slots of this worker.
         writer: Jobs that touch storage.
+        mirrorer: Copies checkpoints to their mirrors.
         count: Adds a number to the named counter.
     """
 
-    def __init__(self, lanes: Lanes, slots: SlotStore, writer: Writer, count: Callable[[str, int], None]) -> None:
+    def __init__(
+        self,
+        lanes: Lanes,
+        slots: SlotStore,
+        writer: Writer,
+        mirrorer: Mirrorer,
+        count: Callable[[str, int], None],
+    ) -> None:
         self._lanes, self._slots, self._writer, self._count = lanes, slots, writer, count
+        self._mirrorer = mirrorer
         self._prover = Prover()
 
     def submit(self, action: ac.Action) -> None:
@@ -385,6 +395,11 @@ class JobRunner:
                 self._run("commit", action, lambda _: self._remove(action), action.path)
             case ac.ScanLineage():
                 self._run("prepare", action, lambda _: self._lineage(action), action.path)
+            case ac.CopyToMirror():
+                # In the lane of the mirror's file system or bucket: one that hangs holds threads of its own.
+                self._run("mirror", action, lambda _: self._copy(action), action.mirror)
+            case ac.ScanUnmirrored():
+                self._run("mirror", action, lambda _: self._unmirrored(action), action.root)
             case _:
                 raise AssertionError(f"no job for {action}")
 
@@ -493,10 +508,37 @@ class JobRunner:
 
     def _lineage(self, action: ac.ScanLineage) -> ev.LineageScanned:
         try:
-            epoch = self._writer.lineage(action.path)
+            epoch = self._writer.lineage(action.path, action.mirror)
         except BaseException as error:
             return _scanned(action, error=to_wire(error))
         return _scanned(action, epoch=epoch)
+
+    def _copy(self, action: ac.CopyToMirror) -> ev.Copied:
+        try:
+            report = self._mirrorer.copy(action) if action.copies else self._mirrorer.look(action)
+        except Exception as error:
+            return _not_copied(action, error)
+        return ev.Copied(now=time.monotonic(), save_id=action.save_id, is_done=report is not None, report=report or {})
+
+    def _unmirrored(self, action: ac.ScanUnmirrored) -> ev.UnmirroredFound:
+        try:
+            found = self._mirrorer.unmirrored(action.root)
+        except Exception as error:
+            return ev.UnmirroredFound(now=time.monotonic(), root=action.root, error=to_wire(error))
+        return ev.UnmirroredFound(now=time.monotonic(), root=action.root, found=tuple(found))
+
+
+def _not_copied(action: ac.CopyToMirror, error: Exception) -> ev.Copied:
+    wire = to_wire(
+        MirrorError(
+            f"{action.path} was not copied to its mirror {action.mirror}: {error}",
+            save_id=str(action.save_id),
+            path=action.path,
+            mirror=action.mirror,
+            detail=str(error),
+        )
+    )
+    return ev.Copied(now=time.monotonic(), save_id=action.save_id, error=wire, is_final=cannot_succeed(error))
 
 
 def _scanned(action: ac.ScanLineage, **found: Any) -> ev.LineageScanned:
@@ -526,6 +568,10 @@ def failed_result(action: ac.Action, error: Exception) -> ev.Event | None:
             return ev.Removed(now=now, save_id=action.save_id)
         case ac.ScanLineage():
             return _scanned(action, error=wire)
+        case ac.CopyToMirror():
+            return _not_copied(action, error)
+        case ac.ScanUnmirrored():
+            return ev.UnmirroredFound(now=now, root=action.root, error=wire)
     return None
 
 

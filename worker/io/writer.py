@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -42,6 +43,12 @@ MAX_WRITE_THREADS = 64
 """Maximum threads that write one rank's files."""
 
 RESERVE_INODES = 8
+
+MIRROR_ANSWER_S = 5.0
+"""How long a run's first save into an empty directory waits for a mirror to list its checkpoints. Chosen."""
+
+FIRST_EPOCH = 1
+SECONDS_PER_HOUR = 3600
 
 T = TypeVar("T")
 _logger = logging.getLogger("asyncckpt.worker")
@@ -229,19 +236,43 @@ class Writer:
         """Remove the files of a failed save; errors are only logged."""
         remove_files_of(path, SaveId.parse(save_id), store=self._store(path))
 
-    def lineage(self, path: str) -> int:
-        """Return the epoch of a run whose first checkpoint is at `path`.
+    def lineage(self, path: str, mirror: str) -> int:
+        """Return the epoch of a run whose first checkpoint is at `path`, and is copied to `mirror`, "" for nowhere.
 
         Raises:
             SaveFailedError: The checkpoints beside the path cannot be read.
+
+        Blocks: for a mirror, at most `MIRROR_ANSWER_S`.
         """
 
         def run() -> int:
             check_root(path, self._roots)
             reach("worker: lineage asked for")
-            return next_epoch_beside(path, self._store(path))
+            epoch = next_epoch_beside(path, self._store(path))
+            return epoch if epoch > FIRST_EPOCH or not mirror else self._epoch_in_mirror(mirror)
 
         return self._wrapped(run, None, None, None, path)
+
+    def _epoch_in_mirror(self, mirror: str) -> int:
+        """Return the next epoch beside a mirror: on a new disk, only that shows the checkpoints of earlier runs."""
+        found: list[int] = []
+
+        def ask() -> None:
+            try:
+                found.append(next_epoch_beside(mirror, self._store(mirror)))
+            except Exception as error:
+                _logger.warning("the mirror %s does not say which checkpoints it holds: %s", mirror, error)
+
+        asking = threading.Thread(target=ask, name="asyncckpt-mirror-epoch", daemon=True)
+        asking.start()
+        asking.join(MIRROR_ANSWER_S)
+        if found:
+            return found[0]
+        # IMPORTANT: an epoch that no earlier run has reached. With a smaller one, a restore from the mirror would take
+        # an older run's checkpoint for the newest.
+        epoch = int(time.time() // SECONDS_PER_HOUR)
+        _logger.warning("the mirror %s did not answer, so this run's epoch is %d, the hours since 1970", mirror, epoch)
+        return epoch
 
     @staticmethod
     def _wrapped(run: Callable[[], T], save_id: str | None, rank: int | None, step: int | None, path: str) -> T:

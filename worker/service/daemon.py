@@ -18,14 +18,16 @@ from asyncckpt.errors import AsyncCkptError, SaveFailedError, to_wire
 from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.protocol.messages import PROTOCOL_VERSION, Refused, StatusReport
 from asyncckpt.storage.files import Files
-from asyncckpt_worker.bandwidth import files_for
+from asyncckpt_worker.bandwidth import Pace, files_for
 from asyncckpt_worker.config import WorkerConfig, core_config
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.core.machine import Core
+from asyncckpt_worker.core.mirrors import with_copied
 from asyncckpt_worker.core.model import Slot
 from asyncckpt_worker.core.status import with_progress
 from asyncckpt_worker.io.job_runner import JobRunner, Lanes, failed_result
+from asyncckpt_worker.io.mirrorer import Mirrorer
 from asyncckpt_worker.io.node_sockets import NodeSockets
 from asyncckpt_worker.io.slot_store import SlotStore
 from asyncckpt_worker.io.writer import Writer
@@ -89,8 +91,9 @@ class Daemon:
         """`_is_kept` and `_is_memory_short` in the last Tick."""
         self._memory_pressure = MemoryPressure()
         self._writer = Writer(files or files_for(config.max_write_bandwidth), self._slots, config.roots, config.threads)
+        self._mirrorer = Mirrorer(files or Files(), config.roots, Pace(config.max_mirror_bandwidth).wait)
         self._lanes = Lanes(self._writer.threads)
-        self._jobs = JobRunner(self._lanes, self._slots, self._writer, self.metrics.count)
+        self._jobs = JobRunner(self._lanes, self._slots, self._writer, self._mirrorer, self.metrics.count)
         self._started = time.monotonic()
         self._exit: ac.Exit | None = None
         self._closed = False
@@ -311,6 +314,7 @@ class Daemon:
             "process": dict(self.metrics.process()),
             **of_core,
             "ranks": with_progress(of_core["ranks"], self._writer.written(), self._slots.staged_nbytes),
+            "mirrors": with_copied(of_core["mirrors"], self._mirrorer.copied()),
         }
 
 

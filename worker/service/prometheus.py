@@ -22,6 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from asyncckpt.errors import ConfigError, EndpointError
+from asyncckpt.protocol.fields import FAILED
 
 REQUEST_TIMEOUT_S = 5.0
 """Deadline of a request and its answer. Chosen: Prometheus itself waits 10 s."""
@@ -155,6 +156,9 @@ class _ReportCollector(Collector):
             ("unchanged_saves", "saves_unchanged", "Saves bit for bit like the one before."),
             ("written_bytes", "written_nbytes", "Bytes of files that were made durable."),
             ("sessions_died", "sessions_died", "Trainers that ended without a goodbye."),
+            ("mirrored", "mirrored", "Checkpoints that were copied to their mirrors."),
+            ("mirror_retries", "mirror_retries", "Copies to mirrors that failed, and are tried again."),
+            ("mirrors_failed", "mirrors_failed", "Copies to mirrors that were given up."),
             ("internal_errors", "internal_errors", "Bugs of the worker's own."),
             ("events_dropped", "events_dropped", "Lines that events.jsonl lacks."),
         ):
@@ -167,6 +171,7 @@ class _ReportCollector(Collector):
         text = "Memory of slots: lent to trainers, or kept for those that come back."
         yield _gauge("slot_bytes", text, nbytes, "state")
         yield _gauge("slots", "Slots.", {"lent": len(slots), "kept": len(kept)}, "state")
+        yield from _of_mirrors([row for row in report.get("mirrors") or () if row["phase"] != FAILED])
         yield from _of_runs([run for run in report.get("runs") or () if run["committed_step"] is not None], now)
         process = report.get("process") or {}
         if "private_nbytes" in process:
@@ -174,6 +179,14 @@ class _ReportCollector(Collector):
         if "write_nbytes" in process:
             text = "Bytes that the process gave to storage, as /proc counts."
             yield _counter("storage_written_bytes", text, process["write_nbytes"])
+
+
+def _of_mirrors(behind: Sequence[Mapping[str, Any]]) -> Iterable[Metric]:
+    yield _gauge("mirrors_behind", "Checkpoints that are still to be copied to their mirrors.", len(behind))
+    nbytes = sum((row["nbytes"] or 0) - (row["copied_nbytes"] or 0) for row in behind)
+    yield _gauge("mirrors_behind_bytes", "What is left to copy of them.", max(0, nbytes))
+    age_s = max((row["age_s"] for row in behind), default=0.0)
+    yield _gauge("mirrors_behind_seconds", "For how long the oldest of them has waited.", age_s)
 
 
 def _of_runs(runs: Sequence[Mapping[str, Any]], now: float) -> Iterable[Metric]:

@@ -17,7 +17,9 @@ from asyncckpt.interop.sources.detect import NATIVE, read_any
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_objects
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import store_over
 from asyncckpt.storage.locate import files_at
+from asyncckpt.storage.mirroring import is_mirrored
 
 EXAMPLES = (
     "asyncckpt inspect runs/a/step-300",
@@ -75,6 +77,8 @@ def _describe(contents: Contents, files: Files) -> dict[str, Any]:
         "created": manifest.created,
         "writer": manifest.writer,
         "fsync": manifest.fsync,
+        "mirror": manifest.mirror,
+        "is_mirrored": _is_mirrored(contents, files),
         "world_size": manifest.world_size,
         "nbytes": sum(shard["nbytes"] for shard in shards) if contents.source is not None else manifest.nbytes,
         "metadata": dict(manifest.metadata),
@@ -83,6 +87,14 @@ def _describe(contents: Contents, files: Files) -> dict[str, Any]:
         "tensors": [_tensor(contents, tensor) for tensor in contents.tensors.values()],
         "objects": [found for rank in range(len(contents.ranks)) for found in _objects(contents, rank, files)],
     }
+
+
+def _is_mirrored(contents: Contents, files: Files) -> bool | None:
+    """Return whether it has been copied to its mirror; None: it has none, or this is the copy."""
+    manifest = contents.manifest
+    if manifest.mirror in (None, contents.path):
+        return None
+    return is_mirrored(contents.path, manifest.save_id, store_over(files))
 
 
 def _shards(contents: Contents) -> list[dict[str, Any]]:
@@ -158,6 +170,8 @@ def _print(described: dict[str, Any]) -> None:
         names += ["layout", "step", "save_id", "fsync", "world_size"]
     for name in names:
         say(f"{name}: {described[name]}")
+    if described["is_mirrored"] is not None:
+        say(f"mirror: {described['mirror']} ({'copied' if described['is_mirrored'] else 'not copied yet'})")
     say(f"size: {human(described['nbytes'])}")
     say("metadata: " + (", ".join(f"{k}={v}" for k, v in described["metadata"].items()) or "-"))
     if described["kind"] == NATIVE:

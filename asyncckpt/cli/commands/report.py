@@ -25,6 +25,7 @@ from asyncckpt.reporting.page import NO_CHARTS, page
 from asyncckpt.storage.catalog import scan
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import store_over
+from asyncckpt.storage.mirroring import unmirrored_in
 
 EXAMPLES = (
     "asyncckpt report runs/a",
@@ -48,6 +49,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json and args.output:
         raise ConfigError("--json writes no page: leave out --output", field="output", value=args.output)
     history = history_of(read_events(root), _manifests(root, files))
+    unmirrored = {one.save_id for one in unmirrored_in(root, store_over(files))}
+    for save in history.saves:
+        save.is_unmirrored = save.save_id in unmirrored
     if not history.saves:
         raise CheckpointNotFoundError(
             f"{args.root} contains no checkpoints, and no events of saves in {EVENTS_NAME} or {ROTATED_NAME}",
@@ -93,4 +97,4 @@ def _described(root: str, history: History) -> dict[str, Any]:
 
 def _save(save: SaveRecord) -> dict[str, Any]:
     names = ("save_id", "step", "name", "outcome", "begun", "sealed", "ended", "nbytes", "stall_s", "write_s")
-    return {name: getattr(save, name) for name in (*names, "seconds", "error")}
+    return {name: getattr(save, name) for name in (*names, "seconds", "error", "is_unmirrored")}

@@ -16,13 +16,15 @@ import queue
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncckpt.basics.quantities import human, human_s, parse_seconds
+from asyncckpt.basics.urls import parent_of
 from asyncckpt.cli.output import EXIT_OK, can_redraw, columns, print_json, printable, say
 from asyncckpt.cli.worker_requests import add_endpoint, status_of
 from asyncckpt.errors import WorkerUnavailableError
+from asyncckpt.protocol.fields import FAILED
 from asyncckpt.protocol.save_phases import WRITING
 from asyncckpt.recall.snapshots import endpoint_of
 
@@ -161,6 +163,7 @@ def watched(endpoint: str, report: Mapping[str, Any], before: Mapping[str, Any] 
         "failed": sum(counters.get(f"saves_{name}", 0) for name in ("failed", "abandoned", "unknown")),
         "kept_slots": len(report.get("kept") or ()),
         "runs": [dict(row) for row in report.get("runs") or ()],
+        "mirrors": [dict(row) for row in report.get("mirrors") or ()],
         "ranks": [{**row, "write_bytes_per_s": _rate(row)} for row in report.get("ranks") or ()],
     }
 
@@ -193,6 +196,7 @@ def frame(seen: Mapping[str, Any]) -> list[str]:
         f"{_known(_per_s, seen['write_bytes_per_s'])}; memory {memory} + slots; "
         f"CPU {seen['cpu_percent'] or 0:.0f} %; kept slots {seen['kept_slots']}",
         *map(_run_line, seen["runs"]),
+        *_mirror_lines(seen["mirrors"]),
     ]
     if not seen["ranks"]:
         return [*lines, "no training process is connected"]
@@ -208,6 +212,23 @@ def _run_line(run: Mapping[str, Any]) -> str:
         newest = f"step {run['committed_step']}, {age} ago, {run['committed_path']}"
     ranks = f"{run['ranks']} of {run['world_size']} ranks{gone}, {run['in_flight']} in flight"
     return f"run {run['run']}: {ranks}; newest {newest}"
+
+
+def _mirror_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each directory of mirrors: what is still to be copied there."""
+    behind: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["phase"] != FAILED:
+            behind.setdefault(parent_of(row["mirror"]), []).append(row)
+    lines = []
+    for place, waiting in behind.items():
+        oldest, copied = waiting[0], sum(row.get("copied_nbytes") or 0 for row in waiting)
+        left = human(max(0, sum(row["nbytes"] or 0 for row in waiting) - copied))
+        trouble = f"; try {oldest['tries']}: {oldest['error']}" if oldest["error"] else ""
+        since = _known(human_s, oldest["age_s"])
+        lines.append(f"mirror {place}: {len(waiting)} behind, {left}; oldest step {oldest['step']}, {since}{trouble}")
+    failed = sum(row["phase"] == FAILED for row in rows)
+    return [*lines, f"mirrors: {failed} copies failed, see `asyncckpt worker status`"] if failed else lines
 
 
 def _cells(row: Mapping[str, Any]) -> list[Any]:

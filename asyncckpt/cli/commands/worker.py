@@ -41,7 +41,7 @@ _ACTIONS = (
     ("drain", "stop the worker after it has finished the submitted saves", ("asyncckpt worker drain --timeout-s 300",)),
     ("stop", "stop the worker without finishing the submitted saves", ("asyncckpt worker stop",)),
 )
-_TABLES = ("sessions", "ranks", "runs", "slots", "kept", "saves")
+_TABLES = ("sessions", "ranks", "runs", "slots", "kept", "saves", "mirrors")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

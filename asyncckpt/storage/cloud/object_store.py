@@ -44,6 +44,8 @@ class ObjectStore(Store):
         UnsupportedPathError: obstore is not installed; or an option is unknown, or has a value that it cannot have.
     """
 
+    shards_appear_whole = True
+
     def __init__(self, root: str, options: Mapping[str, str] | None = None, *, client: Any = None) -> None:
         self.root = root
         self._options = dict(options or {})
@@ -225,6 +227,7 @@ class ListedStore(Store):
 
     def __init__(self, below: Store, prefix: str, found: Mapping[str, Entry]) -> None:
         self._below, self._prefix, self._found = below, prefix, found
+        self.shards_appear_whole = below.shards_appear_whole
         self._children: dict[str, dict[str, Entry]] = {}
         for name, entry in found.items():
             parent, _, last = name.rpartition("/")

@@ -12,6 +12,7 @@ from format_samples import INDEX, MANIFEST, SAVE_ID, STRUCTURE
 from spec_markdown import spec, table, tables
 
 from asyncckpt import dtypes
+from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format import dcp, index, layout, manifest, names, objects, state_tree, structure
 
 SPEC = spec("format")
@@ -85,6 +86,23 @@ def test_documents_have_the_fields_of_the_spec() -> None:
     ]
     described = [[row[0] for row in rows] for rows in tables(SPEC, "field", "type", "meaning")]
     assert described == [list(document) for document in documents]
+
+
+def test_a_mirror_adds_the_fields_of_the_spec() -> None:
+    written = json.loads(manifest.encode_manifest(replace(MANIFEST, mirror="s3://bucket/a")))
+    added = [row[0] for row in table(SPEC, "field", "type", "of a checkpoint with a mirror")]
+    assert added == [name for name in written if name not in json.loads(manifest.encode_manifest(MANIFEST))]
+    assert list(written)[-2:] == [*added, "checksum"]
+    assert manifest.decode_manifest(manifest.encode_manifest(replace(MANIFEST, mirror="/a"))).mirror == "/a"
+
+
+@pytest.mark.parametrize("wrong", [7, "", ["/a"], {}])
+def test_a_mirror_of_another_type_is_refused(wrong: object) -> None:
+    document = json.loads(manifest.encode_manifest(MANIFEST))
+    del document["checksum"]
+    data = manifest.sealed({**document, "mirror": wrong})
+    with pytest.raises(CorruptCheckpointError, match="mirror"):
+        manifest.decode_manifest(data)
 
 
 def test_a_tombstone_has_the_fields_of_the_spec() -> None:

@@ -78,6 +78,7 @@ class Mob(Bench):
             "mapping": lambda: rng.choice(({}, {"record": {}}, pack_result(result_of(self.save_id(), 1)))),
             "error_or_none": lambda: rng.choice(({}, ERROR)),
             "figures": lambda: rng.choice(({}, {"nbytes": 1})),
+            "path_or_none": lambda: rng.choice(("", "/mirror/1")),
             "save_ids": lambda: tuple(self.save_id() for _ in range(rng.randrange(4))),
         }[kind]()
 
@@ -176,6 +177,11 @@ class Mob(Bench):
             case ac.ScanLineage():
                 facts = {"run": job.run, "path": job.path}
                 self.take(self.core.handle(ev.LineageScanned(now=now, epoch=rng.randrange(1, 5), **facts)))
+            case ac.CopyToMirror():
+                ended = rng.choice(({"is_done": True}, {"error": ERROR}, {"error": ERROR, "is_final": True}, {}))
+                self.take(self.core.handle(ev.Copied(now=now, save_id=job.save_id, **ended)))
+            case ac.ScanUnmirrored():
+                self.take(self.core.handle(ev.UnmirroredFound(now=now, root=job.root)))
 
     def read_slot(self, slot: int) -> ev.SlotRead:
         if self.rng.random() < 0.4:
@@ -196,6 +202,7 @@ class Mob(Bench):
             "plan": self.rng.choice(("", "1" * 16)),
             "samples": encode_samples([("w", self.rng.random() < 0.5, self.rng.choice((bytes(8), b"8 bytes!")))]),
             "changed": self.rng.random() < 0.5,
+            "mirror": self.rng.choice(("", "/mirror/1")),
         }
         if held is not None and self.rng.random() < 0.7:
             changes |= {"rank": held.rank, "world_size": held.world_size}

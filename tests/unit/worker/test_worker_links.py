@@ -197,19 +197,21 @@ def test_a_rank_of_a_follower_is_written_there_and_committed_here(pair: Pair) ->
 
 
 def test_the_epoch_is_asked_through_and_an_error_told_there(pair: Pair) -> None:
-    assert pair.follower.say(m.Lineage, run=RUN, path=PATH) is None
+    assert pair.follower.say(m.Lineage, run=RUN, path=PATH, mirror="") is None
     pair.pump()
     assert not pair.follower.of(ac.ScanLineage)
     pair.leader.feed(ev.LineageScanned, run=RUN, path=PATH, error=ERROR)
     pair.pump()
     assert [code(said) for said in pair.heard[1] if isinstance(said, m.Refused)] == ["save_failed"]
-    pair.follower.say(m.Lineage, run=RUN, path=PATH)
+    pair.follower.say(m.Lineage, run=RUN, path=PATH, mirror="")
     pair.pump()
     pair.leader.feed(ev.LineageScanned, run=RUN, path=PATH, epoch=7)
     pair.pump()
     assert [said.epoch for said in pair.heard[1] if isinstance(said, m.LineageFound)] == [7]
-    assert pair.follower.say(m.Lineage, run=RUN, path="/ckpt/next") == m.LineageFound(id=pair.follower.ids, epoch=7)
-    assert pair.leader.say(m.Lineage, run=RUN, path=PATH).epoch == 7
+    assert pair.follower.say(m.Lineage, run=RUN, path="/ckpt/next", mirror="") == m.LineageFound(
+        id=pair.follower.ids, epoch=7
+    )
+    assert pair.leader.say(m.Lineage, run=RUN, path=PATH, mirror="").epoch == 7
 
 
 @pytest.mark.parametrize("is_ring", [False, True])
@@ -485,7 +487,7 @@ def test_a_follower_of_another_world_is_told_so(pair: Pair, world_size: int) -> 
 def test_a_follower_remembers_the_epochs_of_some_directories_only(pair: Pair) -> None:
     for n in range(MAX_DIRECTORIES + 5):
         path = f"/ckpt/{n}/a"
-        pair.follower.say(m.Lineage, run=RUN, path=path)
+        pair.follower.say(m.Lineage, run=RUN, path=path, mirror="")
         pair.pump()
         pair.leader.feed(ev.LineageScanned, run=RUN, path=path, epoch=7)
         pair.pump()

@@ -41,6 +41,7 @@ REPORT: dict[str, Any] = {
 }
 UNITS = ("_seconds", "_bytes", "_total", "_info", "_step", "_fds")
 COUNTS = {"asyncckpt_draining", "asyncckpt_sessions", "asyncckpt_ranks", "asyncckpt_slots", "asyncckpt_saves_in_flight"}
+COUNTS |= {"asyncckpt_mirrors_behind"}
 """Gauges that count things, or say yes or no: they have no unit."""
 
 

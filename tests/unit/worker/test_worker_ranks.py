@@ -34,7 +34,7 @@ class Ranks(Bench):
             self.hello(self.peer(rank), self.session(rank), rank, world_size)
             self.slot(self.peer(rank))
             if join:
-                self.say(m.Lineage, self.peer(rank), run=RUN, path=PATH)
+                self.say(m.Lineage, self.peer(rank), run=RUN, path=PATH, mirror="")
                 for scan in self.of(ac.ScanLineage):
                     facts = {"run": scan.run, "path": scan.path}
                     self.feed(ev.LineageScanned, epoch=1, **facts)
@@ -167,7 +167,7 @@ def test_rank_that_comes_back_is_not_gone_any_more() -> None:
     bench.dies(1)
     bench.hello(b"again", "9" * 16, 1, 2)
     slot = bench.slot(b"again")
-    bench.say(m.Lineage, b"again", run=RUN, path=PATH)
+    bench.say(m.Lineage, b"again", run=RUN, path=PATH, mirror="")
     bench.stages(0)
     assert bench.outcome() is None
     bench.begin(slot, FIRST, peer=b"again")
@@ -192,7 +192,7 @@ def test_replaced_session_hands_its_rank_over_and_the_next_one_is_missed_when_it
 def test_second_session_of_a_rank_cannot_touch_its_save_and_its_death_ends_nothing() -> None:
     bench = Ranks()
     bench.hello(b"twin", "9" * 16, 1, 2)
-    bench.say(m.Lineage, b"twin", run=RUN, path=PATH)
+    bench.say(m.Lineage, b"twin", run=RUN, path=PATH, mirror="")
     twin = bench.slot(b"twin")
     bench.stages(0)
     bench.starts(1)
@@ -319,7 +319,7 @@ def test_ranks_that_give_one_call_two_epochs_hear_so_at_once() -> None:
 def test_rank_of_another_world_cannot_join_the_run() -> None:
     bench = Ranks()
     bench.hello(b"z", "9" * 16, 0, 3)
-    assert code(bench.say(m.Lineage, b"z", run=RUN, path=PATH)) == "ranks_disagree"
+    assert code(bench.say(m.Lineage, b"z", run=RUN, path=PATH, mirror="")) == "ranks_disagree"
     assert bench.core.tables.runs[RUN].members == {0: bench.session(0), 1: bench.session(1)}
     bench.stages(0)
     slot = bench.slot(b"z")
@@ -605,7 +605,7 @@ def test_ranks_of_a_run_get_one_epoch_and_another_run_a_larger_one() -> None:
     bench.hello(b"z", "9" * 16)
 
     def ask(peer: bytes, run: str, on_disk: int, path: str = PATH) -> Any:
-        reply = bench.say(m.Lineage, peer, run=run, path=path)
+        reply = bench.say(m.Lineage, peer, run=run, path=path, mirror="")
         for scan in bench.of(ac.ScanLineage):
             facts = {"run": scan.run, "path": scan.path}
             bench.feed(ev.LineageScanned, epoch=on_disk, **facts)
@@ -624,7 +624,7 @@ def test_ranks_that_ask_before_the_first_answer_and_repeats_are_one_scan_and_all
     scans = []
     for _ in range(3):
         for rank in range(2):
-            bench.say(m.Lineage, bench.peer(rank), id=70 + rank, run=RUN, path=f"{PATH}{rank}")
+            bench.say(m.Lineage, bench.peer(rank), id=70 + rank, run=RUN, path=f"{PATH}{rank}", mirror="")
             scans += bench.of(ac.ScanLineage)
     assert scans == [ac.ScanLineage(run=RUN, path=PATH + "0")]
     bench.feed(ev.LineageScanned, run=RUN, path=PATH + "0", epoch=2)
@@ -635,17 +635,17 @@ def test_ranks_that_ask_before_the_first_answer_and_repeats_are_one_scan_and_all
 def test_scan_that_fails_is_told_to_everybody_who_has_asked_and_the_next_question_scans_again() -> None:
     bench = Ranks(join=False)
     for rank in range(2):
-        bench.say(m.Lineage, bench.peer(rank), id=70 + rank, run=RUN, path=PATH)
+        bench.say(m.Lineage, bench.peer(rank), id=70 + rank, run=RUN, path=PATH, mirror="")
     bench.feed(ev.LineageScanned, run=RUN, path=PATH, error=ERROR)
     assert {(a.peer, code(a.message)) for a in bench.of(ac.Send)} == {(bench.peer(r), "save_failed") for r in range(2)}
-    bench.say(m.Lineage, b"0", id=72, run=RUN, path=PATH)
+    bench.say(m.Lineage, b"0", id=72, run=RUN, path=PATH, mirror="")
     assert bench.of(ac.ScanLineage)
 
 
 def test_run_whose_saves_the_worker_knows_keeps_their_epoch() -> None:
     bench = Ranks(join=False)
     bench.starts(0, "000007-00000000-" + RUN)
-    bench.say(m.Lineage, b"1", id=70, run=RUN, path=PATH + "b")
+    bench.say(m.Lineage, b"1", id=70, run=RUN, path=PATH + "b", mirror="")
     bench.feed(ev.LineageScanned, run=RUN, path=PATH + "b", epoch=8)
     assert bench.of(ac.Send)[0].message == m.LineageFound(id=70, epoch=7)
 
@@ -654,7 +654,7 @@ def test_directories_whose_epochs_are_remembered_are_bounded() -> None:
     bench = Ranks()
     for number in range(100):
         path = f"/runs/{number}/a"
-        bench.say(m.Lineage, b"0", id=700 + number, run=RUN, path=path)
+        bench.say(m.Lineage, b"0", id=700 + number, run=RUN, path=path, mirror="")
         bench.feed(ev.LineageScanned, run=RUN, path=path, epoch=1)
     assert len(bench.core.tables.runs[RUN].epochs) == 64
 

@@ -57,6 +57,7 @@ class _Question:
 
     rank: int
     path: str
+    mirror: str
     number: int
 
 
@@ -173,7 +174,7 @@ class Follower:
         key = (session.peer, m.id)
         if key not in followed.questions:
             followed.last_question += 1
-            followed.questions[key] = _Question(session.rank, m.path, followed.last_question)
+            followed.questions[key] = _Question(session.rank, m.path, m.mirror, followed.last_question)
             self._t.to_report.add(run.run_id)
         return None
 
@@ -503,7 +504,12 @@ def _withdrawal_rows(followed: _Followed) -> Iterator[Row]:
 
 def _question_rows(followed: _Followed) -> Iterator[Row]:
     for question in followed.questions.values():
-        yield {"rank": question.rank, "path": question.path, "number": question.number}
+        yield {
+            "rank": question.rank,
+            "path": question.path,
+            "mirror": question.mirror,
+            "number": question.number,
+        }
 
 
 def _unreachable(followed: _Followed, why: str) -> WorkerUnavailableError:

@@ -1,0 +1,244 @@
+"""Copies of committed checkpoints to their mirrors: which one is next, and when a copy that has failed is tried again.
+
+A copy waits until it is the oldest of those to its directory, is under way, and is tried again until it is done. The
+state is on disk: a checkpoint whose manifest names a mirror, and which has no mirror record, is still to be copied. So
+a worker that dies loses nothing: the next one that mirrors into the same directory scans it and goes on.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncckpt.basics.urls import parent_of
+from asyncckpt.format.names import SaveId
+from asyncckpt.protocol.fields import COPYING, DONE, FAILED, WAITING
+from asyncckpt.protocol.messages import Mirror, Mirrored
+from asyncckpt_worker.core.actions import CopyToMirror, ScanUnmirrored
+from asyncckpt_worker.core.events import Copied, UnmirroredFound, Wire
+from asyncckpt_worker.core.model import MAX_HISTORY, Session
+from asyncckpt_worker.core.tables import Tables
+
+FIRST_PAUSE_S = 1.0
+LAST_PAUSE_S = 60.0
+"""Pause before a copy is tried again: doubled with every try. Chosen, not measured."""
+
+LOOK_EVERY_S = 1.0
+"""How often a worker that does not copy looks for the mirror record."""
+
+MAX_COPIES = 4096
+"""Copies that wait. Above it, committed checkpoints are left to the next scan of their directory."""
+
+MAX_SCANS = 1024
+"""Directories whose scan is remembered."""
+
+FORGET_AFTER_S = 60.0
+"""How long a worker that does not copy looks for a record that nobody asks for any more."""
+
+MAX_ROWS = 100
+MAX_ERROR_CHARS = 300
+
+
+@dataclass(slots=True)
+class Copy:
+    """The copy of one checkpoint.
+
+    Attributes:
+        save_id: Of the checkpoint.
+        path, mirror: Its directory, and where it is copied to.
+        since: When it was committed, or found.
+        copies: This worker copies. False: another one does, and this one looks whether it has.
+        step, nbytes: Of its manifest; None: not known.
+        phase: One of `protocol.fields.COPY_PHASES`.
+        tries: How often it was begun.
+        retry_at: Not before.
+        error: Why the last try has failed.
+        report: Of the one that has succeeded.
+        asked_at: When a trainer has asked last.
+    """
+
+    save_id: SaveId
+    path: str
+    mirror: str
+    since: float
+    copies: bool = True
+    step: int | None = None
+    nbytes: int | None = None
+    phase: str = WAITING
+    tries: int = 0
+    retry_at: float = 0.0
+    error: Wire | None = None
+    report: Mapping[str, Any] = field(default_factory=dict)
+    asked_at: float = 0.0
+
+    def is_forgotten(self, now: float) -> bool:
+        """Whether nobody asks for it any more whom it was looked for."""
+        return not self.copies and self.phase == WAITING and now - self.asked_at > FORGET_AFTER_S
+
+    def pause_s(self) -> float:
+        """Return how long to wait for the next try."""
+        return min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self.tries - 1, 10)) if self.copies else LOOK_EVERY_S
+
+
+class MirrorBook:
+    """The copies that this worker knows of."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._t = tables
+        self._open: dict[SaveId, Copy] = {}
+        self._ended: OrderedDict[SaveId, Copy] = OrderedDict()
+        """The latest `MAX_HISTORY`, for late questions."""
+
+        self._scans: OrderedDict[str, bool] = OrderedDict()
+        """Directory -> whether its scan has ended; the latest `MAX_SCANS`."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a copy of this worker's is not done, or it is not known yet which are not."""
+        return any(copy.copies for copy in self._open.values()) or not all(self._scans.values())
+
+    # ---- what there is to copy
+
+    def committed(self, save_id: SaveId, path: str, mirror: str, step: int | None, nbytes: int) -> None:
+        """A save that this worker decides on was committed: copy it, and what is left of its directory."""
+        self._ended.pop(save_id, None)
+        self._add(Copy(save_id, path, mirror, self._t.now, step=step, nbytes=nbytes))
+        self._scan(parent_of(path))
+        self._begin()
+
+    def ask(self, session: Session, m: Mirror) -> None:
+        """Answer how far a copy is. One that is not known begins, or is looked for."""
+        save_id, is_first = SaveId.parse(m.save_id), session.rank == 0
+        copy = self._open.get(save_id) or self._ended.get(save_id)
+        if copy is None:
+            copy = Copy(save_id, m.path, m.mirror, self._t.now, copies=is_first)
+            self._add(copy)
+            if is_first:
+                self._scan(parent_of(m.path))
+        copy.copies, copy.asked_at = copy.copies or is_first, self._t.now
+        self._begin()
+        error = dict(copy.error or {}) if copy.phase == FAILED else {}
+        report = dict(copy.report) if copy.phase == DONE else {}
+        self._t.send(session.peer, Mirrored(id=m.id, phase=copy.phase, error=error, report=report))
+
+    def _scan(self, root: str) -> None:
+        if root in self._scans:
+            return
+        self._scans[root] = False
+        while len(self._scans) > MAX_SCANS and next(iter(self._scans.values())):
+            self._scans.popitem(last=False)
+        self._t.actions.append(ScanUnmirrored(root=root))
+
+    def found(self, event: UnmirroredFound) -> None:
+        """Take up what earlier workers have not copied."""
+        self._scans[event.root] = True
+        if event.error is not None:
+            text = f"{event.root} cannot be searched for checkpoints to copy to a mirror: {event.error.get('text')}"
+            self._t.log("warning", text)
+        for one in event.found:
+            if one.save_id not in self._open:
+                text = f"step {one.step} in {one.path} is still to be copied to {one.mirror}"
+                self._t.log("info", text, save_id=one.save_id)
+                self._add(Copy(one.save_id, one.path, one.mirror, self._t.now, step=one.step, nbytes=one.nbytes))
+        self._begin()
+
+    def _add(self, copy: Copy) -> None:
+        if len(self._open) >= MAX_COPIES:
+            text = f"{copy.path} is left to a later worker: {MAX_COPIES} checkpoints wait for their mirrors already"
+            self._t.log("warning", text, save_id=copy.save_id)
+            self._scans.pop(parent_of(copy.path), None)  # a later save finds it
+            return
+        self._open[copy.save_id] = copy
+
+    # ---- which one is next
+
+    def _begin(self) -> None:
+        """Begin the oldest copy to each directory, and each look, whose time has come."""
+        for copy in [one for one in self._open.values() if one.is_forgotten(self._t.now)]:
+            del self._open[copy.save_id]
+        if not all(self._scans.values()):
+            return  # older ones may be found
+        busy = {parent_of(copy.mirror) for copy in self._open.values() if copy.copies and copy.phase == COPYING}
+        for copy in sorted(self._open.values(), key=lambda one: one.save_id):
+            if copy.phase == COPYING:
+                continue
+            if copy.copies:
+                if (home := parent_of(copy.mirror)) in busy:
+                    continue
+                busy.add(home)  # also while it pauses: the oldest goes first
+            if copy.retry_at <= self._t.now:
+                copy.phase, copy.tries = COPYING, copy.tries + 1
+                self._t.actions.append(
+                    CopyToMirror(save_id=copy.save_id, path=copy.path, mirror=copy.mirror, copies=copy.copies)
+                )
+
+    def tick(self) -> None:
+        """Try again what has waited long enough."""
+        if self._open:
+            self._begin()
+
+    def times(self) -> Iterator[float]:
+        """Yield the times at which `tick` must run."""
+        return (copy.retry_at for copy in self._open.values() if copy.retry_at > self._t.now)
+
+    def copied(self, event: Copied) -> None:
+        """A copy, or a look, has ended."""
+        copy = self._open.get(event.save_id)
+        if copy is None:
+            return
+        what = f"the copy of {copy.path} to {copy.mirror}"
+        if event.error is None and event.is_done:
+            self._end(copy, DONE, None, event.report)
+            copy.nbytes = event.report.get("nbytes", copy.nbytes)
+            if copy.copies:
+                self._t.log("info", f"{what} is committed", save_id=copy.save_id, count="mirrored", **event.report)
+        elif event.error is not None and event.is_final:
+            self._end(copy, FAILED, event.error, {})
+            text = f"{what} failed: {event.error.get('text')}"
+            self._t.log("error", text, save_id=copy.save_id, count="mirrors_failed")
+        else:
+            copy.phase, copy.error = WAITING, event.error
+            pause_s = copy.pause_s()
+            copy.retry_at = self._t.now + pause_s
+            if event.error is not None:
+                text = f"{what} is tried again in {pause_s:g} s (try {copy.tries}): {event.error.get('text')}"
+                self._t.log("warning", text, save_id=copy.save_id, count="mirror_retries")
+        self._begin()
+
+    def _end(self, copy: Copy, phase: str, error: Wire | None, report: Mapping[str, Any]) -> None:
+        copy.phase, copy.error, copy.report = phase, error, report
+        self._ended[copy.save_id] = self._open.pop(copy.save_id)
+        while len(self._ended) > MAX_HISTORY:
+            self._ended.popitem(last=False)
+
+    # ---- reports
+
+    def left_behind(self) -> list[Copy]:
+        """Return the copies of this worker's that are not done, the oldest first."""
+        found = [copy for copy in self._open.values() if copy.copies]
+        return sorted(found, key=lambda copy: copy.save_id)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of the status report: copies that are not done, and the latest that have failed."""
+        failed = [copy for copy in self._ended.values() if copy.phase == FAILED]
+        return [self._row(copy) for copy in [*self.left_behind()[: MAX_ROWS // 2], *failed[-MAX_ROWS // 2 :]]]
+
+    def _row(self, copy: Copy) -> dict[str, Any]:
+        return {
+            "save_id": copy.save_id,
+            "step": copy.step,
+            "path": copy.path[:1000],
+            "mirror": copy.mirror[:1000],
+            "phase": copy.phase,
+            "nbytes": copy.nbytes,
+            "age_s": self._t.now - copy.since,
+            "tries": copy.tries,
+            "error": str((copy.error or {}).get("text", ""))[:MAX_ERROR_CHARS],
+        }
+
+
+def with_copied(rows: Iterable[Mapping[str, Any]], copied: Mapping[SaveId, int]) -> list[dict[str, Any]]:
+    """Return the rows of copies with how many bytes of each are in its mirror; None where that is not known."""
+    return [{**row, "copied_nbytes": copied.get(row["save_id"])} for row in rows]

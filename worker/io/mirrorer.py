@@ -1,0 +1,109 @@
+"""Jobs that copy committed checkpoints to their mirrors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from asyncckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotCommittedError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    SaveFailedError,
+    UnsupportedFormatError,
+    UnsupportedPathError,
+)
+from asyncckpt.format.names import SaveId
+from asyncckpt.storage.files import Files
+from asyncckpt.storage.local import store_over
+from asyncckpt.storage.locate import files_at
+from asyncckpt.storage.mirroring import Unmirrored, copy_to_mirror, is_mirrored, umask_of, unmirrored_in
+from asyncckpt_worker.core.actions import CopyToMirror
+from asyncckpt_worker.io.writer import check_root
+
+_FINAL = (
+    CheckpointNotFoundError,
+    CheckpointNotCommittedError,
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    UnsupportedFormatError,
+    UnsupportedPathError,
+    SaveFailedError,
+)
+"""Errors after which a copy is not tried again: the same would happen."""
+
+
+def cannot_succeed(error: Exception) -> bool:
+    """Return whether trying a copy again cannot help."""
+    return isinstance(error, _FINAL)
+
+
+class Mirrorer:
+    """Performs the jobs. Every method may be called from several threads.
+
+    Args:
+        files: The seam to this machine's files.
+        roots: Directories below which the worker may write; empty allows every path.
+        pace: Called before so many bytes are sent; waits where the bandwidth is limited.
+    """
+
+    def __init__(self, files: Files, roots: Sequence[str], pace: Callable[[int], None]) -> None:
+        self._files, self._roots, self._pace = files, tuple(roots), pace
+        self._copied: dict[SaveId, int] = {}
+
+    def copy(self, job: CopyToMirror) -> Mapping[str, Any]:
+        """Copy a checkpoint, and return the report's figures.
+
+        Raises:
+            SaveFailedError: The mirror lies outside the roots.
+            AsyncCkptError, OSError: As `copy_to_mirror`.
+
+        Blocks: for the copy.
+        """
+        check_root(job.mirror, self._roots)
+        files = files_at(job.path, files=self._files)
+        target = store_over(files_at(job.mirror, files=self._files), umask=umask_of(job.path, files))
+        self._copied[job.save_id] = 0
+
+        def progress(nbytes: int) -> None:
+            self._copied[job.save_id] += nbytes
+
+        try:
+            report = copy_to_mirror(
+                job.path,
+                job.save_id,
+                job.mirror,
+                source=store_over(files),
+                target=target,
+                pace=self._pace,
+                progress=progress,
+            )
+        finally:
+            self._copied.pop(job.save_id, None)
+        return {
+            "nbytes": report.nbytes,
+            "copied_nbytes": report.copied_nbytes,
+            "seconds_mirror": report.seconds,
+        }
+
+    def look(self, job: CopyToMirror) -> Mapping[str, Any] | None:
+        """Return an empty report if another worker has copied a checkpoint, else None.
+
+        Raises:
+            OSError: It cannot be known.
+        """
+        store = store_over(files_at(job.path, files=self._files))
+        return {} if is_mirrored(job.path, job.save_id, store) else None
+
+    def unmirrored(self, root: str) -> list[Unmirrored]:
+        """Return what is still to be copied of a directory.
+
+        Raises:
+            AsyncCkptError, OSError: As `unmirrored_in`.
+        """
+        return unmirrored_in(root, store_over(files_at(root, files=self._files)))
+
+    def copied(self) -> dict[SaveId, int]:
+        """Return how many bytes of each checkpoint are in its mirror, of the copies that are under way."""
+        return dict(self._copied)
