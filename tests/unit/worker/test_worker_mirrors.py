@@ -1,0 +1,272 @@
+"""The copies to mirrors in the worker's core: which is next, when it is tried again, and what it is waited for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from worker_bench import CONFIG, ERROR, FIRST, PATH, SECOND, Bench, code
+
+from asyncckpt.format.names import SaveId
+from asyncckpt.protocol import messages as m
+from asyncckpt.storage.mirroring import Unmirrored
+from asyncckpt_worker.core import actions as ac
+from asyncckpt_worker.core import events as ev
+from asyncckpt_worker.core import mirrors
+from asyncckpt_worker.core.mirrors import FIRST_PAUSE_S, FORGET_AFTER_S, LAST_PAUSE_S, LOOK_EVERY_S, with_copied
+
+FIRST_ID, SECOND_ID = SaveId.parse(FIRST), SaveId.parse(SECOND)
+PLACE = "s3://bucket/run/step-5"
+OLDER = SaveId(0, 7, "b" * 12)
+
+
+def committed(bench: Bench, save_id: str = FIRST, path: str = PATH, mirror: str = PLACE, peer: bytes = b"p") -> None:
+    """Bring a save with a mirror to its commit."""
+    slot = bench.slot(peer)
+    bench.begin(slot, save_id, peer=peer, path=path)
+    bench.feed(ev.Prepared, key=(save_id, 0))
+    bench.submit(slot, save_id, peer=peer)
+    bench.read(slot, save_id, path=path, mirror=mirror)
+    bench.feed(ev.Written, key=(save_id, 0), report={"nbytes": 100})
+    bench.feed(ev.Published, save_id=save_id)
+    assert bench.phase(save_id) == "committed"
+
+
+def look(bench: Bench) -> None:
+    """Find nothing new in the slots that are being read."""
+    for read in bench.of(ac.ReadSlot):
+        bench.feed(ev.SlotRead, slot=read.slot, reason="nothing new")
+
+
+def leave(bench: Bench) -> None:
+    """End the session, and free what it had."""
+    bench.say(m.Goodbye)
+    look(bench)
+    for freed in bench.of(ac.FreeSlot):
+        bench.feed(ev.SlotFreed, slot=freed.slot)
+
+
+def copies(bench: Bench) -> list[str]:
+    return [job.save_id for job in bench.of(ac.CopyToMirror)]
+
+
+def scanned(bench: Bench, *found: Unmirrored, root: str = "/ckpt") -> None:
+    bench.feed(ev.UnmirroredFound, root=root, found=found)
+
+
+def unmirrored(save_id: SaveId, mirror: str = "s3://bucket/run/old", path: str = "/ckpt/old") -> Unmirrored:
+    return Unmirrored(save_id=save_id, step=1, nbytes=10, path=path, mirror=mirror)
+
+
+def asked(bench: Bench, save_id: str = FIRST, peer: bytes = b"p", mirror: str = PLACE, path: str = PATH) -> Any:
+    return bench.say(m.Mirror, peer, save_id=save_id, path=path, mirror=mirror)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    found = Bench()
+    found.hello()
+    return found
+
+
+def test_a_committed_save_is_copied_once_its_directory_was_searched(bench: Bench) -> None:
+    committed(bench)
+    assert copies(bench) == [] and [job.root for job in bench.of(ac.ScanUnmirrored)] == ["/ckpt"]
+    assert asked(bench).phase == "waiting"
+    scanned(bench)
+    (job,) = bench.of(ac.CopyToMirror)
+    assert (job.save_id, job.path, job.mirror, job.copies) == (FIRST, PATH, PLACE, True)
+    assert asked(bench).phase == "copying"
+    bench.feed(ev.Copied, save_id=FIRST_ID, is_done=True, report={"nbytes": 100, "copied_nbytes": 60})
+    answer = asked(bench)
+    assert (answer.phase, dict(answer.report)) == ("done", {"nbytes": 100, "copied_nbytes": 60})
+    assert bench.core.report()["mirrors"] == []
+
+
+def test_a_save_without_a_mirror_is_not_copied(bench: Bench) -> None:
+    committed(bench, mirror="")
+    assert not bench.of(ac.ScanUnmirrored) and not copies(bench)
+
+
+def test_a_save_that_failed_is_not_copied(bench: Bench) -> None:
+    slot = bench.slot()
+    bench.begin(slot)
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    bench.submit(slot)
+    bench.read(slot, mirror=PLACE)
+    bench.feed(ev.Written, key=(FIRST, 0), error=ERROR)
+    assert bench.phase() == "failed" and not bench.of(ac.ScanUnmirrored)
+
+
+def test_what_earlier_workers_have_left_goes_first(bench: Bench) -> None:
+    committed(bench)
+    scanned(bench, unmirrored(OLDER))
+    assert copies(bench) == [OLDER], "one at a time to a directory, the oldest first"
+    bench.feed(ev.Copied, save_id=OLDER, is_done=True)
+    assert copies(bench) == [FIRST]
+
+
+def test_a_directory_is_searched_once(bench: Bench) -> None:
+    committed(bench)
+    scanned(bench)
+    committed(bench, SECOND, "/ckpt/b", "s3://bucket/run/b")
+    assert not bench.of(ac.ScanUnmirrored)
+
+
+def test_a_search_that_fails_keeps_no_copy_waiting(bench: Bench) -> None:
+    committed(bench)
+    bench.feed(ev.UnmirroredFound, root="/ckpt", error=ERROR)
+    assert copies(bench) == [FIRST]
+
+
+def test_copies_to_different_directories_do_not_wait_for_each_other(bench: Bench) -> None:
+    committed(bench)
+    scanned(bench, unmirrored(OLDER, mirror="/elsewhere/old"))
+    assert copies(bench) == [OLDER, FIRST]
+
+
+def test_a_copy_that_fails_is_tried_again_with_growing_pauses_and_before_younger_ones(bench: Bench) -> None:
+    committed(bench)
+    scanned(bench)
+    committed(bench, SECOND, "/ckpt/b", "s3://bucket/run/b")
+    pauses = []
+    for _ in range(9):
+        bench.feed(ev.Copied, save_id=FIRST_ID, error=ERROR)
+        assert copies(bench) == [], "neither at once, nor the next one"
+        due = bench.core.wakes_at
+        assert due is not None and asked(bench).phase == "waiting" and dict(asked(bench).error) == {}
+        pauses.append(due - bench.now)
+        bench.now = due
+        bench.feed(ev.Tick)
+        assert copies(bench) == [FIRST]
+    assert pauses == [min(LAST_PAUSE_S, FIRST_PAUSE_S * 2**n) for n in range(9)]
+    (row, _) = bench.core.report()["mirrors"]
+    assert (row["phase"], row["tries"], row["error"]) == ("copying", 10, ERROR["text"])
+    bench.feed(ev.Copied, save_id=FIRST_ID, is_done=True)
+    assert copies(bench) == [SECOND]
+
+
+def test_a_copy_that_cannot_succeed_fails_and_lets_the_next_one_go(bench: Bench) -> None:
+    committed(bench)
+    scanned(bench)
+    committed(bench, SECOND, "/ckpt/b", "s3://bucket/run/b")
+    bench.feed(ev.Copied, save_id=FIRST_ID, error=ERROR, is_final=True)
+    assert copies(bench) == [SECOND]
+    answer = asked(bench)
+    assert (answer.phase, dict(answer.error)) == ("failed", dict(ERROR))
+    assert [row["phase"] for row in bench.core.report()["mirrors"]] == ["copying", "failed"]
+
+
+def test_the_next_worker_goes_on_for_the_trainer_that_asks(bench: Bench) -> None:
+    assert asked(bench).phase == "waiting" and [job.root for job in bench.of(ac.ScanUnmirrored)] == ["/ckpt"]
+    scanned(bench, unmirrored(FIRST_ID, PLACE, PATH))
+    assert copies(bench) == [FIRST], "once, though it was also found"
+
+
+def test_a_worker_of_other_ranks_looks_and_does_not_copy(bench: Bench) -> None:
+    bench.hello(b"q", "2" * 16, 1, 2)
+    assert asked(bench, peer=b"q").phase == "copying"
+    bench.say(m.Heartbeat, b"q", saves=())
+    assert not bench.of(ac.ScanUnmirrored)
+    bench.feed(ev.Copied, save_id=FIRST_ID)
+    assert asked(bench, peer=b"q").phase == "waiting"
+    bench.now += LOOK_EVERY_S
+    bench.feed(ev.Tick)
+    (job,) = bench.of(ac.CopyToMirror)
+    assert not job.copies
+    bench.feed(ev.Copied, save_id=FIRST_ID, is_done=True)
+    assert asked(bench, peer=b"q").phase == "done"
+
+
+def test_rank_0_makes_a_worker_copy_that_only_looked(bench: Bench) -> None:
+    bench.hello(b"q", "2" * 16, 1, 2)
+    asked(bench, peer=b"q")
+    bench.feed(ev.Copied, save_id=FIRST_ID)
+    asked(bench)
+    bench.now += LOOK_EVERY_S
+    bench.feed(ev.Tick)
+    assert [job.copies for job in bench.of(ac.CopyToMirror)] == [True]
+
+
+def test_what_nobody_asks_for_any_more_is_looked_for_no_longer(bench: Bench) -> None:
+    bench.hello(b"q", "2" * 16, 1, 2)
+    asked(bench, peer=b"q")
+    bench.feed(ev.Copied, save_id=FIRST_ID)
+    bench.now += FORGET_AFTER_S + 1
+    bench.feed(ev.Tick)
+    assert not copies(bench) and not bench.core._mirrors._open
+
+
+def test_a_worker_with_a_copy_is_not_idle_and_ends_when_it_is_done() -> None:
+    bench = Bench(replace(CONFIG, keep_snapshots_s=0.0))
+    bench.hello()
+    committed(bench)
+    scanned(bench)
+    leave(bench)
+    bench.now += CONFIG.idle_exit_s + 1
+    bench.feed(ev.Tick)
+    assert not bench.of(ac.Exit)
+    bench.feed(ev.Copied, save_id=FIRST_ID, is_done=True)
+    bench.now += CONFIG.idle_exit_s + 1
+    bench.feed(ev.Tick)
+    assert [leave.reason for leave in bench.of(ac.Exit)] == ["idle"]
+
+
+@pytest.mark.parametrize("ends", ["done", "late"])
+def test_a_drain_waits_for_copies_until_its_timeout_and_says_what_is_left(ends: str) -> None:
+    bench = Bench(replace(CONFIG, keep_snapshots_s=0.0))
+    bench.hello()
+    committed(bench)
+    scanned(bench)
+    bench.feed(ev.StopRequested)
+    look(bench)
+    leave(bench)
+    bench.now += CONFIG.staging_grace_s + 1
+    assert not [a for a in bench.feed(ev.Tick) if isinstance(a, ac.Exit)]
+    if ends == "done":
+        bench.feed(ev.Copied, save_id=FIRST_ID, is_done=True)
+        bench.feed(ev.Tick)
+        assert [(leave.complete, leave.reason) for leave in bench.of(ac.Exit)] == [(True, "drained")]
+        return
+    bench.now += CONFIG.drain_timeout_s
+    said = bench.core.handle(ev.Tick(now=bench.now))
+    assert [leave.reason for leave in said if isinstance(leave, ac.Exit)] == ["drain timeout"]
+    assert any("1 checkpoints are not in their mirrors" in log.text for log in said if isinstance(log, ac.Log))
+
+
+def test_ranks_that_name_different_mirrors_disagree() -> None:
+    bench = Bench()
+    slots = []
+    for rank, peer in enumerate((b"0", b"1")):
+        bench.hello(peer, str(rank) * 16, rank, 2)
+        slots.append(bench.slot(peer))
+        bench.begin(slots[rank], peer=peer)
+        bench.feed(ev.Prepared, key=(FIRST, rank))
+        bench.submit(slots[rank], peer=peer)
+    bench.read(slots[0], world_size=2, mirror=PLACE)
+    bench.read(slots[1], world_size=2, rank=1, mirror="/elsewhere")
+    assert bench.phase(rank=0) == "failed"
+    assert "rank 1 saves with mirror='/elsewhere', rank 0 with mirror='s3://bucket/run/step-5'" in str(bench.pushed())
+
+
+def test_copies_that_wait_are_bounded_and_the_rest_is_found_by_a_later_search(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirrors, "MAX_COPIES", 1)
+    committed(bench)
+    scanned(bench)
+    committed(bench, SECOND, "/ckpt/b", "s3://bucket/run/b")
+    assert [job.root for job in bench.of(ac.ScanUnmirrored)] == ["/ckpt"], "its directory is searched again"
+    assert len(bench.core._mirrors._open) == 1
+
+
+def test_progress_is_shown_beside_what_is_known(bench: Bench) -> None:
+    committed(bench)
+    rows = with_copied(bench.core.report()["mirrors"], {FIRST_ID: 40})
+    assert [(row["step"], row["nbytes"], row["copied_nbytes"]) for row in rows] == [(5, 100, 40)]
+    assert with_copied(rows, {})[0]["copied_nbytes"] is None
+
+
+def test_a_peer_without_a_session_is_refused() -> None:
+    assert code(asked(Bench())) == "unknown_save"
