@@ -226,7 +226,7 @@ def test_a_drain_waits_for_copies_until_its_timeout_and_says_what_is_left(ends: 
     assert not [a for a in bench.feed(ev.Tick) if isinstance(a, ac.Exit)]
     if ends == "done":
         bench.feed(ev.Copied, save_id=FIRST_ID, is_done=True)
-        bench.feed(ev.Tick)
+        look(bench)  # once more, for what was sealed meanwhile
         assert [(leave.complete, leave.reason) for leave in bench.of(ac.Exit)] == [(True, "drained")]
         return
     bench.now += CONFIG.drain_timeout_s

@@ -1,0 +1,287 @@
+"""Checkpoints with a mirror: copied behind the training, whoever dies meanwhile, and restored from there."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from real_worker import DEADLINE_S, RealWorker, running, wait_until
+
+import asyncckpt
+from asyncckpt import AsyncCheckpointer, CheckpointManager, SyncCheckpointer
+from asyncckpt.errors import CheckpointerClosedError, ConfigError, MirrorError, UnsupportedPathError
+from asyncckpt.format.manifest import decode_manifest
+from asyncckpt.format.names import SaveId
+
+SLOW = "--max-mirror-bandwidth=2M"
+SOON = "--drain-timeout-s=1"
+"""A worker that is told to end waits for copies; not for long here."""
+
+STATE = {"w": torch.arange(1_000_000.0), "n": 7}
+
+
+def save(checkpointer: AsyncCheckpointer, root: pathlib.Path, step: int, state: Any = STATE) -> Any:
+    """Save a step to `root / "runs"`, with a mirror in `root / "mirror"`, and wait until it is written."""
+    name = f"step-{step}"
+    handle = checkpointer.save(state, root / "runs" / name, step=step, mirror=root / "mirror" / name)
+    handle.written.result(DEADLINE_S)
+    return handle
+
+
+def save_id_of(path: pathlib.Path) -> SaveId:
+    return decode_manifest((path / "manifest.json").read_bytes()).save_id
+
+
+def names(path: pathlib.Path) -> set[str]:
+    return {one.name for one in path.iterdir()} if path.is_dir() else set()
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncckpt", *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+    print(done.stdout, done.stderr)
+    return done
+
+
+@pytest.fixture
+def worker(endpoint: str) -> Iterator[RealWorker]:
+    with running(endpoint, SOON) as found:
+        yield found
+
+
+@pytest.fixture
+def checkpointer(worker: RealWorker) -> Iterator[AsyncCheckpointer]:
+    with AsyncCheckpointer(endpoint=worker.endpoint) as found:
+        yield found
+
+
+def test_the_copy_is_made_behind_the_save_and_loads(checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path) -> None:
+    handle = save(checkpointer, tmp_path, 1)
+    report = handle.mirrored.result(DEADLINE_S)
+    assert report.nbytes > 4_000_000 and report.details["copied_nbytes"] == report.nbytes
+    assert report.seconds["mirror"] > 0
+    assert torch.equal(asyncckpt.load(tmp_path / "mirror" / "step-1")["w"], STATE["w"])
+    without = checkpointer.save(STATE, tmp_path / "runs" / "step-2")
+    without.written.result(DEADLINE_S)
+    assert without.mirrored is None
+    shown = command("inspect", str(tmp_path / "runs" / "step-1"))
+    assert f"mirror: {tmp_path}/mirror/step-1 (copied)" in shown.stdout
+    assert command("verify", str(tmp_path / "runs" / "step-1"), str(tmp_path / "mirror" / "step-1")).returncode == 0
+
+
+def test_a_failed_save_fails_its_copy_too(checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path) -> None:
+    save(checkpointer, tmp_path, 1).mirrored.result(DEADLINE_S)
+    again = checkpointer.save(STATE, tmp_path / "runs" / "step-1", mirror=tmp_path / "mirror" / "step-1")
+    assert type(again.mirrored.exception(DEADLINE_S)) is type(again.written.exception(DEADLINE_S)) is not type(None)
+
+
+def test_a_mirror_that_is_away_costs_no_save_and_gets_all_of_them_in_order_once_it_is_back(
+    checkpointer: AsyncCheckpointer, worker: RealWorker, tmp_path: pathlib.Path
+) -> None:
+    mirror = tmp_path / "mirror"
+    mirror.write_text("a file where a directory is wanted")
+    handles = [save(checkpointer, tmp_path, step) for step in range(3)]
+    rows = wait_until(
+        lambda: [row for row in worker.status()["mirrors"] if row["error"]], "the oldest copy has failed once"
+    )
+    assert [row["step"] for row in rows] == [0] and len(worker.status()["mirrors"]) == 3
+    assert not any(handle.mirrored.done() for handle in handles)
+    shown = command("worker", "status", "--endpoint", worker.endpoint)
+    assert "mirrors: 3" in shown.stdout
+    shown = command("top", "--once", "--endpoint", worker.endpoint)
+    assert f"mirror {mirror}: 3 behind" in shown.stdout and "oldest step 0" in shown.stdout
+    listed = json.loads(command("mirror", str(tmp_path / "runs"), "--json").stdout)
+    assert [(row["step"], row["is_copied"]) for row in listed] == [(0, False), (1, False), (2, False)]
+    mirror.unlink()
+    for handle in handles:
+        handle.mirrored.result(DEADLINE_S)
+    times = [(mirror / f"step-{step}" / "manifest.json").stat().st_mtime_ns for step in range(3)]
+    assert times == sorted(times) and worker.status()["mirrors"] == []
+
+
+def test_the_next_worker_goes_on_where_a_killed_one_stopped(endpoint: str, tmp_path: pathlib.Path) -> None:
+    with (
+        running(endpoint, SLOW, SOON) as worker,
+        AsyncCheckpointer(endpoint=endpoint, files_per_rank=4) as checkpointer,
+    ):
+        state = {f"w{n}": torch.full((300_000,), float(n)) for n in range(4)}
+        handle = save(checkpointer, tmp_path, 1, state)
+        copy = tmp_path / "mirror" / "step-1"
+        wait_until(lambda: [n for n in names(copy) if n.endswith(".safetensors")], "a file is copied")
+        worker.kill()
+        assert "manifest.json" not in names(copy) and not handle.mirrored.done()
+        with running(endpoint, SOON):
+            report = handle.mirrored.result(DEADLINE_S)
+            assert 0 < report.details["copied_nbytes"] < report.nbytes
+            found = asyncckpt.load(copy)
+            assert all(torch.equal(found[name], state[name]) for name in state)
+            assert not [name for name in names(copy) if name.endswith(".tmp")]
+
+
+def test_a_later_training_finishes_what_a_dead_one_has_left(endpoint: str, tmp_path: pathlib.Path) -> None:
+    program = f"""
+import sys, torch, pathlib, asyncckpt
+root = pathlib.Path(sys.argv[1])
+with asyncckpt.AsyncCheckpointer(endpoint=sys.argv[2]) as checkpointer:
+    state = {{"w": torch.arange(8_000_000.0)}}
+    handle = checkpointer.save(state, root / "runs" / "step-0", step=0, mirror=root / "mirror" / "step-0")
+    handle.written.result({DEADLINE_S})
+"""
+    with running(endpoint, SLOW, SOON) as worker:
+        subprocess.run([sys.executable, "-c", program, str(tmp_path), endpoint], check=True, timeout=DEADLINE_S)
+        worker.kill()
+    assert names(tmp_path / "mirror" / "step-0") & {"manifest.json"} == set()
+    with running(endpoint, SOON), AsyncCheckpointer(endpoint=endpoint) as checkpointer:
+        save(checkpointer, tmp_path, 1).mirrored.result(DEADLINE_S)
+        assert "manifest.json" in names(tmp_path / "mirror" / "step-0")
+
+
+def test_what_is_left_is_copied_by_hand(endpoint: str, tmp_path: pathlib.Path) -> None:
+    with running(endpoint, SLOW, SOON) as worker:
+        checkpointer = AsyncCheckpointer(endpoint=endpoint)
+        handle = save(checkpointer, tmp_path, 1)
+        checkpointer.close()
+        with pytest.raises(CheckpointerClosedError, match="the worker continues with the copy"):
+            handle.mirrored.result(0)
+        worker.kill()
+    assert "not copied yet" in command("inspect", str(tmp_path / "runs" / "step-1")).stdout
+    assert command("report", str(tmp_path / "runs")).returncode == 0
+    assert "not in the mirror yet" in (tmp_path / "runs" / "report.html").read_text()
+    assert "copied" in command("mirror", str(tmp_path / "runs"), "--copy").stdout
+    assert torch.equal(asyncckpt.load(tmp_path / "mirror" / "step-1")["w"], STATE["w"])
+    assert "everything is in its mirror" in command("mirror", str(tmp_path / "runs")).stdout
+
+
+def test_a_copy_that_cannot_succeed_fails_with_the_reason(
+    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path
+) -> None:
+    taken = tmp_path / "mirror" / "step-1"
+    with SyncCheckpointer() as other:
+        other.save({"x": 1}, taken)
+    handle = save(checkpointer, tmp_path, 1)
+    with pytest.raises(MirrorError, match="already holds a committed checkpoint") as caught:
+        handle.mirrored.result(DEADLINE_S)
+    assert caught.value.mirror == str(taken) and asyncckpt.load(taken) == {"x": 1}
+
+
+def test_a_restore_takes_the_newest_of_both_places(checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path) -> None:
+    runs, mirror = tmp_path / "runs", tmp_path / "mirror"
+    for step in (1, 2):
+        save(checkpointer, tmp_path, step, {"n": step}).mirrored.result(DEADLINE_S)
+    assert asyncckpt.latest_checkpoint(runs, mirror=mirror) == str(runs / "step-2")
+    data = next(one for one in (runs / "step-2").iterdir() if one.name.endswith(".objects.json"))
+    data.write_bytes(b"damaged")
+    found = asyncckpt.restore_latest(runs, mirror=mirror, source="disk")
+    assert found is not None and (found.path, found.state_dict) == (str(mirror / "step-2"), {"n": 2})
+    fresh = tmp_path / "new disk"
+    assert asyncckpt.restore_latest(fresh, source="disk") is None
+    found = asyncckpt.restore_latest(fresh, mirror=mirror, source="disk")
+    assert found is not None and found.step == 2
+    assert asyncckpt.latest_checkpoint(fresh, mirror=mirror) == str(mirror / "step-2")
+    mirror_file = tmp_path / "file"
+    mirror_file.write_text("")
+    found = asyncckpt.restore_latest(runs, mirror=mirror_file / "x", source="disk")
+    assert found is not None and found.step == 1, "a mirror that cannot be listed does not keep from restoring"
+
+
+def test_on_a_new_disk_a_run_is_newer_than_those_in_the_mirror(endpoint: str, tmp_path: pathlib.Path) -> None:
+    mirror = tmp_path / "mirror"
+    epochs = []
+    for attempt in range(2):
+        with running(endpoint, SOON), AsyncCheckpointer(endpoint=endpoint) as checkpointer:
+            path = tmp_path / f"disk-{attempt}" / "step-1"
+            handle = checkpointer.save({"n": attempt}, path, step=1, mirror=mirror / f"step-{attempt}")
+            handle.mirrored.result(DEADLINE_S)
+            epochs.append(save_id_of(path).epoch)
+    assert epochs == [1, 2]
+
+
+def test_on_a_new_disk_a_mirror_that_does_not_answer_is_waited_for_briefly_and_its_checkpoints_count_as_older(
+    endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore", reason="the extra cloud is not installed")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.setenv(name, "test")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with running(endpoint, SOON), AsyncCheckpointer(endpoint=endpoint) as checkpointer:
+            handle = checkpointer.save(STATE, tmp_path / "runs" / "step-1", step=1, mirror="s3://bucket/runs/step-1")
+            handle.written.result(DEADLINE_S)
+            assert save_id_of(tmp_path / "runs" / "step-1").epoch >= 490_000, "the hours since 1970"
+            began = time.monotonic()
+            for step in (2, 3):
+                again = checkpointer.save(STATE, tmp_path / "runs" / f"{step}", mirror=f"s3://bucket/runs/{step}")
+                again.written.result(DEADLINE_S)
+            assert time.monotonic() - began < DEADLINE_S / 2 and not again.mirrored.done()
+
+
+def test_a_manager_keeps_what_is_not_mirrored_and_removes_it_afterwards(
+    worker: RealWorker, tmp_path: pathlib.Path
+) -> None:
+    runs, mirror = tmp_path / "runs", tmp_path / "mirror"
+    mirror.write_text("away")
+    options: dict[str, Any] = {"max_to_keep": 1, "mirror": mirror, "mirror_max_to_keep": 2, "endpoint": worker.endpoint}
+    with CheckpointManager(runs, **options) as manager:
+        handles = [manager.save(step, STATE) for step in range(4)]
+        manager.wait()
+        assert manager.all_steps() == [0, 1, 2, 3], "none is removed before it is in the mirror"
+        mirror.unlink()
+        for handle in handles:
+            assert handle is not None and handle.mirrored is not None
+            handle.mirrored.result(DEADLINE_S)
+        manager.save(4, STATE).mirrored.result(DEADLINE_S)  # type: ignore[union-attr]
+        wait_until(lambda: names(runs) & {f"step-{n:08d}" for n in range(9)} == {"step-00000004"}, "one is kept here")
+        wait_until(lambda: len([n for n in names(mirror) if n.startswith("step")]) == 2, "two are kept there")
+        assert manager.all_steps() == [3, 4] and manager.latest_step() == 4
+    with CheckpointManager(tmp_path / "new disk", **options) as manager:
+        found = manager.restore()
+        assert found is not None and found.step == 4 and found.path.startswith(str(mirror))
+        found = manager.restore(step=3)
+        assert found is not None and found.step == 3
+
+
+def test_a_bound_on_what_waits_for_the_mirror_is_kept(worker: RealWorker, tmp_path: pathlib.Path) -> None:
+    mirror = tmp_path / "mirror"
+    mirror.write_text("away")
+    with CheckpointManager(
+        tmp_path / "runs", max_to_keep=1, max_unmirrored=2, mirror=mirror, endpoint=worker.endpoint
+    ) as manager:
+        for step in range(6):
+            manager.save(step, STATE)
+        manager.wait()
+        assert manager.all_steps() == [3, 4, 5]
+
+
+@pytest.mark.parametrize("where", ["runs/step-1", "runs/step-1/inside", "runs"])
+def test_a_mirror_in_the_checkpoint_or_around_it_is_refused(
+    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, where: str
+) -> None:
+    with pytest.raises(ConfigError, match="lies inside the other"):
+        checkpointer.save(STATE, tmp_path / "runs" / "step-1", mirror=tmp_path / where)
+
+
+def test_wrong_mirrors_are_refused_early(checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UnsupportedPathError, match="scheme 'ftp'"):
+        checkpointer.save(STATE, tmp_path / "a", mirror="ftp://host/x")
+    with SyncCheckpointer() as other, pytest.raises(ConfigError, match="use AsyncCheckpointer"):
+        other.save(STATE, tmp_path / "a", mirror=tmp_path / "b")
+    with pytest.raises(ConfigError, match="give mirror="):
+        CheckpointManager(tmp_path / "runs", max_unmirrored=1)
+    assert names(tmp_path) == set()
+
+
+def test_a_slow_mirror_delays_no_save(endpoint: str, tmp_path: pathlib.Path) -> None:
+    with running(endpoint, SLOW, SOON), AsyncCheckpointer(endpoint=endpoint) as checkpointer:
+        save(checkpointer, tmp_path, 0)
+        began = time.monotonic()
+        handles = [save(checkpointer, tmp_path, step) for step in range(1, 4)]
+        assert not handles[-1].mirrored.done() and time.monotonic() - began < DEADLINE_S / 2
