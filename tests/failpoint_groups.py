@@ -78,9 +78,16 @@ MOUNTS: Group = {
 }
 """tests/fault/test_failpoints_mounts.py."""
 
+MIRRORS: Group = {
+    "copy": (
+        "mirror: begun", "mirror: shard written", "mirror: file copied", "mirror: files copied", "mirror: committed",
+    ),
+}  # fmt: skip
+"""tests/fault/test_mirror_kills.py."""
+
 GROUPS: Sequence[Group] = (
     STREAMED_BY_TRAINER, STREAMED_BY_WORKER, RESUMED, SENT, HANDED_OVER, LOADS, RESTORES, RECALLS, DEVICES, COMPARED,
-    RANKS, WORKERS, LINKS, MOUNTS,
+    RANKS, WORKERS, LINKS, MOUNTS, MIRRORS,
 )  # fmt: skip
 
 

@@ -67,6 +67,7 @@ def _config(options: argparse.Namespace) -> WorkerConfig:
         threads=options.threads,
         max_write_bandwidth=options.max_write_bandwidth,
         max_mirror_bandwidth=options.max_mirror_bandwidth,
+        mirror_roots=tuple(checkpoint_path(root) for root in options.mirror),
         advertise=options.advertise or os.environ.get(ADVERTISE_VARIABLE) or LOOPBACK,
         port=options.port,
         events=options.events,

@@ -43,6 +43,7 @@ class WorkerConfig:
             `rank_writer.DEFAULT_THREADS`.
         max_write_bandwidth: Maximum bytes per second that all saves together write; 0: no limit.
         max_mirror_bandwidth: Maximum bytes per second that all copies to mirrors together send; 0: no limit.
+        mirror_roots: Directories whose checkpoints are copied to their mirrors, if an earlier worker has not done so.
         heartbeat_s: Interval at which trainers send heartbeats, so that a loss is noticed within a second.
         advertise, port: Address and port by which workers of other nodes reach this one if it leads them; 0: any port.
         events: Whether it writes `events.jsonl` beside the checkpoints.
@@ -65,6 +66,7 @@ class WorkerConfig:
     threads: int = 0
     max_write_bandwidth: int = 0
     max_mirror_bandwidth: int = 0
+    mirror_roots: tuple[str, ...] = ()
     heartbeat_s: float = 0.5
     advertise: str = LOOPBACK
     port: int = 0
@@ -127,4 +129,5 @@ def core_config(config: WorkerConfig) -> CoreConfig:
         drain_timeout_s=config.drain_timeout_s,
         staging_grace_s=config.staging_grace_s,
         keep_snapshots_s=config.keep_snapshots_s,
+        mirror_roots=config.mirror_roots,
     )

@@ -30,7 +30,6 @@ COMMANDS = {
     "diff": "compare two checkpoints: structure, tensors, objects; exit code 1 if they differ",
     "convert": "convert a checkpoint between asyncckpt, PyTorch DCP, torch.save, safetensors, Hugging Face",
     "pin": "pin checkpoints, so that retention does not remove them",
-    "mirror": "copy the checkpoints that are still to be copied to their mirrors",
     "prune": "list the checkpoints that a retention policy removes; with --delete, remove them",
     "gc": "list files of unfinished saves; with --delete, remove them",
     "doctor": "check this machine and a directory before a run",

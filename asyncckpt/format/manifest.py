@@ -189,6 +189,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "metadata": dict(manifest.metadata),
         "timings": dict(manifest.timings),
         # An optional field that is added goes here, and is left out if it is None.
+        **({} if manifest.mirror is None else {"mirror": manifest.mirror}),
         "ranks": [
             {
                 "rank": r.rank,
@@ -202,8 +203,6 @@ def encode_manifest(manifest: Manifest) -> bytes:
             for r in manifest.ranks
         ],
     }
-    if manifest.mirror is not None:
-        document["mirror"] = manifest.mirror
     if manifest.dcp is not None:
         record = {"nbytes": manifest.dcp.nbytes, "checksum": manifest.dcp.checksum}
         document |= {MUST: ["layout"], "layout": DCP, DCP_METADATA_NAME: record}

@@ -102,6 +102,12 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "metavar": "RATE",
         "help": "maximum bytes per second that all saves together write: 800M, 2.5GiB (default: no limit)",
     },
+    "--mirror": {
+        "action": "append",
+        "default": [],
+        "metavar": "ROOT",
+        "help": "copy the checkpoints in ROOT that an earlier worker has not copied to their mirrors; repeat for more",
+    },
     "--max-mirror-bandwidth": {
         "type": bandwidth,
         "default": 0,
@@ -156,6 +162,7 @@ def to_arguments(options: argparse.Namespace) -> list[str]:
         f"--port={options.port}",
         f"--log-format={options.log_format}",
         *(f"--root={_absolute(root)}" for root in options.root),
+        *(f"--mirror={_absolute(root)}" for root in options.mirror),
     ]
     if options.endpoint:
         arguments.append(f"--endpoint={options.endpoint}")

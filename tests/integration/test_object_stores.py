@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -119,6 +120,30 @@ def listed(*arguments: str) -> Any:
     done = run("-m", "asyncckpt", *arguments, "--json")
     assert done.returncode == 0
     return json.loads(done.stdout)
+
+
+MIRRORED = """
+import sys, pathlib, torch, asyncckpt
+
+disk, mirror = pathlib.Path(sys.argv[1]), sys.argv[2]
+state = {"w": torch.arange(4_000_000.0)}
+with asyncckpt.CheckpointManager(disk / "a", max_to_keep=1, mirror=mirror, mirror_max_to_keep=2) as manager:
+    for step in range(4):
+        state["w"] += 1
+        manager.save(step, state).mirrored.result(60)
+with asyncckpt.CheckpointManager(disk / "new", mirror=mirror) as manager:
+    found = manager.restore(step=None)
+    assert found.step == 3 and found.path.startswith(mirror) and torch.equal(found.state_dict["w"], state["w"])
+    assert manager.save(3, state, metrics={}).mirrored.result(60).nbytes > 16_000_000, "an earlier copy is replaced"
+assert torch.equal(asyncckpt.load(f"{mirror}/step-00000003")["w"], state["w"])
+"""
+
+
+def test_a_bucket_is_the_mirror_of_a_disk(root: str, tmp_path: pathlib.Path) -> None:
+    mirror = f"{root}/mirror"
+    assert run("-c", MIRRORED, str(tmp_path), mirror).returncode == 0
+    committed = [row["step"] for row in listed("ls", mirror) if row["state"] == "committed"]
+    assert committed[-1] == 3 and len(committed) <= 3
 
 
 def test_what_is_saved_to_a_bucket_is_found_loaded_listed_verified_and_removed(root: str) -> None:

@@ -95,6 +95,7 @@ class CoreConfig:
     drain_timeout_s: float
     staging_grace_s: float
     keep_snapshots_s: float = 0.0
+    mirror_roots: tuple[str, ...] = ()
 
 
 class Shutdown:
@@ -197,7 +198,7 @@ class Shutdown:
             text = (
                 f"{len(left)} checkpoints are not in their mirrors, the oldest is {left[0].path}; the next worker that "
             )
-            text += f"mirrors checkpoints beside it goes on, or `asyncckpt mirror {parent_of(left[0].path)}`"
+            text += f"mirrors checkpoints beside it goes on, or one with --mirror {parent_of(left[0].path)}"
             self._t.log("warning", text)
         self._t.actions.append(Exit(complete=complete, reason=reason))
 
@@ -210,6 +211,8 @@ class Core:
         self.tables = Tables(now=now, instance=config.instance)
         self._runs = RunBook(self.tables)
         self._mirrors = MirrorBook(self.tables)
+        for root in config.mirror_roots:
+            self._mirrors.scan(root)
         self._saves = SaveBook(self.tables, self._runs, self._mirrors)
         self._admission = SaveAdmission(self.tables, self._saves, self._runs)
         self.snapshot_book = SnapshotBook(self.tables, config.keep_snapshots_s)

@@ -105,7 +105,7 @@ class MirrorBook:
         """A save that this worker decides on was committed: copy it, and what is left of its directory."""
         self._ended.pop(save_id, None)
         self._add(Copy(save_id, path, mirror, self._t.now, step=step, nbytes=nbytes))
-        self._scan(parent_of(path))
+        self.scan(parent_of(path))
         self._begin()
 
     def ask(self, session: Session, m: Mirror) -> None:
@@ -116,14 +116,15 @@ class MirrorBook:
             copy = Copy(save_id, m.path, m.mirror, self._t.now, copies=is_first)
             self._add(copy)
             if is_first:
-                self._scan(parent_of(m.path))
+                self.scan(parent_of(m.path))
         copy.copies, copy.asked_at = copy.copies or is_first, self._t.now
         self._begin()
         error = dict(copy.error or {}) if copy.phase == FAILED else {}
         report = dict(copy.report) if copy.phase == DONE else {}
         self._t.send(session.peer, Mirrored(id=m.id, phase=copy.phase, error=error, report=report))
 
-    def _scan(self, root: str) -> None:
+    def scan(self, root: str) -> None:
+        """Search a directory for checkpoints that are still to be copied, once."""
         if root in self._scans:
             return
         self._scans[root] = False

@@ -92,7 +92,7 @@ def test_a_mirror_adds_the_fields_of_the_spec() -> None:
     written = json.loads(manifest.encode_manifest(replace(MANIFEST, mirror="s3://bucket/a")))
     added = [row[0] for row in table(SPEC, "field", "type", "of a checkpoint with a mirror")]
     assert added == [name for name in written if name not in json.loads(manifest.encode_manifest(MANIFEST))]
-    assert list(written)[-2:] == [*added, "checksum"]
+    assert list(written)[-3:] == [*added, "ranks", "checksum"]
     assert manifest.decode_manifest(manifest.encode_manifest(replace(MANIFEST, mirror="/a"))).mirror == "/a"
 
 
