@@ -24,6 +24,7 @@ from asyncckpt.errors import AsyncCkptError
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of
 from asyncckpt.maintenance.gc import LOCK_TIMEOUT_S, GarbageRules, collect, write_tombstone
+from asyncckpt.maintenance.mirroring import is_mirrored
 from asyncckpt.maintenance.pins import pinned_in
 from asyncckpt.maintenance.policy import (
     RetentionPolicy,
@@ -37,7 +38,6 @@ from asyncckpt.maintenance.policy import (
 from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, scan
 from asyncckpt.storage.checkpoint_dir import is_finished, is_pinned, manifest_or_error, tombstone_or_error, version_at
 from asyncckpt.storage.commit import check_rank_files, remove_dcp_metadata
-from asyncckpt.storage.mirroring import is_mirrored
 from asyncckpt.storage.store import Store, exclusively
 from asyncckpt.storage.verification import verify_checkpoint
 

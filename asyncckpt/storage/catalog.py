@@ -16,7 +16,7 @@ from asyncckpt.errors import (
     SaveFailedError,
     UnsupportedFormatError,
 )
-from asyncckpt.format.manifest import Manifest, decode_manifest, newest
+from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest, is_sealed, newest
 from asyncckpt.format.names import (
     DCP_METADATA_NAME,
     MANIFEST_NAME,
@@ -81,7 +81,9 @@ def read_manifest(path: str, store: Store) -> Manifest:
         OSError: It cannot be read (permissions, I/O).
     """
     try:
-        data = read_record(path, store)
+        data = store.read_whole(os.path.join(path, MANIFEST_NAME), MAX_MANIFEST_NBYTES)
+        if not is_sealed(data):
+            data = read_record(path, store)  # it may be torn, which is no damage
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _absent(path, store) from error
     except OSError as error:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.format.names import SaveId
+from asyncckpt.maintenance.mirroring import Unmirrored
 from asyncckpt.protocol.messages import Message
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.checkpoint_dir import NO_HOME
-from asyncckpt.storage.mirroring import Unmirrored
 from asyncckpt.storage.store import DirectoryIdentity
 
 Wire = Mapping[str, Any]

@@ -69,7 +69,6 @@ from asyncckpt_worker.core.events import (
 )
 from asyncckpt_worker.core.exchange import BoardBook
 from asyncckpt_worker.core.kept_snapshots import SnapshotBook
-from asyncckpt_worker.core.mirrors import MirrorBook
 from asyncckpt_worker.core.model import Session
 from asyncckpt_worker.core.nodes.follower import Follower
 from asyncckpt_worker.core.nodes.leader import Leader
@@ -80,6 +79,7 @@ from asyncckpt_worker.core.sessions import SessionBook
 from asyncckpt_worker.core.slots import AdoptionBook, SlotBook
 from asyncckpt_worker.core.status import MAX_ROWS, PhaseChange, heartbeat_answer, notifications, phase_changes, report
 from asyncckpt_worker.core.tables import Tables
+from asyncckpt_worker.mirrors.schedule import MirrorBook
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,7 +36,6 @@ from asyncckpt_worker.core.failures import (
     requires_meeting,
     timed_out,
 )
-from asyncckpt_worker.core.mirrors import MirrorBook
 from asyncckpt_worker.core.model import (
     ADMIT,
     COMMIT,
@@ -56,6 +55,7 @@ from asyncckpt_worker.core.model import (
 )
 from asyncckpt_worker.core.runs import RunBook
 from asyncckpt_worker.core.tables import Tables
+from asyncckpt_worker.mirrors.schedule import MirrorBook
 
 
 class SaveBook:

@@ -27,10 +27,10 @@ from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.core.events import Event
 from asyncckpt_worker.io.content_digest import contents_of
 from asyncckpt_worker.io.coverage_check import Prover, coverage_error
-from asyncckpt_worker.io.mirrorer import Mirrorer, cannot_succeed
 from asyncckpt_worker.io.mount_table import MountTable
 from asyncckpt_worker.io.slot_store import SlotStore
 from asyncckpt_worker.io.writer import Writer
+from asyncckpt_worker.mirrors.jobs import Mirrorer, cannot_succeed
 
 LANES: dict[str, int] = {"memory": 1, "populate": 1, "free": 1}
 """Lane -> number of threads, for jobs that touch no files. `free` has its own lane: unmapping a large slot takes

@@ -23,14 +23,14 @@ from asyncckpt_worker.config import WorkerConfig, core_config
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.core.machine import Core
-from asyncckpt_worker.core.mirrors import with_copied
 from asyncckpt_worker.core.model import Slot
 from asyncckpt_worker.core.status import with_progress
 from asyncckpt_worker.io.job_runner import JobRunner, Lanes, failed_result
-from asyncckpt_worker.io.mirrorer import Mirrorer
 from asyncckpt_worker.io.node_sockets import NodeSockets
 from asyncckpt_worker.io.slot_store import SlotStore
 from asyncckpt_worker.io.writer import Writer
+from asyncckpt_worker.mirrors.jobs import Mirrorer
+from asyncckpt_worker.mirrors.schedule import with_copied
 from asyncckpt_worker.service import log
 from asyncckpt_worker.service.memory_pressure import MemoryPressure
 from asyncckpt_worker.service.metrics import Metrics

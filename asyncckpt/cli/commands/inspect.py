@@ -15,11 +15,11 @@ from asyncckpt.format.objects import decode_value
 from asyncckpt.format.state_tree import OBJECT, fqn_of, leaves, per_rank_nodes
 from asyncckpt.interop.sources.detect import NATIVE, read_any
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
+from asyncckpt.maintenance.mirroring import is_mirrored
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_objects
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import store_over
 from asyncckpt.storage.locate import files_at
-from asyncckpt.storage.mirroring import is_mirrored
 
 EXAMPLES = (
     "asyncckpt inspect runs/a/step-300",

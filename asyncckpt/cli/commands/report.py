@@ -19,13 +19,13 @@ from asyncckpt.cli.output import EXIT_OK, existing_directory, path_argument, pri
 from asyncckpt.errors import CheckpointNotFoundError, ConfigError
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.maintenance.event_log import EVENTS_NAME, ROTATED_NAME, read_events
+from asyncckpt.maintenance.mirroring import unmirrored_in
 from asyncckpt.reporting.charts import can_draw
 from asyncckpt.reporting.history import History, SaveRecord, history_of, recovery_points
 from asyncckpt.reporting.page import NO_CHARTS, page
 from asyncckpt.storage.catalog import scan
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import store_over
-from asyncckpt.storage.mirroring import unmirrored_in
 
 EXAMPLES = (
     "asyncckpt report runs/a",

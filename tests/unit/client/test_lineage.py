@@ -17,7 +17,8 @@ class Directory:
         self.asked: list[tuple[str, str, bool]] = []
         self.error: Exception | None = None
 
-    def ask(self, path: str, run: str, brief: bool) -> int:
+    def ask(self, path: str, mirror: str, run: str, brief: bool) -> int:
+        assert mirror == ""
         self.asked.append((path, run, brief))
         if self.error is not None:
             raise self.error

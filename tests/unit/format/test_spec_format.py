@@ -40,7 +40,7 @@ def test_file_name_follows_the_pattern(file: str, made: str) -> None:
 
 
 def test_patterns_are_all_that_is_ours() -> None:
-    assert len(table(SPEC, "file", "name", "holds")) == 11
+    assert len(table(SPEC, "file", "name", "holds")) == 15
 
 
 def test_the_name_of_what_was_put_aside_follows_the_spec() -> None:

@@ -9,12 +9,12 @@ import pytest
 from worker_bench import CONFIG, ERROR, FIRST, PATH, SECOND, Bench, code
 
 from asyncckpt.format.names import SaveId
+from asyncckpt.maintenance.mirroring import Unmirrored
 from asyncckpt.protocol import messages as m
-from asyncckpt.storage.mirroring import Unmirrored
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
-from asyncckpt_worker.core import mirrors
-from asyncckpt_worker.core.mirrors import FIRST_PAUSE_S, FORGET_AFTER_S, LAST_PAUSE_S, LOOK_EVERY_S, with_copied
+from asyncckpt_worker.mirrors import schedule as mirrors
+from asyncckpt_worker.mirrors.schedule import FIRST_PAUSE_S, FORGET_AFTER_S, LAST_PAUSE_S, LOOK_EVERY_S, with_copied
 
 FIRST_ID, SECOND_ID = SaveId.parse(FIRST), SaveId.parse(SECOND)
 PLACE = "s3://bucket/run/step-5"

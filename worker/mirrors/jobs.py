@@ -15,10 +15,10 @@ from asyncckpt.errors import (
     UnsupportedPathError,
 )
 from asyncckpt.format.names import SaveId
+from asyncckpt.maintenance.mirroring import Unmirrored, copy_to_mirror, is_mirrored, umask_of, unmirrored_in
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import store_over
 from asyncckpt.storage.locate import files_at
-from asyncckpt.storage.mirroring import Unmirrored, copy_to_mirror, is_mirrored, umask_of, unmirrored_in
 from asyncckpt_worker.core.actions import CopyToMirror
 from asyncckpt_worker.io.writer import check_root
 

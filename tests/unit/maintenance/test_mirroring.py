@@ -23,13 +23,13 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.names import MANIFEST_NAME, SaveId, mirror_record_name, owner_of, shard_name
 from asyncckpt.maintenance.gc import write_tombstone
+from asyncckpt.maintenance.mirroring import MirrorReport, copy_to_mirror, is_mirrored, umask_of, unmirrored_in
 from asyncckpt.storage import mirroring
 from asyncckpt.storage.checkpoint_dir import prepare_directory, standing_at
 from asyncckpt.storage.cloud.object_store import ObjectStore
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
-from asyncckpt.storage.mirroring import MirrorReport, copy_to_mirror, is_mirrored, umask_of, unmirrored_in
 from asyncckpt.storage.store import Store
 from asyncckpt.storage.verification import leftovers, verify_checkpoint
 from tests import object_servers
