@@ -21,7 +21,7 @@ from asyncckpt.errors import AsyncCkptError, CheckpointExistsError, CommitUnknow
 from asyncckpt.format.manifest import encode_manifest
 from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of, temporary_manifest_name
 from asyncckpt.maintenance.gc import GarbageRules, collect
-from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, candidates_in, look
+from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, candidates_in
 from asyncckpt.storage.checkpoint_dir import prepare_directory
 from asyncckpt.storage.commit import publish, remove_leftovers
 from asyncckpt.storage.files import Files
@@ -109,7 +109,7 @@ def standing(path: pathlib.Path, files: Files) -> SaveId | None:
     store = LocalStore(files)
     if not path.parent.exists():
         return None
-    found = look(str(path), store)
+    found = found_at(str(path), store)
     if found is None or found.state in (INCOMPLETE, ABANDONED):
         assert candidates_in(str(path.parent), store) == []
         return None

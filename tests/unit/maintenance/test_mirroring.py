@@ -22,10 +22,10 @@ from asyncckpt.errors import (
     UnsupportedFormatError,
 )
 from asyncckpt.format.names import MANIFEST_NAME, SaveId, mirror_record_name, owner_of, shard_name
+from asyncckpt.maintenance import mirroring
 from asyncckpt.maintenance.gc import write_tombstone
 from asyncckpt.maintenance.mirroring import MirrorReport, copy_to_mirror, is_mirrored, umask_of, unmirrored_in
-from asyncckpt.storage import mirroring
-from asyncckpt.storage.checkpoint_dir import prepare_directory, standing_at
+from asyncckpt.storage.checkpoint_dir import manifest_if_readable, prepare_directory
 from asyncckpt.storage.cloud.object_store import ObjectStore
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.files import Files
@@ -109,7 +109,7 @@ def test_a_copy_that_was_cut_off_goes_on_and_sends_no_file_twice(
     with observed(cut := At(point, fail)), pytest.raises((OSError, CommitUnknownError)):
         copy(path, mirror, pace=count)
     assert cut.met and not is_mirrored(path, SAVE_ID, LocalStore())
-    stands = standing_at(place, store) is not None
+    stands = manifest_if_readable(place, store) is not None
     assert stands == (point == "mirror: committed")
     report = copy(path, mirror, pace=count)
     # Only a shard of files that was written and had no name yet is sent again.
@@ -158,7 +158,7 @@ def test_a_damaged_checkpoint_is_never_committed_in_the_mirror(
     with pytest.raises(CorruptCheckpointError, match="cannot be copied to its mirror") as caught:
         copy(path, mirror)
     assert caught.value.file == victim.name
-    assert standing_at(place, store) is None and not is_mirrored(str(path), SAVE_ID, LocalStore())
+    assert manifest_if_readable(place, store) is None and not is_mirrored(str(path), SAVE_ID, LocalStore())
 
 
 def test_a_checkpoint_that_was_removed_or_replaced_is_not_copied(tmp_path: pathlib.Path, mirror: Any) -> None:

@@ -22,8 +22,8 @@ from asyncckpt.format.manifest import encode_manifest
 from asyncckpt.format.names import MANIFEST_NAME, owner_of, temporary_manifest_name
 from asyncckpt.maintenance.gc import GarbageRules, collect, garbage_at
 from asyncckpt.storage import files as storage_files
-from asyncckpt.storage.catalog import CORRUPT, INCOMPLETE, candidates_in, look, read_manifest
-from asyncckpt.storage.checkpoint_dir import tombstone_at
+from asyncckpt.storage.catalog import CORRUPT, INCOMPLETE, candidates_in, found_at, read_manifest
+from asyncckpt.storage.checkpoint_dir import tombstone_if_readable
 from asyncckpt.storage.commit import publish, remove_leftovers
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
@@ -226,14 +226,14 @@ def test_a_torn_manifest_commits_nothing_and_is_in_nobodys_way(
     torn(path, part(whole), whole)
     with pytest.raises(CheckpointNotCommittedError):
         read_manifest(str(path), store)
-    found = look(str(path), store)
+    found = found_at(str(path), store)
     assert found is not None and found.state == INCOMPLETE and candidates_in(str(root), store) == []
     if then == "save":
         committed(path, files(), OTHER_ID)
         return
     done = collect(str(path), store, ALL_OLD, package="test")
     assert done is not None and done.error is None and not done.garbage.kept
-    assert os.listdir(path) == [MANIFEST_NAME] and tombstone_at(str(path), store) is not None
+    assert os.listdir(path) == [MANIFEST_NAME] and tombstone_if_readable(str(path), store) is not None
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -245,7 +245,7 @@ def test_a_damaged_manifest_that_nobody_was_writing_is_left_alone(
     torn(path, part(whole), whole, beside=False)
     with pytest.raises(CorruptCheckpointError):
         read_manifest(str(path), STORE)
-    found = look(str(path), STORE)
+    found = found_at(str(path), STORE)
     assert found is not None and found.state == CORRUPT and len(candidates_in(str(tmp_path), STORE)) == 1
     with Snapshot({"a": 10}, save_id=OTHER_ID) as snapshot, pytest.raises(CheckpointExistsError):
         snapshot.save(str(path), LimitedFiles("links"), overwrite=True)
