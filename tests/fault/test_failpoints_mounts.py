@@ -21,7 +21,7 @@ from asyncckpt.errors import AsyncCkptError, CheckpointExistsError, CommitUnknow
 from asyncckpt.format.manifest import encode_manifest
 from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of, temporary_manifest_name
 from asyncckpt.maintenance.gc import GarbageRules, collect
-from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, candidates_in
+from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, candidates_in, found_at
 from asyncckpt.storage.checkpoint_dir import prepare_directory
 from asyncckpt.storage.commit import publish, remove_leftovers
 from asyncckpt.storage.files import Files
