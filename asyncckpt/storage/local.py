@@ -39,7 +39,7 @@ from asyncckpt.storage.files import (
     write_new_file,
 )
 from asyncckpt.storage.mounts.abilities import CREATE, NATIVE, RENAME, Abilities, refuse_unable
-from asyncckpt.storage.mounts.probe import abilities_at
+from asyncckpt.storage.mounts.probe import abilities_at, forget
 from asyncckpt.storage.shard_writer import FileShardWriter, Image, ShardWriter
 from asyncckpt.storage.store import (
     LINK,
@@ -170,12 +170,12 @@ class LocalStore(Store):
 
         On a mount that cannot do that, the name is created exclusively: see `_create`.
         """
-        publishes_by = self._abilities_at(temporary).publishes_by
+        found = self._abilities_at(temporary)
         self._write_temporary(temporary, data, durable=durable)
         try:
-            if publishes_by == CREATE:
-                self._create(name, data, temporary, durable=durable)
-            elif publishes_by == RENAME:
+            if found.publishes_by == CREATE:
+                self._create(name, data, durable=durable)
+            elif found.publishes_by == RENAME:
                 self.files.rename_noreplace(temporary, name)
             else:
                 put_new_name(self.files, temporary, name)
@@ -185,11 +185,12 @@ class LocalStore(Store):
         except UnknownOutcomeError:
             raise
         except OSError as error:
+            forget(found)  # another file system may have been mounted there since
             self._settle(error, name, data, temporary)
         else:
             self.remove_quietly(temporary)
 
-    def _create(self, name: str, data: bytes, temporary: str, *, durable: bool) -> None:
+    def _create(self, name: str, data: bytes, *, durable: bool) -> None:
         """Create a name exclusively, and fill it. Until it is whole, the temporary file says what it is to be.
 
         Raises:

@@ -196,6 +196,7 @@ class RankWriter:
         Raises:
             CheckpointExistsError: Another save, which may not be replaced, was committed meanwhile; or, in layout
                 "dcp", the directory has a `.metadata` of another program.
+            UnsupportedPathError: The mount lacks what the layout needs.
             UnsupportedLeafError: The layout cannot store a leaf.
             OSError: A file call failed, or the image does not have the save ID.
             Exception: As `check`.
@@ -213,6 +214,7 @@ class RankWriter:
         started = time.perf_counter()
         with self._removed_on_failure():
             if self.request.layout == DCP:
+                self._store.refuse_unable(self.request.path, self.save_id, fsync=self.request.fsync, overwrite=True)
                 refuse_foreign_metadata(self.request.path, self.save_id, self._store)
             self._write_shards(pool)
         self._write_s = time.perf_counter() - started

@@ -45,7 +45,7 @@ class Abilities:
 
         Args:
             fsync: Whether the save flushes.
-            overwrite: Whether it may replace a checkpoint.
+            overwrite: Whether it may replace a checkpoint, or a file.
         """
         needs = {
             "writes at any offset of a new file (it takes them in order only)": self.writes_anywhere,
@@ -54,8 +54,8 @@ class Abilities:
             "a way to publish a file under a name that must be free: link, renameat2(RENAME_NOREPLACE), or "
             "open(O_EXCL) together with flock": self.publishes_by is not None,
             "fsync, which fsync=False does without": self.flushes or not fsync,
-            "a rename that replaces a file, as overwrite=True needs": self.replaces or not overwrite,
-            "flock, as overwrite=True needs": self.locks or not overwrite,
+            "a rename that replaces a file, as overwrite=True and layout='dcp' need": self.replaces or not overwrite,
+            "flock, as overwrite=True and layout='dcp' need": self.locks or not overwrite,
         }
         return [what for what, is_there in needs.items() if not is_there]
 

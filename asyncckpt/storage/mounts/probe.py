@@ -63,6 +63,13 @@ def abilities_at(directory: str, files: Files, stem: str) -> Abilities:
     return found
 
 
+def forget(found: Abilities) -> None:
+    """Probe the mounts anew of which `found` was found out."""
+    for device, known in list(_known.items()):
+        if known is found:
+            _known.pop(device, None)
+
+
 def is_native(directory: str, files: Files) -> bool:
     """Whether a directory lies on a file system of Linux that is known to do everything, and to count its inodes.
 

@@ -31,12 +31,13 @@ SPEC = spec("format")
         ("items of layout dcp", names.items_name(SAVE_ID, 7)),
         ("temporary metadata", names.temporary_dcp_metadata_name(SAVE_ID)),
         ("temporary tombstone", names.temporary_tombstone_name(SAVE_ID)),
+        ("probe", names.probe_name(names.temporary_manifest_name(SAVE_ID), "0123456789ab", 2)),
         ("temporary index", names.replacing_name(names.index_name(SAVE_ID, 7))),
     ],
 )
 def test_file_name_follows_the_pattern(file: str, made: str) -> None:
     pattern = {row[0]: row[1] for row in table(SPEC, "file", "name", "holds")}[file]
-    assert pattern.format(save_id=SAVE_ID, rank=7, part=3) == made
+    assert pattern.format(save_id=SAVE_ID, rank=7, part=3, token="0123456789ab", number=2) == made
 
 
 def test_patterns_are_all_that_is_ours() -> None:

@@ -128,6 +128,21 @@ def test_overwrite_is_refused_where_nothing_can_be_replaced_in_one_step_and_plai
     assert verify_checkpoint(str(tmp_path / "x"), Files()).faults == []
 
 
+def test_layout_dcp_is_refused_where_nothing_can_be_replaced_in_one_step(tmp_path: Path) -> None:
+    with Snapshot({"a": 10}) as snapshot, pytest.raises(UnsupportedPathError, match="layout='dcp'"):
+        snapshot.write(str(tmp_path), LimitedFiles("renames"), layout="dcp")
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_was_known_of_another_mount_with_the_same_number_costs_one_save(tmp_path: Path) -> None:
+    with Snapshot({"a": 10}) as snapshot:
+        snapshot.save(str(tmp_path / "x"), LimitedFiles())
+        with pytest.raises(OSError) as caught:
+            snapshot.save(str(tmp_path / "y"), LimitedFiles("links"))
+        assert caught.value.errno == errno.EINVAL
+        snapshot.save(str(tmp_path / "z"), LimitedFiles("links"))
+
+
 def test_a_mount_is_probed_once_a_process_and_a_disk_never(tmp_path: Path) -> None:
     def probes(files: RecordingFiles, number: int) -> int:
         with Snapshot({"a": 10}) as snapshot:
