@@ -132,8 +132,9 @@ def short_path() -> Iterator[pathlib.Path]:
 
 @pytest.fixture
 def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is known of any mount: files of a test lie on one device, whatever their calls lack."""
+    """Nothing is known of any mount, since files of tests lie on one device; torn manifests are watched for 20 ms."""
     monkeypatch.setattr("asyncckpt.storage.mounts.probe._known", {})
+    monkeypatch.setattr("asyncckpt.storage.checkpoint_dir.TORN_WAIT_S", 0.02)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import time
 from collections.abc import Iterator, Sequence
 
 from asyncckpt.basics.failpoints import reach
@@ -37,6 +38,9 @@ _NO_MANIFEST = frozenset(
     }
 )
 """Errors of reading `manifest.json` that mean that there is no manifest which this user can load."""
+
+TORN_WAIT_S = 2.0
+"""So long a torn manifest is watched before it is removed: filling one takes one write. Chosen, not measured."""
 
 _LOOKS = 3
 
@@ -164,14 +168,27 @@ def is_torn(path: str, store: Store) -> bool:
 
 
 def remove_torn(path: str, store: Store) -> None:
-    """Remove a torn manifest or tombstone. IMPORTANT: under the lock, which a living writer of it would hold.
+    """Remove a torn manifest or tombstone, if nobody writes it on.
+
+    IMPORTANT: under the lock, which a living writer on this machine would hold. Those of other machines are seen to
+    write, since the lock of a mount may not reach them.
 
     Raises:
-        OSError: It cannot be known, or not be removed.
+        OSError: EAGAIN: it is being written. Others: it cannot be known, or not be removed.
+
+    Blocks: `TORN_WAIT_S` where one is there.
     """
-    if is_torn(path, store):
-        reach("torn: removing")
-        store.remove(os.path.join(path, MANIFEST_NAME))
+    if not is_torn(path, store):
+        return
+    name = os.path.join(path, MANIFEST_NAME)
+    before = store.read_whole(name, MAX_MANIFEST_NBYTES)
+    time.sleep(TORN_WAIT_S)
+    if not is_torn(path, store):
+        return
+    if store.read_whole(name, MAX_MANIFEST_NBYTES) != before:
+        raise OSError(errno.EAGAIN, "another machine is publishing a save here", name)
+    reach("torn: removing")
+    store.remove(name)
 
 
 def tombstone_if_readable(path: str, store: Store) -> Tombstone | None:

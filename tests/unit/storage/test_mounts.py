@@ -251,6 +251,22 @@ def test_a_torn_manifest_commits_nothing_and_is_in_nobodys_way(
     assert os.listdir(path) == [MANIFEST_NAME] and tombstone_if_readable(str(path), store) is not None
 
 
+@pytest.mark.parametrize("end", [b"", b"more"])
+def test_a_manifest_that_another_machine_is_writing_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: bytes
+) -> None:
+    """The lock of a FUSE mount does not reach it."""
+    path = tmp_path / "x"
+    whole = written(path, LimitedFiles("links"))
+    torn(path, whole[:10], whole)
+    goes_on = whole if not end else whole[:200]
+    monkeypatch.setattr("time.sleep", lambda s: (path / MANIFEST_NAME).write_bytes(goes_on))
+    with Snapshot({"a": 10}, save_id=OTHER_ID) as snapshot, pytest.raises(OSError) as caught:
+        snapshot.save(str(path), LimitedFiles("links"))
+    assert isinstance(caught.value, CheckpointExistsError) or caught.value.errno == errno.EAGAIN
+    assert (path / MANIFEST_NAME).read_bytes() == goes_on
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_a_damaged_manifest_that_nobody_was_writing_is_left_alone(
     tmp_path: Path, part: Callable[[bytes], bytes]
