@@ -212,6 +212,8 @@ def _publish(
         _put(path, manifest, store, version if standing is not None else None)
     else:
         _put_both(path, temporary, manifest, standing, store, version)
+    if store.publishes_by_creation(path, manifest.save_id):
+        _check_after_creation(path, manifest, store)
     try:
         reach("commit: put")
         # IMPORTANT: until the directory is flushed, a power cut may remove the manifest again.
@@ -220,6 +222,19 @@ def _publish(
         reach("commit: durable")
     except OSError as error:
         raise _unknown(path, manifest.save_id, error) from error
+
+
+def _check_after_creation(path: str, manifest: Manifest, store: Store) -> None:
+    """Look at the files once more: the lock may not reach another machine, which may have published, and removed them.
+
+    Raises:
+        CommitUnknownError: They are gone, or changed. The manifest stays: who loads it must be told.
+    """
+    try:
+        check_rank_files(path, manifest, store=store)
+    except OSError as error:
+        text = f"another machine has saved to this path at the same time, and its checkpoint may be damaged ({error})"
+        raise _unknown(path, manifest.save_id, OSError(errno.EIO, text, path)) from error
 
 
 def _put_both(

@@ -354,6 +354,18 @@ def test_what_another_machine_has_put_meanwhile_is_left_alone(tmp_path: Path) ->
     assert replaced.met and read_manifest(str(path), STORE).save_id == OTHER_ID
 
 
+def test_a_save_whose_files_another_machine_removes_while_it_publishes_is_no_success(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+
+    def remove() -> None:
+        for file in path.glob("rank-*.index"):
+            file.unlink()
+
+    removed = At("put: created", remove)
+    with Snapshot({"a": 10}) as snapshot, observed(removed), pytest.raises(CommitUnknownError, match="another machine"):
+        snapshot.save(str(path), LimitedFiles("links"))
+
+
 def test_of_two_saves_to_one_path_the_first_to_create_the_name_wins(linkless: tuple[Path, Callable[[], Files]]) -> None:
     root, files = linkless
     path, store = root / "x", LocalStore(files())
