@@ -172,21 +172,37 @@ def publish(
     reach("commit: begun")
     standing = refuse_existing(path, manifest.save_id, store, overwrite=overwrite)
     replaces = standing is not None and standing.save_id != manifest.save_id
+    is_created = store.publishes_by_creation(path, manifest.save_id)
     with contextlib.ExitStack() as stack:
         is_locked = False
         if dcp_metadata is not None:  # two files can be published as one only under a lock
             stack.enter_context(store.lock(path, LOCK_TIMEOUT_S))
             is_locked = True
-        elif overwrite or replaces or store.publishes_by_creation(path, manifest.save_id):
+        elif overwrite or replaces or is_created:
             is_locked = stack.enter_context(exclusively(store, path, LOCK_TIMEOUT_S))
         if is_locked:
             remove_torn(path, store)
         may_replace = overwrite or replaces or dcp_metadata is not None
-        _publish(path, manifest, store, dcp_metadata, overwrite=overwrite, may_replace=may_replace)
+        _publish(
+            path,
+            manifest,
+            store,
+            dcp_metadata,
+            overwrite=overwrite,
+            may_replace=may_replace,
+            is_created=is_created,
+        )
 
 
 def _publish(
-    path: str, manifest: Manifest, store: Store, dcp_metadata: bytes | None, *, overwrite: bool, may_replace: bool
+    path: str,
+    manifest: Manifest,
+    store: Store,
+    dcp_metadata: bytes | None,
+    *,
+    overwrite: bool,
+    may_replace: bool,
+    is_created: bool,
 ) -> None:
     temporary: str | None = None  # path of the file that becomes `.metadata`
     version: str | None = None  # the store's version of the manifest to replace
@@ -212,7 +228,7 @@ def _publish(
         _put(path, manifest, store, version if standing is not None else None)
     else:
         _put_both(path, temporary, manifest, standing, store, version)
-    if store.publishes_by_creation(path, manifest.save_id):
+    if is_created:
         _check_after_creation(path, manifest, store)
     try:
         reach("commit: put")
