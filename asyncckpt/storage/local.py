@@ -198,17 +198,19 @@ class LocalStore(Store):
             _NotCreatedError: It failed, and the name is free again.
             UnknownOutcomeError: It failed, and what was created resists removal.
         """
-        fd = self.files.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, self._mode)
+        fd = -1
         try:
             try:
+                fd = self.files.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, self._mode)
                 reach("put: created")
                 apply_mode(self.files, fd, self._mode)
                 write_all(self.files, fd, memoryview(data), 0, name)
                 if durable:
                     fsync_file(self.files, fd, name)
             except BaseException:
-                with contextlib.suppress(OSError):
-                    self.files.close(fd)
+                if fd >= 0:
+                    with contextlib.suppress(OSError):
+                        self.files.close(fd)
                 raise
             self.files.close(fd)
             reach("put: filled")
@@ -216,6 +218,8 @@ class LocalStore(Store):
             if durable:
                 # IMPORTANT: before the temporary file goes, which shows that a part of this one is no manifest.
                 fsync_directory(self.files, os.path.dirname(name))
+        except FileExistsError:
+            raise
         except BaseException as error:
             self._undo_creation(name, data, error)
             raise

@@ -11,8 +11,10 @@ import functools
 import itertools
 import os
 import pathlib
+import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -33,7 +35,7 @@ from tests.failing_process import At, fail, kill
 from tests.failpoint_groups import MOUNTS
 from tests.limited_files import LimitedFiles
 from tests.mounts import needs_root
-from tests.storage_samples import SAVE_ID, Snapshot, manifest_of
+from tests.storage_samples import SAVE_ID, Snapshot, manifest_of, some_of
 
 pytestmark = [pytest.mark.fault, pytest.mark.usefixtures("unprobed")]
 
@@ -212,6 +214,62 @@ def test_gc_cleans_up_after_a_kill_at_any_point(place: Place, scenario: str) -> 
             collected(path, files())
             assert {owner_of(name) for name in os.listdir(path)} - {None} <= {stands}, point
         assert standing(path, files()) == stands
+
+
+class FailingMount(LimitedFiles):
+    """A mount without links whose `nth` call, from 1, fails; `late`: it is done all the same."""
+
+    def __init__(self, nth: int, code: int, *, late: bool) -> None:
+        super().__init__("links")
+        self.nth, self.code, self.late = nth, code, late
+
+    def fails(self, late: bool) -> None:
+        if late == self.late and len(self.calls) == self.nth:
+            raise OSError(self.code, "injected")
+
+    def before(self, name: str, args: Sequence[Any]) -> None:
+        super().before(name, args)
+        self.fails(late=False)
+
+    def after(self, name: str, args: Sequence[Any]) -> None:
+        try:
+            self.fails(late=True)
+        except OSError:
+            for fd in [fd for fd, path in self.paths.items() if name == "open" and path == args[0]]:
+                os.close(fd)
+                del self.paths[fd]
+            raise
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EPERM])
+@pytest.mark.parametrize("scenario", ["save", "save after a torn one"])
+def test_a_failure_of_any_call_is_never_a_success_with_damage(
+    tmp_path: pathlib.Path, rng: random.Random, scenario: str, code: int, late: bool
+) -> None:
+    before, _, old, new = SCENARIOS[scenario]
+
+    def publishes(path: pathlib.Path, files: Files) -> None:  # what is removed afterwards fails no save
+        probe._known.clear()
+        with Snapshot({"a": 70_000, "b": 3}, save_id=NEW) as snapshot:
+            snapshot.save(str(path), files)
+
+    files = LimitedFiles("links")
+    before(tmp_path / "rehearsal" / "x", files)
+    n_before = len(files.calls)
+    publishes(tmp_path / "rehearsal" / "x", files)
+    for nth in some_of(len(files.calls) - n_before, rng):
+        path = tmp_path / str(nth) / "x"
+        before(path, LimitedFiles("links"))
+        try:
+            publishes(path, FailingMount(nth, code, late=late))
+        except CommitUnknownError:
+            allowed = {old, new}
+        except (AsyncCkptError, OSError):
+            allowed = {old}
+        else:
+            allowed = {new}
+        check_after(path, LimitedFiles("links"), allowed, f"call {nth} fails")
 
 
 def test_of_processes_that_save_to_one_path_at_once_one_wins(place: Place) -> None:
