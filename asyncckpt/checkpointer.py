@@ -38,6 +38,7 @@ from asyncckpt.protocol.request import check_metadata
 from asyncckpt.recall.newest import NewestCandidate, can_load, newest_candidates
 from asyncckpt.restore import RestoredCheckpoint, finder, restore_first
 from asyncckpt.storage.catalog import Candidate, latest_checkpoint
+from asyncckpt.storage.locate import files_at, with_storage_options
 from asyncckpt.training_step import checked_step, step_in
 
 _log = logging.getLogger("asyncckpt")
@@ -74,7 +75,8 @@ def _refuse_in_object_store(path: str, config: CheckpointerConfig) -> None:
     """Refuse settings that need what only files have.
 
     Raises:
-        ConfigError: Naming the setting, and what to do instead.
+        ConfigError: Naming the setting, and what to do instead; or an option that the store does not take.
+        UnsupportedPathError: There is no way to the store.
     """
     if not is_object_url(path):
         return
@@ -92,6 +94,8 @@ def _refuse_in_object_store(path: str, config: CheckpointerConfig) -> None:
             field="layout",
             value=config.layout,
         )
+    with with_storage_options(config.storage_options):
+        files_at(path)  # options that the store does not take
 
 
 def mirror_path(mirror: str | os.PathLike[str], directory: str, config: CheckpointerConfig) -> str:
@@ -234,9 +238,10 @@ class Checkpointer(ABC):
         self._check_usable()
         self._follow_ranks()
         directory = checkpoint_path(path)
-        found, missing = self._reader.read(
-            directory, state_dict, map_location=default_map_location, strict=strict, **kw
-        )
+        with with_storage_options(self.config.storage_options):
+            found, missing = self._reader.read(
+                directory, state_dict, map_location=default_map_location, strict=strict, **kw
+            )
         if strict and missing:  # a custom reader may ignore `strict`
             raise MissingKeysError(
                 f"{directory}: {len(missing)} keys are not in the checkpoint: {', '.join(map(str, missing))}",
@@ -289,10 +294,11 @@ class Checkpointer(ABC):
         def usable(candidates: list[NewestCandidate]) -> list[bool]:
             return can_load(candidates, directory, self._endpoint)
 
-        if self._coordination is None:
-            chosen = next(iter(look()), None)
-        else:
-            chosen = same_choice(self._coordination, look, usable, timeout_s, "latest_checkpoint()")
+        with with_storage_options(self.config.storage_options):
+            if self._coordination is None:
+                chosen = next(iter(look()), None)
+            else:
+                chosen = same_choice(self._coordination, look, usable, timeout_s, "latest_checkpoint()")
         return None if chosen is None else chosen.choose()
 
     def restore_latest(
@@ -357,17 +363,18 @@ class Checkpointer(ABC):
             return find(directory)
 
         options.setdefault("allow_pickle", self.config.allow_pickle)
-        return restore_first(
-            candidates,
-            root,
-            state_dict,
-            quarantine=quarantine,
-            rank_info=self._rank,
-            timeout_s=timeout_s,
-            meet=self._meet_to_restore,
-            endpoint=self._endpoint,
-            **options,
-        )
+        with with_storage_options(self.config.storage_options):
+            return restore_first(
+                candidates,
+                root,
+                state_dict,
+                quarantine=quarantine,
+                rank_info=self._rank,
+                timeout_s=timeout_s,
+                meet=self._meet_to_restore,
+                endpoint=self._endpoint,
+                **options,
+            )
 
     def _meet_to_restore(self) -> Meeting | None:
         ranks = self._coordination

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+from asyncckpt.basics.storage_options import FIELD, NO_OPTIONS, StorageOptions
 from asyncckpt.errors import ConfigError
 
 ENDPOINT_VARIABLE = "ASYNCCKPT_ENDPOINT"
@@ -113,6 +115,10 @@ class CheckpointerConfig:
         rank_info: `RankInfo(rank, world_size)`; `RankInfo(0, 1)` for code that saves on rank 0 only. None:
             torch.distributed's, else torchrun's environment, else rank 0 of 1, determined at each save and load.
             Default: None.
+        storage_options: Options of the object stores that URLs lead to, by obstore's names, such as `endpoint`,
+            `region`, `access_key_id`, `allow_http`; what they do not say comes from the environment. The worker gets
+            them when the session begins, and keeps them in memory only. Their values are never shown. In the
+            environment: a JSON object. Default: {}.
     """
 
     staging: str = "auto"
@@ -142,6 +148,7 @@ class CheckpointerConfig:
     worker_start_timeout_s: float = 30.0
     worker_shutdown_timeout_s: float = 60.0
     rank_info: RankInfo | None = None
+    storage_options: Mapping[str, str] = NO_OPTIONS
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -166,6 +173,7 @@ class CheckpointerConfig:
             _require(type(getattr(self, name)) is bool, name, getattr(self, name), "True or False")
         if self.rank_info is not None:
             check_rank_info(self.rank_info)
+        object.__setattr__(self, "storage_options", StorageOptions(self.storage_options))
 
     @classmethod
     def resolve(
@@ -280,6 +288,8 @@ def _require(holds: bool, name: str, value: Any, expected: str) -> None:
 
 
 def _parse(name: str, text: str) -> Any:
+    if name == FIELD:
+        return _parsed_options(text)
     try:
         if name in _INTEGERS:
             return None if text.lower() == "none" else int(text)
@@ -295,6 +305,14 @@ def _parse(name: str, text: str) -> Any:
         raise ConfigError(
             f"environment variable {PREFIX}{name.upper()}={text!r}: expected {_expected(name)}", field=name, value=text
         ) from error
+
+
+def _parsed_options(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:  # IMPORTANT: neither the text nor the error, which may show secrets
+        text = f"environment variable {PREFIX}{FIELD.upper()}: expected a JSON object of texts by name"
+        raise ConfigError(text, field=FIELD) from None
 
 
 def _expected(name: str) -> str:

@@ -28,7 +28,7 @@ from asyncckpt.loading.read_source import RetryState, check_source
 from asyncckpt.maintenance.quarantine import quarantine_checkpoint
 from asyncckpt.recall.newest import merged_candidates
 from asyncckpt.storage.catalog import Candidate, candidates_in, newest_first
-from asyncckpt.storage.locate import store_at
+from asyncckpt.storage.locate import store_at, with_storage_options
 
 ARRIVE_TIMEOUT_S = 60.0
 """How long to wait for the last rank to call `restore_latest`. The default of `plan_timeout_s`."""
@@ -82,6 +82,7 @@ def restore_latest(
     mirror: str | os.PathLike[str] | None = None,
     quarantine: bool = False,
     rank_info: RankInfo | None = None,
+    storage_options: Mapping[str, str] | None = None,
     **options: Any,
 ) -> RestoredCheckpoint | None:
     """Load the newest checkpoint of a directory that verifies; skip broken ones, with a warning.
@@ -110,6 +111,8 @@ def restore_latest(
             another one has been loaded, and only directories of asyncckpt.
         rank_info: RankInfo(0, 1) restores in this process alone; None: torch.distributed's rank, else that of
             torchrun's environment, else 0 of 1.
+        storage_options: Options of the object store that a URL leads to, by obstore's names; their values are never
+            shown. None: those of the environment.
         **options: Further arguments of `load`. `source` also selects the checkpoints to try: those on disk, those in
             memory, or both.
 
@@ -129,16 +132,17 @@ def restore_latest(
 
     Blocks: until the slowest rank has read.
     """
-    return restore_first(
-        finder(mirror),
-        root,
-        state_dict,
-        strict=strict,
-        quarantine=quarantine,
-        rank_info=rank_info,
-        timeout_s=ARRIVE_TIMEOUT_S,
-        **options,
-    )
+    with with_storage_options(storage_options):
+        return restore_first(
+            finder(mirror),
+            root,
+            state_dict,
+            strict=strict,
+            quarantine=quarantine,
+            rank_info=rank_info,
+            timeout_s=ARRIVE_TIMEOUT_S,
+            **options,
+        )
 
 
 def look(root: str) -> list[Candidate]:

@@ -41,7 +41,7 @@ class Worker:
             started = int(file.read().rpartition(")")[2].split()[19])
         self.welcome = self.call(
             "hello", session=self.session, replaces="", package="spec", pid=os.getpid(), pid_start=started, rank=0,
-            world_size=1,
+            world_size=1, storage={},
         )  # fmt: skip
 
     def call(self, name: str, **fields: Any) -> dict[str, Any]:

@@ -226,7 +226,7 @@ class Client:
         pid = os.getpid()
         fields: dict[str, Any] = {
             "session": self.session, "replaces": "", "package": "test", "pid": pid, "pid_start": start_ticks(pid) or 0,
-            "rank": self.rank, "world_size": self.world_size, **changes,
+            "rank": self.rank, "world_size": self.world_size, "storage": {}, **changes,
         }  # fmt: skip
         welcome: m.Welcome = self.call(m.Hello(id=self.next_id(), **fields), resend_s=0.05)
         self.welcome = welcome

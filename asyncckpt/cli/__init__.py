@@ -15,8 +15,9 @@ from types import ModuleType
 
 from asyncckpt import __version__
 from asyncckpt.cli import standard_streams
-from asyncckpt.cli.output import EXIT_FAILED, exit_code_of, say
+from asyncckpt.cli.output import EXIT_FAILED, exit_code_of, say, storage_options_of
 from asyncckpt.errors import AsyncCkptError
+from asyncckpt.storage.locate import with_storage_options
 
 COMMANDS = {
     "demo": "show on this machine that a killed training loses nothing",
@@ -112,7 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        code: int = module_of(args.command).run(args)
+        with with_storage_options(storage_options_of(args)):
+            code: int = module_of(args.command).run(args)
         return code
     except KeyboardInterrupt:
         return 130

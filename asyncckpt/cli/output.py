@@ -51,11 +51,33 @@ def path_argument(text: str) -> str:
     return text
 
 
+def add_storage_options(parser: argparse.ArgumentParser) -> None:
+    """Add --storage-option, for commands that take URLs."""
+    text = (
+        "option of the object store that a URL leads to, such as endpoint=URL; repeat for more. Others see it in the "
+    )
+    text += "list of processes: give secrets by the environment"
+    parser.add_argument("--storage-option", metavar="KEY=VALUE", action="append", default=[], type=_option, help=text)
+
+
+def _option(text: str) -> tuple[str, str]:
+    name, given, value = text.partition("=")
+    if not given or not name:
+        raise argparse.ArgumentTypeError("expected KEY=VALUE")  # IMPORTANT: not the text, which may hold a secret
+    return name, value
+
+
+def storage_options_of(args: argparse.Namespace) -> dict[str, str]:
+    """Return what `--storage-option` has given."""
+    return dict(getattr(args, "storage_option", ()))
+
+
 def add_root(parser: argparse.ArgumentParser) -> None:
     """Add ROOT and -r, for commands that search a directory for checkpoints."""
     text = "directory that contains checkpoints, or a checkpoint"
     parser.add_argument("root", metavar="ROOT", type=path_argument, help=text)
     parser.add_argument("-r", "--recursive", action="store_true", help="search subdirectories at any depth")
+    add_storage_options(parser)
 
 
 def add_keys(parser: argparse.ArgumentParser) -> None:

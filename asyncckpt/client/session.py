@@ -15,10 +15,11 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from asyncckpt.basics.process_lifecycle import BackgroundThread
+from asyncckpt.basics.storage_options import NO_OPTIONS
 from asyncckpt.errors import AsyncCkptError, ProtocolError, ProtocolVersionError, WorkerUnavailableError, from_wire
 from asyncckpt.protocol import codec, messages
 from asyncckpt.protocol.dealer import NO_DESCRIPTORS, Dealer
@@ -491,13 +492,16 @@ class Session:
         self._watch = found
 
 
-def hello_builder(rank: int, world_size: int, package: str, replaces: str = "") -> Callable[[int, str], messages.Hello]:
+def hello_builder(
+    rank: int, world_size: int, package: str, replaces: str = "", *, storage: Mapping[str, str] = NO_OPTIONS
+) -> Callable[[int, str], messages.Hello]:
     """Return a function that builds this process's Hello from a request id and a session name.
 
     Args:
         rank, world_size: Rank of this process.
         package: asyncckpt's version.
         replaces: Name of this process's previous session, which the worker ends; "": none.
+        storage: Options of object stores for its saves.
 
     Raises:
         WorkerUnavailableError: /proc cannot be read.
@@ -515,6 +519,7 @@ def hello_builder(rank: int, world_size: int, package: str, replaces: str = "") 
             pid_start=started,
             rank=rank,
             world_size=world_size,
+            storage=dict(storage),
         )
 
     return build

@@ -145,7 +145,9 @@ class WorkerClient(CheckpointProcess):
             endpoint,
             named=named,
             config=config,
-            hello_for=partial(hello_builder, run.rank.rank, run.rank.world_size, package),
+            hello_for=partial(
+                hello_builder, run.rank.rank, run.rank.world_size, package, storage=config.storage_options
+            ),
             pending=self._pending_ids,
             on_saves=self._on_saves,
             on_open=self._on_open,

@@ -48,7 +48,7 @@ from asyncckpt.state_dict.flatten import mappings
 from asyncckpt.state_dict.unflatten import has_lost_factory
 from asyncckpt.storage.contents import SavedTensor, check_lengths
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.locate import files_at
+from asyncckpt.storage.locate import files_at, with_storage_options
 from asyncckpt.torch_tensors import check_memory_is_real, torch_dtype
 
 
@@ -66,6 +66,7 @@ def load(
     redundant_reads: str = "each",
     key_map: KeyMap | None = None,
     allow_pickle: bool = False,
+    storage_options: Mapping[str, str] | None = None,
 ) -> Any:
     """Load a committed checkpoint: into `state_dict`, or into a new one.
 
@@ -134,6 +135,8 @@ def load(
             takes its state as a whole, the object's FQN is mapped.
         allow_pickle: Whether leaves that were saved with `allow_pickle=True` are unpickled. DANGER: unpickling runs
             code from the checkpoint. Whoever can write to it can run code in this process.
+        storage_options: Options of the object store that a URL leads to, by obstore's names; their values are never
+            shown. None: those of the environment.
 
     Returns:
         `state_dict`, or the new one.
@@ -173,20 +176,21 @@ def load(
 
     Blocks: for the reads.
     """
-    loaded, _ = DefaultReader().read(
-        path,
-        state_dict,
-        map_location=default_map_location,
-        keys=keys,
-        strict=strict,
-        verify=verify,
-        source=source,
-        threads=threads,
-        low_memory=low_memory,
-        redundant_reads=redundant_reads,
-        key_map=key_map,
-        allow_pickle=allow_pickle,
-    )
+    with with_storage_options(storage_options):
+        loaded, _ = DefaultReader().read(
+            path,
+            state_dict,
+            map_location=default_map_location,
+            keys=keys,
+            strict=strict,
+            verify=verify,
+            source=source,
+            threads=threads,
+            low_memory=low_memory,
+            redundant_reads=redundant_reads,
+            key_map=key_map,
+            allow_pickle=allow_pickle,
+        )
     return loaded
 
 

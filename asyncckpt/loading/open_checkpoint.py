@@ -28,7 +28,7 @@ from asyncckpt.loading.tensor_writers import new_tensor
 from asyncckpt.state_dict.numpy_values import array_of
 from asyncckpt.storage.contents import Contents, Inline, SavedTensor, Strided, check_lengths
 from asyncckpt.storage.files import Files, opened
-from asyncckpt.storage.locate import files_at
+from asyncckpt.storage.locate import files_at, with_storage_options
 from asyncckpt.storage.reader import DEFAULT_THREADS
 from asyncckpt.torch_tensors import check_memory_is_real, torch_dtype
 
@@ -270,6 +270,7 @@ def open_checkpoint(
     rank_info: RankInfo | None = None,
     allow_pickle: bool = False,
     source: str = "auto",
+    storage_options: Mapping[str, str] | None = None,
 ) -> OpenCheckpoint:
     """Open a checkpoint, to read single tensors and objects of it.
 
@@ -280,6 +281,8 @@ def open_checkpoint(
         source: "disk" opens the committed checkpoint. "auto" does too; if none is committed, it opens the newest
             snapshot for `path` that all ranks have staged and that this node's worker holds. The worker keeps it until
             this is closed. "memory" opens such a snapshot only.
+        storage_options: Options of the object store that a URL leads to, by obstore's names; their values are never
+            shown. None: those of the environment.
 
     Returns:
         The open checkpoint.
@@ -298,7 +301,9 @@ def open_checkpoint(
     """
     reader, where = find_rank_info(rank_info), check_source(source)
     directory = checkpoint_path(path)
-    found, held = open_source(directory, where, None, files_at(directory))
+    with with_storage_options(storage_options):
+        files = files_at(directory)
+    found, held = open_source(directory, where, None, files)
     return OpenCheckpoint(found, reader, allow_pickle=allow_pickle, held=held)
 
 

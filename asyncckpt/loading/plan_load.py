@@ -20,7 +20,7 @@ from asyncckpt.loading.read_source import read_from_source
 from asyncckpt.loading.saved_state import SavedTree
 from asyncckpt.loading.target_tensors import find_aliased, placement_names, placements_of
 from asyncckpt.storage.contents import Contents, SavedTensor
-from asyncckpt.storage.locate import files_at
+from asyncckpt.storage.locate import files_at, with_storage_options
 from asyncckpt.torch_tensors import why_no_memory
 
 
@@ -71,6 +71,7 @@ def plan_load(
     *,
     rank_info: RankInfo | None = None,
     source: str = "auto",
+    storage_options: Mapping[str, str] | None = None,
 ) -> LoadPlan:
     """Plan `load(path, state_dict)`: reads manifest and indexes, no tensor data; changes nothing.
 
@@ -98,9 +99,9 @@ def plan_load(
     options = LoadOptions(keys=keys, key_map=key_map, source=source).checked()
     reader = find_rank_info(rank_info)
     directory = checkpoint_path(path)
-    contents = read_from_source(
-        directory, options.source, None, files_at(directory), lambda found: found.contents, once=True
-    )
+    with with_storage_options(storage_options):
+        files = files_at(directory)
+    contents = read_from_source(directory, options.source, None, files, lambda found: found.contents, once=True)
     saved, wanted = SavedTree(contents, reader), Selection(options.keys)
     refused: list[Mismatch] = []
     matches = match_target(state_dict, saved, Selection(options.keys), key_map, contents.path, refused.append)

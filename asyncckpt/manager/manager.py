@@ -41,6 +41,7 @@ from asyncckpt.manager.save_policy import IntervalAdvisor, LocalClock, SavePolic
 from asyncckpt.manager.step_agreement import StepCoordinator
 from asyncckpt.restore import RestoredCheckpoint
 from asyncckpt.save_handle import SaveFuture, SaveHandle, SaveReport
+from asyncckpt.storage.locate import with_storage_options
 from asyncckpt.training_step import checked_step
 
 
@@ -110,7 +111,7 @@ class CheckpointManager:
         root: Directory of the checkpoints; the first save makes it.
         checkpointer: Checkpointer that saves and loads; the manager does not close it. None: the manager makes an
             `AsyncCheckpointer` with `overwrite=True`, so that a step that is saved again after a rollback replaces the
-            old checkpoint of that step. In an object store that is not possible: there such a save fails.
+            old checkpoint of that step. In an object store, which has no locks, such a save fails instead.
         max_to_keep: How many checkpoints stay, the newest and the best among them; None: all. Pinned checkpoints and
             those of `keep_period` come on top. A checkpoint is removed only after a newer one is committed. The one
             that this run has restored from is removed only after a newer one of this run was read back and verified;
@@ -230,16 +231,17 @@ class CheckpointManager:
             # An object store has no lock that is freed when its holder dies.
             has_lock = rank.rank == 0 and not shared and not is_object_url(self.root)
             self._root_lock = RootLock(self.root) if has_lock else None
-            self._retention = RootRetention(
-                self.root,
-                policy,
-                best_fn,
-                is_leader=rank.rank == 0,
-                lock=self._root_lock,
-                dead_after_s=self.checkpointer.config.commit_timeout_s,
-                mirror=self._mirror,
-                mirror_policy=mirror_policy,
-            )
+            with with_storage_options(self.checkpointer.config.storage_options):
+                self._retention = RootRetention(
+                    self.root,
+                    policy,
+                    best_fn,
+                    is_leader=rank.rank == 0,
+                    lock=self._root_lock,
+                    dead_after_s=self.checkpointer.config.commit_timeout_s,
+                    mirror=self._mirror,
+                    mirror_policy=mirror_policy,
+                )
         except BaseException:
             if self._owns_checkpointer:
                 self.checkpointer.close()

@@ -8,6 +8,12 @@ from typing import Any
 
 from asyncckpt.basics.limits import MAX_RANKS
 from asyncckpt.basics.paths import MAX_PATH_BYTES
+from asyncckpt.basics.storage_options import (
+    MAX_NAME_CHARS,  # noqa: F401 - a limit of SPEC.md
+    MAX_OPTIONS,  # noqa: F401
+    MAX_VALUES_NBYTES,  # noqa: F401
+    fits,
+)
 from asyncckpt.basics.urls import is_object_url
 from asyncckpt.protocol.save_phases import PHASES
 
@@ -188,6 +194,11 @@ def flag(value: Any) -> bool:
 def mapping(value: Any) -> bool:
     """A map with text keys."""
     return isinstance(value, Mapping) and set(map(type, value)) <= {str}
+
+
+def storage_options(value: Any) -> bool:
+    """Options of object stores, within their limits."""
+    return fits(value)
 
 
 def error_or_none(value: Any) -> bool:

@@ -7,7 +7,7 @@ unique in the session. The worker answers every arrival; requests are idempotent
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from asyncckpt.errors import ProtocolError
@@ -27,11 +27,11 @@ class Message:
     checks: ClassVar[dict[str, Check]]
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if not self.checks[field.name](value):
-                shown = repr(value)[:80]
-                raise ProtocolError(f"{self.name}: field {field.name} has the invalid value {shown}", detail=field.name)
+        for one in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, one.name)
+            if not self.checks[one.name](value):
+                shown = repr(value)[:80] if one.repr else "..."  # it may be a secret
+                raise ProtocolError(f"{self.name}: field {one.name} has the invalid value {shown}", detail=one.name)
 
 
 # ---- requests -------------------------------------------------------------------------------------------------------
@@ -41,7 +41,8 @@ class Message:
 class Hello(Message):
     """Open a session. `pid_start`: start time of the trainer in clock ticks since boot (proc(5), field 22).
 
-    `replaces`: the client's session before this one, which ends as by Goodbye; "" if there is none.
+    `replaces`: the client's session before this one, which ends as by Goodbye; "" if there is none. `storage`: options
+    of object stores for the saves of this session; they may have secrets.
     """
 
     id: int
@@ -52,6 +53,7 @@ class Hello(Message):
     pid_start: int
     rank: int
     world_size: int
+    storage: Mapping[str, str] = field(repr=False)
     name: ClassVar[str] = "hello"
     checks: ClassVar[dict[str, Check]] = {
         "id": check.uint,
@@ -62,6 +64,7 @@ class Hello(Message):
         "pid_start": check.uint,
         "rank": check.uint,
         "world_size": check.uint,
+        "storage": check.storage_options,
     }
 
 

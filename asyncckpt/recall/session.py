@@ -153,6 +153,7 @@ class RecallSession:
                     pid_start=started,
                     rank=0,  # without meaning: a reader joins no run
                     world_size=1,
+                    storage={},
                 ),
                 messages.Welcome,
             )

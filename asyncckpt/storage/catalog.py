@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncckpt.basics.paths import checkpoint_path
@@ -28,7 +29,7 @@ from asyncckpt.format.names import (
 )
 from asyncckpt.storage.checkpoint_dir import dcp_metadata_owner, is_finished, read_record, tombstone_if_readable
 from asyncckpt.storage.files import named
-from asyncckpt.storage.locate import store_at
+from asyncckpt.storage.locate import store_at, with_storage_options
 from asyncckpt.storage.store import LINK, PREFIX, Store
 
 COMMITTED = "committed"
@@ -386,7 +387,12 @@ def is_broken(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _LOST
 
 
-def latest_checkpoint(root: str | os.PathLike[str], *, mirror: str | os.PathLike[str] | None = None) -> str | None:
+def latest_checkpoint(
+    root: str | os.PathLike[str],
+    *,
+    mirror: str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> str | None:
     """Return the path of the newest committed checkpoint in `root`, or None if there is none.
 
     The newest is that with the largest epoch, then the largest sequence number of the save, not the largest step:
@@ -398,21 +404,25 @@ def latest_checkpoint(root: str | os.PathLike[str], *, mirror: str | os.PathLike
         root: A directory whose children are checkpoints, or a checkpoint itself.
         mirror: Directory or URL that holds their copies. The newest of both places is returned; where both have it,
             that in `root`.
+        storage_options: Options of the object store that a URL leads to, by obstore's names; their values are never
+            shown. None: those of the environment.
 
     Raises:
         UnsupportedPathError: `root` or `mirror` is not a path, or a URL whose store cannot be used (as `files_at`).
+        ConfigError: The store does not take the options.
         OSError: The directory exists and cannot be listed. If the mirror cannot be, that is only logged, unless `root`
             has no checkpoint.
     """
-    found = _committed_in(checkpoint_path(root))
-    if mirror is not None:
-        place = checkpoint_path(mirror)
-        try:
-            found += _committed_in(place)
-        except (OSError, AsyncCkptError) as error:
-            if not found:
-                raise
-            _log.warning("the mirror %s cannot be listed, so only %s is looked at: %s", place, root, error)
+    with with_storage_options(storage_options):
+        found = _committed_in(checkpoint_path(root))
+        if mirror is not None:
+            place = checkpoint_path(mirror)
+            try:
+                found += _committed_in(place)
+            except (OSError, AsyncCkptError) as error:
+                if not found:
+                    raise
+                _log.warning("the mirror %s cannot be listed, so only %s is searched: %s", place, root, error)
     best = newest(found)  # the first one of two with one ID
     return best[0] if best else None
 

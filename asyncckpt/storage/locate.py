@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 
+from asyncckpt.basics.storage_options import FIELD, NO_OPTIONS, StorageOptions
 from asyncckpt.basics.urls import is_object_url, location_of
+from asyncckpt.errors import ConfigError, UnsupportedPathError
 from asyncckpt.storage.cloud.object_store import ObjectStore
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import DEFAULT_UMASK, store_over
 from asyncckpt.storage.store import Store
 
+MAX_STORES = 64
+"""Whose connections are kept at the same time: by bucket and options."""
+
 _lock = threading.Lock()
-_stores: dict[str, ObjectStore] = {}
-"""Stores by bucket. They are kept so that their connections are reused."""
+_stores: dict[tuple[str, StorageOptions], ObjectStore] = {}
+"""Stores by bucket and options. They are kept so that their connections are reused."""
+
+_options: ContextVar[StorageOptions] = ContextVar("asyncckpt storage options", default=NO_OPTIONS)
+"""Options of the call or job that is running in this thread."""
+
+
+@contextlib.contextmanager
+def with_storage_options(options: Mapping[str, str] | None) -> Iterator[None]:
+    """Let `files_at` and `store_at` open object stores with these options, in this thread until the block ends.
+
+    Args:
+        options: Options by obstore's names. None or empty: those of the enclosing block, or none.
+
+    Raises:
+        ConfigError: They are not a map of text to text.
+    """
+    if not options:
+        yield
+        return
+    token = _options.set(options if isinstance(options, StorageOptions) else StorageOptions(options))
+    try:
+        yield
+    finally:
+        _options.reset(token)
 
 
 def files_at(path: str, files: Files | None = None) -> Files:
@@ -25,15 +56,28 @@ def files_at(path: str, files: Files | None = None) -> Files:
     Raises:
         UnsupportedPathError: `path` is a URL, and obstore is not installed, or the environment lacks the settings with
             which to reach the store.
+        ConfigError: An option is unknown to this kind of store, or has a value that it cannot have.
     """
     if not is_object_url(path):
         return files or Files()
-    root = location_of(path).root
+    root, options = location_of(path).root, _options.get()
     with _lock:
-        store = _stores.get(root)
+        store = _stores.get((root, options))
         if store is None:
-            store = _stores[root] = ObjectStore(root)
+            while len(_stores) >= MAX_STORES:
+                del _stores[next(iter(_stores))]
+            store = _stores[root, options] = _opened(root, options)
     return store.as_files()
+
+
+def _opened(root: str, options: StorageOptions) -> ObjectStore:
+    try:
+        return ObjectStore(root, options)
+    except UnsupportedPathError as error:
+        if not options or isinstance(error.__cause__, ImportError):
+            raise
+        text = f"{FIELD} with {', '.join(sorted(options))}: {error}; the values are not shown"
+        raise ConfigError(text, field=FIELD) from None
 
 
 def store_at(path: str, *, umask: int = DEFAULT_UMASK) -> Store:

@@ -39,7 +39,7 @@ from asyncckpt.storage import catalog, commit
 from asyncckpt.storage.checkpoint_dir import prepare_directory, remove_made
 from asyncckpt.storage.files import Files, save_failure
 from asyncckpt.storage.local import store_over
-from asyncckpt.storage.locate import files_at
+from asyncckpt.storage.locate import files_at, with_storage_options
 from asyncckpt.storage.rank_writer import DEFAULT_THREADS, RankResult, RankWriter
 from asyncckpt.storage.store import Store
 
@@ -79,7 +79,8 @@ class LocalSave:
         self._pool = ThreadPoolExecutor(config.write_threads or DEFAULT_THREADS, thread_name_prefix="asyncckpt-write")
 
     def _files_at(self, path: str) -> Files:
-        return files_at(path, files=self._files)
+        with with_storage_options(self.config.storage_options):
+            return files_at(path, files=self._files)
 
     def _store_at(self, path: str) -> Store:
         return store_over(self._files_at(path), umask=current_umask())

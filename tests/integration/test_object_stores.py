@@ -16,11 +16,16 @@ import torch
 from real_worker import RealWorker
 
 import asyncckpt
+from asyncckpt.storage.cloud.object_store import ObjectStore
 from tests import object_servers
+from tests.object_servers import Server
 
 object_servers.start_runtime()
 
 DEADLINE_S = 120.0
+SECRETS = {"s3": (), "gs": ("bearer_token",), "az": ("account_key",)}
+"""Options whose values are unlike any other text; moto takes every key."""
+
 VARIABLES = ("ASYNCCKPT_ENDPOINT", "AWS_", "GOOGLE_", "AZURE_")
 """What ranks need: they are forked from a server that was started earlier."""
 
@@ -98,15 +103,60 @@ def restore_on_a_rank(rank: int, root: str, world_size: int) -> None:
     assert torch.equal(state["same"], torch.arange(5.0))
 
 
-@pytest.fixture(scope="module", autouse=True, params=object_servers.SCHEMES)
-def root(request: pytest.FixtureRequest) -> Iterator[str]:
+OPTIONS_TRAINER = """
+import json, sys, torch, asyncckpt
+from asyncckpt.errors import ConfigError
+
+root, options = sys.argv[1], json.loads(sys.argv[2])
+state = {"w": torch.arange(3_000_000.0)}
+for make in (asyncckpt.AsyncCheckpointer, asyncckpt.SyncCheckpointer):
+    with make(storage_options=options) as checkpointer:
+        path = f"{root}/{make.__name__}"
+        handle = checkpointer.save(state, path, step=1)
+        if handle is not None:
+            handle.written.result(60)
+        assert torch.equal(checkpointer.load(path)["w"], state["w"])
+        assert checkpointer.restore_latest(root) is not None
+        assert checkpointer.latest_checkpoint(root) == path
+    with make(storage_options={**options, "nonsense": "x"}) as checkpointer:
+        try:
+            checkpointer.save(state, f"{root}/wrong", step=2)
+            raise SystemExit("an unknown option was taken")
+        except ConfigError as error:
+            assert error.field == "storage_options", error
+with asyncckpt.CheckpointManager(f"{root}/managed", storage_options=options, max_to_keep=1) as manager:
+    for step in (1, 2):
+        manager.save(step, state)
+    manager.wait()
+    assert manager.restore(dict(state)) is not None and manager.latest_step() == 2
+assert torch.equal(asyncckpt.load(path, source="disk", storage_options=options)["w"], state["w"])
+assert asyncckpt.latest_checkpoint(root, storage_options=options) == path
+assert asyncckpt.restore_latest(root, storage_options=options).path == path
+assert asyncckpt.plan_load(path, state, storage_options=options).fits
+with asyncckpt.open_checkpoint(path, storage_options=options) as opened:
+    assert torch.equal(opened.tensor("w"), state["w"])
+"""
+
+
+@pytest.fixture(scope="module", params=object_servers.SCHEMES)
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with object_servers.running(request.param) as found:
+        yield found
+
+
+@pytest.fixture
+def root(server: Server) -> Iterator[str]:
     """Where checkpoints of a run lie in a store that programs find by the environment."""
-    with object_servers.running(request.param) as server, object_servers.in_environment(server):
+    with object_servers.in_environment(server):
         yield f"{server.root}/runs"
 
 
 @pytest.fixture(autouse=True)
-def endpoint_is_known(worker: RealWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def endpoint_is_known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker is started after the environment is set, where a test has `root`."""
+    if "root" in request.fixturenames:
+        request.getfixturevalue("root")
+    worker: RealWorker = request.getfixturevalue("worker")
     monkeypatch.setenv("ASYNCCKPT_ENDPOINT", worker.endpoint)
 
 
@@ -169,3 +219,22 @@ def test_ranks_one_and_three_restore_what_two_have_saved(root: str, worker: Real
         arguments = (f"{root}/ranks", world_size)
         rank_processes.run(world_size, restore_on_a_rank, *arguments, environ=environ, timeout_s=DEADLINE_S)
     assert run("-m", "asyncckpt", "verify", f"{root}/ranks/step-3").returncode == 0
+
+
+def test_options_do_what_the_environment_does_and_are_shown_nowhere(server: Server, worker: RealWorker) -> None:
+    options, root = server.options(), f"{server.root}/options"
+    done = run("-c", OPTIONS_TRAINER, root, json.dumps(options))
+    assert done.returncode == 0
+    given = [word for name, value in options.items() for word in ("--storage-option", f"{name}={value}")]
+    assert [row["step"] for row in listed("ls", root, "--recursive", *given) if row["state"] == "committed"] == [
+        1,
+        1,
+        2,
+    ]
+    assert run("-m", "asyncckpt", "verify", f"{root}/AsyncCheckpointer", *given).returncode == 0
+    assert run("-m", "asyncckpt", "ls", root).returncode != 0, "without options there is no way to the store"
+    status = run("-m", "asyncckpt", "worker", "status", "--json").stdout
+    shown = done.stdout + done.stderr + status + worker.log()
+    store = ObjectStore(server.root, {**options, **object_servers.NO_CONNECTION_STAYS})
+    shown += str(store.read_whole(f"{root}/AsyncCheckpointer/manifest.json", 1 << 20))
+    assert not [name for name, value in options.items() if name in SECRETS[server.scheme] and value in shown]

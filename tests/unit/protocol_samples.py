@@ -12,7 +12,17 @@ SAVE_ID = "000003-00000014-0123456789ab"
 HEX = "0123456789abcdef"
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 MESSAGES: tuple[m.Message, ...] = (
-    m.Hello(id=1, session=HEX, replaces="", package="0.1.0", pid=4242, pid_start=987654, rank=0, world_size=1),
+    m.Hello(
+        id=1,
+        session=HEX,
+        replaces="",
+        package="0.1.0",
+        pid=4242,
+        pid_start=987654,
+        rank=0,
+        world_size=1,
+        storage={"region": "eu"},
+    ),
     m.Allocate(id=2, nbytes=1 << 30, populate=True),
     m.Adopt(id=17, fd=9, nbytes=1 << 30, token=b"t" * 16, generation=4, ended=3, committed=SAVE_ID),
     m.Release(id=3, slot=1),

@@ -47,6 +47,7 @@ IMPOSSIBLE: dict[str, list[Any]] = {
         RankInfo(0.0, 1),
         RankInfo(False, True),
     ],
+    "storage_options": [{"a": 1}, ["a"], "a", None],
     **{name: [0, -1, math.nan, math.inf, None, "5", True, 1e9] for name in SECONDS},
 }
 POSSIBLE: dict[str, tuple[Any, str]] = {
@@ -70,6 +71,7 @@ POSSIBLE: dict[str, tuple[Any, str]] = {
     "max_shard_bytes": (65536, "65536"),
     "write_threads": (64, "64"),
     "rank_info": (RankInfo(3, 4), "3,4"),
+    "storage_options": ({"region": "eu"}, '{"region": "eu"}'),
     **{name: (0.25, "0.25") for name in SECONDS},
 }
 

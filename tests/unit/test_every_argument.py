@@ -42,6 +42,7 @@ SYNC_FIELDS = {
     "allow_pickle",
     "layout",
     "write_threads",
+    "storage_options",
 }
 """Fields of `CheckpointerConfig` that a `SyncCheckpointer` takes."""
 SURFACE: list[Callable[..., Any]] = [

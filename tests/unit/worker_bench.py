@@ -33,7 +33,7 @@ PATH = "/ckpt/a"
 COMMIT_TIMEOUT_S = 1800.0
 RUN, OTHER_RUN = "a" * 12, "c" * 12
 ERROR = to_wire(SaveFailedError("no room", code="ENOSPC"))
-HELLO = {"replaces": "", "package": "t", "pid": 7, "pid_start": 8}
+HELLO = {"replaces": "", "package": "t", "pid": 7, "pid_start": 8, "storage": {}}
 BEGIN = {"step": 5, "path": PATH, "nbytes": 1, "umask": 0o22, "fsync": True, "overwrite": False}
 BEGIN |= {"commit_timeout_s": COMMIT_TIMEOUT_S}
 """What most messages say."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from asyncckpt.basics.storage_options import NO_OPTIONS
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.messages import Message
 from asyncckpt.protocol.request import SaveRequest
@@ -79,6 +80,7 @@ class Prepare:
     fsync: bool
     overwrite: bool
     resumed: bool = False
+    storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +93,7 @@ class Write:
     request: SaveRequest
     resumed: bool = False
     early: bool = False
+    storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +114,8 @@ class Commit:
     remote: tuple[int, ...] = ()
     """Ranks whose files were written by another worker."""
 
+    storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remove:
@@ -118,6 +123,7 @@ class Remove:
 
     save_id: str
     path: str
+    storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +135,7 @@ class ScanLineage:
 
     run: str
     path: str
+    storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
     mirror: str = ""
 
 
@@ -142,6 +149,7 @@ class CopyToMirror:
     path: str
     mirror: str
     copies: bool
+    storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,6 +33,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncckpt.basics.storage_options import NO_OPTIONS
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.fields import MAX_OUTCOMES
 from asyncckpt.protocol.request import SaveRequest
@@ -142,6 +143,9 @@ class Session:
     replaces: str = ""
     """The earlier session of the same client, which ends when this one opens."""
 
+    storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
+    """Options of object stores, for its saves."""
+
     run: str = ""
     """ID of its run; "" until it is known."""
 
@@ -197,6 +201,8 @@ class Slot:
     """At the last read, a trainer was staging into it."""
 
     populate: bool = False
+    storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
+    """As of its session, which may end before what it holds is written."""
 
     adopted_generation: int = -1
     """Its generation when it was adopted; the dead worker may have written generations up to it. -1: not adopted."""
@@ -258,6 +264,9 @@ class RankSave:
     """A row of `TABLE`; only `SaveBook.advance` changes it."""
 
     fsync: bool = True
+    storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
+    """As `Session.storage`."""
+
     job: str = ""
     """Its outstanding job: PREPARE, WRITE, or "". It may outlast the phase in which it started."""
 

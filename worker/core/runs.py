@@ -14,9 +14,10 @@ The same run gets the same epoch for a directory, another run a larger one.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from asyncckpt.basics.storage_options import NO_OPTIONS
 from asyncckpt.errors import AsyncCkptError, SaveFailedError, from_wire, to_wire
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.messages import Lineage, LineageFound
@@ -222,9 +223,16 @@ class LineageBook:
         if waiting is None:
             waiting = self._waiting[key] = {}
             self._t.lineage_scans += 1
-            self._t.actions.append(ScanLineage(run=m.run, path=m.path, mirror=m.mirror))
+            self._t.actions.append(
+                ScanLineage(run=m.run, path=m.path, mirror=m.mirror, storage=self._storage_for(session))
+            )
         waiting[session.peer, m.id] = None
         return None
+
+    def _storage_for(self, session: Session) -> Mapping[str, str]:
+        """Return the options of the session, or of a rank of this node where another worker asks for its own."""
+        ours = (one.storage for one in self._t.sessions.values() if one.run == session.run and not one.link)
+        return next(ours, NO_OPTIONS) if session.link else session.storage
 
     def scanned(self, event: LineageScanned) -> None:
         """Reserve the epoch, and answer all requests that wait for this scan."""

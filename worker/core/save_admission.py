@@ -261,6 +261,7 @@ def entry_of_begin(session: Session, m: Begin, now: float, *, adopted: int = -1,
         begun_at=now,
         commit_timeout_s=m.commit_timeout_s,
         link=session.link,
+        storage=session.storage,
         from_dead_worker=resumed or m.generation <= adopted,
     )
 
@@ -281,5 +282,6 @@ def entry_of_request(slot: Slot, generation: int, request: SaveRequest, now: flo
         begun_at=now,
         commit_timeout_s=request.commit_timeout_s,
         link=slot.link,
+        storage=slot.storage,
         from_dead_worker=generation <= slot.adopted_generation,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
+from asyncckpt.basics.storage_options import NO_OPTIONS
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.protocol.save_phases import (
     ABANDONED,
@@ -55,7 +56,7 @@ from asyncckpt_worker.core.model import (
 )
 from asyncckpt_worker.core.runs import RunBook
 from asyncckpt_worker.core.tables import Tables
-from asyncckpt_worker.mirrors.schedule import MirrorBook
+from asyncckpt_worker.mirrors.schedule import Copy, MirrorBook
 
 
 class SaveBook:
@@ -377,7 +378,17 @@ class SaveBook:
         first = save.ranks[min(save.ranks)]
         if first.request is not None and first.request.mirror and not self._t.is_followed(save.save_id):
             nbytes = sum(int(entry.report.get("nbytes", entry.nbytes)) for entry in save.ranks.values())
-            self._mirrors.committed(save.save_id, first.path, first.request.mirror, first.step, nbytes)
+            self._mirrors.committed(
+                Copy(
+                    save.save_id,
+                    first.path,
+                    first.request.mirror,
+                    self._t.now,
+                    step=first.step,
+                    nbytes=nbytes,
+                    storage=first.storage,
+                )
+            )
 
     def broken(self, event: Broken) -> None:
         """End the save at which a bug was met; a commit that is in progress ends it instead."""
@@ -428,7 +439,10 @@ class SaveBook:
         save.jobs += 1
         remote = tuple(e.rank for e in entries if e.link)
         results = tuple(e.result for e in entries)
-        self._t.actions.append(Commit(save_id=save.save_id, requests=requests, results=results, remote=remote))
+        storage = next((e.storage for e in entries if not e.link), NO_OPTIONS)
+        self._t.actions.append(
+            Commit(save_id=save.save_id, requests=requests, results=results, remote=remote, storage=storage)
+        )
         return True
 
 
@@ -510,6 +524,7 @@ def start_writing(t: Tables, save: Save, entry: RankSave, request: SaveRequest) 
             request=request,
             resumed=entry.from_dead_worker,
             early=early,
+            storage=entry.storage,
         )
     )
 
@@ -554,6 +569,7 @@ def prepare_of(save_id: str, entry: RankSave) -> Prepare:
         fsync=entry.fsync,
         overwrite=entry.overwrite,
         resumed=entry.from_dead_worker,
+        storage=entry.storage,
     )
 
 
@@ -565,7 +581,7 @@ def clean_up(t: Tables, save: Save) -> None:
     left = [e for e in save.ranks.values() if e.wrote or (e.from_dead_worker and not e.link)]
     # IMPORTANT: never after `unknown`: the manifest may exist, and these would be its files.
     if save.outcome in (FAILED, ABANDONED) and left and not save.jobs:
-        t.actions.append(Remove(save_id=save.save_id, path=left[0].path))
+        t.actions.append(Remove(save_id=save.save_id, path=left[0].path, storage=left[0].storage))
         save.job = REMOVE
         save.jobs += 1
         for entry in [e for e in left if e.path == left[0].path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from asyncckpt.basics.storage_options import StorageOptions
 from asyncckpt.errors import AsyncCkptError, ProtocolError, WorkerUnavailableError
 from asyncckpt.protocol.messages import Hello, Welcome
 from asyncckpt_worker.core.actions import Resources
@@ -61,6 +62,7 @@ class SessionBook:
             text = f"the worker finds no process {m.pid} with that start time; both must share a PID namespace"
             return self._t.refuse(peer, m.id, WorkerUnavailableError(text, detail="pid"))
         session = Session(m.session, peer, m.pid, m.pid_start, m.rank, m.world_size, m.package, m.replaces)
+        session.storage = StorageOptions(m.storage)
         self._t.sessions[m.session] = session
         self._t.peers[peer] = m.session
         self._t.send(peer, self._welcome(m.id))

@@ -68,6 +68,7 @@ class SlotBook:
     def assign(self, session: Session, slot: Slot) -> None:
         """Assign a slot to a session, and remember the request that it answers."""
         session.slots.add(slot.number)
+        slot.storage = session.storage
         for old in list(session.granted)[: -MAX_SLOTS_PER_SESSION * 4]:
             del session.granted[old]
         session.granted[slot.allocate_id] = slot.number

@@ -21,6 +21,7 @@ from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import CommitUnknownError, MirrorError, SaveFailedError, to_wire
 from asyncckpt.memory.slot import PAGE_NBYTES, STATE_OPEN, STATE_STREAMED
 from asyncckpt.protocol.request import decode_request
+from asyncckpt.storage.locate import with_storage_options
 from asyncckpt.storage.rank_writer import DEFAULT_THREADS
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
@@ -404,7 +405,11 @@ class JobRunner:
                 raise AssertionError(f"no job for {action}")
 
     def _run(self, lane: str, action: ac.Action, work: Work, path: str = "") -> None:
-        self._lanes.submit(lane, Job(work, lambda error: failed_result(action, error), path))
+        def run(pool: Executor) -> Any:
+            with with_storage_options(getattr(action, "storage", None)):
+                return work(pool)
+
+        self._lanes.submit(lane, Job(run, lambda error: failed_result(action, error), path))
 
     def populate(self, number: int) -> None:
         """Fault in the pages of a new slot.

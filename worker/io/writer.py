@@ -256,10 +256,11 @@ class Writer:
     def _epoch_in_mirror(self, mirror: str) -> int:
         """Return the next epoch beside a mirror: on a new disk, only that shows the checkpoints of earlier runs."""
         found: list[int] = []
+        store = self._store(mirror)  # in this thread, which has the options of the store
 
         def ask() -> None:
             try:
-                found.append(next_epoch_beside(mirror, self._store(mirror)))
+                found.append(next_epoch_beside(mirror, store))
             except Exception as error:
                 _logger.warning("the mirror %s does not say which checkpoints it holds: %s", mirror, error)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncckpt.basics.storage_options import NO_OPTIONS
 from asyncckpt.basics.urls import parent_of
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.fields import COPYING, DONE, FAILED, WAITING
@@ -57,6 +58,7 @@ class Copy:
         error: Why the last try has failed.
         report: Of the one that has succeeded.
         asked_at: When a trainer has asked last.
+        storage: Options of object stores, of the session that saved it or that asks.
     """
 
     save_id: SaveId
@@ -72,6 +74,7 @@ class Copy:
     error: Wire | None = None
     report: Mapping[str, Any] = field(default_factory=dict)
     asked_at: float = 0.0
+    storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
 
     def is_forgotten(self, now: float) -> bool:
         """Whether nobody asks for it any more whom it was looked for."""
@@ -101,11 +104,11 @@ class MirrorBook:
 
     # ---- what there is to copy
 
-    def committed(self, save_id: SaveId, path: str, mirror: str, step: int | None, nbytes: int) -> None:
+    def committed(self, copy: Copy) -> None:
         """A save that this worker decides on was committed: copy it, and what is left of its directory."""
-        self._ended.pop(save_id, None)
-        self._add(Copy(save_id, path, mirror, self._t.now, step=step, nbytes=nbytes))
-        self.scan(parent_of(path))
+        self._ended.pop(copy.save_id, None)
+        self._add(copy)
+        self.scan(parent_of(copy.path))
         self._begin()
 
     def ask(self, session: Session, m: Mirror) -> None:
@@ -113,7 +116,7 @@ class MirrorBook:
         save_id, is_first = SaveId.parse(m.save_id), session.rank == 0
         copy = self._open.get(save_id) or self._ended.get(save_id)
         if copy is None:
-            copy = Copy(save_id, m.path, m.mirror, self._t.now, copies=is_first)
+            copy = Copy(save_id, m.path, m.mirror, self._t.now, copies=is_first, storage=session.storage)
             self._add(copy)
             if is_first:
                 self.scan(parent_of(m.path))
@@ -172,7 +175,13 @@ class MirrorBook:
             if copy.retry_at <= self._t.now:
                 copy.phase, copy.tries = COPYING, copy.tries + 1
                 self._t.actions.append(
-                    CopyToMirror(save_id=copy.save_id, path=copy.path, mirror=copy.mirror, copies=copy.copies)
+                    CopyToMirror(
+                        save_id=copy.save_id,
+                        path=copy.path,
+                        mirror=copy.mirror,
+                        copies=copy.copies,
+                        storage=copy.storage,
+                    )
                 )
 
     def tick(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from asyncckpt.basics.quantities import human
-from asyncckpt.cli.output import EXIT_OK, given_path, path_argument, print_json, print_table, say
+from asyncckpt.cli.output import EXIT_OK, add_storage_options, given_path, path_argument, print_json, print_table, say
 from asyncckpt.cli.progress import show_reads
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.format.objects import decode_value
@@ -39,6 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="read all tensors; show minimum, maximum, mean, standard deviation, and counts of zeros, NaN, infinities",
     )
+    add_storage_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

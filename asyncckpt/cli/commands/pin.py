@@ -10,7 +10,16 @@ import os
 from typing import Any
 
 from asyncckpt.basics.paths import current_umask
-from asyncckpt.cli.output import EXIT_OK, existing_directory, given_path, path_argument, print_json, print_rows, say
+from asyncckpt.cli.output import (
+    EXIT_OK,
+    add_storage_options,
+    existing_directory,
+    given_path,
+    path_argument,
+    print_json,
+    print_rows,
+    say,
+)
 from asyncckpt.errors import AsyncCkptError, CheckpointNotFoundError, ConfigError
 from asyncckpt.maintenance.pins import pin, pinned_in, unpin
 from asyncckpt.storage.catalog import read_manifest
@@ -33,6 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--remove", action="store_true", help="unpin; the checkpoints need not exist")
     parser.add_argument("--list", action="store_true", help="list the pinned checkpoints in the directories PATH")
+    add_storage_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

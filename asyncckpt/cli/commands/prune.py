@@ -17,7 +17,14 @@ from typing import Any
 from asyncckpt import __version__
 from asyncckpt.basics.paths import current_umask
 from asyncckpt.basics.quantities import count, human
-from asyncckpt.cli.output import action_of, add_delete, existing_directory, path_argument, print_removals
+from asyncckpt.cli.output import (
+    action_of,
+    add_delete,
+    add_storage_options,
+    existing_directory,
+    path_argument,
+    print_removals,
+)
 from asyncckpt.cli.worker_requests import add_endpoint, busy_paths
 from asyncckpt.errors import ConfigError
 from asyncckpt.maintenance.pins import pinned_in
@@ -61,6 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_delete(parser)
     add_endpoint(parser)
+    add_storage_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

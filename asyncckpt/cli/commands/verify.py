@@ -17,6 +17,7 @@ from asyncckpt.cli.output import (
     EXIT_FAILED,
     EXIT_NOT_FOUND,
     EXIT_OK,
+    add_storage_options,
     existing_directory,
     given_path,
     path_argument,
@@ -65,6 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_THREADS,
         help="reading threads (default: %(default)s)",
     )
+    add_storage_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

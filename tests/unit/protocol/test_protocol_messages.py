@@ -113,6 +113,18 @@ BAD_VALUES = {
     "token": [b"", bytes(15), bytes(17), "x" * 16, bytearray(16)],
     "flag": [0, 1, None, "true"],
     "mapping": [[], None, {1: 2}, {b"a": 1}],
+    "storage_options": [
+        [],
+        None,
+        {1: "a"},
+        {"a": 1},
+        {"": "a"},
+        {"a": "b\0"},
+        {"a": "\ud800"},
+        {"a" * 65: "b"},
+        {"a": "b" * (65536 + 1)},
+        {str(n): "" for n in range(65)},
+    ],
     "recall_rows": [
         [{}],
         [RECALLED] * 1025,
