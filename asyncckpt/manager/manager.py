@@ -227,10 +227,9 @@ class CheckpointManager:
             self._coordinator.prepare(self._preemption.stopping, clock if isinstance(clock, SharedClock) else None)
             self._interval_clock = clock
             self._policy = SavePolicy(save_interval_steps, save_on_steps, save_when, clock)
-            self._shared, self._has_claimed = shared, False
             # An object store has no lock that is freed when its holder dies.
-            has_lock = rank.rank == 0 and not shared and not is_object_url(self.root)
-            self._root_lock = RootLock(self.root) if has_lock else None
+            self._shared, self._has_claimed = shared or is_object_url(self.root), False
+            self._root_lock = RootLock(self.root) if rank.rank == 0 and not self._shared else None
             with with_storage_options(self.checkpointer.config.storage_options):
                 self._retention = RootRetention(
                     self.root,

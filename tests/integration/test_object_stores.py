@@ -16,6 +16,7 @@ import torch
 from real_worker import RealWorker
 
 import asyncckpt
+from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt.storage.cloud.object_store import ObjectStore
 from tests import object_servers
 from tests.object_servers import Server
@@ -234,7 +235,12 @@ def test_options_do_what_the_environment_does_and_are_shown_nowhere(server: Serv
     assert run("-m", "asyncckpt", "verify", f"{root}/AsyncCheckpointer", *given).returncode == 0
     assert run("-m", "asyncckpt", "ls", root).returncode != 0, "without options there is no way to the store"
     status = run("-m", "asyncckpt", "worker", "status", "--json").stdout
-    shown = done.stdout + done.stderr + status + worker.log()
+    shown = (
+        done.stdout
+        + done.stderr
+        + status
+        + pathlib.Path(f"{socket_path(worker.endpoint).removesuffix('.sock')}.log").read_text()
+    )
     store = ObjectStore(server.root, {**options, **object_servers.NO_CONNECTION_STAYS})
     shown += str(store.read_whole(f"{root}/AsyncCheckpointer/manifest.json", 1 << 20))
     assert not [name for name, value in options.items() if name in SECRETS[server.scheme] and value in shown]
