@@ -74,6 +74,15 @@ def is_local_path(path: Any) -> bool:
     return True
 
 
+def is_checkpoint_path(path: Any) -> bool:
+    """Whether `checkpoint_path` accepts `path`."""
+    try:
+        checkpoint_path(path)
+    except UnsupportedPathError:
+        return False
+    return True
+
+
 def current_umask() -> int:
     """Return this process's umask without changing it (proc(5): Umask in status, since Linux 4.7)."""
     with open("/proc/self/status", "rb") as file:

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
 
-from asyncckpt.basics.paths import absolute_path, is_local_path
+from asyncckpt.basics.paths import checkpoint_path, is_checkpoint_path
+from asyncckpt.basics.storage_options import StorageOptions
 from asyncckpt.config import RankInfo, check_keywords
 from asyncckpt.dcp.saved_metadata import CheckpointMetadata
 from asyncckpt.dcp.write_plan import check_target
@@ -36,6 +37,7 @@ from asyncckpt.loading.read_source import read_consistent
 from asyncckpt.loading.target_tensors import refuse_without_memory
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, corrupt
 from asyncckpt.storage.files import Files, opened, read_small_file
+from asyncckpt.storage.locate import files_at, with_storage_options
 from asyncckpt.storage.read_plan import Wanted
 from asyncckpt.torch_tensors import check_memory_is_real
 
@@ -248,15 +250,17 @@ class StorageReader(TorchStorageReader):
     Ranks on different machines do not notice if two such saves have the same names and shapes.
 
     Args:
-        path: The checkpoint: a directory or file. The `checkpoint_id` of `dcp.load` takes precedence.
+        path: The checkpoint: a directory, file or URL. The `checkpoint_id` of `dcp.load` takes precedence.
         threads: Number of reading threads; None takes 4.
         verify: Whether checksums are verified.
         allow_pickle: Unpickle leaves that AsyncCheckpointer pickled. DANGER: see `asyncckpt.load`.
         rank_info: The rank whose `PerRank` values are read; None: that of this process.
+        storage_options: As for `asyncckpt.load`.
 
     Raises:
-        ConfigError: `threads` is no positive integer, or an unknown keyword was given.
-        UnsupportedPathError: `path` is a URL or no path.
+        ConfigError: `threads` is no positive integer, an unknown keyword was given, or the store does not take the
+            options.
+        UnsupportedPathError: `path` is not a path, or a URL of no object store.
     """
 
     def __init__(
@@ -267,15 +271,21 @@ class StorageReader(TorchStorageReader):
         verify: bool = True,
         allow_pickle: bool = False,
         rank_info: RankInfo | None = None,
+        storage_options: Mapping[str, str] | None = None,
         **unknown: Any,
     ) -> None:
         check_keywords(StorageReader, unknown)
         super().__init__()
-        self.path = absolute_path(path)
+        self._storage_options = StorageOptions(storage_options)
         self._threads, self._verify, self._allow_pickle = thread_count(threads), verify, allow_pickle
         self._rank_info = rank_info
-        self._files = Files()
+        self._take(path)
         self._begin()
+
+    def _take(self, path: str | os.PathLike[str]) -> None:
+        self.path = checkpoint_path(path)
+        with with_storage_options(self._storage_options):
+            self._files = files_at(self.path)
 
     def _begin(self) -> None:
         self.load_id = uuid.uuid4().hex
@@ -295,7 +305,7 @@ class StorageReader(TorchStorageReader):
             UnsupportedPathError: `checkpoint_id` is a URL or no path.
         """
         if checkpoint_id is not None:
-            self.path = absolute_path(checkpoint_id)
+            self._take(checkpoint_id)
         self._begin()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -456,8 +466,8 @@ class StorageReader(TorchStorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether `checkpoint_id` is a local path."""
-        return is_local_path(checkpoint_id)
+        """Whether `checkpoint_id` is a local path, or the URL of an object store."""
+        return is_checkpoint_path(checkpoint_id)
 
 
 _Located = tuple[ReadItem, SavedTensor, tuple[int, ...]]

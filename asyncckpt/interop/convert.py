@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from asyncckpt.basics.paths import absolute_path, current_umask
-from asyncckpt.errors import AsyncCkptError, ConfigError
+from asyncckpt.basics.urls import is_object_url
+from asyncckpt.errors import AsyncCkptError, ConfigError, UnsupportedPathError
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.state_tree import OBJECT
 from asyncckpt.interop.checkpoint_files import copied_files, copy_file
@@ -137,6 +138,13 @@ def convert(
     Blocks: until everything is read and written; with `overwrite` also, for at most 30 seconds, while an asyncckpt save
         commits at `dst`.
     """
+    for path in (src, dst):
+        if is_object_url(os.fspath(path)):
+            raise UnsupportedPathError(
+                f"convert: {path} lies in an object store, and conversions read and write files: copy the checkpoint "
+                "to a directory with the store's own tools, convert it there, and copy the result back",
+                path=os.fspath(path),
+            )
     conversion = _Conversion(
         absolute_path(src), absolute_path(dst), to, overwrite, thread_count(threads), read_back, progress
     )

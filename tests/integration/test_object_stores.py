@@ -139,6 +139,17 @@ with asyncckpt.open_checkpoint(path, storage_options=options) as opened:
 """
 
 
+DCP_LOADER = """
+import sys, torch, asyncckpt, asyncckpt.dcp
+import torch.distributed.checkpoint as dcp
+
+state = {"w": torch.zeros(3_000_000), "b": torch.zeros(3, dtype=torch.bfloat16)}
+dcp.load(state, storage_reader=asyncckpt.dcp.StorageReader(sys.argv[1]), no_dist=True)
+found = asyncckpt.load(sys.argv[1], source="disk")
+assert torch.equal(state["w"], found["w"]) and torch.equal(state["b"], found["b"])
+"""
+
+
 @pytest.fixture(scope="module", params=object_servers.SCHEMES)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with object_servers.running(request.param) as found:
@@ -206,6 +217,16 @@ def test_what_is_saved_to_a_bucket_is_found_loaded_listed_verified_and_removed(r
     assert run("-m", "asyncckpt", "verify", f"{root}/step-3", f"{root}/step-5").returncode == 0
     assert run("-m", "asyncckpt", "inspect", f"{root}/step-3").returncode == 0
     assert run("-m", "asyncckpt", "du", root).returncode == 0
+    assert run("-m", "asyncckpt", "diff", f"{root}/step-3", f"{root}/step-3").returncode == 0
+    assert run("-m", "asyncckpt", "diff", f"{root}/step-3", f"{root}/step-5").returncode == 1
+    assert run("-c", DCP_LOADER, f"{root}/step-3").returncode == 0
+    for refused in (
+        ("pin", f"{root}/step-3"),
+        ("diff", f"{root}/step-3", "."),
+        ("convert", f"{root}/step-3", "x", "--to", "hf"),
+    ):
+        done = run("-m", "asyncckpt", *refused)
+        assert done.returncode == 1 and "Traceback" not in done.stderr and "copy" in done.stderr
     assert run("-m", "asyncckpt", "prune", root, "--keep", "2", "--delete").returncode == 0
     rows = listed("ls", root)
     assert [row["step"] for row in rows if row["state"] == "committed"] == [3, 5]
@@ -244,3 +265,11 @@ def test_options_do_what_the_environment_does_and_are_shown_nowhere(server: Serv
     store = ObjectStore(server.root, {**options, **object_servers.NO_CONNECTION_STAYS})
     shown += str(store.read_whole(f"{root}/AsyncCheckpointer/manifest.json", 1 << 20))
     assert not [name for name, value in options.items() if name in SECRETS[server.scheme] and value in shown]
+
+
+def test_the_doctor_says_what_a_store_can_do_and_leaves_nothing_behind(root: str) -> None:
+    done = run("-m", "asyncckpt", "doctor", f"{root}/none-yet", "--json")
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert [checks[name]["status"] for name in ("listing", "commit", "reading", "uploads", "removal")] == ["ok"] * 5
+    assert "lifecycle rule" in checks["uploads"]["text"]
+    assert run("-m", "asyncckpt", "ls", f"{root}/none-yet").returncode == 4

@@ -1,6 +1,6 @@
 """Check whether this machine can run asyncckpt: memory for snapshots, kernel features, limits, and whether training and
-worker processes can reach each other. With DIR, also check that directory's file system, in a temporary directory that
-is removed again. Each check is ok, warn (works, but slower or with restrictions) or fail. The exit code is 1 if a check
+worker processes can reach each other. With DIR, also check that directory's file system, or what the object store at that URL
+can do, in a temporary directory or under a scratch name, which is removed again. Each check is ok, warn (works, but slower or with restrictions) or fail. The exit code is 1 if a check
 fails.
 """
 
@@ -13,10 +13,11 @@ from collections.abc import Iterator
 
 from asyncckpt import __version__
 from asyncckpt.basics.limits import MAX_RANKS
-from asyncckpt.basics.paths import absolute_path
+from asyncckpt.basics.paths import absolute_path, checkpoint_path, is_url
 from asyncckpt.basics.quantities import count, parse_nbytes
-from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, path_argument, print_json, say
+from asyncckpt.cli.output import EXIT_FAILED, EXIT_OK, add_storage_options, path_argument, print_json, say
 from asyncckpt.cli.worker_requests import status_of
+from asyncckpt.doctor.bucket import bucket_checks
 from asyncckpt.doctor.directory import directory_checks
 from asyncckpt.doctor.findings import FAIL, WARN, Check, Finding, fail, findings_of, ok, warn
 from asyncckpt.doctor.machine import machine_checks
@@ -26,16 +27,18 @@ from asyncckpt.protocol.identity import has_exited
 from asyncckpt.recall.session import RecallSession
 from asyncckpt.recall.snapshots import endpoint_of
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.locate import store_at
 
 EXAMPLES = (
     "asyncckpt doctor",
     "asyncckpt doctor runs/a --state-bytes 40GB --ranks 8",
+    "asyncckpt doctor s3://bucket/runs/a",
 )
 ANSWER_TIMEOUT_S = 1.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    text = "directory for checkpoints; it need not exist yet"
+    text = "directory or URL for checkpoints; it need not exist yet"
     parser.add_argument("directory", metavar="DIR", nargs="?", type=path_argument, help=text)
     parser.add_argument(
         "--state-bytes",
@@ -50,6 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of ranks on this machine (default: %(default)s)",
     )
+    add_storage_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,7 +77,10 @@ def run(args: argparse.Namespace) -> int:
 def _findings(args: argparse.Namespace) -> Iterator[Finding]:
     yield from machine_checks(args.state_bytes, args.ranks, os.environ)
     yield from findings_of([Check("worker", _worker, "its status cannot be read", "see the check 'endpoint'", WARN)])
-    if args.directory:
+    if args.directory and is_url(args.directory):
+        url = checkpoint_path(args.directory)
+        yield from bucket_checks(url, store_at(url))
+    elif args.directory:
         yield from directory_checks(absolute_path(args.directory), args.state_bytes, args.ranks, Files())
 
 

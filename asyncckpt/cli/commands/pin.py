@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 from asyncckpt.basics.paths import current_umask
+from asyncckpt.basics.urls import is_object_url
 from asyncckpt.cli.output import (
     EXIT_OK,
     add_storage_options,
@@ -20,7 +21,7 @@ from asyncckpt.cli.output import (
     print_rows,
     say,
 )
-from asyncckpt.errors import AsyncCkptError, CheckpointNotFoundError, ConfigError
+from asyncckpt.errors import AsyncCkptError, CheckpointNotFoundError, ConfigError, UnsupportedPathError
 from asyncckpt.maintenance.pins import pin, pinned_in, unpin
 from asyncckpt.storage.catalog import read_manifest
 from asyncckpt.storage.locate import store_at
@@ -53,6 +54,12 @@ def run(args: argparse.Namespace) -> int:
         return _list(args)
     paths = [given_path(path) for path in args.paths]
     for path in paths:
+        if is_object_url(path):
+            raise UnsupportedPathError(
+                f"{path}: pins are made under locks, which object stores do not have; keep it by "
+                "CheckpointManager(keep_period=), or copy it to a place that is never pruned",
+                path=path,
+            )
         store = store_at(path, umask=current_umask())
         if args.remove and not unpin(path, store):
             raise CheckpointNotFoundError(f"{path} is not pinned", path=path)
