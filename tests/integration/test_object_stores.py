@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import rank_processes
+import real_worker
 import torch
 from real_worker import RealWorker
 
@@ -138,6 +139,28 @@ with asyncckpt.open_checkpoint(path, storage_options=options) as opened:
     assert torch.equal(opened.tensor("w"), state["w"])
 """
 
+
+LOSING_TRAINER = """
+import json, os, signal, sys, torch, asyncckpt
+
+root, options, pid = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+state = {"w": torch.arange(8_000_000.0)}
+with asyncckpt.AsyncCheckpointer(storage_options=options) as checkpointer:
+    handle = checkpointer.save(state, f"{root}/step-1", step=1)
+    handle.staged.result(60)
+    os.kill(pid, signal.SIGKILL)
+    handle.written.result(60)
+assert torch.equal(asyncckpt.load(f"{root}/step-1", source="disk", storage_options=options)["w"], state["w"])
+"""
+
+DYING_TRAINER = """
+import json, os, signal, sys, torch, asyncckpt
+
+root, options = sys.argv[1], json.loads(sys.argv[2])
+checkpointer = asyncckpt.AsyncCheckpointer(storage_options=options)
+checkpointer.save({"w": torch.arange(8_000_000.0)}, f"{root}/step-2", step=2).staged.result(60)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 DCP_LOADER = """
 import sys, torch, asyncckpt, asyncckpt.dcp
@@ -273,3 +296,19 @@ def test_the_doctor_says_what_a_store_can_do_and_leaves_nothing_behind(root: str
     assert [checks[name]["status"] for name in ("listing", "commit", "reading", "uploads", "removal")] == ["ok"] * 5
     assert "lifecycle rule" in checks["uploads"]["text"]
     assert run("-m", "asyncckpt", "ls", f"{root}/none-yet").returncode == 4
+
+
+def test_the_worker_that_takes_over_hears_the_options_again(server: Server, worker: RealWorker) -> None:
+    options = json.dumps(server.options())
+    assert run("-c", LOSING_TRAINER, f"{server.root}/lost", options, str(worker.pid)).returncode == 0
+
+
+def test_a_worker_whose_trainer_has_died_still_has_the_options(server: Server, worker: RealWorker) -> None:
+    options = server.options()
+    assert run("-c", DYING_TRAINER, f"{server.root}/dead", json.dumps(options)).returncode == -9
+    given = [word for name, value in options.items() for word in ("--storage-option", f"{name}={value}")]
+
+    def is_committed() -> bool:
+        return run("-m", "asyncckpt", "verify", f"{server.root}/dead/step-2", *given).returncode == 0
+
+    real_worker.wait_until(is_committed, "what the dead trainer has staged is committed")

@@ -47,7 +47,7 @@ IMPOSSIBLE: dict[str, list[Any]] = {
         RankInfo(0.0, 1),
         RankInfo(False, True),
     ],
-    "storage_options": [{"a": 1}, ["a"], "a", None],
+    "storage_options": [{"a": 1}, ["a"], "a"],
     **{name: [0, -1, math.nan, math.inf, None, "5", True, 1e9] for name in SECONDS},
 }
 POSSIBLE: dict[str, tuple[Any, str]] = {
@@ -89,8 +89,9 @@ def test_impossible_value_is_refused_by_field_and_value(name: str, value: Any) -
     with pytest.raises(ConfigError) as caught:
         CheckpointerConfig(**{name: value})
     assert caught.value.field == name
-    assert caught.value.value == repr(value)
-    assert str(caught.value).startswith(f"{name}={value!r}: expected ")
+    is_shown = name != "storage_options"
+    assert caught.value.value == (repr(value) if is_shown else None)
+    assert str(caught.value).startswith(f"{name}={value!r}: expected " if is_shown else f"{name}: expected ")
     assert isinstance(caught.value, ValueError)
 
 

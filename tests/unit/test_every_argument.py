@@ -176,7 +176,7 @@ class Stager(CheckpointStager):
         pass
 
 
-KEPT = ("allow_pickle", "on_error", "worker_shutdown_timeout_s", "rank_info")
+KEPT = ("allow_pickle", "on_error", "worker_shutdown_timeout_s", "rank_info", "storage_options")
 
 
 @pytest.mark.parametrize("field", dataclasses.fields(CheckpointerConfig), ids=lambda field: field.name)
