@@ -415,8 +415,9 @@ def test_saving_without_collectives_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [StorageWriter, StorageReader])
-def test_ids_are_local_paths(tmp_path: Path, kind: Any) -> None:
-    assert kind.validate_checkpoint_id(tmp_path) and not kind.validate_checkpoint_id("s3://bucket/c")
+def test_ids_are_paths_and_of_readers_also_urls_of_object_stores(tmp_path: Path, kind: Any) -> None:
+    assert kind.validate_checkpoint_id(tmp_path) and not kind.validate_checkpoint_id("ftp://host/c")
+    assert kind.validate_checkpoint_id("s3://bucket/c") is (kind is StorageReader)
     with pytest.raises(UnsupportedPathError):
         kind("s3://bucket/c")
     one = kind(tmp_path / "a")
