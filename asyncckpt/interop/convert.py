@@ -7,8 +7,7 @@ import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from asyncckpt.basics.paths import absolute_path, current_umask
-from asyncckpt.basics.urls import is_object_url
+from asyncckpt.basics.paths import absolute_path, current_umask, is_url
 from asyncckpt.errors import AsyncCkptError, ConfigError, UnsupportedPathError
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.state_tree import OBJECT
@@ -139,11 +138,12 @@ def convert(
         commits at `dst`.
     """
     for path in (src, dst):
-        if is_object_url(os.fspath(path)):
+        if is_url(str(path)):
+            scheme = str(path).partition("://")[0]  # IMPORTANT: not the rest, which may hold a password
             raise UnsupportedPathError(
-                f"convert: {path} lies in an object store, and conversions read and write files: copy the checkpoint "
+                f"convert: a path is a {scheme}:// URL, and conversions read and write files: copy the checkpoint "
                 "to a directory with the store's own tools, convert it there, and copy the result back",
-                path=os.fspath(path),
+                path=f"{scheme}://",
             )
     conversion = _Conversion(
         absolute_path(src), absolute_path(dst), to, overwrite, thread_count(threads), read_back, progress

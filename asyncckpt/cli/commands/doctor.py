@@ -1,7 +1,7 @@
 """Check whether this machine can run asyncckpt: memory for snapshots, kernel features, limits, and whether training and
 worker processes can reach each other. With DIR, also check that directory's file system, or what the object store at
-that URL can do, in a temporary directory or under a scratch name, which is removed again. Each check is ok, warn (works,
-but slower or with restrictions) or fail. The exit code is 1 if a check fails.
+that URL can do, in a temporary directory or under a scratch name, which is removed again. Each check is ok, warn
+(works, but slower or with restrictions) or fail. The exit code is 1 if a check fails.
 """
 
 from __future__ import annotations
