@@ -6,6 +6,8 @@ import errno
 import os
 import pathlib
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -34,6 +36,7 @@ from asyncckpt.storage.store import Store
 from asyncckpt.storage.verification import leftovers, verify_checkpoint
 from tests import object_servers
 from tests.failing_process import At, fail
+from tests.saving import ENVIRONMENT, ROOT
 
 object_servers.start_runtime()
 
@@ -282,3 +285,32 @@ def test_a_full_mirror_keeps_what_is_whole_and_nothing_else(tmp_path: pathlib.Pa
     report = copy_to_mirror(str(path), SAVE_ID, place, source=LocalStore(), target=LocalStore(files))
     assert 0 < report.copied_nbytes < report.nbytes, "the first shard was whole"
     assert verify_checkpoint(place, Files()).state == "ok"
+
+
+KILLED = """
+import sys
+from asyncckpt.basics.failpoints import observed
+from asyncckpt.format.names import SaveId
+from asyncckpt.maintenance.mirroring import copy_to_mirror
+from asyncckpt.storage.local import LocalStore
+from tests.failing_process import At, kill
+
+path, save_id, mirror, point = sys.argv[1:]
+with observed(At(point, kill)):
+    copy_to_mirror(path, SaveId.parse(save_id), mirror, source=LocalStore(), target=LocalStore())
+"""
+
+
+@pytest.mark.parametrize("point", ["shard: reserved", "shard: cut", "shard: closed"])
+def test_a_shard_whose_writer_was_killed_is_not_taken_for_whole(tmp_path: pathlib.Path, point: str) -> None:
+    path, mirror = tmp_path / "step-1", (LocalStore(), str(tmp_path / "mirror" / "step-1"))
+    saved(path, mirror[1])
+    command = [sys.executable, "-c", KILLED, str(path), str(SAVE_ID), mirror[1], point]
+    assert subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, timeout=60, check=False).returncode == -9
+    assert standing_in(mirror) is None
+    copy(path, mirror)
+    assert verify_checkpoint(mirror[1], Files()).state == "ok"
+
+
+def standing_in(mirror: tuple[Store, str]) -> Any:
+    return manifest_if_readable(mirror[1], mirror[0])
