@@ -279,6 +279,10 @@ class _Copy:
         self._pace(len(data))
         self._target.put(where, data, durable=self._manifest.fsync, replace=True)
         self._sent(len(data))
+        self._file_copied()
+
+    @staticmethod
+    def _file_copied() -> None:
         reach("mirror: file copied")
 
     def _sent(self, nbytes: int) -> None:
@@ -313,7 +317,7 @@ class _Copy:
         if name != final:
             # IMPORTANT: only a file that was flushed gets its name. What has a name is not copied again.
             self._target.move(name, final, replace=True)
-        reach("mirror: file copied")
+        self._file_copied()
 
     @contextlib.contextmanager
     def _image(self, shard: ShardRecord) -> Iterator[_StoredShard]:
