@@ -12,6 +12,7 @@ checkpoint whose manifest names a mirror, and which has no record, is still to b
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import time
@@ -173,9 +174,8 @@ def copy_to_mirror(
         try:
             dcp_metadata = copy.files()
         except FileNotFoundError as error:
-            _committed_at(
-                path, save_id, source
-            )  # IMPORTANT: first. Who removes a checkpoint removes its manifest first
+            # IMPORTANT: first. A checkpoint that is being removed has lost its manifest before its files.
+            _committed_at(path, save_id, source)
             if error.filename is None or os.path.dirname(error.filename) != path:
                 raise
             raise copy.damaged(os.path.basename(error.filename), "it is missing") from error
@@ -266,7 +266,12 @@ class _Copy:
 
     def _read(self, name: str, nbytes: int, checksum: str) -> bytes:
         where = os.path.join(self._path, name)
-        data = self._source.read_whole(where, nbytes)
+        try:
+            data = self._source.read_whole(where, nbytes)
+        except OSError as error:
+            if error.errno != errno.EFBIG:
+                raise
+            raise self.damaged(name, f"it is longer than {nbytes} bytes") from error
         if len(data) != nbytes or file_checksum(data) != checksum:
             raise self.damaged(name, "its checksum differs from what was written")
         return data

@@ -145,7 +145,7 @@ def test_small_files_are_compared_not_only_measured(tmp_path: pathlib.Path, mirr
     assert verify_checkpoint(place, store.as_files()).state == "ok"
 
 
-@pytest.mark.parametrize("damage", ["flipped", "short", "gone"])
+@pytest.mark.parametrize("damage", ["flipped", "short", "long", "gone"])
 @pytest.mark.parametrize("kind", [".safetensors", ".index", ".objects.json"])
 def test_a_damaged_checkpoint_is_never_committed_in_the_mirror(
     tmp_path: pathlib.Path, mirror: Any, damage: str, kind: str
@@ -157,7 +157,7 @@ def test_a_damaged_checkpoint_is_never_committed_in_the_mirror(
     data[-1] ^= 1
     victim.unlink()
     if damage != "gone":
-        victim.write_bytes(data if damage == "flipped" else data[:-1])
+        victim.write_bytes({"flipped": data, "short": data[:-1], "long": data + b"x"}[damage])
     with pytest.raises(CorruptCheckpointError, match="cannot be copied to its mirror") as caught:
         copy(path, mirror)
     assert caught.value.file == victim.name
