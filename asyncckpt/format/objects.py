@@ -256,7 +256,8 @@ def decode_value(raw: Any, make: Make | None = None) -> Any:
         make: Decodes the tags of `LIBRARY_TAGS`; None: they become `Opaque`, and numpy scalars the nearest value.
 
     Raises:
-        ValueError: It is malformed or has an unknown tag.
+        UnsupportedFormatError: It has a tag that this version does not know.
+        ValueError: It is malformed.
     """
     try:
         return _decode(raw, make, 0)
@@ -277,7 +278,12 @@ def _decode(raw: Any, make: Make | None, depth: int) -> Any:
     if tag in LIBRARY_TAGS:
         return make(tag, payload) if make else _without_library(tag, payload)
     if tag not in _MAKERS:
-        raise ValueError(f"unknown type tag {tag!r}")
+        # IMPORTANT: not as damage. The file has a checksum, so a newer version has written it, and `restore_latest` must
+        # not put the checkpoint aside as broken.
+        raise UnsupportedFormatError(
+            f"a leaf has the type tag {tag[:40]!r}, which this package does not know; upgrade asyncckpt, or load without "
+            "it by `keys`"
+        )
     if tag in _SEQUENCE_TAGS:
         payload = [_decode(v, make, depth + 1) for v in list_of(payload)]
     elif tag == "deque":

@@ -10,6 +10,7 @@ from typing import Any
 from asyncckpt.basics.quantities import human
 from asyncckpt.cli.output import EXIT_OK, add_storage_options, given_path, path_argument, print_json, print_table, say
 from asyncckpt.cli.progress import show_reads
+from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.format.objects import decode_value
 from asyncckpt.format.state_tree import OBJECT, fqn_of, leaves, per_rank_nodes
@@ -145,6 +146,8 @@ def _objects(contents: Contents, rank: int, files: Files) -> Iterator[dict[str, 
             raw = values[node[1]]
             try:
                 shown = raw.described() if isinstance(raw, UnreadLeaf) else _shown(raw)
+            except UnsupportedFormatError:
+                raise
             except ValueError as error:
                 name = contents.ranks[rank].index.objects.name
                 raise corrupt(contents.path, name, f"object {node[1]} does not decode: {error}") from error

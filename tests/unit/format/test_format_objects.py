@@ -246,3 +246,8 @@ def test_damaged_objects_file_is_refused_or_plain(rng: random.Random) -> None:
             continue
         except ValueError:
             continue
+
+
+def test_a_tag_of_a_newer_version_is_no_damage() -> None:
+    with pytest.raises(UnsupportedFormatError, match="type tag 'Decimal', which this package does not know; upgrade"):
+        decode_value([1, {"$": "Decimal", "v": "1.5"}])
