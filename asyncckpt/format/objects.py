@@ -278,11 +278,11 @@ def _decode(raw: Any, make: Make | None, depth: int) -> Any:
     if tag in LIBRARY_TAGS:
         return make(tag, payload) if make else _without_library(tag, payload)
     if tag not in _MAKERS:
-        # IMPORTANT: not as damage. The file has a checksum, so a newer version has written it, and `restore_latest` must
-        # not put the checkpoint aside as broken.
+        # IMPORTANT: not as damage. The file has a checksum, so a newer version has written it, and `restore_latest`
+        # must not quarantine it.
         raise UnsupportedFormatError(
-            f"a leaf has the type tag {tag[:40]!r}, which this package does not know; upgrade asyncckpt, or load without "
-            "it by `keys`"
+            f"a leaf has the type tag {tag[:40]!r}, which this package does not know; upgrade asyncckpt, or load other "
+            "leaves by `keys`"
         )
     if tag in _SEQUENCE_TAGS:
         payload = [_decode(v, make, depth + 1) for v in list_of(payload)]
