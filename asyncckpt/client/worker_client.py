@@ -67,7 +67,7 @@ class EpochCache:
     def epoch_for(self, path: str, run: str, mirror: str = "") -> int:
         """Return the epoch of `run` for a checkpoint at `path`: larger than that of every sibling of another run.
 
-        `mirror`: where the checkpoint is copied to, "" for nowhere; in an empty directory its siblings there count.
+        `mirror`: where the checkpoint is copied to, "" for nowhere; its siblings there count too.
 
         It depends on the directory alone, not on earlier saves: all ranks of a run must get the same epoch, even if a
         save has failed on some of them before this call.

@@ -185,6 +185,8 @@ def copy_to_mirror(
         if is_older_copy:
             remove_leftovers(mirror, save_id, store=target)
     seconds = time.monotonic() - began
+    # In the mirror too: somebody may see it under another path than the manifest names.
+    _record(mirror, save_id, mirror, target, durable=manifest.fsync)
     _record(path, save_id, mirror, source, durable=manifest.fsync)
     return MirrorReport(nbytes=manifest.nbytes, copied_nbytes=copy.sent_nbytes, seconds=seconds)
 

@@ -398,7 +398,8 @@ class JobRunner:
                 self._run("prepare", action, lambda _: self._lineage(action), action.path)
             case ac.CopyToMirror():
                 # In the lane of the mirror's file system or bucket: one that hangs holds threads of its own.
-                self._run("mirror", action, lambda _: self._copy(action), action.mirror)
+                place = action.mirror if action.copies else action.path
+                self._run("mirror", action, lambda _: self._copy(action), place)
             case ac.ScanUnmirrored():
                 self._run("mirror", action, lambda _: self._unmirrored(action), action.root)
             case _:

@@ -44,10 +44,9 @@ MAX_WRITE_THREADS = 64
 
 RESERVE_INODES = 8
 
-MIRROR_ANSWER_S = 5.0
-"""How long a run's first save into an empty directory waits for a mirror to list its checkpoints. Chosen."""
+MIRROR_ANSWER_S = 2.0
+"""How long a run's first save waits for a mirror to list its checkpoints. Chosen: the training waits as well."""
 
-FIRST_EPOCH = 1
 SECONDS_PER_HOUR = 3600
 
 T = TypeVar("T")
@@ -249,12 +248,12 @@ class Writer:
             check_root(path, self._roots)
             reach("worker: lineage asked for")
             epoch = next_epoch_beside(path, self._store(path))
-            return epoch if epoch > FIRST_EPOCH or not mirror else self._epoch_in_mirror(mirror)
+            return max(epoch, self._epoch_in_mirror(mirror)) if mirror else epoch
 
         return self._wrapped(run, None, None, None, path)
 
     def _epoch_in_mirror(self, mirror: str) -> int:
-        """Return the next epoch beside a mirror: on a new disk, only that shows the checkpoints of earlier runs."""
+        """Return the next epoch beside a mirror, which may have checkpoints of runs that this disk has not seen."""
         found: list[int] = []
         store = self._store(mirror)  # in this thread, which has the options of the store
 
