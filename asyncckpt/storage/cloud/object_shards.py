@@ -145,7 +145,7 @@ class ObjectShardWriter(ShardWriter):
             raise OSError(errno.EREMOTEIO, f"{found} bytes long after {self.nbytes} were uploaded", self.path)
 
     def abandon(self) -> None:
-        """As of `ShardWriter`: the object does not appear. Parts that the store has are removed by `asyncckpt gc`."""
+        """As of `ShardWriter`: the object does not appear. Parts that the store has are left to its lifecycle rules."""
         self._upload = None
         self._uncount()
 
