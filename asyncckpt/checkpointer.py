@@ -110,18 +110,28 @@ def mirror_path(mirror: str | os.PathLike[str], directory: str, config: Checkpoi
         UnsupportedPathError: It is no path or URL that a checkpoint can have.
         ConfigError: It is the checkpoint itself, lies inside it, or holds it; or the layout cannot be copied there.
     """
-    place = _save_path(mirror)
-    if _is_within(place, directory) or _is_within(directory, place):
-        raise ConfigError(
-            f"save to {directory}: mirror={place!r} is the checkpoint itself, or one lies inside the other; "
-            "give another place",
-            field="mirror",
-            value=place,
-        )
+    place = mirror_root(_save_path(mirror), directory)
     if is_object_url(place) and config.layout != "safetensors":
         raise ConfigError(
             f"save to {directory}: layout={config.layout!r} has two commit records, which the object store of "
             f'mirror={place!r} cannot put at once; use layout="safetensors", or a mirror in a file system',
+            field="mirror",
+            value=place,
+        )
+    return place
+
+
+def mirror_root(mirror: str | os.PathLike[str], directory: str) -> str:
+    """Return the absolute path, or URL, of what holds the copies of what is saved to, or below, `directory`.
+
+    Raises:
+        UnsupportedPathError: It is no path or URL.
+        ConfigError: It is that directory, lies inside it, or holds it.
+    """
+    place = checkpoint_path(mirror)
+    if _is_within(place, directory) or _is_within(directory, place):
+        raise ConfigError(
+            f"save to {directory}: mirror={place!r} is the same place, or one is inside the other; give another place",
             field="mirror",
             value=place,
         )

@@ -22,7 +22,7 @@ from asyncckpt.save_handle import SaveReport
 
 ASK_EVERY_S = 0.5
 MAX_ASKED = 16
-"""Copies that are asked for at a time, the oldest: the worker makes them in this order."""
+"""Copies that are asked for at a time."""
 
 MAX_AWAITED = 1024
 """Copies that are waited for. Above it, the oldest futures fail; the worker goes on with their copies."""
@@ -43,6 +43,7 @@ class AwaitedMirrors:
         self._awaited: OrderedDict[str, StagedSnapshot] = OrderedDict()
         self._asked: set[str] = set()
         self._ask_at = 0.0
+        self._closed_by: AsyncCkptError | None = None
 
     def __bool__(self) -> bool:
         """Whether a copy is waited for."""
@@ -54,6 +55,8 @@ class AwaitedMirrors:
             return
         dropped = []
         with self._lock:
+            if self._closed_by is not None:
+                return _fail(snapshot, self._closed_by)
             self._awaited[str(snapshot.save_id)] = snapshot
             while len(self._awaited) > MAX_AWAITED:
                 dropped.append(self._awaited.popitem(last=False)[1])
@@ -69,6 +72,8 @@ class AwaitedMirrors:
             self._ask_at = now + ASK_EVERY_S
             wanted = [(name, one) for name, one in self._awaited.items() if name not in self._asked][:MAX_ASKED]
             self._asked |= {name for name, _ in wanted}
+            for name, _ in wanted:
+                self._awaited.move_to_end(name)  # the next ones have their turn, too
         for name, snapshot in wanted:
             asked = self._send(partial(_mirror, name, snapshot.path, snapshot.mirror))
             if asked is None:
@@ -99,7 +104,12 @@ class AwaitedMirrors:
             )
 
     def close(self, error: AsyncCkptError) -> None:
-        """Fail the futures that are left."""
+        """Fail the futures that are left, and those that come later."""
+        self._closed_by = error
+        self.fail_all(error)
+
+    def fail_all(self, error: AsyncCkptError) -> None:
+        """Fail the futures that are left: nobody can be asked."""
         with self._lock:
             left = list(self._awaited.values())
             self._awaited.clear()

@@ -283,6 +283,7 @@ class WorkerClient(CheckpointProcess):
             self._withdrawals.add_lost(self._pending.names())
             self.pool.orphan_all()
             self._pending.fail_all(error)
+            self._mirrors.fail_all(error)
         elif self._pending.names() or self._retains_snapshot() or self.run.links.is_leader or self._mirrors:
             self._failover.start(self._connection)
 
@@ -306,6 +307,9 @@ class WorkerClient(CheckpointProcess):
     def _give_up(self, saves: list[str], error: AsyncCkptError) -> None:
         self._withdrawals.add_lost(saves)
         self._pending.fail(saves, error)
+        session = self._connection.session
+        if session is None or session.error is not None:
+            self._mirrors.fail_all(error)
 
     # ---- which session has a slot -----------------------------------------------------------------------------------
 

@@ -31,7 +31,9 @@ _KEPT = re.compile(r"(?s)\..+\.[0-9a-f]{12}\.converting\.kept\Z")
 _TEMPORARY = re.compile(r"\.tmp(?:\.[0-9a-f]{12}-[12])?\Z")
 _CONVERTED_NBYTES = 200
 _OWN_FILES = (
-    re.compile(r"rank-[0-9]{5}-part-[0-9]{3}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:safetensors|distcp)(?:\.tmp)?\Z"),
+    re.compile(
+        r"rank-[0-9]{5}-part-[0-9]{3}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:safetensors|distcp)(?:\.[0-9a-f]{12}\.tmp)?\Z"
+    ),
     re.compile(r"rank-[0-9]{5}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:index|objects\.json|items\.distcp)(?:\.tmp)?\Z"),
     re.compile(r"(?:manifest|dcp-metadata|tombstone)\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.tmp(?:\.[0-9a-f]{12}-[12])?\Z"),
     re.compile(r"mirrored\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.json(?:\.tmp)?\Z"),
@@ -186,12 +188,20 @@ def is_kept(name: str) -> bool:
 
 
 def replacing_name(name: str) -> str:
-    """Return the name under which a file is written before it is renamed.
-
-    For a rank's index, objects or items file that replaces another one, a mirror record, and a shard that is copied to
-    a mirror.
+    """Return the name of the file that is written first and then replaces a rank's index, objects or items file, or a
+    mirror record.
     """
     return f"{name}.tmp"
+
+
+def copied_shard_name(name: str, token: str) -> str:
+    """Return the name of a shard that is being copied to a mirror.
+
+    Args:
+        name: Name of the shard.
+        token: 12 random hex digits of the copy: two processes may copy one checkpoint.
+    """
+    return f"{name}.{token}.tmp"
 
 
 def mirror_record_name(save_id: SaveId) -> str:

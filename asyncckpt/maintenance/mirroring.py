@@ -15,17 +15,30 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.urls import is_object_url
-from asyncckpt.errors import CheckpointNotCommittedError, CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.errors import (
+    CheckpointNotCommittedError,
+    CorruptCheckpointError,
+    UnsupportedFormatError,
+    UnsupportedPathError,
+)
 from asyncckpt.format.checksums import BLOCK_NBYTES, file_checksum
 from asyncckpt.format.index import ShardRecord, decode_index
 from asyncckpt.format.manifest import Manifest, RankRecord
-from asyncckpt.format.names import DCP_METADATA_NAME, SaveId, mirror_record_name, replacing_name
+from asyncckpt.format.names import (
+    DCP_METADATA_NAME,
+    SaveId,
+    copied_shard_name,
+    is_temporary,
+    mirror_record_name,
+    owner_of,
+)
 from asyncckpt.storage.catalog import read_manifest, scan
 from asyncckpt.storage.checkpoint_dir import exists_error, is_finished, manifest_if_readable, prepare_directory
 from asyncckpt.storage.commit import publish, remove_leftovers
@@ -35,6 +48,9 @@ from asyncckpt.storage.store import Store
 
 EXTENT_NBYTES = 16 * BLOCK_NBYTES
 """What is read and written at a time: 4 MiB. Chosen: few calls, and one buffer of little memory."""
+
+ABANDONED_AFTER_S = 600.0
+"""A temporary file in the mirror that has not changed for so long is of a process that died. Chosen."""
 
 _MODE_BITS = 0o777
 
@@ -161,7 +177,13 @@ def copy_to_mirror(
     """
     began = time.monotonic()
     reach("mirror: begun")
-    manifest = _committed_at(path, save_id, source)
+    try:
+        manifest = _committed_at(path, save_id, source)
+    except CheckpointNotCommittedError:
+        if (found := mirrored_manifest(mirror, save_id, target)) is None:
+            raise
+        return MirrorReport(nbytes=found.nbytes, copied_nbytes=0, seconds=time.monotonic() - began)
+    _refuse_same_directory(path, mirror, source, target)
     copy = _Copy(path, mirror, manifest, source, target, pace, progress)
     standing = manifest_if_readable(mirror, target)
     if standing is None or standing.save_id != save_id or not is_finished(mirror, standing, target):
@@ -182,13 +204,40 @@ def copy_to_mirror(
         reach("mirror: files copied")
         publish(mirror, manifest, store=target, overwrite=is_older_copy, dcp_metadata=dcp_metadata)
         reach("mirror: committed")
-        if is_older_copy:
-            remove_leftovers(mirror, save_id, store=target)
+    copy.remove_temporary()
+    remove_leftovers(mirror, save_id, store=target)
     seconds = time.monotonic() - began
     # In the mirror too: somebody may see it under another path than the manifest names.
     _record(mirror, save_id, mirror, target, durable=manifest.fsync)
     _record(path, save_id, mirror, source, durable=manifest.fsync)
     return MirrorReport(nbytes=manifest.nbytes, copied_nbytes=copy.sent_nbytes, seconds=seconds)
+
+
+def mirrored_manifest(mirror: str, save_id: SaveId, store: Store) -> Manifest | None:
+    """Return the manifest of a copy; None: that of `save_id` is not committed in the mirror.
+
+    Args:
+        mirror: Path or URL of the copy.
+        save_id: Of the save that it must be of.
+        store: Store that holds the mirror.
+    """
+    found = manifest_if_readable(mirror, store)
+    is_copy = found is not None and found.save_id == save_id and is_finished(mirror, found, store)
+    return found if is_copy else None
+
+
+def _refuse_same_directory(path: str, mirror: str, source: Store, target: Store) -> None:
+    """Raise if the mirror is the checkpoint's own directory, by a link.
+
+    Raises:
+        UnsupportedPathError: It is.
+    """
+    try:
+        is_same = source.identity(path) == target.identity(mirror)
+    except OSError:  # there is no mirror yet, or a store without directories
+        return
+    if is_same:
+        raise UnsupportedPathError(f"the mirror {mirror} is the directory of the checkpoint {path} itself", path=mirror)
 
 
 def _committed_at(path: str, save_id: SaveId, store: Store) -> Manifest:
@@ -237,18 +286,32 @@ class _Copy:
         self._source, self._target, self._pace, self._progress = source, target, pace, progress
         self._files = source.as_files()
         self._held: dict[str, int] = {}
+        self._token = secrets.token_hex(6)
         self.sent_nbytes = 0
 
     def files(self) -> bytes | None:
         """Copy all files but the commit record; return what `.metadata` holds in layout "dcp"."""
         with contextlib.suppress(FileNotFoundError):
-            self._held = {one.name: one.nbytes for one in self._target.entries(self._mirror) if one.is_object}
+            listed = [one for one in self._target.entries(self._mirror) if one.is_object]
+            self._held = {one.name: one.nbytes for one in listed}
+            for one in listed:
+                if self._is_temporary(one.name) and 0 < one.mtime_s < time.time() - ABANDONED_AFTER_S:
+                    self._target.remove_quietly(os.path.join(self._mirror, one.name))
         for record in self._manifest.ranks:
             self._rank(record)
         dcp = self._manifest.dcp
         if dcp is None:
             return None
         return self._read(DCP_METADATA_NAME, dcp.nbytes, dcp.checksum)
+
+    def _is_temporary(self, name: str) -> bool:
+        return is_temporary(name) and owner_of(name) == self._manifest.save_id
+
+    def remove_temporary(self) -> None:
+        """Remove what killed copies of this checkpoint have left in the mirror. Only once it is committed there."""
+        with contextlib.suppress(FileNotFoundError):
+            for name in filter(self._is_temporary, self._target.names(self._mirror)):
+                self._target.remove_quietly(os.path.join(self._mirror, name))
 
     def _rank(self, record: RankRecord) -> None:
         data = self._read(record.index_name, record.index_nbytes, record.index_checksum)
@@ -301,11 +364,9 @@ class _Copy:
             self._progress(shard.nbytes)
             return
         final = os.path.join(self._mirror, shard.name)
-        name = final if self._target.shards_appear_whole else replacing_name(final)
-        if os.path.basename(name) in self._held:
-            self._target.remove(name)  # of a process that died while it copied
+        name = final if self._target.shards_appear_whole else copied_shard_name(final, self._token)
         with self._image(shard) as image:
-            writer = self._target.shard_writer(name, image, 0, shard.nbytes, aligned=False, fsync=self._manifest.fsync)
+            writer = self._target.shard_writer(name, image, 0, shard.nbytes, aligned=False, fsync=True)
             try:
                 for start in range(0, shard.nbytes, EXTENT_NBYTES):
                     end = min(start + EXTENT_NBYTES, shard.nbytes)

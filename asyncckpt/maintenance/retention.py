@@ -207,7 +207,7 @@ def prune(
         elif one.name in origins:
             _log.info("%s stays: %s", os.path.join(root, one.name), origins[one.name])
             done.append(Pruned(stored=one, is_removed=False, kept=origins[one.name]))
-        elif one.is_unmirrored and not unmirrored.must_go(one):
+        elif one.is_unmirrored and not unmirrored.must_go(one, is_logged=delete):
             done.append(Pruned(stored=one, is_removed=False, kept="it is not in its mirror yet"))
         else:
             done.append(_pruned(root, one, store, package, busy, is_ours, delete=delete))
@@ -239,16 +239,13 @@ class _Unmirrored:
         self._limit = policy.max_unmirrored
         self._excess = {one.name for one in waiting[: max(0, len(waiting) - n_kept)]}
 
-    def must_go(self, one: StoredCheckpoint) -> bool:
-        """Return whether a checkpoint is removed before it is in its mirror, and log that."""
-        path = os.path.join(self._root, one.name)
-        if one.name in self._excess:
-            _log.warning("%s goes before it is in its mirror: max_unmirrored is %s", path, self._limit)
-            return True
-        if self._is_full():
-            _log.warning("%s goes before it is in its mirror: there is no room for two more checkpoints", path)
-            return True
-        return False
+    def must_go(self, one: StoredCheckpoint, *, is_logged: bool) -> bool:
+        """Return whether a checkpoint is removed before it is in its mirror; `is_logged`: log that."""
+        why = f"max_unmirrored is {self._limit}" if one.name in self._excess else ""
+        why = why or ("there is no room for two more checkpoints" if self._is_full() else "")
+        if why and is_logged:
+            _log.warning("%s is removed before it is in its mirror: %s", os.path.join(self._root, one.name), why)
+        return bool(why)
 
     def _is_full(self) -> bool:
         if is_object_url(self._root):

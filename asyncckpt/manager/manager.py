@@ -18,7 +18,7 @@ from asyncckpt.async_checkpointer import AsyncCheckpointer
 from asyncckpt.basics.paths import checkpoint_path
 from asyncckpt.basics.process_lifecycle import EXIT_WAIT_S
 from asyncckpt.basics.urls import is_object_url
-from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.checkpointer import Checkpointer, mirror_root
 from asyncckpt.config import CheckpointerConfig, check_keywords
 from asyncckpt.distributed.rendezvous import path_digest
 from asyncckpt.errors import (
@@ -195,7 +195,7 @@ class CheckpointManager:
         mirror_policy = RetentionPolicy(max_to_keep=mirror_max_to_keep, keep_period=keep_period, best_mode=best_mode)
         if mirror is None and not (mirror_max_to_keep is None and max_unmirrored is None):
             raise ConfigError("mirror_max_to_keep and max_unmirrored are about a mirror: give mirror=", field="mirror")
-        self._mirror = None if mirror is None else checkpoint_path(mirror)
+        self._mirror = None if mirror is None else mirror_root(mirror, self.root)
         self._mirror_names = None if self._mirror is None else StepNames(self._mirror, step_format)
         if best_fn is not None and max_to_keep == 1:
             raise ConfigError(

@@ -171,6 +171,8 @@ class RootRetention:
         self._abandoned: frozenset[str] = frozenset()
         self._removal_thread = RetentionThread(self._prune)
         self._mirror, self._mirror_policy = mirror, mirror_policy or RetentionPolicy()
+        # Made here, where the options of object stores are known.
+        self._mirror_store = None if mirror is None else store_at(mirror, umask=current_umask())
         # IMPORTANT: a thread of its own. A mirror that hangs must not keep the local disk from being freed.
         self._mirror_thread = RetentionThread(self._prune_mirror)
         self._is_behind = False
@@ -205,7 +207,7 @@ class RootRetention:
         """Record that a save was committed, has failed, or could not begin. Idempotent."""
         with self._lock:
             if is_committed:
-                self._broken.discard(save.name)
+                self._broken.discard(os.path.join(self._root, save.name))
                 self._restored = None  # from now on it is in the metadata of the newest checkpoint
             holds = self._busy.get(save.name, set())
             holds.discard(save)
@@ -226,17 +228,25 @@ class RootRetention:
         if self._is_leader and self._mirror_policy.max_to_keep is not None:
             self._mirror_thread.request()
 
+    def _broken_in(self, root: str) -> set[str]:
+        """Return the names of the checkpoints of a root that were found broken."""
+        return {os.path.basename(path) for path in self._broken if os.path.dirname(path) == root}
+
     def _prune_mirror(self) -> None:
-        if self._mirror is None or not self._has_root():
+        if self._mirror is None or self._mirror_store is None or not self._has_root():
             return
+        with self._lock:
+            broken, restored = self._broken_in(self._mirror), self._restored
         # IMPORTANT: what is still being copied there has not changed for a long time if the mirror was away.
         copying = {one.name for one in self._survey().stored if one.is_unmirrored}
         prune(
             self._mirror,
-            store_at(self._mirror, umask=current_umask()),
+            self._mirror_store,
             self._mirror_policy,
             package=__version__,
             score=self._best_fn,
+            broken=broken,
+            restored=restored,
             busy=copying | self.busy | set(pinned_in(self._root, self._store)),
             dead_after_s=self._dead_after_s,
             is_ours=self._is_ours,
@@ -246,7 +256,7 @@ class RootRetention:
         if not self._has_root():
             return
         with self._lock:
-            broken, restored = set(self._broken), self._restored
+            broken, restored = self._broken_in(self._root), self._restored
         prune(
             self._root,
             self._store,
@@ -311,7 +321,7 @@ class RootRetention:
         if not self._is_leader:
             return
         try:
-            steps = self.all_steps()
+            steps = sorted({one.step for one in self._survey().stored})  # not the mirror, which may not answer
         except OSError as error:
             _log.debug("cannot list the checkpoints in %s: %s", self._root, error)
             return
@@ -330,23 +340,28 @@ class RootRetention:
 
     def _survey(self) -> Survey:
         with self._lock:
-            broken = set(self._broken)
+            broken = self._broken_in(self._root)
         return survey(self._root, self._store, score=self._best_fn, broken=broken, links=True)
 
     def _stored(self) -> list[StoredCheckpoint]:
         """Return the committed checkpoints of the root and of its mirror, each once."""
         local = list(self._survey().stored)
-        if self._mirror is None:
-            return local
-        try:
-            copies = survey(self._mirror, store_at(self._mirror), score=self._best_fn, links=True).stored
-        except (OSError, AsyncCkptError) as error:
-            if not local:
-                raise
-            _log.warning("the mirror %s cannot be listed, so only %s is looked at: %s", self._mirror, self._root, error)
-            return local
         known = {one.save_id for one in local}
-        return [*local, *(one for one in copies if one.save_id not in known)]
+        return [*local, *(one for one in self._copies(has_local=bool(local)) if one.save_id not in known)]
+
+    def _copies(self, *, has_local: bool) -> tuple[StoredCheckpoint, ...]:
+        """Return the committed checkpoints in the mirror; none if it cannot be listed and the root has some."""
+        if self._mirror is None or self._mirror_store is None:
+            return ()
+        with self._lock:
+            broken = self._broken_in(self._mirror)
+        try:
+            return survey(self._mirror, self._mirror_store, score=self._best_fn, broken=broken, links=True).stored
+        except (OSError, AsyncCkptError) as error:
+            if not has_local:
+                raise
+            _log.warning("the mirror %s cannot be listed, so only %s is searched: %s", self._mirror, self._root, error)
+            return ()
 
     def latest_step(self) -> int | None:
         """Return the step of the newest committed checkpoint, by lineage; None: there is none."""
@@ -364,12 +379,18 @@ class RootRetention:
 
     def candidates(self, root: str) -> list[Candidate]:
         """Return the checkpoints to try in a restore: the newest first, abandoned ones last. Called on rank 0."""
-        place = None
+        mirror = None
         if self._mirror is not None:
-            place = self._mirror if root == self._root else os.path.join(self._mirror, os.path.basename(root))
-        found = finder(place)(root)
+            mirror = self._mirror if root == self._root else os.path.join(self._mirror, os.path.basename(root))
+        found = finder(mirror)(root)
+        stored = {self._root: self._survey().stored}
+        if self._mirror is not None:
+            stored[self._mirror] = self._copies(has_local=bool(found))
         self._abandoned = frozenset(
-            os.path.join(self._root, one.name) for one in self._survey().stored if one.is_abandoned
+            os.path.join(place, one.name)
+            for place, all_there in stored.items()
+            for one in all_there
+            if one.is_abandoned
         )
         return sorted(found, key=lambda one: one.path in self._abandoned)  # stable: otherwise the order stays
 
@@ -380,7 +401,7 @@ class RootRetention:
         """
         with self._lock:
             self._restored = SaveId.parse(found.save_id)
-            self._broken |= {os.path.basename(one.path) for one in found.skipped}
+            self._broken |= {one.path for one in found.skipped}
         if found.path in self._abandoned and found.skipped:
             _log.warning(
                 "%s was restored although a rollback has abandoned its branch: no other checkpoint is sound", found.path

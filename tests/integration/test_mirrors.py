@@ -263,7 +263,7 @@ def test_a_bound_on_what_waits_for_the_mirror_is_kept(worker: RealWorker, tmp_pa
 def test_a_mirror_in_the_checkpoint_or_around_it_is_refused(
     checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, where: str
 ) -> None:
-    with pytest.raises(ConfigError, match="lies inside the other"):
+    with pytest.raises(ConfigError, match="is inside the other"):
         checkpointer.save(STATE, tmp_path / "runs" / "step-1", mirror=tmp_path / where)
 
 
@@ -272,6 +272,8 @@ def test_wrong_mirrors_are_refused_early(checkpointer: AsyncCheckpointer, tmp_pa
         checkpointer.save(STATE, tmp_path / "a", mirror="ftp://host/x")
     with SyncCheckpointer() as other, pytest.raises(ConfigError, match="use AsyncCheckpointer"):
         other.save(STATE, tmp_path / "a", mirror=tmp_path / "b")
+    with pytest.raises(ConfigError, match="is inside the other"):
+        CheckpointManager(tmp_path / "runs", mirror=tmp_path / "runs")
     with pytest.raises(ConfigError, match="give mirror="):
         CheckpointManager(tmp_path / "runs", max_unmirrored=1)
     assert names(tmp_path) == set()

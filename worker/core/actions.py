@@ -154,9 +154,10 @@ class CopyToMirror:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScanUnmirrored:
-    """Find the checkpoints in a directory that are still to be copied. Job; answered by UnmirroredFound."""
+    """Find the checkpoints in a directory that are still to be copied. A job; its result is UnmirroredFound."""
 
     root: str
+    storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

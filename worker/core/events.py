@@ -162,6 +162,7 @@ class UnmirroredFound:
     root: str
     found: tuple[Unmirrored, ...] = ()
     error: Wire | None = None
+    storage: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -166,7 +166,9 @@ class Shutdown:
             staging = self._staging(self._drain_deadline)
             if not staging:
                 stop_early_writes(t)
-            working = bool(unfinished) or staging or self._has_unacknowledged() or self._mirrors.is_behind
+            # Not while trainers are connected: until this worker has left they can save nowhere. The next one copies.
+            copies = self._mirrors.is_behind and not t.sessions
+            working = bool(unfinished) or staging or self._has_unacknowledged() or copies
             at_rest = not working and not reading
             self._slots_reread = self._slots_reread and not working
             if at_rest and not self._slots_reread and t.now < self._drain_deadline and self._slot_book.read_all_lent():

@@ -531,7 +531,7 @@ class JobRunner:
             found = self._mirrorer.unmirrored(action.root)
         except Exception as error:
             return ev.UnmirroredFound(now=time.monotonic(), root=action.root, error=to_wire(error))
-        return ev.UnmirroredFound(now=time.monotonic(), root=action.root, found=tuple(found))
+        return ev.UnmirroredFound(now=time.monotonic(), root=action.root, found=tuple(found), storage=action.storage)
 
 
 def _not_copied(action: ac.CopyToMirror, error: Exception) -> ev.Copied:

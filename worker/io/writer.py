@@ -5,6 +5,8 @@ Every failure becomes one error of `asyncckpt.errors` that says what to do.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import errno
 import logging
 import os
@@ -21,7 +23,7 @@ from asyncckpt.basics.urls import is_object_url
 from asyncckpt.errors import AsyncCkptError, SaveFailedError
 from asyncckpt.format.names import DCP, SaveId
 from asyncckpt.memory.slot import SlotError
-from asyncckpt.storage.catalog import next_epoch_beside
+from asyncckpt.storage.catalog import next_epoch_beside, next_epoch_by_names
 from asyncckpt.storage.checkpoint_dir import home_of, prepare_directory, remove_made
 from asyncckpt.storage.commit import commit_save, remove_files_of, remove_leftovers
 from asyncckpt.storage.files import Files, save_failure, step_and_rank
@@ -255,17 +257,18 @@ class Writer:
     def _epoch_in_mirror(self, mirror: str) -> int:
         """Return the next epoch beside a mirror, which may have checkpoints of runs that this disk has not seen."""
         found: list[int] = []
-        store = self._store(mirror)  # in this thread, which has the options of the store
+        options = contextvars.copy_context()  # which has those of the store
 
         def ask() -> None:
             try:
-                found.append(next_epoch_beside(mirror, store))
+                found.append(options.run(lambda: next_epoch_by_names(mirror, self._store(mirror))))
             except Exception as error:
                 _logger.warning("the mirror %s does not say which checkpoints it holds: %s", mirror, error)
 
         asking = threading.Thread(target=ask, name="asyncckpt-mirror-epoch", daemon=True)
-        asking.start()
-        asking.join(MIRROR_ANSWER_S)
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            asking.start()
+            asking.join(MIRROR_ANSWER_S)
         if found:
             return found[0]
         # IMPORTANT: an epoch that no earlier run has reached. With a smaller one, a restore from the mirror would take

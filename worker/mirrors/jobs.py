@@ -15,9 +15,17 @@ from asyncckpt.errors import (
     UnsupportedPathError,
 )
 from asyncckpt.format.names import SaveId
-from asyncckpt.maintenance.mirroring import Unmirrored, copy_to_mirror, is_mirrored, umask_of, unmirrored_in
+from asyncckpt.maintenance.mirroring import (
+    Unmirrored,
+    copy_to_mirror,
+    is_mirrored,
+    mirrored_manifest,
+    umask_of,
+    unmirrored_in,
+)
+from asyncckpt.storage.checkpoint_dir import manifest_if_readable
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.local import store_over
+from asyncckpt.storage.local import DEFAULT_UMASK, store_over
 from asyncckpt.storage.locate import files_at
 from asyncckpt_worker.core.actions import CopyToMirror
 from asyncckpt_worker.io.writer import check_root
@@ -63,7 +71,11 @@ class Mirrorer:
         """
         check_root(job.mirror, self._roots)
         files = files_at(job.path, files=self._files)
-        target = store_over(files_at(job.mirror, files=self._files), umask=umask_of(job.path, files))
+        try:
+            umask = umask_of(job.path, files)
+        except FileNotFoundError:
+            umask = DEFAULT_UMASK  # the checkpoint is gone, which `copy_to_mirror` says
+        target = store_over(files_at(job.mirror, files=self._files), umask=umask)
         self._copied[job.save_id] = 0
 
         def progress(nbytes: int) -> None:
@@ -91,10 +103,19 @@ class Mirrorer:
         """Return an empty report if another worker has copied a checkpoint, else None.
 
         Raises:
-            OSError: It cannot be known.
+            CheckpointNotCommittedError: It is gone, and not in the mirror.
+            AsyncCkptError, OSError: It cannot be known.
         """
         store = store_over(files_at(job.path, files=self._files))
-        return {} if is_mirrored(job.path, job.save_id, store) else None
+        if is_mirrored(job.path, job.save_id, store):
+            return {}
+        local = manifest_if_readable(job.path, store)
+        if local is not None and local.save_id == job.save_id:
+            return None
+        # It was removed or replaced, which may have been after it was copied.
+        if mirrored_manifest(job.mirror, job.save_id, store_over(files_at(job.mirror, files=self._files))) is not None:
+            return {}
+        raise CheckpointNotCommittedError(f"{job.path} was removed before it was copied to its mirror", path=job.path)
 
     def unmirrored(self, root: str) -> list[Unmirrored]:
         """Return what is still to be copied of a directory.

@@ -26,6 +26,11 @@ FIRST_PAUSE_S = 1.0
 LAST_PAUSE_S = 60.0
 """Pause before a copy is tried again: doubled with every try. Chosen, not measured."""
 
+PATIENCE = 5
+"""Tries for which younger copies to the same directory wait. After that they go on while this one pauses: what keeps it
+may be of this checkpoint alone. Chosen.
+"""
+
 LOOK_EVERY_S = 1.0
 """How often a worker that does not copy looks for the mirror record."""
 
@@ -107,8 +112,12 @@ class MirrorBook:
     def committed(self, copy: Copy) -> None:
         """A save that this worker decides on was committed: copy it, and what is left of its directory."""
         self._ended.pop(copy.save_id, None)
-        self._add(copy)
-        self.scan(parent_of(copy.path))
+        known = self._open.get(copy.save_id)
+        if known is None:
+            self._add(copy)
+        else:  # a trainer has asked for it before; it may be under way
+            known.copies, known.step, known.nbytes, known.storage = True, copy.step, copy.nbytes, copy.storage
+        self.scan(parent_of(copy.path), copy.storage)
         self._begin()
 
     def ask(self, session: Session, m: Mirror) -> None:
@@ -119,33 +128,43 @@ class MirrorBook:
             copy = Copy(save_id, m.path, m.mirror, self._t.now, copies=is_first, storage=session.storage)
             self._add(copy)
             if is_first:
-                self.scan(parent_of(m.path))
-        copy.copies, copy.asked_at = copy.copies or is_first, self._t.now
-        self._begin()
+                self.scan(parent_of(m.path), session.storage)
+            self._begin()
+        elif is_first and not copy.copies:
+            copy.copies = True
+            self._begin()
+        copy.storage, copy.asked_at = session.storage or copy.storage, self._t.now
         error = dict(copy.error or {}) if copy.phase == FAILED else {}
         report = dict(copy.report) if copy.phase == DONE else {}
         self._t.send(session.peer, Mirrored(id=m.id, phase=copy.phase, error=error, report=report))
 
-    def scan(self, root: str) -> None:
-        """Search a directory for checkpoints that are still to be copied, once."""
+    def scan(self, root: str, storage: Mapping[str, str] = NO_OPTIONS) -> None:
+        """Search a directory for checkpoints that are still to be copied, once.
+
+        `storage`: options of object stores, also for the copies that are found.
+        """
         if root in self._scans:
             return
         self._scans[root] = False
-        while len(self._scans) > MAX_SCANS and next(iter(self._scans.values())):
-            self._scans.popitem(last=False)
-        self._t.actions.append(ScanUnmirrored(root=root))
+        for old in [one for one, has_ended in self._scans.items() if has_ended][: len(self._scans) - MAX_SCANS]:
+            del self._scans[old]
+        self._t.actions.append(ScanUnmirrored(root=root, storage=storage))
 
     def found(self, event: UnmirroredFound) -> None:
         """Take up what earlier workers have not copied."""
         self._scans[event.root] = True
         if event.error is not None:
+            del self._scans[event.root]  # the next commit there tries again
             text = f"{event.root} cannot be searched for checkpoints to copy to a mirror: {event.error.get('text')}"
             self._t.log("warning", text)
         for one in event.found:
-            if one.save_id not in self._open:
+            ended = self._ended.get(one.save_id)
+            if one.save_id not in self._open and (ended is None or ended.phase != DONE):
                 text = f"step {one.step} in {one.path} is still to be copied to {one.mirror}"
                 self._t.log("info", text, save_id=one.save_id)
-                self._add(Copy(one.save_id, one.path, one.mirror, self._t.now, step=one.step, nbytes=one.nbytes))
+                copy = Copy(one.save_id, one.path, one.mirror, self._t.now, step=one.step, nbytes=one.nbytes)
+                copy.storage = event.storage
+                self._add(copy)
         self._begin()
 
     def _add(self, copy: Copy) -> None:
@@ -162,16 +181,16 @@ class MirrorBook:
         """Begin the oldest copy to each directory, and each look, whose time has come."""
         for copy in [one for one in self._open.values() if one.is_forgotten(self._t.now)]:
             del self._open[copy.save_id]
-        if not all(self._scans.values()):
-            return  # older ones may be found
         busy = {parent_of(copy.mirror) for copy in self._open.values() if copy.copies and copy.phase == COPYING}
         for copy in sorted(self._open.values(), key=lambda one: one.save_id):
             if copy.phase == COPYING:
                 continue
             if copy.copies:
-                if (home := parent_of(copy.mirror)) in busy:
+                home, is_searched = parent_of(copy.mirror), self._scans.get(parent_of(copy.path), True)
+                if home in busy or not is_searched:  # older ones may be found
                     continue
-                busy.add(home)  # also while it pauses: the oldest goes first
+                if copy.retry_at <= self._t.now or copy.tries < PATIENCE:
+                    busy.add(home)  # also while it pauses: the oldest goes first
             if copy.retry_at <= self._t.now:
                 copy.phase, copy.tries = COPYING, copy.tries + 1
                 self._t.actions.append(

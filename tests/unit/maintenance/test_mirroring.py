@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+import shutil
 import stat
 import subprocess
 import sys
@@ -22,8 +23,9 @@ from asyncckpt.errors import (
     CommitUnknownError,
     CorruptCheckpointError,
     UnsupportedFormatError,
+    UnsupportedPathError,
 )
-from asyncckpt.format.names import MANIFEST_NAME, SaveId, mirror_record_name, owner_of, shard_name
+from asyncckpt.format.names import MANIFEST_NAME, SaveId, copied_shard_name, mirror_record_name, owner_of, shard_name
 from asyncckpt.maintenance import mirroring
 from asyncckpt.maintenance.gc import write_tombstone
 from asyncckpt.maintenance.mirroring import MirrorReport, copy_to_mirror, is_mirrored, umask_of, unmirrored_in
@@ -130,9 +132,12 @@ def test_a_file_that_a_dead_process_had_begun_is_not_taken_for_whole(tmp_path: p
     name = shard_name(SAVE_ID, 0, 0)
     os.makedirs(mirror[1])
     nbytes = os.path.getsize(os.path.join(path, name))
-    pathlib.Path(mirror[1], f"{name}.tmp").write_bytes(bytes(nbytes))  # as long as it must be, and zeros
+    pathlib.Path(mirror[1], copied_shard_name(name, "0" * 12)).write_bytes(
+        bytes(nbytes)
+    )  # as long as it must be, and zeros
     assert copy(path, mirror).copied_nbytes > nbytes
     assert verify_checkpoint(mirror[1], Files()).state == "ok"
+    assert not [one for one in os.listdir(mirror[1]) if one.endswith(".tmp")]
 
 
 def test_small_files_are_compared_not_only_measured(tmp_path: pathlib.Path, mirror: Any) -> None:
@@ -226,6 +231,23 @@ def test_the_oldest_comes_first_and_what_is_its_own_mirror_is_none(tmp_path: pat
     saved(tmp_path / "step-10", str(tmp_path / "step-10"), SAVE_ID.with_parts(sequence=3))
     saved(tmp_path / "step-11", None, SAVE_ID.with_parts(sequence=4))
     assert [one.mirror for one in unmirrored_in(str(tmp_path), LocalStore())] == ["/mirror/0", "/mirror/1", "/mirror/2"]
+
+
+def test_a_checkpoint_that_was_removed_after_it_was_copied_counts_as_copied(
+    tmp_path: pathlib.Path, mirror: Any
+) -> None:
+    path = tmp_path / "step-1"
+    saved(path, mirror[1])
+    nbytes = copy(path, mirror).nbytes
+    shutil.rmtree(path)
+    assert (copy(path, mirror).nbytes, copy(path, mirror).copied_nbytes) == (nbytes, 0)
+
+
+def test_a_mirror_that_is_the_checkpoint_itself_by_a_link_is_refused(tmp_path: pathlib.Path) -> None:
+    saved(tmp_path / "step-1", str(tmp_path / "linked" / "step-1"))
+    (tmp_path / "linked").symlink_to(tmp_path)
+    with pytest.raises(UnsupportedPathError, match="is the directory of the checkpoint"):
+        copy(tmp_path / "step-1", (LocalStore(), str(tmp_path / "linked" / "step-1")))
 
 
 def test_a_record_of_another_save_does_not_count(tmp_path: pathlib.Path) -> None:

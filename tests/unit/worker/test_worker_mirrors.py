@@ -14,7 +14,14 @@ from asyncckpt.protocol import messages as m
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.mirrors import schedule as mirrors
-from asyncckpt_worker.mirrors.schedule import FIRST_PAUSE_S, FORGET_AFTER_S, LAST_PAUSE_S, LOOK_EVERY_S, with_copied
+from asyncckpt_worker.mirrors.schedule import (
+    FIRST_PAUSE_S,
+    FORGET_AFTER_S,
+    LAST_PAUSE_S,
+    LOOK_EVERY_S,
+    PATIENCE,
+    with_copied,
+)
 
 FIRST_ID, SECOND_ID = SaveId.parse(FIRST), SaveId.parse(SECOND)
 PLACE = "s3://bucket/run/step-5"
@@ -131,8 +138,11 @@ def test_a_copy_that_fails_is_tried_again_with_growing_pauses_and_before_younger
     scanned(bench)
     committed(bench, SECOND, "/ckpt/b", "s3://bucket/run/b")
     pauses = []
-    for _ in range(9):
+    for tries in range(1, 10):
         bench.feed(ev.Copied, save_id=FIRST_ID, error=ERROR)
+        if tries == PATIENCE:
+            assert copies(bench) == [SECOND], "it may be this one alone that fails"
+            bench.feed(ev.Copied, save_id=SECOND_ID, is_done=True)
         assert copies(bench) == [], "neither at once, nor the next one"
         due = bench.core.wakes_at
         assert due is not None and asked(bench).phase == "waiting" and dict(asked(bench).error) == {}
@@ -141,10 +151,8 @@ def test_a_copy_that_fails_is_tried_again_with_growing_pauses_and_before_younger
         bench.feed(ev.Tick)
         assert copies(bench) == [FIRST]
     assert pauses == [min(LAST_PAUSE_S, FIRST_PAUSE_S * 2**n) for n in range(9)]
-    (row, _) = bench.core.report()["mirrors"]
+    (row,) = bench.core.report()["mirrors"]
     assert (row["phase"], row["tries"], row["error"]) == ("copying", 10, ERROR["text"])
-    bench.feed(ev.Copied, save_id=FIRST_ID, is_done=True)
-    assert copies(bench) == [SECOND]
 
 
 def test_a_copy_that_cannot_succeed_fails_and_lets_the_next_one_go(bench: Bench) -> None:
@@ -259,6 +267,48 @@ def test_copies_that_wait_are_bounded_and_the_rest_is_found_by_a_later_search(
     committed(bench, SECOND, "/ckpt/b", "s3://bucket/run/b")
     assert [job.root for job in bench.of(ac.ScanUnmirrored)] == ["/ckpt"], "its directory is searched again"
     assert len(bench.core._mirrors._open) == 1
+
+
+def test_a_search_that_hangs_keeps_only_copies_of_its_own_directory_waiting(bench: Bench) -> None:
+    committed(bench)
+    committed(bench, SECOND, "/other/b", "s3://bucket/else/b")
+    scanned(bench, root="/other")
+    assert copies(bench) == [SECOND] and asked(bench).phase == "waiting"
+
+
+def test_a_search_that_failed_is_repeated_with_the_next_commit(bench: Bench) -> None:
+    committed(bench)
+    bench.feed(ev.UnmirroredFound, root="/ckpt", error=ERROR)
+    committed(bench, SECOND, "/ckpt/b", "s3://bucket/run/b")
+    assert [job.root for job in bench.of(ac.ScanUnmirrored)] == ["/ckpt"]
+
+
+def test_a_save_that_is_found_committed_while_it_is_copied_is_not_copied_twice(bench: Bench) -> None:
+    asked(bench)
+    scanned(bench)
+    assert copies(bench) == [FIRST]
+    committed(bench)
+    assert copies(bench) == [] and asked(bench).phase == "copying"
+
+
+def test_a_drain_does_not_wait_for_copies_while_trainers_can_save_nowhere(bench: Bench) -> None:
+    committed(bench)
+    scanned(bench)
+    bench.feed(ev.StopRequested)
+    look(bench)
+    bench.now += CONFIG.staging_grace_s + 1
+    bench.feed(ev.Tick)
+    look(bench)
+    assert [leave.reason for leave in bench.of(ac.Exit)] == ["drained"]
+
+
+def test_options_of_object_stores_go_with_the_copies_that_a_search_finds(bench: Bench) -> None:
+    bench.hello(b"o", "3" * 16, 0, 1, storage={"region": "x"})
+    asked(bench, peer=b"o")
+    (job,) = bench.of(ac.ScanUnmirrored)
+    bench.feed(ev.UnmirroredFound, root=job.root, found=(unmirrored(OLDER),), storage=job.storage)
+    (copy,) = bench.of(ac.CopyToMirror)
+    assert copy.save_id == OLDER and dict(copy.storage) == dict(job.storage) == {"region": "x"}
 
 
 def test_progress_is_shown_beside_what_is_known(bench: Bench) -> None:
