@@ -29,11 +29,13 @@ class FaultyProxy:
         url: Where it listens.
         fault: May be replaced at any time.
         seen: (method, path) of each request.
+        nbytes_read: Bytes of the bodies that were passed back.
     """
 
     def __init__(self, upstream: str) -> None:
         self.fault: Fault = lambda method, path: ""
         self.seen: list[tuple[str, str]] = []
+        self.nbytes_read = 0
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler(urlsplit(upstream).netloc))
         self._server.daemon_threads = True
         self._server.block_on_close = False
@@ -71,6 +73,7 @@ class FaultyProxy:
                     connection.request(self.command, self.path, body, dict(self.headers))
                     response = connection.getresponse()
                     data = response.read()
+                    proxy.nbytes_read += len(data)
                 finally:
                     connection.close()
                 if fault == LOST:

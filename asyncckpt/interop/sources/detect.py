@@ -39,6 +39,9 @@ def kind_at(path: str, files: Files) -> str:
         UnsupportedFormatError: It is a file of no known kind.
         OSError: It cannot be read.
     """
+    with contextlib.suppress(OSError):
+        files.lstat(os.path.join(path, MANIFEST_NAME))  # first: of a prefix, an object store would make a listing
+        return NATIVE
     try:
         found = files.stat(path)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -64,9 +67,6 @@ def kind_at(path: str, files: Files) -> str:
 
 
 def _directory_kind(path: str, files: Files) -> str:
-    with contextlib.suppress(OSError):
-        files.lstat(os.path.join(path, MANIFEST_NAME))
-        return NATIVE
     try:
         names = files.listdir(path)
     except PermissionError:  # it may be searched but not listed; reading the manifest gives the error, if any
