@@ -1,8 +1,8 @@
 """How fast are saves to an object store and loads from it, against what obstore alone does with as many bytes?
 
-The store is a server of S3 on loopback (moto, of the extra `dev`): slower than obstore, and the same one for all. What obstore
-does is measured with several sizes of parts and numbers of concurrent requests, and the fastest counts. `worker_nbytes`
-is by how much the memory of the worker, besides slots, grows at most while a checkpoint is uploaded.
+The store is a server of S3 on loopback (moto, of the extra `dev`): slower than obstore, and the same one for all. What
+obstore does is measured with several sizes of parts and numbers of concurrent requests, and the fastest counts.
+`worker_nbytes` is by how much the memory of the worker, besides slots, grows at most while a checkpoint is uploaded.
 """
 
 from __future__ import annotations
