@@ -60,6 +60,7 @@ ABOUT_ATTACH = [
     "docs/frameworks/accelerate.md",
     "docs/frameworks/lightning.md",
     "docs/frameworks/torchtitan.md",
+    "docs/frameworks/ray.md",
     "docs/frameworks/transformers.md",
     "docs/migration/lightning.md",
     "asyncckpt/async_checkpointer.py",
