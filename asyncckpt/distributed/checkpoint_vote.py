@@ -131,7 +131,7 @@ class _Outcome(NamedTuple):
 
 
 class ManyRanks(Ranks):
-    """The ranks of the default process group.
+    """Several ranks, connected by a meeting: through the default process group, or through the worker.
 
     Args:
         rank: This rank.

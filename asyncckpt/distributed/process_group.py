@@ -1,7 +1,7 @@
 """How saves and loads use torch.distributed: which rank this is, and how ranks meet.
 
-No other module calls torch.distributed, except `dcp` and `integrations`, which plug into libraries that use it; a test
-holds the list.
+Only this module, `user_group` and `dcp.broadcast_reader` call torch.distributed; `dcp` and `integrations` also import
+torch.distributed.checkpoint. A test holds both lists.
 
 A meeting uses the default group's store to wait for all ranks, then a gloo group of its own, which ends with it. The
 group is made directly, not by `new_group`: that counts groups per process, so a meeting to which only some ranks come

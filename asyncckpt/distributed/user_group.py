@@ -13,7 +13,7 @@ from asyncckpt.errors import SaveFailedError
 
 
 class UserGroup:
-    """A `loading.broadcast.Transport` over the group's own backend (gloo, NCCL, ...).
+    """Implements `loading.shared.broadcast.Transport` over the group's own backend (gloo, NCCL, ...).
 
     The group's own timeout bounds every call; the `deadline` arguments are ignored. A rank ends the wait of another one
     only by a message: it must not close the user's connections, and NCCL cannot cancel a receive.

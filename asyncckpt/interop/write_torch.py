@@ -183,7 +183,7 @@ def check_dcp(outline: Outline) -> Losses:
     losses.changed += ordered_dicts_lost(apart) + container_types_lost(otherwise)
     names = sorted({fqn_of(path) or TOP for path in empty})
     losses.changed += [f"empty dicts are not kept: {listed(names)}"] if names else []
-    said = "lists are gone, or lack members, where empty dicts were"
+    said = "lists lost the members that were empty dicts, or are missing if they held nothing else"
     losses.changed += [f"{said}: {listed(sorted(lacking))}"] if lacking else []
     untied, said = sorted(_untied(outline)), "tied tensors are stored apart, for each tuple that holds one"
     losses.changed += [f"{said}: {listed(untied)}"] if untied else []

@@ -156,10 +156,10 @@ def prune(
 
     - All, while the newest checkpoint is not whole on disk.
     - Those with metrics of earlier runs, while the score raises for all metrics: one of them may be the best.
-    - One that a run has restored from, until a newer checkpoint of that run, or one that a later run has restored from
-      it, is known to be sound. For that a checkpoint of the run is read back and verified, once, when the one that it
-      has restored from would be removed. Each checkpoint of a manager names the one that its run has restored from
-      (`maintenance.policy`). If no checkpoint of the run stays, this does not count.
+    - One from which a run was restored, until that run, or a later run that was restored from it, has a verified
+      checkpoint. To find that out, one checkpoint of the run is read back, once. Each checkpoint of a manager names the
+      one from which its run was restored (`maintenance.policy`). If no checkpoint of the run is kept, this rule does
+      not apply.
     - Those that are still to be copied to their mirrors: as many as `policy.max_unmirrored`, or while there is room for
       two checkpoints as large as the newest. Beyond that the oldest are removed, which is logged.
 
@@ -192,10 +192,10 @@ def prune(
     done = []
     maybe_best = _maybe_best(found, newest)
     is_sound = is_whole(os.path.join(root, newest.name), found.manifests[newest.name], store)
-    doomed = to_delete(found.stored, policy, pinned)
-    unmirrored = _Unmirrored(root, store, policy, [one for one in doomed if one.is_unmirrored], newest.nbytes)
-    origins = _unverified_origins(found, doomed, restored, verifies or _reads_back(root, store)) if is_sound else {}
-    for one in doomed:
+    to_remove = to_delete(found.stored, policy, pinned)
+    unmirrored = _Unmirrored(root, store, policy, [one for one in to_remove if one.is_unmirrored], newest.nbytes)
+    origins = _unverified_origins(found, to_remove, restored, verifies or _reads_back(root, store)) if is_sound else {}
+    for one in to_remove:
         if not is_sound:
             done.append(Pruned(stored=one, is_removed=False, kept=f"the newest, {newest.name}, is not whole"))
         elif one.name in busy:
@@ -269,29 +269,27 @@ def _maybe_best(found: Survey, newest: StoredCheckpoint) -> set[str]:
 
 def _unverified_origins(
     found: Survey,
-    doomed: Sequence[StoredCheckpoint],
+    to_remove: Sequence[StoredCheckpoint],
     restored: SaveId | None,
     verifies: Callable[[StoredCheckpoint], bool],
 ) -> dict[str, str]:
-    """Return which of `doomed` a run has restored from without having a sound checkpoint since, by name, and why."""
-    going = {one.name for one in doomed}
-    lines: dict[
-        tuple[str, SaveId], list[StoredCheckpoint]
-    ] = {}  # by run, and what it has restored from; the newest first
+    """Return which of `to_remove` a run has restored from without having a sound checkpoint since, by name, and why."""
+    removed_names = {one.name for one in to_remove}
+    runs_by_origin: dict[tuple[str, SaveId], list[StoredCheckpoint]] = {}  # by run and its origin; the newest first
     for one in found.stored:
         ancestry = ancestry_in(found.manifests[one.name].metadata)
-        if ancestry and one.name not in going:
-            lines.setdefault((one.save_id.run_id, ancestry[0]), []).append(one)
-    origins, kept = {origin for _, origin in lines}, {}
-    for one in doomed:
+        if ancestry and one.name not in removed_names:
+            runs_by_origin.setdefault((one.save_id.run_id, ancestry[0]), []).append(one)
+    origins, kept = {origin for _, origin in runs_by_origin}, {}
+    for one in to_remove:
         if one.save_id == restored:
             kept[one.name] = "this run has restored from it, and has not committed a checkpoint since"
-        for (_, origin), line in lines.items():
-            if origin != one.save_id or one.name in kept or any(later.save_id in origins for later in line):
+        for (_, origin), run in runs_by_origin.items():
+            if origin != one.save_id or one.name in kept or any(later.save_id in origins for later in run):
                 continue
-            if not any(later.is_sound and verifies(later) for later in line):
+            if not any(later.is_sound and verifies(later) for later in run):
                 kept[one.name] = (
-                    f"the run of {line[0].name} has restored from it, and no newer checkpoint of that run verifies"
+                    f"the run of {run[0].name} has restored from it, and no newer checkpoint of that run verifies"
                 )
     return kept
 
@@ -337,9 +335,8 @@ def _pruned(
         return Pruned(stored=one, is_removed=False, error=error)
     if gone:
         _log.info("removed step %d, %s", one.step, path)
-    kept = (
-        "" if gone else "it was pinned or replaced meanwhile, a save to it has begun, or another training has the root"
-    )
+    meanwhile = "it was pinned or replaced meanwhile, a save to it has begun, or another process manages this root"
+    kept = "" if gone else meanwhile
     return Pruned(stored=one, is_removed=gone, kept=kept)
 
 

@@ -26,9 +26,9 @@ FIRST_PAUSE_S = 1.0
 LAST_PAUSE_S = 60.0
 """Pause before a copy is tried again: doubled with every try. Chosen, not measured."""
 
-PATIENCE = 5
-"""Tries for which younger copies to the same directory wait. After that they go on while this one pauses: what keeps it
-may be of this checkpoint alone. Chosen.
+MAX_BLOCKING_TRIES = 5
+"""Attempts during which newer copies to the same directory wait for this one. After that they proceed while it pauses,
+because the failure may concern only this checkpoint. Chosen.
 """
 
 LOOK_EVERY_S = 1.0
@@ -189,7 +189,7 @@ class MirrorBook:
                 home, is_searched = parent_of(copy.mirror), self._scans.get(parent_of(copy.path), True)
                 if home in busy or not is_searched:  # older ones may be found
                     continue
-                if copy.retry_at <= self._t.now or copy.tries < PATIENCE:
+                if copy.retry_at <= self._t.now or copy.tries < MAX_BLOCKING_TRIES:
                     busy.add(home)  # also while it pauses: the oldest goes first
             if copy.retry_at <= self._t.now:
                 copy.phase, copy.tries = COPYING, copy.tries + 1

@@ -1,4 +1,4 @@
-"""Finding out what a mount can do, once a process, by two files that are removed again.
+"""Probes what a mounted file system can do, once for each mount and process, by two files that are removed again.
 
 File systems of Linux that lie on disks or in memory can do everything, and are not probed.
 """
@@ -56,7 +56,7 @@ def abilities_at(directory: str, files: Files, stem: str) -> Abilities:
     found = _known.get(device)
     if found is None:
         found = probe(stem, files)
-        if not found.missing(fsync=True, overwrite=False):  # else it is looked at again: it may be mounted otherwise
+        if not found.missing(fsync=True, overwrite=False):  # the user may mount an unusable one anew
             if len(_known) >= _MAX_KNOWN:
                 _known.clear()
             _known[device] = found
@@ -64,7 +64,7 @@ def abilities_at(directory: str, files: Files, stem: str) -> Abilities:
 
 
 def forget(found: Abilities) -> None:
-    """Probe the mounts anew of which `found` was found out."""
+    """Discard the result `found`, so that those mounts are probed again."""
     for device, known in list(_known.items()):
         if known is found:
             _known.pop(device, None)

@@ -41,7 +41,7 @@ SAID: dict[str, tuple[Any, tuple[str, ...], dict[str, Any], set[str]]] = {
         ("dcp",),
         {},
         {
-            "lists are gone, or lack members, where empty dicts were: a, b, b.0, c",
+            "lists lost the members that were empty dicts, or are missing if they held nothing else: a, b, b.0, c",
             "empty dicts are not kept: a.0, b.0.0, c.1, d.e",
         },
     ),
