@@ -102,7 +102,7 @@ class ObjectStore(Store):
                 if self._holds(name, data):
                     return
                 # A store may also say so while another request for the name is under way, which may come to nothing.
-                if is_last or mode != "create" or self._is_there(name):
+                if is_last or mode != "create" or self._entry_or_none(name) is not None:
                     raise
             except FileNotFoundError as error:  # what was to be replaced is gone
                 if mode == "create":
@@ -123,12 +123,11 @@ class ObjectStore(Store):
         except OSError:
             return False
 
-    def _is_there(self, name: str) -> bool:
+    def _entry_or_none(self, name: str) -> Entry | None:
         try:
-            self.stat(name)
+            return self.stat(name)
         except FileNotFoundError:
-            return False
-        return True
+            return None
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         """As of `Store`, by one request."""
@@ -171,9 +170,7 @@ class ObjectStore(Store):
         listed = [_entry(one["path"][within:], one) for one in found["objects"] if len(one["path"]) > within]
         listed += [Entry(one.rstrip("/")[within:], PREFIX, 0, 0, "") for one in found["common_prefixes"]]
         if not listed and key:
-            if self._is_there(prefix):
-                raise NotADirectoryError(errno.ENOTDIR, "it is an object", prefix)
-            raise FileNotFoundError(errno.ENOENT, "nothing is there", prefix)
+            raise _nothing_below(prefix, self._entry_or_none(prefix))
         return iter(listed)
 
     def listed(self, prefix: str) -> Store:
@@ -231,12 +228,15 @@ class ListedStore(Store):
         self._children: dict[str, dict[str, Entry]] = {}
         for name, entry in found.items():
             parent, _, last = name.rpartition("/")
-            self._children.setdefault(parent, {})[last] = _renamed(entry, last)
+            self._children.setdefault(parent, {}).setdefault(last, _renamed(entry, last))
             while parent != prefix and len(parent) > len(prefix):
                 above, _, last = parent.rpartition("/")
-                if last in self._children.setdefault(above, {}):
+                known = self._children.setdefault(above, {})
+                if last in known and known[last].kind == PREFIX:
                     break
-                self._children[above][last] = Entry(last, PREFIX, 0, 0, "")
+                # IMPORTANT: replaces an object of this name. Other programs mark directories with empty objects, and
+                # one beside a checkpoint would hide it.
+                known[last] = Entry(last, PREFIX, 0, 0, "")
                 parent = above
 
     def entries(self, prefix: str) -> Iterator[Entry]:
@@ -244,9 +244,7 @@ class ListedStore(Store):
         if not self._covers(prefix):
             return self._below.entries(prefix)
         if prefix not in self._children:
-            if prefix in self._found:
-                raise NotADirectoryError(errno.ENOTDIR, "it is an object", prefix)
-            raise FileNotFoundError(errno.ENOENT, "nothing is there", prefix)
+            raise _nothing_below(prefix, self._found.get(prefix))
         return iter(list(self._children[prefix].values()))
 
     def stat(self, name: str) -> Entry:
@@ -314,6 +312,18 @@ def _entry(name: str, found: Mapping[str, Any]) -> Entry:
         mtime_ns=int(changed.timestamp() * 1e6) * 1000,
         version=f"{found['e_tag'] or ''}{_BETWEEN}{found['version'] or ''}",
     )
+
+
+def _nothing_below(prefix: str, found: Entry | None) -> OSError:
+    """Return the error of listing a prefix that has nothing below it.
+
+    Args:
+        prefix: The prefix.
+        found: The object of this name. An empty one is a mark that other programs put for an empty directory.
+    """
+    if found is None or found.nbytes == 0:
+        return FileNotFoundError(errno.ENOENT, "nothing is there", prefix)
+    return NotADirectoryError(errno.ENOTDIR, "expected a prefix, found an object", prefix)
 
 
 def _renamed(entry: Entry, name: str) -> Entry:

@@ -5,22 +5,27 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import urllib.request
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from storage_samples import SAVE_ID, Snapshot
+from storage_samples import SAVE_ID, Snapshot, manifest_of
 
 from asyncckpt.basics.paths import absolute_path, checkpoint_path
 from asyncckpt.basics.urls import location_of, parent_of
 from asyncckpt.errors import ConfigError, UnsupportedPathError
+from asyncckpt.format.names import SaveId
+from asyncckpt.storage.catalog import candidates_in, next_epoch_beside, next_epoch_by_names
 from asyncckpt.storage.cloud import object_shards, retries
 from asyncckpt.storage.cloud.object_shards import ObjectShardWriter
 from asyncckpt.storage.cloud.object_store import ObjectStore
 from asyncckpt.storage.cloud.store_errors import translated, words_of
+from asyncckpt.storage.commit import publish
 from asyncckpt.storage.local import store_over
 from asyncckpt.storage.locate import files_at, store_at
-from asyncckpt.storage.store import UnknownOutcomeError
+from asyncckpt.storage.store import OBJECT, PREFIX, UnknownOutcomeError
 from asyncckpt.storage.verification import verify_checkpoint
 from tests import gcs_server, object_servers
 from tests.object_servers import Server
@@ -261,6 +266,43 @@ def test_a_listing_answers_for_all_that_is_below_and_asks_for_nothing_more(store
     with pytest.raises(NotADirectoryError):
         listed.names("s3://bucket/root/top")
     assert listed.listed("s3://bucket/root/a") is listed
+
+
+def test_an_empty_object_does_not_hide_what_is_below_its_name(store: ObjectStore) -> None:
+    for name in ("step-2", "step-2/manifest.json", "empty"):
+        store.put(f"s3://bucket/run/{name}", b"" if "/" not in name else b"x")
+    for listed in (store.listed("s3://bucket/run"), store.listed("s3://bucket")):
+        assert {one.name: one.kind for one in listed.entries("s3://bucket/run")} == {
+            "step-2": PREFIX,
+            "empty": OBJECT,
+        }
+        assert listed.names("s3://bucket/run/step-2") == ["manifest.json"]
+        with pytest.raises(FileNotFoundError):
+            listed.names("s3://bucket/run/empty")
+    with pytest.raises(FileNotFoundError):
+        store.names("s3://bucket/run/empty")
+
+
+@pytest.mark.parametrize("server", ["s3"], indirect=True)
+def test_a_checkpoint_with_a_directory_marker_is_found(server: Server, served: ObjectStore, tmp_path: Path) -> None:
+    root = f"{served.root}/marked"
+
+    def mark(prefix: str) -> None:  # as the console of S3, s3fs and Hadoop do
+        request = urllib.request.Request(f"{server.url}/bucket/{prefix}/", method="PUT", data=b"")
+        urllib.request.urlopen(request, timeout=10).close()
+
+    mark("marked")
+    with pytest.raises(FileNotFoundError):
+        candidates_in(root, served)
+    for number in (1, 2):
+        path, save_id = f"{root}/step-{number}", SaveId(number, 1, SAVE_ID.run_id)
+        with Snapshot({"a": 5}, save_id=save_id) as snapshot:
+            result = snapshot.write(path, served.as_files())
+        publish(path, manifest_of(result, save_id=save_id, step=number), store=served)
+        mark(f"marked/step-{number}")
+    assert [found.step for found in candidates_in(root, served)] == [2, 1]
+    assert next_epoch_beside(f"{root}/step-3", served) == 3 == next_epoch_by_names(f"{root}/step-3", served)
+    assert verify_checkpoint(f"{root}/step-2", served.as_files()).faults == []
 
 
 def test_a_put_whose_answer_was_lost_has_succeeded_if_its_content_is_there(
