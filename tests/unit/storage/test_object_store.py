@@ -391,6 +391,16 @@ def test_what_is_no_place_in_a_store_is_refused_and_no_secret_is_repeated(wrong:
     assert "SECRET" not in str(caught.value)
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_a_url_that_pathlib_has_made_a_local_path_is_refused(scheme: str) -> None:
+    for check in (checkpoint_path, absolute_path):
+        for given in (Path(f"{scheme}://bucket/run") / "step-1", f"{scheme}:/key:SECRET@bucket"):
+            with pytest.raises(UnsupportedPathError, match=f"expected '{scheme}://': pathlib") as caught:
+                check(given)
+            assert "SECRET" not in str(caught.value)
+        assert check(f"./{scheme}:/bucket") == os.path.abspath(f"{scheme}:/bucket"), "a directory of this name"
+
+
 def test_parents_end_at_the_bucket() -> None:
     assert parent_of("s3://bucket/a/b") == "s3://bucket/a" and parent_of("s3://bucket") == "s3://bucket"
     assert parent_of("/a") == "/" and location_of("s3://bucket/a/b") == ("s3://bucket", "a/b")
