@@ -13,10 +13,10 @@ import errno
 import os
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 from asyncckpt.basics.urls import location_of
-from asyncckpt.errors import UnsupportedPathError
+from asyncckpt.errors import ForkedError, UnsupportedPathError
 from asyncckpt.storage.cloud import retries
 from asyncckpt.storage.cloud.object_shards import ObjectShardWriter
 from asyncckpt.storage.cloud.store_errors import translated, words_of
@@ -32,6 +32,8 @@ MAX_RETRIES = 12
 class ObjectStore(Store):
     """A `Store` of the objects of one bucket. Errors as of `Store`; those of the store carry its own words.
 
+    A process that was forked after its parent has used an object store raises `ForkedError` for each request.
+
     `errno` is EACCES where it refuses the credentials, and EREMOTEIO where it did not answer, or not as it should.
 
     Args:
@@ -46,11 +48,12 @@ class ObjectStore(Store):
 
     shards_appear_whole = True
 
+    _used_in_pid: ClassVar[int] = 0
+    """Process in which the first request to any store began; 0: none has."""
+
     def __init__(self, root: str, options: Mapping[str, str] | None = None, *, client: Any = None) -> None:
         self.root = root
-        self._options = dict(options or {})
-        self._store = client or _opened(root, self._options)
-        self._pid = os.getpid()
+        self._store = client or _opened(root, dict(options or {}))
 
     def __repr__(self) -> str:
         """Return the bucket, without credentials."""
@@ -204,9 +207,18 @@ class ObjectStore(Store):
 
     @property
     def _client(self) -> Any:
-        """IMPORTANT: connections and threads of obstore do not live on in a forked process."""
-        if os.getpid() != self._pid:
-            self._store, self._pid = _opened(self.root, self._options), os.getpid()
+        """The store of obstore.
+
+        IMPORTANT: obstore's threads do not exist in a forked child, so each request would wait there for ever.
+        """
+        pid = os.getpid()
+        ObjectStore._used_in_pid = used_in_pid = ObjectStore._used_in_pid or pid
+        if used_in_pid != pid:
+            raise ForkedError(
+                f"{self.root}: process {used_in_pid} has used an object store, and this is its forked child {pid}, "
+                "where requests would never end. Start the child by 'spawn' in place of 'fork' (of a DataLoader: "
+                "multiprocessing_context='spawn'), or use object stores only after the fork"
+            )
         return self._store
 
     def _key(self, name: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -355,6 +357,36 @@ def test_errors_of_the_store_become_ours_with_its_own_words(kind: str, expected:
 def test_signatures_in_a_url_are_not_repeated() -> None:
     said = words_of(RuntimeError("GET https://x.blob.core.windows.net/c/a?sig=SECRET&se=1 failed"))
     assert said == "GET https://x.blob.core.windows.net/c/a?... failed"
+
+
+_FORKS = """
+import os, signal
+from asyncckpt.errors import ForkedError
+from asyncckpt.storage.cloud.object_store import ObjectStore
+from obstore.store import MemoryStore
+
+def in_child(store):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        try:
+            store.put("s3://bucket/b", b"")
+        except ForkedError as error:
+            os._exit(7 if "spawn" in str(error) else 8)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+one, other = ObjectStore("s3://bucket", client=MemoryStore()), ObjectStore("s3://bucket", client=MemoryStore())
+before = in_child(one)
+one.put("s3://bucket/a", b"")
+print(before, in_child(one), in_child(other))
+one.stat("s3://bucket/a")
+"""
+
+
+def test_a_forked_child_is_refused_at_once_if_its_parent_has_used_an_object_store() -> None:
+    done = subprocess.run([sys.executable, "-c", _FORKS], check=False, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout.split()) == (0, ["0", "7", "7"]), done.stderr
 
 
 # ---- URLs -----------------------------------------------------------------------------------------------------------
