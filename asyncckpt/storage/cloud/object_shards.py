@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from asyncckpt.storage.cloud.retries import tries
@@ -42,6 +42,7 @@ class ObjectShardWriter(ShardWriter):
         open_upload: Begins an upload of obstore's, whose `write` takes bytes and whose `close` lets the object appear.
             Takes the name, the bytes of a part, and how many parts may be on their way.
         stat: Says what the store has under a name.
+        secrets: Values that no error may show.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class ObjectShardWriter(ShardWriter):
         *,
         open_upload: Callable[[str, int, int], Any],
         stat: Callable[[str], Entry],
+        secrets: Collection[str] = (),
     ) -> None:
         super().__init__(path, image, offset, nbytes)
-        self._open_upload, self._stat = open_upload, stat
+        self._open_upload, self._stat, self._secrets = open_upload, stat, secrets
         self._upload: Any = None
         self._is_counted = False
         self._part_nbytes = max(PART_NBYTES, -(-nbytes // MAX_PARTS))
@@ -72,7 +74,7 @@ class ObjectShardWriter(ShardWriter):
                 self.created = True
 
     def _begin(self) -> None:
-        with translated(self.path):
+        with translated(self.path, self._secrets):
             self._upload = self._open_upload(self.path, self._part_nbytes, PARTS_AT_A_TIME)
 
     def _write(self, view: memoryview, start: int) -> None:
@@ -91,7 +93,7 @@ class ObjectShardWriter(ShardWriter):
                     self._write_first_part(piece)
                 else:
                     self._first_part.clear()
-                    with translated(self.path):
+                    with translated(self.path, self._secrets):
                         self._upload.write(piece)
         except BaseException:
             self.stop()
@@ -109,7 +111,7 @@ class ObjectShardWriter(ShardWriter):
         pieces = [piece]
         for is_last in tries():
             try:
-                with translated(self.path):
+                with translated(self.path, self._secrets):
                     for one in pieces:
                         self._upload.write(one)
                 return
@@ -129,7 +131,7 @@ class ObjectShardWriter(ShardWriter):
         upload, self._upload = self._upload, None
         failed: OSError | None = None
         try:
-            with translated(self.path):
+            with translated(self.path, self._secrets):
                 upload.close()
         except OSError as error:  # its answer may have been lost: nobody else gives this name
             failed = error

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from asyncckpt.basics.urls import location_of
 from asyncckpt.errors import ForkedError, UnsupportedPathError
@@ -53,7 +56,9 @@ class ObjectStore(Store):
 
     def __init__(self, root: str, options: Mapping[str, str] | None = None, *, client: Any = None) -> None:
         self.root = root
-        self._store = client or _opened(root, dict(options or {}))
+        options = dict(options or {})
+        self._store = client or _opened(root, options)
+        self._secrets = tuple(options.values())
 
     def __repr__(self) -> str:
         """Return the bucket, without credentials."""
@@ -62,7 +67,7 @@ class ObjectStore(Store):
     def put(self, name: str, data: memoryview | bytes, *, durable: bool = True, replace: bool = False) -> None:
         """As of `Store`: durable in any case, since the store answers once it has the object."""
         if replace:
-            with translated(name):
+            with self._translated(name):
                 self._client.put(self._key(name), bytes(data), use_multipart=False)
         else:
             self._put_new(name, bytes(data))
@@ -71,7 +76,9 @@ class ObjectStore(Store):
         self, path: str, image: Image, offset: int, nbytes: int, *, aligned: bool, fsync: bool
     ) -> ShardWriter:
         """As of `Store`: an upload in parts."""
-        return ObjectShardWriter(path, image, offset, nbytes, open_upload=self._open_upload, stat=self.stat)
+        return ObjectShardWriter(
+            path, image, offset, nbytes, open_upload=self._open_upload, stat=self.stat, secrets=self._secrets
+        )
 
     def _open_upload(self, name: str, part_nbytes: int, at_a_time: int) -> Any:
         from obstore import open_writer
@@ -98,7 +105,7 @@ class ObjectStore(Store):
         """
         for is_last in retries.tries():
             try:
-                with translated(name):
+                with self._translated(name):
                     self._client.put(self._key(name), data, mode=mode, use_multipart=False)
                 return
             except FileExistsError:
@@ -137,7 +144,7 @@ class ObjectStore(Store):
         if nbytes <= 0:
             return b""
         try:
-            with translated(name):
+            with self._translated(name):
                 return bytes(self._client.get_range(self._key(name), start=offset, length=nbytes))
         except (FileNotFoundError, PermissionError):
             raise
@@ -148,7 +155,7 @@ class ObjectStore(Store):
 
     def read_whole(self, name: str, max_nbytes: int) -> bytes:
         """As of `Store`, by one request."""
-        with translated(name):
+        with self._translated(name):
             found = self._client.get(self._key(name))
             nbytes = found.meta["size"]
             if nbytes > max_nbytes:
@@ -160,14 +167,14 @@ class ObjectStore(Store):
 
     def stat(self, name: str) -> Entry:
         """As of `Store`; nothing of a prefix is known."""
-        with translated(name):
+        with self._translated(name):
             found = self._client.head(self._key(name))
         return _entry(name, found)
 
     def entries(self, prefix: str) -> Iterator[Entry]:
         """As of `Store`, by one request for 1,000 names."""
         key = self._key(prefix)
-        with translated(prefix):
+        with self._translated(prefix):
             found = self._client.list_with_delimiter(key or None)
         within = len(key) + 1 if key else 0
         listed = [_entry(one["path"][within:], one) for one in found["objects"] if len(one["path"]) > within]
@@ -180,7 +187,7 @@ class ObjectStore(Store):
         """As of `Store`: all objects below `prefix` are listed once, by one request for 1,000 of them."""
         key = self._key(prefix)
         found: dict[str, Entry] = {}
-        with translated(prefix):
+        with self._translated(prefix):
             for page in self._client.list(key or None, chunk_size=1000):
                 for one in page:
                     name = f"{self.root}/{one['path']}"
@@ -191,7 +198,7 @@ class ObjectStore(Store):
         """As of `Store`; whether it was there is not known."""
         for is_last in retries.tries():
             try:
-                with translated(name):
+                with self._translated(name):
                     self._client.delete(self._key(name))
                 return
             except FileNotFoundError:  # S3 does not say it; and an earlier try may have removed it
@@ -220,6 +227,9 @@ class ObjectStore(Store):
                 "multiprocessing_context='spawn'), or use object stores only after the fork"
             )
         return self._store
+
+    def _translated(self, name: str) -> AbstractContextManager[None]:
+        return translated(name, self._secrets)
 
     def _key(self, name: str) -> str:
         location = location_of(name)
@@ -352,11 +362,10 @@ def _opened(root: str, options: Mapping[str, str]) -> Any:
     from obstore.exceptions import BaseError
 
     try:
+        _check_endpoints(root, options)
         return _from_url(from_url, root, options)
     except (BaseError, ValueError, TypeError) as error:
-        text = words_of(error)
-        for value in sorted(options.values(), key=len, reverse=True):  # obstore repeats what it cannot parse
-            text = text.replace(value, "...") if value else text
+        text = words_of(error, options.values())  # obstore repeats what it cannot parse
         raise UnsupportedPathError(f"{root}: the store cannot be opened: {text}", path=root) from None
 
 
@@ -398,11 +407,35 @@ def _from_url(from_url: Any, root: str, options: Mapping[str, str]) -> Any:
 
 def _allows_http(options: Mapping[str, str]) -> bool:
     """Whether an endpoint of plain HTTP was asked for by name, as one on this machine or in a private network is."""
-    given = [
-        value for name, value in options.items() if name.lower().endswith(("endpoint", "endpoint_url", "base_url"))
-    ]
-    given += [os.environ.get(name, "") for name in _ENDPOINTS]
+    given = [*_endpoints_in(options).values(), *(os.environ.get(name, "") for name in _ENDPOINTS)]
     return any(value.startswith("http://") for value in given)
 
 
+def _check_endpoints(root: str, options: Mapping[str, str]) -> None:
+    """Refuse an endpoint that is no URL: obstore finds out in each request, and panics.
+
+    Raises:
+        ValueError: One of the options, or of the environment if the options have none, is not. Its value is not shown.
+    """
+    prefix = _PREFIXES[location_of(root).root.partition(":")[0]]
+    given = _endpoints_in(options) or {
+        name: os.environ[name] for name in _ENDPOINTS if name.startswith(prefix) and name in os.environ
+    }
+    for name, value in given.items():
+        try:
+            parts = urlsplit(value)
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 0) >= 0
+        except ValueError:
+            is_url = False
+        if not is_url or not value.isprintable() or " " in value:
+            raise ValueError(f"{name} is not of the form http://HOST:PORT or https://HOST:PORT")
+
+
+def _endpoints_in(options: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in options.items() if _ENDPOINT.fullmatch(name)}
+
+
+_ENDPOINT = re.compile(r"(aws_|azure_(storage_)?|google_)?(endpoint(_url(_s3)?)?|base_url)", re.IGNORECASE)
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
+_PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+"""How the variables begin that obstore takes for a scheme."""

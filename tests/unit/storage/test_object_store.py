@@ -26,7 +26,7 @@ from asyncckpt.storage.cloud.object_store import ObjectStore
 from asyncckpt.storage.cloud.store_errors import translated, words_of
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.local import store_over
-from asyncckpt.storage.locate import files_at, store_at
+from asyncckpt.storage.locate import files_at, store_at, with_storage_options
 from asyncckpt.storage.store import OBJECT, PREFIX, UnknownOutcomeError
 from asyncckpt.storage.verification import verify_checkpoint
 from tests import gcs_server, object_servers
@@ -354,9 +354,115 @@ def test_errors_of_the_store_become_ours_with_its_own_words(kind: str, expected:
     assert expected is FileExistsError or "what the store said" in str(caught.value)
 
 
-def test_signatures_in_a_url_are_not_repeated() -> None:
-    said = words_of(RuntimeError("GET https://x.blob.core.windows.net/c/a?sig=SECRET&se=1 failed"))
-    assert said == "GET https://x.blob.core.windows.net/c/a?... failed"
+class Refusing:
+    """A client whose requests all fail; the text of the error repeats what it was given, as stores do."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*_: Any, **__: Any) -> Any:
+            raise self._error
+
+        return fail
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (
+            "GET https://x.blob.core.windows.net/c/a?sig=SECRET&se=1 failed",
+            "GET https://x.blob.core.windows.net/c/a?... failed",
+        ),
+        ("GET http://user:SECRET@host:9000/bucket/x failed", "GET http://...@host:9000/bucket/x failed"),
+        ("proxy (http://user:SECRET@host), https://SECRET@b/", "proxy (http://...@host), https://...@b/"),
+        (
+            "<Code>ExpiredToken</Code><Message>expired</Message><Token-0>SECRET</Token-0><RequestId>X</RequestId>",
+            "<Code>ExpiredToken</Code><Message>expired</Message><Token-0>...</Token-0><RequestId>X</RequestId>",
+        ),
+        (
+            "<Error><Code>InvalidAccessKeyId</Code><AWSAccessKeyId>SECRET</AWSAccessKeyId>",
+            "<Error><Code>InvalidAccessKeyId</Code><AWSAccessKeyId>...</AWSAccessKeyId>",
+        ),
+        (
+            "<StringToSign>AWS4-HMAC-SHA256\nSECRET</StringToSign><StringToSignBytes>53 45 <SECRET",
+            "<StringToSign>...</StringToSign><StringToSignBytes>...",
+        ),
+        ("key GIVENSECRET1, xGIVENSECRET1x, short ab, abba", "key ..., x...x, short ..., abba"),
+        ("keys ENVIRONMENTSECRET and MORESECRET of ENVIRONMENTID in /a/file", "keys ... and ... of ... in /a/file"),
+        ("a" * 700 + "SECRET", "a" * 600),
+    ],
+)
+def test_secrets_are_not_repeated_in_texts_of_errors(monkeypatch: pytest.MonkeyPatch, said: str, shown: str) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "ENVIRONMENTSECRET")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "MORESECRET")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "ENVIRONMENTID")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "/a/file")
+    assert words_of(RuntimeError(said), ["GIVENSECRET1", "ab", ""]) == shown
+
+
+def test_values_of_options_are_in_no_error_of_any_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from obstore.exceptions import GenericError
+
+    monkeypatch.setattr(retries, "RETRY_FOR_S", 0.0)
+    monkeypatch.setattr("obstore.open_writer", lambda *_, **__: Refusing(OSError("the key GIVENSECRET1 is wrong")))
+    options = {"secret_access_key": "GIVENSECRET1"}
+    store = ObjectStore("s3://bucket", options, client=Refusing(GenericError("the key GIVENSECRET1 is wrong")))
+    name = "s3://bucket/a"
+    shard = store.shard_writer(name, memoryview(b"x"), 0, 1, aligned=False, fsync=True)
+    for call in (
+        lambda: store.put(name, b"", replace=True),
+        lambda: store.put_if_absent(name, b"", temporary=""),
+        lambda: store.replace_if(name, b"", "1", temporary=""),
+        lambda: store.read(name, 0, 1),
+        lambda: store.read_whole(name, 1),
+        lambda: store.stat(name),
+        lambda: store.names(name),
+        lambda: store.listed(name),
+        lambda: store.remove(name),
+        lambda: shard.write_extent(0, 1),
+        shard.finish,
+    ):
+        with pytest.raises(OSError, match=r"the key \.\.\. is wrong"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "wrong", ["http://user:SECRET@host:port", "http://host:99999", "host:9000", "http://", "http://a b"]
+)
+@pytest.mark.parametrize(
+    ("url", "option", "variable"),
+    [
+        ("s3://bucket", "endpoint", "AWS_ENDPOINT_URL"),
+        ("s3://bucket", "aws_endpoint_url", "AWS_ENDPOINT_URL_S3"),
+        ("gs://bucket", "base_url", "GOOGLE_BASE_URL"),
+        ("az://bucket", "endpoint", "AZURE_STORAGE_ENDPOINT"),
+    ],
+)
+def test_an_endpoint_that_is_no_url_is_refused_before_a_request(
+    monkeypatch: pytest.MonkeyPatch, wrong: str, url: str, option: str, variable: str
+) -> None:
+    account = {"account_name": "a", "account_key": "U0VDUkVU"} if url.startswith("az") else {}
+    with (
+        pytest.raises(ConfigError, match="http://HOST:PORT") as caught,
+        with_storage_options({**account, option: wrong}),
+    ):
+        store_at(url)
+    assert "SECRET" not in str(caught.value)
+    monkeypatch.setenv(variable, wrong)
+    with pytest.raises(UnsupportedPathError, match=f"{variable}.*http://HOST:PORT") as refused:
+        ObjectStore(url)
+    assert "SECRET" not in str(refused.value)
+
+
+def test_a_panic_of_the_library_is_an_error() -> None:
+    class PanicException(BaseException):
+        """Has the name of the one that obstore raises, which cannot be imported."""
+
+    store = ObjectStore("s3://bucket", client=Refusing(PanicException("called `Result::unwrap()`")))
+    with pytest.raises(OSError, match=r"obstore.*unwrap") as caught:
+        store.stat("s3://bucket/a")
+    assert caught.value.errno == errno.EREMOTEIO
 
 
 _FORKS = """
