@@ -99,38 +99,56 @@ class ObjectStore(Store):
         self._put(name, data, "create")
 
     def _put(self, name: str, data: bytes, mode: Any) -> None:
-        """Put under a condition, again and again: the library repeats no request that could take effect twice.
+        """Conditional put with retries.
 
-        Here it may: what is under the name says afterwards who has put it there.
+        obstore does not repeat conditional puts, because they might take effect twice. This is safe here: after a
+        failure the object is read back, and equal content means that this put succeeded.
         """
+        unknown: OSError | None = None  # why it is unknown whether an attempt has taken effect
         for is_last in retries.tries():
             try:
                 with self._translated(name):
                     self._client.put(self._key(name), data, mode=mode, use_multipart=False)
                 return
-            except FileExistsError:
-                if self._holds(name, data):
-                    return
-                # A store may also say so while another request for the name is under way, which may come to nothing.
-                if is_last or mode != "create" or self._entry_or_none(name) is not None:
-                    raise
-            except FileNotFoundError as error:  # what was to be replaced is gone
-                if mode == "create":
-                    raise
-                raise FileExistsError(errno.EEXIST, "it is gone", name) from error
-            except PermissionError:
-                raise
+            except (FileExistsError, PermissionError) as error:
+                failed: OSError = error
+            except FileNotFoundError as error:
+                failed = error if mode == "create" else _not_there(name)
             except OSError as error:
-                if self._holds(name, data):
-                    return
-                # IMPORTANT: that it is not there now says nothing: the request may still be on its way.
-                if is_last:
-                    raise UnknownOutcomeError(error.errno, error.strerror, name) from error
+                failed = unknown = error
+            is_taken = isinstance(failed, FileExistsError)
+            if unknown is None and not is_taken:
+                raise failed
+            try:
+                holds = self._holds(name, data)
+            except OSError as error:
+                # IMPORTANT: it may hold this content nevertheless.
+                holds, unknown = None, unknown or error
+            if holds:
+                return
+            if holds is False and is_taken:
+                raise failed
+            if holds is False and mode == "create":
+                raise FileExistsError(errno.EEXIST, "another object has this name", name)
+            # IMPORTANT: that it is not there now says nothing: the request may still be on its way. A store may also
+            # report a conflict with a concurrent request that later fails; retry while no object exists.
+            is_worth_retrying = failed is unknown or (is_taken and mode == "create")
+            if is_last or not is_worth_retrying:
+                raise failed if unknown is None else _unknown_outcome(name, failed, unknown)
 
-    def _holds(self, name: str, data: bytes) -> bool:
+    def _holds(self, name: str, data: bytes) -> bool | None:
+        """Return whether an object has this content; None: it does not exist.
+
+        Raises:
+            OSError: It cannot be read.
+        """
         try:
             return self.read_whole(name, len(data)) == data
-        except OSError:
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno != errno.EFBIG:
+                raise
             return False
 
     def _entry_or_none(self, name: str) -> Entry | None:
@@ -334,6 +352,18 @@ def _entry(name: str, found: Mapping[str, Any]) -> Entry:
         mtime_ns=int(changed.timestamp() * 1e6) * 1000,
         version=f"{found['e_tag'] or ''}{_BETWEEN}{found['version'] or ''}",
     )
+
+
+def _not_there(name: str) -> FileExistsError:
+    return FileExistsError(errno.EEXIST, "expected an object to replace, but it does not exist", name)
+
+
+def _unknown_outcome(name: str, failed: OSError, unknown: OSError) -> UnknownOutcomeError:
+    """Return the error of a put whose last attempt `failed`, and for which it is `unknown` what an attempt has done."""
+    text = str(unknown.strerror)
+    if failed is not unknown:
+        text = f"{failed.strerror}; it is unknown whether an earlier attempt has taken effect: {text}"
+    return UnknownOutcomeError(unknown.errno, text, name)
 
 
 def _nothing_below(prefix: str, found: Entry | None) -> OSError:

@@ -334,6 +334,116 @@ def test_a_put_whose_answer_was_lost_has_succeeded_if_its_content_is_there(
     assert caught.value.errno == errno.EREMOTEIO and "the connection broke" in str(caught.value)
 
 
+class Scripted:
+    """A client whose puts end as scripted, one after the other; those that are not scripted reach the store.
+
+    `lost` takes effect and `broken` does not, and both break the connection. `refused` and `taken` are answers, and so
+    is `absent`, of an object that was removed.
+    """
+
+    def __init__(self, client: Any, script: Sequence[str], *, reads_fail: bool) -> None:
+        self._client, self._script, self._reads_fail, self.n_puts = client, list(script), reads_fail, 0
+
+    def put(self, key: str, data: bytes, **options: Any) -> None:
+        from obstore import exceptions
+
+        self.n_puts += 1
+        step = self._script.pop(0) if self._script else ""
+        if step == "lost" or not step:
+            self._client.put(key, data, **({} if step else options))
+        errors = {
+            "refused": exceptions.PermissionDeniedError("ExpiredToken"),
+            "taken": exceptions.AlreadyExistsError(""),
+        }
+        if step == "absent":
+            self._client.delete(key)
+            raise FileNotFoundError("")
+        if step:
+            raise errors.get(step, exceptions.GenericError("it broke"))
+
+    def get(self, key: str) -> Any:
+        from obstore.exceptions import GenericError
+
+        if self._reads_fail:
+            raise GenericError("no answer")
+        return self._client.get(key)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
+def put_as_scripted(script: Sequence[str], *, mode: str, there: bytes | None, reads_fail: bool) -> int:
+    """Put `mine` by `put_if_absent` or `replace_if`, and return how many requests that took."""
+    client = object_servers.memory_store()
+    if there is not None:
+        client.put("a", there)
+    version = ObjectStore("s3://bucket", client=client).stat("s3://bucket/a").version if mode == "replace" else ""
+    scripted = Scripted(client, script, reads_fail=reads_fail)
+    store = ObjectStore("s3://bucket", client=scripted)
+    if mode == "replace":
+        store.replace_if("s3://bucket/a", b"mine", version, temporary="")
+    else:
+        store.put_if_absent("s3://bucket/a", b"mine", temporary="")
+    assert bytes(client.get("a").bytes()) == b"mine"
+    return scripted.n_puts
+
+
+@pytest.mark.parametrize(
+    ("mode", "there", "script", "reads_fail", "expected"),
+    [
+        ("create", None, ["lost", *["taken"] * 9], True, UnknownOutcomeError),
+        ("create", None, ["broken", "refused"], False, UnknownOutcomeError),
+        ("create", None, ["broken", "absent"], False, UnknownOutcomeError),
+        ("create", b"mine", ["taken"] * 9, True, UnknownOutcomeError),  # of an earlier call
+        ("create", None, ["broken"] * 9, False, UnknownOutcomeError),
+        ("create", b"other", ["broken", "taken"], False, FileExistsError),
+        ("create", b"other", ["broken", "refused"], False, FileExistsError),
+        ("create", b"longer than mine", ["broken"], False, FileExistsError),
+        ("create", b"other", [], False, FileExistsError),
+        ("create", None, ["refused"], False, PermissionError),
+        ("create", None, ["absent"], False, FileNotFoundError),
+        ("replace", b"old", ["broken", "absent"], False, UnknownOutcomeError),
+        ("replace", b"old", ["broken", "refused"], False, UnknownOutcomeError),
+        ("replace", b"old", ["broken"] * 9, False, UnknownOutcomeError),
+        ("replace", b"old", ["broken", "taken"], False, FileExistsError),
+        ("replace", b"old", ["absent"], False, FileExistsError),
+        ("replace", b"old", ["refused"], False, PermissionError),
+    ],
+)
+def test_a_put_is_lost_only_if_that_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    there: bytes | None,
+    script: Sequence[str],
+    reads_fail: bool,
+    expected: type[OSError],
+) -> None:
+    monkeypatch.setattr(retries, "RETRY_FOR_S", 0.3)
+    with pytest.raises(OSError) as caught:
+        put_as_scripted(script, mode=mode, there=there, reads_fail=reads_fail)
+    assert caught.type is expected and caught.value.filename == "s3://bucket/a"
+
+
+@pytest.mark.parametrize(
+    ("mode", "there", "script", "n_puts"),
+    [
+        ("create", None, [], 1),
+        ("create", None, ["broken", "broken"], 3),
+        ("create", None, ["lost"], 1),
+        ("create", None, ["taken"], 2),  # a concurrent put, which has come to nothing
+        ("create", b"mine", [], 1),
+        ("create", None, ["broken", "lost"], 2),
+        ("replace", b"old", ["broken"], 2),
+        ("replace", b"old", ["lost"], 1),
+    ],
+)
+def test_a_put_goes_on_until_its_content_is_there(
+    monkeypatch: pytest.MonkeyPatch, mode: str, there: bytes | None, script: Sequence[str], n_puts: int
+) -> None:
+    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.01)
+    assert put_as_scripted(script, mode=mode, there=there, reads_fail=False) == n_puts
+
+
 @pytest.mark.parametrize(
     ("kind", "expected", "number"),
     [
