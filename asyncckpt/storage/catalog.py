@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncckpt.basics.paths import checkpoint_path
+from asyncckpt.basics.urls import parent_of
 from asyncckpt.errors import (
     AsyncCkptError,
     CheckpointNotCommittedError,
@@ -297,7 +298,7 @@ def next_epoch_beside(path: str, store: Store) -> int:
         OSError: The parent, or a directory or manifest in it, cannot be read; the message names it. Directories of
             other users that this user may not read are skipped, since this user cannot load their checkpoints.
     """
-    parent = os.path.dirname(path)
+    parent = parent_of(path)
     store = store.listed(parent)
     try:
         children = sorted(store.names(parent))
@@ -316,7 +317,7 @@ def next_epoch_by_names(path: str, store: Store) -> int:
         SaveFailedError: Code `epoch`: there is none left.
         OSError: The parent, or a directory in it, cannot be listed.
     """
-    parent = os.path.dirname(path)
+    parent = parent_of(path)
     store = store.listed(parent)
     largest = 0
     try:

@@ -287,6 +287,8 @@ class ListedStore(Store):
         if not self._covers(prefix):
             return self._below.entries(prefix)
         if prefix not in self._children:
+            if not location_of(prefix).key:  # an empty bucket
+                return iter(())
             raise _nothing_below(prefix, self._found.get(prefix))
         return iter(list(self._children[prefix].values()))
 

@@ -23,6 +23,9 @@ _SECRET_ELEMENTS = re.compile(
 
 _SECRET_VARIABLE = re.compile(r"(AWS|AZURE|GOOGLE)_.*(KEY|SECRET|TOKEN|PASSWORD).*(?<!_FILE)", re.IGNORECASE)
 
+_REFUSED = ("operation lacked the necessary privileges", "operation lacked valid authentication credentials")
+"""What obstore says where the store answers 403 and 401."""
+
 _SHORT_CHARS = 8
 """A shorter value is replaced only where it is a word of its own; it may be a number or part of many words."""
 
@@ -51,7 +54,10 @@ def translated(name: str, secrets: Iterable[str] = ()) -> Iterator[None]:
     except OSError as error:
         if error.errno is not None:
             raise
-        raise OSError(errno.EREMOTEIO, words_of(error, secrets), name) from None  # what an upload raises
+        # What an upload raises. One of a single part raises this also where others raise PermissionDeniedError.
+        if any(words in str(error) for words in _REFUSED):
+            raise PermissionError(errno.EACCES, words_of(error, secrets), name) from None
+        raise OSError(errno.EREMOTEIO, words_of(error, secrets), name) from None
     except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
         raise FileExistsError(errno.EEXIST, "the name is taken, or the object was changed", name) from None
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:

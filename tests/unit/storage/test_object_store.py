@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import http.server
 import os
 import subprocess
 import sys
@@ -19,7 +20,9 @@ from asyncckpt.basics.paths import absolute_path, checkpoint_path
 from asyncckpt.basics.urls import location_of, parent_of
 from asyncckpt.errors import ConfigError, UnsupportedPathError
 from asyncckpt.format.names import SaveId
+from asyncckpt.maintenance.gc import write_tombstone
 from asyncckpt.storage.catalog import candidates_in, next_epoch_beside, next_epoch_by_names
+from asyncckpt.storage.checkpoint_dir import is_pinned
 from asyncckpt.storage.cloud import object_shards, retries
 from asyncckpt.storage.cloud.object_shards import ObjectShardWriter
 from asyncckpt.storage.cloud.object_store import ObjectStore
@@ -160,6 +163,47 @@ def test_an_upload_whose_last_answer_was_lost_has_succeeded_if_the_object_is_the
     assert caught.value.errno == errno.EREMOTEIO
 
 
+class RefusingServer(http.server.BaseHTTPRequestHandler):
+    """Refuses each PUT as S3 does, and has no object."""
+
+    def _answer(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        is_put = self.command == "PUT"
+        body = b"<Error><Code>AccessDenied</Code></Error>" if is_put else b"<Error><Code>NoSuchKey</Code></Error>"
+        self.send_response(self.refusal if is_put else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    refusal = 403
+    do_GET = do_HEAD = do_PUT = _answer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_small_shard_that_the_store_refuses_is_refused_as_other_puts_are(status: int) -> None:
+    handler = type("Handler", (RefusingServer,), {"refusal": status})
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            key = {"access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
+            url = f"http://127.0.0.1:{server.server_port}"
+            store = ObjectStore("s3://bucket", {**key, "endpoint": url, **object_servers.NO_CONNECTION_STAYS})
+            shard = store.shard_writer("s3://bucket/x", memoryview(b"x"), 0, 1, aligned=False, fsync=True)
+            shard.write_extent(0, 1)
+            with pytest.raises(PermissionError, match="AccessDenied") as caught:
+                shard.finish()
+            shard.abandon()
+        finally:
+            server.shutdown()
+            thread.join()
+    assert (caught.value.errno, caught.value.filename) == (errno.EACCES, "s3://bucket/x")
+
+
 def test_an_object_that_is_shorter_than_what_was_uploaded_is_an_error() -> None:
     shard = shard_of(bytes(1 << 20), Upload(), nbytes_there=1 << 19)
     shard.write_extent(0, 1 << 20)
@@ -283,6 +327,19 @@ def test_an_empty_object_does_not_hide_what_is_below_its_name(store: ObjectStore
             listed.names("s3://bucket/run/empty")
     with pytest.raises(FileNotFoundError):
         store.names("s3://bucket/run/empty")
+
+
+def test_an_empty_bucket_has_no_entries_listed_or_not(store: ObjectStore) -> None:
+    assert store.names("s3://bucket") == store.listed("s3://bucket").names("s3://bucket") == []
+    with pytest.raises(FileNotFoundError):
+        store.listed("s3://bucket/run").names("s3://bucket/run")
+    assert candidates_in("s3://bucket", store) == []
+
+
+def test_beside_a_bucket_there_is_nothing(store: ObjectStore) -> None:
+    write_tombstone("s3://bucket/run", SaveId(4, 1, SAVE_ID.run_id), store, package="test", replaces=None)
+    assert next_epoch_beside("s3://bucket", store) == 5 and next_epoch_by_names("s3://bucket", store) == 1
+    assert not is_pinned("s3://bucket", store)
 
 
 @pytest.mark.parametrize("server", ["s3"], indirect=True)
