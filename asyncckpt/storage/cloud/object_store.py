@@ -1,10 +1,10 @@
 """`ObjectStore`: a `Store` of objects in one bucket, by the library obstore (extra `cloud`).
 
-A name is a whole URL. An object appears whole, or not at all; a conditional put is one request, and a put that was
-repeated and meets its own success has succeeded. There are no directories, links, locks or renames.
+A name is a whole URL. An object appears complete or not at all. A conditional put is one request; if a retry finds the
+object with the same content, the put has succeeded. There are no directories, links, locks or renames.
 
-Requests are repeated by obstore with growing pauses, as long as the store says that it is busy (429, 500, 503) or the
-connection breaks, for at most `retries.RETRY_FOR_S`. What it refuses (401, 403, 404) is an error at once.
+obstore retries requests with growing pauses if the store is busy (429, 500, 503) or the connection breaks, for
+`retries.RETRY_FOR_S`. A refusal (401, 403, 404) is an error at once.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from asyncckpt.basics.urls import location_of
 from asyncckpt.errors import ForkedError, UnsupportedPathError
 from asyncckpt.storage.cloud import retries
 from asyncckpt.storage.cloud.object_shards import ObjectShardWriter
-from asyncckpt.storage.cloud.store_errors import translated, words_of
+from asyncckpt.storage.cloud.store_errors import as_os_errors, message_of
 from asyncckpt.storage.shard_writer import Image, ShardWriter
 from asyncckpt.storage.store import OBJECT, PREFIX, Entry, Store, UnknownOutcomeError
 
 REQUEST_TIMEOUT_S = 60.0
-"""Of one try of a request: a part of an upload at 0.3 MB/s."""
+"""Timeout of one attempt. A part must upload at 0.1 MB/s or more."""
 
 MAX_RETRIES = 12
 
 
 class ObjectStore(Store):
-    """A `Store` of the objects of one bucket. Errors as of `Store`; those of the store carry its own words.
+    """A `Store` of the objects of one bucket. Errors are those of `Store`, with the message of the object store.
 
     A process that was forked after its parent has used an object store raises `ForkedError` for each request.
 
-    `errno` is EACCES where it refuses the credentials, and EREMOTEIO where it did not answer, or not as it should.
+    `errno` is EACCES if the store refuses the credentials, and EREMOTEIO if it did not answer, or not as expected.
 
     Args:
         root: Scheme and bucket, such as `s3://bucket`.
-        options: What obstore takes, by name: `endpoint`, `region`, `access_key_id` and others of the store, and
-            `CLIENT_OPTIONS`. What is not in it comes from the environment.
-        client: A store of obstore's to be used instead, for tests.
+        options: Options of obstore by name: `endpoint`, `region`, `access_key_id` and others of the store, and
+            `CLIENT_OPTIONS`. Others come from the environment.
+        client: A store of obstore to use instead, for tests.
 
     Raises:
         UnsupportedPathError: obstore is not installed; or an option is unknown, or has a value that it cannot have.
@@ -67,9 +67,9 @@ class ObjectStore(Store):
         return f"ObjectStore({self.root!r})"
 
     def put(self, name: str, data: memoryview | bytes, *, durable: bool = True, replace: bool = False) -> None:
-        """As of `Store`: durable in any case, since the store answers once it has the object."""
+        """Implement `Store.put`. The object is durable in any case, since the store answers once it has it."""
         if replace:
-            with self._translated(name):
+            with self._os_errors(name):
                 self._client.put(self._key(name), bytes(data), use_multipart=False)
         else:
             self._put_new(name, bytes(data))
@@ -77,7 +77,7 @@ class ObjectStore(Store):
     def shard_writer(
         self, path: str, image: Image, offset: int, nbytes: int, *, aligned: bool, fsync: bool
     ) -> ShardWriter:
-        """As of `Store`: an upload in parts."""
+        """Implement `Store.shard_writer`: upload in parts."""
         return ObjectShardWriter(
             path, image, offset, nbytes, open_upload=self._open_upload, stat=self.stat, secrets=self._secrets
         )
@@ -88,12 +88,12 @@ class ObjectStore(Store):
         return open_writer(self._client, self._key(name), buffer_size=part_nbytes, max_concurrency=at_a_time)
 
     def put_if_absent(self, name: str, data: bytes, *, temporary: str, durable: bool = True) -> None:
-        """As of `Store`, by one request; there is no temporary name."""
+        """Implement `Store.put_if_absent` by one conditional request, without the temporary name."""
         self._put_new(name, data)
 
     def replace_if(self, name: str, data: bytes, version: str, *, temporary: str, durable: bool = True) -> None:
-        """As of `Store`, by one request."""
-        e_tag, _, number = version.partition(_BETWEEN)
+        """Implement `Store.replace_if` by one conditional request, without the temporary name."""
+        e_tag, _, number = version.partition(_SEPARATOR)
         parts = {"e_tag": e_tag, "version": number}
         self._put(name, data, {part: value for part, value in parts.items() if value})
 
@@ -107,9 +107,9 @@ class ObjectStore(Store):
         failure the object is read back, and equal content means that this put succeeded.
         """
         unknown: OSError | None = None  # why it is unknown whether an attempt has taken effect
-        for is_last in retries.tries():
+        for is_last in retries.attempts():
             try:
-                with self._translated(name):
+                with self._os_errors(name):
                     self._client.put(self._key(name), data, mode=mode, use_multipart=False)
                 return
             except (FileExistsError, PermissionError) as error:
@@ -160,11 +160,11 @@ class ObjectStore(Store):
             return None
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """As of `Store`, by one request."""
+        """Implement `Store.read` by one request for a range."""
         if nbytes <= 0:
             return b""
         try:
-            with self._translated(name):
+            with self._os_errors(name):
                 return bytes(self._client.get_range(self._key(name), start=offset, length=nbytes))
         except (FileNotFoundError, PermissionError):
             raise
@@ -174,8 +174,8 @@ class ObjectStore(Store):
             return b""
 
     def read_whole(self, name: str, max_nbytes: int) -> bytes:
-        """As of `Store`, by one request."""
-        with self._translated(name):
+        """Implement `Store.read_whole` by one request."""
+        with self._os_errors(name):
             found = self._client.get(self._key(name))
             nbytes = found.meta["size"]
             if nbytes > max_nbytes:
@@ -186,15 +186,15 @@ class ObjectStore(Store):
         return data
 
     def stat(self, name: str) -> Entry:
-        """As of `Store`; nothing of a prefix is known."""
-        with self._translated(name):
+        """Implement `Store.stat`; a prefix has no entry."""
+        with self._os_errors(name):
             found = self._client.head(self._key(name))
         return _entry(name, found)
 
     def entries(self, prefix: str) -> Iterator[Entry]:
-        """As of `Store`, by one request for 1,000 names."""
+        """Implement `Store.entries` by one request for 1,000 names. A bucket has entries even if it is empty."""
         key = self._key(prefix)
-        with self._translated(prefix):
+        with self._os_errors(prefix):
             found = self._client.list_with_delimiter(key or None)
         within = len(key) + 1 if key else 0
         listed = [_entry(one["path"][within:], one) for one in found["objects"] if len(one["path"]) > within]
@@ -204,10 +204,10 @@ class ObjectStore(Store):
         return iter(listed)
 
     def listed(self, prefix: str) -> Store:
-        """As of `Store`: all objects below `prefix` are listed once, by one request for 1,000 of them."""
+        """Implement `Store.listed`: list all objects below `prefix` once, by one request for 1,000 of them."""
         key = self._key(prefix)
         found: dict[str, Entry] = {}
-        with self._translated(prefix):
+        with self._os_errors(prefix):
             for page in self._client.list(key or None, chunk_size=1000):
                 for one in page:
                     name = f"{self.root}/{one['path']}"
@@ -215,13 +215,13 @@ class ObjectStore(Store):
         return ListedStore(self, prefix, found)
 
     def remove(self, name: str) -> None:
-        """As of `Store`; whether it was there is not known."""
-        for is_last in retries.tries():
+        """Implement `Store.remove`, but succeed also if the object does not exist."""
+        for is_last in retries.attempts():
             try:
-                with self._translated(name):
+                with self._os_errors(name):
                     self._client.delete(self._key(name))
                 return
-            except FileNotFoundError:  # S3 does not say it; and an earlier try may have removed it
+            except FileNotFoundError:  # S3 does not report it; and an earlier attempt may have removed the object
                 return
             except PermissionError:
                 raise
@@ -230,7 +230,7 @@ class ObjectStore(Store):
                     raise
 
     def sync(self, prefix: str) -> None:
-        """Do nothing: what the store has confirmed, it keeps."""
+        """Implement `Store.sync`: do nothing, since the store keeps what it has confirmed."""
 
     @property
     def _client(self) -> Any:
@@ -248,20 +248,20 @@ class ObjectStore(Store):
             )
         return self._store
 
-    def _translated(self, name: str) -> AbstractContextManager[None]:
-        return translated(name, self._secrets)
+    def _os_errors(self, name: str) -> AbstractContextManager[None]:
+        return as_os_errors(name, self._secrets)
 
     def _key(self, name: str) -> str:
         location = location_of(name)
         if location.root != self.root:
-            raise OSError(errno.EXDEV, f"it lies in another bucket than {self.root}", name)
+            raise OSError(errno.EXDEV, f"expected an object in {self.root}", name)
         return location.key
 
 
 class ListedStore(Store):
-    """What a listing has found below a prefix, as `names`, `entries` and `stat` tell it; all else is asked for anew.
+    """Answers `names`, `entries` and `stat` below a prefix from one listing. All other calls go to the store.
 
-    For looking through many checkpoints. Not for deciding what to remove.
+    Use it to search many checkpoints, not to decide what to remove.
     """
 
     def __init__(self, below: Store, prefix: str, found: Mapping[str, Entry]) -> None:
@@ -283,7 +283,7 @@ class ListedStore(Store):
                 parent = above
 
     def entries(self, prefix: str) -> Iterator[Entry]:
-        """As of `Store`, as it was listed."""
+        """Implement `Store.entries` from the listing."""
         if not self._covers(prefix):
             return self._below.entries(prefix)
         if prefix not in self._children:
@@ -293,7 +293,7 @@ class ListedStore(Store):
         return iter(list(self._children[prefix].values()))
 
     def stat(self, name: str) -> Entry:
-        """As of `Store`, as it was listed."""
+        """Implement `Store.stat` from the listing."""
         if not self._covers(name):
             return self._below.stat(name)
         if name not in self._found:
@@ -304,48 +304,48 @@ class ListedStore(Store):
         return name == self._prefix or name.startswith(self._prefix + "/")
 
     def listed(self, prefix: str) -> Store:
-        """Return this, if it has what is asked for."""
+        """Return this store if its listing covers `prefix`."""
         return self if self._covers(prefix) else self._below.listed(prefix)
 
     def put(self, name: str, data: memoryview | bytes, *, durable: bool = True, replace: bool = False) -> None:
-        """As of the store itself."""
+        """Forward to the wrapped store."""
         self._below.put(name, data, durable=durable, replace=replace)
 
     def shard_writer(
         self, path: str, image: Image, offset: int, nbytes: int, *, aligned: bool, fsync: bool
     ) -> ShardWriter:
-        """As of the store itself."""
+        """Forward to the wrapped store."""
         return self._below.shard_writer(path, image, offset, nbytes, aligned=aligned, fsync=fsync)
 
     def put_if_absent(self, name: str, data: bytes, *, temporary: str, durable: bool = True) -> None:
-        """As of the store itself."""
+        """Forward to the wrapped store."""
         self._below.put_if_absent(name, data, temporary=temporary, durable=durable)
 
     def replace_if(self, name: str, data: bytes, version: str, *, temporary: str, durable: bool = True) -> None:
-        """As of the store itself."""
+        """Forward to the wrapped store."""
         self._below.replace_if(name, data, version, temporary=temporary, durable=durable)
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """As of the store itself."""
+        """Forward to the wrapped store."""
         return self._below.read(name, offset, nbytes)
 
     def read_whole(self, name: str, max_nbytes: int) -> bytes:
-        """As of the store itself; what was not listed is not asked for."""
+        """Forward to the wrapped store, unless the listing does not have the object."""
         if self._covers(name) and name not in self._found:
             raise FileNotFoundError(errno.ENOENT, "there is no such object", name)
         return self._below.read_whole(name, max_nbytes)
 
     def remove(self, name: str) -> None:
-        """As of the store itself."""
+        """Forward to the wrapped store."""
         self._below.remove(name)
 
     def sync(self, prefix: str) -> None:
-        """As of the store itself."""
+        """Forward to the wrapped store."""
         self._below.sync(prefix)
 
 
-_BETWEEN = "\n"
-"""Of the parts of a version: the entity tag, and the number of the version where the store has one."""
+_SEPARATOR = "\n"
+"""Separates the ETag from the version number in `Entry.version`."""
 
 
 def _entry(name: str, found: Mapping[str, Any]) -> Entry:
@@ -355,7 +355,7 @@ def _entry(name: str, found: Mapping[str, Any]) -> Entry:
         kind=OBJECT,
         nbytes=found["size"],
         mtime_ns=int(changed.timestamp() * 1e6) * 1000,
-        version=f"{found['e_tag'] or ''}{_BETWEEN}{found['version'] or ''}",
+        version=f"{found['e_tag'] or ''}{_SEPARATOR}{found['version'] or ''}",
     )
 
 
@@ -400,7 +400,7 @@ def _opened(root: str, options: Mapping[str, str]) -> Any:
         _check_endpoints(root, options)
         return _from_url(from_url, root, options)
     except (BaseError, ValueError, TypeError) as error:
-        text = words_of(error, options.values())  # obstore repeats what it cannot parse
+        text = message_of(error, options.values())  # obstore quotes what it cannot parse
         raise UnsupportedPathError(f"{root}: the store cannot be opened: {text}", path=root) from None
 
 
@@ -420,7 +420,7 @@ CLIENT_OPTIONS = (
     "timeout",
     "user_agent",
 )
-"""Options of the connections, not of the store: obstore takes them apart."""
+"""Options of the connections, which obstore takes apart from those of the store."""
 
 
 def _from_url(from_url: Any, root: str, options: Mapping[str, str]) -> Any:
@@ -441,13 +441,13 @@ def _from_url(from_url: Any, root: str, options: Mapping[str, str]) -> Any:
 
 
 def _allows_http(options: Mapping[str, str]) -> bool:
-    """Whether an endpoint of plain HTTP was asked for by name, as one on this machine or in a private network is."""
+    """Whether an option or variable names an endpoint of plain HTTP, such as one in a private network."""
     given = [*_endpoints_in(options).values(), *(os.environ.get(name, "") for name in _ENDPOINTS)]
     return any(value.startswith("http://") for value in given)
 
 
 def _check_endpoints(root: str, options: Mapping[str, str]) -> None:
-    """Refuse an endpoint that is no URL: obstore finds out in each request, and panics.
+    """Refuse an endpoint that is not a URL: obstore would panic in each request.
 
     Raises:
         ValueError: One of the options, or of the environment if the options have none, is not. Its value is not shown.
@@ -473,4 +473,4 @@ def _endpoints_in(options: Mapping[str, str]) -> dict[str, str]:
 _ENDPOINT = re.compile(r"(aws_|azure_(storage_)?|google_)?(endpoint(_url(_s3)?)?|base_url)", re.IGNORECASE)
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
 _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
-"""How the variables begin that obstore takes for a scheme."""
+"""Prefix of the variables that obstore reads for a scheme."""

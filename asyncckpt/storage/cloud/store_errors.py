@@ -1,4 +1,4 @@
-"""What obstore raises, as `Store` says: errors of the operating system, with the store's own words."""
+"""Translates exceptions of obstore into the OSErrors that `Store` documents."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 
 
 @contextlib.contextmanager
-def translated(name: str, secrets: Iterable[str] = ()) -> Iterator[None]:
-    """Raise what obstore raises as `Store` says.
+def as_os_errors(name: str, secrets: Iterable[str] = ()) -> Iterator[None]:
+    """Translate exceptions of obstore in the `with` block into the OSErrors that `Store` documents.
 
     Args:
         name: The object or prefix of the request.
-        secrets: As of `words_of`.
+        secrets: As of `message_of`.
     """
     from obstore import exceptions
 
     try:
         yield
     except FileNotFoundError as error:
-        text = words_of(error, secrets)
+        text = message_of(error, secrets)
         no_bucket = any(code in text for code in _NO_BUCKET)
         raise FileNotFoundError(errno.ENOENT, text if no_bucket else "there is no such object", name) from None
     except OSError as error:
@@ -56,24 +56,24 @@ def translated(name: str, secrets: Iterable[str] = ()) -> Iterator[None]:
             raise
         # What an upload raises. One of a single part raises this also where others raise PermissionDeniedError.
         if any(words in str(error) for words in _REFUSED):
-            raise PermissionError(errno.EACCES, words_of(error, secrets), name) from None
-        raise OSError(errno.EREMOTEIO, words_of(error, secrets), name) from None
+            raise PermissionError(errno.EACCES, message_of(error, secrets), name) from None
+        raise OSError(errno.EREMOTEIO, message_of(error, secrets), name) from None
     except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
         raise FileExistsError(errno.EEXIST, "the name is taken, or the object was changed", name) from None
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-        raise PermissionError(errno.EACCES, words_of(error, secrets), name) from None
+        raise PermissionError(errno.EACCES, message_of(error, secrets), name) from None
     except exceptions.NotSupportedError as error:
-        raise UnsupportedByStoreError(words_of(error, secrets), name) from None
+        raise UnsupportedByStoreError(message_of(error, secrets), name) from None
     except (exceptions.BaseError, ValueError) as error:
-        raise OSError(errno.EREMOTEIO, words_of(error, secrets), name) from None
+        raise OSError(errno.EREMOTEIO, message_of(error, secrets), name) from None
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # of no module that can be imported
             raise
-        raise OSError(errno.EREMOTEIO, f"an error in obstore: {words_of(error, secrets)}", name) from None
+        raise OSError(errno.EREMOTEIO, f"an error in obstore: {message_of(error, secrets)}", name) from None
 
 
-def words_of(error: BaseException, secrets: Iterable[str] = ()) -> str:
-    """Return the store's own words, without what may be secret.
+def message_of(error: BaseException, secrets: Iterable[str] = ()) -> str:
+    """Return the store's own message, without what may be secret.
 
     Args:
         error: An exception of obstore.

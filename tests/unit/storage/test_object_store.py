@@ -26,7 +26,7 @@ from asyncckpt.storage.checkpoint_dir import is_pinned
 from asyncckpt.storage.cloud import object_shards, retries
 from asyncckpt.storage.cloud.object_shards import ObjectShardWriter
 from asyncckpt.storage.cloud.object_store import ObjectStore
-from asyncckpt.storage.cloud.store_errors import translated, words_of
+from asyncckpt.storage.cloud.store_errors import as_os_errors, message_of
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.local import store_over
 from asyncckpt.storage.locate import files_at, store_at, with_storage_options
@@ -207,7 +207,7 @@ def test_a_small_shard_that_the_store_refuses_is_refused_as_other_puts_are(statu
 def test_an_object_that_is_shorter_than_what_was_uploaded_is_an_error() -> None:
     shard = shard_of(bytes(1 << 20), Upload(), nbytes_there=1 << 19)
     shard.write_extent(0, 1 << 20)
-    with pytest.raises(OSError, match="524288 bytes long after 1048576 were uploaded"):
+    with pytest.raises(OSError, match="has 524288 bytes, expected 1048576"):
         shard.finish()
 
 
@@ -515,7 +515,7 @@ def test_a_put_goes_on_until_its_content_is_there(
 def test_errors_of_the_store_become_ours_with_its_own_words(kind: str, expected: type[OSError], number: int) -> None:
     from obstore import exceptions
 
-    with pytest.raises(expected) as caught, translated("s3://bucket/a"):
+    with pytest.raises(expected) as caught, as_os_errors("s3://bucket/a"):
         raise getattr(exceptions, kind)("what the store said\n\nDebug source:\nmany lines")
     assert caught.value.errno == number and caught.value.filename in ("s3://bucket/a", None)
     assert expected is FileExistsError or "what the store said" in str(caught.value)
@@ -565,7 +565,7 @@ def test_secrets_are_not_repeated_in_texts_of_errors(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "MORESECRET")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "ENVIRONMENTID")
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "/a/file")
-    assert words_of(RuntimeError(said), ["GIVENSECRET1", "ab", ""]) == shown
+    assert message_of(RuntimeError(said), ["GIVENSECRET1", "ab", ""]) == shown
 
 
 def test_values_of_options_are_in_no_error_of_any_call(monkeypatch: pytest.MonkeyPatch) -> None:
