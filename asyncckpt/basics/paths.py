@@ -6,10 +6,13 @@ import os
 import re
 from typing import Any
 
-from asyncckpt.basics.urls import normalized_url
+from asyncckpt.basics.urls import SCHEMES, normalized_url
 from asyncckpt.errors import UnsupportedPathError
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+_PATHLIB_URL = re.compile(rf"({'|'.join(SCHEMES)}):/(?!/)")
+"""Begins a URL of an object store that pathlib has normalized: it keeps one of two slashes."""
 
 MAX_PATH_BYTES = 4000
 """Longest path of a directory, in UTF-8. Linux allows 4096 with the terminating zero (PATH_MAX); the rest is for our
@@ -25,7 +28,7 @@ def checkpoint_path(path: str | os.PathLike[str]) -> str:
     """Return `path` as `absolute_path` does, or the URL of an object store without a slash at its end.
 
     Raises:
-        UnsupportedPathError: As `absolute_path`; or a URL that names no place in an object store.
+        UnsupportedPathError: As `absolute_path`, but URLs are refused only if they name no place in an object store.
     """
     text = _text(path)
     return normalized_url(text) if is_url(text) else absolute_path(text)
@@ -35,7 +38,8 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
     """Return `path` with `~` expanded and made absolute against this process's working directory.
 
     Raises:
-        UnsupportedPathError: It is empty, a URL, too long, not text, or has a NUL byte.
+        UnsupportedPathError: It is empty, a URL, also one that `pathlib` has made a path, too long, not text, or has a
+            NUL byte.
     """
     text = _text(path)
     if is_url(text):
@@ -62,6 +66,15 @@ def _text(path: str | os.PathLike[str]) -> str:
         ) from None
     if not isinstance(text, str) or not text or "\0" in text:
         raise UnsupportedPathError(f"path {text!r} is not the path of a directory", path=repr(text))
+    collapsed = _PATHLIB_URL.match(text)
+    if collapsed is not None:
+        scheme = collapsed[1]
+        # IMPORTANT: not the path itself, which may hold a password.
+        raise UnsupportedPathError(
+            f"path begins with '{scheme}:/', expected '{scheme}://': pathlib removes a slash of a URL; give the URL as "
+            "a str, not as a Path",
+            path=f"{scheme}:/",
+        )
     return text
 
 

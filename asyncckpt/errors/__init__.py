@@ -83,7 +83,7 @@ class CheckpointerClosedError(AsyncCkptError, RuntimeError, code="closed"):
 
 
 class ForkedError(AsyncCkptError, RuntimeError, code="forked"):
-    """The checkpointer was created before this process was forked; the child must create its own."""
+    """The checkpointer was created, or an object store was used, before this process was forked."""
 
 
 class UnsupportedPlatformError(AsyncCkptError, RuntimeError, code="unsupported_platform"):

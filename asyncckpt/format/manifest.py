@@ -88,6 +88,8 @@ PLANNER_KEY = "torch.distributed.checkpoint"
 """Key of `Manifest.metadata`: metadata of a planner of `torch.distributed.checkpoint` that saved the checkpoint."""
 
 MAX_MANIFEST_NBYTES = 64 << 20
+SHORTEST_MANIFEST_NBYTES = 400
+"""A shorter document commits nothing: no manifest of version 1 has fewer than 418 bytes. A tombstone has about 270."""
 STATE_COMMITTED = "committed"
 STATE_ABANDONED = "abandoned"
 """`state` of a tombstone, which commits nothing."""

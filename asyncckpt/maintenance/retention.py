@@ -71,7 +71,8 @@ class Survey:
     Attributes:
         stored: The committed checkpoints, the newest by lineage first.
         manifests: Their manifests, by name of the directory.
-        names: Names of all directories with committed checkpoints, or saves that were given up or never committed.
+        names: Names of all directories with committed checkpoints, or saves that were given up or never committed;
+            except those in an object store from which nothing can be removed any more.
         unscored: Names of the directories of checkpoints with metrics for which the score raises.
     """
 
@@ -118,7 +119,8 @@ def survey(
         for name, manifest in manifests.items()
     ]
     stored.sort(key=lambda one: one.save_id, reverse=True)
-    names = tuple(os.path.basename(one.path) for one in found if one.state in (COMMITTED, ABANDONED, INCOMPLETE))
+    states = (COMMITTED, ABANDONED, INCOMPLETE)
+    names = tuple(os.path.basename(one.path) for one in found if one.state in states and not one.is_bare)
     unscored = {
         one.name for one in stored if one.score is None and metrics_in(manifests[one.name].metadata) is not None
     }

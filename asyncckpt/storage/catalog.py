@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncckpt.basics.paths import checkpoint_path
+from asyncckpt.basics.urls import parent_of
 from asyncckpt.errors import (
     AsyncCkptError,
     CheckpointNotCommittedError,
@@ -18,7 +19,14 @@ from asyncckpt.errors import (
     SaveFailedError,
     UnsupportedFormatError,
 )
-from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest, is_sealed, newest
+from asyncckpt.format.manifest import (
+    MAX_MANIFEST_NBYTES,
+    SHORTEST_MANIFEST_NBYTES,
+    Manifest,
+    decode_manifest,
+    is_sealed,
+    newest,
+)
 from asyncckpt.format.names import (
     DCP_METADATA_NAME,
     MANIFEST_NAME,
@@ -31,7 +39,7 @@ from asyncckpt.format.names import (
 from asyncckpt.storage.checkpoint_dir import dcp_metadata_owner, is_finished, read_record, tombstone_if_readable
 from asyncckpt.storage.files import named
 from asyncckpt.storage.locate import store_at, with_storage_options
-from asyncckpt.storage.store import LINK, PREFIX, Store
+from asyncckpt.storage.store import LINK, PREFIX, Store, for_each
 
 COMMITTED = "committed"
 INCOMPLETE = "incomplete"
@@ -60,12 +68,14 @@ class Found:
             `abandoned`: it has a tombstone. `quarantined`: it was renamed because the checkpoint was damaged.
         manifest: The manifest of a committed checkpoint.
         error: Why it is not committed.
+        is_bare: Of an object store: it has a tombstone, which stays, and nothing else.
     """
 
     path: str
     state: str
     manifest: Manifest | None = None
     error: Exception | None = None
+    is_bare: bool = False
 
 
 def read_manifest(path: str, store: Store) -> Manifest:
@@ -174,6 +184,9 @@ def found_at(path: str, store: Store) -> Found | None:
     """Return the state of the directory at `path`; None if it has no file of a checkpoint, or does not exist."""
     try:
         names = store.names(path)
+        if _is_bare_tombstone(path, names, store):
+            error = CheckpointNotCommittedError(f"{path} holds no checkpoint any more, but a tombstone", path=path)
+            return Found(path=path, state=ABANDONED, error=error, is_bare=True)
         if MANIFEST_NAME in names:
             return Found(path=path, state=COMMITTED, manifest=read_newest_manifest(path, store))
     except CheckpointNotCommittedError as error:
@@ -187,6 +200,20 @@ def found_at(path: str, store: Store) -> Found | None:
         return None
     incomplete = CheckpointNotCommittedError(f"{path} was begun and never committed", path=path)
     return Found(path=path, state=INCOMPLETE, error=incomplete)
+
+
+def _is_bare_tombstone(path: str, names: list[str], store: Store) -> bool:
+    """Whether a directory of an object store has a tombstone and nothing else, by its listing alone.
+
+    Retention leaves one for each checkpoint that it has removed there, so there may be thousands. In a file system they
+    are read: there they are few, and a short file may be torn. A short manifest.json of another program counts too.
+
+    Raises:
+        OSError: The record was removed since, or its properties cannot be read.
+    """
+    if names != [MANIFEST_NAME] or not store.shards_appear_whole:
+        return False
+    return store.stat(os.path.join(path, MANIFEST_NAME)).nbytes < SHORTEST_MANIFEST_NBYTES
 
 
 def scan(root: str, store: Store, *, recursive: bool = False, links: bool = False) -> list[Found]:
@@ -216,16 +243,17 @@ def scan(root: str, store: Store, *, recursive: bool = False, links: bool = Fals
     # `root` has a manifest.json of another program, or only a damaged manifest: look at its children as well.
     found: list[Found] = []
     linked: list[Found] = []
-    for entry in sorted(store.entries(root), key=lambda one: one.name):
-        if is_converting(entry.name):  # it is about to be renamed or removed
-            continue
+    entries = [entry for entry in store.entries(root) if not is_converting(entry.name)]  # those are about to be renamed
+    paths = [os.path.join(root, entry.name) for entry in entries if entry.kind == PREFIX]
+    states = dict(zip(paths, for_each(store, lambda path: found_at(path, store), paths), strict=True))
+    for entry in sorted(entries, key=lambda one: one.name):
         child = os.path.join(root, entry.name)
         try:
             if links and entry.kind == LINK and not is_quarantined(entry.name):
                 linked += _behind_link(child, store)
             if entry.kind != PREFIX:
                 continue
-            seen = found_at(child, store)
+            seen = states[child]
             if seen is not None and is_quarantined(entry.name):
                 found.append(Found(path=child, state=QUARANTINED, error=seen.error))
             elif seen is not None:
@@ -270,13 +298,13 @@ def next_epoch_beside(path: str, store: Store) -> int:
         OSError: The parent, or a directory or manifest in it, cannot be read; the message names it. Directories of
             other users that this user may not read are skipped, since this user cannot load their checkpoints.
     """
-    parent = os.path.dirname(path)
+    parent = parent_of(path)
     store = store.listed(parent)
     try:
         children = sorted(store.names(parent))
     except (FileNotFoundError, NotADirectoryError):
         children = []
-    largest = max((_largest_epoch(os.path.join(parent, name), store) for name in children), default=0)
+    largest = max(for_each(store, lambda name: _largest_epoch(os.path.join(parent, name), store), children), default=0)
     return check_epoch(largest + 1, path)
 
 
@@ -289,7 +317,7 @@ def next_epoch_by_names(path: str, store: Store) -> int:
         SaveFailedError: Code `epoch`: there is none left.
         OSError: The parent, or a directory in it, cannot be listed.
     """
-    parent = os.path.dirname(path)
+    parent = parent_of(path)
     store = store.listed(parent)
     largest = 0
     try:

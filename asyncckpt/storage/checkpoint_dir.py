@@ -502,8 +502,7 @@ def refuse_around(path: str, save_id: SaveId, store: Store) -> None:
 
 def pin_of(path: str) -> str:
     """Return the path of the pin of the checkpoint at `path`."""
-    root, name = os.path.split(path)
-    return os.path.join(root, PINS_NAME, name)
+    return os.path.join(parent_of(path), PINS_NAME, os.path.basename(path))
 
 
 def is_pinned(path: str, store: Store) -> bool:

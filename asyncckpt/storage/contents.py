@@ -9,11 +9,10 @@ import errno
 import itertools
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import CorruptCheckpointError
@@ -27,7 +26,7 @@ from asyncckpt.format.structure import Chunk, Structure, TensorEntry, decode_str
 from asyncckpt.storage.catalog import read_newest_manifest
 from asyncckpt.storage.files import Files, read_small_file
 from asyncckpt.storage.local import store_over
-from asyncckpt.storage.store import StoreFiles
+from asyncckpt.storage.store import for_each
 
 
 class Located(NamedTuple):
@@ -142,12 +141,6 @@ def stamp_of(found: os.stat_result) -> tuple[int, int, int, int]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-REQUESTS_AT_A_TIME = 16
-"""Most concurrent requests of one process for small objects. Chosen: a store answers one in 10 to 100 ms, and serves
-thousands per second."""
-
-T = TypeVar("T")
-R = TypeVar("R")
 _NOT_A_FILE = frozenset({errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.EISDIR, errno.ENXIO})
 
 
@@ -187,18 +180,6 @@ class Contents:
     source: ForeignSource | None = None
 
 
-def _for_each(files: Files, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Return the results of `call` for `items`, in order. For an object store, several calls run concurrently.
-
-    Raises:
-        Exception: The first error, in the order of `items`.
-    """
-    if not isinstance(files, StoreFiles) or len(items) < 2:
-        return [call(item) for item in items]
-    with ThreadPoolExecutor(min(REQUESTS_AT_A_TIME, len(items)), "asyncckpt-request") as pool:
-        return list(pool.map(call, items))
-
-
 def corrupt(path: str, file: str, detail: str) -> CorruptCheckpointError:
     """Return the error of a damaged file of the checkpoint at `path`."""
     return CorruptCheckpointError(f"{os.path.join(path, file)}: {detail}", path=path, file=file, detail=detail)
@@ -223,7 +204,7 @@ def read_contents(path: str, files: Files) -> Contents:
     """
     manifest = read_newest_manifest(path, store_over(files))
     reach("load: manifest read")
-    ranks = tuple(_for_each(files, lambda record: _read_rank(path, manifest, record, files), manifest.ranks))
+    ranks = tuple(for_each(store_over(files), lambda record: _read_rank(path, manifest, record, files), manifest.ranks))
     return Contents(path=path, manifest=manifest, ranks=ranks, tensors=join(path, ranks))
 
 
@@ -392,7 +373,7 @@ def check_lengths(contents: Contents, files: Files, of: SavedTensor | None = Non
         for part, shard in enumerate(rank.index.shards)
         if needed is None or (number, part) in needed
     ]
-    _for_each(files, check, shards)
+    for_each(store_over(files), check, shards)
 
 
 def read_objects(contents: Contents, rank: int, files: Files) -> list[Any]:

@@ -24,10 +24,11 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from asyncckpt.format.names import SaveId
 from asyncckpt.storage.files import Files
@@ -42,6 +43,9 @@ _FIRST_FD = 1 << 29
 """First number for opened objects: above all descriptors of the kernel, below those of `recall.memory_overlay`."""
 
 _logger = logging.getLogger("asyncckpt.storage")
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class UnknownOutcomeError(OSError):
@@ -103,9 +107,11 @@ class Store(abc.ABC):
     Attributes:
         shards_appear_whole: Whether a shard has its name only once it is finished. False: it has the name from its
             first byte on, and can be renamed.
+        requests_at_a_time: How many calls `for_each` makes concurrently.
     """
 
     shards_appear_whole = False
+    requests_at_a_time = 1
 
     @abc.abstractmethod
     def put(self, name: str, data: memoryview | bytes, *, durable: bool = True, replace: bool = False) -> None:
@@ -337,6 +343,19 @@ class Store(abc.ABC):
     def resolve(self, name: str) -> str:
         """Return a name with all symbolic links resolved. Stores without links return it unchanged."""
         return name
+
+
+def for_each(store: Store, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Return the results of `call` for `items`, in order. For an object store, several calls run concurrently.
+
+    Raises:
+        Exception: The first error, in the order of `items`.
+    """
+    at_a_time = min(store.requests_at_a_time, len(items))
+    if at_a_time < 2:
+        return [call(item) for item in items]
+    with ThreadPoolExecutor(at_a_time, "asyncckpt-request") as pool:
+        return list(pool.map(call, items))
 
 
 class StoreFiles(Files):

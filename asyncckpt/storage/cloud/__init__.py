@@ -1,4 +1,4 @@
 """Checkpoints in S3, Google Cloud Storage and Azure: `ObjectStore`, by the library obstore (extra `cloud`).
 
-Nothing here imports obstore before a URL is used. What a store is, and what every store must do, says `storage.store`.
+`storage.store` defines the interface. obstore is imported when the first URL is used.
 """

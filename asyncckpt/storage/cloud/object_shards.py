@@ -1,47 +1,51 @@
-"""A shard that is uploaded while its bytes are given: in parts, several at a time, with bounded memory."""
+"""Uploads a shard while its bytes are handed over: in parts, several at a time, with bounded memory."""
 
 from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
-from asyncckpt.storage.cloud.retries import tries
-from asyncckpt.storage.cloud.store_errors import translated
+from asyncckpt.storage.cloud.retries import attempts
+from asyncckpt.storage.cloud.store_errors import as_os_errors
 from asyncckpt.storage.shard_writer import Image, ShardWriter
 from asyncckpt.storage.store import Entry
 
 PART_NBYTES = 6 << 20
-"""Of an upload, at least. Chosen: S3 takes no less than 5 MiB, and what is on its way is a copy in memory."""
+"""Minimum size of one part of an upload. S3 requires at least 5 MiB; each part in flight is a copy in memory."""
 
 MAX_PARTS = 9_000
-"""S3 and GCS take 10,000."""
+"""Maximum number of parts of an upload. S3 and GCS allow 10,000."""
 
 PARTS_AT_A_TIME = 4
 UPLOADS_AT_A_TIME = 2
-"""Of one process: 48 MiB of memory are on their way, and `PIECE_NBYTES` for each."""
+"""Uploads that run at the same time in one process: 48 MiB of parts in memory.
+
+An upload that has waited for `UPLOAD_WAIT_S` starts anyway, because a running one may wait for its trainer; the limit
+is then exceeded.
+"""
 
 PIECE_NBYTES = 1 << 20
-"""What is copied for an upload at a time."""
+"""Bytes that are copied out of the slot at a time."""
 
 UPLOAD_WAIT_S = 60.0
-"""How long an upload waits for others to end; then it begins all the same: one of them may wait for its trainer."""
 
 _uploads = threading.BoundedSemaphore(UPLOADS_AT_A_TIME)
 
 TURN_TIMEOUT_S = 600.0
-"""How long one extent waits for those before it: longer than the store's own retries of them take."""
+"""How long one extent waits for those before it: longer than all retries of their requests take."""
 
 
 class ObjectShardWriter(ShardWriter):
-    """Uploads a shard in the order of its bytes. Threads digest their extents at the same time, and wait their turn.
+    """Uploads a shard in the order of its bytes. Threads compute checksums concurrently, and wait for their turn.
 
     Args:
         path, image, offset, nbytes: As of `ShardWriter`.
-        open_upload: Begins an upload of obstore's, whose `write` takes bytes and whose `close` lets the object appear.
-            Takes the name, the bytes of a part, and how many parts may be on their way.
-        stat: Says what the store has under a name.
+        open_upload: Starts an upload and returns a writer of obstore, whose `write` takes bytes and whose `close` makes
+            the object appear. Its arguments: name, size of a part in bytes, how many parts may be in flight.
+        stat: `Store.stat`.
+        secrets: Values that no error may show.
     """
 
     def __init__(
@@ -53,9 +57,10 @@ class ObjectShardWriter(ShardWriter):
         *,
         open_upload: Callable[[str, int, int], Any],
         stat: Callable[[str], Entry],
+        secrets: Collection[str] = (),
     ) -> None:
         super().__init__(path, image, offset, nbytes)
-        self._open_upload, self._stat = open_upload, stat
+        self._open_upload, self._stat, self._secrets = open_upload, stat, secrets
         self._upload: Any = None
         self._is_counted = False
         self._part_nbytes = max(PART_NBYTES, -(-nbytes // MAX_PARTS))
@@ -72,7 +77,7 @@ class ObjectShardWriter(ShardWriter):
                 self.created = True
 
     def _begin(self) -> None:
-        with translated(self.path):
+        with as_os_errors(self.path, self._secrets):
             self._upload = self._open_upload(self.path, self._part_nbytes, PARTS_AT_A_TIME)
 
     def _write(self, view: memoryview, start: int) -> None:
@@ -91,7 +96,7 @@ class ObjectShardWriter(ShardWriter):
                     self._write_first_part(piece)
                 else:
                     self._first_part.clear()
-                    with translated(self.path):
+                    with as_os_errors(self.path, self._secrets):
                         self._upload.write(piece)
         except BaseException:
             self.stop()
@@ -101,15 +106,16 @@ class ObjectShardWriter(ShardWriter):
             self._turn.notify_all()
 
     def _write_first_part(self, piece: bytes) -> None:
-        """Write a piece; it is the last one of the first part that begins the upload at the store.
+        """Write a piece of the first part.
 
-        Of GCS, the library does not repeat the request that does so: the upload begins again with what was given.
+        The last piece of the first part starts the upload. obstore does not retry that request on GCS, so on failure
+        the upload is started again and all pieces so far are sent again.
         """
         self._first_part.append(piece)
         pieces = [piece]
-        for is_last in tries():
+        for is_last in attempts():
             try:
-                with translated(self.path):
+                with as_os_errors(self.path, self._secrets):
                     for one in pieces:
                         self._upload.write(one)
                 return
@@ -122,16 +128,17 @@ class ObjectShardWriter(ShardWriter):
                 self._begin()
 
     def flush(self) -> None:
-        """As of `ShardWriter`: nothing is known to be there before the end."""
+        """Implement `ShardWriter.flush`: do nothing, since the object exists only after `finish`."""
 
     def finish(self) -> None:
-        """As of `ShardWriter`: end the upload, by which the object appears, and look at its length."""
+        """Implement `ShardWriter.finish`: complete the upload, by which the object appears, and check its length."""
         upload, self._upload = self._upload, None
         failed: OSError | None = None
         try:
-            with translated(self.path):
+            with as_os_errors(self.path, self._secrets):
                 upload.close()
-        except OSError as error:  # its answer may have been lost: nobody else gives this name
+        except OSError as error:
+            # The response may have been lost. Only this save writes this name, so a length check decides.
             failed = error
         finally:
             self._uncount()
@@ -142,10 +149,13 @@ class ObjectShardWriter(ShardWriter):
                 raise failed from None
             raise
         if found != self.nbytes:
-            raise OSError(errno.EREMOTEIO, f"{found} bytes long after {self.nbytes} were uploaded", self.path)
+            raise OSError(errno.EREMOTEIO, f"the uploaded object has {found} bytes, expected {self.nbytes}", self.path)
 
     def abandon(self) -> None:
-        """As of `ShardWriter`: the object does not appear. Parts that the store has are left to its lifecycle rules."""
+        """Implement `ShardWriter.abandon`: the object does not appear.
+
+        obstore's writers cannot abort an upload: lifecycle rules of the bucket remove its parts.
+        """
         self._upload = None
         self._uncount()
 
@@ -156,7 +166,7 @@ class ObjectShardWriter(ShardWriter):
             _uploads.release()
 
     def stop(self) -> None:
-        """As of `ShardWriter`."""
+        """Implement `ShardWriter.stop`: wake them with ECANCELED."""
         with self._turn:
             self._stopped = True
             self._turn.notify_all()

@@ -1,65 +1,75 @@
 """`ObjectStore`: a `Store` of objects in one bucket, by the library obstore (extra `cloud`).
 
-A name is a whole URL. An object appears whole, or not at all; a conditional put is one request, and a put that was
-repeated and meets its own success has succeeded. There are no directories, links, locks or renames.
+A name is a whole URL. An object appears complete or not at all. A conditional put is one request; if a retry finds the
+object with the same content, the put has succeeded. There are no directories, links, locks or renames.
 
-Requests are repeated by obstore with growing pauses, as long as the store says that it is busy (429, 500, 503) or the
-connection breaks, for at most `retries.RETRY_FOR_S`. What it refuses (401, 403, 404) is an error at once.
+obstore retries requests with growing pauses if the store is busy (429, 500, 503) or the connection breaks, for
+`retries.RETRY_FOR_S`. A refusal (401, 403, 404) is an error at once.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from asyncckpt.basics.urls import location_of
-from asyncckpt.errors import UnsupportedPathError
+from asyncckpt.errors import ForkedError, UnsupportedPathError
 from asyncckpt.storage.cloud import retries
 from asyncckpt.storage.cloud.object_shards import ObjectShardWriter
-from asyncckpt.storage.cloud.store_errors import translated, words_of
+from asyncckpt.storage.cloud.store_errors import as_os_errors, message_of
 from asyncckpt.storage.shard_writer import Image, ShardWriter
 from asyncckpt.storage.store import OBJECT, PREFIX, Entry, Store, UnknownOutcomeError
 
 REQUEST_TIMEOUT_S = 60.0
-"""Of one try of a request: a part of an upload at 0.3 MB/s."""
+"""Timeout of one attempt. A part must upload at 0.1 MB/s or more."""
 
 MAX_RETRIES = 12
 
 
 class ObjectStore(Store):
-    """A `Store` of the objects of one bucket. Errors as of `Store`; those of the store carry its own words.
+    """A `Store` of the objects of one bucket. Errors are those of `Store`, with the message of the object store.
 
-    `errno` is EACCES where it refuses the credentials, and EREMOTEIO where it did not answer, or not as it should.
+    A process that was forked after its parent has used an object store raises `ForkedError` for each request.
+
+    `errno` is EACCES if the store refuses the credentials, and EREMOTEIO if it did not answer, or not as expected.
 
     Args:
         root: Scheme and bucket, such as `s3://bucket`.
-        options: What obstore takes, by name: `endpoint`, `region`, `access_key_id` and others of the store, and
-            `CLIENT_OPTIONS`. What is not in it comes from the environment.
-        client: A store of obstore's to be used instead, for tests.
+        options: Options of obstore by name: `endpoint`, `region`, `access_key_id` and others of the store, and
+            `CLIENT_OPTIONS`. Others come from the environment.
+        client: A store of obstore to use instead, for tests.
 
     Raises:
         UnsupportedPathError: obstore is not installed; or an option is unknown, or has a value that it cannot have.
     """
 
     shards_appear_whole = True
+    requests_at_a_time = 16
+    """Chosen: a store answers a request in 10 to 100 ms, and serves thousands per second."""
+
+    _used_in_pid: ClassVar[int] = 0
+    """Process in which the first request to any store began; 0: none has."""
 
     def __init__(self, root: str, options: Mapping[str, str] | None = None, *, client: Any = None) -> None:
         self.root = root
-        self._options = dict(options or {})
-        self._store = client or _opened(root, self._options)
-        self._pid = os.getpid()
+        options = dict(options or {})
+        self._store = client or _opened(root, options)
+        self._secrets = tuple(options.values())
 
     def __repr__(self) -> str:
         """Return the bucket, without credentials."""
         return f"ObjectStore({self.root!r})"
 
     def put(self, name: str, data: memoryview | bytes, *, durable: bool = True, replace: bool = False) -> None:
-        """As of `Store`: durable in any case, since the store answers once it has the object."""
+        """Implement `Store.put`. The object is durable in any case, since the store answers once it has it."""
         if replace:
-            with translated(name):
+            with self._os_errors(name):
                 self._client.put(self._key(name), bytes(data), use_multipart=False)
         else:
             self._put_new(name, bytes(data))
@@ -67,8 +77,10 @@ class ObjectStore(Store):
     def shard_writer(
         self, path: str, image: Image, offset: int, nbytes: int, *, aligned: bool, fsync: bool
     ) -> ShardWriter:
-        """As of `Store`: an upload in parts."""
-        return ObjectShardWriter(path, image, offset, nbytes, open_upload=self._open_upload, stat=self.stat)
+        """Implement `Store.shard_writer`: upload in parts."""
+        return ObjectShardWriter(
+            path, image, offset, nbytes, open_upload=self._open_upload, stat=self.stat, secrets=self._secrets
+        )
 
     def _open_upload(self, name: str, part_nbytes: int, at_a_time: int) -> Any:
         from obstore import open_writer
@@ -76,12 +88,12 @@ class ObjectStore(Store):
         return open_writer(self._client, self._key(name), buffer_size=part_nbytes, max_concurrency=at_a_time)
 
     def put_if_absent(self, name: str, data: bytes, *, temporary: str, durable: bool = True) -> None:
-        """As of `Store`, by one request; there is no temporary name."""
+        """Implement `Store.put_if_absent` by one conditional request, without the temporary name."""
         self._put_new(name, data)
 
     def replace_if(self, name: str, data: bytes, version: str, *, temporary: str, durable: bool = True) -> None:
-        """As of `Store`, by one request."""
-        e_tag, _, number = version.partition(_BETWEEN)
+        """Implement `Store.replace_if` by one conditional request, without the temporary name."""
+        e_tag, _, number = version.partition(_SEPARATOR)
         parts = {"e_tag": e_tag, "version": number}
         self._put(name, data, {part: value for part, value in parts.items() if value})
 
@@ -89,53 +101,70 @@ class ObjectStore(Store):
         self._put(name, data, "create")
 
     def _put(self, name: str, data: bytes, mode: Any) -> None:
-        """Put under a condition, again and again: the library repeats no request that could take effect twice.
+        """Conditional put with retries.
 
-        Here it may: what is under the name says afterwards who has put it there.
+        obstore does not repeat conditional puts, because they might take effect twice. This is safe here: after a
+        failure the object is read back, and equal content means that this put succeeded.
         """
-        for is_last in retries.tries():
+        unknown: OSError | None = None  # why it is unknown whether an attempt has taken effect
+        for is_last in retries.attempts():
             try:
-                with translated(name):
+                with self._os_errors(name):
                     self._client.put(self._key(name), data, mode=mode, use_multipart=False)
                 return
-            except FileExistsError:
-                if self._holds(name, data):
-                    return
-                # A store may also say so while another request for the name is under way, which may come to nothing.
-                if is_last or mode != "create" or self._is_there(name):
-                    raise
-            except FileNotFoundError as error:  # what was to be replaced is gone
-                if mode == "create":
-                    raise
-                raise FileExistsError(errno.EEXIST, "it is gone", name) from error
-            except PermissionError:
-                raise
+            except (FileExistsError, PermissionError) as error:
+                failed: OSError = error
+            except FileNotFoundError as error:
+                failed = error if mode == "create" else _not_there(name)
             except OSError as error:
-                if self._holds(name, data):
-                    return
-                # IMPORTANT: that it is not there now says nothing: the request may still be on its way.
-                if is_last:
-                    raise UnknownOutcomeError(error.errno, error.strerror, name) from error
+                failed = unknown = error
+            is_taken = isinstance(failed, FileExistsError)
+            if unknown is None and not is_taken:
+                raise failed
+            try:
+                holds = self._holds(name, data)
+            except OSError as error:
+                # IMPORTANT: it may hold this content nevertheless.
+                holds, unknown = None, unknown or error
+            if holds:
+                return
+            if holds is False and is_taken:
+                raise failed
+            if holds is False and mode == "create":
+                raise FileExistsError(errno.EEXIST, "another object has this name", name)
+            # IMPORTANT: that it is not there now says nothing: the request may still be on its way. A store may also
+            # report a conflict with a concurrent request that later fails; retry while no object exists.
+            is_worth_retrying = failed is unknown or (is_taken and mode == "create")
+            if is_last or not is_worth_retrying:
+                raise failed if unknown is None else _unknown_outcome(name, failed, unknown)
 
-    def _holds(self, name: str, data: bytes) -> bool:
+    def _holds(self, name: str, data: bytes) -> bool | None:
+        """Return whether an object has this content; None: it does not exist.
+
+        Raises:
+            OSError: It cannot be read.
+        """
         try:
             return self.read_whole(name, len(data)) == data
-        except OSError:
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno != errno.EFBIG:
+                raise
             return False
 
-    def _is_there(self, name: str) -> bool:
+    def _entry_or_none(self, name: str) -> Entry | None:
         try:
-            self.stat(name)
+            return self.stat(name)
         except FileNotFoundError:
-            return False
-        return True
+            return None
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """As of `Store`, by one request."""
+        """Implement `Store.read` by one request for a range."""
         if nbytes <= 0:
             return b""
         try:
-            with translated(name):
+            with self._os_errors(name):
                 return bytes(self._client.get_range(self._key(name), start=offset, length=nbytes))
         except (FileNotFoundError, PermissionError):
             raise
@@ -145,8 +174,8 @@ class ObjectStore(Store):
             return b""
 
     def read_whole(self, name: str, max_nbytes: int) -> bytes:
-        """As of `Store`, by one request."""
-        with translated(name):
+        """Implement `Store.read_whole` by one request."""
+        with self._os_errors(name):
             found = self._client.get(self._key(name))
             nbytes = found.meta["size"]
             if nbytes > max_nbytes:
@@ -157,30 +186,28 @@ class ObjectStore(Store):
         return data
 
     def stat(self, name: str) -> Entry:
-        """As of `Store`; nothing of a prefix is known."""
-        with translated(name):
+        """Implement `Store.stat`; a prefix has no entry."""
+        with self._os_errors(name):
             found = self._client.head(self._key(name))
         return _entry(name, found)
 
     def entries(self, prefix: str) -> Iterator[Entry]:
-        """As of `Store`, by one request for 1,000 names."""
+        """Implement `Store.entries` by one request for 1,000 names. A bucket has entries even if it is empty."""
         key = self._key(prefix)
-        with translated(prefix):
+        with self._os_errors(prefix):
             found = self._client.list_with_delimiter(key or None)
         within = len(key) + 1 if key else 0
         listed = [_entry(one["path"][within:], one) for one in found["objects"] if len(one["path"]) > within]
         listed += [Entry(one.rstrip("/")[within:], PREFIX, 0, 0, "") for one in found["common_prefixes"]]
         if not listed and key:
-            if self._is_there(prefix):
-                raise NotADirectoryError(errno.ENOTDIR, "it is an object", prefix)
-            raise FileNotFoundError(errno.ENOENT, "nothing is there", prefix)
+            raise _nothing_below(prefix, self._entry_or_none(prefix))
         return iter(listed)
 
     def listed(self, prefix: str) -> Store:
-        """As of `Store`: all objects below `prefix` are listed once, by one request for 1,000 of them."""
+        """Implement `Store.listed`: list all objects below `prefix` once, by one request for 1,000 of them."""
         key = self._key(prefix)
         found: dict[str, Entry] = {}
-        with translated(prefix):
+        with self._os_errors(prefix):
             for page in self._client.list(key or None, chunk_size=1000):
                 for one in page:
                     name = f"{self.root}/{one['path']}"
@@ -188,13 +215,13 @@ class ObjectStore(Store):
         return ListedStore(self, prefix, found)
 
     def remove(self, name: str) -> None:
-        """As of `Store`; whether it was there is not known."""
-        for is_last in retries.tries():
+        """Implement `Store.remove`, but succeed also if the object does not exist."""
+        for is_last in retries.attempts():
             try:
-                with translated(name):
+                with self._os_errors(name):
                     self._client.delete(self._key(name))
                 return
-            except FileNotFoundError:  # S3 does not say it; and an earlier try may have removed it
+            except FileNotFoundError:  # S3 does not report it; and an earlier attempt may have removed the object
                 return
             except PermissionError:
                 raise
@@ -203,54 +230,70 @@ class ObjectStore(Store):
                     raise
 
     def sync(self, prefix: str) -> None:
-        """Do nothing: what the store has confirmed, it keeps."""
+        """Implement `Store.sync`: do nothing, since the store keeps what it has confirmed."""
 
     @property
     def _client(self) -> Any:
-        """IMPORTANT: connections and threads of obstore do not live on in a forked process."""
-        if os.getpid() != self._pid:
-            self._store, self._pid = _opened(self.root, self._options), os.getpid()
+        """The store of obstore.
+
+        IMPORTANT: obstore's threads do not exist in a forked child, so each request would wait there for ever.
+        """
+        pid = os.getpid()
+        ObjectStore._used_in_pid = used_in_pid = ObjectStore._used_in_pid or pid
+        if used_in_pid != pid:
+            raise ForkedError(
+                f"{self.root}: process {used_in_pid} has used an object store, and this is its forked child {pid}, "
+                "where requests would never end. Start the child by 'spawn' in place of 'fork' (of a DataLoader: "
+                "multiprocessing_context='spawn'), or use object stores only after the fork"
+            )
         return self._store
+
+    def _os_errors(self, name: str) -> AbstractContextManager[None]:
+        return as_os_errors(name, self._secrets)
 
     def _key(self, name: str) -> str:
         location = location_of(name)
         if location.root != self.root:
-            raise OSError(errno.EXDEV, f"it lies in another bucket than {self.root}", name)
+            raise OSError(errno.EXDEV, f"expected an object in {self.root}", name)
         return location.key
 
 
 class ListedStore(Store):
-    """What a listing has found below a prefix, as `names`, `entries` and `stat` tell it; all else is asked for anew.
+    """Answers `names`, `entries` and `stat` below a prefix from one listing. All other calls go to the store.
 
-    For looking through many checkpoints. Not for deciding what to remove.
+    Use it to search many checkpoints, not to decide what to remove.
     """
 
     def __init__(self, below: Store, prefix: str, found: Mapping[str, Entry]) -> None:
         self._below, self._prefix, self._found = below, prefix, found
         self.shards_appear_whole = below.shards_appear_whole
+        self.requests_at_a_time = below.requests_at_a_time
         self._children: dict[str, dict[str, Entry]] = {}
         for name, entry in found.items():
             parent, _, last = name.rpartition("/")
-            self._children.setdefault(parent, {})[last] = _renamed(entry, last)
+            self._children.setdefault(parent, {}).setdefault(last, _renamed(entry, last))
             while parent != prefix and len(parent) > len(prefix):
                 above, _, last = parent.rpartition("/")
-                if last in self._children.setdefault(above, {}):
+                known = self._children.setdefault(above, {})
+                if last in known and known[last].kind == PREFIX:
                     break
-                self._children[above][last] = Entry(last, PREFIX, 0, 0, "")
+                # IMPORTANT: replaces an object of this name. Other programs mark directories with empty objects, and
+                # one beside a checkpoint would hide it.
+                known[last] = Entry(last, PREFIX, 0, 0, "")
                 parent = above
 
     def entries(self, prefix: str) -> Iterator[Entry]:
-        """As of `Store`, as it was listed."""
+        """Implement `Store.entries` from the listing."""
         if not self._covers(prefix):
             return self._below.entries(prefix)
         if prefix not in self._children:
-            if prefix in self._found:
-                raise NotADirectoryError(errno.ENOTDIR, "it is an object", prefix)
-            raise FileNotFoundError(errno.ENOENT, "nothing is there", prefix)
+            if not location_of(prefix).key:  # an empty bucket
+                return iter(())
+            raise _nothing_below(prefix, self._found.get(prefix))
         return iter(list(self._children[prefix].values()))
 
     def stat(self, name: str) -> Entry:
-        """As of `Store`, as it was listed."""
+        """Implement `Store.stat` from the listing."""
         if not self._covers(name):
             return self._below.stat(name)
         if name not in self._found:
@@ -261,48 +304,48 @@ class ListedStore(Store):
         return name == self._prefix or name.startswith(self._prefix + "/")
 
     def listed(self, prefix: str) -> Store:
-        """Return this, if it has what is asked for."""
+        """Return this store if its listing covers `prefix`."""
         return self if self._covers(prefix) else self._below.listed(prefix)
 
     def put(self, name: str, data: memoryview | bytes, *, durable: bool = True, replace: bool = False) -> None:
-        """As of the store itself."""
+        """Forward to the wrapped store."""
         self._below.put(name, data, durable=durable, replace=replace)
 
     def shard_writer(
         self, path: str, image: Image, offset: int, nbytes: int, *, aligned: bool, fsync: bool
     ) -> ShardWriter:
-        """As of the store itself."""
+        """Forward to the wrapped store."""
         return self._below.shard_writer(path, image, offset, nbytes, aligned=aligned, fsync=fsync)
 
     def put_if_absent(self, name: str, data: bytes, *, temporary: str, durable: bool = True) -> None:
-        """As of the store itself."""
+        """Forward to the wrapped store."""
         self._below.put_if_absent(name, data, temporary=temporary, durable=durable)
 
     def replace_if(self, name: str, data: bytes, version: str, *, temporary: str, durable: bool = True) -> None:
-        """As of the store itself."""
+        """Forward to the wrapped store."""
         self._below.replace_if(name, data, version, temporary=temporary, durable=durable)
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """As of the store itself."""
+        """Forward to the wrapped store."""
         return self._below.read(name, offset, nbytes)
 
     def read_whole(self, name: str, max_nbytes: int) -> bytes:
-        """As of the store itself; what was not listed is not asked for."""
+        """Forward to the wrapped store, unless the listing does not have the object."""
         if self._covers(name) and name not in self._found:
             raise FileNotFoundError(errno.ENOENT, "there is no such object", name)
         return self._below.read_whole(name, max_nbytes)
 
     def remove(self, name: str) -> None:
-        """As of the store itself."""
+        """Forward to the wrapped store."""
         self._below.remove(name)
 
     def sync(self, prefix: str) -> None:
-        """As of the store itself."""
+        """Forward to the wrapped store."""
         self._below.sync(prefix)
 
 
-_BETWEEN = "\n"
-"""Of the parts of a version: the entity tag, and the number of the version where the store has one."""
+_SEPARATOR = "\n"
+"""Separates the ETag from the version number in `Entry.version`."""
 
 
 def _entry(name: str, found: Mapping[str, Any]) -> Entry:
@@ -312,8 +355,32 @@ def _entry(name: str, found: Mapping[str, Any]) -> Entry:
         kind=OBJECT,
         nbytes=found["size"],
         mtime_ns=int(changed.timestamp() * 1e6) * 1000,
-        version=f"{found['e_tag'] or ''}{_BETWEEN}{found['version'] or ''}",
+        version=f"{found['e_tag'] or ''}{_SEPARATOR}{found['version'] or ''}",
     )
+
+
+def _not_there(name: str) -> FileExistsError:
+    return FileExistsError(errno.EEXIST, "expected an object to replace, but it does not exist", name)
+
+
+def _unknown_outcome(name: str, failed: OSError, unknown: OSError) -> UnknownOutcomeError:
+    """Return the error of a put whose last attempt `failed`, and for which it is `unknown` what an attempt has done."""
+    text = str(unknown.strerror)
+    if failed is not unknown:
+        text = f"{failed.strerror}; it is unknown whether an earlier attempt has taken effect: {text}"
+    return UnknownOutcomeError(unknown.errno, text, name)
+
+
+def _nothing_below(prefix: str, found: Entry | None) -> OSError:
+    """Return the error of listing a prefix that has nothing below it.
+
+    Args:
+        prefix: The prefix.
+        found: The object of this name. An empty one is a mark that other programs put for an empty directory.
+    """
+    if found is None or found.nbytes == 0:
+        return FileNotFoundError(errno.ENOENT, "nothing is there", prefix)
+    return NotADirectoryError(errno.ENOTDIR, "expected a prefix, found an object", prefix)
 
 
 def _renamed(entry: Entry, name: str) -> Entry:
@@ -330,11 +397,10 @@ def _opened(root: str, options: Mapping[str, str]) -> Any:
     from obstore.exceptions import BaseError
 
     try:
+        _check_endpoints(root, options)
         return _from_url(from_url, root, options)
     except (BaseError, ValueError, TypeError) as error:
-        text = words_of(error)
-        for value in sorted(options.values(), key=len, reverse=True):  # obstore repeats what it cannot parse
-            text = text.replace(value, "...") if value else text
+        text = message_of(error, options.values())  # obstore quotes what it cannot parse
         raise UnsupportedPathError(f"{root}: the store cannot be opened: {text}", path=root) from None
 
 
@@ -354,7 +420,7 @@ CLIENT_OPTIONS = (
     "timeout",
     "user_agent",
 )
-"""Options of the connections, not of the store: obstore takes them apart."""
+"""Options of the connections, which obstore takes apart from those of the store."""
 
 
 def _from_url(from_url: Any, root: str, options: Mapping[str, str]) -> Any:
@@ -375,12 +441,36 @@ def _from_url(from_url: Any, root: str, options: Mapping[str, str]) -> Any:
 
 
 def _allows_http(options: Mapping[str, str]) -> bool:
-    """Whether an endpoint of plain HTTP was asked for by name, as one on this machine or in a private network is."""
-    given = [
-        value for name, value in options.items() if name.lower().endswith(("endpoint", "endpoint_url", "base_url"))
-    ]
-    given += [os.environ.get(name, "") for name in _ENDPOINTS]
+    """Whether an option or variable names an endpoint of plain HTTP, such as one in a private network."""
+    given = [*_endpoints_in(options).values(), *(os.environ.get(name, "") for name in _ENDPOINTS)]
     return any(value.startswith("http://") for value in given)
 
 
+def _check_endpoints(root: str, options: Mapping[str, str]) -> None:
+    """Refuse an endpoint that is not a URL: obstore would panic in each request.
+
+    Raises:
+        ValueError: One of the options, or of the environment if the options have none, is not. Its value is not shown.
+    """
+    prefix = _PREFIXES[location_of(root).root.partition(":")[0]]
+    given = _endpoints_in(options) or {
+        name: os.environ[name] for name in _ENDPOINTS if name.startswith(prefix) and name in os.environ
+    }
+    for name, value in given.items():
+        try:
+            parts = urlsplit(value)
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 0) >= 0
+        except ValueError:
+            is_url = False
+        if not is_url or not value.isprintable() or " " in value:
+            raise ValueError(f"{name} is not of the form http://HOST:PORT or https://HOST:PORT")
+
+
+def _endpoints_in(options: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in options.items() if _ENDPOINT.fullmatch(name)}
+
+
+_ENDPOINT = re.compile(r"(aws_|azure_(storage_)?|google_)?(endpoint(_url(_s3)?)?|base_url)", re.IGNORECASE)
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
+_PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+"""Prefix of the variables that obstore reads for a scheme."""

@@ -1,4 +1,4 @@
-"""How long requests to an object store are repeated, and with which pauses; by obstore, and where it repeats none."""
+"""Retries of requests to an object store: for how long, and with which pauses. obstore uses the same numbers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import time
 from collections.abc import Iterator
 
 RETRY_FOR_S = 60.0
-"""How long one request is repeated. Chosen: a store that throttles answers within seconds; a save has more time."""
+"""How long one request is retried. Chosen: a store that throttles answers within seconds; a save has more time."""
 
 FIRST_PAUSE_S = 0.1
 LAST_PAUSE_S = 10.0
 
 
-def tries() -> Iterator[bool]:
-    """Yield, with growing pauses between, whether this is the last try: `RETRY_FOR_S` are over."""
+def attempts() -> Iterator[bool]:
+    """Yield once for each attempt, pausing between attempts.
+
+    The value is True for the last attempt, which begins after `RETRY_FOR_S`.
+    """
     deadline, pause_s = time.monotonic() + RETRY_FOR_S, FIRST_PAUSE_S
     while time.monotonic() < deadline:
         yield False

@@ -18,8 +18,14 @@ from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from asyncckpt.format import manifest as manifests
 from asyncckpt.format.checksums import file_checksum
 from asyncckpt.format.index import decode_index, encode_index
-from asyncckpt.format.manifest import decode_manifest, encode_manifest
-from asyncckpt.format.names import SaveId
+from asyncckpt.format.manifest import (
+    SHORTEST_MANIFEST_NBYTES,
+    Tombstone,
+    decode_manifest,
+    encode_manifest,
+    encode_tombstone,
+)
+from asyncckpt.format.names import SaveId, index_name
 from asyncckpt.format.structure import decode_structure, encode_structure
 
 TYPED = (CorruptCheckpointError, UnsupportedFormatError)
@@ -318,3 +324,20 @@ def test_altered_manifest_with_a_valid_checksum_is_refused_or_consistent(rng: ra
             continue
         else:
             assert found.save_id == SAVE_ID
+
+
+def test_no_manifest_is_as_short_as_a_tombstone() -> None:
+    blank = "xxh3_128:" + "0" * 32
+    save_id = SaveId(1, 1, "0123456789ab")
+    record = {"rank": 0, "index": index_name(save_id, 0), "index_nbytes": 0, "index_checksum": blank}
+    fields = {"asyncckpt_manifest": 1, "state": "committed", "save_id": str(save_id), "step": 0, "world_size": 1}
+    fields |= {"created": 0, "fsync": True, "writer": 0, "metadata": {}, "timings": {}}
+    fields |= {"ranks": [{**record, "tensors": 0, "files": 0, "nbytes": 0}]}
+    text = json.dumps(fields, separators=(",", ":"))[:-1] + f',"checksum": "{blank}"\n}}\n'
+    head, _, tail = text.rpartition(blank)
+    shortest = f"{head}{file_checksum(text.encode())}{tail}".encode()
+    assert decode_manifest(shortest).save_id == save_id and len(shortest) >= SHORTEST_MANIFEST_NBYTES
+    ours = Tombstone(
+        save_id=save_id, created="2026-01-01T00:00:00.000+00:00", writer="asyncckpt 1.20.300.dev4+g0123456789"
+    )
+    assert len(encode_tombstone(ours)) < SHORTEST_MANIFEST_NBYTES

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import errno
+import http.server
 import os
+import subprocess
+import sys
 import threading
+import urllib.request
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from storage_samples import SAVE_ID, Snapshot
+from storage_samples import SAVE_ID, Snapshot, manifest_of
 
 from asyncckpt.basics.paths import absolute_path, checkpoint_path
 from asyncckpt.basics.urls import location_of, parent_of
 from asyncckpt.errors import ConfigError, UnsupportedPathError
+from asyncckpt.format.names import SaveId
+from asyncckpt.maintenance.gc import write_tombstone
+from asyncckpt.storage.catalog import candidates_in, next_epoch_beside, next_epoch_by_names
+from asyncckpt.storage.checkpoint_dir import is_pinned
 from asyncckpt.storage.cloud import object_shards, retries
 from asyncckpt.storage.cloud.object_shards import ObjectShardWriter
 from asyncckpt.storage.cloud.object_store import ObjectStore
-from asyncckpt.storage.cloud.store_errors import translated, words_of
+from asyncckpt.storage.cloud.store_errors import as_os_errors, message_of
+from asyncckpt.storage.commit import publish
 from asyncckpt.storage.local import store_over
-from asyncckpt.storage.locate import files_at, store_at
-from asyncckpt.storage.store import UnknownOutcomeError
+from asyncckpt.storage.locate import files_at, store_at, with_storage_options
+from asyncckpt.storage.store import OBJECT, PREFIX, UnknownOutcomeError
 from asyncckpt.storage.verification import verify_checkpoint
 from tests import gcs_server, object_servers
 from tests.object_servers import Server
@@ -153,10 +163,51 @@ def test_an_upload_whose_last_answer_was_lost_has_succeeded_if_the_object_is_the
     assert caught.value.errno == errno.EREMOTEIO
 
 
+class RefusingServer(http.server.BaseHTTPRequestHandler):
+    """Refuses each PUT as S3 does, and has no object."""
+
+    def _answer(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        is_put = self.command == "PUT"
+        body = b"<Error><Code>AccessDenied</Code></Error>" if is_put else b"<Error><Code>NoSuchKey</Code></Error>"
+        self.send_response(self.refusal if is_put else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    refusal = 403
+    do_GET = do_HEAD = do_PUT = _answer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_small_shard_that_the_store_refuses_is_refused_as_other_puts_are(status: int) -> None:
+    handler = type("Handler", (RefusingServer,), {"refusal": status})
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            key = {"access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
+            url = f"http://127.0.0.1:{server.server_port}"
+            store = ObjectStore("s3://bucket", {**key, "endpoint": url, **object_servers.NO_CONNECTION_STAYS})
+            shard = store.shard_writer("s3://bucket/x", memoryview(b"x"), 0, 1, aligned=False, fsync=True)
+            shard.write_extent(0, 1)
+            with pytest.raises(PermissionError, match="AccessDenied") as caught:
+                shard.finish()
+            shard.abandon()
+        finally:
+            server.shutdown()
+            thread.join()
+    assert (caught.value.errno, caught.value.filename) == (errno.EACCES, "s3://bucket/x")
+
+
 def test_an_object_that_is_shorter_than_what_was_uploaded_is_an_error() -> None:
     shard = shard_of(bytes(1 << 20), Upload(), nbytes_there=1 << 19)
     shard.write_extent(0, 1 << 20)
-    with pytest.raises(OSError, match="524288 bytes long after 1048576 were uploaded"):
+    with pytest.raises(OSError, match="has 524288 bytes, expected 1048576"):
         shard.finish()
 
 
@@ -263,6 +314,56 @@ def test_a_listing_answers_for_all_that_is_below_and_asks_for_nothing_more(store
     assert listed.listed("s3://bucket/root/a") is listed
 
 
+def test_an_empty_object_does_not_hide_what_is_below_its_name(store: ObjectStore) -> None:
+    for name in ("step-2", "step-2/manifest.json", "empty"):
+        store.put(f"s3://bucket/run/{name}", b"" if "/" not in name else b"x")
+    for listed in (store.listed("s3://bucket/run"), store.listed("s3://bucket")):
+        assert {one.name: one.kind for one in listed.entries("s3://bucket/run")} == {
+            "step-2": PREFIX,
+            "empty": OBJECT,
+        }
+        assert listed.names("s3://bucket/run/step-2") == ["manifest.json"]
+        with pytest.raises(FileNotFoundError):
+            listed.names("s3://bucket/run/empty")
+    with pytest.raises(FileNotFoundError):
+        store.names("s3://bucket/run/empty")
+
+
+def test_an_empty_bucket_has_no_entries_listed_or_not(store: ObjectStore) -> None:
+    assert store.names("s3://bucket") == store.listed("s3://bucket").names("s3://bucket") == []
+    with pytest.raises(FileNotFoundError):
+        store.listed("s3://bucket/run").names("s3://bucket/run")
+    assert candidates_in("s3://bucket", store) == []
+
+
+def test_beside_a_bucket_there_is_nothing(store: ObjectStore) -> None:
+    write_tombstone("s3://bucket/run", SaveId(4, 1, SAVE_ID.run_id), store, package="test", replaces=None)
+    assert next_epoch_beside("s3://bucket", store) == 5 and next_epoch_by_names("s3://bucket", store) == 1
+    assert not is_pinned("s3://bucket", store)
+
+
+@pytest.mark.parametrize("server", ["s3"], indirect=True)
+def test_a_checkpoint_with_a_directory_marker_is_found(server: Server, served: ObjectStore, tmp_path: Path) -> None:
+    root = f"{served.root}/marked"
+
+    def mark(prefix: str) -> None:  # as the console of S3, s3fs and Hadoop do
+        request = urllib.request.Request(f"{server.url}/bucket/{prefix}/", method="PUT", data=b"")
+        urllib.request.urlopen(request, timeout=10).close()
+
+    mark("marked")
+    with pytest.raises(FileNotFoundError):
+        candidates_in(root, served)
+    for number in (1, 2):
+        path, save_id = f"{root}/step-{number}", SaveId(number, 1, SAVE_ID.run_id)
+        with Snapshot({"a": 5}, save_id=save_id) as snapshot:
+            result = snapshot.write(path, served.as_files())
+        publish(path, manifest_of(result, save_id=save_id, step=number), store=served)
+        mark(f"marked/step-{number}")
+    assert [found.step for found in candidates_in(root, served)] == [2, 1]
+    assert next_epoch_beside(f"{root}/step-3", served) == 3 == next_epoch_by_names(f"{root}/step-3", served)
+    assert verify_checkpoint(f"{root}/step-2", served.as_files()).faults == []
+
+
 def test_a_put_whose_answer_was_lost_has_succeeded_if_its_content_is_there(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +391,116 @@ def test_a_put_whose_answer_was_lost_has_succeeded_if_its_content_is_there(
     assert caught.value.errno == errno.EREMOTEIO and "the connection broke" in str(caught.value)
 
 
+class Scripted:
+    """A client whose puts end as scripted, one after the other; those that are not scripted reach the store.
+
+    `lost` takes effect and `broken` does not, and both break the connection. `refused` and `taken` are answers, and so
+    is `absent`, of an object that was removed.
+    """
+
+    def __init__(self, client: Any, script: Sequence[str], *, reads_fail: bool) -> None:
+        self._client, self._script, self._reads_fail, self.n_puts = client, list(script), reads_fail, 0
+
+    def put(self, key: str, data: bytes, **options: Any) -> None:
+        from obstore import exceptions
+
+        self.n_puts += 1
+        step = self._script.pop(0) if self._script else ""
+        if step == "lost" or not step:
+            self._client.put(key, data, **({} if step else options))
+        errors = {
+            "refused": exceptions.PermissionDeniedError("ExpiredToken"),
+            "taken": exceptions.AlreadyExistsError(""),
+        }
+        if step == "absent":
+            self._client.delete(key)
+            raise FileNotFoundError("")
+        if step:
+            raise errors.get(step, exceptions.GenericError("it broke"))
+
+    def get(self, key: str) -> Any:
+        from obstore.exceptions import GenericError
+
+        if self._reads_fail:
+            raise GenericError("no answer")
+        return self._client.get(key)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
+def put_as_scripted(script: Sequence[str], *, mode: str, there: bytes | None, reads_fail: bool) -> int:
+    """Put `mine` by `put_if_absent` or `replace_if`, and return how many requests that took."""
+    client = object_servers.memory_store()
+    if there is not None:
+        client.put("a", there)
+    version = ObjectStore("s3://bucket", client=client).stat("s3://bucket/a").version if mode == "replace" else ""
+    scripted = Scripted(client, script, reads_fail=reads_fail)
+    store = ObjectStore("s3://bucket", client=scripted)
+    if mode == "replace":
+        store.replace_if("s3://bucket/a", b"mine", version, temporary="")
+    else:
+        store.put_if_absent("s3://bucket/a", b"mine", temporary="")
+    assert bytes(client.get("a").bytes()) == b"mine"
+    return scripted.n_puts
+
+
+@pytest.mark.parametrize(
+    ("mode", "there", "script", "reads_fail", "expected"),
+    [
+        ("create", None, ["lost", *["taken"] * 9], True, UnknownOutcomeError),
+        ("create", None, ["broken", "refused"], False, UnknownOutcomeError),
+        ("create", None, ["broken", "absent"], False, UnknownOutcomeError),
+        ("create", b"mine", ["taken"] * 9, True, UnknownOutcomeError),  # of an earlier call
+        ("create", None, ["broken"] * 9, False, UnknownOutcomeError),
+        ("create", b"other", ["broken", "taken"], False, FileExistsError),
+        ("create", b"other", ["broken", "refused"], False, FileExistsError),
+        ("create", b"longer than mine", ["broken"], False, FileExistsError),
+        ("create", b"other", [], False, FileExistsError),
+        ("create", None, ["refused"], False, PermissionError),
+        ("create", None, ["absent"], False, FileNotFoundError),
+        ("replace", b"old", ["broken", "absent"], False, UnknownOutcomeError),
+        ("replace", b"old", ["broken", "refused"], False, UnknownOutcomeError),
+        ("replace", b"old", ["broken"] * 9, False, UnknownOutcomeError),
+        ("replace", b"old", ["broken", "taken"], False, FileExistsError),
+        ("replace", b"old", ["absent"], False, FileExistsError),
+        ("replace", b"old", ["refused"], False, PermissionError),
+    ],
+)
+def test_a_put_is_lost_only_if_that_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    there: bytes | None,
+    script: Sequence[str],
+    reads_fail: bool,
+    expected: type[OSError],
+) -> None:
+    monkeypatch.setattr(retries, "RETRY_FOR_S", 0.3)
+    with pytest.raises(OSError) as caught:
+        put_as_scripted(script, mode=mode, there=there, reads_fail=reads_fail)
+    assert caught.type is expected and caught.value.filename == "s3://bucket/a"
+
+
+@pytest.mark.parametrize(
+    ("mode", "there", "script", "n_puts"),
+    [
+        ("create", None, [], 1),
+        ("create", None, ["broken", "broken"], 3),
+        ("create", None, ["lost"], 1),
+        ("create", None, ["taken"], 2),  # a concurrent put, which has come to nothing
+        ("create", b"mine", [], 1),
+        ("create", None, ["broken", "lost"], 2),
+        ("replace", b"old", ["broken"], 2),
+        ("replace", b"old", ["lost"], 1),
+    ],
+)
+def test_a_put_goes_on_until_its_content_is_there(
+    monkeypatch: pytest.MonkeyPatch, mode: str, there: bytes | None, script: Sequence[str], n_puts: int
+) -> None:
+    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.01)
+    assert put_as_scripted(script, mode=mode, there=there, reads_fail=False) == n_puts
+
+
 @pytest.mark.parametrize(
     ("kind", "expected", "number"),
     [
@@ -304,15 +515,151 @@ def test_a_put_whose_answer_was_lost_has_succeeded_if_its_content_is_there(
 def test_errors_of_the_store_become_ours_with_its_own_words(kind: str, expected: type[OSError], number: int) -> None:
     from obstore import exceptions
 
-    with pytest.raises(expected) as caught, translated("s3://bucket/a"):
+    with pytest.raises(expected) as caught, as_os_errors("s3://bucket/a"):
         raise getattr(exceptions, kind)("what the store said\n\nDebug source:\nmany lines")
     assert caught.value.errno == number and caught.value.filename in ("s3://bucket/a", None)
     assert expected is FileExistsError or "what the store said" in str(caught.value)
 
 
-def test_signatures_in_a_url_are_not_repeated() -> None:
-    said = words_of(RuntimeError("GET https://x.blob.core.windows.net/c/a?sig=SECRET&se=1 failed"))
-    assert said == "GET https://x.blob.core.windows.net/c/a?... failed"
+class Refusing:
+    """A client whose requests all fail; the text of the error repeats what it was given, as stores do."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*_: Any, **__: Any) -> Any:
+            raise self._error
+
+        return fail
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (
+            "GET https://x.blob.core.windows.net/c/a?sig=SECRET&se=1 failed",
+            "GET https://x.blob.core.windows.net/c/a?... failed",
+        ),
+        ("GET http://user:SECRET@host:9000/bucket/x failed", "GET http://...@host:9000/bucket/x failed"),
+        ("proxy (http://user:SECRET@host), https://SECRET@b/", "proxy (http://...@host), https://...@b/"),
+        (
+            "<Code>ExpiredToken</Code><Message>expired</Message><Token-0>SECRET</Token-0><RequestId>X</RequestId>",
+            "<Code>ExpiredToken</Code><Message>expired</Message><Token-0>...</Token-0><RequestId>X</RequestId>",
+        ),
+        (
+            "<Error><Code>InvalidAccessKeyId</Code><AWSAccessKeyId>SECRET</AWSAccessKeyId>",
+            "<Error><Code>InvalidAccessKeyId</Code><AWSAccessKeyId>...</AWSAccessKeyId>",
+        ),
+        (
+            "<StringToSign>AWS4-HMAC-SHA256\nSECRET</StringToSign><StringToSignBytes>53 45 <SECRET",
+            "<StringToSign>...</StringToSign><StringToSignBytes>...",
+        ),
+        ("key GIVENSECRET1, xGIVENSECRET1x, short ab, abba", "key ..., x...x, short ..., abba"),
+        ("keys ENVIRONMENTSECRET and MORESECRET of ENVIRONMENTID in /a/file", "keys ... and ... of ... in /a/file"),
+        ("a" * 700 + "SECRET", "a" * 600),
+    ],
+)
+def test_secrets_are_not_repeated_in_texts_of_errors(monkeypatch: pytest.MonkeyPatch, said: str, shown: str) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "ENVIRONMENTSECRET")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "MORESECRET")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "ENVIRONMENTID")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "/a/file")
+    assert message_of(RuntimeError(said), ["GIVENSECRET1", "ab", ""]) == shown
+
+
+def test_values_of_options_are_in_no_error_of_any_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from obstore.exceptions import GenericError
+
+    monkeypatch.setattr(retries, "RETRY_FOR_S", 0.0)
+    monkeypatch.setattr("obstore.open_writer", lambda *_, **__: Refusing(OSError("the key GIVENSECRET1 is wrong")))
+    options = {"secret_access_key": "GIVENSECRET1"}
+    store = ObjectStore("s3://bucket", options, client=Refusing(GenericError("the key GIVENSECRET1 is wrong")))
+    name = "s3://bucket/a"
+    shard = store.shard_writer(name, memoryview(b"x"), 0, 1, aligned=False, fsync=True)
+    for call in (
+        lambda: store.put(name, b"", replace=True),
+        lambda: store.put_if_absent(name, b"", temporary=""),
+        lambda: store.replace_if(name, b"", "1", temporary=""),
+        lambda: store.read(name, 0, 1),
+        lambda: store.read_whole(name, 1),
+        lambda: store.stat(name),
+        lambda: store.names(name),
+        lambda: store.listed(name),
+        lambda: store.remove(name),
+        lambda: shard.write_extent(0, 1),
+        shard.finish,
+    ):
+        with pytest.raises(OSError, match=r"the key \.\.\. is wrong"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "wrong", ["http://user:SECRET@host:port", "http://host:99999", "host:9000", "http://", "http://a b"]
+)
+@pytest.mark.parametrize(
+    ("url", "option", "variable"),
+    [
+        ("s3://bucket", "endpoint", "AWS_ENDPOINT_URL"),
+        ("s3://bucket", "aws_endpoint_url", "AWS_ENDPOINT_URL_S3"),
+        ("gs://bucket", "base_url", "GOOGLE_BASE_URL"),
+        ("az://bucket", "endpoint", "AZURE_STORAGE_ENDPOINT"),
+    ],
+)
+def test_an_endpoint_that_is_no_url_is_refused_before_a_request(
+    monkeypatch: pytest.MonkeyPatch, wrong: str, url: str, option: str, variable: str
+) -> None:
+    account = {"account_name": "a", "account_key": "U0VDUkVU"} if url.startswith("az") else {}
+    with (
+        pytest.raises(ConfigError, match="http://HOST:PORT") as caught,
+        with_storage_options({**account, option: wrong}),
+    ):
+        store_at(url)
+    assert "SECRET" not in str(caught.value)
+    monkeypatch.setenv(variable, wrong)
+    with pytest.raises(UnsupportedPathError, match=f"{variable}.*http://HOST:PORT") as refused:
+        ObjectStore(url)
+    assert "SECRET" not in str(refused.value)
+
+
+def test_a_panic_of_the_library_is_an_error() -> None:
+    class PanicException(BaseException):
+        """Has the name of the one that obstore raises, which cannot be imported."""
+
+    store = ObjectStore("s3://bucket", client=Refusing(PanicException("called `Result::unwrap()`")))
+    with pytest.raises(OSError, match=r"obstore.*unwrap") as caught:
+        store.stat("s3://bucket/a")
+    assert caught.value.errno == errno.EREMOTEIO
+
+
+_FORKS = """
+import os, signal
+from asyncckpt.errors import ForkedError
+from asyncckpt.storage.cloud.object_store import ObjectStore
+from obstore.store import MemoryStore
+
+def in_child(store):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        try:
+            store.put("s3://bucket/b", b"")
+        except ForkedError as error:
+            os._exit(7 if "spawn" in str(error) else 8)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+one, other = ObjectStore("s3://bucket", client=MemoryStore()), ObjectStore("s3://bucket", client=MemoryStore())
+before = in_child(one)
+one.put("s3://bucket/a", b"")
+print(before, in_child(one), in_child(other))
+one.stat("s3://bucket/a")
+"""
+
+
+def test_a_forked_child_is_refused_at_once_if_its_parent_has_used_an_object_store() -> None:
+    done = subprocess.run([sys.executable, "-c", _FORKS], check=False, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout.split()) == (0, ["0", "7", "7"]), done.stderr
 
 
 # ---- URLs -----------------------------------------------------------------------------------------------------------
@@ -347,6 +694,16 @@ def test_what_is_no_place_in_a_store_is_refused_and_no_secret_is_repeated(wrong:
     with pytest.raises(UnsupportedPathError) as caught:
         checkpoint_path(wrong)
     assert "SECRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_a_url_that_pathlib_has_made_a_local_path_is_refused(scheme: str) -> None:
+    for check in (checkpoint_path, absolute_path):
+        for given in (Path(f"{scheme}://bucket/run") / "step-1", f"{scheme}:/key:SECRET@bucket"):
+            with pytest.raises(UnsupportedPathError, match=f"expected '{scheme}://': pathlib") as caught:
+                check(given)
+            assert "SECRET" not in str(caught.value)
+        assert check(f"./{scheme}:/bucket") == os.path.abspath(f"{scheme}:/bucket"), "a directory of this name"
 
 
 def test_parents_end_at_the_bucket() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from storage_samples import SAVE_ID, RecordingFiles, Snapshot, failing, manifest
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotCommittedError, CommitUnknownError
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of
-from asyncckpt.maintenance.gc import GarbageRules, collect, garbage_in
+from asyncckpt.maintenance.gc import GarbageRules, collect, garbage_in, write_tombstone
 from asyncckpt.maintenance.pins import pin
 from asyncckpt.maintenance.policy import RetentionPolicy
 from asyncckpt.maintenance.quarantine import quarantine_checkpoint
@@ -444,3 +446,86 @@ def test_states_of_a_store_of_objects_are_those_of_files(memory: MemoryStore, tm
     assert [found.state for found in scan("/store", memory, recursive=True)] == [COMMITTED]
     with pytest.raises(FileNotFoundError):
         scan("/elsewhere", memory)
+
+
+# ---- requests to a store of objects ---------------------------------------------------------------------------------
+
+
+class Counting:
+    """A client of a store that counts its requests."""
+
+    def __init__(self) -> None:
+        self.counts, self.meet = Counter[str](), lambda: 0
+        self._client = object_servers.memory_store()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            self.counts[name] += 1
+            if name == "get":
+                self.meet()
+            return getattr(self._client, name)(*args, **options)
+
+        return call
+
+
+@pytest.fixture
+def counting() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def objects(counting: Counting) -> ObjectStore:
+    return ObjectStore("s3://bucket", client=counting)
+
+
+def test_what_a_prune_asks_for_does_not_grow_with_what_was_removed_before(
+    objects: ObjectStore, counting: Counting, tmp_path: Path
+) -> None:
+    counts = []
+    for number, save_id in enumerate(ids(*range(1, 8)), 1):
+        saved(objects, f"s3://bucket/run/s{number}", save_id, tmp_path, number)
+        counting.counts.clear()
+        prune("s3://bucket/run", objects, RetentionPolicy(max_to_keep=2), package="test", dead_after_s=0.0)
+        counts.append(counting.counts.total())
+    assert len(set(counts[3:])) == 1, counts
+    assert [objects.names(f"s3://bucket/run/s{number}") for number in range(1, 6)] == [[MANIFEST_NAME]] * 5
+    counting.counts.clear()
+    assert [found.step for found in candidates_in("s3://bucket/run", objects)] == [7, 6]
+    assert counting.counts == {"list": 1, "get": 2}
+    assert [one.state for one in scan("s3://bucket/run", objects)] == [ABANDONED] * 5 + [COMMITTED] * 2
+
+
+def test_what_stays_of_a_removed_checkpoint_counts_as_before(objects: ObjectStore, tmp_path: Path) -> None:
+    (early,) = ids(1)
+    manifest = begun(objects, "s3://bucket/run/early", early, tmp_path)
+    for name, save_id in (("early", early), ("late", SaveId(7, 1, RUN))):
+        write_tombstone(f"s3://bucket/run/{name}", save_id, objects, package="test", replaces=None)
+    assert next_epoch_beside("s3://bucket/run/new", objects) == 8
+    with pytest.raises(CheckpointExistsError, match="given up"):
+        publish("s3://bucket/run/early", manifest, store=objects)
+    assert prune("s3://bucket/run", objects, RetentionPolicy(max_to_keep=1), package="test", dead_after_s=0.0) == []
+    saved(objects, "s3://bucket/run/new", SaveId(8, 1, RUN), tmp_path, 1)
+    prune("s3://bucket/run", objects, RetentionPolicy(max_to_keep=1), package="test", dead_after_s=0.0)
+    assert objects.names("s3://bucket/run/early") == [MANIFEST_NAME], (
+        "the files of a save that was given up are removed"
+    )
+
+
+def test_a_manifest_whose_files_are_gone_is_told_of(objects: ObjectStore, tmp_path: Path) -> None:
+    for number, save_id in enumerate(ids(1, 2), 1):
+        saved(objects, f"s3://bucket/run/s{number}", save_id, tmp_path, number)
+    for name in set(objects.names("s3://bucket/run/s2")) - {MANIFEST_NAME}:
+        objects.remove(f"s3://bucket/run/s2/{name}")
+    assert [found.step for found in candidates_in("s3://bucket/run", objects)] == [2, 1]
+    (kept,) = prune("s3://bucket/run", objects, RetentionPolicy(max_to_keep=1), package="test")
+    assert not kept.is_removed and "not whole" in kept.kept
+
+
+def test_manifests_of_a_listing_are_read_at_the_same_time(
+    objects: ObjectStore, counting: Counting, tmp_path: Path
+) -> None:
+    for number, save_id in enumerate(ids(1, 2), 1):
+        saved(objects, f"s3://bucket/run/s{number}", save_id, tmp_path, number)
+    counting.meet = threading.Barrier(2, timeout=30).wait
+    assert [found.step for found in candidates_in("s3://bucket/run", objects)] == [2, 1]
+    assert next_epoch_beside("s3://bucket/run/s3", objects) == 2
