@@ -367,6 +367,37 @@ def test_a_follower_that_is_gone_for_good_is_forgotten(pair: Pair) -> None:
     assert set(pair.leader.core.tables.sessions) == {f"{0:016x}"} and not pair.leader.core.tables.last_message_at
 
 
+def test_a_living_follower_that_was_forgotten_is_heard_at_once_when_it_is_back(pair: Pair) -> None:
+    for _ in range(100):
+        pair.pump(BEAT_S)
+    for worker in (pair.leader, pair.follower):  # the network is cut
+        for _ in range(int(FORGET_S / BEAT_S) + 2):
+            worker.now += BEAT_S
+            worker.feed(ev.Tick)
+        worker.said.clear()
+    assert not pair.leader.core.report()["followers"]
+    pair.pump(BEAT_S)
+    pair.pump(BEAT_S)
+    for name, worker in (("followers", pair.leader), ("followed", pair.follower)):
+        (row,) = worker.core.report()[name]
+        assert row["silent_s"] < 2 * BEAT_S, name
+
+
+def test_a_rank_that_leaves_a_run_and_comes_back_is_known_to_the_leader_at_once(pair: Pair) -> None:
+    for _ in range(100):
+        pair.pump(BEAT_S)
+    pair.follower.say(m.Goodbye)
+    pair.follower.feed(ev.SlotRead, slot=1, reason="EMPTY")
+    pair.pump(BEAT_S)
+    pair.pump(BEAT_S)
+    assert not pair.follower.core.report()["followed"], "nobody saves in that run here"
+    pair.follower.hello(b"q", "9" * 16, 1, 2)
+    pair.follower.say(m.Follow, b"q", **FOLLOW)
+    pair.pump(BEAT_S)
+    pair.pump(BEAT_S)
+    assert not pair.leader.core.tables.runs[RUN].departed
+
+
 def test_a_rank_that_writes_without_end_is_named_to_all_while_its_worker_lives(pair: Pair) -> None:
     for worker in (pair.leader, pair.follower):
         pair.stages(worker, commit_timeout_s=30.0)

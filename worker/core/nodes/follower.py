@@ -87,9 +87,6 @@ class _Followed:
     acknowledged_departures: set[int] = field(default_factory=set)
     """Departed ranks that the leader has acknowledged."""
 
-    counter: int = 0
-    """Counter of the last page sent."""
-
     last_counter: int = 0
     """Counter of the last page received from the leader."""
 
@@ -119,6 +116,9 @@ class Follower:
         self._t, self._runs, self._saves, self._slot_book = tables, runs, saves, slot_book
         self._resources = resources
         self._followed: dict[str, _Followed] = {}
+        self._counter = 0
+        """Counter of the last page sent. IMPORTANT: one for all pages of this process, not one a record: a leader whose
+        run is followed again would ignore everything until a new count has passed the old one."""
 
     # ---- requests of trainers ---------------------------------------------------------------------------------------
 
@@ -386,10 +386,10 @@ class Follower:
         saves = {*(save.save_id for save in self._t.open_saves(followed.run.run_id)), *followed.unacknowledged_failures}
         saves |= {row["save_id"] for row in _withdrawal_rows(followed)}
         for page in pages(tables):
-            followed.counter += 1
+            self._counter += 1
             report = Report(
                 sender=self._t.instance,
-                counter=followed.counter,
+                counter=self._counter,
                 to=followed.run.leader,
                 world_size=followed.run.world_size,
                 saves=tuple(sorted(saves))[-MAX_TABLE:],
