@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -545,6 +547,26 @@ def test_what_a_turn_costs_does_not_grow_with_followers_times_ranks() -> None:
         assert len(leader.of(ac.Relay)) == n_nodes, "one page each"
         looks.append(save.ranks.looks)
     assert looks[1] == looks[0], looks
+
+
+def test_what_a_follower_keeps_does_not_grow_with_the_saves_that_its_ranks_skip(pair: Pair) -> None:
+    def skip(numbers: range) -> None:
+        for n in numbers:
+            save_id = f"000001-{n:08d}-{RUN}"
+            pair.follower.say(m.Withdraw, save_id=save_id, reason="skipped: every slot is in use", skipped=True)
+            pair.follower.now += BEAT_S
+            pair.follower.feed(ev.Tick)
+            pair.follower.said.clear()
+
+    skip(range(1, 200))
+    tracemalloc.start()
+    try:
+        skip(range(200, 1200))
+    finally:
+        gc.collect()
+        kept = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+    assert kept < 50_000, f"{kept} bytes more after 1000 saves"
 
 
 class Counted(dict[int, Any]):
