@@ -247,10 +247,12 @@ class Workers:
         match job:
             case ac.Prepare() if job.key[0] in self.commits:
                 assert job.resumed, "a committed save is taken for a new one"
-                self.feed(n, ev.Prepared(now=self.now, key=job.key, committed=True))
+                found = {"error": ERROR} if fails else {"committed": True}
+                self.feed(n, ev.Prepared(now=self.now, key=job.key, **found))
             case ac.Prepare():
                 self.harmed |= {job.key[0]} if fails else set()
-                self.feed(n, ev.Prepared(now=self.now, key=job.key, error=ERROR if fails else None))
+                found = {"error": ERROR, "known_uncommitted": self.luck(0.5)} if fails else {}
+                self.feed(n, ev.Prepared(now=self.now, key=job.key, **found))
             case ac.Write():
                 self.files.add(job.key)
                 if fails:

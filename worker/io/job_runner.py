@@ -464,11 +464,17 @@ class JobRunner:
             _logger.warning("cannot fault in the pages of slot %d: %s", number, error)
 
     def _prepare(self, action: ac.Prepare) -> ev.Prepared:
+        committed = checked = False
         try:
-            committed = self._writer.prepare(action)
+            committed = self._writer.was_committed(action)
+            checked = action.resumed
+            if not committed:
+                self._writer.prepare(action)
         except BaseException as error:
             home = self._writer.home(action.path)
-            return ev.Prepared(now=time.monotonic(), key=action.key, error=to_wire(error), home=home)
+            return ev.Prepared(
+                now=time.monotonic(), key=action.key, error=to_wire(error), known_uncommitted=checked, home=home
+            )
         home = self._writer.home(action.path)
         return ev.Prepared(now=time.monotonic(), key=action.key, committed=committed, home=home)
 

@@ -81,15 +81,11 @@ class Writer:
     def _store(self, path: str, umask: int = DEFAULT_UMASK) -> Store:
         return store_over(self._files_at(path), umask=umask)
 
-    def prepare(self, job: Prepare) -> bool:
-        """Create the directory, and check what would make the save fail.
-
-        Returns:
-            Whether a dead worker has committed the save already.
+    def was_committed(self, job: Prepare) -> bool:
+        """Return whether a dead worker has committed the save. Called before `prepare`.
 
         Raises:
-            CheckpointExistsError: A manifest that must not be replaced is at the path or above it.
-            SaveFailedError: The path is outside the roots, there is no room, or the directory cannot be created.
+            SaveFailedError: The path is outside the roots, or it cannot be known.
         """
         save_id, rank = job.key
 
@@ -97,9 +93,24 @@ class Writer:
             reach("worker: preparing")
             check_root(job.path, self._roots)
             store = self._store(job.path, job.umask)
-            if job.resumed and is_committed(job.path, SaveId.parse(save_id), store=store):
-                remove_leftovers(job.path, SaveId.parse(save_id), store=store)
-                return True
+            if not (job.resumed and is_committed(job.path, SaveId.parse(save_id), store=store)):
+                return False
+            remove_leftovers(job.path, SaveId.parse(save_id), store=store)
+            return True
+
+        return self._wrapped(run, save_id, rank, job.step, job.path)
+
+    def prepare(self, job: Prepare) -> None:
+        """Create the directory, and check what would make the save fail.
+
+        Raises:
+            CheckpointExistsError: A manifest that must not be replaced is at the path or above it.
+            SaveFailedError: There is no room, or the directory cannot be created.
+        """
+        save_id, rank = job.key
+
+        def run() -> None:
+            store = self._store(job.path, job.umask)
             made = prepare_directory(
                 job.path,
                 save_id=SaveId.parse(save_id),
@@ -114,9 +125,8 @@ class Writer:
             except OSError:
                 remove_made(made, store)
                 raise
-            return False
 
-        return self._wrapped(run, save_id, rank, job.step, job.path)
+        self._wrapped(run, save_id, rank, job.step, job.path)
 
     def home(self, path: str) -> DirectoryIdentity:
         """Return the identity of a save's directory, since snapshots of removed checkpoints are not loaded."""
