@@ -266,7 +266,9 @@ class SaveBook:
         if event.error is not None:
             self.end(save, UNKNOWN if event.unknown else FAILED, event.error)
             return
-        found = compare(self._t, save, event.contents)
+        found: dict[str, Any] = {}
+        # IMPORTANT: guarded without the save's ID: it is committed, and a bug in what follows must not end it.
+        self._t.run_guarded("", lambda: found.update(compare(self._t, save, event.contents)))
         for entry in save.ranks.values():
             entry.report.update(found)
         self._committed(save, {**event.report, **found})
@@ -360,7 +362,7 @@ class SaveBook:
 
     def _committed(self, save: Save, report: Mapping[str, Any]) -> None:
         save.outcome = COMMITTED
-        self._mirror(save)
+        self._t.run_guarded("", self._mirror, save)  # as above: a bug in it must not keep the ranks waiting
         self._runs.record_outcome(save.save_id, meet=save.meet)
         run = self._t.run_of(save.save_id)
         if run is not None and run.followed:

@@ -511,7 +511,12 @@ class JobRunner:
         except BaseException as error:
             unknown = isinstance(error, CommitUnknownError)
             return ev.Published(now=time.monotonic(), save_id=action.save_id, error=to_wire(error), unknown=unknown)
-        contents = contents_of(action.requests, action.results)
+        contents = None
+        try:  # IMPORTANT: apart from the commit: whatever fails from here on, the save is committed
+            contents = contents_of(action.requests, action.results)
+        except Exception:
+            text = "save to %s: it is not compared with the one before: a bug in the worker"
+            _logger.exception(text, action.requests[0].path, extra={"save_id": action.save_id})
         return ev.Published(now=time.monotonic(), save_id=action.save_id, report=report, contents=contents)
 
     def _remove(self, action: ac.Remove) -> ev.Removed:

@@ -95,7 +95,7 @@ class Writer:
             store = self._store(job.path, job.umask)
             if not (job.resumed and is_committed(job.path, SaveId.parse(save_id), store=store)):
                 return False
-            remove_leftovers(job.path, SaveId.parse(save_id), store=store)
+            self._remove_leftovers(job.path, job.step, SaveId.parse(save_id), store)
             return True
 
         return self._wrapped(run, save_id, rank, job.step, job.path)
@@ -237,11 +237,25 @@ class Writer:
 
         self._wrapped(run, request.save_id, request.rank, request.step, request.path)
         seconds = time.perf_counter() - begun
-        removed = remove_leftovers(request.path, SaveId.parse(request.save_id), store=self._store(request.path))
-        if removed:
-            text = "save of step %s to %s: removed %d files of earlier saves"
-            _logger.info(text, request.step, request.path, len(removed), extra={"save_id": request.save_id})
+        self._remove_leftovers(request.path, request.step, SaveId.parse(request.save_id), self._store(request.path))
         return {"seconds_commit": seconds}
+
+    @staticmethod
+    def _remove_leftovers(path: str, step: int | None, committed: SaveId, store: Store) -> None:
+        """Remove files of earlier saves.
+
+        IMPORTANT: raises nothing, since the save is committed and must not end as failed.
+        """
+        facts = {"save_id": committed}
+        try:
+            removed = remove_leftovers(path, committed, store=store)
+        except Exception:
+            text = "save of step %s to %s: files of earlier saves were not removed"
+            _logger.exception(text, step, path, extra=facts)
+        else:
+            if removed:
+                text = "save of step %s to %s: removed %d files of earlier saves"
+                _logger.info(text, step, path, len(removed), extra=facts)
 
     def remove(self, save_id: str, path: str) -> None:
         """Remove the files of a failed save; errors are only logged."""
