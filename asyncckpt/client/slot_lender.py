@@ -45,6 +45,9 @@ def retry_on_worker_death(connect: Callable[[], Session], ask: Callable[[Session
 def await_grant(session: Session, asked: Future[messages.Message], timeout_s: float) -> bool:
     """Wait for the answer to an Allocate or an Adopt. A slot that is granted later is released at once.
 
+    IMPORTANT: also after an interrupt (KeyboardInterrupt). Else the worker would keep it, of the size of a snapshot,
+    for a process that does not know of it.
+
     Args:
         session: The session that was asked.
         asked: The future of the request, whose timeout must be `NO_TIMEOUT_S`: no other code knows of a late slot.
@@ -53,16 +56,19 @@ def await_grant(session: Session, asked: Future[messages.Message], timeout_s: fl
     Returns:
         Whether `asked` is done.
     """
-    if wait([asked], timeout_s).done:
-        return True
 
     def give_back(late: Future[messages.Message]) -> None:
         reply = None if late.exception() is not None else late.result()
         if isinstance(reply, messages.Granted):
             session.request(lambda n: messages.Release(id=n, slot=reply.slot), NO_TIMEOUT_S)
 
-    asked.add_done_callback(give_back)
-    return False
+    is_done = False
+    try:
+        is_done = bool(wait([asked], timeout_s).done)
+    finally:
+        if not is_done:
+            asked.add_done_callback(give_back)
+    return is_done
 
 
 def _is_dying(worker: messages.Welcome) -> bool:
@@ -160,12 +166,12 @@ class SlotLender:
         # One request at a time: else a worker that wakes up makes a slot for every save that asked meanwhile.
         if self._late is not None and not wait([self._late], max(0.0, deadline - time.monotonic())).done:
             return None
-        self._late = None
         future = session.request(lambda n: messages.Allocate(id=n, nbytes=nbytes, populate=True), NO_TIMEOUT_S)
-        if await_grant(session, future, max(0.0, deadline - time.monotonic())):
-            return future
-        self._late = future
-        return None
+        self._late = future  # before the wait, which an interrupt may end
+        if not await_grant(session, future, max(0.0, deadline - time.monotonic())):
+            return None
+        self._late = None
+        return future
 
     def release(self, number: int) -> None:
         """Give slot `number` back. Does not wait."""

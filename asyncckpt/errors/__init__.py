@@ -151,7 +151,9 @@ class CommitUnknownError(
     code="commit_unknown",
     fields=("code", "path", "detail", "save_id", "step", "missing_ranks"),
 ):
-    """It is not known whether the manifest is on disk: publishing it failed. Look at `path` again later.
+    """It is not known whether the manifest is on disk: publishing it failed, or a dead worker may have published it.
+
+    Look at `path` again later.
 
     Attributes:
         code: The name of an errno, or a code of asyncckpt.

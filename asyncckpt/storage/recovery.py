@@ -20,7 +20,7 @@ from asyncckpt.format.checksums import BLOCK_NBYTES, block_digest
 from asyncckpt.format.index import MAX_INDEX_NBYTES, decode_index
 from asyncckpt.format.names import SaveId, temporary_dcp_metadata_name, temporary_manifest_name
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt.storage.checkpoint_dir import is_finished, manifest_if_readable
+from asyncckpt.storage.checkpoint_dir import is_finished, manifest_or_error
 from asyncckpt.storage.files import Files, fsync_file, opened, read_small_file
 from asyncckpt.storage.rank_writer import EXTENT_NBYTES, RankResult, RankWriter
 from asyncckpt.storage.shard_writer import ShardWriter
@@ -38,9 +38,10 @@ def is_committed(path: str, save_id: SaveId, *, store: Store) -> bool:
         store: Store that holds the directory.
 
     Raises:
-        OSError: It was committed, but flushing failed, so it is unknown whether it survives a power cut.
+        OSError: It cannot be known: the manifest cannot be read, or flushing failed, so that it may not survive a power
+            cut.
     """
-    standing = manifest_if_readable(path, store)
+    standing = manifest_or_error(path, store)
     if standing is None or standing.save_id != save_id or not is_finished(path, standing, store):
         return False
     reach("resumed: committed")

@@ -20,7 +20,7 @@ from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId, index_name
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.codec import decode, encode
-from asyncckpt.protocol.node_tables import MAX_NODE_FRAME_NBYTES, NODE_MESSAGES
+from asyncckpt.protocol.node_tables import BEAT_S, MAX_NODE_FRAME_NBYTES, NODE_MESSAGES
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.protocol.save_phases import COMMITTED, DURABLE, ENDED, UNKNOWN
 from asyncckpt.storage.rank_writer import RankResult
@@ -247,10 +247,12 @@ class Workers:
         match job:
             case ac.Prepare() if job.key[0] in self.commits:
                 assert job.resumed, "a committed save is taken for a new one"
-                self.feed(n, ev.Prepared(now=self.now, key=job.key, committed=True))
+                found = {"error": ERROR} if fails else {"committed": True}
+                self.feed(n, ev.Prepared(now=self.now, key=job.key, **found))
             case ac.Prepare():
                 self.harmed |= {job.key[0]} if fails else set()
-                self.feed(n, ev.Prepared(now=self.now, key=job.key, error=ERROR if fails else None))
+                found = {"error": ERROR, "known_uncommitted": self.luck(0.5)} if fails else {}
+                self.feed(n, ev.Prepared(now=self.now, key=job.key, **found))
             case ac.Write():
                 self.files.add(job.key)
                 if fails:
@@ -495,6 +497,10 @@ class Workers:
 
     def run(self, steps: int) -> None:
         self.spawn_run()
+        self.live(steps)
+        self.settle()
+
+    def live(self, steps: int) -> None:
         for _ in range(steps):
             self.now += self.random.random() * 0.1
             dice, n = self.random.random(), self.random.randrange(len(self.nodes))
@@ -514,7 +520,33 @@ class Workers:
                 self.spawn_run()
             else:
                 self.tick(n)
-        self.settle()
+
+    def part(self, n: int, seconds: float) -> None:
+        """Cut node `n` off for so long, while all workers live; once it is back, all must hear each other at once."""
+        self.died = True
+        self.harmed |= {s for r in self.ranks for s in self.saves_of(r.run)}
+        self.cut.add(n)
+        self.pass_time(seconds)
+        self.cut.discard(n)
+        chaos, self.chaos = self.chaos, 0.0
+        self.pass_time(3 * BEAT_S)
+        self.chaos = chaos
+        assert self.nodes[0].core.report()["followers"], "nobody follows"
+        for at, node in enumerate(self.nodes):
+            report = node.core.report()
+            for row in [*report["followers"], *report["followed"]]:
+                assert row["silent_s"] < 2 * BEAT_S, f"node {at} has not heard another one since it is back: {row}"
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass in which the ranks do nothing."""
+        for _ in range(int(seconds / BEAT_S) + 1):
+            self.now += BEAT_S
+            for n, node in enumerate(self.nodes):
+                self.tick(n)
+                while node.jobs:
+                    self.finish_job(n)
+            while self.wire:
+                self.carry()
 
     def mischief(self, n: int, living: list[Rank]) -> None:
         kind = self.random.randrange(5)

@@ -87,13 +87,15 @@ class SlotRead:
 class Prepared:
     """Result of Prepare. `committed`: the save's own manifest exists, and nothing is to be written.
 
-    `home`: identity of the save's directory.
+    `known_uncommitted`: with an error of a resumed save: it came after the check had shown that no dead worker has
+    committed the save. `home`: identity of the save's directory.
     """
 
     now: float
     key: SaveKey
     error: Wire | None = None
     committed: bool = False
+    known_uncommitted: bool = False
     home: DirectoryIdentity = NO_HOME
 
 

@@ -203,6 +203,24 @@ def leader_lost(save: Save, why: str, *, unknown: bool) -> Wire:
     )
 
 
+def unchecked(save: Save, cause: Wire) -> Wire:
+    """A dead worker may have committed the save, and its directory could not be checked. `cause`: why."""
+    entry = save.ranks[min(save.ranks)]
+    found = (cause.get("fields") or {}).get("detail") or cause.get("text", "")
+    detail = f"its worker died, and whether it had committed the save could not be checked: {found}"
+    return to_wire(
+        CommitUnknownError(
+            f"save {save.save_id} ({step_and_rank(entry.step, entry.rank)}) to {entry.path}: {detail}; check later "
+            "with `asyncckpt ls`",
+            code=kind_of(cause),
+            path=entry.path,
+            detail=detail,
+            save_id=save.save_id,
+            step=entry.step,
+        )
+    )
+
+
 def part_rejected(save_id: str, rank: int) -> Wire:
     """The leader rejects a rank's part in a save."""
     detail = f"rank {rank} has another world size than the other ranks, or saves in two processes"

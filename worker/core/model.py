@@ -68,6 +68,7 @@ TABLE: dict[str, dict[str, Cell]] = {
         "recover": (RECOVERING, (PREPARE, ADMIT, COMPARE)),
         "commit": (COMMITTED, ()),
         "fail": (FAILED, ()),
+        "lose": (UNKNOWN, ()),  # its save has ended as unknown, and a dead worker may have committed it
     },
     OPEN: {
         "seal": (SEALED, (COMPARE, PROCEED)),
@@ -438,8 +439,13 @@ class Save:
         return [rank for rank in range(self.world_size) if rank not in self.sealed]
 
     @property
+    def may_be_committed(self) -> bool:
+        """Whether a dead worker may have committed it, as far as it is known here."""
+        return not self.known_uncommitted and any(r.phase == RECOVERING for r in self.ranks.values())
+
+    @property
     def is_recovering(self) -> bool:
-        """Whether a dead worker may have committed it; until that is known, nothing may end it."""
+        """Whether its directory is being checked, since a dead worker may have committed it; nothing may end it yet."""
         return not self.known_uncommitted and any(r.phase == RECOVERING and r.preparing for r in self.ranks.values())
 
     @property

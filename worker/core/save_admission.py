@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.messages import Begin, Consent, Withdraw
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, FAILED, OPEN
+from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, FAILED, OPEN, UNKNOWN
 from asyncckpt_worker.core.agreement import declare, own_contradiction
 from asyncckpt_worker.core.events import Wire
 from asyncckpt_worker.core.failures import failed, kind_of, other_world, withdrawn
@@ -217,7 +217,8 @@ class SaveAdmission:
             self._saves.advance(save, entry, "commit")
         elif save.outcome is not None:
             error = save.error or failed(save, entry, "disagree", "it has ended before")
-            self._saves.advance(save, entry, "fail", error)
+            is_unknown = save.outcome == UNKNOWN and entry.from_dead_worker
+            self._saves.advance(save, entry, "lose" if is_unknown else "fail", error)
         elif not sealed:
             self._begin(save, entry, "begin")
 

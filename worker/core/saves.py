@@ -36,6 +36,7 @@ from asyncckpt_worker.core.failures import (
     path_in_use,
     requires_meeting,
     timed_out,
+    unchecked,
 )
 from asyncckpt_worker.core.model import (
     ADMIT,
@@ -186,7 +187,8 @@ class SaveBook:
             return
         save, entry = found
         entry.home = event.home
-        if event.error is None and not event.committed and entry.phase == RECOVERING:
+        checked = event.error is None or event.known_uncommitted
+        if checked and not event.committed and entry.phase == RECOVERING:
             self._resume(save)
         entry.job = ""
         save.jobs -= 1
@@ -194,7 +196,8 @@ class SaveBook:
         if save.outcome is not None:
             clean_up(self._t, save)
         elif event.error is not None:
-            self.end(save, *(save.pending_failure or (FAILED, event.error)))
+            earlier = save.pending_failure if save.known_uncommitted else None
+            self.end(save, *(earlier or (FAILED, event.error)))
         elif event.committed and not save.committing:
             self.found_committed(save, {})
         elif save.failed_locally:
@@ -263,7 +266,9 @@ class SaveBook:
         if event.error is not None:
             self.end(save, UNKNOWN if event.unknown else FAILED, event.error)
             return
-        found = compare(self._t, save, event.contents)
+        found: dict[str, Any] = {}
+        # IMPORTANT: guarded without the save's ID: it is committed, and a bug in what follows must not end it.
+        self._t.run_guarded("", lambda: found.update(compare(self._t, save, event.contents)))
         for entry in save.ranks.values():
             entry.report.update(found)
         self._committed(save, {**event.report, **found})
@@ -317,7 +322,7 @@ class SaveBook:
         assert save.outcome is None and not save.committing, f"{save.save_id} ends twice"
         if not self._t.is_followed(save.save_id):
             if not save.is_recovering:
-                return self.end_here(save, *outcome_without_leader(self._t, save, outcome, error))
+                return self.end_here(save, *outcome_or_unknown(self._t, save, outcome, error))
             # IMPORTANT: a dead worker may have committed it. The PREPARE job finds out; if not, the save ends by this.
             save.pending_failure = save.pending_failure or (outcome, error)
             return None
@@ -357,7 +362,7 @@ class SaveBook:
 
     def _committed(self, save: Save, report: Mapping[str, Any]) -> None:
         save.outcome = COMMITTED
-        self._mirror(save)
+        self._t.run_guarded("", self._mirror, save)  # as above: a bug in it must not keep the ranks waiting
         self._runs.record_outcome(save.save_id, meet=save.meet)
         run = self._t.run_of(save.save_id)
         if run is not None and run.followed:
@@ -456,11 +461,15 @@ def deferred_refusal(t: Tables, runs: RunBook, save: Save, entry: RankSave) -> t
     return None if other is None else (FAILED, path_in_use(save, entry, other.save_id))
 
 
-def outcome_without_leader(t: Tables, save: Save, outcome: str, error: Wire) -> tuple[str, Wire]:
-    """Return outcome and error of a save: `unknown` if its leader cannot be followed and may commit it.
+def outcome_or_unknown(t: Tables, save: Save, outcome: str, error: Wire) -> tuple[str, Wire]:
+    """Return outcome and error of a save: `unknown` if a dead worker or the leader may have committed it all the same.
 
-    A dead worker may have reported to that leader that all of these ranks are durable.
+    IMPORTANT: what may be committed must not be called failed. A dead worker may have committed it if the check of its
+    directory has failed for every rank. A leader that cannot be followed may commit it if a dead worker has reported to
+    it that all of these ranks are durable.
     """
+    if save.may_be_committed:
+        return UNKNOWN, unchecked(save, error)
     run = t.run_of(save.save_id)
     if run is None or not run.leader_unreachable or not any(e.from_dead_worker for e in save.ranks.values()):
         return outcome, error

@@ -464,11 +464,17 @@ class JobRunner:
             _logger.warning("cannot fault in the pages of slot %d: %s", number, error)
 
     def _prepare(self, action: ac.Prepare) -> ev.Prepared:
+        committed = checked = False
         try:
-            committed = self._writer.prepare(action)
+            committed = self._writer.was_committed(action)
+            checked = action.resumed
+            if not committed:
+                self._writer.prepare(action)
         except BaseException as error:
             home = self._writer.home(action.path)
-            return ev.Prepared(now=time.monotonic(), key=action.key, error=to_wire(error), home=home)
+            return ev.Prepared(
+                now=time.monotonic(), key=action.key, error=to_wire(error), known_uncommitted=checked, home=home
+            )
         home = self._writer.home(action.path)
         return ev.Prepared(now=time.monotonic(), key=action.key, committed=committed, home=home)
 
@@ -505,7 +511,12 @@ class JobRunner:
         except BaseException as error:
             unknown = isinstance(error, CommitUnknownError)
             return ev.Published(now=time.monotonic(), save_id=action.save_id, error=to_wire(error), unknown=unknown)
-        contents = contents_of(action.requests, action.results)
+        contents = None
+        try:  # IMPORTANT: apart from the commit: whatever fails from here on, the save is committed
+            contents = contents_of(action.requests, action.results)
+        except Exception:
+            text = "save to %s: it is not compared with the one before: a bug in the worker"
+            _logger.exception(text, action.requests[0].path, extra={"save_id": action.save_id})
         return ev.Published(now=time.monotonic(), save_id=action.save_id, report=report, contents=contents)
 
     def _remove(self, action: ac.Remove) -> ev.Removed:

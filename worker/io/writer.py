@@ -81,15 +81,11 @@ class Writer:
     def _store(self, path: str, umask: int = DEFAULT_UMASK) -> Store:
         return store_over(self._files_at(path), umask=umask)
 
-    def prepare(self, job: Prepare) -> bool:
-        """Create the directory, and check what would make the save fail.
-
-        Returns:
-            Whether a dead worker has committed the save already.
+    def was_committed(self, job: Prepare) -> bool:
+        """Return whether a dead worker has committed the save. Called before `prepare`.
 
         Raises:
-            CheckpointExistsError: A manifest that must not be replaced is at the path or above it.
-            SaveFailedError: The path is outside the roots, there is no room, or the directory cannot be created.
+            SaveFailedError: The path is outside the roots, or it cannot be known.
         """
         save_id, rank = job.key
 
@@ -97,9 +93,24 @@ class Writer:
             reach("worker: preparing")
             check_root(job.path, self._roots)
             store = self._store(job.path, job.umask)
-            if job.resumed and is_committed(job.path, SaveId.parse(save_id), store=store):
-                remove_leftovers(job.path, SaveId.parse(save_id), store=store)
-                return True
+            if not (job.resumed and is_committed(job.path, SaveId.parse(save_id), store=store)):
+                return False
+            self._remove_leftovers(job.path, job.step, SaveId.parse(save_id), store)
+            return True
+
+        return self._wrapped(run, save_id, rank, job.step, job.path)
+
+    def prepare(self, job: Prepare) -> None:
+        """Create the directory, and check what would make the save fail.
+
+        Raises:
+            CheckpointExistsError: A manifest that must not be replaced is at the path or above it.
+            SaveFailedError: There is no room, or the directory cannot be created.
+        """
+        save_id, rank = job.key
+
+        def run() -> None:
+            store = self._store(job.path, job.umask)
             made = prepare_directory(
                 job.path,
                 save_id=SaveId.parse(save_id),
@@ -114,9 +125,8 @@ class Writer:
             except OSError:
                 remove_made(made, store)
                 raise
-            return False
 
-        return self._wrapped(run, save_id, rank, job.step, job.path)
+        self._wrapped(run, save_id, rank, job.step, job.path)
 
     def home(self, path: str) -> DirectoryIdentity:
         """Return the identity of a save's directory, since snapshots of removed checkpoints are not loaded."""
@@ -227,11 +237,25 @@ class Writer:
 
         self._wrapped(run, request.save_id, request.rank, request.step, request.path)
         seconds = time.perf_counter() - begun
-        removed = remove_leftovers(request.path, SaveId.parse(request.save_id), store=self._store(request.path))
-        if removed:
-            text = "save of step %s to %s: removed %d files of earlier saves"
-            _logger.info(text, request.step, request.path, len(removed), extra={"save_id": request.save_id})
+        self._remove_leftovers(request.path, request.step, SaveId.parse(request.save_id), self._store(request.path))
         return {"seconds_commit": seconds}
+
+    @staticmethod
+    def _remove_leftovers(path: str, step: int | None, committed: SaveId, store: Store) -> None:
+        """Remove files of earlier saves.
+
+        IMPORTANT: raises nothing, since the save is committed and must not end as failed.
+        """
+        facts = {"save_id": committed}
+        try:
+            removed = remove_leftovers(path, committed, store=store)
+        except Exception:
+            text = "save of step %s to %s: files of earlier saves were not removed"
+            _logger.exception(text, step, path, extra=facts)
+        else:
+            if removed:
+                text = "save of step %s to %s: removed %d files of earlier saves"
+                _logger.info(text, step, path, len(removed), extra=facts)
 
     def remove(self, save_id: str, path: str) -> None:
         """Remove the files of a failed save; errors are only logged."""

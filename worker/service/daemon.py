@@ -281,7 +281,7 @@ class Daemon:
             case ac.Log():
                 self._log(action)
             case ac.Fault():
-                self._bug(f"save {action.save_id}" if action.save_id else "a timer", action.error)
+                self._bug(f"save {action.save_id}" if action.save_id else "the core", action.error)
                 return _broken(action.save_id, action.error) if action.save_id else None
             case ac.SendStatus():
                 self._server.send(action.peer, StatusReport(id=action.id, report=self._report(action.report)))

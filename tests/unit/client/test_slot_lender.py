@@ -91,6 +91,25 @@ def test_a_worker_that_does_not_answer_is_asked_for_one_slot_at_a_time(session: 
     assert session.kinds == ["Allocate", "Release", "Allocate"]
 
 
+@pytest.mark.parametrize("answered", ["before the next save", "during the next save"])
+def test_an_interrupt_while_a_slot_is_waited_for_costs_no_slot(
+    session: Session, monkeypatch: pytest.MonkeyPatch, answered: str
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    session.answers, lends = False, lender(session)
+    with monkeypatch.context() as patch:
+        patch.setattr(slot_lender, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lends.allocate(NBYTES)
+    if answered == "during the next save":
+        assert lends.allocate(NBYTES, 0.01) is None
+    assert session.kinds == ["Allocate"], "the worker is asked for one slot at a time"
+    session.answer(0)
+    assert session.kinds == ["Allocate", "Release"] and session.asked[1][0].slot == 0
+
+
 @pytest.mark.parametrize("error", [InsufficientMemoryError("no room", nbytes=1), WorkerUnavailableError("gone")])
 def test_one_that_is_refused_late_is_forgotten(session: Session, error: AsyncCkptError) -> None:
     session.answers, lends = False, lender(session)

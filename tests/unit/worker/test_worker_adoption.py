@@ -84,6 +84,51 @@ def test_a_rank_that_comes_late_to_a_save_that_was_committed_hears_so_at_once() 
     assert [row["phase"] for row in bench.pushed()] == ["committed"]
 
 
+def test_a_save_whose_directory_cannot_be_checked_ends_as_unknown_and_nothing_of_it_is_removed() -> None:
+    bench = two_ranks()
+    slot = bench.adopted(peer=b"q")
+    bench.read(slot, generation=4, rank=1, world_size=2)
+    bench.feed(ev.Prepared, key=(FIRST, 1), error=ERROR)
+    (row,) = bench.pushed()
+    assert row["phase"] == "unknown" and row["error"]["code"] == "commit_unknown"
+    assert row["error"]["fields"]["code"] == "ENOSPC" and "nothing was published" not in row["error"]["text"]
+    assert not bench.of(ac.Remove), "the dead worker may have committed it, and told rank 0"
+    late = bench.adopted(peer=b"p")
+    bench.read(late, generation=4, world_size=2)
+    assert bench.phase() == "unknown", "of this rank as well"
+
+
+def test_a_save_that_is_known_not_to_be_committed_fails_where_its_directory_cannot_be_prepared() -> None:
+    bench = two_ranks()
+    slot = bench.adopted(peer=b"q")
+    bench.read(slot, generation=4, rank=1, world_size=2)
+    bench.feed(ev.Prepared, key=(FIRST, 1), error=ERROR, known_uncommitted=True)
+    (row,) = bench.pushed()
+    assert row["phase"] == "failed" and row["error"]["text"] == ERROR["text"]
+
+
+@pytest.mark.parametrize(
+    ("second", "phase", "text"),
+    [
+        ({"committed": True}, "committed", ""),
+        ({}, "failed", str(ERROR["text"])),
+        ({"error": {**ERROR, "fields": {"code": "EIO", "detail": "also here"}}}, "unknown", "also here"),
+    ],
+    ids=["finds the manifest", "finds none", "cannot check either"],
+)
+def test_where_the_check_of_one_rank_fails_that_of_another_decides(
+    second: dict[str, Any], phase: str, text: str
+) -> None:
+    bench = two_ranks()
+    for rank, peer in enumerate((b"p", b"q")):
+        bench.read(bench.adopted(peer=peer), generation=4, rank=rank, world_size=2)
+    bench.feed(ev.Prepared, key=(FIRST, 0), error=ERROR)
+    assert bench.phase() == "recovering"
+    bench.feed(ev.Prepared, key=(FIRST, 1), **second)
+    assert [bench.phase(rank=rank) for rank in (0, 1)] == [phase] * 2
+    assert not text or text in bench.row()["error"]["text"]
+
+
 @pytest.mark.parametrize("committed", [True, False])
 def test_a_save_that_may_be_committed_does_not_end_by_a_rank_that_is_gone_until_that_is_known(committed: bool) -> None:
     bench = two_ranks()

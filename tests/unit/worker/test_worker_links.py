@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -367,6 +369,37 @@ def test_a_follower_that_is_gone_for_good_is_forgotten(pair: Pair) -> None:
     assert set(pair.leader.core.tables.sessions) == {f"{0:016x}"} and not pair.leader.core.tables.last_message_at
 
 
+def test_a_living_follower_that_was_forgotten_is_heard_at_once_when_it_is_back(pair: Pair) -> None:
+    for _ in range(100):
+        pair.pump(BEAT_S)
+    for worker in (pair.leader, pair.follower):  # the network is cut
+        for _ in range(int(FORGET_S / BEAT_S) + 2):
+            worker.now += BEAT_S
+            worker.feed(ev.Tick)
+        worker.said.clear()
+    assert not pair.leader.core.report()["followers"]
+    pair.pump(BEAT_S)
+    pair.pump(BEAT_S)
+    for name, worker in (("followers", pair.leader), ("followed", pair.follower)):
+        (row,) = worker.core.report()[name]
+        assert row["silent_s"] < 2 * BEAT_S, name
+
+
+def test_a_rank_that_leaves_a_run_and_comes_back_is_known_to_the_leader_at_once(pair: Pair) -> None:
+    for _ in range(100):
+        pair.pump(BEAT_S)
+    pair.follower.say(m.Goodbye)
+    pair.follower.feed(ev.SlotRead, slot=1, reason="EMPTY")
+    pair.pump(BEAT_S)
+    pair.pump(BEAT_S)
+    assert not pair.follower.core.report()["followed"], "nobody saves in that run here"
+    pair.follower.hello(b"q", "9" * 16, 1, 2)
+    pair.follower.say(m.Follow, b"q", **FOLLOW)
+    pair.pump(BEAT_S)
+    pair.pump(BEAT_S)
+    assert not pair.leader.core.tables.runs[RUN].departed
+
+
 def test_a_rank_that_writes_without_end_is_named_to_all_while_its_worker_lives(pair: Pair) -> None:
     for worker in (pair.leader, pair.follower):
         pair.stages(worker, commit_timeout_s=30.0)
@@ -514,6 +547,26 @@ def test_what_a_turn_costs_does_not_grow_with_followers_times_ranks() -> None:
         assert len(leader.of(ac.Relay)) == n_nodes, "one page each"
         looks.append(save.ranks.looks)
     assert looks[1] == looks[0], looks
+
+
+def test_what_a_follower_keeps_does_not_grow_with_the_saves_that_its_ranks_skip(pair: Pair) -> None:
+    def skip(numbers: range) -> None:
+        for n in numbers:
+            save_id = f"000001-{n:08d}-{RUN}"
+            pair.follower.say(m.Withdraw, save_id=save_id, reason="skipped: every slot is in use", skipped=True)
+            pair.follower.now += BEAT_S
+            pair.follower.feed(ev.Tick)
+            pair.follower.said.clear()
+
+    skip(range(1, 200))
+    tracemalloc.start()
+    try:
+        skip(range(200, 1200))
+    finally:
+        gc.collect()
+        kept = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+    assert kept < 50_000, f"{kept} bytes more after 1000 saves"
 
 
 class Counted(dict[int, Any]):

@@ -152,6 +152,11 @@ def test_every_cell_is_reached_and_no_other(monkeypatch: pytest.MonkeyPatch) -> 
     bench.begin(2, peer=b"1")
     assert bench.phase(rank=1) == "failed"
     bench = at(RECOVERING)
+    bench.feed(ev.Prepared, key=(FIRST, 0), error=ERROR)
+    bench.adopted(b"1", generation=1, ended=0)
+    bench.read(2, rank=1, world_size=2)
+    assert bench.phase(rank=1) == "unknown", "nobody knows whether the worker before has committed it"
+    bench = at(RECOVERING)
     bench.adopted(b"1", generation=1, ended=0)
     bench.core._saves.found_committed(the_save(bench), {})
     bench.read(2, rank=1, world_size=2)

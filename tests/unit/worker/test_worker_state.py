@@ -345,6 +345,25 @@ def test_failed_write_publishes_nothing_and_the_next_save_works(bench: Bench) ->
     bench.at_writing(slot, SECOND, generation=2)
 
 
+@pytest.mark.parametrize(
+    "part", ["asyncckpt_worker.core.saves.compare", "asyncckpt_worker.mirrors.schedule.MirrorBook.committed"]
+)
+def test_bug_behind_the_commit_does_not_fail_the_save(bench: Bench, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    slot = bench.slot()
+    bench.begin(slot)
+    bench.feed(ev.Prepared, key=(FIRST, 0))
+    bench.submit(slot)
+    bench.read(slot, mirror="/mirror/a")
+    bench.feed(ev.Written, key=(FIRST, 0), result="files")
+    monkeypatch.setattr(part, broken)
+    bench.feed(ev.Published, save_id=FIRST)
+    (fault,) = bench.of(ac.Fault)
+    assert not fault.save_id and [row["phase"] for row in bench.pushed()] == ["committed"]
+
+
 def test_failed_commit_removes_the_files(bench: Bench) -> None:
     bench.at_writing(bench.slot())
     bench.feed(ev.Written, key=(FIRST, 0), result="r")

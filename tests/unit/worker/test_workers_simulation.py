@@ -12,6 +12,9 @@ from collections.abc import Callable
 import pytest
 from simulated_workers import Workers
 
+from asyncckpt.protocol.node_tables import BEAT_S
+from asyncckpt_worker.core.nodes.leader import FORGET_S
+
 SCHEDULES = int(os.environ.get("ASYNCCKPT_TEST_SCHEDULES", "3"))
 STEPS = 800
 
@@ -54,6 +57,26 @@ def test_workers_that_take_over_from_dead_ones_keep_every_promise(
             raise
         resumed += len(world.resumed & set(world.commits))
     assert resumed
+
+
+@pytest.mark.parametrize("n_nodes", [2, 3])
+@pytest.mark.parametrize("chaos", [0.0, 0.2])
+def test_a_node_that_was_cut_off_for_longer_than_it_is_remembered_takes_part_again(
+    n_nodes: int, chaos: float, rng: random.Random, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("count", SCHEDULES)
+    for schedule in range(SCHEDULES):
+        seed = rng.getrandbits(32)
+        world = Workers(seed, n_nodes=n_nodes, chaos=chaos, deaths=False)
+        try:
+            world.spawn_run()
+            world.live(STEPS)
+            world.part(1, FORGET_S + 2 * BEAT_S)
+            world.live(STEPS)
+            world.settle()
+        except BaseException:
+            print(f"schedule {schedule}: Workers({seed}, n_nodes={n_nodes}, chaos={chaos}, deaths=False)")
+            raise
 
 
 def test_the_simulation_reaches_every_outcome(rng: random.Random) -> None:

@@ -12,7 +12,7 @@ States of a followed run, with event, next state and effect:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,14 +81,12 @@ class _Followed:
     ended_calls: set[str] = field(default_factory=set)
     """Calls (`SaveId.call`) of `run.declined` whose saves have ended by the leader's outcomes."""
 
-    sent: dict[Any, Any] = field(default_factory=dict)
-    """Key of a row -> its last sent version: between whole tables, only changed rows are sent."""
+    sent: dict[str, dict[Any, Row]] = field(default_factory=dict)
+    """Name of a table -> key of a row -> the row as it was sent last, of the rows that there were then. Between whole
+    tables, only changed rows are sent."""
 
     acknowledged_departures: set[int] = field(default_factory=set)
     """Departed ranks that the leader has acknowledged."""
-
-    counter: int = 0
-    """Counter of the last page sent."""
 
     last_counter: int = 0
     """Counter of the last page received from the leader."""
@@ -119,6 +117,9 @@ class Follower:
         self._t, self._runs, self._saves, self._slot_book = tables, runs, saves, slot_book
         self._resources = resources
         self._followed: dict[str, _Followed] = {}
+        self._counter = 0
+        """Counter of the last page sent. IMPORTANT: one for all pages of this process, not one a record: a leader whose
+        run is followed again would ignore everything until a new count has passed the old one."""
 
     # ---- requests of trainers ---------------------------------------------------------------------------------------
 
@@ -386,10 +387,10 @@ class Follower:
         saves = {*(save.save_id for save in self._t.open_saves(followed.run.run_id)), *followed.unacknowledged_failures}
         saves |= {row["save_id"] for row in _withdrawal_rows(followed)}
         for page in pages(tables):
-            followed.counter += 1
+            self._counter += 1
             report = Report(
                 sender=self._t.instance,
-                counter=followed.counter,
+                counter=self._counter,
                 to=followed.run.leader,
                 world_size=followed.run.world_size,
                 saves=tuple(sorted(saves))[-MAX_TABLE:],
@@ -397,19 +398,16 @@ class Follower:
             )
             self._t.actions.append(Relay(run=followed.run.run_id, route=b"", message=report))
 
-    def _new(self, followed: _Followed, kind: str, rows: Any, *, whole: bool) -> list[Row]:
+    def _new(self, followed: _Followed, kind: str, rows: Iterable[Row], *, whole: bool) -> list[Row]:
         """Return the rows that have changed since they were sent; all rows if `whole`."""
-        found = []
+        before, found = followed.sent.get(kind, {}), list[Row]()
+        now: dict[Any, Row] = {}
         for row in rows:
-            key = (kind, row.get("save_id", row.get("path", "")), row.get("rank", -1))
-            brief = {name: value for name, value in row.items() if name not in ("request", "result", "report")}
-            if whole or followed.sent.get(key) != brief:
-                followed.sent[key] = brief
+            key = (row.get("save_id", row.get("path", "")), row.get("rank", -1))
+            now[key] = {name: value for name, value in row.items() if name not in ("request", "result", "report")}
+            if whole or before.get(key) != now[key]:
                 found.append(row)
-        if whole and kind == "part":  # forget the rows of saves that have ended
-            for key in list(followed.sent):
-                if key[0] == "part" and key[1] not in self._t.saves:
-                    del followed.sent[key]
+        followed.sent[kind] = now
         return found
 
     def _rank_rows(self, followed: _Followed) -> Iterator[Row]:

@@ -58,9 +58,6 @@ class _FollowerRecord:
     last_counter: int = 0
     """Counter of the last page received from it."""
 
-    counter: int = 0
-    """Counter of the last page sent to it."""
-
     world_size: int = 0
     ranks: dict[int, int] = field(default_factory=dict)
     """Its ranks -> `attempt` of their latest Follow."""
@@ -108,6 +105,10 @@ class Leader:
         """Run -> public key that its followers must prove."""
 
         self._followers: dict[str, _FollowerRecord] = {}
+        self._counter = 0
+        """Counter of the last page sent. IMPORTANT: one for all pages of this process, not one a record: a follower
+        that is forgotten and heard again would ignore everything until a new count has passed the old one."""
+
         self._answers: dict[tuple[str, str], Wire] = {}
         """Run and directory -> error of the last lineage scan."""
 
@@ -422,10 +423,10 @@ class Leader:
         }
         run = self._t.runs.get(follower.run_id)
         for page in pages(tables):
-            follower.counter += 1
+            self._counter += 1
             outcomes = Outcomes(
                 sender=self._t.instance,
-                counter=follower.counter,
+                counter=self._counter,
                 to=follower.instance,
                 decided=tuple(run.outcomes.items()) if run is not None else (),
                 gone=tuple(sorted(follower.departed))[:MAX_TABLE],
