@@ -355,7 +355,11 @@ def for_each(store: Store, call: Callable[[T], R], items: Sequence[T]) -> list[R
     if at_a_time < 2:
         return [call(item) for item in items]
     with ThreadPoolExecutor(at_a_time, "asyncckpt-request") as pool:
-        return list(pool.map(call, items))
+        try:
+            results = pool.map(call, items)
+        except RuntimeError:  # the interpreter exits, or the limit of threads is reached
+            results = map(call, items)
+        return list(results)
 
 
 class StoreFiles(Files):

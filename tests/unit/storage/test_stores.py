@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -529,3 +531,18 @@ def test_manifests_of_a_listing_are_read_at_the_same_time(
     counting.meet = threading.Barrier(2, timeout=30).wait
     assert [found.step for found in candidates_in("s3://bucket/run", objects)] == [2, 1]
     assert next_epoch_beside("s3://bucket/run/s3", objects) == 2
+
+
+def test_requests_are_made_while_the_interpreter_exits() -> None:
+    program = """
+import atexit
+from asyncckpt.storage.cloud.object_store import ObjectStore
+from asyncckpt.storage.store import for_each
+from obstore.store import MemoryStore
+
+store = ObjectStore("s3://bucket", client=MemoryStore())
+print(for_each(store, str, [1, 2]))
+atexit.register(lambda: print(for_each(store, str, [3, 4])))
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=100)
+    assert (done.stdout.splitlines(), done.stderr) == (["['1', '2']", "['3', '4']"], "")
