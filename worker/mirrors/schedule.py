@@ -125,7 +125,8 @@ class MirrorBook:
         save_id, is_first = SaveId.parse(m.save_id), session.rank == 0
         copy = self._open.get(save_id) or self._ended.get(save_id)
         if copy is None:
-            copy = Copy(save_id, m.path, m.mirror, self._t.now, copies=is_first, storage=session.storage)
+            now = self._t.now
+            copy = Copy(save_id, m.path, m.mirror, now, copies=is_first, asked_at=now, storage=session.storage)
             self._add(copy)
             if is_first:
                 self.scan(parent_of(m.path), session.storage)
