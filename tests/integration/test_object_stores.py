@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -15,6 +16,7 @@ import rank_processes
 import real_worker
 import torch
 from real_worker import RealWorker
+from worker_pair import empty_places
 
 import asyncckpt
 from asyncckpt.protocol.endpoint import socket_path
@@ -264,6 +266,35 @@ def test_ranks_one_and_three_restore_what_two_have_saved(root: str, worker: Real
         arguments = (f"{root}/ranks", world_size)
         rank_processes.run(world_size, restore_on_a_rank, *arguments, environ=environ, timeout_s=DEADLINE_S)
     assert run("-m", "asyncckpt", "verify", f"{root}/ranks/step-3").returncode == 0
+
+
+def save_on_a_node(rank: int, places: tuple[str, str], homes: tuple[str, str], root: str) -> None:
+    os.chdir(homes[rank])
+    with asyncckpt.AsyncCheckpointer(endpoint=places[rank]) as checkpointer:
+        for step in (2, 3):
+            checkpointer.save(sharded(2, 0, True), f"{root}/step-{step}", step=step).written.result(DEADLINE_S)
+        state = sharded(2, 1, False)
+        checkpointer.load(f"{root}/step-3", state, source="disk")
+        assert torch.equal(state["w"].full_tensor(), torch.arange(6_000_000.0).reshape(3000, 2000))
+
+
+def test_ranks_of_two_workers_with_no_directory_in_common_save_to_one_bucket(root: str, tmp_path: pathlib.Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
+    homes = str(tmp_path / "first"), str(tmp_path / "second")
+    for home in homes:
+        os.mkdir(home)
+    with contextlib.ExitStack() as stack:
+        # Each with a socket in a directory of its own, and no directory that it may write to but the bucket.
+        places = tuple(stack.enter_context(empty_places())[0] for _ in homes)
+        workers = [stack.enter_context(real_worker.running(place, "--root", root)) for place in places]
+        arguments = (places, homes, f"{root}/nodes")
+        rank_processes.run(2, save_on_a_node, *arguments, environ=environ, timeout_s=DEADLINE_S)
+        leader, follower = (worker.status() for worker in workers)
+        assert leader["counters"]["followers_linked"] == 1 and follower["counters"]["runs_followed"] == 1
+        assert leader["counters"]["written_nbytes"] > 1e6 and follower["counters"]["written_nbytes"] > 1e6
+    assert os.listdir(homes[0]) == os.listdir(homes[1]) == []
+    rank_processes.run(3, restore_on_a_rank, f"{root}/nodes", 3, environ=environ, timeout_s=DEADLINE_S)
+    assert run("-m", "asyncckpt", "verify", f"{root}/nodes/step-3").returncode == 0
 
 
 def test_options_do_what_the_environment_does_and_are_shown_nowhere(server: Server, worker: RealWorker) -> None:
