@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import re
 import socket
 import struct
 import threading
@@ -13,10 +14,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 BUSY, REFUSED, RESET, TRUNCATED, SLOW, LOST = "busy", "refused", "reset", "truncated", "slow", "lost"
+SILENT = "silent"
 """503 SlowDown; 403; the connection breaks before the request is passed on; half of the body; half a second late; the
-request takes effect, and the connection breaks before the answer."""
+request takes effect, and the connection breaks before the answer; no answer for `SILENT_S`, then the connection breaks.
+"""
 
-SLOW_S = 0.5
+SAYS_MORE, SAYS_LESS, PADDED, CUT = "says more", "says less", "padded", "cut"
+"""Lies about a length. The body is right, and its length is said to be more, or less: of a listing, the sizes in it.
+The body is longer, or shorter, and its length is said to be what it is.
+"""
+
+LIE_NBYTES = 1000
+
+SLOW_S, SILENT_S = 0.5, 3.0
+
+_SIZE = re.compile(rb"<Size>(\d+)<")
 
 Fault = Callable[[str, str], str]
 """Takes method and path of a request; returns one of the above, or "" to pass it on."""
@@ -66,6 +78,9 @@ class FaultyProxy:
                 if fault in (BUSY, REFUSED):
                     code, name = (503, "SlowDown") if fault == BUSY else (403, "AccessDenied")
                     return self._answer(code, {}, f"<Error><Code>{name}</Code></Error>".encode())
+                if fault == SILENT:
+                    time.sleep(SILENT_S)
+                    return self._reset()
                 if fault == SLOW:
                     time.sleep(SLOW_S)
                 connection = http.client.HTTPConnection(upstream, timeout=30)
@@ -79,13 +94,20 @@ class FaultyProxy:
                 if fault == LOST:
                     return self._reset()
                 headers = dict(response.getheaders())
+                lie = {SAYS_MORE: LIE_NBYTES, SAYS_LESS: -min(LIE_NBYTES, len(data) // 2)}.get(fault, 0)
                 if self.command == "HEAD":
-                    return self._answer(
-                        response.status, headers, b"", nbytes=int(response.getheader("Content-Length", "0"))
-                    )
+                    nbytes = int(response.getheader("Content-Length", "0"))
+                    lie = -min(LIE_NBYTES, nbytes // 2) if fault == SAYS_LESS else lie
+                    return self._answer(response.status, headers, b"", nbytes=nbytes + lie)
                 if fault == TRUNCATED:
                     return self._answer(response.status, headers, data[: len(data) // 2], nbytes=len(data))
-                return self._answer(response.status, headers, data)
+                if fault == PADDED:
+                    data += bytes(LIE_NBYTES)
+                elif fault == CUT:
+                    data = data[: len(data) // 2]
+                elif lie and b"<ListBucketResult" in data:
+                    data, lie = _SIZE.sub(lambda found: b"<Size>%d<" % max(0, int(found[1]) + lie), data), 0
+                return self._answer(response.status, headers, data, nbytes=len(data) + lie)
 
             def _reset(self) -> None:
                 """Close the connection with RST."""

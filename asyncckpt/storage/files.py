@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from asyncckpt.basics.libc import MAP_FAILED as _MAP_FAILED
 from asyncckpt.basics.libc import libc as _libc
+from asyncckpt.basics.urls import is_object_url
 from asyncckpt.errors import SaveFailedError
 
 T = TypeVar("T")
@@ -349,6 +350,11 @@ ADVICE = {
 }
 """What to do about a failed save, by the name of the errno."""
 
+_LIED = "the store, or a proxy before it, answers with other bytes than were put there: check both"
+
+OBJECT_ADVICE = {"EIO": _LIED, "EFBIG": _LIED}
+"""As `ADVICE`, for object stores, where it differs."""
+
 _DEFAULT_ADVICE = "earlier checkpoints are unchanged, and the next save tries again"
 
 
@@ -369,9 +375,10 @@ def save_failure(
     """
     code = errno.errorcode.get(error.errno or 0, "EIO")
     detail = str(error) or type(error).__name__
+    advice = {**ADVICE, **OBJECT_ADVICE} if is_object_url(path) else ADVICE
     what = f"save {save_id} ({step_and_rank(step, rank)}) to {path}" if save_id else f"the scan beside {path}"
     return SaveFailedError(
-        f"{what} failed: {detail}; nothing was published; {ADVICE.get(code, _DEFAULT_ADVICE)}",
+        f"{what} failed: {detail}; nothing was published; {advice.get(code, _DEFAULT_ADVICE)}",
         code=code,
         rank=rank,
         path=path,

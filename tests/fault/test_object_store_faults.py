@@ -1,4 +1,6 @@
-"""An object store that is busy, breaks connections, cuts answers short or loses them: never damage, never silence."""
+"""An object store that is busy, breaks connections, cuts answers short, loses them or lies about their length: never
+damage, never silence.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,39 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+import asyncckpt
+from asyncckpt.errors import (
+    AsyncCkptError,
+    CheckpointNotCommittedError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    SaveFailedError,
+)
+from asyncckpt.storage.cloud import retries
 from tests import object_proxy, object_servers
-from tests.object_proxy import BUSY, LOST, REFUSED, RESET, SLOW, TRUNCATED, FaultyProxy
-from tests.object_servers import Server
+from tests.object_proxy import (
+    BUSY,
+    CUT,
+    LOST,
+    PADDED,
+    REFUSED,
+    RESET,
+    SAYS_LESS,
+    SAYS_MORE,
+    SILENT,
+    SLOW,
+    TRUNCATED,
+    FaultyProxy,
+)
+from tests.object_servers import NO_CONNECTION_STAYS, Server
+
+object_servers.start_runtime()
 
 DEADLINE_S = 150.0
+LIES = (SAYS_MORE, SAYS_LESS, PADDED, CUT)
+STATE = {"w": torch.arange(2_000_000.0), "n": 3}
 PROGRAM = """
 import sys, torch, asyncckpt
 from asyncckpt.storage.cloud import retries
@@ -91,6 +120,100 @@ def test_answers_that_are_cut_short_do_no_damage(path: str, proxy: FaultyProxy) 
     assert code == 3 and "AssertionError" not in said and "safetensors" in said
 
 
+# ---- lies about a length
+
+
+@pytest.fixture
+def options(server: Server, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What leads calls of this process through the proxy."""
+    monkeypatch.setattr(retries, "RETRY_FOR_S", 1.0)
+    return {**server.options(proxy.url), **NO_CONNECTION_STAYS}
+
+
+def save_here(path: str, options: dict[str, str]) -> None:
+    with asyncckpt.SyncCheckpointer(storage_options=options) as checkpointer:
+        checkpointer.save(STATE, path, step=1)
+
+
+def tell(proxy: FaultyProxy, lie: str, method: str, part: str) -> list[str]:
+    """Let the proxy lie in answers to such requests; returns their paths, as they come."""
+    lied: list[str] = []
+
+    def fault(asked: str, name: str) -> str:
+        if method not in ("", asked) or part not in name:
+            return ""
+        lied.append(name)
+        return lie
+
+    proxy.fault = fault
+    return lied
+
+
+@pytest.mark.parametrize(
+    ("method", "part"),
+    [("GET", "manifest.json"), ("GET", ".index"), ("GET", ".objects"), ("GET", ".safetensors"), ("HEAD", ""), ("", "")],
+)
+def test_a_load_of_lies_about_lengths_is_right_or_an_error(
+    path: str, proxy: FaultyProxy, options: dict[str, str], method: str, part: str
+) -> None:
+    save_here(path, options)
+    for lie in LIES:
+        lied = tell(proxy, lie, method, part)
+        began = time.monotonic()
+        try:
+            found = asyncckpt.load(path, source="disk", storage_options=options)
+            assert torch.equal(found["w"], STATE["w"]) and found["n"] == 3, lie
+        except (AsyncCkptError, OSError) as error:
+            said = str(error)
+            assert path in said and any(word in said for word in ("bytes", "damaged", "Generic S3 error")), said
+        assert lied and time.monotonic() - began < DEADLINE_S / 5, lie
+
+
+@pytest.mark.parametrize("lie", [PADDED, CUT])
+def test_data_that_are_cut_on_their_way_are_not_called_damaged(
+    path: str, proxy: FaultyProxy, options: dict[str, str], lie: str
+) -> None:
+    save_here(path, options)
+    tell(proxy, lie, "GET", ".safetensors")
+    with pytest.raises(OSError, match="bytes came") as caught:
+        asyncckpt.restore_latest(path.rpartition("/")[0], source="disk", storage_options=options)
+    assert not isinstance(caught.value, CorruptCheckpointError)
+
+
+def test_answers_shorter_than_what_was_asked_for_are_completed(
+    path: str, proxy: FaultyProxy, options: dict[str, str]
+) -> None:
+    save_here(path, options)
+    lied = tell(proxy, SAYS_LESS, "GET", ".safetensors")
+    assert torch.equal(asyncckpt.load(path, source="disk", storage_options=options)["w"], STATE["w"])
+    assert len(lied) > 5
+
+
+@pytest.mark.parametrize(("method", "part"), [("GET", "list-type"), ("GET", ".index"), ("HEAD", ""), ("POST", "")])
+def test_a_save_through_lies_about_lengths_is_right_or_an_error(
+    path: str, proxy: FaultyProxy, options: dict[str, str], method: str, part: str
+) -> None:
+    for lie in LIES:
+        place, failed = f"{path}/{lie.replace(' ', '-')}", ""
+        lied = tell(proxy, lie, method, part)
+        began = time.monotonic()
+        try:
+            save_here(place, options)
+        except SaveFailedError as error:
+            failed = str(error)
+        assert lied and time.monotonic() - began < DEADLINE_S / 3, lie
+        proxy.fault = lambda method, name: ""
+        if failed:
+            assert ("bytes" in failed or "Generic S3 error" in failed) and "kernel" not in failed, lie
+            with pytest.raises((CheckpointNotFoundError, CheckpointNotCommittedError)):
+                asyncckpt.load(place, source="disk", storage_options=options)
+        else:
+            assert torch.equal(asyncckpt.load(place, source="disk", storage_options=options)["w"], STATE["w"]), lie
+
+
+# ---- refusals and silence
+
+
 def test_a_store_that_refuses_is_not_asked_again_and_its_words_are_told(path: str, proxy: FaultyProxy) -> None:
     proxy.fault = lambda method, name: REFUSED if method == "PUT" and name.endswith("manifest.json") else ""
     proxy.seen.clear()
@@ -100,6 +223,14 @@ def test_a_store_that_refuses_is_not_asked_again_and_its_words_are_told(path: st
     assert sum(method == "PUT" and name.endswith("manifest.json") for method, name in proxy.seen) == 1
     proxy.fault = lambda method, name: ""
     assert run("load", path)[1].startswith("Checkpoint"), "nothing is committed"
+
+
+def test_a_store_that_says_nothing_is_an_error_in_time(path: str, proxy: FaultyProxy, options: dict[str, str]) -> None:
+    proxy.fault = lambda method, name: SILENT
+    began = time.monotonic()
+    with pytest.raises(SaveFailedError, match=r"Generic S3 error.*error sending request"):
+        save_here(path, {**options, "timeout": "1s"})
+    assert time.monotonic() - began < DEADLINE_S / 5
 
 
 def test_a_store_that_stays_away_is_an_error_in_time(path: str, proxy: FaultyProxy) -> None:

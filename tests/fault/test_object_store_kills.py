@@ -1,15 +1,22 @@
-"""SIGKILL of the worker at random instants of uploads: the store shows old checkpoints or new ones, each whole."""
+"""SIGKILL of the worker, of the trainer, or of both, at random instants of uploads and of copies to a mirror.
+
+The store shows old checkpoints or new ones, each whole. What was told to be there is there. The mirror is completed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pathlib
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+import rank_processes
 import torch
-from real_worker import DEADLINE_S, RealWorker, stop_whoever_serves
+from rank_processes import talk
+from real_worker import DEADLINE_S, RealWorker, is_served, stop_whoever_serves, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
@@ -23,8 +30,23 @@ pytestmark = pytest.mark.fault
 
 object_servers.start_runtime()
 
-KILLS = int(os.environ.get("ASYNCCKPT_TEST_KILLS", "0")) // 5 or 6
-"""`make test-fault` asks for 100."""
+ASKED = int(os.environ.get("ASYNCCKPT_TEST_KILLS", "0"))
+KILLS = ASKED // 5 or 6
+"""Of the worker; `make test-fault` asks for 100."""
+
+KILLS_OF_TRAINERS = ASKED // 10 or 4
+"""In each place; `make test-fault` asks for 50, half of them of the worker too."""
+
+SAVES = 4
+"""Of one trainer."""
+
+VARIABLES = ("AWS_", "ASYNCCKPT_")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> None:
+    """What trainers are forked from, before any test could be blamed for its pipes."""
+    rank_processes.start_server()
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +60,12 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
     return {f"w{n}": torch.full((1_500_000,), float(step * 10 + n)) for n in range(3)}
 
 
-def test_kills_at_random_instants_of_uploads_leave_old_or_new(root: str, endpoint: str) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+def watcher(root: str) -> Callable[[], dict[int, str]]:
+    """Return a function that returns what a reader of the store sees: step -> state.
+
+    A checkpoint that has verified is not read again.
+    """
+    verified: dict[str, str] = {}
     store = ObjectStore(root.rpartition("/")[0], NO_CONNECTION_STAYS)
 
     def there(prefix: str) -> list[str]:
@@ -51,13 +75,26 @@ def test_kills_at_random_instants_of_uploads_leave_old_or_new(root: str, endpoin
             return []
 
     def listed() -> dict[int, str]:
-        """Return what a reader sees: step -> state."""
         found = {}
         for name in there(root):
             if "manifest.json" in there(f"{root}/{name}"):
-                found[int(name)] = verify_checkpoint(f"{root}/{name}", store.as_files()).state
+                if verified.get(name) != "ok":
+                    verified[name] = verify_checkpoint(f"{root}/{name}", store.as_files()).state
+                found[int(name)] = verified[name]
         return found
 
+    return listed
+
+
+def check_state(root: str, step: int) -> None:
+    found = asyncckpt.load(f"{root}/{step}", source="disk", storage_options=NO_CONNECTION_STAYS)
+    assert all(torch.equal(found[fqn], value) for fqn, value in state_of(step).items()), step
+
+
+def test_kills_at_random_instants_of_uploads_leave_old_or_new(root: str, endpoint: str) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng, listed = random.Random(seed), watcher(root)
     try:
         launcher.start_worker(endpoint)
         with AsyncCheckpointer(endpoint=endpoint, files_per_rank=3) as checkpointer:
@@ -72,7 +109,89 @@ def test_kills_at_random_instants_of_uploads_leave_old_or_new(root: str, endpoin
                 launcher.start_worker(endpoint)
                 handle.written.result(DEADLINE_S)
         for number in range(KILLS):
-            found = asyncckpt.load(f"{root}/{number}", source="disk", storage_options=NO_CONNECTION_STAYS)
-            assert all(torch.equal(found[fqn], value) for fqn, value in state_of(number).items())
+            check_state(root, number)
+    finally:
+        stop_whoever_serves(endpoint)
+
+
+def train(rank: int, endpoint: str, place: str, mirror: str, first: int) -> None:
+    """Save `SAVES` steps, two at a time, and wait for the end. Says which are staged and which are written."""
+    with AsyncCheckpointer(endpoint=endpoint, files_per_rank=3) as checkpointer:
+        before = None
+        for step in range(first, first + SAVES):
+            options = {"mirror": f"{mirror}/{step}"} if mirror else {}
+            handle = checkpointer.save(state_of(step), f"{place}/{step}", step=step, **options)
+            handle.staged.result(DEADLINE_S)
+            talk().say(("staged", step))
+            if before is not None:
+                before.written.result(DEADLINE_S)
+                talk().say(("written", step - 1))
+            before = handle
+        time.sleep(DEADLINE_S)
+
+
+def killed_trainer(endpoint: str, rng: random.Random, kind: str, after: str, *arguments: object) -> dict[str, set[int]]:
+    """Let a trainer run until a step is `after`, and a moment longer; kill it, or it and its worker.
+
+    Returns:
+        The steps that it spoke of: "staged", "written".
+    """
+    said: dict[str, set[int]] = {"staged": set(), "written": set()}
+    environ = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
+    with rank_processes.running(1, train, endpoint, *arguments, group=False, environ=environ) as trainer:
+        while not said[after]:
+            what, step = trainer.receive(0)
+            said[what].add(step)
+        time.sleep(rng.random() * 2.0)
+        victims = [trainer.kill, *([RealWorker(endpoint).kill] if kind == "both" else [])]
+        rng.shuffle(victims)
+        for kill in victims:
+            kill()
+        with contextlib.suppress(EOFError):
+            while True:
+                what, step = trainer.receive(0)
+                said[what].add(step)
+    return said
+
+
+@pytest.mark.parametrize("mirrored", [False, True], ids=["uploads", "copies"])
+def test_kills_of_trainer_and_worker_leave_old_or_new_and_complete_the_mirror(
+    root: str, endpoint: str, tmp_path: pathlib.Path, mirrored: bool
+) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng, bucket = random.Random(seed), f"{root}-{mirrored}"
+    listed = watcher(bucket)
+    place, mirror = (str(tmp_path), bucket) if mirrored else (bucket, "")
+    first, written = 0, set[int]()
+
+    def here() -> set[int]:
+        return {int(p.parent.name) for p in tmp_path.glob("*/manifest.json")} if mirrored else set(listed())
+
+    try:
+        for number in range(KILLS_OF_TRAINERS):
+            kind = ("trainer", "both")[number % 2]
+            if not is_served(endpoint):
+                launcher.start_worker(endpoint)
+            after = "staged" if number else "written"
+            said = killed_trainer(endpoint, rng, kind, after, place, mirror, first)
+            what = f"after kill {number} ({kind}), seed {seed}"
+            assert set(listed().values()) <= {"ok"}, f"{what}: {listed()}"
+            written |= said["written"]
+            assert written <= here(), f"{what}: {written} were told to be written"
+            if kind == "trainer":
+                wait_until(lambda: said["staged"] <= here(), f"{what}: the worker writes what was staged")  # noqa: B023
+            else:
+                wait_until(lambda: not is_served(endpoint), "the worker is gone")
+            first = max([first, *said["staged"], *here()]) + 1
+        assert written, "not one save was ever written"
+        if mirrored:
+            stop_whoever_serves(endpoint)
+            launcher.start_worker(endpoint, options=(f"--mirror={place}",))
+            timeout_s = DEADLINE_S + 2 * SAVES * KILLS_OF_TRAINERS
+            wait_until(lambda: set(listed()) == here(), f"the mirror is completed, seed {seed}", timeout_s)
+        assert set(listed().values()) == {"ok"} and written <= set(listed())
+        for step in written:
+            check_state(bucket, step)
     finally:
         stop_whoever_serves(endpoint)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pathlib
 import socket
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import mounts
 import pytest
 import torch
 from real_worker import DEADLINE_S, RealWorker, running, wait_until
@@ -19,6 +23,7 @@ from asyncckpt import AsyncCheckpointer, CheckpointManager, SyncCheckpointer
 from asyncckpt.errors import CheckpointerClosedError, ConfigError, MirrorError, UnsupportedPathError
 from asyncckpt.format.manifest import decode_manifest
 from asyncckpt.format.names import SaveId
+from tests import object_proxy
 
 SLOW = "--max-mirror-bandwidth=2M"
 SOON = "--drain-timeout-s=1"
@@ -285,3 +290,60 @@ def test_a_slow_mirror_delays_no_save(endpoint: str, tmp_path: pathlib.Path) -> 
         began = time.monotonic()
         handles = [save(checkpointer, tmp_path, step) for step in range(1, 4)]
         assert not handles[-1].mirrored.done() and time.monotonic() - began < DEADLINE_S / 2
+
+
+BAD_MIRRORS = ("hangs", "refuses", "full", "gone")
+
+
+@contextlib.contextmanager
+def bad_mirror(kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Yield a mirror that takes no checkpoint: it does not answer, refuses, has no room, or is not there."""
+    if kind == "full":
+        if os.geteuid():
+            pytest.skip("mounts need root")
+        with mounts.tmpfs(tmp_path / "small", "size=64k") as place:
+            yield str(place)
+        return
+    pytest.importorskip("obstore", reason="the extra cloud is not installed")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.setenv(name, "test")
+    with contextlib.ExitStack() as stack:
+        if kind == "refuses":
+            proxy = stack.enter_context(object_proxy.running("http://127.0.0.1:9"))
+            proxy.fault = lambda method, path: object_proxy.REFUSED
+            url = proxy.url
+        else:
+            port = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            url = f"http://127.0.0.1:{port}"
+            if kind == "gone":
+                stack.close()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        yield "s3://bucket/mirror"
+
+
+@pytest.mark.parametrize("kind", BAD_MIRRORS)
+def test_a_mirror_that_takes_nothing_costs_no_save_and_no_time(
+    endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    n_saves, seconds = 12, dict[str, list[float]](mirror=[], none=[])
+    with bad_mirror(kind, tmp_path, monkeypatch) as mirror, running(endpoint, SOON) as worker:
+        with AsyncCheckpointer(endpoint=endpoint) as checkpointer:
+            handles = []
+            for step in range(n_saves):
+                for way, times in seconds.items():  # in turn, so that what else the machine does meets both
+                    place = f"{mirror}/step-{step}" if way == "mirror" else None
+                    began = time.monotonic()
+                    handle = checkpointer.save(STATE, tmp_path / way / f"step-{step}", step=step, mirror=place)
+                    times.append(time.monotonic() - began)
+                    handle.written.result(DEADLINE_S)
+                    handles.append(handle)
+            if kind in ("refuses", "full"):
+                wait_until(lambda: [row for row in worker.status()["mirrors"] if row["error"]], "a copy has failed")
+            assert not any(handle.mirrored.done() for handle in handles if handle.mirrored is not None)
+            assert len(worker.status()["mirrors"]) == n_saves, "all of them wait"
+        for way in seconds:
+            assert asyncckpt.latest_checkpoint(tmp_path / way) == str(tmp_path / way / f"step-{n_saves - 1}")
+            assert names(tmp_path / way) >= {f"step-{step}" for step in range(n_saves)}
+        print(seconds)
+        assert seconds["mirror"][0] < 2.0 + DEADLINE_S / 4, "the first save asks it for its runs, for two seconds"
+        assert statistics.median(seconds["mirror"][1:]) < statistics.median(seconds["none"][1:]) + 0.25

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import rank_processes
 import torch
 
 import asyncckpt
+from asyncckpt.distributed.rendezvous import Meeting
+from asyncckpt.restore import finder, restore_first
+from asyncckpt.storage import locate
+from asyncckpt.storage.cloud.object_store import ObjectStore
 from tests import object_proxy, object_servers
 from tests.object_proxy import FaultyProxy
 from tests.object_servers import NO_CONNECTION_STAYS
@@ -69,6 +77,76 @@ def test_ranks_list_the_store_once_together(proxy: FaultyProxy, root: str, world
     proxy.seen.clear()
     rank_processes.run(world_size, restore_on_a_rank, root, environ=environ, timeout_s=DEADLINE_S)
     assert n_listings(proxy) == 1, proxy.seen
+
+
+class Requests:
+    """A store of obstore's that counts how often each of its methods is called."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.counts = store, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.counts[name] += 1
+        return getattr(self._store, name)
+
+
+class Circle:
+    """Where the threads of a test meet, each as if it were a rank."""
+
+    def __init__(self, world_size: int) -> None:
+        self._barrier, self._given = threading.Barrier(world_size, timeout=DEADLINE_S), [b""] * world_size
+
+    def meeting(self, rank: int) -> Meeting:
+        circle = self
+
+        class Here(Meeting):
+            def gather(self, payload: bytes, deadline: float) -> list[bytes]:
+                circle._given[rank] = payload
+                circle._barrier.wait()
+                found = list(circle._given)
+                circle._barrier.wait()
+                return found
+
+            def refuse(self, reason: str) -> None:
+                circle._barrier.abort()
+
+            def close(self) -> None:
+                """Nothing is open."""
+
+        return Here()
+
+
+def test_512_ranks_list_the_store_at_most_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    world_size, root = 512, "s3://simulated/runs"
+    memory = object_servers.memory_store()
+    requests = Requests(memory)
+    stores = iter([ObjectStore("s3://simulated", client=memory)])
+    monkeypatch.setattr(locate, "_stores", {})
+    monkeypatch.setattr(locate, "_opened", lambda *_: next(stores))
+    with asyncckpt.SyncCheckpointer() as checkpointer:
+        for step in range(3):
+            checkpointer.save({"n": step}, f"{root}/step-{step}", step=step)
+    stores = iter([ObjectStore("s3://simulated", client=requests)])
+    locate._stores.clear()
+    circle = Circle(world_size)
+
+    def restore(rank: int) -> Any:
+        return restore_first(
+            finder(None),
+            root,
+            None,
+            quarantine=False,
+            rank_info=asyncckpt.RankInfo(rank, world_size),
+            timeout_s=DEADLINE_S,
+            meet=lambda: circle.meeting(rank),
+            source="disk",
+        )
+
+    with ThreadPoolExecutor(world_size) as ranks:
+        found = list(ranks.map(restore, range(world_size)))
+    assert all(one.path == f"{root}/step-2" and one.state_dict == {"n": 2} for one in found)
+    listed = {name: count for name, count in requests.counts.items() if "list" in name}
+    assert 1 <= sum(listed.values()) <= 2, listed
 
 
 def test_an_eighth_of_a_tensor_costs_an_eighth_of_its_bytes(root: str, read: Callable[[], int]) -> None:

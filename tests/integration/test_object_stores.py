@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -15,6 +16,7 @@ import rank_processes
 import real_worker
 import torch
 from real_worker import RealWorker
+from worker_pair import empty_places
 
 import asyncckpt
 from asyncckpt.protocol.endpoint import socket_path
@@ -25,8 +27,8 @@ from tests.object_servers import Server
 object_servers.start_runtime()
 
 DEADLINE_S = 120.0
-SECRETS = {"s3": (), "gs": ("bearer_token",), "az": ("account_key",)}
-"""Options whose values are unlike any other text; moto takes every key."""
+SECRETS = {"s3": "secret_access_key", "gs": "bearer_token", "az": "account_key"}
+"""The option whose value nobody may see."""
 
 VARIABLES = ("ASYNCCKPT_ENDPOINT", "AWS_", "GOOGLE_", "AZURE_")
 """What ranks need: they are forked from a server that was started earlier."""
@@ -266,28 +268,69 @@ def test_ranks_one_and_three_restore_what_two_have_saved(root: str, worker: Real
     assert run("-m", "asyncckpt", "verify", f"{root}/ranks/step-3").returncode == 0
 
 
+def save_on_a_node(rank: int, places: tuple[str, str], homes: tuple[str, str], root: str) -> None:
+    os.chdir(homes[rank])
+    with asyncckpt.AsyncCheckpointer(endpoint=places[rank]) as checkpointer:
+        for step in (2, 3):
+            checkpointer.save(sharded(2, 0, True), f"{root}/step-{step}", step=step).written.result(DEADLINE_S)
+        state = sharded(2, 1, False)
+        checkpointer.load(f"{root}/step-3", state, source="disk")
+        assert torch.equal(state["w"].full_tensor(), torch.arange(6_000_000.0).reshape(3000, 2000))
+
+
+def test_ranks_of_two_workers_with_no_directory_in_common_save_to_one_bucket(root: str, tmp_path: pathlib.Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
+    homes = str(tmp_path / "first"), str(tmp_path / "second")
+    for home in homes:
+        os.mkdir(home)
+    with contextlib.ExitStack() as stack:
+        # Each with a socket in a directory of its own, and no directory that it may write to but the bucket.
+        places = tuple(stack.enter_context(empty_places())[0] for _ in homes)
+        workers = [stack.enter_context(real_worker.running(place, "--root", root)) for place in places]
+        arguments = (places, homes, f"{root}/nodes")
+        rank_processes.run(2, save_on_a_node, *arguments, environ=environ, timeout_s=DEADLINE_S)
+        leader, follower = (worker.status() for worker in workers)
+        assert leader["counters"]["followers_linked"] == 1 and follower["counters"]["runs_followed"] == 1
+        assert leader["counters"]["written_nbytes"] > 1e6 and follower["counters"]["written_nbytes"] > 1e6
+    assert os.listdir(homes[0]) == os.listdir(homes[1]) == []
+    rank_processes.run(3, restore_on_a_rank, f"{root}/nodes", 3, environ=environ, timeout_s=DEADLINE_S)
+    assert run("-m", "asyncckpt", "verify", f"{root}/nodes/step-3").returncode == 0
+
+
+def seen_of(worker: RealWorker) -> bytes:
+    """Return all that others could see of a worker: its files, slots, arguments and environment."""
+    found = (
+        pathlib.Path(f"/proc/{worker.pid}/cmdline").read_bytes()
+        + pathlib.Path(f"/proc/{worker.pid}/environ").read_bytes()
+    )
+    for fd in pathlib.Path(f"/proc/{worker.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found += fd.read_bytes() if os.readlink(fd).startswith("/memfd:") else b""
+    for file in pathlib.Path(socket_path(worker.endpoint)).parent.iterdir():
+        found += file.read_bytes() if file.is_file() else b""
+    return found
+
+
 def test_options_do_what_the_environment_does_and_are_shown_nowhere(server: Server, worker: RealWorker) -> None:
     options, root = server.options(), f"{server.root}/options"
+    if server.scheme == "s3":
+        options["secret_access_key"] = "0123-unlike-any-other-text"  # moto takes every key
+    secret = options[SECRETS[server.scheme]]
     done = run("-c", OPTIONS_TRAINER, root, json.dumps(options))
     assert done.returncode == 0
     given = [word for name, value in options.items() for word in ("--storage-option", f"{name}={value}")]
-    assert [row["step"] for row in listed("ls", root, "--recursive", *given) if row["state"] == "committed"] == [
-        1,
-        1,
-        2,
-    ]
+    rows = listed("ls", root, "--recursive", *given)
+    assert [row["step"] for row in rows if row["state"] == "committed"] == [1, 1, 2]
     assert run("-m", "asyncckpt", "verify", f"{root}/AsyncCheckpointer", *given).returncode == 0
     assert run("-m", "asyncckpt", "ls", root).returncode != 0, "without options there is no way to the store"
     status = run("-m", "asyncckpt", "worker", "status", "--json").stdout
-    shown = (
-        done.stdout
-        + done.stderr
-        + status
-        + pathlib.Path(f"{socket_path(worker.endpoint).removesuffix('.sock')}.log").read_text()
-    )
     store = ObjectStore(server.root, {**options, **object_servers.NO_CONNECTION_STAYS})
-    shown += str(store.read_whole(f"{root}/AsyncCheckpointer/manifest.json", 1 << 20))
-    assert not [name for name, value in options.items() if name in SECRETS[server.scheme] and value in shown]
+    stored = store.read_whole(f"{root}/AsyncCheckpointer/manifest.json", 1 << 20)
+    seen = seen_of(worker)
+    assert b"AsyncCheckpointer" in seen, "its log, and the request in a slot"
+    assert secret.encode() not in seen + stored + (done.stdout + done.stderr + status).encode()
+    directory = pathlib.Path(socket_path(worker.endpoint)).parent
+    assert directory.stat().st_mode & 0o077 == 0, "nobody else reads the socket"
 
 
 def test_the_doctor_says_what_a_store_can_do_and_leaves_nothing_behind(root: str) -> None:

@@ -137,6 +137,27 @@ def test_hooks_and_changes_of_the_state_reach_the_ranks_of_both_workers(
     assert torch.equal(asyncckpt.load(tmp_path / "step-11", keys=["more"])["more"], torch.ones(10) * 11)
 
 
+def mirrors(rank: int, places: tuple[str, ...], root: str) -> tuple[str, int]:
+    with checkpointer_of(rank, places) as checkpointer:
+        fails, succeeds = (
+            checkpointer.save(state_of(rank, step), f"{root}/runs/{step}", mirror=f"{root}/mirror/{step}")
+            for step in (1, 2)
+        )
+        assert ended(fails) is None and fails.mirrored is not None and succeeds.mirrored is not None
+        error = fails.mirrored.exception(DEADLINE_S)
+        return f"{type(error).__name__}: {error}", succeeds.mirrored.result(DEADLINE_S).nbytes
+
+
+def test_the_end_of_a_copy_to_a_mirror_reaches_the_ranks_of_both_workers(
+    tmp_path: pathlib.Path, places: Places, workers: list[RealWorker]
+) -> None:
+    with asyncckpt.SyncCheckpointer() as other:
+        other.save({"x": 1}, tmp_path / "mirror" / "1")
+    (first, nbytes), (second, _) = rank_processes.run(2, mirrors, places, str(tmp_path))
+    assert first == second and first.startswith("MirrorError") and "already holds a committed checkpoint" in first
+    assert nbytes > 4_000_000 and asyncckpt.load(tmp_path / "mirror" / "2", keys=["step"]) == {"step": 2}
+
+
 # ---- losses
 
 

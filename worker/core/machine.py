@@ -220,14 +220,21 @@ class Core:
         self.snapshot_book = SnapshotBook(self.tables, config.keep_snapshots_s)
         self._slot_book = SlotBook(self.tables, self._admission, self.snapshot_book, resources)
         self._adoption = AdoptionBook(self.tables, self._slot_book)
-        self._follower = Follower(self.tables, self._runs, self._saves, self._slot_book, resources)
+        self._follower = Follower(self.tables, self._runs, self._saves, self._slot_book, self._mirrors, resources)
         self._lineages = LineageBook(self.tables, self._runs, self._follower.lineage)
         self._boards = BoardBook(self.tables)
         self._sessions = SessionBook(
             self.tables, self._slot_book, self.snapshot_book, self._runs, self._boards, self._welcome, resources
         )
         self._leader = Leader(
-            self.tables, self._runs, self._admission, self._saves, self._slot_book, self._lineages, resources
+            self.tables,
+            self._runs,
+            self._admission,
+            self._saves,
+            self._slot_book,
+            self._lineages,
+            self._mirrors,
+            resources,
         )
         self._lineages.notify_followers = self._leader.epoch_found
         self.phase_changes: list[PhaseChange] = []

@@ -43,6 +43,9 @@ MAX_SCANS = 1024
 FORGET_AFTER_S = 60.0
 """How long a worker that does not copy looks for a record that nobody asks for any more."""
 
+MAX_REPEATED = 64
+"""Failures of a run that its other workers are told of again and again: a message may be lost. Chosen."""
+
 MAX_ROWS = 100
 MAX_ERROR_CHARS = 300
 
@@ -99,6 +102,9 @@ class MirrorBook:
         self._ended: OrderedDict[SaveId, Copy] = OrderedDict()
         """The latest `MAX_HISTORY`, for late questions."""
 
+        self.new_failures: list[SaveId] = []
+        """Copies that have failed for good since the leader has told its followers; it empties the list."""
+
         self._scans: OrderedDict[str, bool] = OrderedDict()
         """Directory -> whether its scan has ended; the latest `MAX_SCANS`."""
 
@@ -125,7 +131,8 @@ class MirrorBook:
         save_id, is_first = SaveId.parse(m.save_id), session.rank == 0
         copy = self._open.get(save_id) or self._ended.get(save_id)
         if copy is None:
-            copy = Copy(save_id, m.path, m.mirror, self._t.now, copies=is_first, storage=session.storage)
+            now = self._t.now
+            copy = Copy(save_id, m.path, m.mirror, now, copies=is_first, asked_at=now, storage=session.storage)
             self._add(copy)
             if is_first:
                 self.scan(parent_of(m.path), session.storage)
@@ -226,6 +233,8 @@ class MirrorBook:
         elif event.error is not None and event.is_final:
             self._end(copy, FAILED, event.error, {})
             text = f"{what} failed: {event.error.get('text')}"
+            if copy.copies:
+                self.new_failures.append(copy.save_id)
             self._t.log("error", text, save_id=copy.save_id, count="mirrors_failed")
         else:
             copy.phase, copy.error = WAITING, event.error
@@ -238,9 +247,29 @@ class MirrorBook:
 
     def _end(self, copy: Copy, phase: str, error: Wire | None, report: Mapping[str, Any]) -> None:
         copy.phase, copy.error, copy.report = phase, error, report
-        self._ended[copy.save_id] = self._open.pop(copy.save_id)
+        self._open.pop(copy.save_id, None)
+        self._ended[copy.save_id] = copy
         while len(self._ended) > MAX_HISTORY:
             self._ended.popitem(last=False)
+
+    # ---- of other nodes
+
+    def failed_elsewhere(self, save_id: SaveId, error: Wire) -> None:
+        """The leader's copy has failed for good: there will be no mirror record to be found."""
+        copy = self._open.get(save_id)
+        if copy is None and save_id not in self._ended:  # a trainer will ask for it
+            copy = Copy(save_id, "", "", self._t.now, copies=False)
+        if copy is not None and not copy.copies:
+            self._end(copy, FAILED, error, {})
+
+    def failure_of(self, save_id: SaveId) -> Wire | None:
+        """Return why this worker's copy has failed for good; None: it has not."""
+        copy = self._ended.get(save_id)
+        return copy.error if copy is not None and copy.copies and copy.phase == FAILED else None
+
+    def failures_of(self, run_id: str) -> list[SaveId]:
+        """Return the latest copies of a run that have failed for good, at most `MAX_REPEATED`."""
+        return [name for name in self._ended if name.run_id == run_id and self.failure_of(name)][-MAX_REPEATED:]
 
     # ---- reports
 
@@ -251,7 +280,7 @@ class MirrorBook:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of the status report: copies that are not done, and the latest that have failed."""
-        failed = [copy for copy in self._ended.values() if copy.phase == FAILED]
+        failed = [copy for copy in self._ended.values() if copy.copies and copy.phase == FAILED]
         return [self._row(copy) for copy in [*self.left_behind()[: MAX_ROWS // 2], *failed[-MAX_ROWS // 2 :]]]
 
     def _row(self, copy: Copy) -> dict[str, Any]:

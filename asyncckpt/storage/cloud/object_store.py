@@ -160,18 +160,30 @@ class ObjectStore(Store):
             return None
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Implement `Store.read` by one request for a range."""
+        """Implement `Store.read` by one request for a range; by more if it is answered with fewer bytes."""
+        data = self._read_range(name, offset, nbytes)
+        while len(data) < nbytes and offset + len(data) < self.stat(name).nbytes:
+            more = self._read_range(name, offset + len(data), nbytes - len(data))
+            if not more:
+                raise OSError(errno.EREMOTEIO, f"{len(data)} bytes came, of {nbytes} from {offset} on", name)
+            data += more
+        return data
+
+    def _read_range(self, name: str, offset: int, nbytes: int) -> bytes:
         if nbytes <= 0:
             return b""
         try:
             with self._os_errors(name):
-                return bytes(self._client.get_range(self._key(name), start=offset, length=nbytes))
+                data = bytes(self._client.get_range(self._key(name), start=offset, length=nbytes))
         except (FileNotFoundError, PermissionError):
             raise
         except OSError:
             if offset < self.stat(name).nbytes:
                 raise
             return b""
+        if len(data) > nbytes:
+            raise OSError(errno.EREMOTEIO, f"{len(data)} bytes came, of {nbytes} from {offset} on", name)
+        return data
 
     def read_whole(self, name: str, max_nbytes: int) -> bytes:
         """Implement `Store.read_whole` by one request."""

@@ -25,6 +25,7 @@ from worker_bench import (
 
 from asyncckpt.basics.limits import MAX_RANKS
 from asyncckpt.errors import from_wire
+from asyncckpt.format.names import SaveId
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.node_tables import BEAT_S, Outcomes, Report
 from asyncckpt_worker.core import actions as ac
@@ -88,16 +89,19 @@ class Pair:
     def _note(self, worker: Worker) -> None:
         self.heard[worker.rank] += [a.message for a in worker.of(ac.Send)]
 
-    def stages(self, worker: Worker, hook_timeout_s: float = 0, **changes: Any) -> None:
+    def stages(self, worker: Worker, hook_timeout_s: float = 0, mirror: str = "", **changes: Any) -> None:
         worker.begin(1, **changes)
         worker.feed(ev.Prepared, key=(FIRST, worker.rank))
         worker.submit(1)
-        worker.read(1, rank=worker.rank, world_size=2, hook_timeout_s=hook_timeout_s, **changes)
+        worker.read(1, rank=worker.rank, world_size=2, hook_timeout_s=hook_timeout_s, mirror=mirror, **changes)
         self.pump()
 
     def writes(self, worker: Worker) -> None:
         worker.feed(ev.Written, key=(FIRST, worker.rank), result=result_of(FIRST, worker.rank), report={"nbytes": 3})
         self.pump()
+
+    def phases(self, save_id: str) -> list[str | None]:
+        return [worker.phase(save_id, worker.rank) for worker in (self.leader, self.follower)]
 
     def rows(self, rank: int) -> list[Any]:
         return [row for said in self.heard[rank] if isinstance(said, m.Saves) for row in said.saves]
@@ -196,6 +200,50 @@ def test_a_rank_of_a_follower_is_written_there_and_committed_here(pair: Pair) ->
     pair.pump()
     assert pair.follower.phase(rank=1) == "committed"
     assert pair.rows(1)[-1]["report"]["seconds_commit"] == 0.5
+
+
+MIRROR = "s3://bucket/run/step-5"
+
+
+def fails_its_copy(pair: Pair) -> None:
+    """Commit a save with a mirror, whose copy the leader gives up."""
+    for worker in (pair.leader, pair.follower):
+        pair.stages(worker, mirror=MIRROR)
+        pair.writes(worker)
+    pair.leader.feed(ev.Published, save_id=FIRST)
+    pair.leader.feed(ev.UnmirroredFound, root="/ckpt")
+    pair.leader.feed(ev.Copied, save_id=SaveId.parse(FIRST), error=ERROR, is_final=True)
+
+
+def asked(worker: Worker) -> tuple[str, Any]:
+    """Return what a rank is told about the copy."""
+    answer = worker.say(m.Mirror, save_id=FIRST, path=PATH, mirror=MIRROR)
+    return answer.phase, dict(answer.error)
+
+
+@pytest.mark.parametrize("asks", ["before", "after"])
+def test_a_copy_that_failed_for_good_is_told_to_the_ranks_of_other_nodes(pair: Pair, asks: str) -> None:
+    if asks == "before":
+        assert asked(pair.follower)[0] == "copying", "it looks for the mirror record"
+        pair.follower.feed(ev.Copied, save_id=SaveId.parse(FIRST))
+    fails_its_copy(pair)
+    pair.pump()
+    assert asked(pair.leader) == asked(pair.follower) == ("failed", dict(ERROR))
+    assert pair.phases(FIRST) == ["committed", "committed"], "the save itself is not harmed"
+
+
+def test_a_failed_copy_is_told_again_until_it_arrives_and_to_the_next_follower(pair: Pair) -> None:
+    fails_its_copy(pair)
+    pair.leader.said.clear()  # lost
+    pair.pump()
+    assert asked(pair.follower)[0] == "copying"
+    pair.pump(BEAT_S)
+    assert asked(pair.follower) == ("failed", dict(ERROR))
+    pair.follower = Worker(1, "c" * 16)
+    pair.follower.say(m.Follow, **{**FOLLOW, "attempt": 2})
+    pair.pump(BEAT_S)
+    pair.pump(BEAT_S)
+    assert asked(pair.follower) == ("failed", dict(ERROR))
 
 
 def test_the_epoch_is_asked_through_and_an_error_told_there(pair: Pair) -> None:

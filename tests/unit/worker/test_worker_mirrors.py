@@ -174,6 +174,7 @@ def test_the_next_worker_goes_on_for_the_trainer_that_asks(bench: Bench) -> None
 
 
 def test_a_worker_of_other_ranks_looks_and_does_not_copy(bench: Bench) -> None:
+    bench.now += 10 * FORGET_AFTER_S  # the worker's clock does not begin at 0
     bench.hello(b"q", "2" * 16, 1, 2)
     assert asked(bench, peer=b"q").phase == "copying"
     bench.say(m.Heartbeat, b"q", saves=())

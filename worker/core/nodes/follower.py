@@ -31,6 +31,7 @@ from asyncckpt_worker.core.runs import RunBook
 from asyncckpt_worker.core.saves import SaveBook
 from asyncckpt_worker.core.slots import SlotBook
 from asyncckpt_worker.core.tables import Tables
+from asyncckpt_worker.mirrors.schedule import MirrorBook
 
 FOUND_S = 2 * BEAT_S
 """How long the leader has to report the outcome of a save that was found committed here."""
@@ -112,10 +113,16 @@ class Follower:
     """
 
     def __init__(
-        self, tables: Tables, runs: RunBook, saves: SaveBook, slot_book: SlotBook, resources: Resources
+        self,
+        tables: Tables,
+        runs: RunBook,
+        saves: SaveBook,
+        slot_book: SlotBook,
+        mirrors: MirrorBook,
+        resources: Resources,
     ) -> None:
         self._t, self._runs, self._saves, self._slot_book = tables, runs, saves, slot_book
-        self._resources = resources
+        self._mirrors, self._resources = mirrors, resources
         self._followed: dict[str, _Followed] = {}
         self._counter = 0
         """Counter of the last page sent. IMPORTANT: one for all pages of this process, not one a record: a leader whose
@@ -278,6 +285,8 @@ class Follower:
             followed.unacknowledged_failures.pop(save_id, None)
             declined = {_call(row) for row in followed.run.declined}
             followed.ended_calls = (followed.ended_calls | {save_id.call}) & declined
+        if outcome in ("", COMMITTED) and row["error"]:
+            self._mirrors.failed_elsewhere(save_id, row["error"])
         save = self._t.saves.get(save_id)
         if save is None or save.outcome is not None:
             return None

@@ -30,6 +30,7 @@ from asyncckpt_worker.core.saves import SaveBook, forget_inactive_links
 from asyncckpt_worker.core.slots import SlotBook
 from asyncckpt_worker.core.status import missing_of
 from asyncckpt_worker.core.tables import EndedSave, Tables
+from asyncckpt_worker.mirrors.schedule import MirrorBook
 
 MAX_LED = 64
 """Runs whose followers are admitted; beyond it, the oldest run without members is dropped. Chosen, not measured."""
@@ -95,9 +96,10 @@ class Leader:
         saves: SaveBook,
         slot_book: SlotBook,
         lineages: LineageBook,
+        mirrors: MirrorBook,
         resources: Resources,
     ) -> None:
-        self._t, self._runs, self._slot_book = tables, runs, slot_book
+        self._t, self._runs, self._slot_book, self._mirrors = tables, runs, slot_book, mirrors
         self._admission, self._saves, self._lineages = admission, saves, lineages
         self._resources = resources
         self._listener: Listener | None = None
@@ -399,6 +401,7 @@ class Leader:
     def flush(self) -> None:
         """Send each follower the rows that changed, or the whole table when that is due; at the end of an event."""
         pending, self._pending_rows = self._pending_rows, {}
+        failed_copies, self._mirrors.new_failures = self._mirrors.new_failures, []
         if not self._followers:
             return
         for save_id, rank in (*self._t.touched, *self._t.changed):
@@ -406,13 +409,19 @@ class Leader:
             entry = save.ranks.get(rank) if save is not None else None
             if entry is not None and entry.link:
                 pending.setdefault(entry.link, {})[save_id] = None
-        rows: dict[str, dict[str, Any]] = {}  # built once for all followers
+        rows: dict[str, dict[str, Any]] = {}  # built once for all followers, as are the failed copies of a run
+        repeated: dict[str, list[SaveId]] = {}
         for link, follower in self._followers.items():
             if follower.run_id in self._t.announced:
                 pending.setdefault(link, {})
+            if failed := [save_id for save_id in failed_copies if save_id.run_id == follower.run_id]:
+                pending.setdefault(link, {}).update(dict.fromkeys(failed))
             if self._t.now - follower.full_sent_at >= BEAT_S:
                 follower.full_sent_at = self._t.now
-                self._t.run_guarded("", self._send, follower, follower.saves, rows)
+                if follower.run_id not in repeated:
+                    repeated[follower.run_id] = self._mirrors.failures_of(follower.run_id)
+                wanted = dict.fromkeys((*follower.saves, *repeated[follower.run_id]))
+                self._t.run_guarded("", self._send, follower, tuple(wanted), rows)
             elif link in pending:
                 self._t.run_guarded("", self._send, follower, tuple(pending[link]), rows)
 
@@ -491,6 +500,8 @@ class Leader:
             row |= {"outcome": save.outcome, "error": save.error or {}}
         elif isinstance(save, Save):
             row["missing"] = tuple(missing_of(save)[:MAX_MISSING])
+        if row["outcome"] in ("", COMMITTED):
+            row["error"] = self._mirrors.failure_of(parsed) or {}
         return row
 
     def _epoch_rows(self, follower: _FollowerRecord) -> Iterator[Row]:
