@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import secrets
 import time
@@ -41,7 +42,7 @@ from asyncckpt.format.names import (
 )
 from asyncckpt.storage.catalog import read_manifest, scan
 from asyncckpt.storage.checkpoint_dir import exists_error, is_finished, manifest_if_readable, prepare_directory
-from asyncckpt.storage.commit import publish, remove_leftovers
+from asyncckpt.storage.commit import check_rank_files, publish, remove_leftovers
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import DEFAULT_UMASK
 from asyncckpt.storage.store import Store
@@ -53,6 +54,8 @@ ABANDONED_AFTER_S = 600.0
 """A temporary file in the mirror that has not changed for so long is of a process that died. Chosen."""
 
 _MODE_BITS = 0o777
+
+_logger = logging.getLogger("asyncckpt.storage")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,7 +189,7 @@ def copy_to_mirror(
     _refuse_same_directory(path, mirror, source, target)
     copy = _Copy(path, mirror, manifest, source, target, pace, progress)
     standing = manifest_if_readable(mirror, target)
-    if standing is None or standing.save_id != save_id or not is_finished(mirror, standing, target):
+    if standing is None or standing.save_id != save_id or not _is_whole(mirror, standing, target):
         is_older_copy = standing is not None and standing.mirror == mirror and standing.save_id < save_id
         if standing is not None and standing.save_id != save_id and not is_older_copy:
             raise exists_error(mirror, save_id, standing, overwrite=False)
@@ -224,6 +227,22 @@ def mirrored_manifest(mirror: str, save_id: SaveId, store: Store) -> Manifest | 
     found = manifest_if_readable(mirror, store)
     is_copy = found is not None and found.save_id == save_id and is_finished(mirror, found, store)
     return found if is_copy else None
+
+
+def _is_whole(mirror: str, manifest: Manifest, store: Store) -> bool:
+    """Whether all files of a copy are there whose manifest is. Those that are not are copied again.
+
+    Raises:
+        OSError: It cannot be known.
+    """
+    if not is_finished(mirror, manifest, store):
+        return False
+    try:
+        check_rank_files(mirror, manifest, store=store)
+    except (OSError, CorruptCheckpointError) as error:  # a store that fails says so again when it is copied to
+        _logger.warning("the copy in the mirror %s is not whole, and is completed: %s", mirror, error)
+        return False
+    return True
 
 
 def _refuse_same_directory(path: str, mirror: str, source: Store, target: Store) -> None:
@@ -378,7 +397,9 @@ class _Copy:
                 writer.finish()
             except BaseException:
                 writer.abandon()
-                if writer.created:
+                # IMPORTANT: never what has its final name, as in an object store: another worker that copies the same
+                # checkpoint may have put it there, and committed.
+                if writer.created and name != final:
                     self._target.remove_quietly(name)
                 raise
         reach("mirror: shard written")

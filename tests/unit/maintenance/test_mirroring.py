@@ -126,6 +126,44 @@ def test_a_copy_that_was_cut_off_goes_on_and_sends_no_file_twice(
     assert not [name for name in contents(store, place) if name.endswith(".tmp")]
 
 
+def test_a_copy_that_fails_removes_nothing_that_another_worker_has_committed(
+    tmp_path: pathlib.Path, mirror: Any
+) -> None:
+    path, (store, place) = tmp_path / "step-1", mirror
+    saved(path, place)
+    paced: list[int] = []
+
+    def overtaken(nbytes: int) -> None:
+        paced.append(nbytes)
+        if len(paced) == 2:  # within the first shard
+            copy(path, mirror)
+            raise OSError(errno.EACCES, "the token has expired")
+
+    with pytest.raises(OSError, match="the token has expired"):
+        copy(path, mirror, pace=overtaken)
+    assert verify_checkpoint(place, store.as_files()).state == "ok"
+    assert is_mirrored(str(path), SAVE_ID, LocalStore())
+
+
+@pytest.mark.parametrize("kind", [".safetensors", ".index", ".objects.json"])
+@pytest.mark.parametrize("damage", ["gone", "short"])
+def test_a_copy_that_is_committed_and_lacks_a_file_is_completed(
+    tmp_path: pathlib.Path, mirror: Any, damage: str, kind: str
+) -> None:
+    path, (store, place) = tmp_path / "step-1", mirror
+    saved(path, place)
+    nbytes = copy(path, mirror).nbytes
+    name = next(name for name in sorted(contents(store, place)) if name.endswith(kind))
+    if damage == "gone":
+        store.remove(f"{place}/{name}")
+    else:
+        store.put(f"{place}/{name}", b"{", replace=True)
+    (path / mirror_record_name(SAVE_ID)).unlink()
+    assert 0 < copy(path, mirror).copied_nbytes < nbytes
+    assert verify_checkpoint(place, store.as_files()).state == "ok"
+    assert is_mirrored(str(path), SAVE_ID, LocalStore())
+
+
 def test_a_file_that_a_dead_process_had_begun_is_not_taken_for_whole(tmp_path: pathlib.Path) -> None:
     path, mirror = str(tmp_path / "step-1"), (LocalStore(), str(tmp_path / "mirror" / "step-1"))
     saved(path, mirror[1])
