@@ -25,6 +25,7 @@ from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.urls import is_object_url
 from asyncckpt.errors import (
     CheckpointNotCommittedError,
+    CommitUnknownError,
     CorruptCheckpointError,
     UnsupportedFormatError,
     UnsupportedPathError,
@@ -205,8 +206,17 @@ def copy_to_mirror(
                 raise
             raise copy.damaged(os.path.basename(error.filename), "it is missing") from error
         reach("mirror: files copied")
-        publish(mirror, manifest, store=target, overwrite=is_older_copy, dcp_metadata=dcp_metadata)
+        publish(mirror, manifest, store=target, overwrite=is_older_copy, dcp_metadata=dcp_metadata, token=copy.token)
         reach("mirror: committed")
+        if mirrored_manifest(mirror, save_id, target) is None:
+            detail = "it was put, and cannot be read back"
+            raise CommitUnknownError(
+                f"{mirror}: the manifest of save {save_id}: {detail}; check with `asyncckpt ls`",
+                code="EIO",
+                path=mirror,
+                detail=detail,
+                save_id=str(save_id),
+            )
     copy.remove_temporary()
     remove_leftovers(mirror, save_id, store=target)
     seconds = time.monotonic() - began
@@ -288,6 +298,7 @@ class _Copy:
     """The files of one copy.
 
     Attributes:
+        token: In the temporary names of files that another process may copy at the same time.
         sent_nbytes: Bytes that were sent.
     """
 
@@ -305,7 +316,7 @@ class _Copy:
         self._source, self._target, self._pace, self._progress = source, target, pace, progress
         self._files = source.as_files()
         self._held: dict[str, int] = {}
-        self._token = secrets.token_hex(6)
+        self.token = secrets.token_hex(6)
         self.sent_nbytes = 0
 
     def files(self) -> bytes | None:
@@ -383,7 +394,7 @@ class _Copy:
             self._progress(shard.nbytes)
             return
         final = os.path.join(self._mirror, shard.name)
-        name = final if self._target.shards_appear_whole else copied_shard_name(final, self._token)
+        name = final if self._target.shards_appear_whole else copied_shard_name(final, self.token)
         with self._image(shard) as image:
             writer = self._target.shard_writer(name, image, 0, shard.nbytes, aligned=False, fsync=True)
             try:

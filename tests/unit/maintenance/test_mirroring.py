@@ -348,6 +348,59 @@ def test_a_full_mirror_keeps_what_is_whole_and_nothing_else(tmp_path: pathlib.Pa
     assert verify_checkpoint(place, Files()).state == "ok"
 
 
+class KilledError(BaseException):
+    """The process is no more."""
+
+
+class DyingFiles(Files):
+    """Those of a process that is killed while it writes a manifest."""
+
+    is_dead = False
+
+    def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
+        """Write; of a manifest only a part."""
+        if b"asyncckpt_manifest" not in bytes(buffer[:100]):
+            return super().pwrite(fd, buffer, offset)
+        super().pwrite(fd, buffer[:100], offset)
+        self.is_dead = True
+        raise KilledError
+
+    def unlink(self, path: str) -> None:
+        """Remove a file, if alive."""
+        if self.is_dead:
+            raise OSError(errno.EIO, "the process is dead", path)
+        super().unlink(path)
+
+
+def test_a_manifest_that_a_killed_worker_had_begun_is_not_published_by_another_that_copies_the_same(
+    tmp_path: pathlib.Path,
+) -> None:
+    path, mirror = tmp_path / "step-1", (LocalStore(), str(tmp_path / "mirror" / "step-1"))
+    saved(path, mirror[1])
+
+    def another_is_killed() -> None:
+        with pytest.raises(KilledError):
+            copy(path, (LocalStore(DyingFiles()), mirror[1]))
+
+    with observed(At("put: flushed", another_is_killed)):
+        copy(path, mirror)
+    assert verify_checkpoint(mirror[1], Files()).state == "ok"
+    assert is_mirrored(str(path), SAVE_ID, LocalStore())
+    assert not [one for one in os.listdir(mirror[1]) if one.endswith(".tmp")]
+
+
+def test_a_manifest_that_cannot_be_read_back_is_not_recorded(tmp_path: pathlib.Path, mirror: Any) -> None:
+    path, (store, place) = tmp_path / "step-1", mirror
+    saved(path, place)
+
+    def damage() -> None:
+        store.put(f"{place}/{MANIFEST_NAME}", b"{", replace=True)
+
+    with observed(At("mirror: committed", damage)), pytest.raises(CommitUnknownError, match="cannot be read back"):
+        copy(path, mirror)
+    assert not is_mirrored(str(path), SAVE_ID, LocalStore())
+
+
 KILLED = """
 import sys
 from asyncckpt.basics.failpoints import observed
