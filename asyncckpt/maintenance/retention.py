@@ -125,6 +125,23 @@ def survey(
     return Survey(tuple(stored), manifests, names, frozenset(unscored) if score is not None else frozenset())
 
 
+def abandoned_in(surveys: Mapping[str, Survey]) -> frozenset[str]:
+    """Return the paths of checkpoints that a rollback has abandoned, by the newest one of several roots together.
+
+    Args:
+        surveys: By root: a root and its mirror. The newest checkpoint may be in one of them only.
+    """
+    sound = [one.manifests[stored.name] for one in surveys.values() for stored in one.stored if stored.is_sound]
+    newest = max(sound, key=lambda manifest: manifest.save_id, default=None)
+    ancestry = None if newest is None else ancestry_in(newest.metadata)
+    return frozenset(
+        os.path.join(root, stored.name)
+        for root, one in surveys.items()
+        for stored in one.stored
+        if newest is not None and not is_ancestor(stored.save_id, newest.save_id, ancestry)
+    )
+
+
 def _is_unmirrored(path: str, manifest: Manifest, store: Store) -> bool:
     if manifest.mirror in (None, path):
         return False
