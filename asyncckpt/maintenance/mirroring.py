@@ -42,7 +42,7 @@ from asyncckpt.format.names import (
     owner_of,
 )
 from asyncckpt.storage.catalog import read_manifest, scan
-from asyncckpt.storage.checkpoint_dir import exists_error, is_finished, manifest_if_readable, prepare_directory
+from asyncckpt.storage.checkpoint_dir import exists_error, is_finished, manifest_or_error, prepare_directory
 from asyncckpt.storage.commit import check_rank_files, publish, remove_leftovers
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import DEFAULT_UMASK
@@ -189,7 +189,7 @@ def copy_to_mirror(
         return MirrorReport(nbytes=found.nbytes, copied_nbytes=0, seconds=time.monotonic() - began)
     _refuse_same_directory(path, mirror, source, target)
     copy = _Copy(path, mirror, manifest, source, target, pace, progress)
-    standing = manifest_if_readable(mirror, target)
+    standing = manifest_or_error(mirror, target)
     if standing is None or standing.save_id != save_id or not _is_whole(mirror, standing, target):
         is_older_copy = standing is not None and standing.mirror == mirror and standing.save_id < save_id
         if standing is not None and standing.save_id != save_id and not is_older_copy:
@@ -233,8 +233,11 @@ def mirrored_manifest(mirror: str, save_id: SaveId, store: Store) -> Manifest | 
         mirror: Path or URL of the copy.
         save_id: Of the save that it must be of.
         store: Store that holds the mirror.
+
+    Raises:
+        OSError: It cannot be known.
     """
-    found = manifest_if_readable(mirror, store)
+    found = manifest_or_error(mirror, store)
     is_copy = found is not None and found.save_id == save_id and is_finished(mirror, found, store)
     return found if is_copy else None
 

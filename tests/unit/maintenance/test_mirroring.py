@@ -36,6 +36,7 @@ from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.store import Store
 from asyncckpt.storage.verification import leftovers, verify_checkpoint
+from asyncckpt_worker.mirrors.jobs import cannot_succeed
 from tests import object_servers
 from tests.failing_process import At, fail
 from tests.saving import ENVIRONMENT, ROOT
@@ -346,6 +347,48 @@ def test_a_full_mirror_keeps_what_is_whole_and_nothing_else(tmp_path: pathlib.Pa
     report = copy_to_mirror(str(path), SAVE_ID, place, source=LocalStore(), target=LocalStore(files))
     assert 0 < report.copied_nbytes < report.nbytes, "the first shard was whole"
     assert verify_checkpoint(place, Files()).state == "ok"
+
+
+class Flaky:
+    """Lets one read of a manifest in a store fail."""
+
+    def __init__(self, store: Store, visit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left, self._read = visit, store.read_whole
+        monkeypatch.setattr(store, "read_whole", self.read_whole)
+
+    def read_whole(self, name: str, max_nbytes: int) -> bytes:
+        """Read, or fail."""
+        self.left -= os.path.basename(name) == MANIFEST_NAME
+        if self.left == 0:
+            self.left = -1
+            raise OSError(errno.EIO, "503 for a minute", name)
+        return self._read(name, max_nbytes)
+
+
+@pytest.mark.parametrize("stands", ["an earlier copy", "the copy", "the copy alone"])
+def test_a_manifest_in_the_mirror_that_cannot_be_read_at_one_moment_ends_no_copy_for_good(
+    tmp_path: pathlib.Path, mirror: Any, monkeypatch: pytest.MonkeyPatch, stands: str
+) -> None:
+    store, save_id = mirror[0], OTHER_ID if stands == "an earlier copy" else SAVE_ID
+    for visit in range(1, 20):
+        path, there = tmp_path / "runs" / f"step-{visit}", (store, f"{mirror[1]}-{visit}")
+        saved(path, there[1])
+        copy(path, there)
+        if stands == "an earlier copy":
+            saved(path, there[1], OTHER_ID)
+        elif stands == "the copy alone":
+            shutil.rmtree(path)
+        with monkeypatch.context() as patched:
+            flaky = Flaky(store, visit, patched)
+            try:
+                copy(path, there, save_id)
+            except Exception as error:
+                assert not cannot_succeed(error), error
+        assert copy(path, there, save_id).nbytes > 0
+        assert verify_checkpoint(there[1], store.as_files()).state == "ok"
+        if flaky.left > 0:
+            break
+    assert flaky.left > 0 and visit > 1
 
 
 class KilledError(BaseException):
