@@ -250,6 +250,7 @@ class RootRetention:
             busy=copying | self.busy | set(pinned_in(self._root, self._store)),
             dead_after_s=self._dead_after_s,
             is_ours=self._is_ours,
+            is_mirror=True,
         )
 
     def _prune(self) -> None:

@@ -6,10 +6,12 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 import random
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,32 @@ def test_what_a_rollback_has_abandoned_is_tried_last_in_the_root_and_in_the_mirr
     sound = [f"{root}/step-{step}" for step in (20, 10) for root in (runs, mirror)]
     assert tried == [str(newest), *sound, f"{runs}/step-30", f"{mirror}/step-30"]
     house.close(60.0)
+
+
+def test_what_an_earlier_run_still_copies_to_the_mirror_is_not_given_up(tmp_path: Path) -> None:
+    """A large file shows nothing while it is uploaded, and the worker of the earlier run may be on another node."""
+    mirror, names = tmp_path / "mirror", []
+    for step in (1, 2):
+        with SyncCheckpointer(fsync=False) as run:
+            run.save({"n": step}, mirror / f"step-{step}", step=step)
+    (mirror / "step-1" / MANIFEST_NAME).unlink()  # not committed there yet
+    for path in (mirror / "step-1").iterdir():
+        os.utime(path, (time.time() - 600.0,) * 2)
+        names.append(path.name)
+    for dead_after_s in (1800.0, 60.0):
+        house = RootRetention(
+            str(tmp_path / "runs"),
+            RetentionPolicy(),
+            None,
+            is_leader=True,
+            dead_after_s=dead_after_s,
+            mirror=str(mirror),
+            mirror_policy=RetentionPolicy(max_to_keep=1),
+        )
+        house.request_prune()
+        house.close(60.0)
+        left = sorted(path.name for path in (mirror / "step-1").iterdir())
+        assert left == (sorted(names) if dead_after_s > 600 else [MANIFEST_NAME]), "a tombstone"
 
 
 class Interrupted:
