@@ -158,7 +158,7 @@ class MirrorBook:
         if root in self._scans:
             return
         self._scans[root] = False
-        for old in [one for one, has_ended in self._scans.items() if has_ended][: len(self._scans) - MAX_SCANS]:
+        for old in [one for one, has_ended in self._scans.items() if has_ended][: max(0, len(self._scans) - MAX_SCANS)]:
             del self._scans[old]
         self._t.actions.append(ScanUnmirrored(root=root, storage=storage))
 

@@ -122,6 +122,17 @@ def test_a_directory_is_searched_once(bench: Bench) -> None:
     assert not bench.of(ac.ScanUnmirrored)
 
 
+def test_searched_directories_are_remembered_up_to_a_bound(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirrors, "MAX_SCANS", 8)
+    searches = []
+    for call, number in enumerate([*range(8), *range(8)]):
+        asked(bench, save_id=SaveId(0, call, "b" * 12), path=f"/runs-{number}/a", mirror=f"/mirror-{call}/a")
+        for search in bench.of(ac.ScanUnmirrored):
+            searches.append(search.root)
+            scanned(bench, root=search.root)
+    assert searches == [f"/runs-{number}" for number in range(8)], "each once"
+
+
 def test_a_search_that_fails_keeps_no_copy_waiting(bench: Bench) -> None:
     committed(bench)
     bench.feed(ev.UnmirroredFound, root="/ckpt", error=ERROR)
