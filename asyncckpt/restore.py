@@ -18,6 +18,8 @@ from typing import Any
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.paths import checkpoint_path
+from asyncckpt.basics.seen_saves import note_seen
+from asyncckpt.basics.urls import parent_of
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.checkpoint_vote import Broken, Ranks, ranks_that_restore
 from asyncckpt.distributed.process_group import find_rank_info
@@ -221,6 +223,7 @@ def restore_first(
             return merged_candidates(directory, candidates(directory), source, endpoint)
 
         tried = ranks.same_candidates(directory, look_at_both, timeout_s)
+        _note_seen(directory, tried)
         reach("restore: candidates listed")
         for candidate in tried:
             loaded, broken = _tried(candidate, reader, retry_state, state_dict, options, ranks)
@@ -233,6 +236,14 @@ def restore_first(
         _say_none(directory, is_first=rank.rank == 0)
         return None
     raise _none_left(directory, skipped, is_touched=bool(retry_state.touched))
+
+
+def _note_seen(directory: str, tried: Sequence[Candidate]) -> None:
+    """Record on each rank, whose next saves must have the same epoch, what there is to restore from."""
+    places = {directory, *(parent_of(one.path) for one in tried)}
+    if any(os.path.basename(one.path) == os.path.basename(directory) for one in tried):  # `directory` is a checkpoint
+        places.add(parent_of(directory))
+    note_seen(places, (one.save_id for one in tried if one.save_id is not None))
 
 
 def _tried(

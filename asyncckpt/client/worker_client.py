@@ -21,6 +21,7 @@ from typing import Any
 from asyncckpt.basics.deferred_signals import signals_deferred
 from asyncckpt.client.awaited_mirrors import AwaitedMirrors
 from asyncckpt.client.connection import CLOSE_TIMEOUT_S, Connection, why_saves_do_not_end
+from asyncckpt.client.epochs import EPOCH_RETRY_TIMEOUT_S, EpochCache
 from asyncckpt.client.failover import MAX_HANDOVERS, Failover
 from asyncckpt.client.pending_saves import PendingSaves, StagedSnapshot, UnfinishedSave, Withdrawals, WriteFuture
 from asyncckpt.client.save_outcomes import Run
@@ -36,6 +37,7 @@ from asyncckpt.errors import (
     AsyncCkptError,
     CheckpointerClosedError,
     ConfigError,
+    RanksDisagreeError,
     ReplicaMismatchError,
     WorkerUnavailableError,
 )
@@ -43,50 +45,6 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import STATE_SEALED, STATE_STREAMED
 from asyncckpt.protocol import messages, save_phases
 from asyncckpt.protocol.save_phases import NOT_AGREED
-
-EPOCH_RETRY_TIMEOUT_S = 1.0
-EPOCH_RETRY_PERIOD_S = 60.0
-"""For so long after the epoch could not be read (the disk hangs, say), each save waits for it only for
-`EPOCH_RETRY_TIMEOUT_S`, so that training goes on."""
-
-
-class EpochCache:
-    """The epoch per directory, so that only the first save into a directory has to scan it.
-
-    Args:
-        ask: Returns the epoch for a checkpoint at a path, with a mirror ("": none), by a run (its id); raises if it
-            cannot. Its last argument is whether it failed within `EPOCH_RETRY_PERIOD_S`: then it should wait for
-            `EPOCH_RETRY_TIMEOUT_S` only.
-    """
-
-    def __init__(self, ask: Callable[[str, str, str, bool], int]) -> None:
-        self._ask = ask
-        self._epochs: dict[str, int] = {}
-        self._failed_at = float("-inf")
-
-    def epoch_for(self, path: str, run: str, mirror: str = "") -> int:
-        """Return the epoch of `run` for a checkpoint at `path`: larger than that of every sibling of another run.
-
-        `mirror`: where the checkpoint is copied to, "" for nowhere; its siblings there count too.
-
-        It depends on the directory alone, not on earlier saves: all ranks of a run must get the same epoch, even if a
-        save has failed on some of them before this call.
-
-        Raises:
-            AsyncCkptError, OSError: What `ask` raises.
-        """
-        parent = os.path.dirname(path)
-        known = self._epochs.get(parent)
-        if known is not None:
-            return known
-        brief = time.monotonic() - self._failed_at < EPOCH_RETRY_PERIOD_S
-        try:
-            found = self._epochs[parent] = self._ask(path, mirror, run, brief)
-        except Exception:
-            self._failed_at = time.monotonic()
-            raise
-        return found
-
 
 MAX_HANDLED = 64
 """How many saves that `decline` need not end are remembered. More than are in flight at once."""
@@ -225,10 +183,10 @@ class WorkerClient(CheckpointProcess):
         """Return the exchange of the ranks that share this worker."""
         return BoardExchange(self.run.rank, self.call, timeout_s=self.config.worker_timeout_s)
 
-    def _ask_epoch(self, path: str, mirror: str, run: str, brief: bool) -> int:
+    def _ask_epoch(self, path: str, mirror: str, run: str, least: int, brief: bool) -> int:
         timeout_s = EPOCH_RETRY_TIMEOUT_S if brief else self.config.worker_timeout_s
         build: Callable[[int], messages.Message] = lambda n: messages.Lineage(  # noqa: E731
-            id=n, run=run, path=path, mirror=mirror
+            id=n, run=run, path=path, mirror=mirror, least_epoch=least
         )
         reply = retry_on_worker_death(self.connect, lambda session: session.call(build, timeout_s), self._attempts)
         assert isinstance(reply, messages.LineageFound)
@@ -249,6 +207,8 @@ class WorkerClient(CheckpointProcess):
             error = row.get("error") or {}
             if error.get("code") == ReplicaMismatchError.wire_code:
                 self.run.differs(str((error.get("fields") or {}).get("fqn")))
+            if error.get("code") == RanksDisagreeError.wire_code:
+                self.epochs.forget()
             if row["phase"] in (save_phases.FAILED, save_phases.ABANDONED) and row["save_id"] not in self._failed:
                 self._failed.append(row["save_id"])
             if row["phase"] in save_phases.ENDED and not self.run.alone:

@@ -28,11 +28,13 @@ from typing import Any
 import msgpack
 
 from asyncckpt.basics.failpoints import reach
+from asyncckpt.basics.seen_saves import all_seen, note_seen
 from asyncckpt.client.save_outcomes import Outcomes
 from asyncckpt.client.worker_links import WorkerAccess, WorkerLinks
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.distributed.rendezvous import SAVE, Exchange, Meeting, Save, ranks_disagree
 from asyncckpt.errors import AsyncCkptError, PlanTimeoutError, RanksDisagreeError, SaveFailedError
+from asyncckpt.format.names import SaveId
 from asyncckpt.planning.contributions import Contribution, decode_contributions
 from asyncckpt.planning.replica_checks import exchange_and_compare_digests
 from asyncckpt.planning.write_agreement import Agreement
@@ -42,7 +44,7 @@ from asyncckpt.state_dict.flatten import Flattened
 _EQUAL_FIELDS = ("package", "protocol", "path", "step", "replicated", "fsync", "overwrite", "layout")
 """Fields of an introduction that must be equal on all ranks; those that are "" are not compared."""
 
-_OTHER_FIELDS = ("run", "worker", "agreement", "sequence", "slots", "differ", "absent", "contribution")
+_OTHER_FIELDS = ("run", "worker", "agreement", "sequence", "slots", "differ", "absent", "seen", "contribution")
 """The other fields of an introduction: see `Coordination._own_fields`, `own_introduction` and `Contribution`."""
 
 
@@ -89,6 +91,9 @@ def decode_introduction(data: bytes) -> dict[str, Any]:
             raise ValueError("sequence or slots is not an int, or slots is less than 1")
         if not all(type(name) is str for name in found["differ"]):
             raise ValueError("differ contains something else than strings")
+        for directory, newest in found["seen"].items():
+            if type(directory) is not str or SaveId.parse(newest) != newest:
+                raise ValueError("seen is not a dict of directories and save IDs")
         return {name: found[name] for name in (*_OTHER_FIELDS, *_EQUAL_FIELDS)}
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
         raise RanksDisagreeError(
@@ -300,6 +305,9 @@ class Coordination:
             # save, in which they meet again.
             self._last_sequence = self.align(self._last_sequence, (found["sequence"] for found in introductions))
             self._last_attended = self._last_sequence if save else self._last_attended
+            for found in introductions:  # one rank may have restored for all of them
+                for directory, newest in found["seen"].items():
+                    note_seen([directory], [newest])
             reach("ranks: introduced")
             check_equal(introductions)
             if len({found["agreement"] for found in introductions}) > 1:
@@ -340,6 +348,7 @@ class Coordination:
             "slots": self._config.slots,
             "differ": list(self._differing),
             "absent": not self._new_names <= set(names),
+            "seen": all_seen(),
         }
 
     def _note_meeting(

@@ -36,6 +36,7 @@ _OWN_FILES = (
     ),
     re.compile(r"rank-[0-9]{5}\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.(?:index|objects\.json|items\.distcp)(?:\.tmp)?\Z"),
     re.compile(r"(?:manifest|dcp-metadata|tombstone)\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.tmp(?:\.[0-9a-f]{12}-[12])?\Z"),
+    re.compile(r"manifest\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.[0-9a-f]{12}\.tmp\Z"),
     re.compile(r"mirrored\.([0-9]{6}-[0-9]{8}-[0-9a-f]{12})\.json(?:\.tmp)?\Z"),
 )
 
@@ -149,9 +150,14 @@ def temporary_dcp_metadata_name(save_id: SaveId) -> str:
     return f"dcp-metadata.{save_id}.tmp"
 
 
-def temporary_manifest_name(save_id: SaveId) -> str:
-    """Return the name of the file that is written first and then linked to `manifest.json`."""
-    return f"manifest.{save_id}.tmp"
+def temporary_manifest_name(save_id: SaveId, token: str = "") -> str:
+    """Return the name of the file that is written first and then linked to `manifest.json`.
+
+    Args:
+        save_id: ID of the save.
+        token: In a mirror, 12 random hex digits of the copy: two processes may copy one checkpoint.
+    """
+    return f"manifest.{save_id}.{token}.tmp" if token else f"manifest.{save_id}.tmp"
 
 
 def quarantined_name(name: str, number: int) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import secrets
 import time
@@ -24,6 +25,7 @@ from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.urls import is_object_url
 from asyncckpt.errors import (
     CheckpointNotCommittedError,
+    CommitUnknownError,
     CorruptCheckpointError,
     UnsupportedFormatError,
     UnsupportedPathError,
@@ -40,8 +42,8 @@ from asyncckpt.format.names import (
     owner_of,
 )
 from asyncckpt.storage.catalog import read_manifest, scan
-from asyncckpt.storage.checkpoint_dir import exists_error, is_finished, manifest_if_readable, prepare_directory
-from asyncckpt.storage.commit import publish, remove_leftovers
+from asyncckpt.storage.checkpoint_dir import exists_error, is_finished, manifest_or_error, prepare_directory
+from asyncckpt.storage.commit import check_rank_files, publish, remove_leftovers
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import DEFAULT_UMASK
 from asyncckpt.storage.store import Store
@@ -53,6 +55,8 @@ ABANDONED_AFTER_S = 600.0
 """A temporary file in the mirror that has not changed for so long is of a process that died. Chosen."""
 
 _MODE_BITS = 0o777
+
+_logger = logging.getLogger("asyncckpt.storage")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,8 +189,8 @@ def copy_to_mirror(
         return MirrorReport(nbytes=found.nbytes, copied_nbytes=0, seconds=time.monotonic() - began)
     _refuse_same_directory(path, mirror, source, target)
     copy = _Copy(path, mirror, manifest, source, target, pace, progress)
-    standing = manifest_if_readable(mirror, target)
-    if standing is None or standing.save_id != save_id or not is_finished(mirror, standing, target):
+    standing = manifest_or_error(mirror, target)
+    if standing is None or standing.save_id != save_id or not _is_whole(mirror, standing, target):
         is_older_copy = standing is not None and standing.mirror == mirror and standing.save_id < save_id
         if standing is not None and standing.save_id != save_id and not is_older_copy:
             raise exists_error(mirror, save_id, standing, overwrite=False)
@@ -202,8 +206,17 @@ def copy_to_mirror(
                 raise
             raise copy.damaged(os.path.basename(error.filename), "it is missing") from error
         reach("mirror: files copied")
-        publish(mirror, manifest, store=target, overwrite=is_older_copy, dcp_metadata=dcp_metadata)
+        publish(mirror, manifest, store=target, overwrite=is_older_copy, dcp_metadata=dcp_metadata, token=copy.token)
         reach("mirror: committed")
+        if mirrored_manifest(mirror, save_id, target) is None:
+            detail = "it was put, and cannot be read back"
+            raise CommitUnknownError(
+                f"{mirror}: the manifest of save {save_id}: {detail}; check with `asyncckpt ls`",
+                code="EIO",
+                path=mirror,
+                detail=detail,
+                save_id=str(save_id),
+            )
     copy.remove_temporary()
     remove_leftovers(mirror, save_id, store=target)
     seconds = time.monotonic() - began
@@ -220,10 +233,29 @@ def mirrored_manifest(mirror: str, save_id: SaveId, store: Store) -> Manifest | 
         mirror: Path or URL of the copy.
         save_id: Of the save that it must be of.
         store: Store that holds the mirror.
+
+    Raises:
+        OSError: It cannot be known.
     """
-    found = manifest_if_readable(mirror, store)
+    found = manifest_or_error(mirror, store)
     is_copy = found is not None and found.save_id == save_id and is_finished(mirror, found, store)
     return found if is_copy else None
+
+
+def _is_whole(mirror: str, manifest: Manifest, store: Store) -> bool:
+    """Whether all files of a copy are there whose manifest is. Those that are not are copied again.
+
+    Raises:
+        OSError: It cannot be known.
+    """
+    if not is_finished(mirror, manifest, store):
+        return False
+    try:
+        check_rank_files(mirror, manifest, store=store)
+    except (OSError, CorruptCheckpointError) as error:  # a store that fails says so again when it is copied to
+        _logger.warning("the copy in the mirror %s is not whole, and is completed: %s", mirror, error)
+        return False
+    return True
 
 
 def _refuse_same_directory(path: str, mirror: str, source: Store, target: Store) -> None:
@@ -269,6 +301,7 @@ class _Copy:
     """The files of one copy.
 
     Attributes:
+        token: In the temporary names of files that another process may copy at the same time.
         sent_nbytes: Bytes that were sent.
     """
 
@@ -286,7 +319,7 @@ class _Copy:
         self._source, self._target, self._pace, self._progress = source, target, pace, progress
         self._files = source.as_files()
         self._held: dict[str, int] = {}
-        self._token = secrets.token_hex(6)
+        self.token = secrets.token_hex(6)
         self.sent_nbytes = 0
 
     def files(self) -> bytes | None:
@@ -364,7 +397,7 @@ class _Copy:
             self._progress(shard.nbytes)
             return
         final = os.path.join(self._mirror, shard.name)
-        name = final if self._target.shards_appear_whole else copied_shard_name(final, self._token)
+        name = final if self._target.shards_appear_whole else copied_shard_name(final, self.token)
         with self._image(shard) as image:
             writer = self._target.shard_writer(name, image, 0, shard.nbytes, aligned=False, fsync=True)
             try:
@@ -378,7 +411,9 @@ class _Copy:
                 writer.finish()
             except BaseException:
                 writer.abandon()
-                if writer.created:
+                # IMPORTANT: never what has its final name, as in an object store: another worker that copies the same
+                # checkpoint may have put it there, and committed.
+                if writer.created and name != final:
                     self._target.remove_quietly(name)
                 raise
         reach("mirror: shard written")

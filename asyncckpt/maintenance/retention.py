@@ -127,6 +127,23 @@ def survey(
     return Survey(tuple(stored), manifests, names, frozenset(unscored) if score is not None else frozenset())
 
 
+def abandoned_in(surveys: Mapping[str, Survey]) -> frozenset[str]:
+    """Return the paths of checkpoints that a rollback has abandoned, by the newest one of several roots together.
+
+    Args:
+        surveys: By root: a root and its mirror. The newest checkpoint may be in one of them only.
+    """
+    sound = [one.manifests[stored.name] for one in surveys.values() for stored in one.stored if stored.is_sound]
+    newest = max(sound, key=lambda manifest: manifest.save_id, default=None)
+    ancestry = None if newest is None else ancestry_in(newest.metadata)
+    return frozenset(
+        os.path.join(root, stored.name)
+        for root, one in surveys.items()
+        for stored in one.stored
+        if newest is not None and not is_ancestor(stored.save_id, newest.save_id, ancestry)
+    )
+
+
 def _is_unmirrored(path: str, manifest: Manifest, store: Store) -> bool:
     if manifest.mirror in (None, path):
         return False
@@ -151,6 +168,7 @@ def prune(
     restored: SaveId | None = None,
     verifies: Callable[[StoredCheckpoint], bool] | None = None,
     is_ours: Callable[[], bool] = lambda: True,
+    is_mirror: bool = False,
 ) -> list[Pruned]:
     """Remove the checkpoints that the policy gives up, in its order.
 
@@ -166,7 +184,8 @@ def prune(
       two checkpoints as large as the newest. Beyond that the oldest are removed, which is logged.
 
     A removal that fails is logged, and tried again next time. The files of saves that were never committed are removed
-    too, if they have not changed for `dead_after_s`, or for `gc.QUIET_S` if a later run has committed a checkpoint.
+    too, if they have not changed for `dead_after_s`, or, except in a mirror, for `gc.QUIET_S` if a later run has
+    committed a checkpoint.
 
     Args:
         root: Absolute path of the root.
@@ -181,6 +200,7 @@ def prune(
         verifies: Returns whether a checkpoint can be read back; None: read it, and compare all checksums.
         is_ours: Returns whether no other process prunes the root. Asked right before each removal, since this process
             may have been stopped for longer than others wait for it.
+        is_mirror: Whether the root is a mirror: a worker copies there for as long as it takes, also for a dead run.
 
     Raises:
         OSError: `root` or its pins cannot be read; nothing was removed.
@@ -216,7 +236,8 @@ def prune(
     if not is_sound:
         _log.warning("%s is not whole: retention removes nothing older", os.path.join(root, newest.name))
     elif delete:
-        rules = GarbageRules(now=time.time(), older_than_s=dead_after_s, dead_before_epoch=newest.save_id.epoch)
+        dead_before = 0 if is_mirror else newest.save_id.epoch
+        rules = GarbageRules(now=time.time(), older_than_s=dead_after_s, dead_before_epoch=dead_before)
         for name in found.names:
             if name not in busy and is_ours():
                 _finish(os.path.join(root, name), store)

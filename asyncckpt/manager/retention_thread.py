@@ -15,7 +15,7 @@ from asyncckpt.errors import AsyncCkptError, DirectoryInUseError
 from asyncckpt.format.names import SaveId
 from asyncckpt.maintenance.pins import pin, pinned_in, unpin
 from asyncckpt.maintenance.policy import RetentionPolicy, StoredCheckpoint, best_of, newest_of
-from asyncckpt.maintenance.retention import Score, Survey, is_read_back, prune, survey
+from asyncckpt.maintenance.retention import Score, Survey, abandoned_in, is_read_back, prune, survey
 from asyncckpt.manager.root_lock import RootLock
 from asyncckpt.restore import RestoredCheckpoint, finder
 from asyncckpt.storage.catalog import Candidate
@@ -250,6 +250,7 @@ class RootRetention:
             busy=copying | self.busy | set(pinned_in(self._root, self._store)),
             dead_after_s=self._dead_after_s,
             is_ours=self._is_ours,
+            is_mirror=True,
         )
 
     def _prune(self) -> None:
@@ -347,21 +348,21 @@ class RootRetention:
         """Return the committed checkpoints of the root and of its mirror, each once."""
         local = list(self._survey().stored)
         known = {one.save_id for one in local}
-        return [*local, *(one for one in self._copies(has_local=bool(local)) if one.save_id not in known)]
+        return [*local, *(one for one in self._copies(has_local=bool(local)).stored if one.save_id not in known)]
 
-    def _copies(self, *, has_local: bool) -> tuple[StoredCheckpoint, ...]:
-        """Return the committed checkpoints in the mirror; none if it cannot be listed and the root has some."""
+    def _copies(self, *, has_local: bool) -> Survey:
+        """Return what the mirror holds; nothing if it cannot be listed and the root has checkpoints."""
         if self._mirror is None or self._mirror_store is None:
-            return ()
+            return Survey((), {})
         with self._lock:
             broken = self._broken_in(self._mirror)
         try:
-            return survey(self._mirror, self._mirror_store, score=self._best_fn, broken=broken, links=True).stored
+            return survey(self._mirror, self._mirror_store, score=self._best_fn, broken=broken, links=True)
         except (OSError, AsyncCkptError) as error:
             if not has_local:
                 raise
             _log.warning("the mirror %s cannot be listed, so only %s is searched: %s", self._mirror, self._root, error)
-            return ()
+            return Survey((), {})
 
     def latest_step(self) -> int | None:
         """Return the step of the newest committed checkpoint, by lineage; None: there is none."""
@@ -383,15 +384,10 @@ class RootRetention:
         if self._mirror is not None:
             mirror = self._mirror if root == self._root else os.path.join(self._mirror, os.path.basename(root))
         found = finder(mirror)(root)
-        stored = {self._root: self._survey().stored}
+        surveys = {self._root: self._survey()}
         if self._mirror is not None:
-            stored[self._mirror] = self._copies(has_local=bool(found))
-        self._abandoned = frozenset(
-            os.path.join(place, one.name)
-            for place, all_there in stored.items()
-            for one in all_there
-            if one.is_abandoned
-        )
+            surveys[self._mirror] = self._copies(has_local=bool(found))
+        self._abandoned = abandoned_in(surveys)
         return sorted(found, key=lambda one: one.path in self._abandoned)  # stable: otherwise the order stays
 
     def restored(self, found: RestoredCheckpoint) -> None:

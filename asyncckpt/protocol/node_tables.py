@@ -87,7 +87,13 @@ ROWS: dict[str, dict[str, Check]] = {
     },
     "failure_rows": {"save_id": check.save_id, "outcome": failure, "error": error},
     "withdrawal_rows": {"save_id": check.save_id, "rank": check.rank, "reason": check.text, "skipped": check.flag},
-    "question_rows": {"rank": check.rank, "path": check.path, "mirror": check.path_or_none, "number": check.uint},
+    "question_rows": {
+        "rank": check.rank,
+        "path": check.path,
+        "mirror": check.path_or_none,
+        "least_epoch": check.uint,
+        "number": check.uint,
+    },
     "outcome_rows": {
         "save_id": check.save_id,
         "outcome": end_or_open,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncckpt.basics.paths import checkpoint_path
+from asyncckpt.basics.seen_saves import note_seen
 from asyncckpt.basics.urls import parent_of
 from asyncckpt.errors import (
     AsyncCkptError,
@@ -308,10 +309,15 @@ def next_epoch_beside(path: str, store: Store) -> int:
     return check_epoch(largest + 1, path)
 
 
-def next_epoch_by_names(path: str, store: Store) -> int:
-    """Return an epoch above those in the names of all files beside `path`; reads no file.
+def next_epoch_by_names(path: str, store: Store, run_id: str) -> int:
+    """Return an epoch above those in the names of all files beside `path`, except a run's own; reads no file.
 
     For a place that may be slow: each checkpoint has its epoch in the names of its files.
+
+    Args:
+        path: Path of a checkpoint.
+        store: Store that holds it.
+        run_id: The run that wants the epoch.
 
     Raises:
         SaveFailedError: Code `epoch`: there is none left.
@@ -324,7 +330,7 @@ def next_epoch_by_names(path: str, store: Store) -> int:
         for child in store.names(parent):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 owners = filter(None, map(owner_of, store.names(os.path.join(parent, child))))
-                largest = max([largest, *(owner.epoch for owner in owners)])
+                largest = max([largest, *(owner.epoch for owner in owners if owner.run_id != run_id)])
     except (FileNotFoundError, NotADirectoryError):
         pass
     return check_epoch(largest + 1, path)
@@ -474,6 +480,8 @@ def latest_checkpoint(
                 if not found:
                     raise
                 _log.warning("the mirror %s cannot be listed, so only %s is searched: %s", place, root, error)
+    places = {checkpoint_path(root), *(parent_of(path) for path, _ in found)}
+    note_seen(places, (manifest.save_id for _, manifest in found))
     best = newest(found)  # the first one of two with one ID
     return best[0] if best else None
 

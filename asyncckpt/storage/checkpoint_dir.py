@@ -220,7 +220,7 @@ def manifest_if_readable(path: str, store: Store) -> Manifest | None:
     """Return the manifest of the directory at `path`, or None if there is none that can be read."""
     try:
         return _existing_manifest(path, store)
-    except FileNotFoundError:
+    except OSError:
         return None
 
 
@@ -240,17 +240,13 @@ def manifest_or_error(path: str, store: Store) -> Manifest | None:
 
 
 def _existing_manifest(path: str, store: Store) -> Manifest | None:
-    """Return the manifest of the directory at `path`, or None if `manifest.json` cannot be read.
+    """Return the manifest of the directory at `path`, or None if `manifest.json` cannot be decoded as one.
 
     Raises:
         FileNotFoundError: There is no `manifest.json`.
+        OSError: It cannot be read.
     """
-    try:
-        data = read_record(path, store)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        return None
+    data = read_record(path, store)
     try:
         return decode_manifest(data, path)
     except AsyncCkptError:
@@ -354,6 +350,10 @@ def refuse_existing(path: str, save_id: SaveId, store: Store, *, overwrite: bool
         standing = _existing_manifest(path, store)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno not in _NO_MANIFEST:
+            raise
+        standing = None
     if standing is not None and standing.save_id == save_id:
         return standing
     is_older = standing is not None and standing.save_id < save_id
@@ -367,7 +367,7 @@ def refuse_existing(path: str, save_id: SaveId, store: Store, *, overwrite: bool
         store.stat(os.path.join(path, MANIFEST_NAME))
     except FileNotFoundError:
         return None
-    tombstone = tombstone_if_readable(path, store) if standing is None else None
+    tombstone = tombstone_or_error(path, store) if standing is None else None
     if tombstone is not None and tombstone.save_id < save_id:
         return tombstone
     if tombstone is not None:

@@ -146,7 +146,13 @@ def check_rank_files(path: str, manifest: Manifest, *, store: Store) -> None:
 
 
 def publish(
-    path: str, manifest: Manifest, *, store: Store, overwrite: bool = False, dcp_metadata: bytes | None = None
+    path: str,
+    manifest: Manifest,
+    *,
+    store: Store,
+    overwrite: bool = False,
+    dcp_metadata: bytes | None = None,
+    token: str = "",
 ) -> None:
     """Commit: publish `manifest` if the directory has none. Idempotent for the same save.
 
@@ -160,6 +166,7 @@ def publish(
         store: Store that holds the directory.
         overwrite: Whether to replace an older manifest. `remove_leftovers` then removes the old checkpoint's files.
         dcp_metadata: In layout "dcp" the content of `.metadata`, to which `manifest.dcp` belongs.
+        token: As of `temporary_manifest_name`.
 
     Raises:
         CheckpointExistsError: The directory has the manifest of another save (with `overwrite`: one that is not older),
@@ -191,6 +198,7 @@ def publish(
             overwrite=overwrite,
             may_replace=may_replace,
             is_created=is_created,
+            token=token,
         )
 
 
@@ -203,6 +211,7 @@ def _publish(
     overwrite: bool,
     may_replace: bool,
     is_created: bool,
+    token: str,
 ) -> None:
     temporary: str | None = None  # path of the file that becomes `.metadata`
     version: str | None = None  # the store's version of the manifest to replace
@@ -225,9 +234,9 @@ def _publish(
             store.remove_quietly(temporary)
         raise
     if temporary is None:
-        _put(path, manifest, store, version if standing is not None else None)
+        _put(path, manifest, store, version if standing is not None else None, token)
     else:
-        _put_both(path, temporary, manifest, standing, store, version)
+        _put_both(path, temporary, manifest, standing, store, version, token)
     if is_created:
         _check_after_creation(path, manifest, store)
     try:
@@ -260,6 +269,7 @@ def _put_both(
     standing: Manifest | Tombstone | None,
     store: Store,
     version: str | None,
+    token: str,
 ) -> None:
     """Publish manifest and `.metadata`, in the order in which a checkpoint that they replace is complete until then."""
     metadata_first = False
@@ -269,7 +279,7 @@ def _put_both(
             metadata_first = is_finished(path, standing, store) and not has_dcp_metadata(path, store)
         if metadata_first:
             _put_dcp_metadata(path, temporary, manifest, store)
-        _put(path, manifest, store, version if standing is not None else None)
+        _put(path, manifest, store, version if standing is not None else None, token)
     except CommitUnknownError:
         raise
     except BaseException:
@@ -313,13 +323,13 @@ def _put_dcp_metadata(path: str, temporary: str, manifest: Manifest, store: Stor
         store.sync(path)
 
 
-def _put(path: str, manifest: Manifest, store: Store, version: str | None) -> None:
+def _put(path: str, manifest: Manifest, store: Store, version: str | None, token: str) -> None:
     """Publish the manifest if there is none; with `version`, replace the file with that version.
 
     If the save's own manifest is already there, this succeeds.
     """
     final = os.path.join(path, MANIFEST_NAME)
-    temporary = os.path.join(path, temporary_manifest_name(manifest.save_id))
+    temporary = os.path.join(path, temporary_manifest_name(manifest.save_id, token))
     data = encode_manifest(manifest)
     try:
         if version is None:

@@ -13,8 +13,8 @@ from typing import Any
 from asyncckpt import __version__
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.paths import current_umask
+from asyncckpt.client.epochs import EpochCache
 from asyncckpt.client.slot import PrivateStagingBuffer
-from asyncckpt.client.worker_client import EpochCache
 from asyncckpt.commit_hooks import HookRunner
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.distributed.run_agreement import Coordination
@@ -75,7 +75,7 @@ class LocalSave:
         self._memory: PrivateStagingBuffer | None = None
         self._image: SlotImage | None = None
         self._engine = CopyEngine(config)
-        self._epochs = EpochCache(lambda path, *_: catalog.next_epoch_beside(path, self._store_at(path)))
+        self._epochs = EpochCache(self._next_epoch)
         self._pool = ThreadPoolExecutor(config.write_threads or DEFAULT_THREADS, thread_name_prefix="asyncckpt-write")
 
     def _files_at(self, path: str) -> Files:
@@ -99,6 +99,9 @@ class LocalSave:
         except OSError as error:
             rank = self.ranks.rank.rank
             raise save_failure(error, save_id=str(save_id), rank=rank, step=step, path=path) from error
+
+    def _next_epoch(self, path: str, mirror: str, run: str, least: int, brief: bool) -> int:
+        return catalog.check_epoch(max(least, catalog.next_epoch_beside(path, self._store_at(path))), path)
 
     def epoch_for(self, path: str, run: str) -> int:
         """Return the epoch of a save to `path`."""

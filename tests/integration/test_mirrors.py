@@ -208,6 +208,45 @@ def test_on_a_new_disk_a_run_is_newer_than_those_in_the_mirror(endpoint: str, tm
     assert epochs == [1, 2]
 
 
+@pytest.mark.parametrize("way", ["restore_latest", "latest_checkpoint", "sync"])
+def test_on_a_new_disk_a_run_is_newer_than_what_it_goes_on_from_also_if_its_first_save_has_no_mirror(
+    worker: RealWorker, tmp_path: pathlib.Path, way: str
+) -> None:
+    mirror, fresh = tmp_path / "mirror", tmp_path / "new disk"
+    for step in (1, 2, 3):
+        with AsyncCheckpointer(endpoint=worker.endpoint) as earlier:
+            save(earlier, tmp_path, step, {"n": step}).mirrored.result(DEADLINE_S)
+    if way == "latest_checkpoint":
+        assert asyncckpt.latest_checkpoint(fresh, mirror=mirror) == str(mirror / "step-3")
+    else:
+        found = asyncckpt.restore_latest(fresh, mirror=mirror, source="disk")
+        assert found is not None and found.step == 3
+    if way == "sync":
+        with SyncCheckpointer() as alone:
+            alone.save({"n": 4}, fresh / "step-4", step=4)
+        assert asyncckpt.latest_checkpoint(fresh, mirror=mirror) == str(fresh / "step-4")
+        return
+    with AsyncCheckpointer(endpoint=worker.endpoint) as checkpointer:
+        for step in (4, 5, 6, 7):
+            place = mirror / f"step-{step}" if step % 2 else None
+            handle = checkpointer.save({"n": step}, fresh / f"step-{step}", step=step, mirror=place)
+            handle.written.result(DEADLINE_S)
+            assert asyncckpt.latest_checkpoint(fresh, mirror=mirror) == str(fresh / f"step-{step}")
+    assert {save_id_of(fresh / f"step-{step}").epoch for step in (4, 5, 6, 7)} == {4}
+
+
+def test_a_mirror_that_appears_later_is_asked_as_well(checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path) -> None:
+    mirror, fresh = tmp_path / "mirror", tmp_path / "new disk"
+    for step in (1, 2, 3):
+        with SyncCheckpointer() as earlier:
+            earlier.save({"n": step}, mirror / f"step-{step}", step=step)
+    for step in (4, 5, 6):
+        place = mirror / f"step-{step}" if step == 5 else None
+        checkpointer.save({"n": step}, fresh / f"step-{step}", step=step, mirror=place).written.result(DEADLINE_S)
+    assert [save_id_of(fresh / f"step-{step}").epoch for step in (4, 5, 6)] == [1, 4, 4]
+    assert asyncckpt.latest_checkpoint(fresh, mirror=mirror) == str(fresh / "step-6")
+
+
 def test_on_a_new_disk_a_mirror_that_does_not_answer_is_waited_for_briefly_and_its_checkpoints_count_as_older(
     endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +264,13 @@ def test_on_a_new_disk_a_mirror_that_does_not_answer_is_waited_for_briefly_and_i
                 again = checkpointer.save(STATE, tmp_path / "runs" / f"{step}", mirror=f"s3://bucket/runs/{step}")
                 again.written.result(DEADLINE_S)
             assert time.monotonic() - began < DEADLINE_S / 2 and not again.mirrored.done()
+        # A second run on another new disk, within the same hour. For the first disk stands what it has mirrored.
+        found = asyncckpt.restore_latest(tmp_path / "new disk", mirror=tmp_path / "runs", source="disk")
+        assert found is not None and found.save_id == str(save_id_of(tmp_path / "runs" / "3"))
+        with running(endpoint, SOON), AsyncCheckpointer(endpoint=endpoint) as checkpointer:
+            path = tmp_path / "new disk" / "step-4"
+            checkpointer.save(STATE, path, step=4, mirror="s3://bucket/runs/step-4").written.result(DEADLINE_S)
+            assert save_id_of(path).epoch == SaveId.parse(found.save_id).epoch + 1
 
 
 def test_a_manager_keeps_what_is_not_mirrored_and_removes_it_afterwards(

@@ -135,12 +135,17 @@ class Removed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LineageScanned:
-    """Result of ScanLineage: the next epoch by the checkpoints on disk."""
+    """Result of ScanLineage: the next epoch by the checkpoints on disk, and by other runs' in the mirror; 0: not asked.
+
+    `mirror`: as of the action.
+    """
 
     now: float
     run: str
     path: str
+    mirror: str = ""
     epoch: int = 0
+    mirror_epoch: int = 0
     error: Wire | None = None
 
 

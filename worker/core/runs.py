@@ -8,7 +8,8 @@ member     its session ends (death, goodbye)                                    
 leaving    its slots have been read once more                                   -> departed, or member if it is back
 departed   lineage, begin, or a sealed slot of a new session                    -> member
 
-The same run gets the same epoch for a directory, another run a larger one.
+The same run gets the same epoch for a directory, another run a larger one. It becomes larger only if a save is to be
+copied to a directory of mirrors that was not looked at before, or if a rank has restored from a newer run.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from asyncckpt.basics.storage_options import NO_OPTIONS
+from asyncckpt.basics.urls import parent_of
 from asyncckpt.errors import AsyncCkptError, SaveFailedError, from_wire, to_wire
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.messages import Lineage, LineageFound
@@ -188,7 +190,7 @@ Question = tuple[Peer, int]
 
 
 class LineageBook:
-    """Reserves epochs in `Run.epochs`. Requests of a run for one directory share one scan of it.
+    """Reserves epochs in `Run.epochs`. Requests of a run for one directory, with one of mirrors, share one scan.
 
     Args:
         tables: Tables of the core.
@@ -203,7 +205,8 @@ class LineageBook:
 
     def __init__(self, tables: Tables, runs: RunBook, ask_leader: Callable[[Session, Run, Lineage], None]) -> None:
         self._t, self._runs, self._ask_leader = tables, runs, ask_leader
-        self._waiting: dict[tuple[str, str], dict[Question, None]] = {}
+        self._waiting: dict[tuple[str, str, str], dict[Question, int]] = {}
+        """Run, directory and directory of mirrors -> who waits, and which epoch is the least for each."""
 
     def ask(self, session: Session, m: Lineage) -> None:
         """Answer with the epoch that the run has already; else ask the leader or scan the disk."""
@@ -212,22 +215,34 @@ class LineageBook:
             world_size = self._t.runs[m.run].world_size
             error = from_wire(other_world(m.run, world_size, session.rank, session.world_size))
             return self._refuse(session.peer, m.id, m.run, m.path, error)
-        if os.path.dirname(m.path) in run.epochs:
-            return self._answer(session.peer, m.id, m.run, m.path, run.epochs[os.path.dirname(m.path)])
+        parent = os.path.dirname(m.path)
+        mirror = "" if run.has_epoch(parent, _home_of(m.mirror), 0) else m.mirror
+        if run.has_epoch(parent, _home_of(m.mirror), m.least_epoch):
+            return self._answer(session.peer, m.id, m.run, m.path, run.epochs[parent])
         if run.followed:
             return self._ask_leader(session, run, m)
-        key = m.run, os.path.dirname(m.path)
+        key = m.run, parent, _home_of(mirror)
         waiting = self._waiting.get(key)
         if (self._t.jobs if waiting is None else len(waiting)) >= MAX_JOBS:
             return self._refuse(session.peer, m.id, m.run, m.path, busy())
         if waiting is None:
             waiting = self._waiting[key] = {}
             self._t.lineage_scans += 1
-            self._t.actions.append(
-                ScanLineage(run=m.run, path=m.path, mirror=m.mirror, storage=self._storage_for(session))
+            scan = ScanLineage(
+                run=m.run,
+                path=m.path,
+                mirror=mirror,
+                has_epoch=parent in run.epochs,
+                storage=self._storage_for(session),
             )
-        waiting[session.peer, m.id] = None
+            self._t.actions.append(scan)
+        question = session.peer, m.id
+        waiting[question] = max(m.least_epoch, waiting.get(question, 0))
         return None
+
+    def is_asked_for(self, run_id: str, parent: str) -> bool:
+        """Whether a request for the epoch of a directory has no answer yet."""
+        return any(key[:2] == (run_id, parent) for key in self._waiting)
 
     def _storage_for(self, session: Session) -> Mapping[str, str]:
         """Return the options of the session, or of a rank of this node where another worker asks for its own."""
@@ -237,7 +252,8 @@ class LineageBook:
     def scanned(self, event: LineageScanned) -> None:
         """Reserve the epoch, and answer all requests that wait for this scan."""
         parent = os.path.dirname(event.path)
-        waiting = self._waiting.pop((event.run, parent), None)
+        home = _home_of(event.mirror)
+        waiting = self._waiting.pop((event.run, parent, home), None)
         if waiting is None:
             return
         self._t.lineage_scans -= 1
@@ -248,8 +264,8 @@ class LineageBook:
             error = from_wire(event.error)
         elif run is not None:
             try:
-                epoch = run.epochs.get(parent) or self._next(run, parent, event)
-                run.remember_epoch(parent, epoch)
+                epoch = self._next(run, parent, event, max(waiting.values()))
+                run.remember_epoch(parent, epoch, home)
             except SaveFailedError as refusal:
                 error = refusal
         for peer, id in waiting:
@@ -268,8 +284,10 @@ class LineageBook:
             return self.notify_followers(run_id, path, 0, to_wire(error))
         return self._t.refuse(peer, id, error)
 
-    def _next(self, run: Run, parent: str, event: LineageScanned) -> int:
-        """Return an epoch above those of all saves in the directory, open ones and other runs' reservations included.
+    def _next(self, run: Run, parent: str, event: LineageScanned, least: int) -> int:
+        """Return the run's epoch, if it is large enough for the mirror and for `least`.
+
+        Else return one above those of all saves in the directory, open ones and other runs' reservations included.
 
         Raises:
             SaveFailedError: No larger epoch exists.
@@ -277,7 +295,13 @@ class LineageBook:
         beside = [s.save_id for s in self._t.ended if parent in s.directories]
         beside += [s.save_id for s in self._t.saves.values() if parent in map(os.path.dirname, s.paths)]
         own = [save_id.epoch for save_id in beside if save_id.run_id == run.run_id]
-        if own:
-            return max(own)
-        promised = [r.epochs[parent] for r in self._t.runs.values() if parent in r.epochs]
-        return check_epoch(max([event.epoch, *(e + 1 for e in promised), *(s.epoch + 1 for s in beside)]), event.path)
+        known, least = run.epochs.get(parent) or max(own, default=0), max(least, event.mirror_epoch)
+        if known and known >= least:
+            return known
+        promised = [r.epochs[parent] for r in self._t.runs.values() if r is not run and parent in r.epochs]
+        others = [*promised, *(save_id.epoch for save_id in beside if save_id.run_id != run.run_id)]
+        return check_epoch(max(least, event.epoch, *(epoch + 1 for epoch in others), 1), event.path)
+
+
+def _home_of(mirror: str) -> str:
+    return parent_of(mirror) if mirror else ""

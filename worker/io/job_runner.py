@@ -525,10 +525,10 @@ class JobRunner:
 
     def _lineage(self, action: ac.ScanLineage) -> ev.LineageScanned:
         try:
-            epoch = self._writer.lineage(action.path, action.mirror)
+            epoch, mirror_epoch = self._writer.lineage(action)
         except BaseException as error:
             return _scanned(action, error=to_wire(error))
-        return _scanned(action, epoch=epoch)
+        return _scanned(action, epoch=epoch, mirror_epoch=mirror_epoch)
 
     def _copy(self, action: ac.CopyToMirror) -> ev.Copied:
         try:
@@ -559,7 +559,7 @@ def _not_copied(action: ac.CopyToMirror, error: Exception) -> ev.Copied:
 
 
 def _scanned(action: ac.ScanLineage, **found: Any) -> ev.LineageScanned:
-    return ev.LineageScanned(now=time.monotonic(), run=action.run, path=action.path, **found)
+    return ev.LineageScanned(now=time.monotonic(), run=action.run, path=action.path, mirror=action.mirror, **found)
 
 
 def failed_result(action: ac.Action, error: Exception) -> ev.Event | None:

@@ -33,7 +33,7 @@ from asyncckpt.storage.mounts.probe import is_native
 from asyncckpt.storage.rank_writer import DEFAULT_THREADS, RankResult, RankWriter
 from asyncckpt.storage.recovery import is_committed, resume_rank_files
 from asyncckpt.storage.store import DirectoryIdentity, Store
-from asyncckpt_worker.core.actions import Commit, Prepare, Write
+from asyncckpt_worker.core.actions import Commit, Prepare, ScanLineage, Write
 from asyncckpt_worker.core.events import SaveKey
 from asyncckpt_worker.io.content_digest import rest_print
 from asyncckpt_worker.io.remote_ranks import Structures, dcp_part_at, index_at, wait_until_visible
@@ -261,8 +261,8 @@ class Writer:
         """Remove the files of a failed save; errors are only logged."""
         remove_files_of(path, SaveId.parse(save_id), store=self._store(path))
 
-    def lineage(self, path: str, mirror: str) -> int:
-        """Return the epoch of a run whose first checkpoint is at `path`, and is copied to `mirror`, "" for nowhere.
+    def lineage(self, job: ScanLineage) -> tuple[int, int]:
+        """Return the next epoch beside the path, and that beside the mirror; 0: the job does not ask.
 
         Raises:
             SaveFailedError: The checkpoints beside the path cannot be read.
@@ -270,22 +270,22 @@ class Writer:
         Blocks: for a mirror, at most `MIRROR_ANSWER_S`.
         """
 
-        def run() -> int:
-            check_root(path, self._roots)
+        def run() -> tuple[int, int]:
+            check_root(job.path, self._roots)
             reach("worker: lineage asked for")
-            epoch = next_epoch_beside(path, self._store(path))
-            return max(epoch, self._epoch_in_mirror(mirror)) if mirror else epoch
+            epoch = 0 if job.has_epoch else next_epoch_beside(job.path, self._store(job.path))
+            return epoch, self._epoch_in_mirror(job.mirror, job.run) if job.mirror else 0
 
-        return self._wrapped(run, None, None, None, path)
+        return self._wrapped(run, None, None, None, job.path)
 
-    def _epoch_in_mirror(self, mirror: str) -> int:
+    def _epoch_in_mirror(self, mirror: str, run_id: str) -> int:
         """Return the next epoch beside a mirror, which may have checkpoints of runs that this disk has not seen."""
         found: list[int] = []
         options = contextvars.copy_context()  # which has those of the store
 
         def ask() -> None:
             try:
-                found.append(options.run(lambda: next_epoch_by_names(mirror, self._store(mirror))))
+                found.append(options.run(lambda: next_epoch_by_names(mirror, self._store(mirror), run_id)))
             except Exception as error:
                 _logger.warning("the mirror %s does not say which checkpoints it holds: %s", mirror, error)
 

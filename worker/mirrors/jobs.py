@@ -23,7 +23,7 @@ from asyncckpt.maintenance.mirroring import (
     umask_of,
     unmirrored_in,
 )
-from asyncckpt.storage.checkpoint_dir import manifest_if_readable
+from asyncckpt.storage.checkpoint_dir import manifest_or_error
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import DEFAULT_UMASK, store_over
 from asyncckpt.storage.locate import files_at
@@ -109,7 +109,7 @@ class Mirrorer:
         store = store_over(files_at(job.path, files=self._files))
         if is_mirrored(job.path, job.save_id, store):
             return {}
-        local = manifest_if_readable(job.path, store)
+        local = manifest_or_error(job.path, store)
         if local is not None and local.save_id == job.save_id:
             return None
         # It was removed or replaced, which may have been after it was copied.

@@ -123,8 +123,20 @@ class MirrorBook:
             self._add(copy)
         else:  # a trainer has asked for it before; it may be under way
             known.copies, known.step, known.nbytes, known.storage = True, copy.step, copy.nbytes, copy.storage
+        self._renew(copy)
         self.scan(parent_of(copy.path), copy.storage)
         self._begin()
+
+    def _renew(self, newest: Copy) -> None:
+        """Give the options of the latest commit to copies to the same directory whose own may have expired.
+
+        These are the copies that have failed, and those that no trainer asks for; a trainer that asks gives its own.
+        """
+        home = parent_of(newest.mirror)
+        for copy in self._open.values() if newest.storage else ():
+            is_left = copy.error is not None or self._t.now - copy.asked_at > FORGET_AFTER_S
+            if is_left and parent_of(copy.mirror) == home:
+                copy.storage = newest.storage
 
     def ask(self, session: Session, m: Mirror) -> None:
         """Answer how far a copy is. One that is not known begins, or is looked for."""
@@ -153,7 +165,7 @@ class MirrorBook:
         if root in self._scans:
             return
         self._scans[root] = False
-        for old in [one for one, has_ended in self._scans.items() if has_ended][: len(self._scans) - MAX_SCANS]:
+        for old in [one for one, has_ended in self._scans.items() if has_ended][: max(0, len(self._scans) - MAX_SCANS)]:
             del self._scans[old]
         self._t.actions.append(ScanUnmirrored(root=root, storage=storage))
 

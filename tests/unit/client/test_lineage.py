@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from asyncckpt.client.worker_client import EpochCache
+from asyncckpt.basics import seen_saves
+from asyncckpt.basics.seen_saves import MAX_SEEN, all_seen, newest_seen, note_seen
+from asyncckpt.client.epochs import EpochCache
+from asyncckpt.format.names import SaveId
 
-RUN = "0123456789ab"
+RUN, OTHER_RUN = "0123456789ab", "ffffffffffff"
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seen_saves, "_seen", type(seen_saves._seen)())
 
 
 class Directory:
@@ -17,12 +25,11 @@ class Directory:
         self.asked: list[tuple[str, str, bool]] = []
         self.error: Exception | None = None
 
-    def ask(self, path: str, mirror: str, run: str, brief: bool) -> int:
-        assert mirror == ""
+    def ask(self, path: str, mirror: str, run: str, least: int, brief: bool) -> int:
         self.asked.append((path, run, brief))
         if self.error is not None:
             raise self.error
-        return self.epochs[path.split("/")[1]]
+        return max(least, self.epochs[path.split("/")[1]], self.epochs[mirror.split("/")[1]] if mirror else 0)
 
 
 def test_a_directory_is_looked_at_once() -> None:
@@ -48,3 +55,44 @@ def test_after_a_failure_it_is_asked_for_briefly() -> None:
     directory.error = None
     assert epochs.epoch_for("/a/x", RUN) == 3
     assert [brief for _, _, brief in directory.asked] == [False, True, True]
+
+
+def test_a_directory_of_mirrors_that_was_not_looked_at_is_asked_for_once() -> None:
+    directory = Directory(a=1, m=4, n=2)
+    epochs = EpochCache(directory.ask)
+    mirrors = ["", "/m/2", "", "/m/4", "/n/5"]
+    assert [epochs.epoch_for(f"/a/{n}", RUN, mirror) for n, mirror in enumerate(mirrors)] == [1, 4, 4, 4, 4]
+    assert [path for path, _, _ in directory.asked] == ["/a/0", "/a/1", "/a/4"]
+    first = EpochCache(directory.ask)
+    assert [first.epoch_for("/a/6", RUN, mirror) for mirror in ("/n/6", "")] == [2, 2] and len(directory.asked) == 4
+
+
+@pytest.mark.parametrize("where", ["/a", "/m"])
+def test_a_run_is_newer_than_what_the_process_has_looked_at_to_restore_from(where: str) -> None:
+    note_seen([where], [SaveId(5, 3, OTHER_RUN), SaveId(4, 9, OTHER_RUN)])
+    assert EpochCache(Directory(a=1, m=1).ask).epoch_for("/a/x", RUN, "/m/x") == 6
+    assert EpochCache(Directory(a=1, m=1).ask).epoch_for("/a/x", OTHER_RUN, "/m/x") == 5, "its own checkpoint"
+    assert EpochCache(Directory(b=1).ask).epoch_for("/b/x", RUN) == 1, "another training"
+
+
+def test_a_run_that_looks_at_a_newer_one_stays_the_older_one() -> None:
+    epochs = EpochCache(Directory(a=1).ask)
+    assert epochs.epoch_for("/a/0", RUN) == 1
+    note_seen(["/a"], [SaveId(3, 0, OTHER_RUN)])
+    assert epochs.epoch_for("/a/1", RUN) == 1
+
+
+def test_ranks_that_disagreed_ask_again() -> None:
+    directory = Directory(a=1)
+    epochs = EpochCache(directory.ask)
+    assert epochs.epoch_for("/a/0", RUN) == 1
+    directory.epochs["a"] = 4  # another rank has asked with a mirror
+    epochs.forget()
+    assert epochs.epoch_for("/a/1", RUN) == 4
+
+
+def test_what_was_seen_is_bounded() -> None:
+    for number in range(MAX_SEEN + 1):
+        note_seen([f"/{number}"], [SaveId(1, 0, RUN)])
+    note_seen(["/2"], [])
+    assert len(all_seen()) == MAX_SEEN and newest_seen("/0") == "" and newest_seen("/0", "/1") == SaveId(1, 0, RUN)

@@ -135,6 +135,7 @@ def test_name_that_safetensors_keeps_is_refused() -> None:
         names.index_name(SAVE_ID, 12),
         names.objects_name(SAVE_ID, 12),
         names.temporary_manifest_name(SAVE_ID),
+        names.temporary_manifest_name(SAVE_ID, "0123456789ab"),
     ],
 )
 def test_own_files_are_known_by_name(name: str) -> None:

@@ -24,6 +24,7 @@ SPEC = spec("format")
         ("manifest", names.MANIFEST_NAME),
         ("lock", names.LOCK_NAME),
         ("temporary manifest", names.temporary_manifest_name(SAVE_ID)),
+        ("temporary manifest of a copy", names.temporary_manifest_name(SAVE_ID, "0123456789ab")),
         ("index", names.index_name(SAVE_ID, 7)),
         ("objects", names.objects_name(SAVE_ID, 7)),
         ("shard", names.shard_name(SAVE_ID, 7, 3)),
@@ -41,7 +42,7 @@ def test_file_name_follows_the_pattern(file: str, made: str) -> None:
 
 
 def test_patterns_are_all_that_is_ours() -> None:
-    assert len(table(SPEC, "file", "name", "holds")) == 15
+    assert len(table(SPEC, "file", "name", "holds")) == 16
 
 
 def test_the_name_of_what_was_put_aside_follows_the_spec() -> None:

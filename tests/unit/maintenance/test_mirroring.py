@@ -36,6 +36,7 @@ from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.store import Store
 from asyncckpt.storage.verification import leftovers, verify_checkpoint
+from asyncckpt_worker.mirrors.jobs import cannot_succeed
 from tests import object_servers
 from tests.failing_process import At, fail
 from tests.saving import ENVIRONMENT, ROOT
@@ -124,6 +125,44 @@ def test_a_copy_that_was_cut_off_goes_on_and_sends_no_file_twice(
     assert sent <= report.nbytes + allowed
     assert verify_checkpoint(place, store.as_files()).state == "ok" and is_mirrored(path, SAVE_ID, LocalStore())
     assert not [name for name in contents(store, place) if name.endswith(".tmp")]
+
+
+def test_a_copy_that_fails_removes_nothing_that_another_worker_has_committed(
+    tmp_path: pathlib.Path, mirror: Any
+) -> None:
+    path, (store, place) = tmp_path / "step-1", mirror
+    saved(path, place)
+    paced: list[int] = []
+
+    def overtaken(nbytes: int) -> None:
+        paced.append(nbytes)
+        if len(paced) == 2:  # within the first shard
+            copy(path, mirror)
+            raise OSError(errno.EACCES, "the token has expired")
+
+    with pytest.raises(OSError, match="the token has expired"):
+        copy(path, mirror, pace=overtaken)
+    assert verify_checkpoint(place, store.as_files()).state == "ok"
+    assert is_mirrored(str(path), SAVE_ID, LocalStore())
+
+
+@pytest.mark.parametrize("kind", [".safetensors", ".index", ".objects.json"])
+@pytest.mark.parametrize("damage", ["gone", "short"])
+def test_a_copy_that_is_committed_and_lacks_a_file_is_completed(
+    tmp_path: pathlib.Path, mirror: Any, damage: str, kind: str
+) -> None:
+    path, (store, place) = tmp_path / "step-1", mirror
+    saved(path, place)
+    nbytes = copy(path, mirror).nbytes
+    name = next(name for name in sorted(contents(store, place)) if name.endswith(kind))
+    if damage == "gone":
+        store.remove(f"{place}/{name}")
+    else:
+        store.put(f"{place}/{name}", b"{", replace=True)
+    (path / mirror_record_name(SAVE_ID)).unlink()
+    assert 0 < copy(path, mirror).copied_nbytes < nbytes
+    assert verify_checkpoint(place, store.as_files()).state == "ok"
+    assert is_mirrored(str(path), SAVE_ID, LocalStore())
 
 
 def test_a_file_that_a_dead_process_had_begun_is_not_taken_for_whole(tmp_path: pathlib.Path) -> None:
@@ -308,6 +347,101 @@ def test_a_full_mirror_keeps_what_is_whole_and_nothing_else(tmp_path: pathlib.Pa
     report = copy_to_mirror(str(path), SAVE_ID, place, source=LocalStore(), target=LocalStore(files))
     assert 0 < report.copied_nbytes < report.nbytes, "the first shard was whole"
     assert verify_checkpoint(place, Files()).state == "ok"
+
+
+class Flaky:
+    """Lets one read of a manifest in a store fail."""
+
+    def __init__(self, store: Store, visit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left, self._read = visit, store.read_whole
+        monkeypatch.setattr(store, "read_whole", self.read_whole)
+
+    def read_whole(self, name: str, max_nbytes: int) -> bytes:
+        """Read, or fail."""
+        self.left -= os.path.basename(name) == MANIFEST_NAME
+        if self.left == 0:
+            self.left = -1
+            raise OSError(errno.EIO, "503 for a minute", name)
+        return self._read(name, max_nbytes)
+
+
+@pytest.mark.parametrize("stands", ["an earlier copy", "the copy", "the copy alone"])
+def test_a_manifest_in_the_mirror_that_cannot_be_read_at_one_moment_ends_no_copy_for_good(
+    tmp_path: pathlib.Path, mirror: Any, monkeypatch: pytest.MonkeyPatch, stands: str
+) -> None:
+    store, save_id = mirror[0], OTHER_ID if stands == "an earlier copy" else SAVE_ID
+    for visit in range(1, 20):
+        path, there = tmp_path / "runs" / f"step-{visit}", (store, f"{mirror[1]}-{visit}")
+        saved(path, there[1])
+        copy(path, there)
+        if stands == "an earlier copy":
+            saved(path, there[1], OTHER_ID)
+        elif stands == "the copy alone":
+            shutil.rmtree(path)
+        with monkeypatch.context() as patched:
+            flaky = Flaky(store, visit, patched)
+            try:
+                copy(path, there, save_id)
+            except Exception as error:
+                assert not cannot_succeed(error), error
+        assert copy(path, there, save_id).nbytes > 0
+        assert verify_checkpoint(there[1], store.as_files()).state == "ok"
+        if flaky.left > 0:
+            break
+    assert flaky.left > 0 and visit > 1
+
+
+class KilledError(BaseException):
+    """The process is no more."""
+
+
+class DyingFiles(Files):
+    """Those of a process that is killed while it writes a manifest."""
+
+    is_dead = False
+
+    def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
+        """Write; of a manifest only a part."""
+        if b"asyncckpt_manifest" not in bytes(buffer[:100]):
+            return super().pwrite(fd, buffer, offset)
+        super().pwrite(fd, buffer[:100], offset)
+        self.is_dead = True
+        raise KilledError
+
+    def unlink(self, path: str) -> None:
+        """Remove a file, if alive."""
+        if self.is_dead:
+            raise OSError(errno.EIO, "the process is dead", path)
+        super().unlink(path)
+
+
+def test_a_manifest_that_a_killed_worker_had_begun_is_not_published_by_another_that_copies_the_same(
+    tmp_path: pathlib.Path,
+) -> None:
+    path, mirror = tmp_path / "step-1", (LocalStore(), str(tmp_path / "mirror" / "step-1"))
+    saved(path, mirror[1])
+
+    def another_is_killed() -> None:
+        with pytest.raises(KilledError):
+            copy(path, (LocalStore(DyingFiles()), mirror[1]))
+
+    with observed(At("put: flushed", another_is_killed)):
+        copy(path, mirror)
+    assert verify_checkpoint(mirror[1], Files()).state == "ok"
+    assert is_mirrored(str(path), SAVE_ID, LocalStore())
+    assert not [one for one in os.listdir(mirror[1]) if one.endswith(".tmp")]
+
+
+def test_a_manifest_that_cannot_be_read_back_is_not_recorded(tmp_path: pathlib.Path, mirror: Any) -> None:
+    path, (store, place) = tmp_path / "step-1", mirror
+    saved(path, place)
+
+    def damage() -> None:
+        store.put(f"{place}/{MANIFEST_NAME}", b"{", replace=True)
+
+    with observed(At("mirror: committed", damage)), pytest.raises(CommitUnknownError, match="cannot be read back"):
+        copy(path, mirror)
+    assert not is_mirrored(str(path), SAVE_ID, LocalStore())
 
 
 KILLED = """

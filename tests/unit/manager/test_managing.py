@@ -6,9 +6,12 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 import random
+import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,12 @@ pytest.importorskip("torch")
 
 from simulated_boards import SimulatedBoard, Wall
 
-from asyncckpt import optimal_interval
+from asyncckpt import SyncCheckpointer, optimal_interval
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.errors import ConfigError, PlanTimeoutError, SaveFailedError
-from asyncckpt.format.names import SaveId
-from asyncckpt.maintenance.policy import RetentionPolicy
+from asyncckpt.format.manifest import decode_manifest
+from asyncckpt.format.names import MANIFEST_NAME, SaveId
+from asyncckpt.maintenance.policy import RetentionPolicy, manager_metadata
 from asyncckpt.manager import retention_thread, save_policy, step_agreement
 from asyncckpt.manager.manager import CheckpointManager
 from asyncckpt.manager.retention_thread import DirectoryHold, RetentionThread, RootRetention
@@ -124,6 +128,51 @@ def test_a_directory_is_busy_until_each_of_its_saves_has_ended_however_often_tha
     house.save_ended(second, is_committed=True)
     assert house.busy == set()
     house.close(60.0)
+
+
+@pytest.mark.parametrize("place", ["runs", "mirror"])
+def test_what_a_rollback_has_abandoned_is_tried_last_in_the_root_and_in_the_mirror(tmp_path: Path, place: str) -> None:
+    """The newest checkpoint is in one place only: it was not copied yet, or the disk is an older one."""
+    runs, mirror = tmp_path / "runs", tmp_path / "mirror"
+    with SyncCheckpointer(fsync=False) as before:
+        for step in (10, 20, 30):
+            before.save({"n": step}, runs / f"step-{step}", step=step, metadata=manager_metadata((), None))
+    shutil.copytree(runs, mirror)
+    origin = decode_manifest((runs / "step-20" / MANIFEST_NAME).read_bytes()).save_id
+    with SyncCheckpointer(fsync=False) as after:
+        newest = tmp_path / place / "step-25"
+        after.save({"n": 25}, newest, step=25, metadata=manager_metadata((origin,), None))
+    house = RootRetention(str(runs), RetentionPolicy(), None, is_leader=True, dead_after_s=1e9, mirror=str(mirror))
+    tried = [one.path for one in house.candidates(str(runs))]
+    sound = [f"{root}/step-{step}" for step in (20, 10) for root in (runs, mirror)]
+    assert tried == [str(newest), *sound, f"{runs}/step-30", f"{mirror}/step-30"]
+    house.close(60.0)
+
+
+def test_what_an_earlier_run_still_copies_to_the_mirror_is_not_given_up(tmp_path: Path) -> None:
+    """A large file shows nothing while it is uploaded, and the worker of the earlier run may be on another node."""
+    mirror, names = tmp_path / "mirror", []
+    for step in (1, 2):
+        with SyncCheckpointer(fsync=False) as run:
+            run.save({"n": step}, mirror / f"step-{step}", step=step)
+    (mirror / "step-1" / MANIFEST_NAME).unlink()  # not committed there yet
+    for path in (mirror / "step-1").iterdir():
+        os.utime(path, (time.time() - 600.0,) * 2)
+        names.append(path.name)
+    for dead_after_s in (1800.0, 60.0):
+        house = RootRetention(
+            str(tmp_path / "runs"),
+            RetentionPolicy(),
+            None,
+            is_leader=True,
+            dead_after_s=dead_after_s,
+            mirror=str(mirror),
+            mirror_policy=RetentionPolicy(max_to_keep=1),
+        )
+        house.request_prune()
+        house.close(60.0)
+        left = sorted(path.name for path in (mirror / "step-1").iterdir())
+        assert left == (sorted(names) if dead_after_s > 600 else [MANIFEST_NAME]), "a tombstone"
 
 
 class Interrupted:

@@ -122,6 +122,17 @@ def test_a_directory_is_searched_once(bench: Bench) -> None:
     assert not bench.of(ac.ScanUnmirrored)
 
 
+def test_searched_directories_are_remembered_up_to_a_bound(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirrors, "MAX_SCANS", 8)
+    searches = []
+    for call, number in enumerate([*range(8), *range(8)]):
+        asked(bench, save_id=SaveId(0, call, "b" * 12), path=f"/runs-{number}/a", mirror=f"/mirror-{call}/a")
+        for search in bench.of(ac.ScanUnmirrored):
+            searches.append(search.root)
+            scanned(bench, root=search.root)
+    assert searches == [f"/runs-{number}" for number in range(8)], "each once"
+
+
 def test_a_search_that_fails_keeps_no_copy_waiting(bench: Bench) -> None:
     committed(bench)
     bench.feed(ev.UnmirroredFound, root="/ckpt", error=ERROR)
@@ -308,6 +319,48 @@ def test_options_of_object_stores_go_with_the_copies_that_a_search_finds(bench: 
     bench.feed(ev.UnmirroredFound, root=job.root, found=(unmirrored(OLDER),), storage=job.storage)
     (copy,) = bench.of(ac.CopyToMirror)
     assert copy.save_id == OLDER and dict(copy.storage) == dict(job.storage) == {"region": "x"}
+
+
+def test_copies_that_dead_trainers_have_left_get_the_options_of_the_next_one(bench: Bench) -> None:
+    """Theirs may have expired."""
+    bench.hello(b"o", "3" * 16, 0, 1, storage={"token": "old"})
+    asked(bench, peer=b"o", save_id=OLDER, mirror="s3://bucket/run/old", path="/ckpt/old")
+    asked(bench, peer=b"o", save_id=FIRST)
+    asked(bench, peer=b"o", save_id=SECOND, mirror="s3://elsewhere/b", path="/ckpt/b")
+    scanned(bench)
+    assert [(job.save_id, dict(job.storage)) for job in bench.of(ac.CopyToMirror)] == [
+        (OLDER, {"token": "old"}),
+        (SECOND, {"token": "old"}),
+    ]
+    for save_id in (OLDER, SECOND_ID):
+        bench.feed(ev.Copied, save_id=save_id, error=ERROR)
+    bench.say(m.Goodbye, b"o")
+    bench.now += FORGET_AFTER_S + 1
+    third = "000000-00000009-" + FIRST[-12:]
+    bench.hello(b"n", "4" * 16, 0, 1, storage={"token": "new"})
+    committed(bench, third, "/ckpt/c", "s3://bucket/run/c", peer=b"n")
+    found: dict[str, Any] = {job.save_id: dict(job.storage) for job in bench.of(ac.CopyToMirror)}
+    for save_id in (OLDER, SaveId.parse(third), FIRST_ID):
+        bench.feed(ev.Copied, save_id=save_id, is_done=True)
+        found |= {job.save_id: dict(job.storage) for job in bench.of(ac.CopyToMirror)}
+    assert found == {
+        OLDER: {"token": "new"},
+        FIRST: {"token": "new"},
+        third: {"token": "new"},
+        SECOND: {"token": "old"},
+    }, "options are those of one place"
+
+
+def test_a_copy_that_its_trainer_asks_for_keeps_its_options(bench: Bench) -> None:
+    bench.hello(b"o", "3" * 16, 0, 1, storage={"token": "mine"})
+    asked(bench, peer=b"o")
+    scanned(bench)
+    bench.hello(b"n", "4" * 16, 0, 1, storage={"token": "another's"})
+    committed(bench, SECOND, "/ckpt/b", "s3://bucket/run/b", peer=b"n")
+    bench.feed(ev.Copied, save_id=FIRST_ID, error=ERROR)
+    bench.now += FIRST_PAUSE_S
+    bench.feed(ev.Tick)
+    assert [dict(job.storage) for job in bench.of(ac.CopyToMirror)] == [{"token": "mine"}]
 
 
 def test_progress_is_shown_beside_what_is_known(bench: Bench) -> None:

@@ -320,7 +320,10 @@ class World(FakeResources):
         """One step of a trainer: whatever an honest one might do now."""
         asking = any(isinstance(w, m.Lineage) for w in trainer.waiting.values())
         if trainer.welcomed and trainer.epoch is None and not asking:
-            self.post(peer, trainer.ask(m.Lineage(id=trainer.id(), run=trainer.run, path="/ckpt/first", mirror="")))
+            self.post(
+                peer,
+                trainer.ask(m.Lineage(id=trainer.id(), run=trainer.run, path="/ckpt/first", mirror="", least_epoch=0)),
+            )
         if trainer.epoch is None or self.luck(0.2):
             for message in list(trainer.waiting.values()):
                 self.post(peer, message)

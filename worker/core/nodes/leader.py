@@ -375,7 +375,10 @@ class Leader:
         follower.questions[parent] = (row["path"], row["number"])
         self._answers.pop((follower.run_id, parent), None)
         session = self._session(follower, row["rank"])
-        self._lineages.ask(session, Lineage(id=0, run=follower.run_id, path=row["path"], mirror=row["mirror"]))
+        question = Lineage(
+            id=0, run=follower.run_id, path=row["path"], mirror=row["mirror"], least_epoch=row["least_epoch"]
+        )
+        self._lineages.ask(session, question)
 
     def epoch_found(self, run_id: str, path: str, epoch: int, error: Wire | None) -> None:
         """Send the epoch or the error to every follower of the run that asked for it."""
@@ -507,6 +510,8 @@ class Leader:
     def _epoch_rows(self, follower: _FollowerRecord) -> Iterator[Row]:
         run = self._t.runs.get(follower.run_id)
         for parent, (path, number) in list(follower.questions.items()):
+            if self._lineages.is_asked_for(follower.run_id, parent):  # the epoch may become larger
+                continue
             error = self._answers.get((follower.run_id, parent))
             epoch = run.epochs.get(parent) if run is not None else None
             if error is not None or epoch is not None:

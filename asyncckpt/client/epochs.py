@@ -1,0 +1,84 @@
+"""The epochs of this process's saves: asked for once per directory, and larger than what it has restored from."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from asyncckpt.basics.seen_saves import newest_seen
+from asyncckpt.basics.urls import parent_of
+from asyncckpt.format.names import SaveId
+
+EPOCH_RETRY_TIMEOUT_S = 1.0
+EPOCH_RETRY_PERIOD_S = 60.0
+"""For so long after the epoch could not be read (the disk hangs, say), each save waits for it only for
+`EPOCH_RETRY_TIMEOUT_S`, so that training goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of a directory.
+
+    Attributes:
+        epoch: The epoch of saves to it.
+        mirrors: Directories of mirrors whose checkpoints that takes into account, and "" once it was asked for.
+    """
+
+    epoch: int
+    mirrors: frozenset[str]
+
+
+_NOTHING = _Known(0, frozenset())
+
+
+def _next_to(newest: SaveId, run: str) -> int:
+    return newest.epoch if newest.run_id == run else newest.epoch + 1
+
+
+class EpochCache:
+    """The epoch per directory, so that only the first save into a directory has to scan it.
+
+    Args:
+        ask: Returns the epoch for a checkpoint at a path, with a mirror ("": none), by a run (its id), and not below a
+            number; raises if it cannot. Its last argument is whether it failed within `EPOCH_RETRY_PERIOD_S`: then it
+            should wait for `EPOCH_RETRY_TIMEOUT_S` only.
+    """
+
+    def __init__(self, ask: Callable[[str, str, str, int, bool], int]) -> None:
+        self._ask = ask
+        self._known: dict[str, _Known] = {}
+        self._failed_at = float("-inf")
+
+    def epoch_for(self, path: str, run: str, mirror: str = "") -> int:
+        """Return the epoch of `run` for a checkpoint at `path`: larger than that of every sibling of another run.
+
+        `mirror`: where the checkpoint is copied to, "" for nowhere; its siblings there count too.
+
+        It depends on the directory alone, not on earlier saves: all ranks of a run must get the same epoch, even if a
+        save has failed on some of them before this call. One exception: it becomes larger with the first save that has
+        a mirror in another directory, if that has seen later runs. A rank that has missed that save disagrees with the
+        others in the next one, and then asks again; see `forget`.
+
+        Raises:
+            AsyncCkptError, OSError: What `ask` raises.
+        """
+        parent, home = os.path.dirname(path), parent_of(mirror) if mirror else ""
+        known = self._known.get(parent, _NOTHING)
+        if home in known.mirrors:
+            return known.epoch
+        seen = newest_seen(parent, home)
+        least = _next_to(SaveId.parse(seen), run) if seen else 0
+        brief = time.monotonic() - self._failed_at < EPOCH_RETRY_PERIOD_S
+        try:
+            found = self._ask(path, mirror, run, max(least, known.epoch), brief)
+        except Exception:
+            self._failed_at = time.monotonic()
+            raise
+        self._known[parent] = _Known(found, known.mirrors | {home, ""})
+        return found
+
+    def forget(self) -> None:
+        """Ask again before the next save: the ranks disagreed, and one of them may have missed a larger epoch."""
+        self._known.clear()
