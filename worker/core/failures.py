@@ -203,6 +203,23 @@ def leader_lost(save: Save, why: str, *, unknown: bool) -> Wire:
     )
 
 
+def not_continued(save_id: str, unknown: Wire) -> Wire:
+    """A node has ended the save as `unknown`, with error `unknown`, and does not continue it with another leader."""
+    fields = unknown.get("fields") or {}
+    path, step = fields.get("path"), fields.get("step")
+    detail = f"a node has ended its ranks' parts when the worker of rank 0 was lost: {fields.get('detail')}"
+    return to_wire(
+        SaveFailedError(
+            f"save {save_id} to {path}: {detail}; nothing was published",
+            code="leader_lost",
+            path=path,
+            detail=detail,
+            save_id=save_id,
+            step=step,
+        )
+    )
+
+
 def unchecked(save: Save, cause: Wire) -> Wire:
     """A dead worker may have committed the save, and its directory could not be checked. `cause`: why."""
     entry = save.ranks[min(save.ranks)]

@@ -252,6 +252,38 @@ def test_what_a_replaced_leader_had_said_comes_late_and_is_not_heard(pair: Pair)
     assert pair.follower.core.tables.runs[RUN].leader == "d" * 16
 
 
+@pytest.mark.parametrize("ended_by", ["another address", "silence"])
+@pytest.mark.parametrize("known", ["nothing", "all parts"])
+def test_the_next_leader_does_not_wait_for_a_rank_that_has_ended_as_unknown(
+    pair: Pair, ended_by: str, known: str
+) -> None:
+    if known == "all parts":
+        pair.writes(pair.follower)
+    else:  # its report is lost
+        pair.follower.feed(ev.Written, key=(FIRST, 1), result=result_of(FIRST, 1))
+    leader = Next(0, "d" * 16, pair.follower.now)
+    if ended_by == "silence":
+        pair.follower.now += 1.1 * COMMIT_TIMEOUT_S
+        pair.follower.feed(ev.Tick)
+        leader.now = pair.follower.now
+    else:
+        pair.follower.say(m.Follow, **{**FOLLOW, "attempt": 2, "address": "tcp://second:7000"})
+    assert pair.follower.phase(rank=1) == "unknown"
+    pair.leader.said.clear()
+    pair.follower.said.clear()
+    pair.leader = leader
+    leader.adopts()
+    pair.pump(BEAT_S)
+    pair.pump(BEAT_S)
+    assert leader.phase() == "recovering", "the dead leader may have committed it"
+    leader.feed(ev.Prepared, key=(FIRST, 0))
+    for _ in range(3):
+        pair.pump(BEAT_S)
+    assert leader.phase() == "failed" and pair.follower.phase(rank=1) == "unknown"
+    assert leader.row()["error"]["fields"]["code"] == "leader_lost"
+    assert "nothing was published" in leader.row()["error"]["text"]
+
+
 # ---- nobody leads
 
 

@@ -25,7 +25,7 @@ from asyncckpt.protocol.node_tables import BEAT_S, Outcomes, Report
 from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, DURABLE, FAILED, UNKNOWN
 from asyncckpt_worker.core.actions import Connection, Relay, Resources
 from asyncckpt_worker.core.events import Peer, Relayed
-from asyncckpt_worker.core.failures import busy, leader_lost, other_world
+from asyncckpt_worker.core.failures import busy, leader_lost, not_continued, other_world
 from asyncckpt_worker.core.model import RankSave, Run, Save, Session
 from asyncckpt_worker.core.nodes.tables import STEPS, Row, pages, part_row, reported_phase
 from asyncckpt_worker.core.runs import RunBook
@@ -44,7 +44,7 @@ MAX_ASKING = 1024
 """Maximum number of requests that wait for the leader of a run. Chosen, not measured."""
 
 MAX_UNACKNOWLEDGED = 64
-"""Failures of ended saves that are reported to a new leader. More than saves are open at once."""
+"""Saves, ended here as failed or unknown, that are reported to a new leader. More than saves are open at once."""
 
 MAX_FORMER_LEADERS = 64
 """Former leaders of a run that are remembered, to ignore their late messages."""
@@ -259,9 +259,12 @@ class Follower:
             for entry in save.ranks.values():
                 entry.acknowledged = ""
         mine = [s for s in (*self._t.ended, *self._t.saves.values()) if s.save_id.run_id == run_id and s.error]
-        for ended in [s for s in mine if s.outcome in (FAILED, ABANDONED)][-MAX_UNACKNOWLEDGED:]:
-            followed.unacknowledged_failures[ended.save_id] = _failure(
-                ended.save_id, str(ended.outcome), ended.error or {}
+        for ended in [s for s in mine if s.outcome in (FAILED, ABANDONED, UNKNOWN)][-MAX_UNACKNOWLEDGED:]:
+            error = ended.error or {}
+            if ended.outcome == UNKNOWN:  # a leader that finds that it was not committed must not wait for our ranks
+                error = not_continued(ended.save_id, error)
+            followed.unacknowledged_failures.setdefault(
+                ended.save_id, _failure(ended.save_id, str(ended.outcome), error)
             )
         followed.ended_calls.clear()
         self._t.to_report.add(run_id)
