@@ -22,6 +22,7 @@ WHOLE_MODULES = (
     "asyncckpt.errors",
     "asyncckpt.integrations.accelerate",
     "asyncckpt.integrations.lightning",
+    "asyncckpt.integrations.torchdata",
     "asyncckpt.integrations.torchtitan",
     "asyncckpt.integrations.transformers",
 )

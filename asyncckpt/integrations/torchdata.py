@@ -231,8 +231,8 @@ class _Position:
             )
         if behind:
             raise self.refused(
-                f"its state is {behind} steps behind the loader; create the loader with snapshot_every_n_steps=1, or "
-                "save at a multiple of it"
+                f"its state is that before the last {behind} of the batches that were drawn; create the loader with "
+                "snapshot_every_n_steps=1, or save at a multiple of it"
             )
         if self._sampler is None or self._sampler.keys() not in (_STOCK, _ELASTIC):
             raise self.refused(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import pathlib
 import signal
@@ -17,6 +16,8 @@ import rank_processes
 import real_worker
 import torch
 import trainings
+from documented_code import blocks
+from many_ranks import save_ranks
 
 import asyncckpt
 from asyncckpt import PerRank, RankInfo, SyncCheckpointer
@@ -69,6 +70,30 @@ def the_rest(rank: int, world_size: int, path: str, n: int, workers: int) -> lis
     return [batch.tolist() for batch in loader]
 
 
+def runs_the_guide(rank: int, directory: str, endpoint: str) -> list[int]:
+    """Run the code of the page, with a loader of batches of 8; return the samples after its load."""
+    (code,) = blocks("frameworks/dataloaders")
+    model = torch.nn.Linear(2, 2)
+    with asyncckpt.AsyncCheckpointer(endpoint=endpoint) as checkpointer:
+        names = {
+            "data": torch.arange(64),
+            "model": model,
+            "optimizer": torch.optim.AdamW(model.parameters()),
+            "checkpointer": checkpointer,
+            "path": f"{directory}/one",
+        }
+        exec(code, names)
+    loader: Any = names["loader"]
+    return [sample for batch in loader for sample in batch.tolist()]
+
+
+def test_ranks_that_run_the_code_of_the_guide_see_every_sample(
+    worker: real_worker.RealWorker, tmp_path: pathlib.Path
+) -> None:
+    found = rank_processes.run(2, runs_the_guide, str(tmp_path), worker.endpoint, timeout_s=trainings.TIMEOUT_S)
+    assert Counter(sample for one in found for sample in one) == Counter(range(64))
+
+
 def samples(parts: Any) -> Counter[int]:
     return Counter(sample for found in parts for batch in found for sample in batch)
 
@@ -100,12 +125,9 @@ def signal_handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     signal.signal(signal.SIGCHLD, before)
 
 
-@contextlib.contextmanager
-def saved(values: list[Any], path: pathlib.Path) -> Iterator[str]:
-    """Save each rank's value as a checkpoint of all of them would have it."""
-    from many_ranks import save_ranks
-
-    yield save_ranks(path, [{"loader": PerRank(value)} for value in values])
+def saved(loaders: list[Any], path: pathlib.Path) -> str:
+    """Write a checkpoint of the loaders of all ranks."""
+    return save_ranks(path, [{"loader": PerRank(loader)} for loader in loaders])
 
 
 def drawn(loaders: list[Any], steps: int | None = None) -> Counter[int]:
@@ -134,9 +156,9 @@ def test_ranks_of_every_kind_of_change_see_every_sample_of_the_epoch_once(
     for loader in loaders:
         loader.sampler.set_epoch(EPOCH)
     seen = drawn(loaders, 2)
-    with saved([loader.state_dict() for loader in loaders], tmp_path / "one") as path:
-        loaders = [loader_of(n, rank, after, workers) for rank in range(after)]
-        resharded(path, loaders)
+    path = saved(loaders, tmp_path / "one")
+    loaders = [loader_of(n, rank, after, workers) for rank in range(after)]
+    resharded(path, loaders)
     rest = [drawn([loader]) for loader in loaders]
     assert [found.total() for found in rest] == [7] * after, "all ranks have as many samples"
     assert seen + sum(rest, Counter()) == Counter(range(n))
@@ -157,9 +179,9 @@ def test_ranks_that_cannot_share_the_rest_evenly_repeat_or_drop_as_with_a_distri
 
     loaders = [loader(rank, 4) for rank in range(4)]
     seen = drawn(loaders, 1)
-    with saved([loader.state_dict() for loader in loaders], tmp_path / "one") as path:
-        loaders = [loader(rank, 3) for rank in range(3)]
-        resharded(path, loaders)
+    path = saved(loaders, tmp_path / "one")
+    loaders = [loader(rank, 3) for rank in range(3)]
+    resharded(path, loaders)
     rest = [drawn([loader]) for loader in loaders]
     found = seen + sum(rest, Counter())
     assert [one.total() for one in rest] == [3 if drop_last else 4] * 3
@@ -170,13 +192,13 @@ def test_ranks_that_cannot_share_the_rest_evenly_repeat_or_drop_as_with_a_distri
 def test_ranks_that_change_again_before_their_first_batch_and_after_it_lose_nothing(
     workers: int, tmp_path: pathlib.Path
 ) -> None:
-    n, seen = 60, Counter[int]()
+    n, seen = 66, Counter[int]()
     loaders = [loader_of(n, rank, 4, workers) for rank in range(4)]
-    for at, (steps, world_size) in enumerate([(2, 3), (0, 2), (1, 5), (1, 1)]):
+    for at, (steps, world_size) in enumerate([(2, 3), (0, 2), (1, 2), (1, 5), (1, 1)]):
         seen += drawn(loaders, steps) if steps else Counter()
-        with saved([loader.state_dict() for loader in loaders], tmp_path / str(at)) as path:
-            loaders = [loader_of(n, rank, world_size, workers) for rank in range(world_size)]
-            resharded(path, loaders)
+        path = saved(loaders, tmp_path / str(at))
+        loaders = [loader_of(n, rank, world_size, workers) for rank in range(world_size)]
+        resharded(path, loaders)
     assert seen + drawn(loaders) == Counter(range(n))
 
 
@@ -189,12 +211,12 @@ def test_ranks_with_torchdata_s_own_sampler_continue_where_they_can_share_evenly
     n = 48
     loaders = [loader_of(n, rank, before, sampler=StatefulDistributedSampler) for rank in range(before)]
     seen = drawn(loaders, 2)
-    with saved([loader.state_dict() for loader in loaders], tmp_path / "one") as path:
-        loaders = [loader_of(n, rank, after, sampler=StatefulDistributedSampler) for rank in range(after)]
-        resharded(path, loaders)
-        assert seen + drawn(loaders) == Counter(range(n))
-        with pytest.raises(ReshardError, match="no multiple of 5 ranks"):
-            resharded(path, [loader_of(n, 0, 5, sampler=StatefulDistributedSampler)] * 5)
+    path = saved(loaders, tmp_path / "one")
+    loaders = [loader_of(n, rank, after, sampler=StatefulDistributedSampler) for rank in range(after)]
+    resharded(path, loaders)
+    assert seen + drawn(loaders) == Counter(range(n))
+    with pytest.raises(ReshardError, match="no multiple of 5 ranks"):
+        resharded(path, [loader_of(n, 0, 5, sampler=StatefulDistributedSampler)] * 5)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -204,12 +226,12 @@ def test_ranks_that_had_finished_the_epoch_begin_the_next_one(workers: int, tmp_
     for sampler in (ElasticDistributedSampler, StatefulDistributedSampler):
         loaders = [loader_of(24, rank, 4, workers, sampler) for rank in range(4)]
         assert drawn(loaders) == Counter(range(24))
-        with saved([loader.state_dict() for loader in loaders], tmp_path / sampler.__name__) as path:
-            loaders = [loader_of(24, rank, 2, workers, sampler) for rank in range(2)]
-            resharded(path, loaders)
-            for loader in loaders:
-                loader.sampler.set_epoch(1)
-            found = [[sample for batch in loader for sample in batch.tolist()] for loader in loaders]
+        path = saved(loaders, tmp_path / sampler.__name__)
+        loaders = [loader_of(24, rank, 2, workers, sampler) for rank in range(2)]
+        resharded(path, loaders)
+        for loader in loaders:
+            loader.sampler.set_epoch(1)
+        found = [[sample for batch in loader for sample in batch.tolist()] for loader in loaders]
         wanted = [loader_of(24, rank, 2, 0, sampler) for rank in range(2)]
         for loader in wanted:
             loader.sampler.set_epoch(1)
@@ -266,7 +288,7 @@ def other_loaders() -> dict[str, Callable[[int], Any]]:
         ("iterable, workers", "the dataset is iterable"),
         ("state", "the dataset has a state of its own"),
         ("state, workers", "the dataset has a state of its own"),
-        ("late", "1 steps behind the loader"),
+        ("late", "before the last 1 of the batches"),
     ],
 )
 def test_ranks_whose_loaders_do_not_say_what_was_drawn_are_refused(
@@ -277,22 +299,22 @@ def test_ranks_whose_loaders_do_not_say_what_was_drawn_are_refused(
         return loader.state_dict()
 
     warnings.simplefilter("ignore")
-    with saved([state(other_loaders()[kind](rank)) for rank in range(2)], tmp_path / "one") as path:
-        with pytest.raises(ReshardError, match=message) as caught:
-            resharded(path, [loader_of(20, 0, 1)])
-        assert (caught.value.fqn, caught.value.saved, caught.value.wanted) == ("loader", 2, 1)
+    path = saved([state(other_loaders()[kind](rank)) for rank in range(2)], tmp_path / "one")
+    with pytest.raises(ReshardError, match=message) as caught:
+        resharded(path, [loader_of(20, 0, 1)])
+    assert (caught.value.fqn, caught.value.saved, caught.value.wanted) == ("loader", 2, 1)
 
 
 def test_ranks_of_another_number_need_the_reshard_and_the_same_dataset(tmp_path: pathlib.Path) -> None:
     loaders = [loader_of(24, rank, 2) for rank in range(2)]
     drawn(loaders, 1)
-    with saved([loader.state_dict() for loader in loaders], tmp_path / "one") as path:
-        with pytest.raises(PerRankUnavailableError):
-            asyncckpt.load(path, {"loader": PerRank(loader_of(24, 0, 1))})
-        longer = loader_of(25, 0, 1)
-        resharded(path, [longer])
-        with pytest.raises(ConfigError, match="dataset_length"):
-            next(iter(longer))
+    path = saved(loaders, tmp_path / "one")
+    with pytest.raises(PerRankUnavailableError):
+        asyncckpt.load(path, {"loader": PerRank(loader_of(24, 0, 1))})
+    longer = loader_of(25, 0, 1)
+    resharded(path, [longer])
+    with pytest.raises(ConfigError, match="dataset_length"):
+        next(iter(longer))
     with SyncCheckpointer(rank_info=RankInfo(0, 1)) as checkpointer:
         checkpointer.save({"loader": PerRank(loader_of(24, 0, 2))}, tmp_path / "two")
         other = loader_of(24, 0, 1)

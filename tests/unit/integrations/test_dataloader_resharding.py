@@ -229,7 +229,7 @@ def test_what_is_no_state_of_a_loader_is_refused(value: Any) -> None:
     [
         ({"fetcher_state": {"dataset_iter_state": None}}, "iterable"),
         ({"dataset_state": {"at": 3}}, "the dataset has a state of its own"),
-        ({"behind": 2}, "2 steps behind the loader.*snapshot_every_n_steps=1"),
+        ({"behind": 2}, "before the last 2 of the batches.*snapshot_every_n_steps=1"),
     ],
 )
 def test_states_of_workers_and_late_snapshots_are_refused(of_worker: dict[str, Any], message: str) -> None:
