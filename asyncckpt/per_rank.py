@@ -27,7 +27,8 @@ class PerRank:
 
             Each rank that calls it reads the values of all ranks, and holds them in host memory at the same time.
             Their tensors are on the CPU and belong to `reshard`, as do their dicts and lists. It is called before
-            anything in the target changes. It must not be a collective call: not all ranks need to come to it.
+            anything in the target changes, and again if the load has to start again. It must not call collectives of
+            torch.distributed: a load of one rank waits for no other.
 
             The result is loaded like a saved value: an object with a `load_state_dict()` is given its part, a dict of
             `value` gets its own keys, of which none may be missing in the result, an empty dict or list takes

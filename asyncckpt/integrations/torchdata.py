@@ -28,8 +28,8 @@ class ElasticDistributedSampler(DistributedSampler[int]):
 
     The order is that of `DistributedSampler`. After a load at another world size, the samples that no rank has drawn in
     this epoch are divided among the ranks, in the same way as `DistributedSampler` divides a dataset: each rank gets
-    the same number, so that all have the same number of batches. If they cannot be divided evenly, some samples are
-    drawn twice at the end of the epoch, less than one for each rank; with `drop_last`, as many are left out instead.
+    the same number, so that all have the same number of batches. If they cannot be divided evenly, fewer samples than
+    there are ranks are drawn twice at the end of the epoch; with `drop_last`, they are left out instead.
 
     The epoch belongs to the state: a loader that continues an epoch draws from the order of that epoch, whatever
     `set_epoch` was called with before. Call `set_epoch` before each further epoch, as with `DistributedSampler`.
@@ -62,10 +62,10 @@ class ElasticDistributedSampler(DistributedSampler[int]):
         if not self._is_resumed:
             self._start = self._yielded = 0
         self._is_resumed = False
-        return self._rest(self._indices(self._start)[self._yielded :])
+        return self._draw(self._start, self._yielded)
 
-    def _rest(self, indices: list[int]) -> Iterator[int]:
-        for index in indices:
+    def _draw(self, start: int, yielded: int) -> Iterator[int]:
+        for index in self._indices(start)[yielded:]:
             self._yielded += 1
             yield index
 
@@ -116,7 +116,8 @@ class ElasticDistributedSampler(DistributedSampler[int]):
             if state_dict[name] != mine[name]:
                 raise ConfigError(
                     f"the state of an ElasticDistributedSampler was saved with {name}={state_dict[name]!r}, this one "
-                    f"has {mine[name]!r}: it cannot continue the epoch, since the order is another one",
+                    f"has {mine[name]!r}, which is another order, so it cannot continue the epoch: make it with the "
+                    "saved value, or do not load the loader",
                     field=name,
                     value=repr(mine[name]),
                 )

@@ -127,9 +127,9 @@ def load(
             yet cannot be verified; instead it is checked that nobody has written to it since it was staged.
         threads: Reading threads. None takes 4, or the number that earlier loads of this user found to be faster on the
             device.
-        low_memory: True needs at most 256 MB of host memory in addition to the targets. False first reads and verifies
-            everything into one copy, which is pinned if a target is on a GPU. It is faster for targets on a GPU, and an
-            error in the data is found before any target changes.
+        low_memory: True needs at most 256 MB of host memory in addition to the targets, and to the values that a
+            `reshard` gets. False first reads and verifies everything into one copy, which is pinned if a target is on a
+            GPU. It is faster for targets on a GPU, and an error in the data is found before any target changes.
         redundant_reads: "each": every rank reads all that it needs. "broadcast": what several ranks of the default
             process group need is read by one of them and sent to the others, over gloo. Every rank must call it,
             whatever it needs. If one rank fails, all fail.

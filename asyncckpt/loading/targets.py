@@ -128,7 +128,7 @@ class Targets:
         return list(self._modules.values())
 
     def leave_out(self, path: Path) -> None:
-        """Take no module at or below a path for one that is filled in place."""
+        """Fill no module at or below a path in place; each gets a whole state instead."""
         self._modules = {at: module for at, module in self._modules.items() if at[: len(path)] != path}
 
     def module_at(self, path: Path) -> ModuleTarget | None:
@@ -178,7 +178,9 @@ class ResultParts:
             self.holders.append((fqn_of(path), old, new))
         elif isinstance(old, MutableMapping) and old and isinstance(new, Mapping):
             for key, member in old.items():
-                at = (*path, typed_key(key) or str(key))
+                typed = typed_key(key)
+                assert typed is not None  # else `flatten` would have refused the target
+                at = (*path, typed)
                 if key in new:
                     self.add(at, member, new[key])
                 else:

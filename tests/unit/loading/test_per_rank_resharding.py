@@ -244,6 +244,13 @@ def test_tuples_and_mappings_that_cannot_be_changed_are_replaced(path: str) -> N
     assert mark.value[0] is tensor and tensor.tolist() == [1, 1] and mark.value[1:] == ([3, 4], {"b": 2})
 
 
+def test_keys_of_any_type_find_their_part_of_the_result(path: str) -> None:
+    value = {0: -1, "": -1, None: [torch.zeros(1)], 2.5: {(1, "a"): -1}}
+    mark = PerRank(value, lambda *_: {0: 1, "": 2, None: [torch.ones(1)], 2.5: {(1, "a"): 4}})
+    read(path, 0, 1, {"rng": mark})
+    assert str(value) == str({0: 1, "": 2, None: [torch.ones(1)], 2.5: {(1, "a"): 4}}) and mark.value is value
+
+
 class Stateful:
     def __init__(self) -> None:
         self.states: list[Any] = []
