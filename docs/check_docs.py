@@ -23,6 +23,7 @@ WHOLE_MODULES = (
     "asyncckpt.integrations.accelerate",
     "asyncckpt.integrations.lightning",
     "asyncckpt.integrations.ray",
+    "asyncckpt.integrations.torchdata",
     "asyncckpt.integrations.torchtitan",
     "asyncckpt.integrations.transformers",
 )

@@ -25,6 +25,7 @@ REQUIRED = (
     *_ids("S3-", 7),
     *_ids("S4-", 6),
     *(i for i in _ids("F", 16) if i not in PLANNED),
+    "F18",
 )
 _ROW = re.compile(r"^\| ([SF][0-9]+(?:-[0-9]+)?) \|.*\|$", re.MULTILINE)
 _LINK = re.compile(r"\[`(tests/[\w/]+\.py)`\]\(([^)]*)\)")

@@ -51,6 +51,7 @@
     +-- PickledLeafError             (ValueError)         unpickling a leaf is not allowed, or failed
     +-- StateLoadError               (RuntimeError)       load_state_dict() of an object in the target raised
     +-- PerRankUnavailableError      (LookupError)        the checkpoint has no such value for the rank that reads
+    +-- ReshardError                 (RuntimeError)       values of ranks cannot be brought to another world size
     +-- SharedLoadError              (RuntimeError)       a collective load failed on another rank
 
 The builtin in parentheses is the second base class. The names in `fields` of a class are attributes of its instances;
@@ -328,6 +329,14 @@ class PerRankUnavailableError(
     """The values at `keys` were saved per rank (`PerRank`), and the checkpoint has none for the rank that reads.
 
     `saved` and `wanted` are the world sizes of the save and of the load.
+    """
+
+
+class ReshardError(AsyncCkptError, RuntimeError, code="reshard", fields=("path", "fqn", "saved", "wanted", "detail")):
+    """`reshard` of the `PerRank` at `fqn` raised, or its result does not fit the target; nothing was changed.
+
+    `saved` and `wanted` are the world sizes of the save and of the load; `__cause__` is the error of `reshard`. A
+    function for `reshard` raises it without `path` and `fqn` if it cannot reshard what was saved.
     """
 
 

@@ -16,11 +16,11 @@ from asyncckpt.basics.paths import checkpoint_path
 from asyncckpt.components import CheckpointReader
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
-from asyncckpt.errors import ConfigError, MissingKeysError, SharedLoadError
+from asyncckpt.errors import ConfigError, MissingKeysError, ReshardError, SharedLoadError
 from asyncckpt.format.state_tree import ARRAY, BYTES, DICT, MAPPINGS, OBJECT, TENSOR, Node, Path, fqn_of
-from asyncckpt.loading.fetch import Filler, thread_count
+from asyncckpt.loading.fetch import Filler, bump_versions, thread_count
 from asyncckpt.loading.key_selection import KeyMap, Selection, key_list, missing_hint, selected
-from asyncckpt.loading.matching import Matches, MatchReport, Replacement, match_target
+from asyncckpt.loading.matching import Matches, MatchReport, Replacement, ReshardedMark, match_target
 from asyncckpt.loading.module_targets import ModuleTarget
 from asyncckpt.loading.read_source import ReadSource, RetryState, check_source, read_from_source
 from asyncckpt.loading.saved_state import (
@@ -42,7 +42,7 @@ from asyncckpt.loading.target_tensors import (
     refuse_read_only,
     refuse_without_memory,
 )
-from asyncckpt.loading.targets import load_object_state
+from asyncckpt.loading.targets import ResultParts, Targets, load_object_state
 from asyncckpt.loading.tensor_writers import MapLocation
 from asyncckpt.state_dict.flatten import mappings
 from asyncckpt.state_dict.unflatten import has_lost_factory
@@ -84,7 +84,8 @@ def load(
     Where the saving ranks had different values, a rank loads the values of its own rank number if the world size is the
     same. At another world size, or if that rank had none, it loads those of the lowest rank; this is logged. `PerRank`
     values are loaded by the same rank number only: a new dict holds the plain value, a `PerRank` in `state_dict` gets a
-    new value.
+    new value. At another world size, a `PerRank` in `state_dict` that has a `reshard` gets the value that this makes of
+    the values of all ranks; for it, and only for it, this rank reads the `PerRank` values of other ranks.
 
     Args:
         path: The checkpoint's directory.
@@ -106,6 +107,7 @@ def load(
             Tensors that share memory hold the saved value of each of their names, or the load fails. Two names of one
             tensor are filled from one saved tensor, or from two with equal values; a name that was not saved is filled
             through the other one. Other views that share elements are read again and compared after they are filled.
+            A `PerRank` with a `reshard` is loaded as a whole: `key_map` maps its FQN.
         keys: FQNs or prefixes: "model" selects "model" and everything below it. None selects everything. It is an error
             if none of the keys selects anything, also with `strict=False`.
         default_map_location: Device of tensors that have no target: a device, a string, a dict or a callable, as for
@@ -125,9 +127,9 @@ def load(
             yet cannot be verified; instead it is checked that nobody has written to it since it was staged.
         threads: Reading threads. None takes 4, or the number that earlier loads of this user found to be faster on the
             device.
-        low_memory: True needs at most 256 MB of host memory in addition to the targets. False first reads and verifies
-            everything into one copy, which is pinned if a target is on a GPU. It is faster for targets on a GPU, and an
-            error in the data is found before any target changes.
+        low_memory: True needs at most 256 MB of host memory in addition to the targets, and to the values that a
+            `reshard` gets. False first reads and verifies everything into one copy, which is pinned if a target is on a
+            GPU. It is faster for targets on a GPU, and an error in the data is found before any target changes.
         redundant_reads: "each": every rank reads all that it needs. "broadcast": what several ranks of the default
             process group need is read by one of them and sent to the others, over gloo. Every rank must call it,
             whatever it needs. If one rank fails, all fail.
@@ -156,7 +158,9 @@ def load(
         LeafTypeMismatchError: The saved leaf is an object and the target's a tensor, or the reverse; or one is a leaf
             and the other a container that cannot replace it.
         PerRankUnavailableError: Requested `PerRank` values belong to other ranks; at another world size, all of them
-            do. Leave them out by `keys`. At the same world size, a new dict silently lacks those of other ranks.
+            do. Leave them out by `keys`, or give the `PerRank` in `state_dict` a `reshard`, for which every rank must
+            have saved a value. At the same world size, a new dict silently lacks those of other ranks.
+        ReshardError: The `reshard` of a `PerRank` raised, or its result lacks a part of the target.
         AliasMismatchError: Tensors of the target share memory, or two names are one object, and the values saved under
             their names differ.
         UnsupportedLeafError: The target holds a leaf that no checkpoint can hold, or tensors without memory (meta,
@@ -171,7 +175,7 @@ def load(
             has been filled.
         ConfigError: An argument is invalid; or elements of a target tensor share memory; or a value would have to be
             replaced in a container that cannot be changed; or `keys` selects a part of an object that takes its state
-            as a whole, or of a list that is empty in the target.
+            as a whole, of a `PerRank` that is resharded, or of a list that is empty in the target.
         OSError: The files cannot be read.
 
     Blocks: for the reads.
@@ -365,6 +369,7 @@ class _Load:
             state_dict, self._saved, selection, options.key_map, self._path, allow_pickle=options.allow_pickle
         )
         self._check(matches, selection)
+        results = [(one, self._resharded(one)) for one in matches.resharded]
         undecided = self._fill_undecided(matches)
         own = {new.path for module in matches.undecided for new in _below(matches.replaced, module)}
         replaced = [new for new in matches.replaced if new.path not in own]
@@ -379,10 +384,15 @@ class _Load:
                 matches.targets.replace_at(new.path, values.build(new.node))
         for new in matches.extended_lists:
             matches.targets.value_at(new.path).extend(values.build(new.node))
+        for mark, parts in results:
+            self._touched.update(mark.names)
+            _fill_by_result(matches.targets, parts)
         late = self._load_modules(modules)
         self._touched |= {new.fqn for new in matches.replaced}
         for new in holders:
             load_object_state(new.holder, values.build(new.node), new.fqn, self._path, converted)
+        for fqn, holder, state in (one for _, parts in results for one in parts.holders):
+            load_object_state(holder, state, fqn, self._path)
         self._report_late(late, "the rest of the target has been filled")
         return state_dict, [*matches.report.missing, *undecided, *late]
 
@@ -404,6 +414,35 @@ class _Load:
         self._report_differences(report.read_leaves.items())
         self._report_factories((new.path, new.node) for new in [*matches.replaced, *matches.extended_lists])
         self._filler.check_ties(matches.ties)
+
+    def _resharded(self, one: ReshardedMark) -> ResultParts:
+        """Read the values of all ranks, call `reshard`, and return what its result does to the target.
+
+        Raises:
+            ReshardError: `reshard` raised, or its result lacks a part of the target.
+        """
+        rank, world_size, saved = self._reader.rank, self._reader.world_size, len(one.nodes)
+        read = NewValues(one.nodes, self._saved, self._objects, self._path, "cpu", {})
+        self._filler.fill([], read.fillings, alone=True)
+        values = [read.build(node) for node in one.nodes]
+        where = f"{self._path}: reshard of the PerRank {one.fqn!r}, for rank {rank} of {world_size}"
+        facts = {"path": self._path, "fqn": one.fqn, "saved": saved, "wanted": world_size}
+        assert one.mark.reshard is not None
+        try:
+            result = one.mark.reshard(values, rank, world_size)
+        except Exception as error:
+            detail = error.message if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"
+            text = f"{where}, raised on the values of {saved} ranks; nothing was changed: {detail}"
+            raise ReshardError(text, **facts, detail=detail) from error
+        parts = ResultParts()
+        parts.add(one.path, one.mark.value, result)
+        if parts.missing:
+            detail = f"the result lacks {_shown(parts.missing)}"
+            text = (
+                f"{where}, returned a {type(result).__name__} that lacks {_shown(parts.missing)}, which the target has"
+            )
+            raise ReshardError(f"{text}; nothing was changed", **facts, detail=detail)
+        return parts
 
     def _fill_undecided(self, matches: Matches) -> list[str]:
         """Fill the modules whose load hooks decide which keys are missing, before all others; return missing keys."""
@@ -587,6 +626,15 @@ class _Load:
             _logger.warning(
                 "%s: %d tensors are converted to the dtype of their target, first %s", self._path, len(names), names[0]
             )
+
+
+def _fill_by_result(targets: Targets, parts: ResultParts) -> None:
+    bump_versions([old for old, _ in parts.tensors])
+    with torch.no_grad():
+        for old, new in parts.tensors:
+            old.copy_(new)
+    for path, value in parts.replaced:
+        targets.replace_at(path, value)
 
 
 def _below(replaced: Iterable[Replacement], module: ModuleTarget) -> list[Replacement]:

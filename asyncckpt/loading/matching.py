@@ -22,6 +22,7 @@ from asyncckpt.format.state_tree import (
     LIST,
     MAPPINGS,
     OBJECT,
+    PER_RANK,
     SEQUENCES,
     TENSOR,
     Key,
@@ -86,6 +87,26 @@ class Replacement(NamedTuple):
     holder: Any = None
 
 
+class ReshardedMark(NamedTuple):
+    """A `PerRank` of the target whose `reshard` gets the values of all ranks.
+
+    Attributes:
+        path: Path of the mark in the target.
+        fqn: FQN of the mark in the target.
+        saved_fqn: FQN under which the values were saved.
+        mark: The mark.
+        nodes: The value of each saving rank, by rank.
+        names: FQNs of the mark and of the target's leaves in it.
+    """
+
+    path: Path
+    fqn: str
+    saved_fqn: str
+    mark: PerRank
+    nodes: list[Node]
+    names: tuple[str, ...]
+
+
 @dataclass(slots=True)
 class MatchReport:
     """The result of a match for the caller. Names are FQNs of the target, unless stated otherwise.
@@ -128,6 +149,7 @@ class Matches:
         ties: Tensors with two names under which two tensors were saved: filled from the first, if both are equal.
         replaced: Parts that get a new value: object leaves, arrays of another shape, states of objects.
         extended_lists: Lists that are extended; their nodes hold the additional members.
+        resharded: Marks whose values of all ranks are read and given to their `reshard`.
         reused_tensors: By saved tensor number, the existing tensor that a part of `replaced` is read into.
         same_object: For each container or object of the target that is filled under two names: FQN and saved node, FQN
             and saved node.
@@ -142,6 +164,7 @@ class Matches:
     ties: list[Tie] = field(default_factory=list)
     replaced: list[Replacement] = field(default_factory=list)
     extended_lists: list[Replacement] = field(default_factory=list)
+    resharded: list[ReshardedMark] = field(default_factory=list)
     reused_tensors: dict[int, TargetTensor] = field(default_factory=dict)
     same_object: list[tuple[str, Node, str, Node]] = field(default_factory=list)
     undecided: list[ModuleTarget] = field(default_factory=list)
@@ -219,16 +242,17 @@ class _TargetTree:
     Args:
         tree: The tree that `flatten` has made.
         targets: The target.
+        reshards: Called with each `PerRank`; whether it is given to its `reshard`, so that nothing in it is a leaf.
 
     Attributes:
         leaves: All leaves, in the order of the target. An empty target has none.
         containers: The node of every container by path, without `PerRank` marks.
     """
 
-    def __init__(self, tree: Node, targets: Targets) -> None:
+    def __init__(self, tree: Node, targets: Targets, reshards: Callable[[TargetLeaf], bool]) -> None:
         self.leaves: list[TargetLeaf] = []
         self.containers: dict[Path, Node] = {}
-        self._targets = targets
+        self._targets, self._reshards = targets, reshards
         self._walk(tree, (), "")
 
     def _walk(self, node: Node, path: Path, prefix: str) -> None:
@@ -238,6 +262,10 @@ class _TargetTree:
         for key, marked in members(node):
             child = without_per_rank(marked)
             at = (*path, key)
+            if marked[0] == PER_RANK and self._reshards(
+                TargetLeaf(at, f"{prefix}{key}", child, holder, python_key(key))
+            ):
+                continue
             if child[0] in CONTAINERS and (child[1] or child[0] not in MAPPINGS):
                 self._walk(child, at, f"{prefix}{key}.")
                 continue
@@ -287,7 +315,7 @@ class _Matcher:
 
     def match(self, flat: Flattened) -> Matches:
         """Match the whole target; `flat` is what `flatten` has made of it."""
-        tree = _TargetTree(flat.tree, self._targets)
+        tree = _TargetTree(flat.tree, self._targets, self._reshard)
         self._extend_lists(tree)
         if not flat.tree[1]:
             self._match_empty_target()
@@ -298,6 +326,7 @@ class _Matcher:
         self._resolve_ties()
         if self._absent_paths:
             found = [*self._filled_paths, *(new.path for new in self._matches.replaced), *self._empty_paths]
+            found += [mark.path for mark in self._matches.resharded]
             found += [module.path for module in self._matches.undecided]  # `ModuleTarget.load` reports what they lack
             self._report.absent_subtrees += absent_subtrees(
                 tree.states(), self._absent_paths, found, self._targets.is_module
@@ -307,6 +336,33 @@ class _Matcher:
 
     def _saved_name(self, fqn: str) -> str:
         return fqn if self._rename is None else self._rename(fqn)
+
+    def _reshard(self, leaf: TargetLeaf) -> bool:
+        """Record a `PerRank` of the target if its `reshard` gets the values of all ranks; return whether it does.
+
+        Raises:
+            ConfigError: The selection names a part of it.
+        """
+        path, fqn, node, holder, key = leaf
+        mark = holder[key]
+        if not isinstance(mark, PerRank) or mark.reshard is None or self._saved.reader_rank is not None:
+            return False
+        is_selected = fqn in self._selection
+        if not is_selected and not self._selection.reaches_into(fqn):
+            return False
+        saved_fqn = self._saved_name(fqn)
+        nodes = self._saved.nodes_of_ranks(saved_fqn)
+        if nodes is None:
+            return False
+        if not is_selected:
+            raise ConfigError(
+                f"keys selects a part of {fqn!r}, a PerRank whose reshard makes its whole value; name {fqn!r} in keys",
+                field="keys",
+            )
+        names = dict.fromkeys([fqn, *(fqn_of(inner) for inner, _ in leaves(node, path))])
+        self._matches.resharded.append(ReshardedMark(path, fqn, saved_fqn, mark, nodes, tuple(names)))
+        self._targets.leave_out(path)
+        return True
 
     def _match_leaf(self, leaf: TargetLeaf, value: Any) -> None:
         """Match one leaf; `value`: the value of an object leaf."""

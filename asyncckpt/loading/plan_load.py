@@ -46,7 +46,8 @@ class LoadPlan:
         shared: FQNs of target tensors that share memory and were saved as separate tensors, and of parts of the target
             that are one container or object. If the saved values differ, a load raises `AliasMismatchError`; only a
             load compares them.
-        nbytes: Bytes of the tensors, or of the parts that this process holds, that would be read; each counts once.
+        nbytes: Bytes of the tensors, or of the parts that this process holds, that would be read; each counts once. The
+            values of all ranks that a `PerRank(reshard=...)` gets are counted; the plan does not call `reshard`.
     """
 
     missing: tuple[str, ...]
@@ -108,8 +109,11 @@ def plan_load(
     report, replaced = matches.report, [*matches.replaced, *matches.extended_lists]
     mismatched = tuple(dict.fromkeys(_leaf(error) for error in refused)) + _unread(replaced, saved, contents)
     taken = {*report.read_leaves, *(leaf.fqn for leaf in mismatched)}
+    taken.update(fqn_of((one.saved_fqn, *at)) for one in matches.resharded for at, _ in leaves(one.nodes[0]))
     new = [node[1] for one in replaced for _, node in leaves(one.node) if node[0] != OBJECT]
+    of_ranks = [leaf for one in matches.resharded for node in one.nodes for _, leaf in leaves(node)]
     boxes = [_whole_box(saved.tensors[n]) for n in new if n not in matches.reused_tensors]
+    boxes += [_whole_box(saved.tensors[leaf[1]]) for leaf in of_ranks if leaf[0] != OBJECT]
     reused = [(saved.tensors[n], matches.reused_tensors[n]) for n in new if n in matches.reused_tensors]
     undecided = [filling for module in matches.undecided for filling in module.tensors]
     fillings = [*matches.tensors, *undecided, *reused]

@@ -3,7 +3,8 @@
 The trees of all saving ranks are joined: first that of the reader's rank number, then the others in order; if several
 have a leaf at one path, the first is used. Mappings are joined by key, sequences of the same kind and length member by
 member. A `PerRank` value (node kind "r") is seen only by a reader with the same rank number and world size; for all
-other readers it belongs to other ranks.
+other readers it belongs to other ranks. At another world size, `SavedTree.nodes_of_ranks` gives those of all ranks to a
+`PerRank(reshard=...)` of the target.
 """
 
 from __future__ import annotations
@@ -75,13 +76,14 @@ class SavedTree:
         self.is_single_rank = n_ranks == 1 and self.reader_rank == 0
         self.keeps_empty_containers = contents.source is None
         self.tensors: list[SavedTensor] = list(contents.tensors.values())
+        self._contents = contents
         self._first_objects: list[int] = []
         self._per_rank_names: dict[str, None] = {}
         first_object = 0
         for part in contents.ranks:
             self._first_objects.append(first_object)
             first_object += part.structure.n_objects
-        numbers = {tensor.fqn: n for n, tensor in enumerate(self.tensors)}
+        self._numbers = {tensor.fqn: n for n, tensor in enumerate(self.tensors)}
         order = sorted(range(n_ranks), key=lambda rank: (rank != self.reader_rank, rank))
         joined: Node | None = None
         known: set[Node] = set()
@@ -92,12 +94,33 @@ class SavedTree:
             known.add(structure.tree)
             seen: Node | None = structure.tree
             if rank or _has_per_rank(structure.tree):  # else its numbers need no change
-                tensors = [numbers[entry.fqn] for entry in structure.tensors]
-                view = _RankView(tensors, self._first_objects[rank], own=rank == self.reader_rank)
+                view = self._view(rank, own=rank == self.reader_rank)
                 seen = view.renumbered(structure.tree, ())
                 self._per_rank_names.update(dict.fromkeys(view.other_ranks_only))
             joined = seen if joined is None else joined if seen is None else _joined(joined, seen)
         self.tree: Node = joined or (DICT, ())
+
+    def _view(self, rank: int, *, own: bool) -> _RankView:
+        entries = self._contents.ranks[rank].structure.tensors
+        return _RankView(lambda n: self._numbers[entries[n].fqn], self._first_objects[rank], own=own)
+
+    def nodes_of_ranks(self, fqn: str) -> list[Node] | None:
+        """Return what each saving rank has saved under `fqn`, by rank, with its `PerRank` values.
+
+        Returns:
+            None: It is for no `reshard`: the reader has the world size of the save; or no rank saved a `PerRank` there,
+            at it or below; or a rank saved nothing there.
+        """
+        if self.reader_rank is not None or not self.is_other_ranks_only(fqn):
+            return None
+        found: list[Node] = []
+        for rank, part in enumerate(self._contents.ranks):
+            node = _node_at(part.structure.tree, fqn)
+            seen = None if node is None else self._view(rank, own=True).renumbered(node, ())
+            if seen is None:
+                return None
+            found.append(seen)
+        return found
 
     def restore_parameter_numbers(self, value_of: Callable[[int], Any]) -> None:
         """In states of optimizers, turn parameter numbers that were saved as strings into integers again.
@@ -175,6 +198,20 @@ def kind_of(node: Node) -> str:
     return "tensor" if node[0] == TENSOR else "container" if node[0] in _INNER else "object"
 
 
+def _node_at(node: Node, fqn: str) -> Node | None:
+    """Return the node at `fqn` in the tree of one rank; None: there is none."""
+    while node[0] == PER_RANK:
+        node = node[1]
+    for key, child in members(node):
+        name = str(key)
+        if name == fqn:
+            return child
+        found = _node_at(child, fqn[len(name) + 1 :]) if fqn.startswith(f"{name}.") else None
+        if found is not None:
+            return found
+    return None
+
+
 def _all_nodes(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
     if node is not OTHER_RANKS_ONLY:
         yield path, node
@@ -224,7 +261,7 @@ class _RankView:
     """One rank's tree under the numbering of all ranks.
 
     Args:
-        tensors: For each of the rank's tensor numbers, the common number.
+        tensor_number: Returns the common number of the rank's tensor of a number.
         first_object: Common number of the rank's object 0.
         own: Whether it is the reader's own rank.
 
@@ -232,15 +269,15 @@ class _RankView:
         other_ranks_only: FQNs of the rank's `PerRank` leaves, unless it is the reader's own rank.
     """
 
-    def __init__(self, tensors: list[int], first_object: int, *, own: bool) -> None:
-        self._tensors, self._first_object, self._own = tensors, first_object, own
+    def __init__(self, tensor_number: Callable[[int], int], first_object: int, *, own: bool) -> None:
+        self._tensor_number, self._first_object, self._own = tensor_number, first_object, own
         self.other_ranks_only: list[str] = []
 
     def renumbered(self, node: Node, path: Path) -> Node | None:
         """Return `node` with common numbers; None if it holds only leaves that belong to another rank."""
         kind = node[0]
         if kind in (TENSOR, ARRAY, BYTES):
-            return (kind, self._tensors[node[1]])
+            return (kind, self._tensor_number(node[1]))
         if kind == OBJECT:
             return (kind, node[1] + self._first_object)
         if kind == PER_RANK:
@@ -384,10 +421,11 @@ def per_rank_unavailable(
     )
     if saved.reader_rank is None:
         why = f"are PerRank values of {n_ranks} ranks, and this is rank {reader.rank} of {reader.world_size}"
+        advice = "Give the target's PerRank a reshard=, if all ranks have saved one; load the rest"
     else:
-        why = f"belong to other ranks than {saved.reader_rank}"
+        why, advice = f"belong to other ranks than {saved.reader_rank}", "Load the rest"
     return PerRankUnavailableError(
-        f"{path}: {shown} {why}; nothing was changed. Load the rest by naming it, as in keys=['model', 'optim'], "
+        f"{path}: {shown} {why}; nothing was changed. {advice} by naming it, as in keys=['model', 'optim']; "
         "or read the values of any rank with open_checkpoint(path): .objects_of(rank), and .tensor(name + '@rank0')",
         path=path,
         keys=list(fqns),

@@ -18,6 +18,7 @@ import copy
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,12 +26,13 @@ import torch
 from asyncckpt.distributed.process_group import has_other_ranks
 from asyncckpt.format.state_tree import TENSOR, Node, Path, fqn_of, leaves, python_key
 from asyncckpt.loading.module_targets import ModuleTarget, ReplacedEntry, state_load_error, takes_strict
-from asyncckpt.loading.target_tensors import TargetTensor, storages_of, target_tensor
+from asyncckpt.loading.target_tensors import TargetTensor, shares_own_memory, storages_of, target_tensor
 from asyncckpt.per_rank import PerRank
 from asyncckpt.sharding.registry import shards_of
-from asyncckpt.state_dict.flatten import flatten
+from asyncckpt.state_dict.flatten import PLAIN_TENSORS, flatten, typed_key
 from asyncckpt.state_dict.stateful import unwrapped
 from asyncckpt.storage.contents import SavedTensor
+from asyncckpt.torch_tensors import why_no_memory
 
 
 class Targets:
@@ -125,6 +127,10 @@ class Targets:
         """The modules whose tensors are filled in place."""
         return list(self._modules.values())
 
+    def leave_out(self, path: Path) -> None:
+        """Fill no module at or below a path in place; each gets a whole state instead."""
+        self._modules = {at: module for at, module in self._modules.items() if at[: len(path)] != path}
+
     def module_at(self, path: Path) -> ModuleTarget | None:
         """Return the module that a leaf belongs to."""
         if self._modules:
@@ -147,6 +153,63 @@ def unwrap_per_rank(value: Any) -> Any:
     while isinstance(value, PerRank):
         value = value.value
     return value
+
+
+@dataclass(slots=True)
+class ResultParts:
+    """What the result of a `reshard` does to the value of its `PerRank`.
+
+    Attributes:
+        replaced: Path and new value of parts that are replaced.
+        tensors: Tensors that are filled in place, each with the tensor that it is filled from.
+        holders: FQN, object and state of objects that take their state by `load_state_dict`.
+        missing: FQNs of parts of the value that the result lacks.
+    """
+
+    replaced: list[tuple[Path, Any]] = field(default_factory=list)
+    tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    holders: list[tuple[str, Any, Any]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def add(self, path: Path, old: Any, new: Any) -> None:
+        """Add what the result `new` does to the value `old` at `path`. Changes neither."""
+        old, new = unwrap_per_rank(old), unwrap_per_rank(new)
+        if is_loadable(old):
+            self.holders.append((fqn_of(path), old, new))
+        elif isinstance(old, MutableMapping) and old and isinstance(new, Mapping):
+            for key, member in old.items():
+                typed = typed_key(key)
+                assert typed is not None  # else `flatten` would have refused the target
+                at = (*path, typed)
+                if key in new:
+                    self.add(at, member, new[key])
+                else:
+                    self.missing.append(fqn_of(at))
+        elif isinstance(old, (list, tuple)) and old and isinstance(new, (list, tuple)) and len(old) == len(new):
+            for n, pair in enumerate(zip(old, new, strict=True)):
+                self.add((*path, n), *pair)
+        elif _holds_objects(old):
+            self.missing.append(fqn_of(path))
+        elif _is_filled_by(old, new):
+            self.tensors.append((old, new))
+        else:
+            self.replaced.append((path, new))
+
+
+def _holds_objects(value: Any) -> bool:
+    """Whether a container of a target holds an object that takes its state by `load_state_dict`."""
+    value = unwrap_per_rank(value)
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return is_loadable(value) or any(map(_holds_objects, inner))
+
+
+def _is_filled_by(old: Any, new: Any) -> bool:
+    """Whether the plain tensor `old` can be filled in place by `new`."""
+    if type(old) not in PLAIN_TENSORS or not isinstance(new, torch.Tensor) or old.is_inference():
+        return False
+    if why_no_memory(old) is not None or old.layout is not torch.strided or shares_own_memory(old):
+        return False
+    return (old.dtype, old.shape) == (new.dtype, new.shape)
 
 
 def _replace_at(value: Any, path: Path, new: Any, claimed: set[int]) -> Any:

@@ -137,6 +137,16 @@ def test_restarted_ranks_load_what_all_had_staged_while_nothing_of_it_is_on_disk
     assert torch.equal(found["replica"], state_of(0, 2)["replica"]) and found["step"] == 2
 
 
+def test_reshard_gets_what_all_ranks_had_staged_while_nothing_of_it_is_on_disk(
+    here: Here, tmp_path: pathlib.Path
+) -> None:
+    dead_between_staged_and_written(here, tmp_path, stages=(True, True))
+    assert not (tmp_path / "step-1" / "manifest.json").exists()
+    target: dict[str, Any] = {"own": PerRank(None, lambda values, *_: [v.tolist() for v in values]), "step": 0}
+    asyncckpt.load(tmp_path / "step-1", target)
+    assert target["own"].value == [[100.0] * 50, [101.0] * 50] and target["step"] == 1
+
+
 def test_step_that_one_rank_had_not_staged_is_not_offered_and_the_one_before_is_loaded(
     here: Here, tmp_path: pathlib.Path
 ) -> None:

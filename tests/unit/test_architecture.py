@@ -65,7 +65,7 @@ MAY_IMPORT = {
     "storage": {"errors", "dtypes", "basics", "format", "memory", "protocol"},
     "maintenance": {"basics", "errors", "format", "storage"},
     "interop.sources": {"errors", "dtypes", "basics", "format", "storage"},
-    "per_rank": set(),
+    "per_rank": {"errors"},
     "torch_tensors": {"errors", "dtypes"},
     "sharding": {"errors", "dtypes", "basics", "format", "torch_tensors"},
     "state_dict": {"errors", "format", "per_rank", "sharding", "torch_tensors"},

@@ -20,6 +20,7 @@ from asyncckpt import PerRank
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import (
     CorruptCheckpointError,
+    MissingKeysError,
     PerRankUnavailableError,
     UnsupportedFormatError,
     UnsupportedLeafError,
@@ -59,6 +60,9 @@ def read_in_every_way(path: str, rng: random.Random) -> None:
     for rank, world_size in ((0, 1), (1, 2)):
         with contextlib.suppress(PerRankUnavailableError):
             DefaultReader(rank_info=RankInfo(rank, world_size)).read(path)
+        with contextlib.suppress(PerRankUnavailableError, MissingKeysError):
+            target = {"own": PerRank(None, reshard=lambda values, *_: values)}
+            DefaultReader(rank_info=RankInfo(rank, world_size + 1)).read(path, target)
     found = open_checkpoint(path)
     for name, info in {**found.stored_tensors, **found.tensors}.items():
         slices = tuple(slice(rng.randrange(4), None, rng.randrange(1, 4)) for _ in info.shape)
