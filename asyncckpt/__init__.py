@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from asyncckpt.errors import AsyncCkptError as AsyncCkptError
     from asyncckpt.interop.convert import ConversionReport as ConversionReport
     from asyncckpt.interop.convert import convert as convert
+    from asyncckpt.interop.hf.export import export_hf as export_hf
+    from asyncckpt.interop.mapping.tensor_rules import TensorRule as TensorRule
     from asyncckpt.loading.load import load as load
     from asyncckpt.loading.open_checkpoint import OpenCheckpoint as OpenCheckpoint
     from asyncckpt.loading.open_checkpoint import open_checkpoint as open_checkpoint
@@ -74,8 +76,10 @@ _WHERE = {
     "ShardedSlice": "sharding.shard_types",
     "SkippedCheckpoint": "restore",
     "SyncCheckpointer": "sync_checkpointer",
+    "TensorRule": "interop.mapping.tensor_rules",
     "convert": "interop.convert",
     "describe_tp": "sharding.shard_types",
+    "export_hf": "interop.hf.export",
     "held_snapshots": "recall.snapshots",
     "latest_checkpoint": "storage.catalog",
     "load": "loading.load",
@@ -116,9 +120,11 @@ __all__ = [
     "ShardedSlice",
     "SkippedCheckpoint",
     "SyncCheckpointer",
+    "TensorRule",
     "__version__",
     "convert",
     "describe_tp",
+    "export_hf",
     "held_snapshots",
     "latest_checkpoint",
     "load",
