@@ -166,7 +166,7 @@ def convert(
         read_back=read_back,
         progress=progress,
     )
-    _check_arguments(to, max_shard_bytes)
+    check_arguments(to, max_shard_bytes)
     check_not_nested(conversion.path, conversion.source, to)
     if keys is not None and not isinstance(keys, Iterable):
         raise ConfigError(f"keys={keys!r}: expected FQNs and prefixes, such as ['model']", field="keys")
@@ -176,7 +176,12 @@ def convert(
     )
 
 
-def _check_arguments(to: str, max_shard_bytes: int | None) -> None:
+def check_arguments(to: str, max_shard_bytes: int | None) -> None:
+    """Check arguments of `convert`.
+
+    Raises:
+        ConfigError: One is invalid.
+    """
     if to not in KINDS:
         raise ConfigError(f"to={to!r}: expected one of {', '.join(KINDS)}", field="to", value=repr(to))
     if max_shard_bytes is not None:

@@ -27,7 +27,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.names import converting_name
 from asyncckpt.format.state_tree import TENSOR
-from asyncckpt.interop.convert import Conversion, ConversionReport, cast_dtype, reshaped
+from asyncckpt.interop.convert import Conversion, ConversionReport, cast_dtype, check_arguments, reshaped
 from asyncckpt.interop.copy_pipeline import Progress
 from asyncckpt.interop.hf.architectures import HUB_RULES
 from asyncckpt.interop.hf.companions import Companions
@@ -37,6 +37,7 @@ from asyncckpt.interop.mapping.tensor_rules import TensorRule, listed_lines
 from asyncckpt.interop.publish import check_not_nested, check_place, remove, temporary_path
 from asyncckpt.interop.selection import KeyMap, Outline, pruned, renamer
 from asyncckpt.loading.fetch import thread_count
+from asyncckpt.loading.key_selection import key_list
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.locate import files_at, with_storage_options
 from asyncckpt.sync_checkpointer import SyncCheckpointer
@@ -127,12 +128,6 @@ def export_hf(
 
     Blocks: until everything is read and written.
     """
-    if is_url(str(dst)):
-        raise UnsupportedPathError(
-            "export_hf: dst is a URL, and exports write files: export to a directory, and copy that with the store's "
-            "own tools",
-            path=str(dst).partition("://")[0] + "://",
-        )
     source, config = _unwrapped(source), _unwrapped(config)
     is_model = not isinstance(source, (str, os.PathLike))
     if is_model and not _is_model(source):
@@ -142,8 +137,9 @@ def export_hf(
             field="source",
             value=type(source).__name__,
         )
-    if is_model and key is not None:
-        raise ConfigError("export_hf: key is for a checkpoint, and source is a model: leave it out", field="key")
+    if key is not None and (is_model or not isinstance(key, str) or not key):
+        why = "source is a model: leave it out" if is_model else "expected an FQN, such as 'model'"
+        raise ConfigError(f"export_hf: key={key!r}: {why}", field="key", value=repr(key))
     if config is None and is_model:
         config = source if getattr(source, "config", None) is not None else None
     if config is None:
@@ -152,26 +148,71 @@ def export_hf(
             "directory with config.json",
             field="config",
         )
-    job = _Export(
+    options: dict[str, Any] = {
+        "config": config,
+        "generation_config": generation_config,
+        "tokenizer": tokenizer,
+        "rules": rules,
+        "dtype": dtype,
+        "max_shard_bytes": max_shard_bytes,
+        "overwrite": overwrite,
+        "threads": threads,
+        "read_back": read_back,
+        "progress": progress,
+    }
+    if is_model:
+        job = _export(dst, keys=None, key_map=key_map, **options)
+        return _export_model(source, job, find_rank_info(rank_info), timeout_s)
+    rename = key_map if key is None else _without_prefix(key + ".", key_map)
+    keys = None if key is None else [key]
+    return export_checkpoint(source, dst, keys=keys, key_map=rename, storage_options=storage_options, **options)
+
+
+def export_checkpoint(
+    source: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, str] | None = None,
+    **options: Any,
+) -> ConversionReport:
+    """Export a checkpoint; as `export_hf`, but with `keys` and `key_map` as `convert` has them, and without `key`."""
+    path, job = checkpoint_path(source), _export(dst, **options)
+    with with_storage_options(storage_options):
+        return job.run(path, files_at(path))
+
+
+def _export(
+    dst: str | os.PathLike[str],
+    *,
+    keys: list[str] | None,
+    rules: Iterable[TensorRule] | None = None,
+    dtype: Any = None,
+    max_shard_bytes: int | None = None,
+    threads: int | None = None,
+    **options: Any,
+) -> _Export:
+    """Check the arguments of an export."""
+    if is_url(str(dst)):
+        raise UnsupportedPathError(
+            "export_hf: dst is a URL, and exports write files: export to a directory, and copy that with the store's "
+            "own tools",
+            path=str(dst).partition("://")[0] + "://",
+        )
+    check_arguments("hf", max_shard_bytes)
+    return _Export(
         path=absolute_path(dst),
-        config=config,
-        generation_config=generation_config,
-        tokenizer=tokenizer,
-        key=key,
-        key_map=key_map,
+        keys=key_list(keys),
         rules=None if rules is None else list(rules),
         dtype=cast_dtype(dtype),
         max_shard_bytes=max_shard_bytes,
-        overwrite=overwrite,
         threads=thread_count(threads),
-        read_back=read_back,
-        progress=progress,
+        **options,
     )
-    if is_model:
-        return _export_model(source, job, find_rank_info(rank_info), timeout_s)
-    path = checkpoint_path(source)
-    with with_storage_options(storage_options):
-        return job.run(path, files_at(path))
+
+
+def _without_prefix(prefix: str, key_map: KeyMap | None) -> Callable[[str], str]:
+    rename = renamer(key_map or {})
+    return lambda fqn: rename(fqn.removeprefix(prefix))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +223,7 @@ class _Export:
     config: Any
     generation_config: Any
     tokenizer: Any
-    key: str | None
+    keys: list[str] | None
     key_map: KeyMap | None
     rules: list[TensorRule] | None
     dtype: str | None
@@ -191,13 +232,6 @@ class _Export:
     threads: int
     read_back: bool
     progress: Progress | None
-
-    def __post_init__(self) -> None:
-        if self.key is not None and (not isinstance(self.key, str) or not self.key):
-            raise ConfigError(f"key={self.key!r}: expected an FQN, such as 'model'", field="key", value=repr(self.key))
-        limit = self.max_shard_bytes
-        if limit is not None and (type(limit) is not int or limit < 1):
-            raise ConfigError(f"max_shard_bytes={limit!r}: expected a positive integer", field="max_shard_bytes")
 
     def check_place(self) -> None:
         """Check that `path` may be written, before anything is read. Raises as `publish.check_place`."""
@@ -245,8 +279,7 @@ class _Export:
                 read_back=self.read_back,
                 progress=self.progress,
             )
-            keys = None if self.key is None else [self.key]
-            return conversion.run(keys, self._renamer(), self.max_shard_bytes, False, prepare=prepare, beside=beside)
+            return conversion.run(self.keys, self.key_map, self.max_shard_bytes, False, prepare=prepare, beside=beside)
 
     def _take(self, companions: Companions, model: Any) -> None:
         """Write the files that are known before anything is read."""
@@ -261,12 +294,6 @@ class _Export:
             companions.take_generation_config_beside(self.config)
         if self.tokenizer is not None:
             companions.take_tokenizer(self.tokenizer)
-
-    def _renamer(self) -> Callable[[str], str] | None:
-        if self.key is None and self.key_map is None:
-            return None
-        prefix, rename = "" if self.key is None else self.key + ".", renamer(self.key_map or {})
-        return lambda fqn: rename(fqn.removeprefix(prefix))
 
 
 def matched(outline: Outline, model: Any) -> tuple[Outline, list[str]]:
@@ -289,8 +316,8 @@ def matched(outline: Outline, model: Any) -> tuple[Outline, list[str]]:
         lacks = f"\nit lacks {len(missing)} tensors of the model:\n  {listed_lines(missing)}" if missing else ""
         has = f"\nthe model has no place for {len(unused)} of its tensors:\n  {listed_lines(unused)}" if unused else ""
         raise UnmatchedTensorsError(
-            f"{path} does not fit {type(model).__name__}:{lacks}{has}\nNothing was written. Rename tensors with key_map, "
-            "select the model's state dict with key, or give the config of the model that was saved",
+            f"{path} does not fit {type(model).__name__}:{lacks}{has}\nNothing was written. Rename tensors with "
+            "key_map, select the model's state dict with key, or give the config of the model that was saved",
             path=path,
             missing=missing,
             unused=unused,
