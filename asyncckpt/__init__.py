@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from asyncckpt.errors import AsyncCkptError as AsyncCkptError
     from asyncckpt.interop.convert import ConversionReport as ConversionReport
     from asyncckpt.interop.convert import convert as convert
+    from asyncckpt.interop.hf.architectures import hub_rules as hub_rules
     from asyncckpt.interop.hf.export import export_hf as export_hf
     from asyncckpt.interop.mapping.tensor_rules import TensorRule as TensorRule
     from asyncckpt.loading.load import load as load
@@ -81,6 +82,7 @@ _WHERE = {
     "describe_tp": "sharding.shard_types",
     "export_hf": "interop.hf.export",
     "held_snapshots": "recall.snapshots",
+    "hub_rules": "interop.hf.architectures",
     "latest_checkpoint": "storage.catalog",
     "load": "loading.load",
     "make_async_checkpointer": "async_checkpointer",
@@ -126,6 +128,7 @@ __all__ = [
     "describe_tp",
     "export_hf",
     "held_snapshots",
+    "hub_rules",
     "latest_checkpoint",
     "load",
     "make_async_checkpointer",
