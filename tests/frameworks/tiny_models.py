@@ -19,6 +19,35 @@ _DECODER = {
 }
 _HEADS = {"num_heads": 4, "d_model": 32, "d_kv": 8, "d_ff": 48}
 
+_ROUTED = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+_LATENT = {
+    **_DECODER,
+    **_ROUTED,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "dots1": {**_DECODER, **_ROUTED, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "glm4_moe": {**_DECODER, **_ROUTED, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "mixtral": {**_DECODER, "num_local_experts": 4},
+    "olmoe": {**_DECODER, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**_DECODER, **_ROUTED, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": {**_DECODER, **_ROUTED, "num_experts": 4},
+    "qwen3_next": {**_DECODER, **_ROUTED, "num_experts": 4, "shared_expert_intermediate_size": 16, "head_dim": 8},
+}
+"""Arguments of the configs of small models with experts, by `model_type`."""
+
 
 def _config(architecture: str) -> Any:
     import transformers as hf
