@@ -44,6 +44,9 @@ for order in sys.argv[1:]:
     before = of("VmRSS")
     if to == "compare":
         assert compare(source, target).differences[0].max_abs_difference == 1
+    elif to == "halves":
+        halves = asyncckpt.TensorRule("t", ["left", "right"], dim=1)
+        asyncckpt.convert(source, target, to="hf", rules=[halves], dtype="bfloat16")
     else:
         asyncckpt.convert(source, target, to=to)
     print(of("VmHWM") - before)
@@ -86,6 +89,17 @@ def test_a_comparison_takes_no_more_than_its_slabs_and_a_transposed_tensor_its_o
     compared, turned = peaks_of(f"{root}/a {root}/b compare", f"{root}/t {root}/out safetensors")
     assert compared < LIMIT_NBYTES
     assert turned < LARGEST_NBYTES + LIMIT_NBYTES
+
+
+def test_a_tensor_that_is_split_and_cast_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
+    whole = torch.arange(LARGEST_NBYTES // 4, dtype=torch.float32).reshape(1000, -1)
+    torch.save({"t": whole}, tmp_path / "a.pt")
+    orders = (f"{tmp_path}/a.pt {tmp_path}/ours asyncckpt", f"{tmp_path}/ours {tmp_path}/b halves")
+    peaks = peaks_of(*orders, f"{tmp_path}/a.pt {tmp_path}/c halves")
+    assert max(peaks) < LIMIT_NBYTES
+    for name in ("b", "c"):
+        found = asyncckpt.load(tmp_path / name)
+        assert torch.equal(torch.cat([found["left"], found["right"]], 1), whole.bfloat16())
 
 
 @pytest.mark.parametrize(
