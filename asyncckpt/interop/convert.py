@@ -16,7 +16,7 @@ from asyncckpt.interop.checkpoint_files import copied_files, copy_file
 from asyncckpt.interop.copy_pipeline import DuplexFiles, Progress, Target, write_files
 from asyncckpt.interop.losses import Losses, changes, listed, writable_part
 from asyncckpt.interop.mapping.made_tensors import CAST_DTYPES, cast
-from asyncckpt.interop.mapping.tensor_rules import TensorRule, apply_rules
+from asyncckpt.interop.mapping.tensor_rules import TensorRule, apply_rules, checked_rules
 from asyncckpt.interop.publish import (
     TargetState,
     check_around,
@@ -170,7 +170,7 @@ def convert(
     check_not_nested(conversion.path, conversion.source, to)
     if keys is not None and not isinstance(keys, Iterable):
         raise ConfigError(f"keys={keys!r}: expected FQNs and prefixes, such as ['model']", field="keys")
-    found, dtype_name = list(rules), cast_dtype(dtype)
+    found, dtype_name = checked_rules(rules), cast_dtype(dtype)
     return conversion.run(
         key_list(keys), key_map, max_shard_bytes, partial, prepare=lambda outline: reshaped(outline, found, dtype_name)
     )

@@ -29,7 +29,9 @@ _TOKENIZER_NAMES = frozenset(
 """Names of the files of tokenizers and processors, as `save_pretrained` of transformers writes them."""
 
 _TOKENIZER_ENDINGS = (".model", ".tiktoken")
-_MAX_JSON_NBYTES = 64 << 20
+_MAX_NBYTES = 256 << 20
+"""Longest file that is read. Chosen: the largest tokenizers take 40 MB."""
+
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """Keys of a config for the dtype of the weights; the second was used up to transformers 4."""
 
@@ -85,7 +87,14 @@ class Companions:
                 value=folder,
             )
         for name in found:
-            self._put(name, read_small_file(self._files, os.path.join(folder, name), _MAX_JSON_NBYTES))
+            path = os.path.join(folder, name)
+            try:
+                data = read_small_file(self._files, path, _MAX_NBYTES)
+            except OSError as error:
+                raise ConfigError(
+                    f"tokenizer: {path} cannot be read: {error}", field="tokenizer", value=path
+                ) from error
+            self._put(name, data)
 
     def paths(self, *, dtype: str | None, architecture: str | None) -> dict[str, str]:
         """Write config.json, and return the paths of all files by name.
@@ -133,7 +142,7 @@ class Companions:
             )
         try:
             save(self._directory)
-        except AsyncCkptError:
+        except (AsyncCkptError, OSError):
             raise
         except Exception as error:
             raise ConfigError(f"{field}: save_pretrained() of {_kind(given)} failed: {error!r}", field=field) from error
@@ -158,7 +167,7 @@ class Companions:
 
     def _read_json(self, path: str, field: str) -> dict[str, Any]:
         try:
-            found = json.loads(read_small_file(self._files, path, _MAX_JSON_NBYTES))
+            found = json.loads(read_small_file(self._files, path, _MAX_NBYTES))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{field}: {path} cannot be read as JSON: {error}", field=field, value=path) from error
         if not isinstance(found, dict):

@@ -33,17 +33,20 @@ from asyncckpt.interop.hf.architectures import HUB_RULES
 from asyncckpt.interop.hf.companions import Companions
 from asyncckpt.interop.losses import listed
 from asyncckpt.interop.mapping.made_tensors import CAST_DTYPES
-from asyncckpt.interop.mapping.tensor_rules import TensorRule, listed_lines
+from asyncckpt.interop.mapping.tensor_rules import TensorRule, checked_rules, listed_lines
 from asyncckpt.interop.publish import check_not_nested, check_place, remove, temporary_path
 from asyncckpt.interop.selection import KeyMap, Outline, pruned, renamer
 from asyncckpt.loading.fetch import thread_count
 from asyncckpt.loading.key_selection import key_list
-from asyncckpt.storage.files import Files
+from asyncckpt.storage.files import Files, save_failure
 from asyncckpt.storage.locate import files_at, with_storage_options
 from asyncckpt.sync_checkpointer import SyncCheckpointer
 
 TIMEOUT_S = 1800.0
 """The default of `timeout_s`. That of gloo."""
+
+_ARRIVE_TIMEOUT_S = 60.0
+"""How long ranks wait for the last one to call. The default of `plan_timeout_s`."""
 
 _CALL = "export_hf()"
 
@@ -110,7 +113,8 @@ def export_hf(
             shown. None: those of the environment.
         rank_info: For a model: `RankInfo(0, 1)` exports in this process alone. None: torch.distributed's rank, else
             that of torchrun's environment, else 0 of 1.
-        timeout_s: For a model: how long ranks wait for the last one, and for rank 0 to write, in seconds.
+        timeout_s: For a model on several ranks: how long the others wait for rank 0 to write, in seconds. For the last
+            rank to call this they wait 60 s, if that is shorter.
 
     Returns:
         The report of `convert`; of a model, the same on all ranks.
@@ -122,7 +126,7 @@ def export_hf(
         UnsupportedLeafError: The source holds something else than tensors; give `key`.
         ConfigError: An argument is invalid; the config, generation config or tokenizer cannot be written.
         SaveFailedError: There is not enough space, or the file system failed; or rank 0 failed, on the other ranks.
-        PlanTimeoutError: Some ranks do not export, or rank 0 takes too long.
+        PlanTimeoutError: Some ranks do not export, or rank 0 takes too long; then `dst` may appear nevertheless.
         UnsupportedPathError: `dst` is a URL.
         AsyncCkptError, OSError: As `convert`; for a model as `SyncCheckpointer.save`.
 
@@ -141,8 +145,8 @@ def export_hf(
         why = "source is a model: leave it out" if is_model else "expected an FQN, such as 'model'"
         raise ConfigError(f"export_hf: key={key!r}: {why}", field="key", value=repr(key))
     if config is None and is_model:
-        config = source if getattr(source, "config", None) is not None else None
-    if config is None:
+        config = source
+    if config is None or (_is_model(config) and getattr(config, "config", None) is None):
         raise ConfigError(
             "export_hf: from_pretrained needs a config: give config=, a config or model of transformers, a dict, or a "
             "directory with config.json",
@@ -202,7 +206,7 @@ def _export(
     return _Export(
         path=absolute_path(dst),
         keys=key_list(keys),
-        rules=None if rules is None else list(rules),
+        rules=None if rules is None else checked_rules(rules),
         dtype=cast_dtype(dtype),
         max_shard_bytes=max_shard_bytes,
         threads=thread_count(threads),
@@ -252,9 +256,12 @@ class _Export:
         if model is None and _is_model(self.config):
             model = self.config
         with temporary_path(self.path) as folder:
-            files.mkdir(folder)
-            companions = Companions(folder, files)
-            self._take(companions, model)
+            try:
+                files.mkdir(folder)
+                companions = Companions(folder, files)
+                self._take(companions, model)
+            except OSError as error:
+                raise save_failure(error, save_id=None, rank=None, step=None, path=self.path) from error
             rules = self.rules
             if rules is None:
                 rules = list(HUB_RULES.get(str(companions.config.get("model_type")), ()))
@@ -390,17 +397,17 @@ def _is_model(value: Any) -> bool:
 
 def _export_model(model: Any, job: _Export, rank: RankInfo, timeout_s: float) -> ConversionReport:
     """Save the model's state dict beside the target, export that on rank 0, and remove it."""
-    with _Ranks(rank, job.path, timeout_s) as ranks:
+    with _Ranks(rank, job.path) as ranks:
 
         def begin() -> str:
             job.check_place()
             return converting_name(os.path.basename(job.path), secrets.token_hex(6))
 
-        at = os.path.join(os.path.dirname(job.path), ranks.on_rank_0(begin))
+        at = os.path.join(os.path.dirname(job.path), ranks.on_rank_0(begin, min(timeout_s, _ARRIVE_TIMEOUT_S)))
         try:
-            with SyncCheckpointer(rank_info=rank, plan_timeout_s=timeout_s) as checkpointer:
+            with SyncCheckpointer(rank_info=rank) as checkpointer:
                 checkpointer.save(model.state_dict(), at)
-            found = ranks.on_rank_0(lambda: asdict(job.run(at, Files(), model)))
+            found = ranks.on_rank_0(lambda: asdict(job.run(at, Files(), model)), timeout_s)
         finally:
             if rank.rank == 0:
                 remove(at)
@@ -411,8 +418,8 @@ def _export_model(model: Any, job: _Export, rank: RankInfo, timeout_s: float) ->
 class _Ranks:
     """The ranks that export together: rank 0 works, and the others wait for its result. A context manager."""
 
-    def __init__(self, rank: RankInfo, path: str, timeout_s: float) -> None:
-        self._rank, self._path, self._timeout_s = rank, path, timeout_s
+    def __init__(self, rank: RankInfo, path: str) -> None:
+        self._rank, self._path = rank, path
         self._meeting: Meeting | None = None
         if rank.world_size > 1:
             exchange = find_exchange(rank)
@@ -425,8 +432,8 @@ class _Ranks:
                 )
             self._meeting = exchange.meet_next("export_hf", _CALL)
 
-    def on_rank_0(self, work: Callable[[], Any]) -> Any:
-        """Call `work` on rank 0, and return its result on every rank.
+    def on_rank_0(self, work: Callable[[], Any], timeout_s: float) -> Any:
+        """Call `work` on rank 0, and return its result on every rank. Blocks: for that, at most `timeout_s`.
 
         Raises:
             Exception: That of `work`, on rank 0.
@@ -435,7 +442,7 @@ class _Ranks:
         """
         if self._meeting is None:
             return work()
-        meeting, deadline = self._meeting, time.monotonic() + self._timeout_s
+        meeting, deadline = self._meeting, time.monotonic() + timeout_s
         mine = work if self._rank.rank == 0 else lambda: None
         return all_or_none(lambda payload: meeting.gather(payload, deadline), mine, self._failed)[0]
 

@@ -105,6 +105,19 @@ class TensorRule:
         return _PLACEHOLDER.sub(text, of)
 
 
+def checked_rules(rules: Any) -> list[TensorRule]:
+    """Return the rules of an argument.
+
+    Raises:
+        ConfigError: It is something else than rules.
+    """
+    found = list(rules) if isinstance(rules, Iterable) else [rules]
+    for one in found:
+        if not isinstance(one, TensorRule):
+            raise ConfigError(f"rules: found a {type(one).__name__}, expected objects of TensorRule", field="rules")
+    return found
+
+
 def rules_from_json(raw: Any, where: str) -> list[TensorRule]:
     """Return the rules of a JSON text: a list of objects with the arguments of `TensorRule`.
 
