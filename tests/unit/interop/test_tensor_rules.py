@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,6 +174,57 @@ def test_tensors_that_are_stored_in_shards_are_cut_and_joined(cut: int, dtype: t
     for n in range(6):
         expected[f"x.{n}"], expected[f"y.{n}"] = state["a"][:, n].chunk(2)
     assert_equal(read_by_stock_tools("safetensors", work / "b"), {k: v.to(dtype) for k, v in expected.items()})
+
+
+def cuts(rng: random.Random, length: int) -> list[tuple[int, int]]:
+    """Cut a dimension into at most three ranges, each a start and a length."""
+    inner = sorted(rng.sample(range(1, length), min(rng.randrange(3), length - 1))) if length > 1 else []
+    edges = [0, *inner, length]
+    return [(start, end - start) for start, end in itertools.pairwise(edges)]
+
+
+def save_in_shards(state: dict[str, torch.Tensor], directory: Path, rng: random.Random) -> None:
+    """Write files as PyTorch's HuggingFaceStorageWriter does, with each tensor cut at random in every dimension."""
+    shards: dict[int, dict[str, torch.Tensor]] = {}
+    offsets: dict[int, dict[str, Any]] = {}
+    for name, whole in state.items():
+        boxes = itertools.product(*(cuts(rng, length) for length in whole.shape))
+        for number, box in enumerate(boxes):
+            part = whole[tuple(slice(start, start + length) for start, length in box)]
+            shards.setdefault(number, {})[name] = part.contiguous()
+            offsets.setdefault(number, {})[name] = {"saved_offsets": [start for start, _ in box]}
+    directory.mkdir()
+    for number, found in shards.items():
+        metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets[number]), "DCP_VERSION": "1.0"}
+        save_file(found, directory / f"shard-{number + 1:05d}-model-00001-of-00001.safetensors", metadata)
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_random_rules_of_random_shards_are_undone_by_their_inverse(
+    number: int, work: Workdir, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_pipeline, "WINDOW_NBYTES", 1 << 18)
+    n_dims, n_parts, is_numbered = rng.randint(1, 3), rng.randint(1, 3), rng.random() < 0.7
+    dim, stack_dim = rng.randrange(n_dims), rng.randint(0, n_dims)
+    sizes = [rng.randint(1, 40) for _ in range(n_dims)]
+    sizes[dim] *= n_parts
+    shape = [*sizes[:stack_dim], rng.randint(1, 5), *sizes[stack_dim:]] if is_numbered else sizes
+    state = {f"layers.{n}.x": torch.randn(shape) for n in range(2)} | {"other": torch.randn(5)}
+    name = "{p*}part{n}.{i}" if is_numbered else "{p*}part{i}"
+    names = [name.replace("{i}", f"i{i}") for i in range(n_parts)]
+    rule = TensorRule("{p*}x", names, dim, stack_dim)
+    save_in_shards(state, work / "a", rng)
+    work.convert("hf", rules=[rule])
+    expected = {"other": state["other"]}
+    for layer in range(2):
+        whole = state[f"layers.{layer}.x"]
+        for n, one in enumerate(whole.unbind(stack_dim) if is_numbered else [whole]):
+            for i, part in enumerate(one.chunk(n_parts, dim)):
+                bound = names[i].replace("{p*}", f"layers.{layer}.").replace("{n}", str(n))
+                expected[bound] = part
+    assert_equal(read_by_stock_tools("hf", work / "b"), expected)
+    work.convert("hf", "b", "again", rules=[rule.inverse()], dtype="float64")
+    assert_equal(read_by_stock_tools("hf", work / "again"), {name: one.double() for name, one in state.items()})
 
 
 def test_rules_that_lack_tensors_name_them(work: Workdir) -> None:
