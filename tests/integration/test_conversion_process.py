@@ -211,6 +211,39 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one_and
     assert os.listdir(root) == ["out"]
 
 
+EXPORTED = """
+import os, signal, sys, torch, asyncckpt
+root, steps_left = sys.argv[1], int(sys.argv[2])
+class Model(torch.nn.Linear):
+    config = {"model_type": "none"}
+def step(done, total):
+    global steps_left
+    steps_left -= 1
+    if not steps_left:
+        os.kill(os.getpid(), signal.SIGKILL)
+asyncckpt.export_hf(Model(3000, 2000), root + "/out", overwrite=True, progress=step)
+"""
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_kill_during_an_export_of_a_model_leaves_the_old_one_and_what_gc_removes(
+    steps: int, tmp_path: Path, warm_python: WarmPython
+) -> None:
+    """Killed while weights are written, and while they are read back."""
+    root = tmp_path / "root"
+    root.mkdir()
+    torch.save({"old": torch.ones(1000)}, tmp_path / "old.pt")
+    asyncckpt.convert(tmp_path / "old.pt", root / "out", to="hf")
+    assert warm_python.run(EXPORTED, str(root), str(steps), timeout_s=DEADLINE_S).returncode == -signal.SIGKILL
+    assert list(asyncckpt.load(root / "out")) == ["old"]
+    left = [name for name in os.listdir(root) if name != "out"]
+    assert len(left) == 3, "the state dict, what is beside the weights, and the target"
+    assert all(name.startswith(".out.") and name.endswith(".converting") for name in left)
+    assert asyncckpt.latest_checkpoint(root) is None
+    assert cli.main(["gc", str(root), "--older-than", "0", "--delete"]) == 0
+    assert os.listdir(root) == ["out"]
+
+
 STARTING = """
 import os, signal, sys, threading, time
 from asyncckpt.cli import main
