@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from asyncckpt.errors import AsyncCkptError as AsyncCkptError
     from asyncckpt.interop.convert import ConversionReport as ConversionReport
     from asyncckpt.interop.convert import convert as convert
+    from asyncckpt.interop.hf.architectures import hub_rules as hub_rules
+    from asyncckpt.interop.hf.export import export_hf as export_hf
+    from asyncckpt.interop.mapping.tensor_rules import TensorRule as TensorRule
     from asyncckpt.loading.load import load as load
     from asyncckpt.loading.open_checkpoint import OpenCheckpoint as OpenCheckpoint
     from asyncckpt.loading.open_checkpoint import open_checkpoint as open_checkpoint
@@ -74,9 +77,12 @@ _WHERE = {
     "ShardedSlice": "sharding.shard_types",
     "SkippedCheckpoint": "restore",
     "SyncCheckpointer": "sync_checkpointer",
+    "TensorRule": "interop.mapping.tensor_rules",
     "convert": "interop.convert",
     "describe_tp": "sharding.shard_types",
+    "export_hf": "interop.hf.export",
     "held_snapshots": "recall.snapshots",
+    "hub_rules": "interop.hf.architectures",
     "latest_checkpoint": "storage.catalog",
     "load": "loading.load",
     "make_async_checkpointer": "async_checkpointer",
@@ -116,10 +122,13 @@ __all__ = [
     "ShardedSlice",
     "SkippedCheckpoint",
     "SyncCheckpointer",
+    "TensorRule",
     "__version__",
     "convert",
     "describe_tp",
+    "export_hf",
     "held_snapshots",
+    "hub_rules",
     "latest_checkpoint",
     "load",
     "make_async_checkpointer",

@@ -45,6 +45,7 @@
     |   +-- NoSoundCheckpointError                        restore_latest(): no checkpoint of the directory is intact
     +-- UnsupportedFormatError       (ValueError)         a newer version of the format, or an unknown format
     +-- MissingKeysError             (RuntimeError)       keys of the target are not in the checkpoint
+    +-- UnmatchedTensorsError        (ValueError)         an export lacks tensors of the model, or has no place for some
     +-- ShapeMismatchError           (ValueError)         the target's tensor or list has another shape or length
     +-- LeafTypeMismatchError        (TypeError)          a tensor where an object is expected, or the reverse
     +-- AliasMismatchError           (ValueError)         one memory of the target would have to hold two values
@@ -277,6 +278,15 @@ class MissingKeysError(AsyncCkptError, RuntimeError, code="missing_keys", fields
     """The checkpoint lacks keys of the target; `keys` are all of them.
 
     A key may name a module, an optimizer or a part of the target of which nothing was saved.
+    """
+
+
+class UnmatchedTensorsError(AsyncCkptError, ValueError, code="unmatched_tensors", fields=("path", "missing", "unused")):
+    """Tensors of a checkpoint and those of the model that it is exported for do not correspond; nothing was written.
+
+    Attributes:
+        missing: Names that the model, or a `TensorRule`, needs and the checkpoint lacks.
+        unused: Names in the checkpoint for which the model has no place.
     """
 
 

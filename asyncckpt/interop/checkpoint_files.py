@@ -47,7 +47,8 @@ def _is_of_hub(name: str) -> bool:
     return lower in _HUB_NAMES or lower.endswith(_HUB_ENDINGS)
 
 
-def _holds_weights(name: str) -> bool:
+def holds_weights(name: str) -> bool:
+    """Whether a file of this name holds weights, or is an index of files that do."""
     return name.endswith((*_WEIGHTS, _INDEX_ENDING)) or is_index(name)
 
 
@@ -68,7 +69,7 @@ def copied_files(source: str, contents: Contents, files: Files) -> tuple[list[st
     """
     names = set(files.listdir(source))
     read = {*contents.manifest.metadata.get("files", ()), *index_names(names)}
-    copied = {name for name in names if not (name.startswith(".") or _holds_weights(name))}
+    copied = {name for name in names if not (name.startswith(".") or holds_weights(name))}
     copied = {name for name in copied if os.path.isfile(os.path.join(source, name))}
     return sorted(copied), sorted(names - read - copied)
 
@@ -76,7 +77,7 @@ def copied_files(source: str, contents: Contents, files: Files) -> tuple[list[st
 def is_carried_over(path: str, name: str) -> bool:
     """Whether `name` is a companion file in the Hugging Face directory `path`, kept when the weights are replaced."""
     whole = os.path.join(path, name)
-    if not _is_of_hub(name) or _holds_weights(name.lower()):
+    if not _is_of_hub(name) or holds_weights(name.lower()):
         return False
     return os.path.isfile(whole) or (os.path.islink(whole) and not os.path.isdir(whole))
 

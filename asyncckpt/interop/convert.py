@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from asyncckpt.basics.paths import absolute_path, current_umask, is_url
 from asyncckpt.errors import AsyncCkptError, ConfigError, UnsupportedPathError
 from asyncckpt.format.names import SaveId
-from asyncckpt.format.state_tree import OBJECT
+from asyncckpt.format.state_tree import OBJECT, TENSOR
 from asyncckpt.interop.checkpoint_files import copied_files, copy_file
 from asyncckpt.interop.copy_pipeline import DuplexFiles, Progress, Target, write_files
-from asyncckpt.interop.losses import Losses, changes, writable_part
+from asyncckpt.interop.losses import Losses, changes, listed, writable_part
+from asyncckpt.interop.mapping.made_tensors import CAST_DTYPES, cast
+from asyncckpt.interop.mapping.tensor_rules import TensorRule, apply_rules, checked_rules
 from asyncckpt.interop.publish import (
     TargetState,
     check_around,
@@ -53,7 +56,8 @@ class ConversionReport:
         nbytes: Bytes of the files into which tensors were copied.
         changed: What the target holds in another form: one sentence for each change, with all names.
         left_out: FQNs of leaves that were left out, because the target cannot hold them (`partial=True`).
-        copied: Names of companion files that were copied from one Hugging Face directory to another.
+        copied: Names of the files beside the weights of a Hugging Face directory: companion files, such as config.json,
+            that were copied from the source's directory or given to `export_hf`.
         not_copied: Names of everything else in the source's Hugging Face directory: directories, hidden files, weights
             in other formats. If the target is of another kind: of the companion files as well.
         carried_over: Names of the companion files of the Hugging Face directory that was replaced; they were kept.
@@ -78,6 +82,8 @@ def convert(
     to: str,
     keys: str | Iterable[str] | None = None,
     key_map: KeyMap | None = None,
+    rules: Iterable[TensorRule] = (),
+    dtype: Any = None,
     max_shard_bytes: int | None = None,
     overwrite: bool = False,
     partial: bool = False,
@@ -101,6 +107,9 @@ def convert(
         to: `asyncckpt`, `dcp`, `torch`, `safetensors` or `hf`.
         keys: FQNs and prefixes in the source; only these leaves are converted. None converts everything.
         key_map: From the source's FQNs to the target's: a dict (names that it lacks stay) or a callable.
+        rules: Which tensors are stacked, split, joined or renamed, after `key_map`; a tensor belongs to the first rule
+            that matches its name.
+        dtype: Dtype, or its name, to which tensors of float64, float32, float16 and bfloat16 are cast. None: none is.
         max_shard_bytes: Limit in bytes of the tensors in one file of a target that is a directory; for `asyncckpt` it
             includes the header of the file. A larger tensor gets a file of its own. None: one file; for `hf` 5 GB.
         overwrite: Replace a checkpoint at `dst`, in one step. If the file system cannot exchange two names, only a file
@@ -127,6 +136,8 @@ def convert(
         UnsupportedFormatError: The source is of no known kind, or has leaves that cannot be read; names all of them.
         UnsupportedLeafError: The target cannot hold some leaves (names the first 1,000), or this torch lacks a dtype.
         MissingKeysError: A key in `keys` selects nothing.
+        UnmatchedTensorsError: A rule needs tensors that are not there; names all of them.
+        ShapeMismatchError: The shapes of tensors do not fit a rule.
         DuplicateNameError: Two leaves have the same name, or would have it in the target.
         SaveFailedError: There is not enough space, or the file system failed; nothing of the target is left. Code
             EAGAIN: an asyncckpt save may be running at `dst`, which would be replaced.
@@ -145,16 +156,32 @@ def convert(
                 "to a directory with the store's own tools, convert it there, and copy the result back",
                 path=f"{scheme}://",
             )
-    conversion = _Conversion(
-        absolute_path(src), absolute_path(dst), to, overwrite, thread_count(threads), read_back, progress
+    conversion = Conversion(
+        absolute_path(src),
+        absolute_path(dst),
+        to,
+        Files(),
+        overwrite=overwrite,
+        threads=thread_count(threads),
+        read_back=read_back,
+        progress=progress,
     )
-    _check_arguments(to, max_shard_bytes, conversion.source, conversion.path)
+    check_arguments(to, max_shard_bytes)
+    check_not_nested(conversion.path, conversion.source, to)
     if keys is not None and not isinstance(keys, Iterable):
         raise ConfigError(f"keys={keys!r}: expected FQNs and prefixes, such as ['model']", field="keys")
-    return conversion.run(key_list(keys), key_map, max_shard_bytes, partial)
+    found, dtype_name = checked_rules(rules), cast_dtype(dtype)
+    return conversion.run(
+        key_list(keys), key_map, max_shard_bytes, partial, prepare=lambda outline: reshaped(outline, found, dtype_name)
+    )
 
 
-def _check_arguments(to: str, max_shard_bytes: int | None, source: str, path: str) -> None:
+def check_arguments(to: str, max_shard_bytes: int | None) -> None:
+    """Check arguments of `convert`.
+
+    Raises:
+        ConfigError: One is invalid.
+    """
     if to not in KINDS:
         raise ConfigError(f"to={to!r}: expected one of {', '.join(KINDS)}", field="to", value=repr(to))
     if max_shard_bytes is not None:
@@ -168,17 +195,58 @@ def _check_arguments(to: str, max_shard_bytes: int | None, source: str, path: st
                 "convert to a directory (asyncckpt, dcp or hf)",
                 field="max_shard_bytes",
             )
-    check_not_nested(path, source, to)
 
 
-class _Conversion:
-    """One call of `convert`."""
+def cast_dtype(dtype: Any) -> str | None:
+    """Check the argument `dtype`; return its name.
+
+    Raises:
+        ConfigError: It is none of `CAST_DTYPES`.
+    """
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in CAST_DTYPES:
+        raise ConfigError(f"dtype={dtype!r}: expected {', '.join(CAST_DTYPES)}, or None", field="dtype", value=name)
+    return name
+
+
+def reshaped(
+    outline: Outline, rules: Iterable[TensorRule], dtype: str | None, *, all_must_match: bool = True
+) -> tuple[Outline, list[str]]:
+    """Return the outline with the tensors that rules make, cast to `dtype`; and what has changed, in sentences.
+
+    Raises:
+        UnmatchedTensorsError, ShapeMismatchError, DuplicateNameError: As `apply_rules`.
+    """
+    outline, sentences = apply_rules(outline, rules, all_must_match=all_must_match)
+    if dtype is None:
+        return outline, sentences
+    weights = {node[1] for _, node in outline.leaves() if node[0] == TENSOR}
+    tensors = [cast(tensor, dtype) if n in weights else tensor for n, tensor in enumerate(outline.tensors)]
+    names = [name for name, old, new in zip(outline.names, outline.tensors, tensors, strict=True) if old is not new]
+    sentences += [f"tensors were cast to {dtype}: {listed(names)}"] if names else []
+    return replace(outline, tensors=tensors), sentences
+
+
+class Conversion:
+    """One conversion.
+
+    Args:
+        source: Absolute path of the source, or a URL.
+        path: Absolute path of the target.
+        to: Its kind.
+        source_files: The `Files` with which the source is read.
+        overwrite, threads, read_back, progress: As of `convert`.
+    """
 
     def __init__(
         self,
         source: str,
         path: str,
         to: str,
+        source_files: Files,
+        *,
         overwrite: bool,
         threads: int,
         read_back: bool,
@@ -187,38 +255,56 @@ class _Conversion:
         self.source, self.path, self._folder = source, path, source
         self._to, self._overwrite, self._threads, self._read_back = to, overwrite, threads, read_back
         self._progress = progress
-        self._files = Files()
+        self._files, self._source_files = Files(), source_files
         self._umask = current_umask()
         self._done = self._total = 0
 
     def run(
-        self, keys: list[str] | None, key_map: KeyMap | None, max_shard_bytes: int | None, partial: bool
+        self,
+        keys: list[str] | None,
+        key_map: KeyMap | None,
+        max_shard_bytes: int | None,
+        partial: bool,
+        *,
+        prepare: Callable[[Outline], tuple[Outline, list[str]]],
+        beside: Callable[[Outline], Mapping[str, str]] = lambda outline: {},
     ) -> ConversionReport:
-        contents = read_any(self.source, self._files)
+        """Convert.
+
+        Args:
+            keys, key_map, max_shard_bytes, partial: As of `convert`.
+            prepare: Returns what is converted of the selected leaves, and what it has changed in sentences.
+            beside: Called with what is written; returns further files that are copied into a target of kind `hf`: their
+                paths by name. They take precedence over companion files of the source.
+        """
+        is_local = not is_url(self.source)
+        contents = read_any(self.source, self._source_files)
         if contents.source is not None:
             self._folder = contents.source.directory
-        check_inside(self.path, self.source, contents)
-        is_around = is_inside(self.source, self.path)
+        if is_local:
+            check_inside(self.path, self.source, contents)
+        is_around = is_local and is_inside(self.source, self.path)
         if is_around:
             check_around(self.path, self._files)
             standing, place = TargetState.NOTHING, os.path.join(self.path, os.path.basename(self.path))
         else:
             standing, place = check_place(self.path, self._to, self._files, overwrite=self._overwrite), self.path
-        whole = outline_of(contents, self._files, keys=keys, key_map=key_map)
+        whole, sentences = prepare(outline_of(contents, self._source_files, keys=keys, key_map=key_map))
         losses = _CHECKS[self._to](readable(whole))
         outline = writable_part(whole, losses, to=self._to, partial=partial)
         target = self._target(outline, max_shard_bytes)
-        extras, not_copied = self._companion_files(contents)
-        room = target.nbytes + sum(os.path.getsize(os.path.join(self._folder, name)) for name in extras)
+        found, not_copied = self._companion_files(contents)
+        extras = {name: os.path.join(self._folder, name) for name in found} | dict(beside(outline))
+        room = target.nbytes + sum(map(os.path.getsize, extras.values()))
         check_free_space(place, room, self._files)
-        changed = tuple(losses.changed + changes(whole, outline, self._to, keys, self._files))
+        changed = tuple(losses.changed + sentences + changes(whole, outline, self._to, keys, self._source_files))
         self._total = target.nbytes * (2 if self._read_back else 1)
         carried: tuple[str, ...] = ()
         with temporary_path(place) as temporary:
             try:
                 self._write(temporary, target, outline, extras)
                 if contents.source is not None:
-                    contents.source.check_unchanged(self._files)
+                    contents.source.check_unchanged(self._source_files)
                 if is_around:
                     put_into_directory(temporary, self.path, self._files)
                 else:
@@ -238,7 +324,7 @@ class _Conversion:
             nbytes=target.nbytes,
             changed=changed,
             left_out=(*losses.cannot, *whole.per_rank),
-            copied=tuple(extras),
+            copied=tuple(sorted(extras)),
             not_copied=tuple(not_copied),
             carried_over=carried,
         )
@@ -256,16 +342,16 @@ class _Conversion:
             return torch_target(outline, self._files)
         return dcp_target(outline, self._files, max_shard_bytes)
 
-    def _write(self, temporary: str, target: Target, outline: Outline, extras: list[str]) -> None:
+    def _write(self, temporary: str, target: Target, outline: Outline, extras: Mapping[str, str]) -> None:
         mode = MODE_FILE & ~self._umask
         if target.is_directory:
             self._files.mkdir(temporary, MODE_DIRECTORY & ~self._umask)
         files, threads = DuplexFiles(self._threads), with_verifiers(self._threads)
-        reader = SourceReader(outline.contents, outline.tensors, files)
+        reader = SourceReader(outline.contents, outline.tensors, self._source_files if is_url(self.source) else files)
         blocks = write_files(temporary, target, reader, files, mode, self._step, threads=threads)
         reader.check_checksums(range(len(outline.tensors)), self._threads)
-        for name in extras:
-            copy_file(os.path.join(self._folder, name), os.path.join(temporary, name), mode)
+        for name, path in extras.items():
+            copy_file(path, os.path.join(temporary, name), mode)
         if target.finish is not None:
             target.finish(temporary, blocks)
         if target.is_directory:

@@ -195,7 +195,7 @@ def _compared(
             return None
         difference = _difference_of(one, another)
         return "bits" if difference == 0.0 and type(one) is type(another) else "value", difference
-    a, b = left.tensors[mine[1]], right.tensors[other[1]]
+    a, b = left.saved(mine[1]), right.saved(other[1])
     if a.global_shape != b.global_shape:
         return "shape", None
     if not data or (a.dtype != b.dtype and _PACKED in (a.dtype, b.dtype)):
@@ -288,7 +288,7 @@ def bytes_at(outline: Outline, node: Node, files: Files) -> bytes | None:
         OSError: The file cannot be read.
     """
     if node[0] == BYTES:
-        saved = outline.tensors[node[1]]
+        saved = outline.saved(node[1])
         return bytes_of(read_tensor(outline.contents, saved, (...,), files, threads=DEFAULT_THREADS, verify=True))
     raw = outline.objects[node[1]] if node[0] == OBJECT else None
     return base64.b64decode(raw["v"]) if isinstance(raw, dict) and raw.get("$") == "bytes" else None

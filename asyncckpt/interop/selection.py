@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +17,14 @@ from asyncckpt.format.state_tree import (
     OBJECT,
     ORDERED_DICT,
     SEQUENCES,
+    TENSOR,
     Node,
     Path,
     fqn_of,
     leaves,
     members,
 )
+from asyncckpt.interop.mapping.made_tensors import AnyTensor
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, Selection, prefixes
 from asyncckpt.loading.saved_state import SavedTree
@@ -39,7 +41,7 @@ class Outline:
     Attributes:
         contents: The source.
         tree: The tree; its leaves hold indexes into `tensors` and `objects`.
-        tensors: The tensors, in the order of the tree.
+        tensors: The tensors, in the order of the tree: those of the source, and those that rules make of them.
         names: For each tensor, the FQN of its first leaf.
         objects: The JSON form of each object, in the order of the tree.
         per_rank: FQNs of leaves that belong to single ranks; they are not in the tree.
@@ -50,7 +52,7 @@ class Outline:
 
     contents: Contents
     tree: Node
-    tensors: list[SavedTensor] = field(default_factory=list)
+    tensors: list[AnyTensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
     per_rank: list[str] = field(default_factory=list)
@@ -60,6 +62,12 @@ class Outline:
     def leaves(self) -> list[tuple[str, Node]]:
         """Return (FQN, leaf node) of all leaves in order."""
         return [(fqn_of(path), node) for path, node in leaves(self.tree)]
+
+    def saved(self, number: int) -> SavedTensor:
+        """Return tensor `number` of an outline in which no rule has made a tensor."""
+        found = self.tensors[number]
+        assert isinstance(found, SavedTensor), f"{self.names[number]} is made of other tensors"
+        return found
 
     def nbytes_of(self, number: int) -> int:
         """Return the length of the elements of tensor `number` in bytes."""
@@ -103,7 +111,7 @@ def outline_of(
     tree = _node_from(root, (), became_dicts) or (DICT, ())
     before = versioned(tree)
     if key_map is not None:
-        tree = _renamed(tree, _renamer(key_map), contents.path, became_dicts)
+        tree = _renamed(tree, renamer(key_map), contents.path, became_dicts)
 
     objects: dict[int, list[Any]] = {}
 
@@ -135,6 +143,38 @@ def pruned(outline: Outline, keep: Callable[[str], bool]) -> Outline:
         became_dicts=sorted(set(became_dicts)),
     )
     return _numbered(found, outline.tensors, outline.objects.__getitem__)
+
+
+def replaced(outline: Outline, gone: Collection[str], arrivals: Iterable[tuple[str, AnyTensor]]) -> Outline:
+    """Return the outline with other tensors in the place of some of its leaves.
+
+    Args:
+        outline: The outline.
+        gone: FQNs of the leaves that are removed.
+        arrivals: FQN and tensor of each new leaf. One that is in the outline already stays tied to its other names.
+
+    Raises:
+        DuplicateNameError: Two leaves would have the same name, or a leaf the name of a container.
+    """
+    tensors = list(outline.tensors)
+    numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+    named = []
+    for fqn, tensor in arrivals:
+        if id(tensor) not in numbers:
+            numbers[id(tensor)] = len(tensors)
+            tensors.append(tensor)
+        named.append((fqn, (TENSOR, numbers[id(tensor)])))
+    became_dicts = list(outline.became_dicts)
+    tree = _moved(outline.tree, gone, named, outline.contents.path, "a rule", became_dicts)
+    lost = versioned(outline.tree) - versioned(tree)
+    found = Outline(
+        outline.contents,
+        tree,
+        per_rank=outline.per_rank,
+        lost_metadata=sorted({*outline.lost_metadata, *lost}),
+        became_dicts=sorted(set(became_dicts)),
+    )
+    return _numbered(found, tensors, outline.objects.__getitem__)
 
 
 def readable(outline: Outline) -> Outline:
@@ -189,7 +229,7 @@ def rebuilt(
     return (kind, tuple(one for pair in found for one in pair), *form)
 
 
-def _numbered(outline: Outline, tensors: list[SavedTensor], raw: Callable[[int], Any]) -> Outline:
+def _numbered(outline: Outline, tensors: Sequence[AnyTensor], raw: Callable[[int], Any]) -> Outline:
     """Fill an outline's tensors and objects, and renumber its tree.
 
     Args:
@@ -278,9 +318,6 @@ def _node_from(found: Any, path: Path, became_dicts: list[str]) -> Node | None:
 def _renamed(tree: Node, rename: Callable[[str], str], path: str, became_dicts: list[str]) -> Node:
     """Return the tree with new names. Leaves that keep their names keep their place and the types of their keys.
 
-    A leaf with a new name is moved into the dict with the longest FQN that is a prefix of the new name. The rest of the
-    name becomes one key.
-
     Args:
         tree: The tree.
         rename: Returns the new FQN for an FQN.
@@ -291,26 +328,51 @@ def _renamed(tree: Node, rename: Callable[[str], str], path: str, became_dicts: 
         DuplicateNameError: Two leaves would have the same name, or a leaf the name of a container.
         Exception: An error of `rename`.
     """
-    names = [fqn_of(at) for at, _ in leaves(tree)]
-    moved = {fqn: new for fqn in names if (new := rename(fqn)) != fqn}
-    if not moved:
+    named = [(fqn_of(at), node) for at, node in leaves(tree)]
+    moved = {fqn: new for fqn, _ in named if (new := rename(fqn)) != fqn}
+    return _moved(
+        tree, moved, [(moved[fqn], node) for fqn, node in named if fqn in moved], path, "key_map", became_dicts
+    )
+
+
+def _moved(
+    tree: Node,
+    gone: Collection[str],
+    arrivals: Sequence[tuple[str, Node]],
+    path: str,
+    who: str,
+    became_dicts: list[str],
+) -> Node:
+    """Return the tree without some of its leaves, and with new ones.
+
+    A new leaf is put into the dict with the longest FQN that is a prefix of its name. The rest of the name becomes one
+    key.
+
+    Args:
+        tree: The tree.
+        gone: FQNs of the leaves that are removed.
+        arrivals: FQN and node of each new leaf.
+        path, who: The checkpoint's path, and what gives the new names, for messages.
+        became_dicts: See `_node_from`.
+
+    Raises:
+        DuplicateNameError: Two leaves would have the same name, or a leaf the name of a container.
+    """
+    if not gone and not arrivals:
         return tree
     dicts_by_name: dict[str, _Branch] = {}
-    root = _branches_of(tree, (), lambda fqn: fqn not in moved, dicts_by_name)
+    root = _branches_of(tree, (), lambda fqn: fqn not in gone, dicts_by_name)
     if root is None:
         root = _Branch((DICT, ()))
-    taken = {fqn for fqn in names if fqn not in moved}
+    taken = {fqn for at, _ in leaves(tree) if (fqn := fqn_of(at)) not in gone}
     empty_paths = [at for at, node in leaves_and_empty(tree) if node[0] in CONTAINERS]
     empty = {fqn_of(at[:n]) for at in empty_paths for n in range(1, len(at) + 1)}
-    for at, node in leaves(tree):
-        name = moved.get(fqn_of(at))
-        if name is None:
-            continue
+    for name, node in arrivals:
         if name in taken:
-            raise DuplicateNameError(f"{path}: two leaves would be called {name!r} by key_map", fqn=name)
+            raise DuplicateNameError(f"{path}: two leaves would be called {name!r} by {who}", fqn=name)
         if name in empty:
             raise DuplicateNameError(
-                f"{path}: key_map renames a leaf to {name!r}, which is an empty container or contains one", fqn=name
+                f"{path}: {who} renames a leaf to {name!r}, which is an empty container or contains one", fqn=name
             )
         taken.add(name)
         home = next((prefix for prefix in reversed(prefixes(name)) if prefix in dicts_by_name), None)
@@ -321,11 +383,11 @@ def _renamed(tree: Node, rename: Callable[[str], str], path: str, became_dicts: 
     found = _node_from(root, (), became_dicts) or (DICT, ())
     there = [fqn_of(at) for at, _ in leaves(found)]
     if len(set(there)) != len(there) or set(there) != taken:
-        raise DuplicateNameError(f"{path}: key_map gives a leaf the name of another leaf or of a container", fqn=None)
+        raise DuplicateNameError(f"{path}: {who} gives a leaf the name of another leaf or of a container", fqn=None)
     return found
 
 
-def _renamer(key_map: KeyMap) -> Callable[[str], str]:
+def renamer(key_map: KeyMap) -> Callable[[str], str]:
     if not isinstance(key_map, Mapping) and not callable(key_map):
         raise ConfigError(f"key_map={key_map!r}: expected a dict of names, or a callable", field="key_map")
 

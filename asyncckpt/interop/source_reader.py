@@ -23,6 +23,7 @@ from asyncckpt.dtypes import DTYPES
 from asyncckpt.format.structure import row_major
 from asyncckpt.format.torch_zip import combined_crc32
 from asyncckpt.interop.copy_pipeline import Run
+from asyncckpt.interop.mapping.made_tensors import AnyTensor, MadeTensor, saved_tensors
 from asyncckpt.interop.sources.torch_file import ZipEntry, crc_of, damaged, data_offset, opened_archive, read_directory
 from asyncckpt.loading.byte_ranges import wanted_ranges, whole_region
 from asyncckpt.loading.fetch import read_ranges, strided_view
@@ -31,7 +32,7 @@ from asyncckpt.storage.contents import Contents, Inline, Located, SavedTensor, S
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.read_plan import Wanted
 from asyncckpt.storage.reader import DEFAULT_THREADS
-from asyncckpt.torch_tensors import CARRIERS
+from asyncckpt.torch_tensors import CARRIERS, torch_dtype
 
 _BATCH = 16
 """Archives per task of a thread: a directory may have very many."""
@@ -158,6 +159,7 @@ class SourceReader:
     """Reads runs of the tensors of one source, in the calling thread. Several threads may call it.
 
     A tensor whose elements are not row-major in the file is read as a whole, and kept until the next such tensor.
+    Elements of a made tensor are cast while they are copied out of the read buffer.
 
     Args:
         contents: The source.
@@ -169,12 +171,12 @@ class SourceReader:
         OSError: A system call failed.
     """
 
-    def __init__(self, contents: Contents, tensors: Sequence[SavedTensor], files: Files) -> None:
+    def __init__(self, contents: Contents, tensors: Sequence[AnyTensor], files: Files) -> None:
         check_lengths(contents, files)
         self._contents, self._tensors, self._files = contents, tensors, files
         self._checksums = SourceChecksums(contents, files)
         self._lock = threading.Lock()
-        self._view: tuple[int, torch.Tensor | None] = (-1, None)
+        self._view: tuple[str | None, torch.Tensor | None] = (None, None)
 
     def read(self, runs: Sequence[Run], address: int, origin: int, buffer: memoryview) -> dict[Run, int]:
         """Read and verify the runs of a window; see `copy_pipeline.ReadsRuns`.
@@ -188,10 +190,13 @@ class SourceReader:
         for run in runs:
             to = address + run.at - origin
             saved = self._tensors[run.tensor]
+            if isinstance(saved, MadeTensor):
+                ranges += self._of_parts(saved, run, to)
+                continue
             rank, chunk = saved.chunks[0]
             if chunk.sizes != saved.global_shape:
                 ranges += self._of_chunks(saved, run, to)
-            elif run.nbytes == chunk.nbytes or not self._copied(run, to):
+            elif run.nbytes == chunk.nbytes or not self._copied(saved, _targets(saved, run, to)):
                 whole[len(ranges)] = run
                 ranges.append(((rank, chunk.part), Wanted(chunk.offset_bytes + run.start, run.nbytes, saved.fqn, to)))
         read_ranges(self._contents, ranges, self._files, threads=1, verify=True, buffer=buffer)
@@ -217,7 +222,8 @@ class SourceReader:
 
         Blocks: for these reads. There are few if every tensor is row-major and has a storage of its own.
         """
-        self._checksums.check((self._tensors[number] for number in numbers), threads)
+        found = (saved for number in numbers for saved in saved_tensors(self._tensors[number]))
+        self._checksums.check({saved.fqn: saved for saved in found}.values(), threads)
 
     def _of_chunks(self, saved: SavedTensor, run: Run, to: int) -> Iterator[tuple[tuple[int, int], Wanted]]:
         """Yield the ranges to read of a tensor that is stored as several chunks."""
@@ -225,26 +231,57 @@ class SourceReader:
             region = whole_region(offsets, tuple(target.shape))
             yield from wanted_ranges(self._contents, saved, region, target, target.dtype, verify=True)
 
-    def _copied(self, run: Run, to: int) -> bool:
-        """Copy a run of a tensor that is not row-major in its file. False: it is row-major, and nothing was done."""
-        saved = self._tensors[run.tensor]
+    def _of_parts(self, made: MadeTensor, run: Run, to: int) -> Iterator[tuple[tuple[int, int], Wanted]]:
+        """Yield the ranges to read of a made tensor; what is not row-major in its file is copied at once."""
+        dtype = torch_dtype(made.dtype)
+        for memory, origin in _boxes(made.wide_shape, dtype, run, to):
+            for box in made.sources_of(origin, tuple(memory.shape)):
+                target = memory[tuple(slice(at, at + n) for at, n in zip(box.within, box.sizes, strict=True))]
+                if box.lacks is not None:
+                    target = target.squeeze(box.lacks)
+                stored = torch_dtype(box.saved.dtype)
+                if stored == dtype:  # copy bits: torch changes some NaNs when it copies floating point numbers
+                    stored = CARRIERS[dtype.itemsize]
+                    target = target.view(stored)
+                if not self._copied(box.saved, [(target, box.offsets)]):
+                    region = whole_region(box.offsets, tuple(target.shape))
+                    yield from wanted_ranges(self._contents, box.saved, region, target, stored, verify=True)
+
+    def _copied(self, saved: SavedTensor, boxes: Iterable[tuple[torch.Tensor, tuple[int, ...]]]) -> bool:
+        """Copy boxes of a tensor that is not row-major in its file. False: it is row-major, and nothing was done.
+
+        Args:
+            saved: The tensor.
+            boxes: The memory of each box, and its offsets in the tensor.
+        """
+        if self._contents.source is None:
+            return False
         with self._lock:  # held during the copy, so that only one such tensor is in memory at a time
-            if self._view[0] != run.tensor:
-                self._view = (-1, None)
-                self._view = (run.tensor, strided_view(self._contents, saved, self._files, threads=DEFAULT_THREADS))
+            if self._view[0] != saved.fqn:
+                self._view = (None, None)
+                self._view = (saved.fqn, strided_view(self._contents, saved, self._files, threads=DEFAULT_THREADS))
             view = self._view[1]
             if view is None:
                 return False
-            for target, offsets in _targets(saved, run, to):
-                target.copy_(view[tuple(slice(o, o + n) for o, n in zip(offsets, target.shape, strict=True))])
+            stored = torch_dtype(saved.dtype)
+            for target, offsets in boxes:
+                box = view[tuple(slice(o, o + n) for o, n in zip(offsets, target.shape, strict=True))]
+                target.copy_(box if target.dtype == view.dtype else box.view(stored))
             return True
 
 
 def _targets(saved: SavedTensor, run: Run, to: int) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    """Yield the boxes that a run of a tensor consists of; see `_boxes`."""
+    return _boxes(saved.global_shape, CARRIERS[DTYPES[saved.dtype].itemsize], run, to)
+
+
+def _boxes(
+    shape: tuple[int, ...], dtype: torch.dtype, run: Run, to: int
+) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
     """Yield the boxes that a run consists of: a tensor over the memory of each, from `to` on, and its offsets."""
-    itemsize, shape = DTYPES[saved.dtype].itemsize, saved.global_shape
+    itemsize = dtype.itemsize
     assert run.start % itemsize == run.nbytes % itemsize == 0, "a window cuts an element"
     first, end = run.start // itemsize, (run.start + run.nbytes) // itemsize
     for start, offsets, sizes in boxes_within(shape, row_major(shape), (0,) * len(shape), first, end):
         nbytes = math.prod(sizes) * itemsize
-        yield elements_at(to + (start - first) * itemsize, nbytes, CARRIERS[itemsize]).view(sizes), offsets
+        yield elements_at(to + (start - first) * itemsize, nbytes, dtype).view(sizes), offsets

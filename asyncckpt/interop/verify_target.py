@@ -127,7 +127,7 @@ def _places(found: Outline, numbers: list[int], files: Files, threads: int) -> I
     contents = found.contents
 
     def place(number: int) -> tuple[int, _Place | None]:
-        saved = found.tensors[number]
+        saved = found.saved(number)
         if len(saved.chunks) != 1:
             return number, None
         rank, chunk = saved.chunks[0]

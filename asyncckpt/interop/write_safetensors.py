@@ -20,9 +20,9 @@ from asyncckpt.interop.losses import (
     listed,
     ordered_dicts_lost,
 )
+from asyncckpt.interop.mapping.made_tensors import AnyTensor
 from asyncckpt.interop.selection import Outline, containers
 from asyncckpt.interop.sources.safetensors_file import FILE_METADATA, INDEX_NAME, header_form
-from asyncckpt.storage.contents import SavedTensor
 
 DEFAULT_SHARD_NBYTES = 5_000_000_000
 """The default of `save_pretrained` of Hugging Face's transformers for years ("5GB")."""
@@ -118,7 +118,7 @@ def _metadata(outline: Outline) -> dict[str, str]:
     return {**found, "format": "pt"}
 
 
-def _form(tensor: SavedTensor) -> tuple[str, tuple[int, ...]] | None:
+def _form(tensor: AnyTensor) -> tuple[str, tuple[int, ...]] | None:
     return header_form(tensor.dtype, tuple(tensor.global_shape))
 
 

@@ -44,6 +44,7 @@ from asyncckpt.interop.sources.unpickler import MAX_NBYTES
 from asyncckpt.loading.fetch import tensor_for
 from asyncckpt.state_dict.leaf_codecs import decode_torch
 from asyncckpt.state_dict.unflatten import Unflattener
+from asyncckpt.storage.contents import SavedTensor
 from asyncckpt.storage.files import Files
 from asyncckpt.torch_tensors import check_memory_is_real, torch_dtype
 
@@ -322,7 +323,7 @@ def _placeholders(outline: Outline, numbers: Sequence[int]) -> list[torch.Tensor
             flat = torch.frombuffer(room, dtype=torch.uint8, count=count, offset=starts[saved.dtype])
             found.append(flat.view(torch_dtype(saved.dtype)).view(saved.global_shape))
         else:
-            found.append(tensor_for(saved, path))
+            found.append(tensor_for(SavedTensor(saved.fqn, saved.dtype, saved.global_shape, ()), path))
     return found
 
 

@@ -139,3 +139,50 @@ def test_diff_of_equal_and_of_different_checkpoints(dcp: Path, tmp_path: Path, c
     assert command("diff", dcp, tmp_path / "b.pt", "--keys", "optim")[0] == 0
     assert command("diff", dcp, tmp_path / "absent")[0] == 4
     assert command("diff", dcp, tmp_path / "b.pt", "--keys", "absent")[0] == 1
+
+
+def test_rules_dtype_and_companions_are_given_by_options(dcp: Path, tmp_path: Path, command: Command) -> None:
+    rules = [{"sources": "w", "targets": ["a.{n}", "b.{n}"], "stack_dim": 1}, {"sources": "a.x", "targets": "a.y"}]
+    (tmp_path / "rules").write_text(json.dumps(rules[:1]))
+    (tmp_path / "config.json").write_text('{"model_type": "x"}')
+    (tmp_path / "generation_config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    given = ("--keys", "model", "--rename", "model.=", "--rules", tmp_path / "rules", "--dtype", "float64")
+    assert command("convert", dcp, tmp_path / "a.pt", "--to", "torch", *given)[0] == 0
+    whole = torch.arange(6.0, dtype=torch.float64).reshape(2, 3)
+    expected = {f"{name}.{n}": whole[i : i + 1, n] for i, name in enumerate("ab") for n in range(3)}
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    beside = ("--config", tmp_path, "--tokenizer", tmp_path)
+    code, report = command.json("convert", dcp, tmp_path / "hub", "--to", "hf", *given, *beside)
+    assert code == 0 and report["tensors"] == 6
+    assert report["copied"] == ["config.json", "generation_config.json", "tokenizer.json"]
+    assert json.loads((tmp_path / "hub" / "config.json").read_text()) == {"model_type": "x", "dtype": "float64"}
+    (tmp_path / "rules").write_text(json.dumps(rules))
+    code, _, err = command("convert", dcp, tmp_path / "b.pt", "--to", "torch", *given)
+    assert code == 1 and "rules need 1 tensors that are not there:\n  a.x" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--to", "hf", "--tokenizer", "."), "--tokenizer is for exports to Hugging Face directories: give --config"),
+        (("--to", "hf", "--generation-config", "."), "--generation-config is for exports"),
+        (("--to", "torch", "--storage-option", "a=b"), "--storage-option is for exports"),
+        (("--to", "torch", "--config", "."), "--config is for --to hf, of all tensors: leave out --to torch"),
+        (("--to", "hf", "--config", ".", "--partial"), "leave out --partial"),
+        (("--to", "hf", "--rules", "broken"), "--rules broken: not JSON"),
+        (("--to", "hf", "--rules", "object"), "--rules object: expected a list of objects with sources and targets"),
+        (("--to", "hf", "--rules", "unknown"), "--rules unknown: expected a list"),
+    ],
+)
+def test_options_of_exports_that_do_not_go_together_are_refused(
+    options: tuple[str, ...], said: str, dcp: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken").write_text("[")
+    (tmp_path / "object").write_text("{}")
+    (tmp_path / "unknown").write_text('[{"sources": "a", "targets": "b", "axis": 1}]')
+    code, _, err = command("convert", dcp, tmp_path / "out", *options)
+    assert code != 0 and said in err, err
+    assert not (tmp_path / "out").exists()

@@ -44,6 +44,9 @@ for order in sys.argv[1:]:
     before = of("VmRSS")
     if to == "compare":
         assert compare(source, target).differences[0].max_abs_difference == 1
+    elif to == "halves":
+        halves = asyncckpt.TensorRule("t", ["left", "right"], dim=1)
+        asyncckpt.convert(source, target, to="hf", rules=[halves], dtype="bfloat16")
     else:
         asyncckpt.convert(source, target, to=to)
     print(of("VmHWM") - before)
@@ -86,6 +89,17 @@ def test_a_comparison_takes_no_more_than_its_slabs_and_a_transposed_tensor_its_o
     compared, turned = peaks_of(f"{root}/a {root}/b compare", f"{root}/t {root}/out safetensors")
     assert compared < LIMIT_NBYTES
     assert turned < LARGEST_NBYTES + LIMIT_NBYTES
+
+
+def test_a_tensor_that_is_split_and_cast_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
+    whole = torch.arange(LARGEST_NBYTES // 4, dtype=torch.float32).reshape(1000, -1)
+    torch.save({"t": whole}, tmp_path / "a.pt")
+    orders = (f"{tmp_path}/a.pt {tmp_path}/ours asyncckpt", f"{tmp_path}/ours {tmp_path}/b halves")
+    peaks = peaks_of(*orders, f"{tmp_path}/a.pt {tmp_path}/c halves")
+    assert max(peaks) < LIMIT_NBYTES
+    for name in ("b", "c"):
+        found = asyncckpt.load(tmp_path / name)
+        assert torch.equal(torch.cat([found["left"], found["right"]], 1), whole.bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -193,6 +207,39 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new_one_and
     assert all(name.startswith(".out.") and name.endswith(".converting") for name in left)
     asyncckpt.convert(tmp_path / "new.pt", root / "out", to=kind, overwrite=True)
     assert list(asyncckpt.load(root / "out")) == ["new"]
+    assert cli.main(["gc", str(root), "--older-than", "0", "--delete"]) == 0
+    assert os.listdir(root) == ["out"]
+
+
+EXPORTED = """
+import os, signal, sys, torch, asyncckpt
+root, steps_left = sys.argv[1], int(sys.argv[2])
+class Model(torch.nn.Linear):
+    config = {"model_type": "none"}
+def step(done, total):
+    global steps_left
+    steps_left -= 1
+    if not steps_left:
+        os.kill(os.getpid(), signal.SIGKILL)
+asyncckpt.export_hf(Model(3000, 2000), root + "/out", overwrite=True, progress=step)
+"""
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_kill_during_an_export_of_a_model_leaves_the_old_one_and_what_gc_removes(
+    steps: int, tmp_path: Path, warm_python: WarmPython
+) -> None:
+    """Killed while weights are written, and while they are read back."""
+    root = tmp_path / "root"
+    root.mkdir()
+    torch.save({"old": torch.ones(1000)}, tmp_path / "old.pt")
+    asyncckpt.convert(tmp_path / "old.pt", root / "out", to="hf")
+    assert warm_python.run(EXPORTED, str(root), str(steps), timeout_s=DEADLINE_S).returncode == -signal.SIGKILL
+    assert list(asyncckpt.load(root / "out")) == ["old"]
+    left = [name for name in os.listdir(root) if name != "out"]
+    assert len(left) == 3, "the state dict, what is beside the weights, and the target"
+    assert all(name.startswith(".out.") and name.endswith(".converting") for name in left)
+    assert asyncckpt.latest_checkpoint(root) is None
     assert cli.main(["gc", str(root), "--older-than", "0", "--delete"]) == 0
     assert os.listdir(root) == ["out"]
 

@@ -44,6 +44,30 @@ model = transformers.GPT2LMHeadModel(
 )
 data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 64
 """
+HUB = """
+import pathlib, torch, transformers
+import asyncckpt
+
+small = {
+    "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small))
+transformers.MixtralForCausalLM(transformers.MixtralConfig(**small)).save_pretrained("mixtral-hub")
+
+class Tokenizer:
+    def save_pretrained(self, directory):
+        pathlib.Path(directory, "tokenizer.json").write_text("{}")
+
+def opened(path):
+    assert pathlib.Path(path, "tokenizer.json").exists()
+    found = transformers.AutoModelForCausalLM.from_pretrained(path)
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in found.state_dict().items())
+
+tokenizer = Tokenizer()
+with asyncckpt.SyncCheckpointer() as checkpointer:
+    checkpointer.save({"model": model.state_dict()}, "runs/saving/step-300", step=300)
+"""
 
 
 def examples() -> Iterator[tuple[str, str]]:
@@ -105,8 +129,20 @@ def test_the_guides_for_one_process_run_one_after_the_other(
         *(f"managed/step-{step:08d}" for step in (100, 200, 300)),
         *("overlap/step-10", "overlap/step-20", "dcp/step-300"),
     }
+    (tmp_path / "base").mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "base" / name).write_text("{}")
     lines = "".join(blocks("guides/converting", "console")).splitlines()
     commands_answer(command, lines, tmp_path, environment)
+
+
+@pytest.mark.timeout(600)
+def test_the_exports_of_the_guide_on_conversions_run(tmp_path: Path, environment: dict[str, str]) -> None:
+    pytest.importorskip("transformers", reason="`make test-frameworks` installs transformers")
+    code = blocks("guides/converting")
+    assert len(code) == 3
+    run([sys.executable, "-c", "\n".join([HUB, *code, "opened('hub')"])], tmp_path, environment, timeout_s=300)
+    assert (tmp_path / "stacked" / "manifest.json").exists()
 
 
 def test_what_comes_from_torch_checkpointing_is_what_its_page_says(tmp_path: Path, environment: dict[str, str]) -> None:

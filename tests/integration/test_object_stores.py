@@ -259,6 +259,27 @@ def test_what_is_saved_to_a_bucket_is_found_loaded_listed_verified_and_removed(r
     assert run("-m", "asyncckpt", "ls", f"{root}/nothing").returncode == 4
 
 
+def test_a_checkpoint_in_a_bucket_is_exported(server: Server, root: str, tmp_path: pathlib.Path) -> None:
+    state = {"model": {"w": torch.randn(1500, 1000), "e": torch.randn(2, 3)}, "step": 3}
+    with asyncckpt.SyncCheckpointer() as checkpointer:
+        checkpointer.save(state, f"{root}/export", step=3)
+    (tmp_path / "config.json").write_text("{}")
+    options = [word for name, value in server.options().items() for word in ("--storage-option", f"{name}={value}")]
+    for name, given in (("a", []), ("b", [*options, "--dtype", "bfloat16"])):
+        done = run(
+            *("-m", "asyncckpt", "convert", f"{root}/export", str(tmp_path / name), "--to", "hf"),
+            *("--keys", "model", "--rename", "model.=", "--config", str(tmp_path), *given),
+        )
+        assert done.returncode == 0, done.stderr
+        found = asyncckpt.load(tmp_path / name)
+        for key, tensor in state["model"].items():
+            assert torch.equal(found[key], tensor.bfloat16() if given else tensor)
+    made = asyncckpt.export_hf(
+        f"{root}/export", tmp_path / "c", config={}, key="model", storage_options=server.options()
+    )
+    assert made.tensors == 2
+
+
 def test_ranks_one_and_three_restore_what_two_have_saved(root: str, worker: RealWorker) -> None:
     environ = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     rank_processes.run(2, save_on_a_rank, f"{root}/ranks", environ=environ, timeout_s=DEADLINE_S)

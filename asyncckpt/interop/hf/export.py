@@ -1,0 +1,465 @@
+"""`asyncckpt.export_hf`: writes a model to a directory that `from_pretrained` opens."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from asyncckpt.basics.paths import absolute_path, checkpoint_path, is_url
+from asyncckpt.config import RankInfo
+from asyncckpt.distributed.process_group import find_exchange, find_rank_info
+from asyncckpt.distributed.rendezvous import Meeting, all_or_none
+from asyncckpt.errors import (
+    AsyncCkptError,
+    ConfigError,
+    SaveFailedError,
+    ShapeMismatchError,
+    UnmatchedTensorsError,
+    UnsupportedPathError,
+)
+from asyncckpt.format.names import converting_name
+from asyncckpt.format.state_tree import TENSOR
+from asyncckpt.interop.convert import Conversion, ConversionReport, cast_dtype, check_arguments, reshaped
+from asyncckpt.interop.copy_pipeline import Progress
+from asyncckpt.interop.hf.architectures import HUB_RULES
+from asyncckpt.interop.hf.companions import Companions
+from asyncckpt.interop.losses import listed
+from asyncckpt.interop.mapping.made_tensors import CAST_DTYPES
+from asyncckpt.interop.mapping.tensor_rules import TensorRule, checked_rules, listed_lines
+from asyncckpt.interop.publish import check_not_nested, check_place, remove, temporary_path
+from asyncckpt.interop.selection import KeyMap, Outline, pruned, renamer
+from asyncckpt.loading.fetch import thread_count
+from asyncckpt.loading.key_selection import key_list
+from asyncckpt.storage.files import Files, save_failure
+from asyncckpt.storage.locate import files_at, with_storage_options
+from asyncckpt.sync_checkpointer import SyncCheckpointer
+
+TIMEOUT_S = 1800.0
+"""The default of `timeout_s`. That of gloo."""
+
+_ARRIVE_TIMEOUT_S = 60.0
+"""How long ranks wait for the last one to call. The default of `plan_timeout_s`."""
+
+_CALL = "export_hf()"
+
+
+def export_hf(
+    source: Any,
+    dst: str | os.PathLike[str],
+    *,
+    config: Any = None,
+    generation_config: Any = None,
+    tokenizer: Any = None,
+    key: str | None = None,
+    key_map: KeyMap | None = None,
+    rules: Iterable[TensorRule] | None = None,
+    dtype: Any = None,
+    max_shard_bytes: int | None = None,
+    overwrite: bool = False,
+    threads: int | None = None,
+    read_back: bool = True,
+    progress: Progress | None = None,
+    storage_options: Mapping[str, str] | None = None,
+    rank_info: RankInfo | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> ConversionReport:
+    """Write a model to a directory that `from_pretrained` of Hugging Face's transformers opens.
+
+    The directory gets the weights as safetensors files with their index, config.json, generation_config.json and the
+    files of the tokenizer. It is written by the same engine as that of `convert`: in bounded memory, verified, and
+    renamed to `dst` when it is complete, so readers see a complete directory or none. A checkpoint is exported while
+    the training that has saved it goes on.
+
+    Every tensor of the source is written exactly once: as it is, or as a part of the tensors that a rule makes of it.
+    If `config` or `source` is a model, its names and shapes must be those of the source, else the export fails and
+    names all that differ. A tensor that the model ties to another one itself is then written once, under the name that
+    transformers writes; without a model, under each of its names.
+
+    Args:
+        source: A checkpoint, as a path or URL, of any kind that `load` reads; or a model. On several ranks, the export
+            of a model is a collective. The model's state dict is then saved beside `dst` first, and removed after the
+            export; so there must be room for both, on a file system of all ranks.
+        dst: The directory to write. Its parent directory must exist.
+        config: The model's config: a config object of transformers, a model (also one on the meta device), a dict, or a
+            path: a directory with config.json, or that file. None takes that of the model which is exported. The dtype
+            of the weights replaces that in it.
+        generation_config: An object with `save_pretrained` or `to_dict`, a dict, or a path. None takes that of the
+            model, or of the directory that `config` names, if there is one.
+        tokenizer: A tokenizer or processor with `save_pretrained`, or a directory, whose tokenizer files are copied.
+            None writes none.
+        key: FQN of the model's state dict in the checkpoint, such as "model": only what is below it is exported, and
+            the prefix is removed from the names. None: the checkpoint is the model's state dict.
+        key_map: From the names in the checkpoint, without `key`, to those of the model: a dict (names that it lacks
+            stay) or a callable.
+        rules: Which tensors are stacked, split or renamed, after `key_map`. None takes `hub_rules` of the config's
+            `model_type`, if there are any: the experts that transformers 5 stacks in memory are written one by one, as
+            on the hub, so that older versions and inference engines open them too. `()` writes them stacked, which
+            transformers 5 opens too.
+        dtype: Dtype, or its name, to which tensors of float64, float32, float16 and bfloat16 are cast. None: none is.
+        max_shard_bytes: Limit of the tensors in one file, in bytes; a larger tensor gets its own. None: 5 GB.
+        overwrite: Replace a checkpoint at `dst`, in one step; see `convert`.
+        threads: How many threads may access the disk at once. None takes 4.
+        read_back: Read every byte of the target from the disk and compare it with what was written.
+        progress: Called with (bytes done, bytes in total).
+        storage_options: Options of the object store that a URL leads to, by obstore's names; their values are never
+            shown. None: those of the environment.
+        rank_info: For a model: `RankInfo(0, 1)` exports in this process alone. None: torch.distributed's rank, else
+            that of torchrun's environment, else 0 of 1.
+        timeout_s: For a model on several ranks: how long the others wait for rank 0 to write, in seconds. For the last
+            rank to call this they wait 60 s, if that is shorter.
+
+    Returns:
+        The report of `convert`; of a model, the same on all ranks.
+
+    Raises:
+        UnmatchedTensorsError: Tensors that the model or a rule needs are not there, or the model has no place for some;
+            names all of them.
+        ShapeMismatchError: A tensor has another shape than the model's, or does not fit a rule.
+        UnsupportedLeafError: The source holds something else than tensors; give `key`.
+        ConfigError: An argument is invalid; the config, generation config or tokenizer cannot be written.
+        SaveFailedError: There is not enough space, or the file system failed; or rank 0 failed, on the other ranks.
+        PlanTimeoutError: Some ranks do not export, or rank 0 takes too long; then `dst` may appear nevertheless.
+        UnsupportedPathError: `dst` is a URL.
+        AsyncCkptError, OSError: As `convert`; for a model as `SyncCheckpointer.save`.
+
+    Blocks: until everything is read and written.
+    """
+    source, config = _unwrapped(source), _unwrapped(config)
+    is_model = not isinstance(source, (str, os.PathLike))
+    if is_model and not _is_model(source):
+        raise ConfigError(
+            f"export_hf: source is a {type(source).__name__}: expected the path of a checkpoint, or a model (a "
+            "torch.nn.Module)",
+            field="source",
+            value=type(source).__name__,
+        )
+    if key is not None and (is_model or not isinstance(key, str) or not key):
+        why = "source is a model: leave it out" if is_model else "expected an FQN, such as 'model'"
+        raise ConfigError(f"export_hf: key={key!r}: {why}", field="key", value=repr(key))
+    if config is None and is_model:
+        config = source
+    if config is None or (_is_model(config) and getattr(config, "config", None) is None):
+        raise ConfigError(
+            "export_hf: from_pretrained needs a config: give config=, a config or model of transformers, a dict, or a "
+            "directory with config.json",
+            field="config",
+        )
+    options: dict[str, Any] = {
+        "config": config,
+        "generation_config": generation_config,
+        "tokenizer": tokenizer,
+        "rules": rules,
+        "dtype": dtype,
+        "max_shard_bytes": max_shard_bytes,
+        "overwrite": overwrite,
+        "threads": threads,
+        "read_back": read_back,
+        "progress": progress,
+    }
+    if is_model:
+        job = _export(dst, keys=None, key_map=key_map, **options)
+        return _export_model(source, job, find_rank_info(rank_info), timeout_s)
+    rename = key_map if key is None else _without_prefix(key + ".", key_map)
+    keys = None if key is None else [key]
+    return export_checkpoint(source, dst, keys=keys, key_map=rename, storage_options=storage_options, **options)
+
+
+def export_checkpoint(
+    source: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, str] | None = None,
+    **options: Any,
+) -> ConversionReport:
+    """Export a checkpoint; as `export_hf`, but with `keys` and `key_map` as `convert` has them, and without `key`."""
+    path, job = checkpoint_path(source), _export(dst, **options)
+    with with_storage_options(storage_options):
+        return job.run(path, files_at(path))
+
+
+def _export(
+    dst: str | os.PathLike[str],
+    *,
+    keys: list[str] | None,
+    rules: Iterable[TensorRule] | None = None,
+    dtype: Any = None,
+    max_shard_bytes: int | None = None,
+    threads: int | None = None,
+    **options: Any,
+) -> _Export:
+    """Check the arguments of an export."""
+    if is_url(str(dst)):
+        raise UnsupportedPathError(
+            "export_hf: dst is a URL, and exports write files: export to a directory, and copy that with the store's "
+            "own tools",
+            path=str(dst).partition("://")[0] + "://",
+        )
+    check_arguments("hf", max_shard_bytes)
+    return _Export(
+        path=absolute_path(dst),
+        keys=key_list(keys),
+        rules=None if rules is None else checked_rules(rules),
+        dtype=cast_dtype(dtype),
+        max_shard_bytes=max_shard_bytes,
+        threads=thread_count(threads),
+        **options,
+    )
+
+
+def _without_prefix(prefix: str, key_map: KeyMap | None) -> Callable[[str], str]:
+    rename = renamer(key_map or {})
+    return lambda fqn: rename(fqn.removeprefix(prefix))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Export:
+    """The checked arguments of one export."""
+
+    path: str
+    config: Any
+    generation_config: Any
+    tokenizer: Any
+    keys: list[str] | None
+    key_map: KeyMap | None
+    rules: list[TensorRule] | None
+    dtype: str | None
+    max_shard_bytes: int | None
+    overwrite: bool
+    threads: int
+    read_back: bool
+    progress: Progress | None
+
+    def check_place(self) -> None:
+        """Check that `path` may be written, before anything is read. Raises as `publish.check_place`."""
+        check_place(self.path, "hf", Files(), overwrite=self.overwrite)
+
+    def run(self, source: str, source_files: Files, model: Any = None) -> ConversionReport:
+        """Export the checkpoint at `source`.
+
+        Args:
+            source: Its path or URL.
+            source_files: The `Files` with which it is read.
+            model: The model that it was saved from; None: the one that was given as config, if it is one.
+        """
+        if not is_url(source):
+            check_not_nested(self.path, source, "hf")
+        self.check_place()
+        files = Files()
+        if model is None and _is_model(self.config):
+            model = self.config
+        with temporary_path(self.path) as folder:
+            try:
+                files.mkdir(folder)
+                companions = Companions(folder, files)
+                self._take(companions, model)
+            except OSError as error:
+                raise save_failure(error, save_id=None, rank=None, step=None, path=self.path) from error
+            rules = self.rules
+            if rules is None:
+                rules = list(HUB_RULES.get(str(companions.config.get("model_type")), ()))
+
+            def prepare(outline: Outline) -> tuple[Outline, list[str]]:
+                outline, sentences = matched(outline, model) if model is not None else (outline, [])
+                made, more = reshaped(outline, rules, self.dtype, all_must_match=self.rules is not None)
+                return made, sentences + more
+
+            def beside(outline: Outline) -> Mapping[str, str]:
+                return companions.paths(
+                    dtype=dtype_of(outline), architecture=None if model is None else architecture_of(model)
+                )
+
+            conversion = Conversion(
+                source,
+                self.path,
+                "hf",
+                source_files,
+                overwrite=self.overwrite,
+                threads=self.threads,
+                read_back=self.read_back,
+                progress=self.progress,
+            )
+            return conversion.run(self.keys, self.key_map, self.max_shard_bytes, False, prepare=prepare, beside=beside)
+
+    def _take(self, companions: Companions, model: Any) -> None:
+        """Write the files that are known before anything is read."""
+        is_model = _is_model(self.config)
+        companions.take_config(self.config.config if is_model else self.config)
+        generation = self.generation_config
+        if generation is None and model is not None and getattr(model, "can_generate", lambda: False)():
+            generation = getattr(model, "generation_config", None)
+        if generation is not None:
+            companions.take_generation_config(generation)
+        elif not is_model:
+            companions.take_generation_config_beside(self.config)
+        if self.tokenizer is not None:
+            companions.take_tokenizer(self.tokenizer)
+
+
+def matched(outline: Outline, model: Any) -> tuple[Outline, list[str]]:
+    """Compare the tensors of a checkpoint with those of a model; leave out what the model ties itself.
+
+    Returns:
+        The outline without the tied tensors; and a sentence that names them.
+
+    Raises:
+        UnmatchedTensorsError: A tensor is only in one of them; names all.
+        ShapeMismatchError: A tensor has another shape.
+    """
+    path = outline.contents.path
+    there = {fqn: node[1] for fqn, node in outline.leaves() if node[0] == TENSOR}
+    wanted = {name: tuple(value.shape) for name, value in model.state_dict().items() if hasattr(value, "shape")}
+    tied = tied_names(model)
+    missing = [name for name in wanted if name not in there and name not in tied]
+    unused = [fqn for fqn in there if fqn not in wanted]
+    if missing or unused:
+        lacks = f"\nit lacks {len(missing)} tensors of the model:\n  {listed_lines(missing)}" if missing else ""
+        has = f"\nthe model has no place for {len(unused)} of its tensors:\n  {listed_lines(unused)}" if unused else ""
+        raise UnmatchedTensorsError(
+            f"{path} does not fit {type(model).__name__}:{lacks}{has}\nNothing was written. Rename tensors with "
+            "key_map, select the model's state dict with key, or give the config of the model that was saved",
+            path=path,
+            missing=missing,
+            unused=unused,
+        )
+    for fqn, number in there.items():
+        shape = outline.tensors[number].global_shape
+        if shape != wanted[fqn]:
+            raise ShapeMismatchError(
+                f"{path}: tensor {fqn!r} has shape {list(shape)}, and {list(wanted[fqn])} in {type(model).__name__}: "
+                "give the config of the model that was saved",
+                path=path,
+                fqn=fqn,
+                saved=list(shape),
+                wanted=list(wanted[fqn]),
+            )
+    again = {name: to for name, to in tied.items() if name in there and there[name] == there.get(to)}
+    if not again:
+        return outline, []
+    pairs = [f"{name} (= {to})" for name, to in again.items()]
+    return pruned(outline, lambda fqn: fqn not in again), [f"stored once, as the model ties them: {listed(pairs)}"]
+
+
+def tied_names(model: Any) -> dict[str, str]:
+    """Return the names of tensors that a model ties to others itself, with the names of those.
+
+    A model of transformers declares them. Of any other model, they are the parameters and buffers that it holds under
+    an earlier name too.
+    """
+    declared = getattr(model, "all_tied_weights_keys", None)
+    if isinstance(declared, Mapping):
+        return {str(name): str(to) for name, to in declared.items() if name != to}
+    firsts: dict[int, str] = {}
+    found = {}
+    for names in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, value in names:
+            first = firsts.setdefault(id(value), name)
+            if first != name:
+                found[name] = first
+    return found
+
+
+def dtype_of(outline: Outline) -> str | None:
+    """Return the dtype that most bytes of the weights have; None: there are no weights of a dtype for that."""
+    nbytes: Counter[str] = Counter()
+    for number, tensor in enumerate(outline.tensors):
+        if tensor.dtype in CAST_DTYPES:
+            nbytes[tensor.dtype] += outline.nbytes_of(number)
+    return nbytes.most_common(1)[0][0] if nbytes else None
+
+
+def architecture_of(model: Any) -> str:
+    """Return the name of a model's class. `fully_shard` replaces it by a subclass with the prefix FSDP."""
+    return type(model).__name__.removeprefix("FSDP")
+
+
+def _unwrapped(value: Any) -> Any:
+    """Return the model that `torch.compile` or `DistributedDataParallel` has wrapped; anything else as it is."""
+    while True:
+        if isinstance(value, DistributedDataParallel):
+            value = value.module
+        elif isinstance(value, torch.nn.Module) and "_orig_mod" in value._modules:
+            value = value._modules["_orig_mod"]
+        else:
+            return value
+
+
+def _is_model(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "named_parameters", None))
+
+
+def _export_model(model: Any, job: _Export, rank: RankInfo, timeout_s: float) -> ConversionReport:
+    """Save the model's state dict beside the target, export that on rank 0, and remove it."""
+    with _Ranks(rank, job.path) as ranks:
+
+        def begin() -> str:
+            job.check_place()
+            return converting_name(os.path.basename(job.path), secrets.token_hex(6))
+
+        at = os.path.join(os.path.dirname(job.path), ranks.on_rank_0(begin, min(timeout_s, _ARRIVE_TIMEOUT_S)))
+        try:
+            with SyncCheckpointer(rank_info=rank) as checkpointer:
+                checkpointer.save(model.state_dict(), at)
+            found = ranks.on_rank_0(lambda: asdict(job.run(at, Files(), model)), timeout_s)
+        finally:
+            if rank.rank == 0:
+                remove(at)
+    fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+    return ConversionReport(**fields)
+
+
+class _Ranks:
+    """The ranks that export together: rank 0 works, and the others wait for its result. A context manager."""
+
+    def __init__(self, rank: RankInfo, path: str) -> None:
+        self._rank, self._path = rank, path
+        self._meeting: Meeting | None = None
+        if rank.world_size > 1:
+            exchange = find_exchange(rank)
+            if exchange is None:
+                raise ConfigError(
+                    f"export_hf: this is rank {rank.rank} of {rank.world_size}, and there is no process group of these "
+                    "ranks; initialise it, or pass rank_info=RankInfo(0, 1) if this rank has the whole model",
+                    field="rank_info",
+                    value=repr(rank),
+                )
+            self._meeting = exchange.meet_next("export_hf", _CALL)
+
+    def on_rank_0(self, work: Callable[[], Any], timeout_s: float) -> Any:
+        """Call `work` on rank 0, and return its result on every rank. Blocks: for that, at most `timeout_s`.
+
+        Raises:
+            Exception: That of `work`, on rank 0.
+            SaveFailedError: It failed, on the other ranks; or the connection to another rank is lost.
+            PlanTimeoutError: A rank does not come, or rank 0 takes too long.
+        """
+        if self._meeting is None:
+            return work()
+        meeting, deadline = self._meeting, time.monotonic() + timeout_s
+        mine = work if self._rank.rank == 0 else lambda: None
+        return all_or_none(lambda payload: meeting.gather(payload, deadline), mine, self._failed)[0]
+
+    def _failed(self, rank: int, error: AsyncCkptError) -> SaveFailedError:
+        return SaveFailedError(
+            f"export_hf to {self._path} failed on rank {rank}: {error}; nothing was published",
+            code=str(getattr(error, "code", None) or error.wire_code),
+            rank=rank,
+            path=self._path,
+            detail=str(error),
+        )
+
+    def __enter__(self) -> _Ranks:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._meeting is not None:
+            if error is not None:
+                self._meeting.refuse(repr(error))
+            self._meeting.close()
