@@ -38,6 +38,8 @@ def loader_of(
     warnings.simplefilter("ignore")
     data = torch.arange(n)
     drawn = sampler(data, num_replicas=world_size, rank=rank, seed=5)
+    if workers:  # ranks are made by a fork server, whose children would make a new interpreter for each
+        options["multiprocessing_context"] = "fork"
     return StatefulDataLoader(data, batch_size=BATCH, sampler=drawn, num_workers=workers, **options)
 
 
