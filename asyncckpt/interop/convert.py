@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -170,7 +170,7 @@ def convert(
     check_not_nested(conversion.path, conversion.source, to)
     if keys is not None and not isinstance(keys, Iterable):
         raise ConfigError(f"keys={keys!r}: expected FQNs and prefixes, such as ['model']", field="keys")
-    found, dtype_name = checked_rules(rules), cast_dtype(dtype)
+    found, dtype_name = checked_rules(rules) if rules else [], cast_dtype(dtype)
     return conversion.run(
         key_list(keys), key_map, max_shard_bytes, partial, prepare=lambda outline: reshaped(outline, found, dtype_name)
     )
@@ -212,14 +212,16 @@ def cast_dtype(dtype: Any) -> str | None:
 
 
 def reshaped(
-    outline: Outline, rules: Iterable[TensorRule], dtype: str | None, *, all_must_match: bool = True
+    outline: Outline, rules: Sequence[TensorRule], dtype: str | None, *, all_must_match: bool = True
 ) -> tuple[Outline, list[str]]:
     """Return the outline with the tensors that rules make, cast to `dtype`; and what has changed, in sentences.
 
     Raises:
         UnmatchedTensorsError, ShapeMismatchError, DuplicateNameError: As `apply_rules`.
     """
-    outline, sentences = apply_rules(outline, rules, all_must_match=all_must_match)
+    sentences: list[str] = []
+    if rules:
+        outline, sentences = apply_rules(outline, rules, all_must_match=all_must_match)
     if dtype is None:
         return outline, sentences
     weights = {node[1] for _, node in outline.leaves() if node[0] == TENSOR}

@@ -23,7 +23,7 @@ from asyncckpt.dtypes import DTYPES
 from asyncckpt.format.structure import row_major
 from asyncckpt.format.torch_zip import combined_crc32
 from asyncckpt.interop.copy_pipeline import Run
-from asyncckpt.interop.mapping.made_tensors import AnyTensor, MadeTensor, saved_tensors
+from asyncckpt.interop.mapping.made_tensors import AnyTensor, MadeTensor
 from asyncckpt.interop.sources.torch_file import ZipEntry, crc_of, damaged, data_offset, opened_archive, read_directory
 from asyncckpt.loading.byte_ranges import wanted_ranges, whole_region
 from asyncckpt.loading.fetch import read_ranges, strided_view
@@ -222,8 +222,11 @@ class SourceReader:
 
         Blocks: for these reads. There are few if every tensor is row-major and has a storage of its own.
         """
-        found = (saved for number in numbers for saved in saved_tensors(self._tensors[number]))
-        self._checksums.check({saved.fqn: saved for saved in found}.values(), threads)
+        found: dict[str, SavedTensor] = {}
+        for tensor in (self._tensors[number] for number in numbers):
+            of_it = [part.saved for part in tensor.parts] if isinstance(tensor, MadeTensor) else [tensor]
+            found |= {saved.fqn: saved for saved in of_it}
+        self._checksums.check(found.values(), threads)
 
     def _of_chunks(self, saved: SavedTensor, run: Run, to: int) -> Iterator[tuple[tuple[int, int], Wanted]]:
         """Yield the ranges to read of a tensor that is stored as several chunks."""

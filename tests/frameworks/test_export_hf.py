@@ -14,6 +14,7 @@ import real_worker
 import tiny_models
 import torch
 from command_calls import Command
+from real_worker import wait_until
 
 import asyncckpt
 from asyncckpt.errors import UnmatchedTensorsError
@@ -51,6 +52,7 @@ def training(rank: int, architecture: str, directory: str) -> int:
                 checkpointer.save(state, os.path.join(directory, "step"), step=step).written.result(TIMEOUT_S)
                 talk.say(said)
             elif step > STEP:
+                Path(directory, f"steps-{rank}").write_text(str(step))
                 stops = torch.tensor([float(rank == 0 and os.path.exists(os.path.join(directory, "stop")))])
                 dist.broadcast(stops, 0)
         talk.say(tiny_models.logits(model, architecture))
@@ -95,6 +97,12 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0")
 
 
+def steps_of(directory: Path, rank: int) -> int:
+    """Return the last step that a rank has told; 0: none yet."""
+    path = directory / f"steps-{rank}"
+    return int((path.read_text() if path.exists() else "") or 0)
+
+
 @pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
 def test_ranks_train_on_while_their_checkpoint_is_exported(
     architecture: str, worker: real_worker.RealWorker, tmp_path: Path
@@ -105,7 +113,22 @@ def test_ranks_train_on_while_their_checkpoint_is_exported(
         assert torch.equal(*said)
         with torch.device("meta"):
             twin = tiny_models.model_class(architecture)(tiny_models.model(architecture).config)
-        asyncckpt.export_hf(tmp_path / "step", tmp_path / "hf", config=twin, key="model", tokenizer=tokenizer())
+
+        def both_go_on(done: int, total: int) -> None:
+            assert not (tmp_path / "hf").exists() or done == total
+            before = [steps_of(tmp_path, rank) for rank in range(2)]
+            wait_until(
+                lambda: all(steps_of(tmp_path, rank) > before[rank] for rank in range(2)), "a step of each", TIMEOUT_S
+            )
+
+        asyncckpt.export_hf(
+            tmp_path / "step",
+            tmp_path / "hf",
+            config=twin,
+            key="model",
+            tokenizer=tokenizer(),
+            progress=both_go_on,
+        )
         (tmp_path / "stop").touch()
         later = [ranks.receive(rank, TIMEOUT_S) for rank in range(2)]
         steps = ranks.results(TIMEOUT_S)

@@ -104,8 +104,3 @@ def cast(tensor: AnyTensor, dtype: str) -> AnyTensor:
     shape = tensor.global_shape
     origin = (0,) * len(shape)
     return MadeTensor(tensor.fqn, dtype, shape, shape, (Part(tensor, origin, origin, shape),))
-
-
-def saved_tensors(tensor: AnyTensor) -> list[SavedTensor]:
-    """Return the saved tensors of which a tensor consists."""
-    return [part.saved for part in tensor.parts] if isinstance(tensor, MadeTensor) else [tensor]

@@ -125,7 +125,7 @@ def test_a_target_with_another_nesting_is_not_put_into_place(
     to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save({"d": collections.OrderedDict(a=1, b=torch.ones(2))}, tmp_path / "a")
-    target_of = convert._Conversion._target
+    target_of = convert.Conversion._target
 
     def other(self: Any, outline: Outline, limit: int | None) -> Any:
         right, wrong = outline.tree[1][1], ("d", outline.tree[1][1][1])
@@ -135,7 +135,7 @@ def test_a_target_with_another_nesting_is_not_put_into_place(
         outline.tree = ("d", ("d", right))  # what is written was made of the tree by now
         return made
 
-    monkeypatch.setattr(convert._Conversion, "_target", other)
+    monkeypatch.setattr(convert.Conversion, "_target", other)
     with pytest.raises(CorruptCheckpointError, match="another container"):
         asyncckpt.convert(tmp_path / "a", tmp_path / "b", to=to)
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
