@@ -208,6 +208,44 @@ def test_a_rank_of_a_follower_that_is_killed_costs_only_what_it_has_not_staged(
         assert found[0] == "SaveFailedError" and (found[1]["code"], found[1]["rank"]) == ("not_sealed", 1)
 
 
+DEATH_S = 5.0
+"""A trainer that dies ends its saves on all ranks within this time."""
+
+
+def saves_until_another_dies(rank: int, places: tuple[str, ...], root: str, dies: int) -> Any:
+    checkpointer = checkpointer_of(rank, places)
+    assert ended(checkpointer.save(state_of(rank, 1), f"{root}/step-1")) is None
+    talk().say("ready")
+    talk().hear()
+    if rank == dies:
+        talk().hear()  # for ever
+    handle = checkpointer.save(state_of(rank, 2), f"{root}/step-2")
+    handle.durable.result(DEADLINE_S)
+    talk().say("durable")
+    error = ended(handle)
+    assert error is not None
+    return type(error).__name__, error.facts()
+
+
+@pytest.mark.parametrize("n_workers", [1, 2])
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_trainer_that_dies_ends_its_save_on_the_other_rank_at_once_and_is_named(
+    tmp_path: pathlib.Path, places: Places, workers: list[RealWorker], n_workers: int, dies: int
+) -> None:
+    used = places if n_workers == 2 else (places[0], places[0])
+    with rank_processes.running(2, saves_until_another_dies, used, str(tmp_path), dies) as ranks:
+        assert [ranks.receive(r) for r in (0, 1)] == ["ready"] * 2
+        ranks.send(1 - dies, "save")
+        assert ranks.receive(1 - dies) == "durable"
+        killed_at = time.monotonic()
+        ranks.kill(dies)
+        name, facts = ranks.receive(1 - dies)
+        took_s = time.monotonic() - killed_at
+    assert (name, facts["code"], facts["rank"]) == ("SaveFailedError", "not_sealed", dies)
+    assert "died" in facts["detail"] and took_s < DEATH_S, f"{took_s:.1f} s"
+    assert not (tmp_path / "step-2" / "manifest.json").exists()
+
+
 def one_rank_misses(rank: int, places: tuple[str, ...], root: str, missing: int) -> Any:
     with checkpointer_of(rank, places) as checkpointer:
         assert ended(checkpointer.save(state_of(rank, 1), f"{root}/step-1")) is None

@@ -13,7 +13,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.fields import MAX_TABLE
 from asyncckpt.protocol.messages import Allocate, Recall, Recalled
 from asyncckpt.protocol.save_phases import COMMITTED
-from asyncckpt_worker.core.actions import Send, Unwatch
+from asyncckpt_worker.core.actions import Unwatch
 from asyncckpt_worker.core.events import Wire
 from asyncckpt_worker.core.model import RankSave, Save, Session, Slot
 from asyncckpt_worker.core.tables import Tables
@@ -208,13 +208,13 @@ class SnapshotBook:
 
     def answer(self) -> None:
         """Answer the waiting requests, unless a closing slot is still being read."""
-        if any(s.reading for s in self._t.closing.values()):
+        if not self.asked or any(s.reading for s in self._t.closing.values()):
             return
         asked, self.asked = self.asked, {}
         for name, m in asked.items():
             session = self._t.sessions.get(name)
             if session is not None:
-                self._t.actions.append(Send(peer=session.peer, message=self._recalled(session, m)))
+                self._t.run_guarded("", lambda s=session, m=m: self._t.send(s.peer, self._recalled(s, m)))
 
     def _recalled(self, session: Session, m: Recall) -> Recalled:
         """Return the answer, newest saves first; with `hold`, hold its slots for the session."""

@@ -77,7 +77,7 @@ from asyncckpt_worker.core.save_admission import SaveAdmission
 from asyncckpt_worker.core.saves import SaveBook, bring_deadline_forward, stop_early_writes
 from asyncckpt_worker.core.sessions import SessionBook
 from asyncckpt_worker.core.slots import AdoptionBook, SlotBook
-from asyncckpt_worker.core.status import MAX_ROWS, PhaseChange, heartbeat_answer, notifications, phase_changes, report
+from asyncckpt_worker.core.status import MAX_ROWS, PhaseChange, heartbeat_answer, notify, phase_changes, report
 from asyncckpt_worker.core.tables import Tables
 from asyncckpt_worker.mirrors.schedule import MirrorBook
 
@@ -243,6 +243,24 @@ class Core:
         self._shutdown = Shutdown(
             self.tables, self._slot_book, config, self._mirrors, lambda: self._leader.busy or self._follower.busy
         )
+        self._steps: tuple[Callable[[], None], ...] = (
+            self._adoption.restore_committed,
+            # IMPORTANT: before slots are freed, so that saves end with the reason of the departure, not with "not
+            # sealed".
+            self._end_departed,
+            self._slot_book.abandon_released,
+            self._saves.commit_waiting,
+            self._free_slots,
+            self.snapshot_book.answer,
+            self._note_touched,
+            self._follower.flush,
+            self._leader.flush,
+            self.tables.touched.clear,
+            self._notify,
+            self.tables.archive_ended,
+            self._shutdown.update,
+        )
+        """What follows on every event."""
 
     def handle(self, event: Event) -> list[Action]:
         """Handle `event`; return the actions to perform, in order."""
@@ -250,41 +268,36 @@ class Core:
         t.now = max(t.now, event.now)
         self.phase_changes = []
         self._dispatch(event)
-        if t.adopted_committed:
-            self._adoption.restore_committed()
-        # IMPORTANT: before slots are freed, so that saves end with the reason of the departure, not with "not sealed".
-        if self._runs.leaving:
-            for run, rank in self._runs.complete_departures():
-                self._saves.rank_departed(run, rank)
-        if t.review_closing_slots:
-            self._slot_book.abandon_released()
-        if self._saves.commits_waiting:
-            self._saves.commit_waiting()
-        self._slot_book.free_unneeded()
-        if t.postponed:
-            self._slot_book.create_postponed()
-        if t.review_closing_slots:
-            self._slot_book.free_unneeded()  # kept slots may have to make room
-        if self.snapshot_book.asked:
-            self.snapshot_book.answer()
-        if t.touched:
-            self._bring_deadlines_forward()
-            self.phase_changes = phase_changes(t)
-        self._follower.flush()
-        self._leader.flush()
-        t.touched.clear()
-        if t.changed or t.announced:
-            t.actions += notifications(t)
-        t.archive_ended()
-        self._shutdown.update()
+        # IMPORTANT: each step is guarded, and within it what belongs to one save. A bug there is met again at every
+        # event, and must stop nothing else.
+        for step in self._steps:
+            t.run_guarded("", step)
         actions, t.actions = t.actions, []
         return actions
 
-    def _bring_deadlines_forward(self) -> None:
+    def _end_departed(self) -> None:
+        if self._runs.leaving:
+            for run, rank in self._runs.complete_departures():
+                self._saves.rank_departed(run, rank)
+
+    def _note_touched(self) -> None:
+        """Update deadlines, and collect the phase changes of this event."""
         for save_id, rank in self.tables.touched:
             save = self.tables.saves.get(save_id)
             if save is not None and save.outcome is None and rank in save.ranks:
-                bring_deadline_forward(save, save.ranks[rank], self.tables.now)
+                self.tables.run_guarded(save_id, bring_deadline_forward, save, save.ranks[rank], self.tables.now)
+        self.phase_changes = phase_changes(self.tables)
+
+    def _notify(self) -> None:
+        if self.tables.changed or self.tables.announced:
+            notify(self.tables)
+
+    def _free_slots(self) -> None:
+        self._slot_book.free_unneeded()
+        if self.tables.postponed:
+            self._slot_book.create_postponed()
+        if self.tables.review_closing_slots:
+            self._slot_book.free_unneeded()  # kept slots may have to make room
 
     @property
     def wakes_at(self) -> float | None:

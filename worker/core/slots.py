@@ -18,6 +18,7 @@ from asyncckpt.errors import (
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import MAX_SLOT_NBYTES, MIN_SLOT_NBYTES, PAGE_NBYTES
 from asyncckpt.protocol.messages import Adopt, Allocate, Begin, Granted, Ok, Release, Submit
+from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.protocol.save_phases import COMMITTED
 from asyncckpt_worker.core.actions import AdoptSlot, FreeSlot, ReadSlot, Resources
 from asyncckpt_worker.core.events import SlotCreated, SlotRead
@@ -139,7 +140,7 @@ class SlotBook:
                 del self._t.slots[slot.number], self._t.closing[slot.number]
                 self._t.n_reading -= slot.reading
             else:
-                self._create(slot)
+                self._t.run_guarded("", self._create, slot)
 
     def _grant(self, session: Session, slot: Slot) -> None:
         self._t.send(
@@ -291,12 +292,14 @@ class SlotBook:
 
     def abandon_released(self) -> None:
         """Abandon unsealed saves in closing slots."""
+        if not self._t.review_closing_slots:
+            return
         for slot in list(self._t.closing.values()):
             if not slot.reading and slot.part is not None:
                 save, entry = slot.part
                 if entry.is_open and entry.slot == slot.number:
                     text = "its slot was released before the snapshot was sealed"
-                    self._admission.abandon(save, entry, "not_sealed", text)
+                    self._t.run_guarded(save.save_id, self._admission.abandon, save, entry, "not_sealed", text)
 
     def free_unneeded(self) -> None:
         """Free closing slots that no read, save or reader needs and that are not kept."""
@@ -369,21 +372,25 @@ class AdoptionBook:
                 continue
             del self._t.adopted_committed[slot.number]
             self._t.review_closing_slots = True
-            is_ours = (request.rank, request.world_size) == (slot.rank, slot.world_size) and slot.part is None
-            if not is_ours or self._t.entry((request.save_id, request.rank)) is not None:
-                continue
-            if known is not None and (known.outcome, known.world_size) != (COMMITTED, request.world_size):
-                continue
-            save = self._t.find_or_reopen(request.save_id)
-            if save is None:
-                save = Save(SaveId.parse(request.save_id), request.world_size, outcome=COMMITTED, complete=True)
-                self._t.saves[request.save_id] = save
-            entry = entry_of_request(slot, slot.accepted_generation, request, self._t.now)
-            entry.phase = COMMITTED
-            save.add(entry)
-            slot.part = (save, entry)
-            text = f"slot {slot.number} holds its snapshot, which a dead worker had committed"
-            self._t.log("info", text, save_id=save.save_id, session=slot.session, count="snapshots_remembered")
+            self._t.run_guarded("", self._restore, slot, request)
+
+    def _restore(self, slot: Slot, request: SaveRequest) -> None:
+        known = self._t.find(request.save_id)
+        is_ours = (request.rank, request.world_size) == (slot.rank, slot.world_size) and slot.part is None
+        if not is_ours or self._t.entry((request.save_id, request.rank)) is not None:
+            return
+        if known is not None and (known.outcome, known.world_size) != (COMMITTED, request.world_size):
+            return
+        entry = entry_of_request(slot, slot.accepted_generation, request, self._t.now)
+        save = self._t.find_or_reopen(request.save_id)
+        if save is None:
+            save = Save(SaveId.parse(request.save_id), request.world_size, outcome=COMMITTED, complete=True)
+            self._t.saves[request.save_id] = save
+        entry.phase = COMMITTED
+        save.add(entry)
+        slot.part = (save, entry)
+        text = f"slot {slot.number} holds its snapshot, which a dead worker had committed"
+        self._t.log("info", text, save_id=save.save_id, session=slot.session, count="snapshots_remembered")
 
     @staticmethod
     def _is_sound(m: Adopt) -> bool:

@@ -5,14 +5,13 @@ No decision depends on what these functions change in the tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.protocol.fields import MAX_MISSING
 from asyncckpt.protocol.messages import Heartbeat, Saves
 from asyncckpt.protocol.save_phases import COMMITTED, DURABLE, ENDED, OPEN, PHASES, RECOVERING, SEALED, WRITING
-from asyncckpt_worker.core.actions import Send
 from asyncckpt_worker.core.events import SaveKey
 from asyncckpt_worker.core.model import Newest, RankSave, Save, Session
 from asyncckpt_worker.core.tables import EndedSave, Tables
@@ -63,12 +62,12 @@ def phase_changes(t: Tables) -> list[PhaseChange]:
 
     IMPORTANT: must be called before `touched` is cleared.
     """
-    found = []
+    found: list[PhaseChange] = []
     for key in t.touched:
         save = t.saves.get(key[0])
         entry = save.ranks.get(key[1]) if save is not None else None
         if save is not None and entry is not None and entry.seen != entry.phase:
-            found.append(_phase_change(t, save, entry))
+            t.run_guarded("", lambda save=save, entry=entry: found.append(_phase_change(t, save, entry)))
     return found
 
 
@@ -304,24 +303,28 @@ def heartbeat_answer(t: Tables, session: Session, m: Heartbeat) -> Saves:
     return _saves(t, session, rows, m.id)
 
 
-def notifications(t: Tables) -> Iterator[Send]:
-    """Yield the messages to trainers about phase changes and outcomes of the current event, and clear both."""
+def notify(t: Tables) -> None:
+    """Send trainers the phase changes and outcomes of the current event, and clear both."""
     changed, t.changed = t.changed, {}
     announced, t.announced = t.announced, {}
-    notified = set()
+    notified: set[str] = set()
     for save_id, rank in changed:
-        save = t.saves[save_id]
-        session = t.sessions.get(save.ranks[rank].session)
-        if session is not None and not session.link:
-            row = row_of(save, save.ranks[rank])
-            notified.add(session.name)
-            yield Send(peer=session.peer, message=_saves(t, session, (row,)))
+        t.run_guarded("", _notify_of_part, t, save_id, rank, notified)
     for run_id in announced:
         run = t.runs.get(run_id)
         for name in [name for name in run.members.values() if name not in notified] if run is not None else ():
             session = t.sessions.get(name)
             if session is not None and not session.link:
-                yield Send(peer=session.peer, message=_saves(t, session, ()))
+                t.send(session.peer, _saves(t, session, ()))
+
+
+def _notify_of_part(t: Tables, save_id: str, rank: int, notified: set[str]) -> None:
+    save = t.saves[save_id]
+    session = t.sessions.get(save.ranks[rank].session)
+    if session is not None and not session.link:
+        row = row_of(save, save.ranks[rank])
+        notified.add(session.name)
+        t.send(session.peer, _saves(t, session, (row,)))
 
 
 def _saves(t: Tables, session: Session, rows: tuple[Mapping[str, Any], ...], id: int = 0) -> Saves:

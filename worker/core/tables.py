@@ -354,6 +354,6 @@ class Tables:
     def archive_ended(self) -> None:
         """Move ended saves without outstanding jobs to `ended`, at the end of an event."""
         for save in [s for s in self.saves.values() if s.outcome is not None and not s.jobs]:
-            del self.saves[save.save_id]
-            self.ended.add(save)
+            del self.saves[save.save_id]  # IMPORTANT: first. A save of which no record can be made is forgotten.
+            self.run_guarded("", self.ended.add, save)
             save.ranks, save.declarations = {}, {}
