@@ -151,7 +151,7 @@ class _Refusal(BaseHTTPRequestHandler):
 QUESTION = Question(
     run,
     [f"*/{name}" for name in ("extra_s", "extra_save_s", "none/lost_s", "none/save_s", "mirror/first_save_s")],
-    options={"mib": 64, "saves": 15},
+    options={"mib": 16, "saves": 12},
     smallest="--mib 4 --saves 2",
     suite=(),
     rounds=5,

@@ -233,8 +233,9 @@ def test_a_bucket_is_the_mirror_of_a_disk(root: str, tmp_path: pathlib.Path) -> 
     assert committed[-1] == 3 and len(committed) <= 3
 
 
-def test_what_is_saved_to_a_bucket_is_found_loaded_listed_verified_and_removed(root: str) -> None:
+def test_what_is_saved_to_a_bucket_is_found_loaded_listed_verified_and_removed(server: Server, root: str) -> None:
     root = f"{root}/a"
+    store = ObjectStore(server.root, {**server.options(), **object_servers.NO_CONNECTION_STAYS})
     done = run("-c", TRAINER, root)
     assert done.returncode == 0
     rows = listed("ls", root)
@@ -256,6 +257,13 @@ def test_what_is_saved_to_a_bucket_is_found_loaded_listed_verified_and_removed(r
     rows = listed("ls", root)
     assert [row["step"] for row in rows if row["state"] == "committed"] == [3, 5]
     assert run("-m", "asyncckpt", "gc", root).returncode == 0
+    left = f"{root}/step-9/rank-00000.000001-00000009-{'a' * 12}.index"
+    store.put(left, b"of a save that was killed")
+    assert run("-m", "asyncckpt", "gc", root, "--older-than", "0s", "--delete").returncode == 0
+    with pytest.raises(FileNotFoundError):
+        store.stat(left)
+    rows = listed("ls", root)
+    assert [row["step"] for row in rows if row["state"] == "committed"] == [3, 5]
     assert run("-m", "asyncckpt", "ls", f"{root}/nothing").returncode == 4
 
 
