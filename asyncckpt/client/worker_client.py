@@ -51,7 +51,7 @@ EPOCH_RETRY_PERIOD_S = 60.0
 
 
 class EpochCache:
-    """The epoch per directory, so that only the first save into a directory has to scan it.
+    """The epoch per run and directory, so that only a run's first save into a directory has to scan it.
 
     Args:
         ask: Returns the epoch for a checkpoint at a path, with a mirror ("": none), by a run (its id); raises if it
@@ -61,7 +61,7 @@ class EpochCache:
 
     def __init__(self, ask: Callable[[str, str, str, bool], int]) -> None:
         self._ask = ask
-        self._epochs: dict[str, int] = {}
+        self._epochs: dict[tuple[str, str], int] = {}
         self._failed_at = float("-inf")
 
     def epoch_for(self, path: str, run: str, mirror: str = "") -> int:
@@ -69,19 +69,20 @@ class EpochCache:
 
         `mirror`: where the checkpoint is copied to, "" for nowhere; its siblings there count too.
 
-        It depends on the directory alone, not on earlier saves: all ranks of a run must get the same epoch, even if a
-        save has failed on some of them before this call.
+        It depends on run and directory alone, not on earlier saves: all ranks of a run must get the same epoch, even if
+        a save has failed on some of them before this call. The run is another one after rank 0 has made a new
+        checkpointer.
 
         Raises:
             AsyncCkptError, OSError: What `ask` raises.
         """
-        parent = os.path.dirname(path)
-        known = self._epochs.get(parent)
+        key = run, os.path.dirname(path)
+        known = self._epochs.get(key)
         if known is not None:
             return known
         brief = time.monotonic() - self._failed_at < EPOCH_RETRY_PERIOD_S
         try:
-            found = self._epochs[parent] = self._ask(path, mirror, run, brief)
+            found = self._epochs[key] = self._ask(path, mirror, run, brief)
         except Exception:
             self._failed_at = time.monotonic()
             raise
