@@ -1,4 +1,4 @@
-"""The epochs of this process's saves: asked for once per directory, and larger than what it has restored from."""
+"""The epochs of this process's saves: asked for once per run and directory, and larger than what it has restored from."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _next_to(newest: SaveId, run: str) -> int:
 
 
 class EpochCache:
-    """The epoch per directory, so that only the first save into a directory has to scan it.
+    """The epoch per run and directory, so that only a run's first save into a directory has to scan it.
 
     Args:
         ask: Returns the epoch for a checkpoint at a path, with a mirror ("": none), by a run (its id), and not below a
@@ -48,7 +48,7 @@ class EpochCache:
 
     def __init__(self, ask: Callable[[str, str, str, int, bool], int]) -> None:
         self._ask = ask
-        self._known: dict[str, _Known] = {}
+        self._known: dict[tuple[str, str], _Known] = {}
         self._failed_at = float("-inf")
 
     def epoch_for(self, path: str, run: str, mirror: str = "") -> int:
@@ -56,16 +56,17 @@ class EpochCache:
 
         `mirror`: where the checkpoint is copied to, "" for nowhere; its siblings there count too.
 
-        It depends on the directory alone, not on earlier saves: all ranks of a run must get the same epoch, even if a
-        save has failed on some of them before this call. One exception: it becomes larger with the first save that has
-        a mirror in another directory, if that has seen later runs. A rank that has missed that save disagrees with the
-        others in the next one, and then asks again; see `forget`.
+        It depends on run and directory alone, not on earlier saves: all ranks of a run must get the same epoch, even if
+        a save has failed on some of them before this call. The run is another one after rank 0 has made a new
+        checkpointer. One exception: the epoch becomes larger with the first save that has a mirror in another
+        directory, if that has seen later runs. A rank that has missed that save disagrees with the others in the next
+        one, and then asks again; see `forget`.
 
         Raises:
             AsyncCkptError, OSError: What `ask` raises.
         """
         parent, home = os.path.dirname(path), parent_of(mirror) if mirror else ""
-        known = self._known.get(parent, _NOTHING)
+        known = self._known.get((run, parent), _NOTHING)
         if home in known.mirrors:
             return known.epoch
         seen = newest_seen(parent, home)
@@ -76,7 +77,7 @@ class EpochCache:
         except Exception:
             self._failed_at = time.monotonic()
             raise
-        self._known[parent] = _Known(found, known.mirrors | {home, ""})
+        self._known[run, parent] = _Known(found, known.mirrors | {home, ""})
         return found
 
     def forget(self) -> None:

@@ -216,7 +216,7 @@ def ranks_that_restore(rank: RankInfo, meet: Callable[[], Meeting | None]) -> Ra
 
     Raises:
         ConfigError: There are several ranks, and they cannot meet: each might restore another checkpoint.
-        SharedLoadError: The process group's store is gone.
+        SharedLoadError: From `meet`: the ranks cannot reach each other.
         AsyncCkptError: From `meet`.
     """
     if rank.world_size == 1:

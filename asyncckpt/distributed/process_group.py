@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -25,8 +26,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from asyncckpt.config import RankInfo, check_rank_info
+from asyncckpt.distributed.attempts import Attempt, attempt_of
 from asyncckpt.distributed.rendezvous import (
     POLL_S,
+    SAVE,
     Exchange,
     Meeting,
     Save,
@@ -62,9 +65,16 @@ WRONG_MEETING_S = 2.0
 """A rank that has waited in another save for so long will not come: it waits for this one there. Chosen, not measured:
 a rank that goes from one save's meeting to the next stays in neither for longer than the other ranks do."""
 
+BRIEF_WAIT_S = 10.0
+"""How long a rank that has something to tell the others waits for rank 0. Chosen: rank 0 comes when it makes its first
+checkpointer, and ranks do so at about the same time."""
+
 LEAVE_TIMEOUT_S = 5.0
 """After a meeting has broken down, ranks that do not report within this time are named as lost. Chosen: gloo reports
 lost connections at once."""
+
+
+_log = logging.getLogger("asyncckpt")
 
 
 def find_rank_info(given: RankInfo | None, environ: Mapping[str, str] | None = None) -> RankInfo:
@@ -110,6 +120,7 @@ class Membership:
 
     def __init__(self, given: RankInfo | None) -> None:
         self._given, self.rank = given, find_rank_info(given)
+        find_exchange(self.rank)  # rank 0 begins to answer ranks that communicate before it does
         group = _default_group()
         self._group = None if group is None else weakref.ref(group)
 
@@ -166,44 +177,57 @@ class GroupExchange(Exchange):
 
     def __init__(self, rank: RankInfo, store: Any) -> None:
         self._rank, self._store = rank, store
-
-    def meet(self, name: str, call: str, about: Save | None = None) -> GroupMeeting:
-        """Return the meeting called `name`, which is used once."""
-        return GroupMeeting(self._rank, self.part(name), call, self._wait_registry(about))
+        with contextlib.suppress(RuntimeError):  # the store is gone: whatever uses it says so
+            self._attempt()  # now, so that no rank has to wait until rank 0 communicates
 
     def meet_next(self, series: str, call: str, about: Save | None = None) -> GroupMeeting:
-        """As `Exchange`. The counts are in the store, which lives as long as the group.
-
-        A meeting in which ranks have waited in vain is skipped, so that a rank that has missed it is in step again. A
-        save's meeting is skipped only if one of these ranks waits again, in a save to the same path.
-        """
-        counts = self.part(series)
-        try:
-            while True:
-                number = counts.add(f"calls/{self._rank.rank}", 1)
-                meeting = self.meet(f"{series}-{number}", call, about)
-                if not meeting.is_given_up() or (about is not None and not meeting.is_waited_for_elsewhere()):
-                    return meeting
-        except RuntimeError as error:  # DistStoreError, DistNetworkError
-            raise SaveFailedError(
-                f"the process group's store is gone: {error}", code="exchange", detail=str(error)[:1000]
-            ) from error
+        """As `Exchange`. The counts are in the store, which lives as long as the group."""
+        return GroupMeeting(self, self._rank, series, call, about)
 
     def announce_absence(self, sequence: int, reason: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone, and so are the other ranks
-            self._wait_registry(Save("", sequence)).publish(f"{_ABSENT} {sequence} {reason[:500]}")
+        with _best_effort():
+            registry = self.wait_registry(Save("", sequence), _brief_wait())
+            registry.publish(f"{_ABSENT} {sequence} {reason[:500]}")
 
-    def _wait_registry(self, about: Save | None) -> WaitRegistry:
-        return WaitRegistry(self._rank.rank, self.part("whereabouts"), about)
+    def wait_registry(self, about: Save | None, wait: Callable[[], None]) -> WaitRegistry:
+        """Return the registry of the saves in which ranks wait; `wait` as for `part`."""
+        return WaitRegistry(self._rank.rank, self.part("whereabouts", wait), about)
 
-    def part(self, name: str) -> Any:
-        """Return the part of the store that is called `name`."""
-        # IMPORTANT: torchrun's own store may outlive the ranks that it restarts, and keys of dead ranks must not be
-        # read. Without it the store is rank 0's, and new after a restart; then the restart count must not be used:
-        # agents on several nodes may count restarts differently, and ranks would use different keys.
+    def part(self, name: str, wait: Callable[[], None]) -> Any:
+        """Return the part of the store that is called `name`, of this attempt of the job.
+
+        Args:
+            name: Name of the part.
+            wait: Called while rank 0 has not come: sleeps for a moment; raises an error if there is no time left.
+
+        Raises:
+            RuntimeError: The store is gone.
+            Exception: From `wait`.
+        """
+        attempt = self._attempt()
+        token = "0" if attempt is None else attempt.token(self._store, wait)
+        return PrefixStore(f"asyncckpt/{token}/{name}", self._store)
+
+    def _attempt(self) -> Attempt | None:
+        """Return the attempt of the job; None: the store does not outlive it, as it is rank 0's."""
         outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if outlives else "0"
-        return PrefixStore(f"asyncckpt/{attempt}/{name}", self._store)
+        return attempt_of(self._rank, self._store) if outlives else None
+
+
+def _brief_wait() -> Callable[[], None]:
+    """Return a `wait` of `GroupExchange.part` for a rank that only has something to tell the others."""
+    timer = WaitTimer(SAVE, time.monotonic() + BRIEF_WAIT_S, first=True)
+    return lambda: timer.wait(lambda: [0])
+
+
+@contextlib.contextmanager
+def _best_effort() -> Iterator[None]:
+    try:
+        yield
+    except PlanTimeoutError as error:
+        _log.warning("the other ranks cannot be told that this one does not take part: %s", error)
+    except RuntimeError:  # the store is gone, and so are the other ranks
+        pass
 
 
 class WaitRegistry:
@@ -285,27 +309,48 @@ class WaitRegistry:
 class GroupMeeting(Meeting):
     """A meeting that waits for all ranks in a store, then exchanges bytes over a gloo group of its own."""
 
-    def __init__(self, rank: RankInfo, store: Any, call: str, wait_registry: WaitRegistry) -> None:
-        self._rank, self._store, self._call, self._wait_registry = rank, store, call, wait_registry
+    def __init__(self, exchange: GroupExchange, rank: RankInfo, series: str, call: str, about: Save | None) -> None:
+        self._exchange, self._rank, self._series, self._call, self._about = exchange, rank, series, call, about
+        self._store: Any = None
+        self._may_wait = True
         self._group: Any = None
         self._one_machine = self._has_left = False
         self._failure: SaveFailedError | None = None
         """The error of a meeting that has broken down: every later call raises it."""
 
     def refuse(self, reason: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone, and so are the other ranks
+        with _best_effort():
+            if self._store is None:
+                if not self._may_wait:
+                    return  # rank 0 has not come, and the other ranks wait for it, too
+                self._find_place(_brief_wait())
             if not self._store.check([_REFUSED]):  # else keep the first refusal: it names the rank that failed first
                 self._store.set(_REFUSED, f"{self._rank.rank} {reason[:500]}")
 
-    def is_given_up(self) -> bool:
-        """Whether ranks have waited here in vain for others.
+    def _find_place(self, wait: Callable[[], None]) -> None:
+        """Find the part of the store in which the ranks meet: the next of the series, as this rank counts.
 
-        Raises:
-            RuntimeError: The store is gone.
+        A meeting in which ranks have waited in vain is skipped, so that a rank that has missed it is in step again. A
+        save's meeting is skipped only if one of these ranks waits again, in a save to the same path.
+
+        Args:
+            wait: As for `GroupExchange.part`.
         """
+        self._may_wait = False
+        part, series = self._exchange.part, self._series
+        self._wait_registry = self._exchange.wait_registry(self._about, wait)
+        counts = part(series, wait)
+        while True:
+            number = counts.add(f"calls/{self._rank.rank}", 1)
+            self._store = part(f"{series}-{number}", wait)
+            if not self._is_given_up() or (self._about is not None and not self._is_waited_for_elsewhere()):
+                return
+
+    def _is_given_up(self) -> bool:
+        """Whether ranks have waited here in vain for others."""
         return bool(self._store.check([_GIVEN_UP]))
 
-    def is_waited_for_elsewhere(self) -> bool:
+    def _is_waited_for_elsewhere(self) -> bool:
         """Whether a rank that has waited here in vain waits now in another save to the same path."""
         missing = self._awaited_in_vain()
         others = [rank for rank in range(self._rank.world_size) if rank not in missing]
@@ -313,7 +358,7 @@ class GroupMeeting(Meeting):
 
     def _awaited_in_vain(self) -> list[int]:
         """Return the ranks that others have waited for in vain."""
-        return [int(one) for one in self._store.get(_GIVEN_UP).split()] if self.is_given_up() else []
+        return [int(one) for one in self._store.get(_GIVEN_UP).split()] if self._is_given_up() else []
 
     def gather(self, payload: bytes, deadline: float) -> list[bytes]:
         if self._failure is not None:
@@ -386,8 +431,15 @@ class GroupMeeting(Meeting):
 
     def _arrive(self, deadline: float) -> None:
         """Wait for all ranks, using the store only."""
-        store, world_size = self._store, self._rank.world_size
         timer = WaitTimer(self._call, deadline, first=True)
+        if self._store is None:
+            try:
+                self._find_place(lambda: timer.wait(lambda: [0]))
+            except RuntimeError as error:  # DistStoreError, DistNetworkError
+                raise SaveFailedError(
+                    f"the process group's store is gone: {error}", code="exchange", detail=str(error)[:1000]
+                ) from error
+        store, world_size = self._store, self._rank.world_size
         self._raise_refusal()
         here = f"on/{machine()}"
         store.add(here, 1)

@@ -6,14 +6,18 @@ save (`distributed.rendezvous`). No call waits for another rank.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from typing import Any
 
 from asyncckpt.client.worker_board import BoardExchange
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import GroupExchange
-from asyncckpt.distributed.rendezvous import Exchange
+from asyncckpt.distributed.rendezvous import POLL_S, Exchange
 from asyncckpt.errors import AsyncCkptError, SaveFailedError
+
+RANK_0_TIMEOUT_S = 2.0
+"""How long one look for the noticeboard waits for rank 0. Less than a poller may take to end (`CLOSE_TIMEOUT_S`)."""
 
 
 class Noticeboard(ABC):
@@ -137,15 +141,26 @@ def noticeboard_of(rank: RankInfo, exchange: Exchange, name: str) -> Noticeboard
         name: Name of the noticeboard, the same on all ranks, and used once.
 
     Raises:
-        SaveFailedError: Code "several_machines": the ranks are on several nodes and have no process group.
+        SaveFailedError: Code "several_machines": the ranks are on several nodes and have no process group. Code
+            "exchange": rank 0 has not come, or the store cannot be reached.
         TypeError: `exchange` is of an unknown class.
+
+    Blocks: up to `RANK_0_TIMEOUT_S`, until rank 0 has come.
     """
     if isinstance(exchange, GroupExchange):
-        return StoreNoticeboard(rank, exchange.part(name))
+        deadline = time.monotonic() + RANK_0_TIMEOUT_S
+        return StoreNoticeboard(rank, _reach(lambda: exchange.part(name, lambda: _wait_for_rank_0(deadline))))
     if isinstance(exchange, BoardExchange):
         exchange.refuse_several_nodes(rank.world_size, exchange.environ)
         return WorkerNoticeboard(rank, exchange, f"{name}/")
     raise TypeError(f"{type(exchange).__name__} cannot keep a noticeboard")
+
+
+def _wait_for_rank_0(deadline: float) -> None:
+    if time.monotonic() >= deadline:
+        text = "rank 0 has no checkpointer, manager or training of asyncckpt yet"
+        raise SaveFailedError(text, code="exchange", rank=0, detail=text)
+    time.sleep(POLL_S)
 
 
 def _reach(ask: Any) -> Any:

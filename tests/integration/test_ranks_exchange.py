@@ -18,16 +18,17 @@ from real_worker import wait_until
 from asyncckpt import AsyncCheckpointer
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed import process_group
-from asyncckpt.distributed.process_group import find_exchange, find_rank_info
+from asyncckpt.distributed.process_group import GroupExchange, find_exchange, find_rank_info
 from asyncckpt.distributed.rendezvous import Exchange, Save
 from asyncckpt.errors import PlanTimeoutError, SaveFailedError
 
-PLACES = ("group", "board")
+PLACES = ("group", "torchrun's store", "board")
 
 
 def at(place: str, endpoint: str, what: Callable[[Exchange, int], Any], rank: int) -> Any:
     """Run `what` with the exchange of a place."""
-    if place == "group":
+    if place != "board":
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(place == "torchrun's store")
         found = find_exchange(find_rank_info(None))
         assert found is not None
         return what(found, rank)
@@ -41,7 +42,7 @@ def everywhere(rank: int, place: str, endpoint: str, what: Callable[[Exchange, i
 
 
 def run(place: str, endpoint: str, world_size: int, what: Callable[[Exchange, int], Any]) -> list[Any]:
-    return rank_processes.run(world_size, everywhere, place, endpoint, what, group=place == "group")
+    return rank_processes.run(world_size, everywhere, place, endpoint, what, group=place != "board")
 
 
 def gather_twice(exchange: Exchange, rank: int) -> list[list[bytes]]:
@@ -63,21 +64,21 @@ def test_every_rank_gets_everybodys_bytes_whatever_their_lengths(
     assert found == [expected, expected, expected]
 
 
-def only_rank_one_comes_late(exchange: Exchange, rank: int) -> tuple[str, Any, float]:
+def only_rank_one_comes_late(exchange: Exchange, rank: int) -> None:
     if rank == 1:
         rank_processes.talk().hear()
     began = time.monotonic()
     try:
         exchange.meet_next("late", "save()", Save("/late", 0)).gather(b"x", began + (600 if rank else 0.6))
     except (PlanTimeoutError, SaveFailedError) as error:
-        return type(error).__name__, getattr(error, "missing_ranks", None), time.monotonic() - began
-    return "came", None, 0.0
+        found = type(error).__name__, getattr(error, "missing_ranks", None), time.monotonic() - began
+        rank_processes.talk().say(found)
+    rank_processes.talk().hear()
 
 
-def test_a_rank_that_does_not_come_is_named_after_the_deadline_and_learns_at_once_that_it_is_late(
-    shared_worker: real_worker.RealWorker,
-) -> None:
-    with rank_processes.running(2, everywhere, "group", "", only_rank_one_comes_late) as ranks:
+@pytest.mark.parametrize("place", ["group", "torchrun's store"])
+def test_a_rank_that_does_not_come_is_named_after_the_deadline_and_learns_at_once_that_it_is_late(place: str) -> None:
+    with rank_processes.running(2, everywhere, place, "", only_rank_one_comes_late) as ranks:
         kind, missing, waited = ranks.receive(0)
         assert (kind, missing) == ("PlanTimeoutError", [1])
         assert 0.5 < waited < 50
@@ -85,6 +86,8 @@ def test_a_rank_that_does_not_come_is_named_after_the_deadline_and_learns_at_onc
         kind, _, waited = ranks.receive(1)
         assert kind == "SaveFailedError"
         assert waited < 50
+        for rank in range(2):
+            ranks.send(rank, "end")
 
 
 def rank_one_does_not_come(rank: int) -> list[int]:
@@ -94,7 +97,7 @@ def rank_one_does_not_come(rank: int) -> list[int]:
         rank_processes.talk().hear()
         return []
     if rank == 0:
-        wait_until(lambda: found.part("absent-1").check(["here/2"]), "rank 2 has come")
+        wait_until(lambda: found.part("absent-1", lambda: None).check(["here/2"]), "rank 2 has come")
     with pytest.raises(PlanTimeoutError) as caught:  # rank 0 has less patience, and gives up for all
         found.meet_next("absent", "save()").gather(b"x", time.monotonic() + (60 if rank else 0.3))
     return list(caught.value.missing_ranks)
@@ -235,16 +238,89 @@ def test_a_group_of_other_ranks_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     assert find_exchange(RankInfo(0, 2)) is None
 
 
-def meets_after_an_attempt_that_died(exchange: Exchange, rank: int) -> list[bytes]:
-    """torchrun's store outlives the ranks: what the first attempt wrote is still there when the second one meets."""
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    for attempt in ("0", "1"):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
-        if attempt == "0" and rank == 0:
-            exchange.meet_next("again", "save()").refuse("it dies")
-        dist.barrier()
-    return exchange.meet_next("again", "save()").gather(b"x", time.monotonic() + 30)
+def exchange_over(port: int, rank: int) -> Exchange:
+    """An exchange over torchrun's store, as a process that torchrun has just started makes it."""
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    return GroupExchange(RankInfo(rank, 2), dist.TCPStore("127.0.0.1", port, is_master=False))
 
 
-def test_what_a_dead_attempt_has_written_is_not_taken_for_a_living_ranks() -> None:
-    assert run("group", "", 2, meets_after_an_attempt_that_died) == [[b"x", b"x"]] * 2
+def dies(rank: int, port: int, who: int, how: str) -> None:
+    """The first attempt. Rank `who` dies in the save, and the other one before it."""
+    exchange = exchange_over(port, rank)
+    if rank == who:
+        meeting = exchange.meet_next(AGAIN.series, "save()", AGAIN)
+        if how == "refuses":
+            meeting.refuse("it dies")
+        else:
+            with pytest.raises(PlanTimeoutError):
+                meeting.gather(b"x", time.monotonic() + (0.5 if how == "gives up" else 60))
+    rank_processes.talk().say("dies")
+    time.sleep(60)
+
+
+def meets_again(rank: int, port: int) -> list[bytes]:
+    """The second attempt. Rank 0 comes only when rank 1 has looked at what the first one has left."""
+    if rank == 0:
+        rank_processes.talk().hear()
+    exchange = exchange_over(port, rank)
+    rank_processes.talk().say("begins")
+    return exchange.meet_next(AGAIN.series, "save()", AGAIN).gather(b"%d" % rank, time.monotonic() + 60)
+
+
+AGAIN = Save("/ckpt/again", 0)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("how", ["waits", "gives up", "refuses"])
+def test_what_a_dead_attempt_has_written_is_not_taken_for_a_living_ranks(who: int, how: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with rank_processes.running(2, dies, store.port, who, how, group=False) as ranks:
+        ranks.receive(1 - who)
+        if how == "waits":
+            time.sleep(1)
+        else:
+            ranks.receive(who)
+        ranks.kill()
+    with rank_processes.running(2, meets_again, store.port, group=False) as ranks:
+        assert ranks.receive(1) == "begins"
+        time.sleep(0.5)  # rank 1 looks for rank 0
+        ranks.send(0, "come")
+        assert ranks.receive(0) == "begins"
+        assert ranks.results() == [[b"0", b"1"]] * 2
+
+
+def waits_for_rank_zero(rank: int, port: int) -> tuple[list[int], bool]:
+    if rank == 0:
+        rank_processes.talk().hear()
+        return [], True
+    exchange = exchange_over(port, rank)
+    process_group.BRIEF_WAIT_S = 0.2
+    began = time.monotonic()
+    exchange.meet_next("refused", "save()").refuse("there is nobody to tell")
+    exchange.announce_absence(3, "there is nobody to tell")
+    with pytest.raises(PlanTimeoutError) as caught:
+        exchange.meet_next(AGAIN.series, "save()", AGAIN).gather(b"x", time.monotonic() + 0.2)
+    return list(caught.value.missing_ranks), time.monotonic() - began < 20
+
+
+def test_a_rank_waits_for_rank_zero_until_its_deadline_only() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with rank_processes.running(2, waits_for_rank_zero, store.port, group=False) as ranks:
+        assert ranks.receive(1) == ([0], True)
+        ranks.send(0, "end")
+
+
+def meets_in_two_groups(rank: int, port: int) -> list[list[bytes]]:
+    """The process group is made anew in the same processes: rank 0 comes later to the second one than the others."""
+    found = []
+    for n in range(2):
+        if rank == 0:
+            time.sleep(0.5 * n)
+        found.append(exchange_over(port, rank).meet_next("a", "save()").gather(b"%d" % n, time.monotonic() + 60))
+    return found
+
+
+def test_a_process_group_that_is_made_anew_is_another_one() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = rank_processes.run(2, meets_in_two_groups, store.port, group=False)
+    assert found == [[[b"0", b"0"], [b"1", b"1"]]] * 2

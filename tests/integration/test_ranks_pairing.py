@@ -57,6 +57,50 @@ def test_a_checkpointer_that_one_rank_alone_has_made_costs_no_save(
     assert run(shared_worker, on_one_rank, str(tmp_path)) == [["written"] * 3] * 2
 
 
+def closes_and_makes_another(rank: int, root: str, who: int, slots: int) -> list[str]:
+    options = {"plan_timeout_s": 5, "commit_timeout_s": 8, "slots": slots}
+    checkpointer = AsyncCheckpointer(**options)
+    found = []
+    for n in range(slots + 5):
+        if n == 2 and rank == who:
+            checkpointer.close()
+            checkpointer = AsyncCheckpointer(**options)
+        torch.distributed.barrier()
+        found.append(written(checkpointer, f"{root}/{n}", step=n))
+    checkpointer.close()
+    return found
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_closes_its_checkpointer_and_makes_another_costs_a_few_saves(
+    who: int, slots: int, tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker
+) -> None:
+    for found in run(shared_worker, closes_and_makes_another, str(tmp_path), who, slots):
+        assert found[:2] == ["written"] * 2 and found[slots + 3 :] == ["written"] * 2, found
+
+
+def closes_for_good(rank: int, root: str) -> list[tuple[str, bool]]:
+    found = []
+    with AsyncCheckpointer(plan_timeout_s=2, commit_timeout_s=8, slots=1) as checkpointer:
+        written(checkpointer, f"{root}/0")
+        if rank == 1:
+            checkpointer.close()
+        torch.distributed.barrier()
+        for n in range(1, 4 if rank == 0 else 1):
+            began = time.monotonic()
+            found.append((written(checkpointer, f"{root}/{n}"), time.monotonic() - began < 30))
+        torch.distributed.barrier()
+    return found
+
+
+def test_a_rank_that_closes_its_checkpointer_for_good_is_waited_for_until_the_deadline(
+    tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker
+) -> None:
+    found = run(shared_worker, closes_for_good, str(tmp_path))[0]
+    assert found == [("SaveFailedError", True), ("PlanTimeoutError", True), ("PlanTimeoutError", True)]
+
+
 def one_save_more(rank: int, root: str, own_step: bool, slots: int) -> list[str]:
     barrier = torch.distributed.barrier
     with AsyncCheckpointer(plan_timeout_s=8, commit_timeout_s=8, slots=slots) as checkpointer:
@@ -148,15 +192,17 @@ def test_a_synchronous_save_too_many_fails_alone_and_the_ranks_count_alike_after
 
 
 def restarted(rank: int, root: str) -> list[str]:
-    os.environ |= {"TORCHELASTIC_RESTART_COUNT": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    os.environ |= {"TORCHELASTIC_RESTART_COUNT": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with AsyncCheckpointer(plan_timeout_s=20) as checkpointer:
-        return [written(checkpointer, f"{root}/{n}", step=n) for n in range(2)]
+        found = [written(checkpointer, f"{root}/{n}", step=n) for n in range(2)]
+    restored = asyncckpt.restore_latest(root, {"w": torch.zeros(10)})
+    return [*found, str(restored and restored.step)]
 
 
 def test_agents_that_have_restarted_their_ranks_not_equally_often_meet(
     tmp_path: pathlib.Path, shared_worker: real_worker.RealWorker
 ) -> None:
-    assert run(shared_worker, restarted, str(tmp_path)) == [["written"] * 2] * 2
+    assert run(shared_worker, restarted, str(tmp_path)) == [["written", "written", "1"]] * 2
 
 
 def a_manager_more(rank: int, root: str) -> list[str]:

@@ -28,6 +28,10 @@ BOX = re.compile(r" \[[0-9:,]*\]\Z")
 
 _DIFFERENCES = frozenset(error.wire_code for error in (CommitTimeoutError, RanksDisagreeError, ReplicaMismatchError))
 
+_INCOMPLETE = frozenset({"coverage", "not_sealed"})
+"""Codes of saves that lack a part. IMPORTANT: a rank that has not sealed may have made a new checkpointer, which has
+agreed on nothing, and then waits in each of its saves for the others."""
+
 _KIND = re.compile(r"\w{1,40}\Z", re.ASCII)
 
 MAX_KINDS = 200
@@ -55,7 +59,7 @@ def count(failures: dict[str, int], error: Wire) -> None:
 def requires_meeting(error: Wire) -> bool:
     """Whether the ranks must meet again after a save that ended with `error`: they disagreed, or one was missing."""
     fields = error.get("fields") or {}
-    if error.get("code") in _DIFFERENCES or fields.get("code") == "coverage":
+    if error.get("code") in _DIFFERENCES or fields.get("code") in _INCOMPLETE:
         return True
     return fields.get("code") == "withdrawn" and str(fields.get("detail")).startswith(NOT_AGREED)
 

@@ -321,7 +321,6 @@ class SharedReads:
 
     Raises:
         ConfigError: There is no process group of just these ranks.
-        SharedLoadError: The process group's store is gone.
     """
 
     def __init__(self, reader: RankInfo) -> None:
@@ -334,10 +333,7 @@ class SharedReads:
             )
         self._rank = reader.rank
         self._has_joined = False
-        try:
-            self._meeting: GroupMeeting = exchange.meet_next("load", _CALL)
-        except SaveFailedError as error:
-            raise shared_load_error("", None, error.message) from error
+        self._meeting: GroupMeeting = exchange.meet_next("load", _CALL)
 
     def read(
         self, path: str, save_id: str, placements: Sequence[Placement], read: Callable[[Sequence[Placement]], None]

@@ -1,4 +1,4 @@
-"""Which epoch a run gets: looked up once per directory, and briefly where that has just failed."""
+"""Which epoch a run gets: looked up once per run and directory, and briefly where that has just failed."""
 
 from __future__ import annotations
 
@@ -43,6 +43,16 @@ def test_the_epoch_depends_on_the_directory_alone() -> None:
     epochs = EpochCache(Directory(a=3, b=7, c=1).ask)
     assert [epochs.epoch_for(f"/{name}/x", RUN) for name in "abca"] == [3, 7, 1, 3]
     assert EpochCache(Directory(a=3, b=7).ask).epoch_for("/a/y", RUN) == 3, "a rank that has not saved to b"
+
+
+def test_another_run_asks_anew() -> None:
+    directory = Directory(a=3)
+    epochs = EpochCache(directory.ask)
+    assert epochs.epoch_for("/a/0", RUN) == 3
+    directory.epochs["a"] = 4
+    assert epochs.epoch_for("/a/1", "another") == 4, "rank 0 has made a new checkpointer"
+    assert epochs.epoch_for("/a/2", RUN) == 3
+    assert directory.asked == [("/a/0", RUN, False), ("/a/1", "another", False)]
 
 
 def test_after_a_failure_it_is_asked_for_briefly() -> None:

@@ -131,6 +131,7 @@ def test_rank_that_is_gone_unsealed_ends_the_save_on_all_ranks_which_hear_why(
             "code": "not_sealed", "rank": 2, "save_id": FIRST, "detail": why, "step": 5, "path": PATH
         }  # fmt: skip
         assert all(part in error["text"] for part in ("step 5", "rank 2", PATH, why))
+    assert bench.outcomes() == {0: True}, "it may come back, and then has agreed on nothing"
 
 
 def test_rank_is_not_gone_before_all_of_its_slots_are_read() -> None:
