@@ -1,4 +1,4 @@
-"""The epochs of this process's saves: asked for once per run and directory, and larger than what it has restored from."""
+"""The epochs of this process's saves: asked for once per run and directory; larger than what it has restored from."""
 
 from __future__ import annotations
 
