@@ -192,7 +192,7 @@ class Workers:
             case ac.Commit():
                 self.check_commit(n, action)
                 node.jobs.append(action)
-            case ac.Fault():
+            case ac.LogFault():
                 raise action.error
             case ac.Log():
                 assert action.count != "protocol_errors", action

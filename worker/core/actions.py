@@ -184,8 +184,8 @@ class Log:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
-    """Log a bug in the worker. Performed at once; its result is Broken of `save_id`."""
+class LogFault:
+    """Log a bug in the worker. Performed at once; its result is InternalFault of `save_id`."""
 
     save_id: str
     error: Exception
@@ -216,7 +216,7 @@ Action = (
     | ScanUnmirrored
     | Relay
     | Log
-    | Fault
+    | LogFault
     | Exit
 )
 

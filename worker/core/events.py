@@ -18,7 +18,11 @@ from asyncckpt.storage.checkpoint_dir import NO_HOME
 from asyncckpt.storage.store import DirectoryIdentity
 
 Wire = Mapping[str, Any]
+"""A map of plain values as messages have it: an error (`asyncckpt.errors.to_wire`), or a row of a table."""
+
 Peer = bytes
+"""ZeroMQ identity of a trainer's connection; b"" for a rank of another node, which has none."""
+
 SaveKey = tuple[str, int]
 """Save ID as text, and rank."""
 
@@ -191,7 +195,7 @@ class StopRequested:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Broken:
+class InternalFault:
     """A bug in the worker, at an event or action of this save, which ends. Nothing else ends."""
 
     now: float
@@ -227,6 +231,6 @@ Event = (
     | UnmirroredFound
     | Relayed
     | StopRequested
-    | Broken
+    | InternalFault
     | Tick
 )

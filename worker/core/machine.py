@@ -2,7 +2,7 @@
 
 The table in `model` defines the phases of a rank's part in a save.
 
-A slot's heartbeat_answer:
+The states of a slot (`Slot.state`):
 
     creating   Adopt was received and AdoptSlot is in progress, or the slot waits until there is memory for it
     lent       the session stages into it; only the session decides when to reuse it
@@ -49,10 +49,10 @@ from asyncckpt.protocol.messages import (
 )
 from asyncckpt_worker.core.actions import Action, Exit, Resources, SendStatus
 from asyncckpt_worker.core.events import (
-    Broken,
     Copied,
     Died,
     Event,
+    InternalFault,
     LineageScanned,
     Prepared,
     Published,
@@ -179,7 +179,7 @@ class Shutdown:
             elif t.now >= self._drain_deadline:
                 if unfinished:
                     text = f"{len(unfinished)} saves are unfinished and will not be committed ({self._why})"
-                    t.log("error", text, facts_saves=[s.save_id for s in unfinished[:20]])
+                    t.log("error", text, unfinished_saves=[s.save_id for s in unfinished[:20]])
                 self._leave(not unfinished, self._why)
         elif self._idle_since is not None and 0 < self._config.idle_exit_s <= t.now - self._idle_since:
             self._leave(True, "idle")
@@ -301,7 +301,7 @@ class Core:
 
     @property
     def wakes_at(self) -> float | None:
-        """Latest time of the next Tick, by the clock of the events; None if nothing is due."""
+        """When the next Tick is due, by the clock of the events; None: no deadline is pending."""
         times = [*self._shutdown.times(), *self._leader.times(), *self._follower.times(), *self._mirrors.times()]
         times += [save.next_deadline_at for save in self.tables.saves.values() if save.outcome is None]
         return min((t for t in times if self.tables.now <= t < float("inf")), default=None)
@@ -347,8 +347,8 @@ class Core:
                 (self._leader if event.route else self._follower).received(event)
             case StopRequested():
                 self._shutdown.drain(event.immediately, "asked to stop")
-            case Broken():
-                self._saves.broken(event)
+            case InternalFault():
+                self._saves.internal_fault(event)
             case Tick():
                 self._shutdown.kept = event.kept
                 if event.memory_short:

@@ -115,9 +115,6 @@ TABLE: dict[str, dict[str, Cell]] = {
 ENDS = {COMMITTED: "commit", FAILED: "fail", ABANDONED: "abandon", UNKNOWN: "lose"}
 """Outcome of a save -> the event of each rank's part."""
 
-STEPS = frozenset(step for row in TABLE.values() for _, steps in row.values() for step in steps)
-
-
 COMMIT, REMOVE = "commit", "remove"
 """Jobs of a save. The jobs of a rank's part, PREPARE and WRITE, are named like the steps that start them."""
 
@@ -203,7 +200,7 @@ class Slot:
 
     populate: bool = False
     storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
-    """As of its session, which may end before what it holds is written."""
+    """Storage options, copied from the session because the slot may outlive it."""
 
     adopted_generation: int = -1
     """Its generation when it was adopted; the dead worker may have written generations up to it. -1: not adopted."""
@@ -535,7 +532,7 @@ class Run:
 
     found_committed: dict[int, tuple[bool, float]] = field(default_factory=dict)
     """Followed: sequence of a save that was found committed here -> whether one of our ranks requires a meeting, and
-    when it was found. If no leader reports its outcome in time, since the one that knew it has died, this is it."""
+    when it was found. Used as the outcome if no leader reports one within `FOUND_S`."""
 
     declined: list[Mapping[str, Any]] = field(default_factory=list)
     """Followed: the latest withdrawals of its ranks, as rows for the leader."""

@@ -26,7 +26,7 @@ from asyncckpt.protocol.save_phases import (
 )
 from asyncckpt_worker.core.actions import Commit, CutOff, Prepare, Remove, Write
 from asyncckpt_worker.core.agreement import disagreement, settle_step, unequal_samples
-from asyncckpt_worker.core.events import Broken, Contents, Prepared, Published, Removed, SaveKey, Wire, Written
+from asyncckpt_worker.core.events import Contents, InternalFault, Prepared, Published, Removed, SaveKey, Wire, Written
 from asyncckpt_worker.core.failures import (
     count,
     disagree,
@@ -61,7 +61,7 @@ from asyncckpt_worker.mirrors.schedule import Copy, MirrorBook
 
 
 class SaveBook:
-    """Changes `tables.saves`."""
+    """Moves saves through their phases, commits them, and ends them."""
 
     def __init__(self, tables: Tables, runs: RunBook, mirrors: MirrorBook) -> None:
         self._t, self._runs, self._mirrors = tables, runs, mirrors
@@ -379,7 +379,10 @@ class SaveBook:
         self._commit_next(save)
 
     def _mirror(self, save: Save) -> None:
-        """Copy a save that this worker decides on to its mirror. IMPORTANT: before its requests are let go."""
+        """Schedule the copy of a committed save that this worker leads.
+
+        IMPORTANT: call before `advance` clears the requests, which hold the mirror.
+        """
         first = save.ranks[min(save.ranks)]
         if first.request is not None and first.request.mirror and not self._t.is_followed(save.save_id):
             nbytes = sum(int(entry.report.get("nbytes", entry.nbytes)) for entry in save.ranks.values())
@@ -395,7 +398,7 @@ class SaveBook:
                 )
             )
 
-    def broken(self, event: Broken) -> None:
+    def internal_fault(self, event: InternalFault) -> None:
         """End the save at which a bug was met; a commit that is in progress ends it instead."""
         save = self._t.saves.get(event.save_id)
         if save is not None and save.outcome is None and not save.committing:

@@ -1,4 +1,4 @@
-"""Sessions: which process uses which connection, and when its session ends."""
+"""Sessions of trainers: each is one client of a process, from its Hello until it leaves, is replaced, or dies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncckpt_worker.core.tables import Tables
 
 
 class SessionBook:
-    """Changes `tables.sessions`."""
+    """Opens, replaces and ends sessions."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.messages import Message, Refused
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.checkpoint_dir import NO_HOME
-from asyncckpt_worker.core.actions import Action, Fault, Log, Send
+from asyncckpt_worker.core.actions import Action, Log, LogFault, Send
 from asyncckpt_worker.core.events import Peer, SaveKey, Wire
 from asyncckpt_worker.core.model import MAX_HISTORY, RankSave, Run, Save, Session, Slot
 
@@ -292,8 +292,8 @@ class Tables:
             self.fault(save_id, error)
 
     def fault(self, save_id: str, error: Exception) -> None:
-        """Add a Fault action: a bug, which ends save `save_id` ("": none)."""
-        self.actions.append(Fault(save_id=save_id, error=error))
+        """Add a LogFault action: a bug, which ends save `save_id` ("": none)."""
+        self.actions.append(LogFault(save_id=save_id, error=error))
 
     def entry(self, key: SaveKey | None) -> RankSave | None:
         """Return a rank's part in a save, open or ended, or None."""

@@ -397,7 +397,7 @@ class JobRunner:
             case ac.ScanLineage():
                 self._run("prepare", action, lambda _: self._lineage(action), action.path)
             case ac.CopyToMirror():
-                # In the lane of the mirror's file system or bucket: one that hangs holds threads of its own.
+                # In the lane of the destination, so that a destination that hangs does not block other lanes.
                 place = action.mirror if action.copies else action.path
                 self._run("mirror", action, lambda _: self._copy(action), place)
             case ac.ScanUnmirrored():

@@ -50,6 +50,7 @@ MIRROR_ANSWER_S = 2.0
 """How long a run's first save waits for a mirror to list its checkpoints. Chosen: the training waits as well."""
 
 SECONDS_PER_HOUR = 3600
+"""Fallback epochs count hours since 1970, more than any run counts by itself."""
 
 T = TypeVar("T")
 _logger = logging.getLogger("asyncckpt.worker")

@@ -242,9 +242,9 @@ class Daemon:
             answer = Refused(id=getattr(event.message, "id", 0), error=to_wire(refused))
             self._do({"answer": partial(self._server.send, event.peer, answer)})
         save_id = _save_of(event, self.core.tables.slots)
-        if save_id is None or isinstance(event, ev.Broken):
+        if save_id is None or isinstance(event, ev.InternalFault):
             return []
-        return [_broken(save_id, error)]
+        return [_internal_fault(save_id, error)]
 
     def _run_of_key(self, client_public: str) -> str | None:
         return self.core.run_of_key(client_public)
@@ -280,9 +280,9 @@ class Daemon:
                 self._server.send(action.peer, action.message)
             case ac.Log():
                 self._log(action)
-            case ac.Fault():
+            case ac.LogFault():
                 self._bug(f"save {action.save_id}" if action.save_id else "the core", action.error)
-                return _broken(action.save_id, action.error) if action.save_id else None
+                return _internal_fault(action.save_id, action.error) if action.save_id else None
             case ac.SendStatus():
                 self._server.send(action.peer, StatusReport(id=action.id, report=self._report(action.report)))
             case ac.Unwatch():
@@ -318,8 +318,10 @@ class Daemon:
         }
 
 
-def _broken(save_id: str, error: Exception) -> ev.Broken:
-    return ev.Broken(now=time.monotonic(), save_id=save_id, reason=f"a bug in the worker, {error!r}: see its log")
+def _internal_fault(save_id: str, error: Exception) -> ev.InternalFault:
+    return ev.InternalFault(
+        now=time.monotonic(), save_id=save_id, reason=f"a bug in the worker, {error!r}: see its log"
+    )
 
 
 def _save_of(event: ev.Event, slots: Mapping[int, Slot]) -> str | None:
@@ -327,7 +329,7 @@ def _save_of(event: ev.Event, slots: Mapping[int, Slot]) -> str | None:
     match event:
         case ev.Prepared() | ev.Written():
             return event.key[0]
-        case ev.Published() | ev.Removed() | ev.Broken():
+        case ev.Published() | ev.Removed() | ev.InternalFault():
             return event.save_id
         case ev.SlotRead() if event.request is not None:
             return event.request.save_id

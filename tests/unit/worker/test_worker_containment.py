@@ -34,9 +34,9 @@ class Loop(Bench):
                 return found
             kind, fields = todo.pop(0)
             found += super().feed(kind, **fields)
-            faults = self.of(ac.Fault)
+            faults = self.of(ac.LogFault)
             self.faults += len(faults)
-            todo += [(ev.Broken, {"save_id": f.save_id, "reason": "a bug"}) for f in faults if f.save_id]
+            todo += [(ev.InternalFault, {"save_id": f.save_id, "reason": "a bug"}) for f in faults if f.save_id]
         raise AssertionError("a fault leads to itself, without end")
 
     def told(self, peer: bytes) -> list[str]:

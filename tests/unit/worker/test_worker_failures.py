@@ -70,7 +70,7 @@ def rank_is_missing(bench: Bench, slot: int) -> None:
 
 def broken(bench: Bench, slot: int) -> None:
     bench.at_writing(slot)
-    bench.feed(ev.Broken, save_id=FIRST, reason="a bug")
+    bench.feed(ev.InternalFault, save_id=FIRST, reason="a bug")
 
 
 @pytest.mark.parametrize(

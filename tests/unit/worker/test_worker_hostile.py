@@ -148,7 +148,7 @@ class Mob(Bench):
 
     def take(self, actions: list[Any]) -> None:
         for action in actions:
-            if isinstance(action, ac.Fault):
+            if isinstance(action, ac.LogFault):
                 raise action.error
             if isinstance(action, ac.Relay):
                 continue

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import pathlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
+from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.names import SaveId
 from asyncckpt.storage.files import Files
 from asyncckpt_worker.core import actions as ac
@@ -124,3 +126,37 @@ def test_a_bug_behind_the_commit_ends_no_save(
     assert found.error is None and (path / "manifest.json").exists()
     if part == "remove_leftovers":
         assert result_of(look(path), Files()).committed
+
+
+@pytest.mark.parametrize("stands", ["the reported one", "another one"])
+def test_an_index_of_another_node_counts_only_as_its_rank_has_reported_it(tmp_path: pathlib.Path, stands: str) -> None:
+    """Another one: of an earlier attempt of the rank, say, that this node still sees."""
+    path, elsewhere = tmp_path / "a", tmp_path / "b"
+    path.mkdir()
+    elsewhere.mkdir()
+    with Snapshot({"a": 5000}) as zero, Snapshot({"c": 10}) as one, Snapshot({"d": 10}) as other:
+        first = zero.write(str(path), world_size=2)
+        second = one.write(str(path), rank=1, world_size=2)
+        earlier = other.write(str(elsewhere), rank=1, world_size=2)
+        assert second.record.index_nbytes == earlier.record.index_nbytes
+        if stands == "another one":
+            name = second.record.index_name
+            (path / name).write_bytes((elsewhere / name).read_bytes())
+        action = ac.Commit(
+            save_id=str(SAVE_ID),
+            requests=(
+                zero.request(str(path), world_size=2),
+                one.request(str(path), rank=1, world_size=2, structure=b"", objects=b""),
+            ),
+            results=(first, replace(second, tally=None)),
+            remote=(1,),
+        )
+        structures = Writer(Files(), cast("Any", None), (), 0).structures(action)
+        if stands == "the reported one":
+            assert structures[1] == one.structure
+        else:  # before coverage is proved by it
+            with pytest.raises(CorruptCheckpointError, match="checksum"):
+                structures[1]
+        found = result_of(action, Files())
+    assert (path / "manifest.json").exists() is (stands == "the reported one"), found
+    assert (found.error is None) is (stands == "the reported one")

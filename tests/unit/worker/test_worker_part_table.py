@@ -184,10 +184,10 @@ def test_a_cell_that_is_missing_ends_its_save_and_no_other(event: str, monkeypat
         lambda: bench.feed(ev.Written, key=(FIRST, 0), result="files"),
     ):
         step()
-        faults += bench.of(ac.Fault)
+        faults += bench.of(ac.LogFault)
     assert {fault.save_id for fault in faults} == {FIRST} and event in str(faults[0].error)
     for fault in faults:  # as the daemon answers them
-        bench.feed(ev.Broken, save_id=fault.save_id, reason=repr(fault.error))
-    bench.feed(ev.Broken, save_id="000009-00000000-aaaaaaaaaaaa", reason="of nobody")
+        bench.feed(ev.InternalFault, save_id=fault.save_id, reason=repr(fault.error))
+    bench.feed(ev.InternalFault, save_id="000009-00000000-aaaaaaaaaaaa", reason="of nobody")
     assert bench.row()["phase"] == "failed" and bench.row()["error"]["fields"]["code"] == "internal"
     assert bench.phase(SECOND) == "open"

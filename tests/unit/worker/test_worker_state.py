@@ -360,7 +360,7 @@ def test_bug_behind_the_commit_does_not_fail_the_save(bench: Bench, monkeypatch:
     bench.feed(ev.Written, key=(FIRST, 0), result="files")
     monkeypatch.setattr(part, broken)
     bench.feed(ev.Published, save_id=FIRST)
-    (fault,) = bench.of(ac.Fault)
+    (fault,) = bench.of(ac.LogFault)
     assert not fault.save_id and [row["phase"] for row in bench.pushed()] == ["committed"]
 
 

@@ -27,7 +27,7 @@ from asyncckpt_worker.core.actions import Connection, Relay, Resources
 from asyncckpt_worker.core.events import Peer, Relayed
 from asyncckpt_worker.core.failures import busy, leader_lost, not_continued, other_world
 from asyncckpt_worker.core.model import RankSave, Run, Save, Session
-from asyncckpt_worker.core.nodes.tables import STEPS, Row, pages, part_row, reported_phase
+from asyncckpt_worker.core.nodes.tables import PHASE_ORDER, Row, pages, part_row, reported_phase
 from asyncckpt_worker.core.runs import RunBook
 from asyncckpt_worker.core.saves import SaveBook
 from asyncckpt_worker.core.slots import SlotBook
@@ -299,7 +299,7 @@ class Follower:
             return None
         for rank, phase in row["known"]:
             entry = save.ranks.get(rank)
-            if entry is not None and STEPS[phase] > STEPS[entry.acknowledged]:
+            if entry is not None and PHASE_ORDER[phase] > PHASE_ORDER[entry.acknowledged]:
                 entry.acknowledged = phase
                 if rank in followed.run.departed:
                     self._t.to_report.add(followed.run.run_id)  # see `_rank_rows`
@@ -496,7 +496,7 @@ class Follower:
 
 
 def _is_unacknowledged(entry: RankSave) -> bool:
-    return STEPS[entry.acknowledged] < STEPS[reported_phase(entry)]
+    return PHASE_ORDER[entry.acknowledged] < PHASE_ORDER[reported_phase(entry)]
 
 
 def _was_reported_to_former(followed: _Followed, entry: RankSave) -> bool:

@@ -25,7 +25,7 @@ from asyncckpt.storage.rank_writer import RankResult
 from asyncckpt.storage.shard_writer import PRINT_NBYTES
 from asyncckpt_worker.core.model import RankSave
 
-STEPS = {"": 0, OPEN: 1, SEALED: 2, DURABLE: 3}
+PHASE_ORDER = {"": 0, OPEN: 1, SEALED: 2, DURABLE: 3}
 """Phase of a row -> its order."""
 
 MAX_SUMS_NBYTES = 1 << 20
@@ -70,7 +70,7 @@ def part_row(save_id: str, entry: RankSave, *, recovering: bool) -> dict[str, An
         "streamed": entry.ring,
         "writing": entry.ring and entry.writing and phase == OPEN,
     }
-    if STEPS[phase] >= STEPS[SEALED] > STEPS[entry.acknowledged]:
+    if PHASE_ORDER[phase] >= PHASE_ORDER[SEALED] > PHASE_ORDER[entry.acknowledged]:
         assert entry.request is not None
         slim = replace(entry.request, structure=b"", objects=b"", metadata="{}")
         row["request"] = encode_request(slim)
