@@ -296,6 +296,7 @@ def _restored(
 ) -> RestoredCheckpoint:
     assert retry_state.manifest is not None
     manifest = retry_state.manifest
+    note_seen([parent_of(path)], [manifest.save_id])  # one that was only in memory is not among the candidates' IDs
     found = [
         SkippedCheckpoint(path=one.path, step=one.step, error=broken.error, moved_to=to)
         for (one, broken), to in zip(skipped, moved, strict=True)

@@ -9,7 +9,7 @@ leaving    its slots have been read once more                                   
 departed   lineage, begin, or a sealed slot of a new session                    -> member
 
 The same run gets the same epoch for a directory, another run a larger one. It becomes larger only if a save is to be
-copied to a directory of mirrors that was not looked at before, or if a rank has restored from a newer run.
+copied to a directory of mirrors that was not looked at before, or if a rank that has restored from a newer run asks.
 """
 
 from __future__ import annotations
