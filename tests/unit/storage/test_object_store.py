@@ -338,7 +338,7 @@ def test_an_empty_bucket_has_no_entries_listed_or_not(store: ObjectStore) -> Non
 
 def test_beside_a_bucket_there_is_nothing(store: ObjectStore) -> None:
     write_tombstone("s3://bucket/run", SaveId(4, 1, SAVE_ID.run_id), store, package="test", replaces=None)
-    assert next_epoch_beside("s3://bucket", store) == 5 and next_epoch_by_names("s3://bucket", store) == 1
+    assert next_epoch_beside("s3://bucket", store) == 5 and next_epoch_by_names("s3://bucket", store, "0" * 12) == 1
     assert not is_pinned("s3://bucket", store)
 
 
@@ -360,7 +360,7 @@ def test_a_checkpoint_with_a_directory_marker_is_found(server: Server, served: O
         publish(path, manifest_of(result, save_id=save_id, step=number), store=served)
         mark(f"marked/step-{number}")
     assert [found.step for found in candidates_in(root, served)] == [2, 1]
-    assert next_epoch_beside(f"{root}/step-3", served) == 3 == next_epoch_by_names(f"{root}/step-3", served)
+    assert next_epoch_beside(f"{root}/step-3", served) == 3 == next_epoch_by_names(f"{root}/step-3", served, "0" * 12)
     assert verify_checkpoint(f"{root}/step-2", served.as_files()).faults == []
 
 

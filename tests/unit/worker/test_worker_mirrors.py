@@ -19,7 +19,7 @@ from asyncckpt_worker.mirrors.schedule import (
     FORGET_AFTER_S,
     LAST_PAUSE_S,
     LOOK_EVERY_S,
-    PATIENCE,
+    MAX_BLOCKING_TRIES,
     with_copied,
 )
 
@@ -152,7 +152,7 @@ def test_a_copy_that_fails_is_tried_again_with_growing_pauses_and_before_younger
     pauses = []
     for tries in range(1, 10):
         bench.feed(ev.Copied, save_id=FIRST_ID, error=ERROR)
-        if tries == PATIENCE:
+        if tries == MAX_BLOCKING_TRIES:
             assert copies(bench) == [SECOND], "it may be this one alone that fails"
             bench.feed(ev.Copied, save_id=SECOND_ID, is_done=True)
         assert copies(bench) == [], "neither at once, nor the next one"
