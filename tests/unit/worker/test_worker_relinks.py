@@ -12,7 +12,7 @@ from worker_bench import COMMIT_TIMEOUT_S, ERROR, FIRST, PATH, RUN, SECOND
 
 from asyncckpt.errors import from_wire
 from asyncckpt.protocol import messages as m
-from asyncckpt.protocol.node_tables import BEAT_S, Outcomes
+from asyncckpt.protocol.node_tables import BEAT_S, Outcomes, Report
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
 
@@ -250,6 +250,31 @@ def test_what_a_replaced_leader_had_said_comes_late_and_is_not_heard(pair: Pair)
     said = Outcomes(sender="a" * 16, counter=100, to="b" * 16, saves=(), epochs=(), decided=(), gone=(), error={})
     pair.follower.feed(ev.Relayed, run=RUN, route=b"", message=said)
     assert pair.follower.core.tables.runs[RUN].leader == "d" * 16
+
+
+def test_a_part_of_two_dead_workers_is_not_ended_by_a_leader_that_does_not_know_it(pair: Pair) -> None:
+    pair.writes(pair.follower)
+    assert leader_writes(pair), "and the leader commits, tells its rank, and dies"
+    leader, follower = Next(0, "d" * 16, 0.0), Next(1, "c" * 16, 0.0)
+    pair.leader, pair.follower = leader, follower
+    pair.pump(BEAT_S)
+    leader.say(m.Withdraw, save_id=FIRST, reason="the worker that had it was lost", skipped=False)
+    follower.adopts()
+    lost = [relay.message for relay in follower.said if isinstance(relay.message, Report)]
+    follower.said.clear()
+    assert [message.parts for message in lost]
+    page = replace(lost[-1], parts=(), counter=lost[-1].counter + 10)
+    leader.feed(ev.Relayed, run=RUN, route=b"r", message=page)
+    leader.now += BEAT_S
+    leader.feed(ev.Tick)
+    rows = [row for relay in leader.said for row in relay.message.saves]
+    assert [row["outcome"] for row in rows] == ["abandoned"], "it knows only that its own rank gives it up"
+    for relay in leader.said:
+        follower.feed(ev.Relayed, run=RUN, route=b"", message=relay.message)
+    leader.said.clear()
+    assert follower.phase(rank=1) == "recovering"
+    follower.feed(ev.Prepared, key=(FIRST, 1), committed=True)
+    assert follower.phase(rank=1) == "committed"
 
 
 @pytest.mark.parametrize("ended_by", ["another address", "silence"])

@@ -306,10 +306,10 @@ class Follower:
         if not outcome:
             save.leader_missing = list(row["missing"])
             return None
-        # IMPORTANT: a leader that does not know a part that was reported to the former leader has not checked whether
-        # that one has committed the save.
+        # IMPORTANT: a leader that does not know a part that was reported to the former leader, by this worker or by a
+        # dead one, has not checked whether that leader has committed the save.
         if outcome != COMMITTED and any(
-            _was_reported_to_former(followed, e) and not e.acknowledged
+            _former_may_know(followed, e) and not e.acknowledged
             for e in save.ranks.values()
             if e.rank in followed.attempts
         ):
@@ -457,8 +457,7 @@ class Follower:
             for rank, entry in save.ranks.items():
                 if rank in followed.attempts and not entry.ended:
                     entry.reported_to = entry.reported_to or run.leader
-                    recovering = entry.from_dead_worker or _was_reported_to_former(followed, entry)
-                    yield part_row(save.save_id, entry, recovering=recovering)
+                    yield part_row(save.save_id, entry, recovering=_former_may_know(followed, entry))
 
     def _has_unacknowledged(self, followed: _Followed) -> bool:
         """Whether the leader has not acknowledged everything yet."""
@@ -499,9 +498,9 @@ def _is_unacknowledged(entry: RankSave) -> bool:
     return PHASE_ORDER[entry.acknowledged] < PHASE_ORDER[reported_phase(entry)]
 
 
-def _was_reported_to_former(followed: _Followed, entry: RankSave) -> bool:
-    """Whether a rank's part was reported to a former leader."""
-    return entry.reported_to not in ("", followed.run.leader)
+def _former_may_know(followed: _Followed, entry: RankSave) -> bool:
+    """Whether a rank's part was reported to a former leader, or may have been by a dead worker."""
+    return entry.from_dead_worker or entry.reported_to not in ("", followed.run.leader)
 
 
 def _failure(save_id: str, outcome: str, error: Mapping[str, Any]) -> Row:

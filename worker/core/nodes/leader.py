@@ -69,8 +69,8 @@ class _FollowerRecord:
     reassigned: set[int] = field(default_factory=set)
     """Ranks that it reported and that have another worker now."""
 
-    refused: dict[str, int] = field(default_factory=dict)
-    """Save ID -> a rank in `reassigned` of which this follower still reports a part."""
+    refused: dict[str, set[int]] = field(default_factory=dict)
+    """Save ID -> the ranks in `reassigned` of which this follower still reports parts."""
 
     saves: tuple[str, ...] = ()
     """Saves whose outcomes it asks for."""
@@ -172,7 +172,7 @@ class Leader:
         link = follower.link
         follower.last_counter, follower.route, follower.saves = m.counter, event.route, tuple(m.saves)
         follower.world_size = m.world_size
-        follower.refused = {save_id: rank for save_id, rank in follower.refused.items() if save_id in follower.saves}
+        follower.refused = {save_id: ranks for save_id, ranks in follower.refused.items() if save_id in follower.saves}
         self._t.last_message_at[link] = self._t.now
         if m.to != self._t.instance:
             follower.full_sent_at = float("-inf")  # it does not know this leader yet
@@ -284,7 +284,7 @@ class Leader:
         save_id, rank = SaveId.parse(row["save_id"]), row["rank"]
         if rank not in follower.ranks:
             if rank in follower.reassigned:
-                follower.refused[save_id] = rank
+                follower.refused.setdefault(save_id, set()).add(rank)
             return
         session = self._session(follower, rank)
         self._reassign_part(follower, session, save_id)
@@ -458,10 +458,10 @@ class Leader:
             rows[save_id] = self._common_row(save_id, save)
         parts = {rank: self._t.entry((save_id, rank)) for rank in sorted(follower.ranks)}
         mine = {rank: entry for rank, entry in parts.items() if entry is not None and entry.link == follower.link}
-        known = [(rank, _phase_of(entry) or OPEN) for rank, entry in mine.items()][:MAX_TABLE]
-        if save_id in follower.refused and not mine:
-            known = [(follower.refused[save_id], OPEN)]
-        row = {**rows[save_id], "known": known}
+        known = [(rank, _phase_of(entry) or OPEN) for rank, entry in mine.items()]
+        refused = sorted(follower.refused.get(save_id, set()) - mine.keys())
+        known += [(rank, OPEN) for rank in refused]
+        row = {**rows[save_id], "known": known[:MAX_TABLE]}
         if save is None:
             return row
         if row["outcome"] == COMMITTED:
@@ -478,8 +478,8 @@ class Leader:
         if row["outcome"]:
             error = next((e.error for e in mine.values() if e.ended and e.error), None)
             return {**row, "error": error or row["error"]}
-        if save_id in follower.refused and not mine:
-            return {**row, "outcome": FAILED, "error": part_rejected(save_id, follower.refused[save_id])}
+        if refused and not mine:
+            return {**row, "outcome": FAILED, "error": part_rejected(save_id, refused[0])}
         return row
 
     def _common_row(self, save_id: str, save: Save | EndedSave | None) -> dict[str, Any]:
