@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncckpt.config import RankInfo
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ConfigError, DuplicateNameError, MissingKeysError
 from asyncckpt.format.state_tree import (
+    COMPOSITE,
     CONTAINERS,
     DICT,
     MAPPINGS,
@@ -19,9 +20,11 @@ from asyncckpt.format.state_tree import (
     SEQUENCES,
     Node,
     Path,
+    composite_nodes,
     fqn_of,
     leaves,
     members,
+    whole_leaves,
 )
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, Selection, prefixes
@@ -175,7 +178,8 @@ def rebuilt(
     Args:
         node: The tree.
         leaf: Called with path and node of each leaf; returns the new leaf.
-        metadata: Called with path and object number of each `_metadata` of an OrderedDict; returns the new number.
+        metadata: Called with path and object number of each `_metadata` of an OrderedDict; returns the new number. The
+            same for the object of each composite tensor.
         path: Path of `node`.
     """
     kind, _, *form = node
@@ -184,9 +188,29 @@ def rebuilt(
     found = [(key, rebuilt(child, leaf, metadata, (*path, key))) for key, child in members(node)]
     if kind in SEQUENCES:
         return (kind, tuple(child for _, child in found), *form)
-    if kind == ORDERED_DICT and form[0] is not None:
-        form = [metadata(path, form[0])]
+    if kind in (ORDERED_DICT, COMPOSITE) and form[0] is not None:
+        form = [metadata(path, form[0]), *form[1:]]
     return (kind, tuple(one for pair in found for one in pair), *form)
+
+
+def without_composites(outline: Outline) -> tuple[Outline, list[str]]:
+    """Return an outline with a dict of its components in place of each composite tensor, and FQN and kind of these."""
+    found = [f"{fqn_of(path)} ({node[3]})" for path, node in composite_nodes(outline.tree)]
+    if not found:
+        return outline, []
+    tree = _as_dicts(outline.tree)
+    numbered = replace(outline, tree=tree, tensors=[], names=[], objects=[])
+    return _numbered(numbered, outline.tensors, outline.objects.__getitem__), found
+
+
+def _as_dicts(node: Node) -> Node:
+    kind, inner, *form = node
+    if kind not in CONTAINERS:
+        return node
+    if kind in SEQUENCES:
+        return (kind, tuple(map(_as_dicts, inner)), *form)
+    items = tuple(_as_dicts(one) if n % 2 else one for n, one in enumerate(inner))
+    return (DICT, items) if kind == COMPOSITE else (kind, items, *form)
 
 
 def _numbered(outline: Outline, tensors: list[SavedTensor], raw: Callable[[int], Any]) -> Outline:
@@ -233,10 +257,11 @@ def _branches_of(node: Node, path: Path, stays: Callable[[str], bool], dicts_by_
         stays: Called with the FQN of a leaf or empty container.
         dicts_by_name: Gets, by FQN, all dicts of which every ancestor is a dict. None: an ancestor is a sequence.
     """
-    is_open = node[0] in CONTAINERS and (node[1] or not path)  # the top level may be empty, or a leaf called ""
+    is_container = node[0] in CONTAINERS and node[0] != COMPOSITE  # a composite tensor is one leaf
+    is_open = is_container and (node[1] or not path)  # the top level may be empty, or a leaf called ""
     if node is OTHER_RANKS_ONLY or not (is_open or stays(fqn_of(path))):
         return None
-    if node[0] not in CONTAINERS:
+    if not is_container:
         return node
     branch = _Branch(node)
     inner = dicts_by_name if node[0] in MAPPINGS else None
@@ -291,7 +316,7 @@ def _renamed(tree: Node, rename: Callable[[str], str], path: str, became_dicts: 
         DuplicateNameError: Two leaves would have the same name, or a leaf the name of a container.
         Exception: An error of `rename`.
     """
-    names = [fqn_of(at) for at, _ in leaves(tree)]
+    names = [fqn_of(at) for at, _ in whole_leaves(tree)]
     moved = {fqn: new for fqn in names if (new := rename(fqn)) != fqn}
     if not moved:
         return tree
@@ -302,7 +327,7 @@ def _renamed(tree: Node, rename: Callable[[str], str], path: str, became_dicts: 
     taken = {fqn for fqn in names if fqn not in moved}
     empty_paths = [at for at, node in leaves_and_empty(tree) if node[0] in CONTAINERS]
     empty = {fqn_of(at[:n]) for at in empty_paths for n in range(1, len(at) + 1)}
-    for at, node in leaves(tree):
+    for at, node in whole_leaves(tree):
         name = moved.get(fqn_of(at))
         if name is None:
             continue
@@ -319,7 +344,7 @@ def _renamed(tree: Node, rename: Callable[[str], str], path: str, became_dicts: 
         else:
             dicts_by_name[home][name[len(home) + 1 :]] = node
     found = _node_from(root, (), became_dicts) or (DICT, ())
-    there = [fqn_of(at) for at, _ in leaves(found)]
+    there = [fqn_of(at) for at, _ in whole_leaves(found)]
     if len(set(there)) != len(there) or set(there) != taken:
         raise DuplicateNameError(f"{path}: key_map gives a leaf the name of another leaf or of a container", fqn=None)
     return found
