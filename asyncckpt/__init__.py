@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from asyncckpt.sharding.shard_types import FlatShard as FlatShard
     from asyncckpt.sharding.shard_types import ShardedSlice as ShardedSlice
     from asyncckpt.sharding.shard_types import describe_tp as describe_tp
+    from asyncckpt.state_dict.composite_tensors import register_subclass as register_subclass
     from asyncckpt.storage.catalog import latest_checkpoint as latest_checkpoint
     from asyncckpt.sync_checkpointer import SyncCheckpointer as SyncCheckpointer
     from asyncckpt.sync_checkpointer import make_sync_checkpointer as make_sync_checkpointer
@@ -92,6 +93,7 @@ _WHERE = {
     "plan_load": "loading.plan_load",
     "refresh_master_params": "manager.master_params",
     "register_shard_type": "sharding.registry",
+    "register_subclass": "state_dict.composite_tensors",
     "restore_latest": "restore",
 }
 
@@ -138,6 +140,7 @@ __all__ = [
     "plan_load",
     "refresh_master_params",
     "register_shard_type",
+    "register_subclass",
     "restore_latest",
 ]
 

@@ -18,6 +18,12 @@ class DType(NamedTuple):
     safetensors: str | None
 
 
+SUB_BYTE = tuple(f"{sign}int{bits}" for sign in ("u", "") for bits in range(1, 8))
+"""Integers of fewer than 8 bits. An element takes a byte, in torch and here; what the byte means is up to the user."""
+
+UNCONVERTED = (*SUB_BYTE, "float4_e2m1fn_x2")
+"""Dtypes that torch neither converts nor copies; their bytes can be copied."""
+
 _ROWS = (
     DType("bool", 1, "BOOL"),
     DType("uint8", 1, "U8"),
@@ -41,6 +47,7 @@ _ROWS = (
     DType("float8_e5m2fnuz", 1, "F8_E5M2FNUZ"),
     DType("float8_e8m0fnu", 1, None),
     DType("float4_e2m1fn_x2", 1, None),
+    *(DType(name, 1, None) for name in SUB_BYTE),
 )
 
 DTYPES: dict[str, DType] = {row.name: row for row in _ROWS}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.dtypes import DTYPES
+from asyncckpt.dtypes import DTYPES, UNCONVERTED
 from asyncckpt.errors import UnsupportedLeafError
 
 _BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
@@ -22,6 +22,14 @@ large."""
 
 NO_MEMORY = "it has elements and no memory: its storage was freed or never allocated"
 SHRUNK = "its storage holds fewer bytes than its elements take: it was resized"
+
+
+_COPIED_AS_BYTES = frozenset(getattr(torch, name) for name in UNCONVERTED if hasattr(torch, name))
+
+
+def copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or its bytes if torch cannot copy elements of its dtype: a view of uint8 of the same shape."""
+    return tensor.view(torch.uint8) if tensor.dtype in _COPIED_AS_BYTES else tensor
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -59,7 +67,8 @@ def fits_in_storage(tensor: torch.Tensor) -> bool:
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements in row-major order as flat uint8 on the tensor's device; a view if they are contiguous."""
     # `as_strided`: a tensor of one element is contiguous with any stride, but `view` of another width refuses some.
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = copyable(tensor).contiguous()
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

@@ -138,6 +138,17 @@ def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register the subclasses of `tests.composite_samples`, for one test."""
+    from asyncckpt.state_dict import composite_tensors
+    from tests import composite_samples as samples
+
+    monkeypatch.setattr(composite_tensors, "_registered", {})
+    for kind in (samples.Blocks, samples.OneScale, samples.Pair, samples.Settings, samples.Rounding, samples.Range):
+        composite_tensors.register_subclass(kind)
+
+
+@pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Command:
     """The command `asyncckpt`, in this process."""
     return Command(capsys)

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
-from asyncckpt.dtypes import DTYPES
+from asyncckpt.dtypes import DTYPES, SUB_BYTE
 from asyncckpt.state_dict.flatten import HOIST_NBYTES
 
 ALL_DTYPES = [getattr(torch, name) for name in DTYPES if hasattr(torch, name)]
+PICKLED_DTYPES = [dtype for dtype in ALL_DTYPES if str(dtype).removeprefix("torch.") not in SUB_BYTE]
+"""Those that `torch.save` and the planners of `torch.distributed.checkpoint` know."""
 
 
 def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
@@ -39,7 +41,7 @@ def resized(nbytes: int) -> torch.Tensor:
 
 def every_tensor() -> dict[str, torch.Tensor]:
     """One tensor of every dtype, and every shape that is out of the ordinary."""
-    found = {f"dtype_{str(d).removeprefix('torch.')}": tensor_of(d, (3, 5), n) for n, d in enumerate(ALL_DTYPES)}
+    found = {f"dtype_{str(d).removeprefix('torch.')}": tensor_of(d, (3, 5), n) for n, d in enumerate(PICKLED_DTYPES)}
     base = tensor_of(torch.float32, (8, 6), 1)
     complex_base = torch.complex(torch.arange(6.0), torch.arange(6.0) + 1)
     return {
@@ -176,7 +178,8 @@ def every_leaf() -> dict[Any, Any]:
 def bits_of(tensor: torch.Tensor) -> bytes:
     """Return the elements' bytes in row-major order."""
     with torch.no_grad():
-        flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        flat = tensor.detach().resolve_conj().resolve_neg()
+        flat = (flat.view(torch.uint8) if flat.itemsize == 1 else flat).cpu().contiguous()
         flat = flat.as_strided((flat.numel(),), (1,))  # also of a single element, whose stride may be any
         return flat.view(torch.uint8).numpy().tobytes() if _HAS_NUMPY else bytes(flat.view(torch.uint8).tolist())
 

@@ -35,8 +35,8 @@ from asyncckpt.format.names import MANIFEST_NAME
 from asyncckpt.format.state_tree import (
     BYTES,
     DICT,
+    KEYED,
     LIST,
-    MAPPINGS,
     MAX_DEPTH,
     OBJECT,
     SEQUENCES,
@@ -309,9 +309,12 @@ class CheckpointMetadata:
         return self._objects.raw(rank)[number]
 
     def _skeleton(self, node: Node) -> Any:
-        """Return the value of a node with placeholders for tensors and other values that are read later."""
+        """Return the value of a node with placeholders for tensors and other values that are read later.
+
+        A composite tensor becomes a dict of its components.
+        """
         kind = node[0]
-        if kind in MAPPINGS:
+        if kind in KEYED:
             pairs = zip(node[1][::2], node[1][1::2], strict=True)
             found = ((python_key(key), self._skeleton(child)) for key, child in pairs if child is not OTHER_RANKS_ONLY)
             return mapping_of(form_in(node) if kind == DICT else None, found)

@@ -325,7 +325,7 @@ class PickledLeafError(AsyncCkptError, ValueError, code="pickled_leaf", fields=(
 
 
 class StateLoadError(AsyncCkptError, RuntimeError, code="state_load", fields=("path", "fqn", "type_name", "detail")):
-    """`load_state_dict()` of an object in the target raised; `__cause__` is its error.
+    """`load_state_dict()` of an object in the target raised, or the class of a new tensor; `__cause__` is its error.
 
     Tensors and plain objects of the target have been filled; objects that come later in the target have not got their
     states. If a module with load hooks is filled first, because its hooks decide which keys are missing, then nothing
@@ -336,7 +336,9 @@ class StateLoadError(AsyncCkptError, RuntimeError, code="state_load", fields=("p
 class PerRankUnavailableError(
     AsyncCkptError, LookupError, code="per_rank_unavailable", fields=("path", "keys", "saved", "wanted")
 ):
-    """The values at `keys` were saved per rank (`PerRank`), and the checkpoint has none for the rank that reads.
+    """The values at `keys` were saved per rank, and the checkpoint has none for the rank that reads.
+
+    They are `PerRank` values, or components of a sharded subclass that were not cut with the tensor.
 
     `saved` and `wanted` are the world sizes of the save and of the load.
     """

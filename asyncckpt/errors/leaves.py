@@ -6,7 +6,10 @@ from asyncckpt.errors.root import AsyncCkptError
 
 
 class UnsupportedLeafError(AsyncCkptError, TypeError, code="unsupported_leaf", fields=("leaf", "type_name")):
-    """The state dict holds a value that cannot be stored; `leaf` is its path, `type_name` its type."""
+    """The state dict holds a value that cannot be stored; `leaf` is its path, `type_name` its type.
+
+    In a load also: a new tensor would be of a class that is not registered.
+    """
 
 
 class ShardOutOfRangeError(

@@ -37,6 +37,7 @@ from asyncckpt.format.objects import Opaque, Record, decode_objects
 from asyncckpt.format.state_tree import (
     ARRAY,
     BYTES,
+    COMPOSITE,
     DICT,
     LIST,
     MAPPINGS,
@@ -96,7 +97,7 @@ def is_terminal(node: Node) -> bool:
     """Whether a list is one item: it contains only objects, tuples and lists of these."""
     members = [child[1] if child[0] == PER_RANK else child for child in node[1]]
     return not any(
-        child[0] in (DICT, ORDERED_DICT, TENSOR, ARRAY) or (child[0] == LIST and not is_terminal(child))
+        child[0] in (DICT, ORDERED_DICT, TENSOR, ARRAY, COMPOSITE) or (child[0] == LIST and not is_terminal(child))
         for child in members
     )
 
@@ -110,6 +111,8 @@ def refusal_of(node: Node) -> str | None:
         return refusal_of(node[1])
     if kind == ARRAY:
         return "a numpy array, which stock DCP would pickle: save a tensor instead"
+    if kind == COMPOSITE:
+        return f"a tensor that stock DCP would pickle ({node[3]}): save plain tensors instead"
     if kind == BYTES:
         return "bytes so long that they are stored as a tensor: save a uint8 tensor instead"
     members = node[1] if kind in SEQUENCES else node[1][1::2]

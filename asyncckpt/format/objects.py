@@ -243,7 +243,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 TAGS = tuple(sorted(_MAKERS))
-LIBRARY_TAGS = ("dcp", "numpy.scalar", "pickle", "torch.Size", "torch.device", "torch.dtype")
+LIBRARY_TAGS = ("dcp", "instance", "numpy.scalar", "pickle", "torch.Size", "torch.device", "torch.dtype")
 PICKLED_TAGS = ("dcp", "pickle")
 _SEQUENCE_TAGS = ("tuple", "set", "frozenset", "slice")
 

@@ -7,6 +7,7 @@ A node is a nested tuple, which can be compared, hashed and packed as msgpack:
     ("o", (key, node, ...), meta)                OrderedDict; meta: object number of its `_metadata`, or None
     ("l", (node, ...))  ("t", (node, ...))       list, tuple
     ("l", (node, ...), ("deque", maxlen))        deque; maxlen: None for none
+    ("s", (name, node, ...), n, kind)            tensor that is stored as its component tensors, see below
     ("r", node)                                  the node belongs to its rank (`PerRank`); never inside another "r"
     ("T", n)                                     tensor number n
     ("N", n)                                     numpy array, stored as tensor number n
@@ -15,6 +16,10 @@ A node is a nested tuple, which can be compared, hashed and packed as msgpack:
 
 A factory is one of `FACTORIES`, None, or "?" for another one, which is not stored. An "r" node adds no key to the paths
 of its leaves.
+
+An "s" node is a tensor subclass with `__tensor_flatten__`, or a sparse, quantized or jagged tensor. Its members are its
+component tensors by name: nodes "T" or "s". `kind` is one of `TENSOR_KINDS`, or the name of the class, with its module.
+It is data: nothing is imported because a file has it. Object number n has what else is needed to rebuild the tensor.
 
 Strings and integers are keys as they are. Other keys are a `TypedKey`, because 1, 1.0 and True are equal in Python, in
 dicts and in paths; as `TypedKey` they differ. On disk a typed key is an array that begins with the tag
@@ -188,12 +193,15 @@ def checked_key(raw: Any, depth: int = 0) -> Key:
     return found
 
 
-DICT, ORDERED_DICT, LIST, TUPLE, PER_RANK = "d", "o", "l", "t", "r"
+DICT, ORDERED_DICT, LIST, TUPLE, PER_RANK, COMPOSITE = "d", "o", "l", "t", "r", "s"
 TENSOR, ARRAY, BYTES, OBJECT = "T", "N", "B", "O"
 MAPPINGS = (DICT, ORDERED_DICT)
 SEQUENCES = (LIST, TUPLE)
-CONTAINERS = (*MAPPINGS, *SEQUENCES, PER_RANK)
+CONTAINERS = (*MAPPINGS, *SEQUENCES, COMPOSITE, PER_RANK)
 """The kinds of nodes: the first member of each, as it is on disk."""
+
+KEYED = (*MAPPINGS, COMPOSITE)
+"""The kinds whose second member is (key, node, key, node, ...)."""
 
 Path = tuple[Key, ...]
 Node = tuple[Any, ...]
@@ -211,6 +219,18 @@ FACTORIES = (
 """Names of the `default_factory` of a defaultdict that are stored."""
 
 UNSTORED_FACTORY = "?"
+TENSOR_KINDS = (
+    *("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged"),
+    *("per_tensor_affine", "per_channel_affine", "per_channel_affine_float_qparams"),
+)
+"""Kinds of "s" nodes that are no class: the names of torch's layouts and quantization schemes."""
+
+SHARDED = "sharded"
+"""Member of the object of an "s" node that was sharded: the names of the components that were cut with it."""
+
+MAX_KIND_CHARS = 1024
+"""Most characters of the name of a class. Chosen, not measured."""
+
 _MAX_HOLES = 1024
 """A list that lacks more members becomes a dict with integer keys. Chosen, not measured."""
 
@@ -231,8 +251,8 @@ def is_counter(node: Node) -> bool:
 
 
 def members(node: Node) -> Iterator[tuple[Key, Node]]:
-    """Yield (key, node) of the members of a mapping or a sequence; nothing for any other node."""
-    if node[0] in MAPPINGS:
+    """Yield (key, node) of the members of a mapping, a sequence or a tensor's components; nothing for other nodes."""
+    if node[0] in KEYED:
         return zip(node[1][::2], node[1][1::2], strict=True)
     return enumerate(node[1] if node[0] in SEQUENCES else ())
 
@@ -240,7 +260,7 @@ def members(node: Node) -> Iterator[tuple[Key, Node]]:
 def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
     """Yield (typed path, leaf node) for every leaf below `node`, in the order of the state dict."""
     kind = node[0]
-    if kind in MAPPINGS:
+    if kind in KEYED:
         items = node[1]
         for i in range(0, len(items), 2):
             child = items[i + 1]
@@ -255,6 +275,29 @@ def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
         yield from leaves(node[1], path)
     else:
         yield path, node
+
+
+def whole_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Yield (typed path, node) as `leaves` does, but a composite tensor as one leaf."""
+    if node[0] == PER_RANK:
+        yield from whole_leaves(node[1], path)
+    elif node[0] in CONTAINERS and node[0] != COMPOSITE:
+        for key, child in members(node):
+            yield from whole_leaves(child, (*path, key))
+    else:
+        yield path, node
+
+
+def composite_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Yield (typed path, node) of each composite tensor at or below `node`, those in others included."""
+    if node[0] == PER_RANK:
+        yield from composite_nodes(node[1], path)
+        return
+    if node[0] == COMPOSITE:
+        yield path, node
+    for key, child in members(node):
+        if child[0] in CONTAINERS:
+            yield from composite_nodes(child, (*path, key))
 
 
 def named_leaves(node: Node) -> dict[str, Node]:
@@ -273,7 +316,7 @@ def _name_leaves(node: Node, prefix: str, found: dict[str, Node]) -> None:
     while kind == PER_RANK:
         node = node[1]
         kind = node[0]
-    if kind in MAPPINGS:
+    if kind in KEYED:
         items = node[1]
         for i in range(0, len(items), 2):
             child = items[i + 1]
@@ -358,6 +401,8 @@ def checked(raw: Any, n_tensors: int, n_objects: int, depth: int = 0, per_rank: 
     kind = raw[0]
     if kind in MAPPINGS:
         return _checked_mapping(raw, n_tensors, n_objects, depth, per_rank)
+    if kind == COMPOSITE:
+        return _checked_components(raw, n_tensors, n_objects, depth)
     form: tuple[Any, ...] = ()
     if kind == LIST and len(raw) == 3:
         form, raw = (_checked_deque(raw[2], raw[1]),), raw[:2]
@@ -409,6 +454,22 @@ def _checked_mapping(raw: Any, n_tensors: int, n_objects: int, depth: int, per_r
     if kind == DICT:
         return (kind, tuple(out), *form)
     return (kind, tuple(out), None if raw[2] is None else _checked_number(raw[2], n_objects))
+
+
+def _checked_components(raw: Any, n_tensors: int, n_objects: int, depth: int) -> Node:
+    items, kind = (raw[1], raw[3]) if len(raw) == 4 else (None, None)
+    if not isinstance(items, (list, tuple)) or not items or len(items) % 2:
+        raise ValueError("malformed node of a tensor's components")
+    if type(kind) is not str or not 0 < len(kind) <= MAX_KIND_CHARS or not _is_text(kind):
+        raise ValueError(f"the kind of a composite tensor is {str(kind)[:40]!r}")
+    names = items[::2]
+    if set(map(type, names)) != {str} or len(set(names)) != len(names) or max(map(len, names)) > MAX_KEY_CHARS:
+        raise ValueError("the names of a tensor's components are not distinct strings")
+    members = [checked(child, n_tensors, n_objects, depth + 1) for child in items[1::2]]
+    if any(member[0] not in (TENSOR, COMPOSITE) for member in members):
+        raise ValueError("a component of a tensor is no tensor")
+    parts = tuple(part for pair in zip(names, members, strict=True) for part in pair)
+    return (COMPOSITE, parts, _checked_number(raw[2], n_objects), kind)
 
 
 def _are_tensors(keys: Any, nodes: Any, n_tensors: int) -> bool:

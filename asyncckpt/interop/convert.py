@@ -14,7 +14,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.format.state_tree import OBJECT, TENSOR
 from asyncckpt.interop.checkpoint_files import copied_files, copy_file
 from asyncckpt.interop.copy_pipeline import DuplexFiles, Progress, Target, write_files
-from asyncckpt.interop.losses import Losses, changes, listed, writable_part
+from asyncckpt.interop.losses import Losses, changes, listed, refuse_uncut, writable_part
 from asyncckpt.interop.mapping.made_tensors import CAST_DTYPES, cast
 from asyncckpt.interop.mapping.tensor_rules import TensorRule, apply_rules, checked_rules
 from asyncckpt.interop.publish import (
@@ -29,7 +29,7 @@ from asyncckpt.interop.publish import (
     put_into_place,
     temporary_path,
 )
-from asyncckpt.interop.selection import KeyMap, Outline, outline_of, readable
+from asyncckpt.interop.selection import KeyMap, Outline, outline_of, readable, without_composites
 from asyncckpt.interop.source_reader import SourceReader
 from asyncckpt.interop.sources.detect import KINDS, read_any
 from asyncckpt.interop.verify_target import verify_bytes, verify_structure
@@ -98,6 +98,9 @@ def convert(
     and no worker. Memory: 256 MB; plus the largest tensor whose elements are not row-major in the source; plus a few
     times all texts, `bytes` and numpy arrays in pickles.
 
+    Tensors that are stored as their components (subclasses, sparse, quantized and jagged ones) stay so in `asyncckpt`,
+    and are dicts of their components in all other kinds.
+
     Args:
         src: An asyncckpt checkpoint, a DCP directory, a file of `torch.save`, a safetensors file, or a directory of
             safetensors files.
@@ -133,6 +136,7 @@ def convert(
         CheckpointExistsError: There is something at `dst`, and `overwrite` is False, or it is pinned, or no checkpoint,
             or it cannot be replaced in one step.
         CorruptCheckpointError: The source is damaged, or the target differs when it is read back.
+        PerRankUnavailableError: The ranks that shared a tensor of a subclass have each stored a component of their own.
         UnsupportedFormatError: The source is of no known kind, or has leaves that cannot be read; names all of them.
         UnsupportedLeafError: The target cannot hold some leaves (names the first 1,000), or this torch lacks a dtype.
         MissingKeysError: A key in `keys` selects nothing.
@@ -291,7 +295,12 @@ class Conversion:
             standing, place = TargetState.NOTHING, os.path.join(self.path, os.path.basename(self.path))
         else:
             standing, place = check_place(self.path, self._to, self._files, overwrite=self._overwrite), self.path
-        whole, sentences = prepare(outline_of(contents, self._source_files, keys=keys, key_map=key_map))
+        split: list[str] = []
+        whole = outline_of(contents, self._source_files, keys=keys, key_map=key_map)
+        refuse_uncut(whole)
+        if self._to != "asyncckpt":
+            whole, split = without_composites(whole)
+        whole, sentences = prepare(whole)
         losses = _CHECKS[self._to](readable(whole))
         outline = writable_part(whole, losses, to=self._to, partial=partial)
         target = self._target(outline, max_shard_bytes)
@@ -299,6 +308,8 @@ class Conversion:
         extras = {name: os.path.join(self._folder, name) for name in found} | dict(beside(outline))
         room = target.nbytes + sum(map(os.path.getsize, extras.values()))
         check_free_space(place, room, self._files)
+        if split:
+            losses.changed.append(f"tensors became dicts of their components: {listed(split)}")
         changed = tuple(losses.changed + sentences + changes(whole, outline, self._to, keys, self._source_files))
         self._total = target.nbytes * (2 if self._read_back else 1)
         carried: tuple[str, ...] = ()

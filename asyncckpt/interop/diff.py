@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from asyncckpt.format.state_tree import (
     TUPLE,
     Node,
     Path,
+    composite_nodes,
     fqn_of,
     leaves,
     members,
@@ -134,7 +135,22 @@ def compare(
             what = _compared(left, node, right, other, files, data)
         if what is not None:
             found.differences.append(Difference(fqn=fqn, what=what[0], a=a, b=b, max_abs_difference=what[1]))
+    found.differences += _composite_differences(left, right)
     return found
+
+
+def _composite_differences(left: Outline, right: Outline) -> Iterator[Difference]:
+    """Yield the composite tensors of both checkpoints that differ in their kind, or in more than their components."""
+    mine, others = ({fqn_of(path): node for path, node in composite_nodes(one.tree)} for one in (left, right))
+    for fqn, node in mine.items():
+        other = others.get(fqn)
+        if other is None:
+            continue
+        if node[3] != other[3]:
+            yield Difference(fqn=fqn, what="kind", a=node[3], b=other[3])
+        elif not is_same_value(left.objects[node[2]], right.objects[other[2]]):
+            a, b = (_shown(one, (OBJECT, at[2])) for one, at in ((left, node), (right, other)))
+            yield Difference(fqn=fqn, what="value", a=a, b=b)
 
 
 def _outlines(first: str, second: str, keys: list[str] | None, files: Files) -> tuple[Outline, Outline]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncckpt.config import RankInfo
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ConfigError, DuplicateNameError, MissingKeysError
 from asyncckpt.format.state_tree import (
+    COMPOSITE,
     CONTAINERS,
     DICT,
     MAPPINGS,
@@ -20,9 +21,11 @@ from asyncckpt.format.state_tree import (
     TENSOR,
     Node,
     Path,
+    composite_nodes,
     fqn_of,
     leaves,
     members,
+    whole_leaves,
 )
 from asyncckpt.interop.mapping.made_tensors import AnyTensor
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
@@ -215,7 +218,8 @@ def rebuilt(
     Args:
         node: The tree.
         leaf: Called with path and node of each leaf; returns the new leaf.
-        metadata: Called with path and object number of each `_metadata` of an OrderedDict; returns the new number.
+        metadata: Called with path and object number of each `_metadata` of an OrderedDict; returns the new number. The
+            same for the object of each composite tensor.
         path: Path of `node`.
     """
     kind, _, *form = node
@@ -224,9 +228,29 @@ def rebuilt(
     found = [(key, rebuilt(child, leaf, metadata, (*path, key))) for key, child in members(node)]
     if kind in SEQUENCES:
         return (kind, tuple(child for _, child in found), *form)
-    if kind == ORDERED_DICT and form[0] is not None:
-        form = [metadata(path, form[0])]
+    if kind in (ORDERED_DICT, COMPOSITE) and form[0] is not None:
+        form = [metadata(path, form[0]), *form[1:]]
     return (kind, tuple(one for pair in found for one in pair), *form)
+
+
+def without_composites(outline: Outline) -> tuple[Outline, list[str]]:
+    """Return an outline with a dict of its components in place of each composite tensor, and FQN and kind of these."""
+    found = [f"{fqn_of(path)} ({node[3]})" for path, node in composite_nodes(outline.tree)]
+    if not found:
+        return outline, []
+    tree = _as_dicts(outline.tree)
+    numbered = replace(outline, tree=tree, tensors=[], names=[], objects=[])
+    return _numbered(numbered, outline.tensors, outline.objects.__getitem__), found
+
+
+def _as_dicts(node: Node) -> Node:
+    kind, inner, *form = node
+    if kind not in CONTAINERS:
+        return node
+    if kind in SEQUENCES:
+        return (kind, tuple(map(_as_dicts, inner)), *form)
+    items = tuple(_as_dicts(one) if n % 2 else one for n, one in enumerate(inner))
+    return (DICT, items) if kind == COMPOSITE else (kind, items, *form)
 
 
 def _numbered(outline: Outline, tensors: Sequence[AnyTensor], raw: Callable[[int], Any]) -> Outline:
@@ -273,10 +297,11 @@ def _branches_of(node: Node, path: Path, stays: Callable[[str], bool], dicts_by_
         stays: Called with the FQN of a leaf or empty container.
         dicts_by_name: Gets, by FQN, all dicts of which every ancestor is a dict. None: an ancestor is a sequence.
     """
-    is_open = node[0] in CONTAINERS and (node[1] or not path)  # the top level may be empty, or a leaf called ""
+    is_container = node[0] in CONTAINERS and node[0] != COMPOSITE  # a composite tensor is one leaf
+    is_open = is_container and (node[1] or not path)  # the top level may be empty, or a leaf called ""
     if node is OTHER_RANKS_ONLY or not (is_open or stays(fqn_of(path))):
         return None
-    if node[0] not in CONTAINERS:
+    if not is_container:
         return node
     branch = _Branch(node)
     inner = dicts_by_name if node[0] in MAPPINGS else None
@@ -328,7 +353,7 @@ def _renamed(tree: Node, rename: Callable[[str], str], path: str, became_dicts: 
         DuplicateNameError: Two leaves would have the same name, or a leaf the name of a container.
         Exception: An error of `rename`.
     """
-    named = [(fqn_of(at), node) for at, node in leaves(tree)]
+    named = [(fqn_of(at), node) for at, node in whole_leaves(tree)]
     moved = {fqn: new for fqn, _ in named if (new := rename(fqn)) != fqn}
     return _moved(
         tree, moved, [(moved[fqn], node) for fqn, node in named if fqn in moved], path, "key_map", became_dicts
@@ -364,7 +389,7 @@ def _moved(
     root = _branches_of(tree, (), lambda fqn: fqn not in gone, dicts_by_name)
     if root is None:
         root = _Branch((DICT, ()))
-    taken = {fqn for at, _ in leaves(tree) if (fqn := fqn_of(at)) not in gone}
+    taken = {fqn for at, _ in whole_leaves(tree) if (fqn := fqn_of(at)) not in gone}
     empty_paths = [at for at, node in leaves_and_empty(tree) if node[0] in CONTAINERS]
     empty = {fqn_of(at[:n]) for at in empty_paths for n in range(1, len(at) + 1)}
     for name, node in arrivals:
@@ -381,7 +406,7 @@ def _moved(
         else:
             dicts_by_name[home][name[len(home) + 1 :]] = node
     found = _node_from(root, (), became_dicts) or (DICT, ())
-    there = [fqn_of(at) for at, _ in leaves(found)]
+    there = [fqn_of(at) for at, _ in whole_leaves(found)]
     if len(set(there)) != len(there) or set(there) != taken:
         raise DuplicateNameError(f"{path}: {who} gives a leaf the name of another leaf or of a container", fqn=None)
     return found

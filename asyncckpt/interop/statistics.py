@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from asyncckpt.dtypes import SUB_BYTE
 from asyncckpt.loading.byte_ranges import slab_slices
 from asyncckpt.loading.fetch import read_tensor
 from asyncckpt.storage.contents import Contents, SavedTensor
@@ -72,11 +73,16 @@ def statistics_of(contents: Contents, files: Files) -> Iterator[tuple[SavedTenso
 
 
 def numbers_of(slab: torch.Tensor) -> torch.Tensor:
-    """Return the elements as a one-dimensional float64 tensor; complex ones as complex128."""
+    """Return the elements as a one-dimensional float64 tensor; complex ones as complex128.
+
+    Integers of fewer than 8 bits count as their bytes.
+    """
     flat = slab.reshape(-1)
     if str(flat.dtype) == "torch.float4_e2m1fn_x2":  # which torch 2.6 lacks, and no torch converts to anything
         packed = flat.view(torch.uint8).to(torch.int64)
         return _FLOAT4[torch.stack((packed & 15, packed >> 4), dim=1).reshape(-1)]
+    if str(flat.dtype).removeprefix("torch.") in SUB_BYTE:  # the same
+        flat = flat.view(torch.uint8 if "uint" in str(flat.dtype) else torch.int8)
     return flat.to(torch.complex128 if flat.is_complex() else torch.float64)
 
 

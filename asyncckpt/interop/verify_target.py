@@ -20,6 +20,7 @@ from asyncckpt.format.layout import round_up
 from asyncckpt.format.state_tree import (
     ARRAY,
     BYTES,
+    COMPOSITE,
     CONTAINERS,
     OBJECT,
     ORDERED_DICT,
@@ -164,6 +165,7 @@ def _container_mismatch(wanted: Outline, found: Outline, one: Node, other: Node,
         one[0] != other[0]
         or [(type(key), key) for key, _ in mine] != [(type(key), key) for key, _ in theirs]
         or is_counter(one) is not is_counter(other)  # not every target keeps other types; the report names them
+        or (one[0] == COMPOSITE and not (one[3] == other[3] and _same_versions(wanted, found, one[2], other[2])))
         or (one[0] == ORDERED_DICT and not _same_versions(wanted, found, one[2], other[2]))
     ):
         return fqn_of(path) or TOP

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.utils.serialization import config as torch_config
 
+from asyncckpt.dtypes import SUB_BYTE
 from asyncckpt.errors import DuplicateNameError, InsufficientMemoryError, UnsupportedLeafError
 from asyncckpt.format.dcp import DCP_VERSION, is_terminal, item_pickle, items_of
 from asyncckpt.format.layout import Payload
@@ -145,6 +146,8 @@ def _check_pickles(outline: Outline) -> Losses:
                 item_pickle(node, outline.objects)
             except NotPickledError as error:
                 losses.cannot[fqn] = f"torch.load(weights_only=True) does not read {error}"
+        elif outline.tensors[node[1]].dtype in SUB_BYTE:
+            losses.cannot[fqn_of(path)] = f"torch.save writes no tensors of dtype {outline.tensors[node[1]].dtype}"
     refuse_long_keys(outline, losses)
     arrays = [fqn for fqn, node in outline.leaves() if node[0] == ARRAY]
     losses.changed += [f"numpy arrays became tensors: {listed(arrays)}"] if arrays else []

@@ -167,6 +167,18 @@ def leaf_mismatch(fqn: str, saved: str, wanted: str, path: str) -> LeafTypeMisma
     )
 
 
+def composite_mismatch(fqn: str, kind: str, saved: str, wanted: str, path: str) -> LeafTypeMismatchError:
+    """Return the error for a tensor subclass whose components or context differ from the saved ones."""
+    return LeafTypeMismatchError(
+        f"{path}: {fqn!r}, a {kind}, was saved with {saved}, the target has {wanted} there; nothing was changed. Make "
+        "the target as it was when it was saved",
+        path=path,
+        fqn=fqn,
+        saved=saved,
+        wanted=wanted,
+    )
+
+
 def length_mismatch(fqn: str, saved: int, wanted: int, path: str) -> ShapeMismatchError:
     """Return the error for a list whose length differs from the saved one."""
     return ShapeMismatchError(

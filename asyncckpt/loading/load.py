@@ -16,8 +16,28 @@ from asyncckpt.basics.paths import checkpoint_path
 from asyncckpt.components import CheckpointReader
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
-from asyncckpt.errors import ConfigError, MissingKeysError, ReshardError, SharedLoadError
-from asyncckpt.format.state_tree import ARRAY, BYTES, DICT, MAPPINGS, OBJECT, TENSOR, Node, Path, fqn_of
+from asyncckpt.errors import (
+    AliasMismatchError,
+    ConfigError,
+    MissingKeysError,
+    PerRankUnavailableError,
+    ReshardError,
+    SharedLoadError,
+)
+from asyncckpt.format.names import per_rank_name, split_per_rank_name
+from asyncckpt.format.state_tree import (
+    ARRAY,
+    BYTES,
+    COMPOSITE,
+    DICT,
+    MAPPINGS,
+    OBJECT,
+    SHARDED,
+    TENSOR,
+    Node,
+    Path,
+    fqn_of,
+)
 from asyncckpt.loading.fetch import Filler, bump_versions, thread_count
 from asyncckpt.loading.key_selection import KeyMap, Selection, key_list, missing_hint, selected
 from asyncckpt.loading.matching import Matches, MatchReport, Replacement, ReshardedMark, match_target
@@ -33,7 +53,7 @@ from asyncckpt.loading.saved_state import (
 from asyncckpt.loading.shared.broadcast import SharedReads
 from asyncckpt.loading.target_tensors import (
     ONE_OBJECT,
-    TargetTensor,
+    Reused,
     Tie,
     alias_mismatch,
     converted_storages,
@@ -92,9 +112,10 @@ def load(
         state_dict: The target; only its own keys are read. None: a new dict, in which nesting, key types, aliases and
             objects are as they were saved, and states of modules and optimizers are dicts.
             Tensors are filled in place, on their devices and with their dtypes: plain tensors, DTensor, `ShardedSlice`,
-            `FlatShard`, `ShardedTensor` and registered types. Only the parts that this process holds are read, however
-            many ranks saved the tensor and however it was cut. A numpy array is filled in place if it is writable and
-            has the saved dtype and shape, else replaced. Other objects are replaced.
+            `FlatShard`, `ShardedTensor` and registered types; subclasses with `__tensor_flatten__` of the saved class
+            and context; sparse and quantized tensors, as far as torch can. Only the parts that this process holds are
+            read, however many ranks saved the tensor and however it was cut. A numpy array is filled in place if it is
+            writable and has the saved dtype and shape, else replaced. Other objects are replaced.
             An empty dict or list (also `state_dict` itself) takes all members that were saved below its name, and None
             is replaced by the saved value. A list of objects that was saved with more members grows, which is logged;
             any other list or tuple must have the saved number of members.
@@ -135,8 +156,9 @@ def load(
             whatever it needs. If one rank fails, all fail.
         key_map: Maps the target's FQNs to the saved ones: a dict (other names stay) or a callable. For an object that
             takes its state as a whole, the object's FQN is mapped.
-        allow_pickle: Whether leaves that were saved with `allow_pickle=True` are unpickled. DANGER: unpickling runs
-            code from the checkpoint. Whoever can write to it can run code in this process.
+        allow_pickle: Whether leaves that were saved with `allow_pickle=True` are unpickled, and classes of tensors are
+            imported. DANGER: unpickling runs code from the checkpoint. Whoever can write to it can run code in this
+            process.
         storage_options: Options of the object store that a URL leads to, by obstore's names; their values are never
             shown. None: those of the environment.
 
@@ -158,21 +180,23 @@ def load(
         LeafTypeMismatchError: The saved leaf is an object and the target's a tensor, or the reverse; or one is a leaf
             and the other a container that cannot replace it.
         PerRankUnavailableError: Requested `PerRank` values belong to other ranks; at another world size, all of them
-            do. Leave them out by `keys`, or give the `PerRank` in `state_dict` a `reshard`, for which every rank must
-            have saved a value. At the same world size, a new dict silently lacks those of other ranks.
+            do. So do unequal components of a subclass in a DTensor that were not cut with it. Leave them out by `keys`,
+            or give the `PerRank` in `state_dict` a `reshard`, for which every rank must have saved a value. At the same
+            world size, a new dict silently lacks those of other ranks.
         ReshardError: The `reshard` of a `PerRank` raised, or its result lacks a part of the target.
         AliasMismatchError: Tensors of the target share memory, or two names are one object, and the values saved under
             their names differ.
         UnsupportedLeafError: The target holds a leaf that no checkpoint can hold, or tensors without memory (meta,
-            fake). Or the installed torch lacks a dtype, or FakeTensorMode is active.
+            fake). Or a new tensor is of a class that is not registered (`register_subclass`). Or the installed torch
+            lacks a dtype, or FakeTensorMode is active.
         OverlappingShardsError: The shards of a target tensor share elements.
         SharedLoadError: `redundant_reads="broadcast"`, and another rank failed.
         PlanTimeoutError: `redundant_reads="broadcast"`, and some ranks have not called `load`.
         InsufficientMemoryError: There is no room for a tensor without a target, or for the copy of `low_memory=False`.
         UnsupportedPathError: `path` is a URL, or not a path.
         PickledLeafError: A leaf was pickled and `allow_pickle` is False, or it does not unpickle.
-        StateLoadError: `load_state_dict()` of an object, or `from_shards` of a registered type, raised; everything else
-            has been filled.
+        StateLoadError: `load_state_dict()` of an object, `from_shards` of a registered type, or `__tensor_unflatten__`
+            of a subclass raised; everything else has been filled.
         ConfigError: An argument is invalid; or elements of a target tensor share memory; or a value would have to be
             replaced in a container that cannot be changed; or `keys` selects a part of an object that takes its state
             as a whole, of a `PerRank` that is resharded, or of a list that is empty in the target.
@@ -366,7 +390,13 @@ class _Load:
         options = self._options
         selection = Selection(options.keys)
         matches = match_target(
-            state_dict, self._saved, selection, options.key_map, self._path, allow_pickle=options.allow_pickle
+            state_dict,
+            self._saved,
+            self._objects,
+            selection,
+            options.key_map,
+            self._path,
+            allow_pickle=options.allow_pickle,
         )
         self._check(matches, selection)
         results = [(one, self._resharded(one)) for one in matches.resharded]
@@ -375,7 +405,7 @@ class _Load:
         replaced = [new for new in matches.replaced if new.path not in own]
         holders = [new for new in replaced if new.holder is not None]
         modules = [module for module in matches.targets.modules if module not in matches.undecided]
-        values = self._new_values([new.node for new in [*replaced, *matches.extended_lists]], matches.reused_tensors)
+        values = self._new_values([new.node for new in [*replaced, *matches.extended_lists]], matches.reused)
         self._filler.fill(matches.tensors, values.fillings, matches.placements)
         early = [filling for module in matches.undecided for filling in module.tensors]
         converted = converted_storages([*early, *matches.tensors]) if holders else {}
@@ -422,7 +452,7 @@ class _Load:
             ReshardError: `reshard` raised, or its result lacks a part of the target.
         """
         rank, world_size, saved = self._reader.rank, self._reader.world_size, len(one.nodes)
-        read = NewValues(one.nodes, self._saved, self._objects, self._path, "cpu", {})
+        read = NewValues(one.nodes, self._saved, self._objects, self._path, "cpu", Reused({}, {}))
         self._filler.fill([], read.fillings, alone=True)
         values = [read.build(node) for node in one.nodes]
         where = f"{self._path}: reshard of the PerRank {one.fqn!r}, for rank {rank} of {world_size}"
@@ -449,7 +479,7 @@ class _Load:
         missing: list[str] = []
         for module in matches.undecided:
             replaced = _below(matches.replaced, module)
-            values = self._new_values([new.node for new in replaced], matches.reused_tensors)
+            values = self._new_values([new.node for new in replaced], matches.reused)
             self._filler.fill(module.tensors, values.fillings, alone=True)
             for new in replaced:
                 matches.targets.replace_at(new.path, values.build(new.node))
@@ -491,7 +521,7 @@ class _Load:
         is_error = self._options.strict or selection.is_without_match
         self._report_missing(missing, selection, is_error=is_error)
         tree = self._saved.without_other_ranks(tree)
-        values = self._new_values([tree], {})
+        values = self._new_values([tree], Reused({}, {}))
         self._report_factories([((), tree)])
         self._report_differences((fqn, node) for fqn, node in self._saved.leaves.items() if node in values.leaves)
         self._filler.fill([], values.fillings)
@@ -533,14 +563,19 @@ class _Load:
             pairs.append((saved, again))
             return (saved.dtype, saved.global_shape) == (again.dtype, again.global_shape)
         if one[0] == OBJECT:
-            raws = [self._objects.raw(rank)[number] for rank, number in map(self._saved.object_at, (one[1], other[1]))]
-            return bool(raws[0] == raws[1])
+            return self._are_same_objects(one[1], other[1])
+        if one[0] == COMPOSITE and (one[3] != other[3] or not self._are_same_objects(one[2], other[2])):
+            return False
         members = zip(one[1], other[1], strict=False)
         return len(one[1]) == len(other[1]) and all(
             self._are_equal(a, b, pairs) if type(a) is tuple and type(b) is tuple else a == b for a, b in members
         )
 
-    def _new_values(self, nodes: list[Node], reused: Mapping[int, TargetTensor]) -> NewValues:
+    def _are_same_objects(self, one: int, other: int) -> bool:
+        raws = [self._objects.raw(rank)[number] for rank, number in map(self._saved.object_at, (one, other))]
+        return bool(raws[0] == raws[1])
+
+    def _new_values(self, nodes: list[Node], reused: Reused) -> NewValues:
         return NewValues(nodes, self._saved, self._objects, self._path, self._options.map_location, reused)
 
     def _refuse_unavailable(self, fqns: list[str]) -> None:
@@ -549,7 +584,44 @@ class _Load:
 
     def _report_differences(self, found: Iterable[tuple[str, Node]]) -> None:
         if not self._saved.is_single_rank:
+            found = list(found)
+            self._refuse_uncut(found)
             report_rank_differences(self._contents, self._saved, self._objects, self._files, found)
+
+    def _refuse_uncut(self, found: Iterable[tuple[str, Node]]) -> None:
+        """Refuse sharded composite tensors with a component that was not sharded, and that differs between the ranks.
+
+        Raises:
+            PerRankUnavailableError: This rank would get another rank's component.
+        """
+        saved = self._saved
+        for fqn, node in found:
+            own = None if node[0] == OBJECT else split_per_rank_name(saved.tensors[node[1]].fqn)
+            if own is None or own[1] == saved.reader_rank or fqn not in saved.composite_of:
+                continue
+            whole = saved.composite_of[fqn]
+            if SHARDED not in self._object_at(whole[2]):
+                continue
+            tensor = saved.tensors[node[1]]
+            names = (per_rank_name(own[0], rank) for rank in range(len(self._contents.ranks)))
+            others = [self._contents.tensors[name] for name in names if name in self._contents.tensors]
+            like = torch.empty(tensor.global_shape, dtype=torch_dtype(tensor.dtype), device="meta")
+            part = (like, (0,) * len(tensor.global_shape))
+            try:
+                if any((one.dtype, one.global_shape) != (tensor.dtype, tensor.global_shape) for one in others):
+                    raise alias_mismatch(fqn, fqn, self._path, ONE_OBJECT, "nothing was changed")
+                self._filler.check_ties([Tie(fqn, fqn, tensor, one, [part]) for one in others])
+            except AliasMismatchError:
+                raise PerRankUnavailableError(
+                    f"{self._path}: {saved.fqn_of_node(whole)!r}, a {whole[3]}, was sharded over "
+                    f"{len(self._contents.ranks)} ranks, and its component {fqn!r} was not cut with it and differs "
+                    "between them; nothing was changed. Load it with as many ranks as saved it, or leave it out "
+                    "by keys",
+                    path=self._path,
+                    keys=[fqn],
+                    saved=len(self._contents.ranks),
+                    wanted=self._reader.world_size,
+                ) from None
 
     def _report_missing(
         self,

@@ -7,16 +7,17 @@ leaf and by name, in one walk over the target's tree (`_Matcher`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from asyncckpt.errors import ConfigError, LeafTypeMismatchError, ShapeMismatchError
+from asyncckpt.errors import ConfigError, LeafTypeMismatchError, ShapeMismatchError, UnsupportedLeafError
 from asyncckpt.format.state_tree import (
     ARRAY,
     BYTES,
+    COMPOSITE,
     CONTAINERS,
     DICT,
     LIST,
@@ -24,7 +25,9 @@ from asyncckpt.format.state_tree import (
     OBJECT,
     PER_RANK,
     SEQUENCES,
+    SHARDED,
     TENSOR,
+    TENSOR_KINDS,
     Key,
     Node,
     Path,
@@ -37,6 +40,7 @@ from asyncckpt.loading.byte_ranges import Placement
 from asyncckpt.loading.container_matching import (
     absent_subtrees,
     appended_members,
+    composite_mismatch,
     container_mismatch,
     is_empty_object,
     is_returned_state,
@@ -48,9 +52,10 @@ from asyncckpt.loading.container_matching import (
 from asyncckpt.loading.exact_matching import ObjectLeaves, exact_placements
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, KeyMap, Selection, prefixes, renamer, selected
 from asyncckpt.loading.module_targets import ModuleTarget, ReplacedEntry
-from asyncckpt.loading.saved_state import SavedTree, kind_of
+from asyncckpt.loading.saved_state import SavedObjects, SavedTree, kind_of, refuse_unknown_types, rest_of
 from asyncckpt.loading.target_tensors import (
     Filling,
+    Reused,
     TargetTensor,
     Tie,
     check_fillable,
@@ -58,7 +63,9 @@ from asyncckpt.loading.target_tensors import (
 )
 from asyncckpt.loading.targets import Targets, is_loadable, reusable_state_tensors, unwrap_per_rank
 from asyncckpt.per_rank import PerRank
+from asyncckpt.state_dict.composite_tensors import decompose, new_dtensor_like
 from asyncckpt.state_dict.flatten import PLAIN_TENSORS, Flattened, flatten
+from asyncckpt.state_dict.leaf_codecs import is_same_leaf
 from asyncckpt.state_dict.numpy_values import view_of
 from asyncckpt.state_dict.unflatten import has_lost_factory
 from asyncckpt.storage.contents import SavedTensor
@@ -150,7 +157,7 @@ class Matches:
         replaced: Parts that get a new value: object leaves, arrays of another shape, states of objects.
         extended_lists: Lists that are extended; their nodes hold the additional members.
         resharded: Marks whose values of all ranks are read and given to their `reshard`.
-        reused_tensors: By saved tensor number, the existing tensor that a part of `replaced` is read into.
+        reused: Existing tensors that parts of `replaced` are read into.
         same_object: For each container or object of the target that is filled under two names: FQN and saved node, FQN
             and saved node.
         undecided: Modules whose load hooks decide which entries are missing; their tensors are not in `tensors`.
@@ -165,7 +172,7 @@ class Matches:
     replaced: list[Replacement] = field(default_factory=list)
     extended_lists: list[Replacement] = field(default_factory=list)
     resharded: list[ReshardedMark] = field(default_factory=list)
-    reused_tensors: dict[int, TargetTensor] = field(default_factory=dict)
+    reused: Reused = field(default_factory=lambda: Reused({}, {}))
     same_object: list[tuple[str, Node, str, Node]] = field(default_factory=list)
     undecided: list[ModuleTarget] = field(default_factory=list)
     without_memory: list[tuple[str, torch.Tensor]] = field(default_factory=list)
@@ -174,6 +181,7 @@ class Matches:
 def match_target(
     state_dict: Mapping[Any, Any],
     saved: SavedTree,
+    objects: SavedObjects,
     selection: Selection,
     key_map: KeyMap | None,
     path: str,
@@ -185,7 +193,7 @@ def match_target(
 
     Args:
         state_dict: The target; not changed.
-        saved: The checkpoint.
+        saved, objects: The checkpoint. An object is read only if the target holds a composite tensor.
         selection: Which of the target's leaves to fill.
         key_map: From the target's FQNs to the saved ones; names that a mapping lacks stay.
         path: The checkpoint's path, for messages.
@@ -208,7 +216,7 @@ def match_target(
             return _exact_matches(targets, saved, *exact)
     flat = flatten(state_dict, targets.state_of, allow_pickle=allow_pickle, is_target=True)
     rename = renamer(key_map) if key_map is not None else None
-    return _Matcher(targets, saved, selection, rename, path, refuse).match(flat)
+    return _Matcher(targets, saved, objects, selection, rename, path, refuse).match(flat)
 
 
 def _exact_matches(targets: Targets, saved: SavedTree, placements: list[Placement], objects: ObjectLeaves) -> Matches:
@@ -219,7 +227,8 @@ def _exact_matches(targets: Targets, saved: SavedTree, placements: list[Placemen
 
 
 class TargetLeaf(NamedTuple):
-    """A leaf of the target. An empty mapping is a leaf too, since it takes everything that was saved below its name.
+    """A leaf of the target. A composite tensor is one leaf. An empty mapping is a leaf too, since it takes
+    everything that was saved below its name.
 
     Attributes:
         path: Path of the leaf.
@@ -266,10 +275,11 @@ class _TargetTree:
                 TargetLeaf(at, f"{prefix}{key}", child, holder, python_key(key))
             ):
                 continue
-            if child[0] in CONTAINERS and (child[1] or child[0] not in MAPPINGS):
+            is_container = child[0] in CONTAINERS and child[0] != COMPOSITE
+            if is_container and (child[1] or child[0] not in MAPPINGS):
                 self._walk(child, at, f"{prefix}{key}.")
                 continue
-            if child[0] in CONTAINERS:
+            if is_container:
                 self.containers[at] = child
             self.leaves.append(TargetLeaf(at, f"{prefix}{key}", child, holder, python_key(key)))
 
@@ -283,7 +293,7 @@ class _Matcher:
 
     Args:
         targets: The target.
-        saved, selection, path, refuse: The arguments of `match_target`.
+        saved, objects, selection, path, refuse: The arguments of `match_target`.
         rename: Returns the saved FQN of an FQN of the target; None: all names are the same.
     """
 
@@ -291,6 +301,7 @@ class _Matcher:
         self,
         targets: Targets,
         saved: SavedTree,
+        objects: SavedObjects,
         selection: Selection,
         rename: Callable[[str], str] | None,
         path: str,
@@ -298,7 +309,7 @@ class _Matcher:
     ) -> None:
         self._matches, self._targets = Matches(targets), targets
         self._report = self._matches.report
-        self._saved, self._selection, self._rename = saved, selection, rename
+        self._saved, self._objects, self._selection, self._rename = saved, objects, selection, rename
         self._path, self._refuse = path, refuse
         # By number of a target tensor: the first FQN under which it is filled, and the numbers of the saved tensors.
         self._filled: dict[int, tuple[str, list[int]]] = {}
@@ -307,6 +318,8 @@ class _Matcher:
         # By number of a target tensor: FQN, number of the saved tensor, and the module whose load hooks get it.
         self._made_new: dict[int, tuple[str, int, ModuleTarget]] = {}
         self._absent_tensors: list[TargetLeaf] = []
+        self._objects_of_target: list[Any] = []  # by number
+        self._kept_alive: list[Any] = []
         self._claimed: set[int] = set()  # IDs of empty containers that another leaf already fills
         self._owners: dict[tuple[int, Any], tuple[str, Node]] = {}  # see `_record_owner`
         self._absent_paths: list[Path] = []  # of leaves that the checkpoint lacks
@@ -315,7 +328,7 @@ class _Matcher:
 
     def match(self, flat: Flattened) -> Matches:
         """Match the whole target; `flat` is what `flatten` has made of it."""
-        tree = _TargetTree(flat.tree, self._targets, self._reshard)
+        tree, self._objects_of_target = _TargetTree(flat.tree, self._targets, self._reshard), flat.objects
         self._extend_lists(tree)
         if not flat.tree[1]:
             self._match_empty_target()
@@ -380,6 +393,9 @@ class _Matcher:
         if not selection.everything and fqn not in selection:
             return
         saved_fqn = self._saved_name(fqn)
+        if node[0] == COMPOSITE:
+            self._match_composite(leaf, saved_fqn)
+            return
         found = self._saved.leaves.get(saved_fqn)
         if found is None:
             self._match_container(leaf, value, saved_fqn)
@@ -504,7 +520,7 @@ class _Matcher:
         if node[0] == TENSOR:
             like = module.new_sharded_like(module.name_of(new.fqn), self._saved.tensors[node[1]])
             if like is not None:
-                self._matches.reused_tensors.setdefault(node[1], like)
+                self._matches.reused.tensors.setdefault(node[1], like)
 
     def _record_without_memory(self, fqn: str, value: Any) -> None:
         if isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value) and why_no_memory(value):
@@ -574,10 +590,10 @@ class _Matcher:
         if isinstance(holder, torch.optim.Optimizer):  # it moves its state to its parameters' devices
             params = [param for group in holder.param_groups for param in group["params"]]
             matches.without_memory += [(fqn, param) for param in params if why_no_memory(param) is not None]
-        numbers = {inner_path: inner[1] for inner_path, inner in leaves(node) if inner[0] == TENSOR}
-        reused = reusable_state_tensors(holder, [(one, saved.tensors[number]) for one, number in numbers.items()])
-        for one, target in reused.items():
-            matches.reused_tensors.setdefault(numbers[one], target)
+        reused = reusable_state_tensors(holder, new.node, saved.tensors, self._fits, self._composite_like)
+        reused.tensors.update(matches.reused.tensors)
+        matches.reused.tensors.update(reused.tensors)
+        matches.reused.composites.update(reused.composites)
         owner = (id(value), None) if module is None else module.owner_of(module.name_of(fqn))
         self._record_owner(owner, fqn, new.node)
 
@@ -597,7 +613,7 @@ class _Matcher:
         else:
             report.missing.append(fqn)
             self._absent_paths.append(path)
-            if node[0] in (TENSOR, ARRAY):
+            if node[0] in (TENSOR, ARRAY, COMPOSITE):
                 self._absent_tensors.append(leaf)
 
     def _match_container(self, leaf: TargetLeaf, value: Any, saved_fqn: str) -> None:
@@ -677,6 +693,117 @@ class _Matcher:
         module = self._targets.module_at(path)
         (matches.tensors if module is None else module.tensors).append((tensor, target))
 
+    def _match_composite(self, leaf: TargetLeaf, saved_fqn: str) -> None:
+        """Match a composite tensor: a subclass is filled in place, any other one is replaced."""
+        path, fqn, node, holder, key = leaf
+        entry = self._saved.node_at(saved_fqn)
+        if entry is None:
+            self._record_absent(leaf, saved_fqn)
+            return
+        at, found = entry
+        error = self._composite_mismatch(fqn, node, self._objects_of_target, found)
+        if error is not None:
+            self._refuse(error)
+            return
+        self._record_read(found, at)
+        value = unwrap_per_rank(holder[key])
+        if node[3] in TENSOR_KINDS:
+            self._record_owner((id(value), None), fqn, found)
+            self._replace(leaf, found)
+            return
+        for one, number in self._components(value, node, found):
+            self._match_tensor(TargetLeaf((*path, *one.path), f"{fqn}.{fqn_of(one.path)}", *one[2:]), number)
+        self._record_filled(leaf)
+
+    def _fits(self, node: Node, rests: Sequence[Any], found: Node) -> bool:
+        return node[3] not in TENSOR_KINDS and self._composite_mismatch("", node, rests, found) is None
+
+    def _composite_like(self, parameter: torch.Tensor, node: Node) -> torch.Tensor | None:
+        """Return a new composite tensor for the saved `node`, sharded like a parameter; None: it was not sharded.
+
+        Raises:
+            UnsupportedLeafError: Its type is not registered, or it cannot be sharded like the parameter.
+        """
+        saved = self._saved
+        rest = rest_of(node, self._objects.value(*saved.object_at(node[2])), saved, self._path)
+        if node[3] in TENSOR_KINDS or rest.get(SHARDED) is None:
+            return None
+        refuse_unknown_types(node, rest, saved, self._path, self._objects.type_of)
+        tensors = ((str(name), saved.tensors[inner[1]]) for name, inner in members(node))
+        forms = {name: (tensor.global_shape, torch_dtype(tensor.dtype)) for name, tensor in tensors}
+        try:
+            if rest["size"] != list(parameter.shape):
+                raise ValueError(f"it was saved with shape {rest['size']}, the parameter has {list(parameter.shape)}")
+            return new_dtensor_like(parameter, node[3], rest, forms, self._objects.type_of)
+        except Exception as error:  # whatever torch, or the class, raises
+            fqn = saved.fqn_of_node(node)
+            raise UnsupportedLeafError(
+                f"{self._path}: {fqn!r}, a {node[3]}, was saved sharded like its parameter, and no tensor can be made "
+                f"that is sharded like the parameter of the target: {type(error).__name__}: {error}; nothing was "
+                "changed. Load it with as many ranks as saved it",
+                leaf=fqn,
+                type_name=node[3],
+            ) from error
+
+    def _composite_mismatch(
+        self, fqn: str, node: Node, rests: Sequence[Any], found: Node
+    ) -> LeafTypeMismatchError | ShapeMismatchError | None:
+        """Return the error if a tensor of the target does not have the saved components; None if it does.
+
+        Args:
+            fqn: FQN of the tensor in the target.
+            node, rests: Its node in a flattened state, and the objects of that, among them its `Composite.rest`.
+            found: The node that was saved under its name.
+        """
+        if found[0] != COMPOSITE or found[3] != node[3]:
+            return leaf_mismatch(fqn, kind_of(found), kind_of(node), self._path)
+        if node[3] in TENSOR_KINDS:
+            return None
+        rest = rests[node[2]]
+        names, own_names = (", ".join(map(str, one[1][::2])) for one in (found, node))
+        if names != own_names:
+            return composite_mismatch(fqn, node[3], f"the components {names}", own_names, self._path)
+        saved = rest_of(found, self._objects.value(*self._saved.object_at(found[2])), self._saved, self._path)
+        if saved["size"] != rest["size"]:
+            return ShapeMismatchError(
+                f"{self._path}: {fqn!r}, a {node[3]}, was saved with shape {saved['size']}, the target has "
+                f"{rest['size']}; nothing was changed",
+                path=self._path,
+                fqn=fqn,
+                saved=saved["size"],
+                wanted=rest["size"],
+            )
+        if not is_same_leaf(saved["context"], rest["context"]):
+            was, own = (f"{one!r:.200}" for one in (saved["context"], rest["context"]))
+            return composite_mismatch(fqn, node[3], f"the context {was}", own, self._path)
+        inner = zip(members(node), members(found), strict=True)
+        return next(
+            (
+                error
+                for (name, mine), (_, other) in inner
+                if COMPOSITE in (mine[0], other[0])
+                and (error := self._composite_mismatch(f"{fqn}.{name}", mine, rests, other)) is not None
+            ),
+            None,
+        )
+
+    def _components(self, value: Any, node: Node, found: Node) -> Iterator[tuple[TargetLeaf, int]]:
+        """Yield the tensors in a composite tensor, with the numbers of the saved ones; their paths begin in it.
+
+        Args:
+            value: The tensor.
+            node, found: Its node, and the saved node; they have the same components.
+        """
+        described = decompose(value)
+        assert described is not None
+        self._kept_alive.append(described.tensors)  # the matcher compares IDs
+        for (name, mine), (_, other) in zip(members(node), members(found), strict=True):
+            if mine[0] != COMPOSITE:
+                yield TargetLeaf((name,), str(name), mine, described.tensors, name), other[1]
+                continue
+            for leaf, number in self._components(described.tensors[str(name)], mine, other):
+                yield leaf._replace(path=(name, *leaf.path)), number
+
     def _record_filled(self, leaf: TargetLeaf) -> None:
         self._filled_paths.append(leaf.path)
         self._report.filled.append(leaf.fqn)
@@ -685,6 +812,13 @@ class _Matcher:
         """Count leaves that were not saved as filled if their tensor is filled under another name."""
         for leaf in self._absent_tensors:
             path, fqn, node, holder, key = leaf
+            if node[0] == COMPOSITE:
+                if any(inner[1] not in self._filled for _, inner in leaves(node)):
+                    continue
+                self._report.missing.remove(fqn)
+                self._absent_paths.remove(path)
+                self._record_filled(leaf)
+                continue
             own = node[1] if node[0] == ARRAY else self._values.get(id(unwrap_per_rank(holder[key])), node[1])
             if own in self._filled or own in self._made_new:
                 self._report.missing.remove(fqn)

@@ -29,7 +29,14 @@ from asyncckpt.errors import ShapeMismatchError, StateLoadError
 from asyncckpt.format.state_tree import MAPPINGS, ORDERED_DICT, TENSOR, Node, Path, fqn_of
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, prefixes
 from asyncckpt.loading.saved_state import SavedTree
-from asyncckpt.loading.target_tensors import ONE_TENSOR, TargetTensor, alias_mismatch, storages_of, target_tensor
+from asyncckpt.loading.target_tensors import (
+    ONE_TENSOR,
+    TargetTensor,
+    alias_mismatch,
+    parts_of,
+    storages_of,
+    target_tensor,
+)
 from asyncckpt.sharding.registry import shards_of
 from asyncckpt.state_dict.stateful import BareNames, StateDictError, unwrapped
 from asyncckpt.storage.contents import SavedTensor
@@ -420,12 +427,8 @@ def _is_equal(own: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether a tensor equals `value` converted to its dtype, bit by bit."""
     if own.shape != value.shape:
         return False
-    pairs = zip(_parts(own), _parts(value), strict=False)
+    pairs = zip(parts_of(own), parts_of(value), strict=False)
     return all(torch.equal(flat_bytes(a), flat_bytes(b.detach().to(a.device, a.dtype))) for a, b in pairs)
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [part for part, _ in target_tensor(tensor, "").shards]
 
 
 def _goes_into_shards(own: torch.Tensor, value: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from asyncckpt.basics.paths import checkpoint_path
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, MissingKeysError, PerRankUnavailableError
-from asyncckpt.format.state_tree import ARRAY, BYTES, OBJECT, TENSOR, Node, fqn_of, leaves
+from asyncckpt.format.state_tree import ARRAY, BYTES, OBJECT, TENSOR, Node, composite_nodes, fqn_of, leaves
 from asyncckpt.interop.sources.detect import NATIVE
 from asyncckpt.interop.sources.unread_leaves import unread_leaves
 from asyncckpt.loading.byte_ranges import region_of
@@ -87,6 +87,14 @@ class OpenCheckpoint:
         """Dtype, shape and size of each tensor by FQN. Reads no tensor data."""
         found = self._saved.leaves.items()
         return {fqn: _info(self._saved.tensors[node[1]]) for fqn, node in found if node[0] == TENSOR}
+
+    @cached_property
+    def composites(self) -> Mapping[str, str]:
+        """What each tensor is that is stored as its components, by FQN: its class, or its layout or scheme.
+
+        The components are in `tensors`, under the FQN, a dot and the component's name.
+        """
+        return {fqn_of(path): node[3] for path, node in composite_nodes(self._saved.tree)}
 
     @cached_property
     def stored_tensors(self) -> Mapping[str, TensorInfo]:
@@ -186,6 +194,16 @@ class OpenCheckpoint:
             return self._saved.tensors[node[1]]
         if fqn in self._contents.tensors:
             return self._contents.tensors[fqn]
+        if fqn in self.composites:
+            names = [name for name in self._saved.leaves if name.startswith(f"{fqn}.")]
+            raise LeafTypeMismatchError(
+                f"{self.path}: {fqn!r} was saved as a {self.composites[fqn]}; read its components "
+                f"{', '.join(map(repr, names))}, or load it",
+                path=self.path,
+                fqn=fqn,
+                saved=self.composites[fqn],
+                wanted="tensor",
+            )
         if fqn in self._saved.other_ranks_only:
             raise self._unavailable(fqn)
         raise MissingKeysError(f"{self.path}: there is no tensor {fqn!r}; see .keys()", path=self.path, keys=[str(fqn)])

@@ -17,8 +17,9 @@ from asyncckpt.loading.key_selection import KeyMap, Selection
 from asyncckpt.loading.load import LoadOptions
 from asyncckpt.loading.matching import Mismatch, Replacement, match_target
 from asyncckpt.loading.read_source import read_from_source
-from asyncckpt.loading.saved_state import SavedTree
-from asyncckpt.loading.target_tensors import find_aliased, placement_names, placements_of
+from asyncckpt.loading.saved_state import SavedObjects, SavedTree, new_composites
+from asyncckpt.loading.target_tensors import Reused, find_aliased, placement_names, placements_of
+from asyncckpt.state_dict.composite_tensors import unknown_type
 from asyncckpt.storage.contents import Contents, SavedTensor
 from asyncckpt.storage.locate import files_at, with_storage_options
 from asyncckpt.torch_tensors import why_no_memory
@@ -41,7 +42,8 @@ class LoadPlan:
         undecided: FQNs of module entries that are not in the checkpoint either, but that a load hook of the module may
             create; whether they are missing is known after the hook has run.
         unexpected: Saved FQNs that the target does not have, of those that `keys` select.
-        mismatched: Leaves that a load would refuse; in another format also requested leaves that cannot be read.
+        mismatched: Leaves that a load would refuse, such as new tensors of a class that is not registered; in another
+            format also requested leaves that cannot be read.
         unavailable: FQNs of the target that belong to other ranks; a load raises `PerRankUnavailableError`.
         shared: FQNs of target tensors that share memory and were saved as separate tensors, and of parts of the target
             that are one container or object. If the saved values differ, a load raises `AliasMismatchError`; only a
@@ -104,17 +106,27 @@ def plan_load(
         files = files_at(directory)
     contents = read_from_source(directory, options.source, None, files, lambda found: found.contents, once=True)
     saved, wanted = SavedTree(contents, reader), Selection(options.keys)
+    objects = SavedObjects(contents, files)
     refused: list[Mismatch] = []
-    matches = match_target(state_dict, saved, Selection(options.keys), key_map, contents.path, refused.append)
+    matches = match_target(
+        state_dict,
+        saved,
+        objects,
+        Selection(options.keys),
+        key_map,
+        contents.path,
+        refused.append,
+    )
     report, replaced = matches.report, [*matches.replaced, *matches.extended_lists]
     mismatched = tuple(dict.fromkeys(_leaf(error) for error in refused)) + _unread(replaced, saved, contents)
+    mismatched += _unregistered(replaced, saved, objects, matches.reused)
     taken = {*report.read_leaves, *(leaf.fqn for leaf in mismatched)}
     taken.update(fqn_of((one.saved_fqn, *at)) for one in matches.resharded for at, _ in leaves(one.nodes[0]))
     new = [node[1] for one in replaced for _, node in leaves(one.node) if node[0] != OBJECT]
     of_ranks = [leaf for one in matches.resharded for node in one.nodes for _, leaf in leaves(node)]
-    boxes = [_whole_box(saved.tensors[n]) for n in new if n not in matches.reused_tensors]
+    boxes = [_whole_box(saved.tensors[n]) for n in new if n not in matches.reused.tensors]
     boxes += [_whole_box(saved.tensors[leaf[1]]) for leaf in of_ranks if leaf[0] != OBJECT]
-    reused = [(saved.tensors[n], matches.reused_tensors[n]) for n in new if n in matches.reused_tensors]
+    reused = [(saved.tensors[n], matches.reused.tensors[n]) for n in new if n in matches.reused.tensors]
     undecided = [filling for module in matches.undecided for filling in module.tensors]
     fillings = [*matches.tensors, *undecided, *reused]
     placed = [*matches.placements, *placements_of(fillings)]
@@ -147,6 +159,19 @@ def _unread(replaced: Iterable[Replacement], saved: SavedTree, contents: Content
     wanted = (leaf for new in replaced for leaf in leaves(new.node, new.path) if leaf[1][0] == OBJECT)
     found = ((fqn_of(path), contents.source.objects[saved.object_at(node[1])[1]]) for path, node in wanted)
     return tuple(MismatchedLeaf(fqn, raw.described(), "object") for fqn, raw in found if isinstance(raw, UnreadLeaf))
+
+
+def _unregistered(
+    replaced: Iterable[Replacement], saved: SavedTree, objects: SavedObjects, reused: Reused
+) -> tuple[MismatchedLeaf, ...]:
+    """Return the composite tensors that would be made new and whose class is not registered."""
+    found = []
+    for new in replaced:
+        for path, node in new_composites(new.node, reused, new.path):
+            rest = objects.value(*saved.object_at(node[2]))
+            if unknown_type(node[3], rest, objects.type_of):
+                found.append(MismatchedLeaf(fqn_of(path), node[3], "registered"))
+    return tuple(found)
 
 
 def _leaf(error: Mismatch) -> MismatchedLeaf:

@@ -13,18 +13,26 @@ import contextlib
 import json
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from asyncckpt.config import RankInfo
-from asyncckpt.errors import AsyncCkptError, PerRankUnavailableError, PickledLeafError
+from asyncckpt.errors import (
+    AsyncCkptError,
+    CorruptCheckpointError,
+    PerRankUnavailableError,
+    PickledLeafError,
+    StateLoadError,
+    UnsupportedLeafError,
+)
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.format.state_tree import (
     ARRAY,
     BYTES,
+    COMPOSITE,
     CONTAINERS,
     DICT,
     MAPPINGS,
@@ -33,22 +41,26 @@ from asyncckpt.format.state_tree import (
     PER_RANK,
     SEQUENCES,
     TENSOR,
+    TENSOR_KINDS,
     Node,
     Path,
+    composite_nodes,
     fqn_of,
     leaves,
     members,
     named_leaves,
+    whole_leaves,
 )
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf, unread_error, unread_leaves
 from asyncckpt.loading.fetch import tensor_for
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, prefixes
-from asyncckpt.loading.target_tensors import Filling, TargetTensor, target_tensor
+from asyncckpt.loading.target_tensors import Filling, Reused, target_tensor
 from asyncckpt.loading.tensor_writers import MapLocation, device_of, relocated
+from asyncckpt.state_dict.composite_tensors import TypeOf, check_rest, how_to_register, registered_type, unknown_type
 from asyncckpt.state_dict.flatten import object_fqn
 from asyncckpt.state_dict.leaf_codecs import decode_leaf
-from asyncckpt.state_dict.pickling import unpickle
-from asyncckpt.state_dict.unflatten import Unflattener
+from asyncckpt.state_dict.pickling import importable_type, unpickle
+from asyncckpt.state_dict.unflatten import ComposeError, Unflattener
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_objects
 from asyncckpt.storage.files import Files
 
@@ -153,7 +165,8 @@ class SavedTree:
         """
         if fqn not in self._prefixes:
             return None
-        below = [(name, node) for name, node in self.leaves.items() if name.startswith(f"{fqn}.")]
+        named = ((fqn_of(path), node) for path, node in whole_leaves(self.tree))
+        below = [(name, node) for name, node in named if name.startswith(f"{fqn}.")]
         return (fqn,), (DICT, tuple(part for name, node in below for part in (name[len(fqn) + 1 :], node)))
 
     @cached_property
@@ -188,13 +201,25 @@ class SavedTree:
     def _other_ranks_prefixes(self) -> set[str]:
         return {name for fqn in self.other_ranks_only for name in (fqn, *prefixes(fqn))}
 
+    @cached_property
+    def composite_of(self) -> dict[str, Node]:
+        """Node of the composite tensor that each component belongs to, by FQN of the component."""
+        found = composite_nodes(self.tree)
+        return {fqn_of(leaf): node for path, node in found for leaf, _ in leaves(node, path)}
+
+    def fqn_of_node(self, node: Node) -> str:
+        """Return the first FQN of a node of the tree, for messages."""
+        return next((fqn for fqn, (_, found) in self._nodes.items() if found == node), "")
+
     def without_other_ranks(self, node: Node) -> Node:
         """Return `node`, a part of the tree, without members that stand for leaves of other ranks."""
         return _without_other_ranks(node) if self._per_rank_names else node
 
 
 def kind_of(node: Node) -> str:
-    """Return the name of a node's kind, for messages."""
+    """Return the name of a node's kind, for messages; of a composite tensor its own kind, such as its class."""
+    if node[0] == COMPOSITE:
+        return str(node[3])
     return "tensor" if node[0] == TENSOR else "container" if node[0] in _INNER else "object"
 
 
@@ -290,6 +315,9 @@ class _RankView:
             if members and all(m is None for m in members):
                 return None
             return (kind, tuple(OTHER_RANKS_ONLY if m is None else m for m in members), *node[2:])
+        if kind == COMPOSITE:
+            parts = (self.renumbered(m, path) if i % 2 else m for i, m in enumerate(node[1]))
+            return (kind, tuple(parts), node[2] + self._first_object, node[3])
         items: list[Any] = []
         for key, child in zip(node[1][::2], node[1][1::2], strict=True):
             seen = self.renumbered(child, (*path, key))
@@ -336,6 +364,11 @@ class SavedObjects:
     def __init__(self, contents: Contents, files: Files, *, allow_pickle: bool = False) -> None:
         self._contents, self._files, self._allow_pickle = contents, files, allow_pickle
         self._read: dict[int, list[Any]] = {}
+
+    def type_of(self, name: str) -> type | None:
+        """Return the type of a full name, for new composite tensors; imported only if pickles are allowed."""
+        found = registered_type(name)
+        return importable_type(name) if found is None and self._allow_pickle else found
 
     def raw(self, rank: int) -> list[Any]:
         """Return the JSON forms of `rank`'s objects, by their numbers in its structure.
@@ -501,6 +534,58 @@ def _differing_objects(
     return [fqn for fqn in chosen if fqn in differing]
 
 
+def rest_of(node: Node, value: Any, saved: SavedTree, path: str) -> dict[str, Any]:
+    """Return what was saved beside the components of a tensor, checked.
+
+    Args:
+        node: The tensor's node.
+        value: The decoded object.
+        saved: The checkpoint.
+        path: The checkpoint's path, for messages.
+
+    Raises:
+        CorruptCheckpointError: It is malformed.
+    """
+    try:
+        return check_rest(node[3], value)
+    except ValueError as error:
+        fqn = saved.fqn_of_node(node)
+        text = f"{path}: {fqn!r}, a {node[3]}, is malformed: {error}"
+        raise CorruptCheckpointError(text, path=path, fqn=fqn, detail=str(error)) from error
+
+
+def new_composites(node: Node, reused: Reused, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Yield (path, node) of the composite tensors at or below `node` that are made new."""
+    if node[0] == COMPOSITE:
+        if node in reused.composites:
+            return
+        yield path, node
+    for key, child in members(node):
+        if child[0] in CONTAINERS:
+            yield from new_composites(child, reused, (*path, key))
+
+
+def refuse_unknown_types(node: Node, rest: dict[str, Any], saved: SavedTree, path: str, type_of: TypeOf) -> None:
+    """Refuse to make a composite tensor of a class that is not registered.
+
+    Args:
+        node, rest, saved, path: As for `rest_of`, `rest` being what that returns.
+        type_of: Returns the type of a full name.
+
+    Raises:
+        UnsupportedLeafError: It, or a type in its context, is not registered.
+    """
+    name = unknown_type(node[3], rest, type_of)
+    if name is not None:
+        fqn = saved.fqn_of_node(node)
+        raise UnsupportedLeafError(
+            f"{path}: {fqn!r} was saved as a {node[3]}, and a new tensor of it needs the type {name}, which is not "
+            f"registered: {how_to_register(name)}, or load into a target that holds such a tensor. Nothing was changed",
+            leaf=fqn,
+            type_name=name,
+        )
+
+
 class NewValues:
     """New values for parts of the saved tree: the tensors are allocated, then filled by the caller, then built in.
 
@@ -511,7 +596,7 @@ class NewValues:
         saved, objects: The checkpoint.
         path: The checkpoint's path, for messages.
         map_location: Device of the tensors; arrays and bytes stay in host memory.
-        reused: By saved tensor number, existing tensors that are filled instead of new ones.
+        reused: Existing tensors that are filled instead of new ones.
 
     Raises:
         CorruptCheckpointError, PickledLeafError, UnsupportedFormatError, UnsupportedLeafError, OSError: An object
@@ -519,27 +604,32 @@ class NewValues:
 
     Attributes:
         fillings: Saved tensors and the tensors to read them into, before anything is built.
-        leaves: The leaves of all nodes, and the `_metadata` of OrderedDicts.
+        leaves: The leaves of all nodes, and the other objects that are needed to build them.
     """
 
     def __init__(
         self,
-        nodes: Iterable[Node],
+        nodes: Collection[Node],
         saved: SavedTree,
         objects: SavedObjects,
         path: str,
         map_location: MapLocation,
-        reused: Mapping[int, TargetTensor],
+        reused: Reused,
     ) -> None:
         self.leaves: set[Node] = set()
         for node in nodes:
             self.leaves.update(leaf for _, leaf in leaves(node))
-            self.leaves.update((OBJECT, number) for number in _metadata_numbers(node))
+            self.leaves.update((OBJECT, number) for number in _numbers_in_containers(node))
         self._map_location = map_location
         wanted = {n: saved.object_at(n) for n in sorted(n for kind, n in self.leaves if kind == OBJECT)}
         objects.refuse_unread(wanted.values())
         self._objects = _ByNumber({n: objects.value(*at) for n, at in wanted.items()})
-        found = {n: reused[n] for kind, n in self.leaves if kind == TENSOR and n in reused}
+        self._saved, self._path, self._reused, self._type_of = saved, path, reused, objects.type_of
+        for node in nodes:
+            for _, composite in new_composites(node, reused):
+                rest = rest_of(composite, self._objects[composite[2]], saved, path)
+                refuse_unknown_types(composite, rest, saved, path, objects.type_of)
+        found = {n: reused.tensors[n] for kind, n in self.leaves if kind == TENSOR and n in reused.tensors}
         self._tensors: dict[int, Any] = {n: target.value for n, target in found.items()}
         self._moved = sorted({n for kind, n in self.leaves if kind == TENSOR} - set(self._tensors))
         device, host = device_of(map_location), torch.device("cpu")
@@ -556,8 +646,17 @@ class NewValues:
         if self._unflattener is None:
             if callable(self._map_location):
                 self._tensors |= {n: relocated(self._tensors[n], self._map_location) for n in self._moved}
-            self._unflattener = Unflattener(_ByNumber(self._tensors), self._objects)
-        return self._unflattener.value_of(node)
+            self._unflattener = Unflattener(_ByNumber(self._tensors), self._objects, type_of=self._type_of)
+            self._unflattener.composites.update(self._reused.composites)
+        try:
+            return self._unflattener.value_of(node)
+        except ComposeError as error:
+            fqn = self._saved.fqn_of_node(error.node)
+            text = f"{self._path}: {fqn!r}, a {error.node[3]}, cannot be made of its components: {error}"
+            if error.node[3] in TENSOR_KINDS:
+                raise CorruptCheckpointError(text, path=self._path, fqn=fqn, detail=str(error)) from error.__cause__
+            kind = str(error.node[3])
+            raise StateLoadError(text, path=self._path, fqn=fqn, type_name=kind, detail=str(error)) from error.__cause__
 
 
 class _ByNumber(Sequence[Any]):
@@ -573,8 +672,8 @@ class _ByNumber(Sequence[Any]):
         return len(self._values)
 
 
-def _metadata_numbers(node: Node) -> list[int]:
-    """Return the object numbers of the `_metadata` of all OrderedDicts, which are no leaves."""
-    own = [node[2]] if node[0] == ORDERED_DICT and node[2] is not None else []
+def _numbers_in_containers(node: Node) -> list[int]:
+    """Return the numbers of objects that are no leaves: `_metadata` of OrderedDicts, the rest of tensors."""
+    own = [node[2]] if node[0] in (ORDERED_DICT, COMPOSITE) and node[2] is not None else []
     inner = (child for _, child in members(node) if child[0] in CONTAINERS)
-    return own + [number for child in inner for number in _metadata_numbers(child)]
+    return own + [number for child in inner for number in _numbers_in_containers(child)]

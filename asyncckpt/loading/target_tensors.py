@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncckpt.basics.libc import read_only
+from asyncckpt.dtypes import UNCONVERTED
 from asyncckpt.errors import (
     AliasMismatchError,
     AsyncCkptError,
@@ -26,13 +27,15 @@ from asyncckpt.errors import (
     UnsupportedLeafError,
 )
 from asyncckpt.format.names import split_per_rank_name
+from asyncckpt.format.state_tree import Node
 from asyncckpt.loading.byte_ranges import Placement
 from asyncckpt.loading.tensor_writers import fill_box, new_tensor
-from asyncckpt.sharding.registry import notify_filled, shards_of
+from asyncckpt.sharding.registry import describer_of, is_dtensor, notify_filled, shards_of
 from asyncckpt.sharding.shard_types import LocalShard, Sharded, with_fqn, with_leaf
+from asyncckpt.state_dict.composite_tensors import decompose
 from asyncckpt.state_dict.flatten import PLAIN_TENSORS
 from asyncckpt.storage.contents import SavedTensor
-from asyncckpt.torch_tensors import flat_bytes, plain_parameter, torch_dtype, why_no_memory
+from asyncckpt.torch_tensors import dtype_name, flat_bytes, plain_parameter, torch_dtype, why_no_memory
 
 
 class TargetTensor(NamedTuple):
@@ -62,7 +65,21 @@ class TargetTensor(NamedTuple):
 
     def holds_values_of(self, saved: SavedTensor) -> bool:
         """Whether the dtype can hold the values of `saved`, possibly with less precision."""
+        if saved.dtype in UNCONVERTED or dtype_name(self.dtype) in UNCONVERTED:
+            return False
         return torch.can_cast(torch_dtype(saved.dtype), self.dtype)
+
+
+class Reused(NamedTuple):
+    """Existing tensors that new values are read into.
+
+    Attributes:
+        tensors: By saved tensor number.
+        composites: By saved node, tensors whose components are all in `tensors`.
+    """
+
+    tensors: dict[int, TargetTensor]
+    composites: dict[Node, Any]
 
 
 def target_tensor(value: Any, fqn: str) -> TargetTensor:
@@ -239,10 +256,24 @@ def notify_shard_types(fillings: Iterable[Filling], path: str) -> None:
             ) from error
 
 
+def parts_of(value: Any) -> list[torch.Tensor]:
+    """Return the plain tensors of this process in a tensor of any type, those of its components included.
+
+    Raises:
+        UnsupportedLeafError, OverlappingShardsError: As from `target_tensor`.
+    """
+    is_plain = type(value) in PLAIN_TENSORS and value.layout is torch.strided and not value.is_quantized
+    if isinstance(value, torch.Tensor) and not is_plain and (is_dtensor(value) or describer_of(type(value)) is None):
+        found = decompose(value)
+        if found is not None:
+            return [part for tensor in found.tensors.values() for part in parts_of(tensor)]
+    return [tensor for tensor, _ in target_tensor(value, "").shards]
+
+
 def storages_of(value: Any) -> set[int]:
     """Return the addresses of the storages of a tensor of any type; empty if it has no elements in this process."""
     try:
-        tensors = [tensor for tensor, _ in target_tensor(value, "").shards]
+        tensors = parts_of(value)
     except AsyncCkptError:
         return set()
     return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}

@@ -17,18 +17,19 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from asyncckpt.distributed.process_group import has_other_ranks
-from asyncckpt.format.state_tree import TENSOR, Node, Path, fqn_of, leaves, python_key
+from asyncckpt.format.state_tree import COMPOSITE, TENSOR, Node, Path, fqn_of, members, python_key, whole_leaves
 from asyncckpt.loading.module_targets import ModuleTarget, ReplacedEntry, state_load_error, takes_strict
-from asyncckpt.loading.target_tensors import TargetTensor, shares_own_memory, storages_of, target_tensor
+from asyncckpt.loading.target_tensors import Reused, TargetTensor, shares_own_memory, storages_of, target_tensor
 from asyncckpt.per_rank import PerRank
 from asyncckpt.sharding.registry import shards_of
+from asyncckpt.state_dict.composite_tensors import decompose
 from asyncckpt.state_dict.flatten import PLAIN_TENSORS, flatten, typed_key
 from asyncckpt.state_dict.stateful import unwrapped
 from asyncckpt.storage.contents import SavedTensor
@@ -245,8 +246,11 @@ def _merged_into(old: Any, new: Any, claimed: set[int]) -> Any:
     """Return the value that replaces `old`: `old` itself with the members of `new` if it is empty, else `new`.
 
     An empty dict, list or deque of the target is filled in place, so that other references to it see the members. If it
-    has several names, it is filled under the first; under the others a new container replaces it.
+    has several names, it is filled under the first; under the others a new container replaces it. A sparse or quantized
+    tensor is filled in place if torch can: the result has the new indices, scales and zero points.
     """
+    if isinstance(old, torch.Tensor):
+        return _copied_into(old, new)
     if id(old) in claimed:
         return new
     claimed.add(id(old))
@@ -260,6 +264,23 @@ def _merged_into(old: Any, new: Any, claimed: set[int]) -> Any:
         old.extend(new)
         return old
     return new
+
+
+def _copied_into(old: torch.Tensor, new: Any) -> Any:
+    """Return `old` with the elements of `new`, or `new` if torch cannot copy them."""
+    if not isinstance(new, torch.Tensor):
+        return new
+    is_alike = (old.layout, old.dtype, old.shape) == (new.layout, new.dtype, new.shape)
+    if not is_alike or (old.layout is torch.strided and not old.is_quantized):
+        return new
+    if old.is_quantized and old.qscheme() != new.qscheme():
+        return new
+    try:
+        with torch.no_grad():
+            old.copy_(new)
+    except RuntimeError:  # a sparse compressed tensor with another number of elements
+        return new
+    return old
 
 
 def _can_hold(value: Any, n: int) -> bool:
@@ -355,6 +376,8 @@ def _is_converted(saved: torch.Tensor, loaded: Any, dtype: torch.dtype) -> bool:
         return False
     if loaded.dtype != dtype or saved.dtype == dtype:
         return False
+    if decompose(saved) is not None:  # the class alone knows what its dtype means
+        return False
     there, made = _local(loaded).detach(), _local(saved).detach().to(device=loaded.device, dtype=dtype)
     return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (there, made)))
 
@@ -398,7 +421,18 @@ def _report_dtypes(value: Any, saved: Mapping[Path, torch.dtype], fqn: str, path
         )
 
 
-def reusable_state_tensors(holder: Any, saved: Iterable[tuple[Path, SavedTensor]]) -> dict[Path, TargetTensor]:
+Fits = Callable[[Node, Sequence[Any], Node], bool]
+"""(node of a composite tensor, the objects of its flattened state, a saved node) -> whether it holds what was saved."""
+
+
+MakeLike = Callable[[torch.Tensor, Node], "torch.Tensor | None"]
+"""(a sharded parameter, a saved node) -> a new composite tensor that is sharded like the parameter; None: the saved one
+is not sharded."""
+
+
+def reusable_state_tensors(
+    holder: Any, node: Node, saved: Sequence[SavedTensor], fits: Fits, make_like: MakeLike
+) -> Reused:
     """Return the existing tensors that tensors of an optimizer's saved state are read into.
 
     The tensors of an optimizer that has a state are filled in place, which saves the memory of a second state. An
@@ -407,47 +441,94 @@ def reusable_state_tensors(holder: Any, saved: Iterable[tuple[Path, SavedTensor]
 
     Args:
         holder: The object that takes the state. The result is empty unless it is an optimizer.
-        saved: The tensors of its saved state, by their path in it.
+        node: Its saved state.
+        saved: The tensors of the checkpoint, by number.
+        fits: Compares composite tensors.
+        make_like: Makes composite tensors.
 
     Returns:
-        Tensors of the saved shape and dtype, by path. Tensors that share memory with a parameter or another entry are
-        left out.
+        Tensors of the saved shape and dtype. Tensors that share memory with a parameter or another entry are left out.
+
+    Raises:
+        AsyncCkptError: As from `make_like`.
     """
+    reused = Reused({}, {})
     if not isinstance(holder, torch.optim.Optimizer):
-        return {}
-    found = list(saved)
+        return reused
     try:
         state = holder.state_dict() if may_call_state_dict(holder) else {}
-        own = _unaliased_tensors(
-            holder, [(path, _value_at(state, path)) for path, _ in _tensor_leaves(flatten(state, is_target=True).tree)]
-        )
+        flat = flatten(state, is_target=True)
+        found = [(path, one, _value_at(state, path)) for path, one in whole_leaves(flat.tree) if one[0] in _TENSORS]
+        own = _unaliased_tensors(holder, found)
     except Exception:  # raised by the optimizer's code; it gets a new state
-        return {}
-    reused = {path: own[path] for path, tensor in found if path in own and own[path].takes(tensor)}
+        return reused
     parameters = [p for group in holder.param_groups for p in group["params"]]
-    for path, tensor in found:
-        index = path[1] if len(path) == 3 and path[0] == "state" and path not in own else None
-        if type(index) is int and 0 <= index < len(parameters):
-            made = _sharded_like(parameters[index], tensor)
+    for path, one in whole_leaves(node):
+        mine, value = own.get(path, (None, None))
+        parameter = _parameter_at(path, parameters)
+        if one[0] == COMPOSITE:
+            is_alike = mine is not None and mine[0] == COMPOSITE and fits(mine, flat.objects, one)
+            if is_alike and _reuse_composite(reused, one, value, saved):
+                continue
+            made = None if parameter is None else make_like(parameter, one)
             if made is not None:
-                reused[path] = made
+                _reuse_composite(reused, one, made, saved)
+        elif mine is not None and mine[0] == one[0] == TENSOR:
+            target = target_tensor(value, "")
+            if target.takes(saved[one[1]]):
+                reused.tensors.setdefault(one[1], target)
+        elif mine is None and one[0] == TENSOR and parameter is not None:
+            like = _sharded_like(parameter, saved[one[1]])
+            if like is not None:
+                reused.tensors.setdefault(one[1], like)
     return reused
 
 
-def _unaliased_tensors(holder: torch.optim.Optimizer, values: list[tuple[Path, Any]]) -> dict[Path, TargetTensor]:
-    """Return those values (by path in the state) that share no memory with a parameter or another value."""
-    storages = [storages_of(value) for _, value in values]
+def _parameter_at(path: Path, parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the parameter whose state has an entry at `path`, if the parameter is sharded."""
+    index = path[1] if len(path) == 3 and path[0] == "state" else None
+    if type(index) is not int or not 0 <= index < len(parameters) or shards_of(parameters[index]) is None:
+        return None
+    return parameters[index]
+
+
+_TENSORS = (TENSOR, COMPOSITE)
+
+
+def _reuse_composite(reused: Reused, node: Node, value: Any, saved: Sequence[SavedTensor]) -> bool:
+    """Return whether the existing `value` is filled with what was saved as `node`, and record it."""
+    found = [(number, target_tensor(tensor, "")) for number, tensor in _component_numbers(node, value)]
+    if len({number for number, _ in found} - reused.tensors.keys()) != len(found):
+        return False
+    if not all(target.takes(saved[number]) for number, target in found):
+        return False
+    reused.tensors.update(found)
+    reused.composites[node] = value
+    return True
+
+
+def _component_numbers(node: Node, value: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    described = decompose(value)
+    assert described is not None
+    for name, child in members(node):
+        if child[0] == COMPOSITE:
+            yield from _component_numbers(child, described.tensors[str(name)])
+        else:
+            yield child[1], described.tensors[str(name)]
+
+
+def _unaliased_tensors(
+    holder: torch.optim.Optimizer, values: list[tuple[Path, Node, Any]]
+) -> dict[Path, tuple[Node, Any]]:
+    """Return those values (path in the state, node, value) that share no memory with a parameter or another value."""
+    storages = [storages_of(value) for _, _, value in values]
     shared = {at for group in holder.param_groups for p in group["params"] for at in storages_of(p)}
     shared |= {at for at, n in Counter(at for memory in storages for at in memory).items() if n > 1}
     return {
-        path: target_tensor(value, "")
-        for (path, value), memory in zip(values, storages, strict=True)
+        path: (node, value)
+        for (path, node, value), memory in zip(values, storages, strict=True)
         if memory and not memory & shared
     }
-
-
-def _tensor_leaves(tree: Node) -> list[tuple[Path, Node]]:
-    return [(path, node) for path, node in leaves(tree) if node[0] == TENSOR]
 
 
 def _value_at(state: Any, path: Path) -> Any:
@@ -457,8 +538,8 @@ def _value_at(state: Any, path: Path) -> Any:
 
 
 def _sharded_like(parameter: torch.Tensor, saved: SavedTensor) -> TargetTensor | None:
-    """Return a new tensor that is sharded like a parameter, if that is sharded and `saved` has its shape."""
-    if shards_of(parameter) is None or tuple(parameter.shape) != saved.global_shape:
+    """Return a new tensor that is sharded like a parameter, if `saved` has its shape."""
+    if tuple(parameter.shape) != saved.global_shape:
         return None
     dtype = getattr(torch, saved.dtype, None)
     if dtype is None:

@@ -13,6 +13,7 @@ import torch
 
 from asyncckpt.basics.libc import libc as _libc
 from asyncckpt.memory.mapping import copy_bytes
+from asyncckpt.torch_tensors import copyable
 
 _HUGE_PAGES_FROM_NBYTES = 4 << 20
 """Tensors of this size hold at least one aligned 2 MiB page inside."""
@@ -178,6 +179,8 @@ def _as_wide_elements(box: _StridedBox) -> _StridedBox:
 def _write_elements(box: _StridedBox, first: int, elements: torch.Tensor) -> None:
     """Copy `elements`, which begin at element `first` of the range, into the box."""
     target, end, strides = box.target, first + elements.numel(), box.strides
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        target, elements = copyable(target), copyable(elements)
     boxes = boxes_within(box.sizes, strides, box.offsets, first, end)
     if not target.is_cpu or _is_conj_or_neg(target):
         for start, offsets, sizes in boxes:
@@ -262,6 +265,8 @@ def fill_box(
     """Copy `values` into their box of `target`, converting dtype and device; without autograd."""
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         box = target
+        if values.dtype == target.dtype:
+            box, values = copyable(box), copyable(values)
         for dim, (offset, size) in enumerate(zip(offsets, values.shape, strict=True)):
             if size != box.shape[dim]:
                 box = box.narrow(dim, offset, size)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from asyncckpt.format.structure import Box
 from asyncckpt.sharding.mesh_layout import Grid
-from asyncckpt.sharding.shard_types import LocalShard, Sharded, unsupported_shard
+from asyncckpt.sharding.shard_types import LocalShard, Sharded, ShardedComponent, unsupported_shard
 
 MAX_GRIDS = 4096
 """Maximum size of the cache of mesh positions. A state has a few, the same ones at every save."""
@@ -90,6 +91,133 @@ def local_tensor(value: Any) -> torch.Tensor:
     if type(local) not in _PLAIN:
         raise unsupported_shard("DTensor", f"its local tensor is a {type(local).__name__}")
     return local  # type: ignore[no-any-return]
+
+
+Slice = Callable[[torch.Tensor, int, int], "Mapping[str, torch.Tensor] | None"]
+"""(a composite tensor, a dimension, a length) -> the components of the slice of this length; None: it has none."""
+
+
+def sharded_components(
+    value: Any, local: torch.Tensor, components: Mapping[str, torch.Tensor], slice_of: Slice
+) -> dict[str, ShardedComponent]:
+    """Return the components of the local tensor of a DTensor that are sharded with it. All others belong to this rank.
+
+    A component is sharded if it is cut when the local tensor is cut: a slice of half the length has half of it. If the
+    class has no slices, a component is taken to be sharded that has the length of the local tensor in each dimension
+    that is sharded.
+
+    Args:
+        value: The DTensor.
+        local: Its local tensor.
+        components: The components of the local tensor by name.
+        slice_of: Returns the components of a slice of it.
+
+    Raises:
+        UnsupportedLeafError: A placement is partial or strided, or the local tensor is not one box of the whole.
+    """
+    position = mesh_position_of(value._spec)
+    grid, shape, sizes = position.grid, tuple(value.shape), tuple(local.shape)
+    if position.coordinate is None:
+        raise unsupported_shard("DTensor", f"its local tensor is a {type(local).__name__} on a rank outside its mesh")
+    if any(len(placement) > 1 or (placement and placement[0] >= len(shape)) for placement in grid.placements):
+        raise unsupported_shard(
+            "DTensor", f"its local tensor is a {type(local).__name__} and its placements are {value._spec.placements}"
+        )
+    boxes = grid.boxes(shape, position.coordinate)
+    if len(boxes) != 1 or boxes[0][1] != sizes:
+        raise _wrong_shape(value, local)
+    key = (type(local), shape, position.grid, position.coordinate, tuple((n, c.shape) for n, c in components.items()))
+    places = _component_places.get(key)
+    if places is None:
+        if len(_component_places) >= MAX_GRIDS:
+            _component_places.clear()
+        places = _component_places[key] = _places(local, components, shape, boxes[0], position, slice_of)
+    of_mesh = zip(position.coordinate, grid.placements, strict=True)
+    is_first = not any(at for at, placement in of_mesh if not placement)
+    found = {}
+    for name, (global_shape, offsets, own_grid, dims) in places.items():
+        tensor = components[name]
+        shard = LocalShard(tensor, offsets)
+        is_written = is_first or own_grid is not None
+        found[name] = ShardedComponent(
+            Sharded(tensor.dtype, global_shape, (shard,), own_grid, "DTensor", is_written), dims
+        )
+    return found
+
+
+_Place = tuple[tuple[int, ...], tuple[int, ...], "Grid | None", Mapping[int, int]]
+_component_places: dict[Any, dict[str, _Place]] = {}
+"""(global shape, offsets, grid, `ShardedComponent.dims`) of the sharded components, by what they depend on: slicing
+calls code of the class."""
+
+
+def _places(
+    local: torch.Tensor,
+    components: Mapping[str, torch.Tensor],
+    shape: tuple[int, ...],
+    box: Box,
+    position: MeshPosition,
+    slice_of: Slice,
+) -> dict[str, _Place]:
+    placements = position.grid.placements
+    dims = sorted({placement[0] for placement in placements if placement})
+    moved: dict[str, dict[int, int]] = {name: {} for name in components}  # dimension of the whole -> of the component
+    for d in dims:
+        length, part = _part_of(local, d, slice_of)
+        for name, tensor in components.items():
+            if part is None:
+                if tensor.dim() == local.dim() and tensor.shape[d] == local.shape[d]:
+                    moved[name][d] = d
+                continue
+            pairs = zip(tensor.shape, part[name].shape, strict=True) if tensor.dim() == part[name].dim() else ()
+            cut = [(e, before, after) for e, (before, after) in enumerate(pairs) if before != after]
+            if len(cut) == 1 and cut[0][2] * local.shape[d] == cut[0][1] * length:
+                moved[name][d] = cut[0][0]
+    found: dict[str, _Place] = {}
+    for name, dim_of in moved.items():
+        place = _place(tuple(components[name].shape), dim_of, shape, box) if len(dim_of) == len(dims) else None
+        if place is not None:
+            grid = position.grid._replace(placements=tuple((dim_of[p[0]],) if p else () for p in placements))
+            assert position.coordinate is not None
+            is_grid = grid.boxes(place[0], position.coordinate) == ((place[1], tuple(components[name].shape)),)
+            found[name] = (*place, _grids.setdefault(grid, grid) if is_grid else None, dim_of)
+    return found
+
+
+def _part_of(local: torch.Tensor, dim: int, slice_of: Slice) -> tuple[int, Mapping[str, torch.Tensor] | None]:
+    """Return the length of a slice that a class can make, and its components; classes may need a multiple of blocks."""
+    n = local.shape[dim]
+    for length in dict.fromkeys((n // 2, *(1 << bit for bit in range(n.bit_length() - 1, -1, -1)))):
+        if 0 < length < n:
+            part = slice_of(local, dim, length)
+            if part is not None:
+                return length, part
+    return 0, None
+
+
+def _place(
+    own: tuple[int, ...], dim_of: Mapping[int, int], shape: tuple[int, ...], box: Box
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the global shape of a component and where this process's part begins; None: they are no integers.
+
+    Args:
+        own: Shape of this process's part.
+        dim_of: For each dimension of the whole tensor that is sharded, that of the component.
+        shape: Shape of the whole tensor.
+        box: This process's part of the whole tensor.
+    """
+    if len(set(dim_of.values())) != len(dim_of):
+        return None
+    global_shape, offsets = list(own), [0] * len(own)
+    for d, e in dim_of.items():
+        offset, size = box[0][d], box[1][d]
+        if own[e] == size:
+            global_shape[e], offsets[e] = shape[d], offset
+        elif not size or own[e] * shape[d] % size or own[e] * offset % size:
+            return None
+        else:
+            global_shape[e], offsets[e] = own[e] * shape[d] // size, own[e] * offset // size
+    return tuple(global_shape), tuple(offsets)
 
 
 def _cut(local: torch.Tensor, boxes: Any, shape: tuple[int, ...], value: Any) -> tuple[LocalShard, ...]:

@@ -14,6 +14,7 @@ from asyncckpt.sharding.shard_types import (
     FlatShard,
     LocalShard,
     Sharded,
+    ShardedComponent,
     ShardedSlice,
     describe_flat,
     describe_parts,
@@ -49,6 +50,8 @@ def describer_of(kind: type) -> Describe | None:
         return _of_slice
     if kind is FlatShard:
         return _of_flat
+    if kind is ShardedComponent:
+        return _of_component
     if _registered:
         for one in kind.__mro__:
             if one in _registered:
@@ -70,6 +73,11 @@ def is_torch_shard_type(kind: type) -> bool:
     return _describer_of_torch(kind) is not None
 
 
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a DTensor."""
+    return _describer_of_torch(type(value)) is dtensor.describe_dtensor
+
+
 def local_tensors(value: Any) -> list[torch.Tensor]:
     """Return the local tensors of a DTensor or ShardedTensor; any other tensor as it is.
 
@@ -85,6 +93,10 @@ def local_tensors(value: Any) -> list[torch.Tensor]:
 def _of_slice(value: ShardedSlice) -> Sharded:
     _check_plain(value)
     return describe_slice(value)
+
+
+def _of_component(value: ShardedComponent) -> Sharded:
+    return value.found
 
 
 def _of_flat(value: FlatShard) -> Sharded:

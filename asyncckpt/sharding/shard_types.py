@@ -86,6 +86,20 @@ class ShardedSlice:
         return f"ShardedSlice({list(self.tensor.shape)} at {list(self.offsets)} of {list(self.global_shape)})"
 
 
+class ShardedComponent:
+    """A component of a sharded composite tensor, such as the scales of the local tensor of a DTensor.
+
+    Args:
+        found: What this process holds of the component.
+        dims: For each sharded dimension of the whole tensor, the dimension of the component that is cut with it.
+    """
+
+    __slots__ = ("dims", "found")
+
+    def __init__(self, found: Sharded, dims: Mapping[int, int]) -> None:
+        self.found, self.dims = found, dims
+
+
 class FlatShard:
     """A range of the elements of a tensor in row-major order: ZeRO, Megatron's distributed optimizer.
 

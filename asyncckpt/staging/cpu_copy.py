@@ -17,6 +17,7 @@ import torch
 
 from asyncckpt.basics.process_lifecycle import BackgroundThread
 from asyncckpt.client.slot_stream import Watermark
+from asyncckpt.dtypes import UNCONVERTED
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, save_id_bytes
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.slot import STAGED_OFFSET
@@ -26,7 +27,7 @@ from asyncckpt.staging.memcopy import MARK_NBYTES, MAX_THREADS, PIECE_NBYTES, Co
 _AS_INTEGERS = {
     name: integer
     for names, integer in (
-        (("float8_e8m0fnu", "float4_e2m1fn_x2", "float8_e4m3fnuz", "float8_e5m2fnuz"), torch.uint8),
+        (("float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz", *UNCONVERTED), torch.uint8),
         (("complex32",), torch.int32),
     )
     for name in names

@@ -7,6 +7,7 @@ added, and a `state_dict()` holds other tensor objects than the model does.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,10 @@ from typing import Any
 
 import torch
 
+from asyncckpt.errors import AsyncCkptError
 from asyncckpt.sharding.dtensor import without_dtensors
+from asyncckpt.state_dict.composite_tensors import decompose
+from asyncckpt.state_dict.flatten import PLAIN_TENSORS
 
 MAX_NESTING = 8
 """How deep to search an optimizer's state for tensors (LBFGS has lists of them). Chosen: far above any known one."""
@@ -102,6 +106,9 @@ class AttachedOptimizers:
             own += _tensors_in(optimizer.state.values())
         own = without_dtensors(own)
         ptrs = storage_ptrs(own)
+        if not all(ptrs):  # a composite tensor has no storage of its own; empty tensors have none either
+            own = _with_components(own, ptrs)
+            ptrs = storage_ptrs(own)
         owned: dict[int, list[torch.Tensor]] = {}
         for tensor, ptr in zip(own, ptrs, strict=True):
             if ptr:
@@ -159,6 +166,22 @@ def _tensors_in(values: Any, depth: int = 0) -> list[torch.Tensor]:
                 found += _tensors_in(value.values(), depth + 1)
             elif isinstance(value, (list, tuple)):
                 found += _tensors_in(value, depth + 1)
+    return found
+
+
+def _with_components(tensors: list[torch.Tensor], ptrs: list[int]) -> list[torch.Tensor]:
+    """Return `tensors` with the components of composite tensors in their place. `ptrs`: see `storage_ptrs`."""
+    found: list[torch.Tensor] = []
+    for tensor, ptr in zip(tensors, ptrs, strict=True):
+        parts = None
+        if not ptr and (type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided):
+            with contextlib.suppress(AsyncCkptError):
+                parts = decompose(tensor)
+        if parts is None:
+            found.append(tensor)
+        else:
+            inner = list(parts.tensors.values())
+            found += _with_components(inner, storage_ptrs(inner))
     return found
 
 

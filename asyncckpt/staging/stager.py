@@ -59,6 +59,7 @@ from asyncckpt.state_dict.leaf_codecs import decode_leaf, encode_leaves
 from asyncckpt.state_dict.pickling import unpickle
 from asyncckpt.state_dict.stateful import StateDictCache
 from asyncckpt.state_dict.unflatten import unflatten
+from asyncckpt.torch_tensors import copyable
 
 _prepare_numbers = itertools.count()
 _OURS = frozenset({"path", "step", "save_id", "metadata", "mirror"})
@@ -404,13 +405,13 @@ class HostStager(CheckpointStager):
         """
         flat = flatten(state_dict, allow_pickle=self._allow_pickle)
         with torch.no_grad():
-            tensors: list[Any] = [t.detach().to("cpu", copy=True) for t in flat.tensors]
+            tensors: list[Any] = [copyable(t.detach()).to("cpu", copy=True).view(t.dtype) for t in flat.tensors]
         for number, leaf in flat.shards.items():
             parts = zip(leaf.sources, leaf.boxes, strict=True)
             slices = [ShardedSlice(tensors[source], leaf.global_shape, box[0]) for source, box in parts]
             tensors[number] = slices[0] if len(slices) == 1 else slices
         objects = [decode_leaf(raw, lambda _, data: unpickle(data)) for raw in encode_leaves(flat)]
-        return unflatten(flat.tree, tensors, objects, marks=True)
+        return unflatten(flat.tree, tensors, objects, marks=True, type_of=flat.types.get)
 
     def close(self) -> None:
         """Nothing to free."""

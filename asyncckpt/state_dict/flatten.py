@@ -16,6 +16,7 @@ from asyncckpt.errors import OverlappingShardsError, UnsupportedLeafError
 from asyncckpt.format.state_tree import (
     ARRAY,
     BYTES,
+    COMPOSITE,
     DICT,
     LIST,
     MAPPINGS,
@@ -30,6 +31,7 @@ from asyncckpt.format.state_tree import (
     Key,
     Node,
     Path,
+    composite_nodes,
     fqn_of,
     is_storable,
     key_of,
@@ -39,6 +41,7 @@ from asyncckpt.format.state_tree import (
 )
 from asyncckpt.format.structure import Box
 from asyncckpt.per_rank import PerRank
+from asyncckpt.sharding.dtensor import describe_dtensor
 from asyncckpt.sharding.mesh_layout import Grid
 from asyncckpt.sharding.registry import Describe, describer_of
 from asyncckpt.sharding.shard_claims import ShardClaim
@@ -51,6 +54,7 @@ from asyncckpt.sharding.shard_types import (
     with_fqn,
     with_leaf,
 )
+from asyncckpt.state_dict.composite_tensors import Composite, decompose
 from asyncckpt.state_dict.numpy_values import is_array, is_scalar, tensor_of
 from asyncckpt.state_dict.stateful import StateDictCache, StateDictError, is_stateful
 from asyncckpt.state_dict.unflatten import deque_form, mapping_form
@@ -103,12 +107,12 @@ def _without_numpy(key: Any, depth: int) -> Any:
 
 
 def check_keys(tree: Node) -> None:
-    """Check that the index can hold all keys of a tree. Called when a plan is made.
+    """Check that the index can hold all keys of a tree, and all names of components. Called when a plan is made.
 
     Raises:
         UnsupportedLeafError: It cannot hold a key; names its FQN.
     """
-    for path, node in mappings(tree):
+    for path, node in (*mappings(tree), *composite_nodes(tree)):
         for key in node[1][::2]:
             if not is_storable(key):
                 leaf = fqn_of((*path, key))
@@ -144,9 +148,10 @@ class Flattened:
         allow_pickle: Whether objects of any type may be stored.
         shards: By tensor number, the tensors of which this process holds parts.
         n_numbers: Number of tensor numbers.
+        types: Of a result of `flatten`, by full name, the types that `components.compose` needs.
     """
 
-    __slots__ = ("allow_pickle", "n_numbers", "objects", "shards", "tensors", "tree")
+    __slots__ = ("allow_pickle", "n_numbers", "objects", "shards", "tensors", "tree", "types")
 
     def __init__(
         self,
@@ -157,7 +162,9 @@ class Flattened:
         allow_pickle: bool = False,
         shards: Mapping[int, ShardLeaf] | None = None,
         n_numbers: int | None = None,
+        types: Mapping[str, type] | None = None,
     ) -> None:
+        self.types: Mapping[str, type] = types or {}
         self.tree, self.tensors, self.objects, self.allow_pickle = tree, tensors, objects_, allow_pickle
         self.shards: Mapping[int, ShardLeaf] = shards or {}
         self.n_numbers = len(tensors) if n_numbers is None else n_numbers
@@ -192,11 +199,20 @@ class Flattened:
 
 
 def object_fqn(tree: Node, number: int) -> str:
-    """Return the FQN of an object by its number: a leaf, or the `_metadata` of an OrderedDict."""
+    """Return the FQN of an object by its number: a leaf, `_metadata` of an OrderedDict, or a composite tensor."""
     for path, node in leaves(tree):
         if node == (OBJECT, number):
             return fqn_of(path)
+    for path, node in composite_nodes(tree):
+        if node[2] == number:
+            return fqn_of(path)
     return next((fqn_of((*path, "_metadata")) for path, node in mappings(tree) if node[2:] == (number,)), "")
+
+
+def composite_kind(tree: Node, number: int) -> str | None:
+    """Return the kind of the composite tensor that has an object, by the object's number; None: there is none."""
+    found = (node[3] for _, node in composite_nodes(tree) if node[2] == number)
+    return next(found, None)
 
 
 HOIST_NBYTES = 64 * 1024
@@ -235,7 +251,9 @@ def flatten(
     tree = walk.mapping(state_dict)
     tensors, shards = walk.tensors_and_shards()
     n_numbers = len(walk.tensors)
-    return Flattened(tree, tensors, walk.objects, allow_pickle=allow_pickle, shards=shards, n_numbers=n_numbers)
+    return Flattened(
+        tree, tensors, walk.objects, allow_pickle=allow_pickle, shards=shards, n_numbers=n_numbers, types=walk.types
+    )
 
 
 class _Walk:
@@ -243,6 +261,7 @@ class _Walk:
 
     __slots__ = (
         "_allow_pickle",
+        "_by_components",
         "_is_target",
         "_kept_alive",
         "_per_rank",
@@ -252,6 +271,7 @@ class _Walk:
         "keys",
         "objects",
         "tensors",
+        "types",
     )
 
     def __init__(self, state_of: StateOf, allow_pickle: bool, is_target: bool) -> None:
@@ -262,6 +282,8 @@ class _Walk:
         self.keys: list[Any] = []
         self._seen: dict[Any, int] = {}
         self._kept_alive: list[torch.Tensor] = []
+        self._by_components: dict[Any, tuple[Node, dict[str, Any]]] = {}
+        self.types: dict[str, type] = {}
         self._shards: dict[int, tuple[Sharded, list[torch.Tensor]]] = {}
 
     def mapping(self, value: Mapping[Any, Any]) -> Node:
@@ -322,10 +344,42 @@ class _Walk:
             return self.tensor(plain)
         if torch.nn.parameter.is_lazy(value):
             return self._unsupported_tensor(value, "it is not initialised yet; run the module once")
+        found = self._decomposed(value)
+        if found is not None:
+            return self._composite(value, found)
         why = why_no_memory(value)
         if why is None:
-            return self._unsupported_tensor(value, "tensor subclasses cannot be stored yet; pass a plain tensor")
+            return self._unsupported_tensor(
+                value, "its class does not have __tensor_flatten__ and __tensor_unflatten__; pass a plain tensor"
+            )
         return self._without_memory(value, why)
+
+    def _decomposed(self, value: torch.Tensor) -> Composite | None:
+        try:
+            return decompose(value)
+        except UnsupportedLeafError as error:
+            raise self._refused(value, error.message) from error.__cause__
+
+    def _composite(self, value: torch.Tensor, found: Composite) -> Node:
+        if len(self.keys) > MAX_DEPTH - 2:
+            raise self._refused(value, f"nested deeper than {MAX_DEPTH} levels, or inside itself")
+        members: list[Any] = []
+        for name, component in found.tensors.items():
+            self.keys.append(name)
+            node = self.tensor(component) if type(component) in PLAIN_TENSORS else self.other(component)
+            if node[0] not in (TENSOR, COMPOSITE):  # with allow_pickle
+                raise self._refused(component, "a component of a tensor cannot be pickled")
+            members += (name, node)
+            self.keys.pop()
+        self._kept_alive += found.tensors.values()
+        # Two names of one tensor get one node: the names differ in nothing, and become one tensor again.
+        node, rest = self._by_components.setdefault((found.kind, tuple(members)), ((), found.rest))
+        if node and is_equal(rest, found.rest):
+            return node
+        made = (COMPOSITE, tuple(members), self._object(found.rest), found.kind)
+        self._by_components[found.kind, tuple(members)] = made, found.rest
+        self.types.update(found.types)
+        return made
 
     def _without_memory(self, value: torch.Tensor, why: str) -> Node:
         if not self._is_target:
@@ -347,6 +401,10 @@ class _Walk:
         return self.tensor(state) if type(state) in PLAIN_TENSORS else self.other(state)
 
     def _shard(self, value: Any, describe: Describe) -> Node:
+        if describe is describe_dtensor and type(value._local_tensor) not in PLAIN_TENSORS:
+            parts = self._decomposed(value)
+            if parts is not None:
+                return self._composite(value, parts)
         try:
             found = describe(value)
             if isinstance(found, torch.Tensor):
@@ -406,6 +464,9 @@ class _Walk:
 
     def tensor(self, value: torch.Tensor) -> Node:
         if value.layout is not torch.strided or dtype_name(value.dtype) is None or value.is_nested:
+            found = self._decomposed(value)
+            if found is not None:
+                return self._composite(value, found)
             nested = "nested " if value.is_nested else ""
             return self._unsupported_tensor(
                 value, f"a {nested}tensor of layout {value.layout}, dtype {value.dtype} on {value.device}"
@@ -464,6 +525,14 @@ class _Walk:
         return UnsupportedLeafError(
             f"state dict leaf {leaf!r} of type {kind} cannot be {done}: {why}", leaf=leaf, type_name=kind
         )
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two values are equal; False if that cannot be determined."""
+    try:
+        return bool(one == other)
+    except Exception:  # raised by values of a tensor's class
+        return False
 
 
 def as_uint8_tensor(value: bytes) -> torch.Tensor:

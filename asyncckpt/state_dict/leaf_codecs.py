@@ -13,7 +13,8 @@ from asyncckpt.format.dcp import item_pickle, items_of, refusal_of
 from asyncckpt.format.names import DCP, SAFETENSORS
 from asyncckpt.format.state_tree import OBJECT, TENSOR, Node, fqn_of
 from asyncckpt.format.torch_pickle import NotPickledError
-from asyncckpt.state_dict.flatten import Flattened, object_fqn
+from asyncckpt.state_dict.composite_tensors import Instance
+from asyncckpt.state_dict.flatten import Flattened, composite_kind, is_equal, object_fqn
 from asyncckpt.state_dict.numpy_values import decode_scalar, encode_scalar, is_array
 from asyncckpt.state_dict.pickling import encode_pickle
 
@@ -47,10 +48,14 @@ def encode_leaves(flat: Flattened, layout: str = SAFETENSORS) -> list[Any]:
 
 
 def _extend(value: Any) -> tuple[str, Any] | None:
+    if isinstance(value, Instance):
+        return "instance", [value.form, value.kind, objects.encode_value(value.values, _extend)]
     return encode_torch(value) or encode_scalar(value)
 
 
 def _extend_or_pickle(value: Any) -> tuple[str, Any] | None:
+    if isinstance(value, Instance):
+        return "instance", [value.form, value.kind, objects.encode_value(value.values, _extend_or_pickle)]
     found = _extend(value)
     if found is not None or isinstance(value, tuple):  # a namedtuple is a tuple
         return found
@@ -62,7 +67,10 @@ def _extend_or_pickle(value: Any) -> tuple[str, Any] | None:
 
 def _refusal(flat: Flattened, number: int, value: Any, error: objects.UnknownTypeError) -> UnsupportedLeafError:
     leaf, kind = object_fqn(flat.tree, number), type(value).__name__
-    if error.__cause__ is not None:
+    of = composite_kind(flat.tree, number)
+    if of is not None:
+        why = f"the context of its class, {of}, contains a {kind}, which is stored only by pickle (allow_pickle=True)"
+    elif error.__cause__ is not None:
         why = f"type {kind} cannot be pickled: {error.__cause__}"
     elif is_array(value):
         why = f"torch has no dtype for an array of {value.dtype}; with allow_pickle=True in save and load it is pickled"
@@ -85,9 +93,34 @@ def decode_leaf(raw: Any, unpickle: Unpickle) -> Any:
     def make(tag: str, payload: Any) -> Any:
         if tag == "numpy.scalar":
             return decode_scalar(payload)
+        if tag == "instance":
+            return _instance(payload, make)
         return unpickle(*objects.pickled(payload)) if tag in objects.PICKLED_TAGS else decode_torch(tag, payload)
 
-    return objects.decode_value(raw, make)
+    try:
+        return objects.decode_value(raw, make)
+    except RecursionError as error:
+        raise ValueError("the values of a leaf are nested too deeply") from error
+
+
+def is_same_leaf(one: Any, other: Any) -> bool:
+    """Whether two object leaves have the same value, types included."""
+    try:
+        return bool(objects.encode_value(one, _extend) == objects.encode_value(other, _extend))
+    except objects.UnknownTypeError:  # values that are pickled
+        return is_equal(one, other)
+
+
+def _instance(payload: Any, make: objects.Make) -> Instance:
+    form, kind, values = payload
+    if form not in ("enum", "dataclass", "namedtuple") or type(kind) is not str:
+        raise ValueError(f"{form!r} of {kind!r} is no enum, dataclass or named tuple")
+    found = objects.decode_value(values, make)
+    if type(found) is not {"enum": str, "dataclass": dict, "namedtuple": list}[form]:
+        raise ValueError(f"the values of a {form} are a {type(found).__name__}")
+    if form == "dataclass" and not all(type(name) is str for name in found):
+        raise ValueError("a field of a dataclass has no name")
+    return Instance(form, kind, found)
 
 
 def encode_torch(value: Any) -> tuple[str, Any] | None:

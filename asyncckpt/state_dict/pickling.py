@@ -10,6 +10,7 @@ loads it with `allow_pickle=True`. Nothing else in asyncckpt runs code from a pi
 from __future__ import annotations
 
 import base64
+import importlib
 import io
 import pickle
 from typing import Any
@@ -21,6 +22,20 @@ PROTOCOL = 4
 
 _ZIP = b"PK\x03\x04"
 """First bytes of a `torch.save` file, which is used for values with tensors. A pickle begins with 0x80."""
+
+
+def importable_type(name: str) -> type | None:
+    """Return the type of a full name, imported if necessary; None: there is none. Only if the user allows pickles."""
+    parts = name.split(".")
+    for n in range(len(parts) - 1, 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:n]))
+        except Exception:  # not a module, or one that fails
+            continue
+        for part in parts[n:]:
+            found = getattr(found, part, None)
+        return found if isinstance(found, type) else None
+    return None
 
 
 def encode_pickle(value: Any) -> tuple[str, Any]:

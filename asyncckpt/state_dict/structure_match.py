@@ -16,6 +16,7 @@ from asyncckpt.errors import AsyncCkptError
 from asyncckpt.format.state_tree import (
     ARRAY,
     BYTES,
+    COMPOSITE,
     MAPPINGS,
     OBJECT,
     ORDERED_DICT,
@@ -29,6 +30,7 @@ from asyncckpt.per_rank import PerRank
 from asyncckpt.sharding.dtensor import local_tensor_on_grid
 from asyncckpt.sharding.registry import Describe, describer_of
 from asyncckpt.sharding.shard_types import Sharded, boxes_of, sources_of
+from asyncckpt.state_dict.composite_tensors import decompose
 from asyncckpt.state_dict.flatten import (
     HOIST_NBYTES,
     PLAIN_TENSORS,
@@ -36,6 +38,7 @@ from asyncckpt.state_dict.flatten import (
     Flattened,
     ShardLeaf,
     as_uint8_tensor,
+    is_equal,
     is_plain_sequence,
     plain_metadata,
     typed_key,
@@ -234,8 +237,24 @@ class _Walk:
             if not isinstance(value, PerRank):
                 raise _Mismatch
             self.other(node[1], value.value)
+        elif kind == COMPOSITE:
+            self._components(node, value)
         else:
             self._sequence(node, value)
+
+    def _components(self, node: Node, value: Any) -> None:
+        try:
+            found = decompose(value) if isinstance(value, torch.Tensor) else None
+        except AsyncCkptError:
+            raise _Mismatch from None
+        if found is None or found.kind != node[3] or tuple(found.tensors) != node[1][::2]:
+            raise _Mismatch
+        for inner, component in zip(node[1][1::2], found.tensors.values(), strict=True):
+            self.other(inner, component)
+        if node[2] == len(self.objects):
+            self.objects.append(found.rest)
+        elif node[2] > len(self.objects) or not is_equal(found.rest, self.objects[node[2]]):
+            raise _Mismatch  # one tensor under two names has one object
 
     def _object(self, value: Any) -> None:
         kind = type(value)

@@ -16,6 +16,7 @@ import torch
 
 from asyncckpt.format.state_tree import (
     ARRAY,
+    COMPOSITE,
     DICT,
     FACTORIES,
     LIST,
@@ -28,9 +29,11 @@ from asyncckpt.format.state_tree import (
     Form,
     Node,
     form_in,
+    members,
     python_key,
 )
 from asyncckpt.per_rank import PerRank
+from asyncckpt.state_dict.composite_tensors import TypeOf, compose, registered_type
 from asyncckpt.state_dict.numpy_values import array_of
 
 _TYPES: dict[str, type] = {
@@ -80,7 +83,22 @@ def sequence_of(form: Form | None, members: list[Any]) -> Any:
     return members if form is None else deque(members, form[1])
 
 
-def unflatten(tree: Node, tensors: Sequence[torch.Tensor], objects_: Sequence[Any], *, marks: bool = False) -> Any:
+class ComposeError(Exception):
+    """A tensor cannot be made of its components; `node` is its node. Internal."""
+
+    def __init__(self, node: Node, text: str) -> None:
+        super().__init__(text)
+        self.node = node
+
+
+def unflatten(
+    tree: Node,
+    tensors: Sequence[torch.Tensor],
+    objects_: Sequence[Any],
+    *,
+    marks: bool = False,
+    type_of: TypeOf = registered_type,
+) -> Any:
     """Rebuild the state dict: containers, order, key types and aliases as saved.
 
     Args:
@@ -88,16 +106,32 @@ def unflatten(tree: Node, tensors: Sequence[torch.Tensor], objects_: Sequence[An
         tensors: Tensors by number.
         objects_: Python values by object number.
         marks: Whether a `PerRank` value is returned as a `PerRank`; else the plain value.
+        type_of: Returns the type of a full name, for composite tensors.
+
+    Raises:
+        ComposeError: A tensor cannot be made of its components.
     """
-    return Unflattener(tensors, objects_, marks=marks).value_of(tree)
+    return Unflattener(tensors, objects_, marks=marks, type_of=type_of).value_of(tree)
 
 
 class Unflattener:
-    """Rebuilds one tree, or several that share tensors. The arguments are those of `unflatten`."""
+    """Rebuilds one tree, or several that share tensors. The arguments are those of `unflatten`.
 
-    def __init__(self, tensors: Sequence[torch.Tensor], objects_: Sequence[Any], *, marks: bool = False) -> None:
-        self._tensors, self._objects, self._marks = tensors, objects_, marks
+    Attributes:
+        composites: The composite tensors so far, by node; may be given before.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        objects_: Sequence[Any],
+        *,
+        marks: bool = False,
+        type_of: TypeOf = registered_type,
+    ) -> None:
+        self._tensors, self._objects, self._marks, self._type_of = tensors, objects_, marks, type_of
         self._arrays: dict[int, Any] = {}
+        self.composites: dict[Node, torch.Tensor] = {}
 
     def value_of(self, node: Node) -> Any:
         """Return the value of a node."""
@@ -112,10 +146,12 @@ class Unflattener:
             value = self.value_of(node[1])
             return PerRank(value) if self._marks else value
         if kind in SEQUENCES:
-            members = [self.value_of(child) for child in node[1]]
-            return sequence_of(form_in(node), members) if kind == LIST else tuple(members)
+            inner = [self.value_of(child) for child in node[1]]
+            return sequence_of(form_in(node), inner) if kind == LIST else tuple(inner)
         if kind == ARRAY:
             return self._array(node[1])
+        if kind == COMPOSITE:
+            return self._composite(node)
         hoisted = self._tensors[node[1]].contiguous()
         return ctypes.string_at(hoisted.data_ptr(), hoisted.numel())
 
@@ -129,6 +165,17 @@ class Unflattener:
             metadata = self._objects[node[2]]
             ordered._metadata = OrderedDict(metadata) if isinstance(metadata, dict) else metadata  # type: ignore[attr-defined]
         return ordered
+
+    def _composite(self, node: Node) -> torch.Tensor:
+        found = self.composites.get(node)
+        if found is None:
+            tensors = {str(name): self.value_of(child) for name, child in members(node)}
+            try:
+                found = compose(node[3], tensors, self._objects[node[2]], self._type_of)
+            except Exception as error:  # whatever torch, or the class, raises
+                raise ComposeError(node, f"{type(error).__name__}: {error}") from error
+            self.composites[node] = found
+        return found
 
     def _array(self, number: int) -> Any:
         if number not in self._arrays:

@@ -75,7 +75,7 @@ MAY_IMPORT = {
         *("format", "memory", "protocol", "planning", "distributed"),
     },
     "staging": {
-        *("", "basics", "components", "config", "errors"),
+        *("", "basics", "components", "config", "dtypes", "errors", "torch_tensors"),
         *("format", "memory", "protocol", "sharding", "state_dict", "planning", "distributed", "client"),
     },
 }

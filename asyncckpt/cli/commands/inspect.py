@@ -13,7 +13,7 @@ from asyncckpt.cli.progress import show_reads
 from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.format.objects import decode_value
-from asyncckpt.format.state_tree import OBJECT, fqn_of, leaves, per_rank_nodes
+from asyncckpt.format.state_tree import OBJECT, composite_nodes, fqn_of, leaves, per_rank_nodes
 from asyncckpt.interop.sources.detect import NATIVE, read_any
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.maintenance.mirroring import is_mirrored
@@ -87,6 +87,7 @@ def _describe(contents: Contents, files: Files) -> dict[str, Any]:
         "timings": dict(manifest.timings),
         "shards": shards,
         "tensors": [_tensor(contents, tensor) for tensor in contents.tensors.values()],
+        "composites": _composites(contents),
         "objects": [found for rank in range(len(contents.ranks)) for found in _objects(contents, rank, files)],
     }
 
@@ -133,6 +134,16 @@ def _tensor(contents: Contents, tensor: SavedTensor) -> dict[str, Any]:
         ],
         "shards": sorted({contents.ranks[rank].index.shards[chunk.part].name for rank, chunk in tensor.chunks}),
     }
+
+
+def _composites(contents: Contents) -> list[dict[str, Any]]:
+    """Describe the tensors that are stored as their components: `kind` is the class, or the layout or scheme."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for rank in contents.ranks:
+        for path, node in composite_nodes(rank.structure.tree):
+            described = {"fqn": fqn_of(path), "kind": node[3], "components": list(node[1][::2])}
+            found.setdefault((described["fqn"], node[3]), described)
+    return list(found.values())
 
 
 def _objects(contents: Contents, rank: int, files: Files) -> Iterator[dict[str, Any]]:
@@ -186,6 +197,10 @@ def _print(described: dict[str, Any]) -> None:
     )
     say(f"\ntensors: {len(described['tensors'])}")
     print_table(("FQN", "DTYPE", "SHAPE", "SIZE", "CHUNKS", "RANKS"), _tensor_rows(described["tensors"]))
+    if described["composites"]:
+        say(f"\ntensors stored as components: {len(described['composites'])}")
+        rows = [[one["fqn"], one["kind"], ", ".join(one["components"])] for one in described["composites"]]
+        print_table(("FQN", "KIND", "COMPONENTS"), rows)
     if any("stats" in tensor for tensor in described["tensors"]):
         say("\nstatistics:")
         print_table(_STATS, [_stats_row(tensor) for tensor in described["tensors"]])

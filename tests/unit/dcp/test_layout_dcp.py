@@ -22,6 +22,7 @@ import asyncckpt
 from asyncckpt import CheckpointerConfig, RankInfo, SyncCheckpointer
 from asyncckpt.commit_hooks import HookRunner
 from asyncckpt.distributed.run_agreement import Coordination
+from asyncckpt.dtypes import UNCONVERTED
 from asyncckpt.errors import (
     AsyncCkptError,
     CheckpointExistsError,
@@ -53,7 +54,7 @@ FILES = Files()
 CODES = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ESTALE, errno.EINTR]
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of a load without a process group
 
-NO_COPY = {"float4_e2m1fn_x2"}
+NO_COPY = set(UNCONVERTED)
 """Dtypes that stock DCP writes and cannot load: `copy_` has no kernel for them."""
 
 

@@ -10,8 +10,7 @@ import torch
 from asyncckpt.dtypes import DTYPES, stored_as
 
 NOT_STORED = {
-    # no element of their own that a kernel could copy: shells for packed bits, and quantised dtypes that carry a scale
-    *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+    # no dtypes of plain tensors: shells for packed bits, and quantised dtypes, whose tensors are stored as integers
     *("bits16", "bits1x8", "bits2x4", "bits4x2", "bits8"),
     *("qint8", "qint32", "quint8", "quint2x4", "quint4x2"),
 }

@@ -24,6 +24,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("hostile") / "c"
     state = {"a": torch.randn(50), "b": {"c": torch.ones(3, 4, dtype=torch.int16), "d": [1, {"x": 2}]}, "e": None}
     state["f"] = [torch.ones(2), b"x" * 70_000]  # type: ignore[assignment]
+    state["g"] = torch.eye(3).to_sparse()
     with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
         checkpointer.save(state, path)
     return path
@@ -65,7 +66,7 @@ def test_indexes_and_structures_with_any_value_replaced_end_in_typed_errors(
         index_path.write_bytes(index)
         (checkpoint / "manifest.json").write_bytes(manifest)
     assert refused > 200
-    assert len(load(checkpoint)) == 4
+    assert len(load(checkpoint)) == 5
 
 
 def test_indexes_with_random_bytes_changed_end_in_typed_errors(checkpoint: Path, rng: random.Random) -> None:

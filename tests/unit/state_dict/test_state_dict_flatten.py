@@ -25,6 +25,7 @@ from asyncckpt.planning.planner import PlanCache
 from asyncckpt.state_dict.flatten import flatten
 from asyncckpt.state_dict.leaf_codecs import decode_leaf, encode_leaves
 from asyncckpt.state_dict.unflatten import unflatten
+from tests import composite_samples
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -153,6 +154,22 @@ def _view_of_shrunk() -> torch.Tensor:
     return view
 
 
+def _quint4x2() -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.ones(4, 4), 1.0, 0, torch.quint4x2)
+
+
+def _without_components() -> torch.Tensor:
+    found = composite_samples.blocks(0)
+    found.components = ()
+    return found
+
+
+def _with_a_number() -> torch.Tensor:
+    found = composite_samples.blocks(0)
+    found.scale = 5
+    return found
+
+
 def _deep(levels: int, leaf: Any) -> Any:
     for _ in range(levels):
         leaf = {"d": leaf}
@@ -166,9 +183,11 @@ REFUSED = {
     "generator": lambda: iter([]),
     "object in a list": lambda: [1, Custom()],
     "object in a set": lambda: {Custom()},
-    "sparse": lambda: torch.eye(3).to_sparse(),
-    "csr": lambda: torch.eye(3).to_sparse_csr(),
-    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "part of a packed tensor": lambda: _quint4x2()[1:],
+    "context of a subclass": lambda: composite_samples.one_scale(0, note=Custom()),
+    "subclass without components": _without_components,
+    "component that is no tensor": _with_a_number,
+    "component of no memory": lambda: composite_samples.Pair(torch.ones(2, device="meta"), torch.ones(2)),
     "meta": lambda: torch.ones(2, device="meta"),
     "tensor subclass": lambda: torch.ones(2).as_subclass(Subclass),
     "lazy parameter": torch.nn.parameter.UninitializedParameter,

@@ -14,6 +14,7 @@ from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.planning.planner import PlanCache, signature_of
 from asyncckpt.state_dict.flatten import HOIST_NBYTES, Flattened, flatten
 from asyncckpt.state_dict.structure_match import flatten_along
+from tests import composite_samples
 
 
 def assert_equal_parts(found: Flattened, expected: Flattened) -> None:
@@ -182,3 +183,34 @@ def test_a_plan_is_found_again_when_the_quick_way_cannot_decide() -> None:
     cache = PlanCache(files_per_rank=1)
     assert cache.plan_for(state)[0] is cache.plan_for(state)[0]
     assert cache.n_plans_made == 1
+
+
+def _with_composites(seed: int) -> dict[str, Any]:
+    first = composite_samples.blocks(seed)
+    sparse = torch.eye(3).to_sparse()
+    return {
+        "a": first,
+        "tied": [first, composite_samples.pair(seed)],
+        "sparse": {"x": sparse, "y": sparse},
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.5, seed, torch.qint8),
+        "plain": torch.ones(2),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_composite_tensors_match_by_class_and_components_whatever_their_context() -> None:
+    state = _with_composites(0)
+    assert check(state, state) and check(state, _with_composites(5))
+    tree = flatten(state)
+    found = flatten_along(*signature_of(tree), _with_composites(5))
+    assert found is not None and found.objects != tree.objects  # the contexts are those of the moment
+    for change in (
+        {"a": composite_samples.one_scale(0)},
+        {"a": composite_samples.blocks(0, (6, 16))},
+        {"a": torch.ones(12, 8)},
+        {"tied": [composite_samples.blocks(0), composite_samples.pair(0)]},
+        {"sparse": {"x": torch.ones(3, 3).to_sparse(), "y": state["sparse"]["y"]}},
+        {"quantized": torch.ones(3)},
+        {"plain": composite_samples.blocks(0)},
+    ):
+        assert not check(state, {**state, **change})
