@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from asyncckpt.basics.paths import absolute_path, current_umask, is_url
+from asyncckpt.basics.paths import absolute_path, checkpoint_path, current_umask, is_url
 from asyncckpt.errors import AsyncCkptError, ConfigError, UnsupportedPathError
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.state_tree import OBJECT, TENSOR
@@ -42,6 +42,7 @@ from asyncckpt.storage.catalog import next_epoch_beside
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import MODE_DIRECTORY, MODE_FILE, Files, fsync_directory, save_failure
 from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.locate import files_at, with_storage_options
 from asyncckpt.storage.read_plan import with_verifiers
 
 
@@ -90,6 +91,7 @@ def convert(
     threads: int | None = None,
     read_back: bool = True,
     progress: Progress | None = None,
+    storage_options: Mapping[str, str] | None = None,
 ) -> ConversionReport:
     """Convert a checkpoint of any kind to any other kind.
 
@@ -102,8 +104,8 @@ def convert(
     and are dicts of their components in all other kinds.
 
     Args:
-        src: An asyncckpt checkpoint, a DCP directory, a file of `torch.save`, a safetensors file, or a directory of
-            safetensors files.
+        src: An asyncckpt checkpoint, also by a URL of an object store; a DCP directory, a file of `torch.save`, a
+            safetensors file, or a directory of safetensors files.
         dst: The target: a directory for `asyncckpt`, `dcp` and `hf`, else a file. Its parent directory must exist. A
             file may be inside the source's directory. A directory for `asyncckpt` or `dcp` may contain the source if it
             holds no checkpoint; then the files of the target are added to it and nothing is replaced.
@@ -126,6 +128,8 @@ def convert(
             types, shapes, file offsets and values of leaves are compared, but not the elements of tensors.
         progress: Called with (bytes done, bytes in total); bytes that are written and bytes that are read back both
             count.
+        storage_options: Options of the object store that `src` leads to, by obstore's names; their values are never
+            shown. None: those of the environment.
 
     Returns:
         Numbers of leaves and bytes, and what the target holds in another form.
@@ -146,38 +150,45 @@ def convert(
         SaveFailedError: There is not enough space, or the file system failed; nothing of the target is left. Code
             EAGAIN: an asyncckpt save may be running at `dst`, which would be replaced.
         ConfigError: An argument is invalid, or `max_shard_bytes` is so small that a rank would have too many files.
-        UnsupportedPathError: `src` or `dst` is a URL or no path.
+        UnsupportedPathError: `dst` is a URL; or `src` is one whose store cannot be used; or one is no path.
         OSError: The source cannot be read.
 
     Blocks: until everything is read and written; with `overwrite` also, for at most 30 seconds, while an asyncckpt save
         commits at `dst`.
     """
-    for path in (src, dst):
-        if is_url(str(path)):
-            scheme = str(path).partition("://")[0]  # IMPORTANT: not the rest, which may hold a password
-            raise UnsupportedPathError(
-                f"convert: a path is a {scheme}:// URL, and conversions read and write files: copy the checkpoint "
-                "to a directory with the store's own tools, convert it there, and copy the result back",
-                path=f"{scheme}://",
-            )
-    conversion = Conversion(
-        absolute_path(src),
-        absolute_path(dst),
-        to,
-        Files(),
-        overwrite=overwrite,
-        threads=thread_count(threads),
-        read_back=read_back,
-        progress=progress,
-    )
+    source = checkpoint_path(src)
+    if is_url(str(dst)):
+        scheme = str(dst).partition("://")[0]  # IMPORTANT: not the rest, which may hold a password
+        raise UnsupportedPathError(
+            f"convert: dst is a {scheme}:// URL, and conversions write files: convert to a directory, and copy that "
+            "with the store's own tools",
+            path=f"{scheme}://",
+        )
+    target = absolute_path(dst)
     check_arguments(to, max_shard_bytes)
-    check_not_nested(conversion.path, conversion.source, to)
+    if not is_url(source):
+        check_not_nested(target, source, to)
     if keys is not None and not isinstance(keys, Iterable):
         raise ConfigError(f"keys={keys!r}: expected FQNs and prefixes, such as ['model']", field="keys")
     found, dtype_name = checked_rules(rules) if rules else [], cast_dtype(dtype)
-    return conversion.run(
-        key_list(keys), key_map, max_shard_bytes, partial, prepare=lambda outline: reshaped(outline, found, dtype_name)
-    )
+    with with_storage_options(storage_options):
+        conversion = Conversion(
+            source,
+            target,
+            to,
+            files_at(source),
+            overwrite=overwrite,
+            threads=thread_count(threads),
+            read_back=read_back,
+            progress=progress,
+        )
+        return conversion.run(
+            key_list(keys),
+            key_map,
+            max_shard_bytes,
+            partial,
+            prepare=lambda outline: reshaped(outline, found, dtype_name),
+        )
 
 
 def check_arguments(to: str, max_shard_bytes: int | None) -> None:

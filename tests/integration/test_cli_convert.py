@@ -168,7 +168,6 @@ def test_rules_dtype_and_companions_are_given_by_options(dcp: Path, tmp_path: Pa
     [
         (("--to", "hf", "--tokenizer", "."), "--tokenizer is for exports to Hugging Face directories: give --config"),
         (("--to", "hf", "--generation-config", "."), "--generation-config is for exports"),
-        (("--to", "torch", "--storage-option", "a=b"), "--storage-option is for exports"),
         (("--to", "torch", "--config", "."), "--config is for --to hf, of all tensors: leave out --to torch"),
         (("--to", "hf", "--config", ".", "--partial"), "leave out --partial"),
         (("--to", "hf", "--rules", "broken"), "--rules broken: not JSON"),

@@ -249,7 +249,7 @@ def test_what_is_saved_to_a_bucket_is_found_loaded_listed_verified_and_removed(s
     for refused in (
         ("pin", f"{root}/step-3"),
         ("diff", f"{root}/step-3", "."),
-        ("convert", f"{root}/step-3", "x", "--to", "hf"),
+        ("convert", f"{root}/step-3", f"{root}/x", "--to", "hf"),
     ):
         done = run("-m", "asyncckpt", *refused)
         assert done.returncode == 1 and "Traceback" not in done.stderr and "copy" in done.stderr
@@ -286,6 +286,19 @@ def test_a_checkpoint_in_a_bucket_is_exported(server: Server, root: str, tmp_pat
         f"{root}/export", tmp_path / "c", config={}, key="model", storage_options=server.options()
     )
     assert made.tensors == 2
+
+
+@pytest.mark.parametrize("to", ["asyncckpt", "dcp", "torch", "safetensors"])
+def test_a_checkpoint_in_a_bucket_is_converted(server: Server, root: str, tmp_path: pathlib.Path, to: str) -> None:
+    state = {"w": torch.randn(1500, 1000), "e": torch.randn(2, 3)}
+    with asyncckpt.SyncCheckpointer() as checkpointer:
+        checkpointer.save(state, f"{root}/convert-{to}", step=3)
+    options = [word for name, value in server.options().items() for word in ("--storage-option", f"{name}={value}")]
+    arguments = (f"{root}/convert-{to}", str(tmp_path / "converted"), "--to", to, *options)
+    done = run("-m", "asyncckpt", "convert", *arguments)
+    assert done.returncode == 0, done.stderr
+    found = asyncckpt.load(tmp_path / "converted")
+    assert all(torch.equal(found[key], tensor) for key, tensor in state.items())
 
 
 def test_ranks_one_and_three_restore_what_two_have_saved(root: str, worker: RealWorker) -> None:

@@ -115,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
         "max_shard_bytes": args.max_shard_bytes,
         "overwrite": args.overwrite,
         "read_back": not args.no_read_back,
+        "storage_options": storage_options_of(args),
     }
     started = time.perf_counter()
     with progress(quiet=args.json) as shown, _terminates_like_interrupt():
@@ -127,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
                 "generation_config": args.generation_config,
                 "tokenizer": args.tokenizer,
             }
-            given |= {"rules": _rules(args), "storage_options": storage_options_of(args), "progress": shown}
+            given |= {"rules": _rules(args), "progress": shown}
             report = export_checkpoint(args.source, args.target, **companions, **given)
     seconds = time.perf_counter() - started
     if args.json:
@@ -175,7 +176,7 @@ def _check_options(args: argparse.Namespace) -> None:
         ConfigError: There are some.
     """
     if args.config is None:
-        alone = [name for name in ("generation_config", "tokenizer", "storage_option") if getattr(args, name)]
+        alone = [name for name in ("generation_config", "tokenizer") if getattr(args, name)]
         if alone:
             name = f"--{alone[0].replace('_', '-')}"
             raise ConfigError(f"{name} is for exports to Hugging Face directories: give --config too", field=alone[0])
