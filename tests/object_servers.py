@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from asyncckpt.storage import locate
 from tests import gcs_server
 
 BUCKET = "bucket"
@@ -116,8 +117,12 @@ def running(scheme: str) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def in_environment(server: Server, url: str = "") -> Iterator[None]:
-    """Set the variables by which programs find the server, or what listens at `url` in front of it."""
+    """Set the variables by which programs find the server, or what listens at `url` in front of it.
+
+    Stores that tests before have opened in this process are forgotten: they lead to servers that have ended.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(locate, "_stores", {})
         for name, value in server.environment(url).items():
             patch.setenv(name, value)
         yield

@@ -26,6 +26,9 @@ _SECRET_VARIABLE = re.compile(r"(AWS|AZURE|GOOGLE)_.*(KEY|SECRET|TOKEN|PASSWORD)
 _REFUSED = ("operation lacked the necessary privileges", "operation lacked valid authentication credentials")
 """What obstore says where the store answers 403 and 401."""
 
+_MIN_CHARS = 3
+"""A shorter value is no secret, and may be a digit of every address."""
+
 _SHORT_CHARS = 8
 """A shorter value is replaced only where it is a word of its own; it may be a number or part of many words."""
 
@@ -82,7 +85,7 @@ def message_of(error: BaseException, secrets: Iterable[str] = ()) -> str:
     text = str(error).partition("\n\nDebug source")[0]
     variables = (value for name, value in os.environ.items() if _SECRET_VARIABLE.fullmatch(name))
     for value in sorted({*secrets, *variables}, key=len, reverse=True):
-        if value:
+        if len(value) >= _MIN_CHARS:
             pattern = re.escape(value)
             text = re.sub(pattern if len(value) >= _SHORT_CHARS else rf"(?<!\w){pattern}(?!\w)", "...", text)
     text = _SECRET_ELEMENTS.sub(r"<\1>...\2", text)
