@@ -26,8 +26,8 @@ _SECRET_VARIABLE = re.compile(r"(AWS|AZURE|GOOGLE)_.*(KEY|SECRET|TOKEN|PASSWORD)
 _REFUSED = ("operation lacked the necessary privileges", "operation lacked valid authentication credentials")
 """What obstore says where the store answers 403 and 401."""
 
-_MIN_CHARS = 3
-"""A shorter value is no secret, and may be a digit of every address."""
+_MIN_CHARS = 2
+"""A value of one character is no secret, and may be a digit of every address."""
 
 _SHORT_CHARS = 8
 """A shorter value is replaced only where it is a word of its own; it may be a number or part of many words."""

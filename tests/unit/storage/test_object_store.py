@@ -556,6 +556,7 @@ class Refusing:
             "<StringToSign>...</StringToSign><StringToSignBytes>...",
         ),
         ("key GIVENSECRET1, xGIVENSECRET1x, short ab, abba", "key ..., x...x, short ..., abba"),
+        ("no route to http://127.0.0.1:9000", "no route to http://127.0.0.1:9000"),
         ("keys ENVIRONMENTSECRET and MORESECRET of ENVIRONMENTID in /a/file", "keys ... and ... of ... in /a/file"),
         ("a" * 700 + "SECRET", "a" * 600),
     ],
@@ -565,7 +566,7 @@ def test_secrets_are_not_repeated_in_texts_of_errors(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "MORESECRET")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "ENVIRONMENTID")
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "/a/file")
-    assert message_of(RuntimeError(said), ["GIVENSECRET1", "ab", ""]) == shown
+    assert message_of(RuntimeError(said), ["GIVENSECRET1", "ab", "0", ""]) == shown
 
 
 def test_values_of_options_are_in_no_error_of_any_call(monkeypatch: pytest.MonkeyPatch) -> None:
