@@ -141,7 +141,7 @@ def test_diff_of_equal_and_of_different_checkpoints(dcp: Path, tmp_path: Path, c
     assert command("diff", dcp, tmp_path / "b.pt", "--keys", "absent")[0] == 1
 
 
-def test_rules_dtype_and_companions_are_given_by_options(dcp: Path, tmp_path: Path, command: Command) -> None:
+def test_rules_dtype_and_config_files_are_given_by_options(dcp: Path, tmp_path: Path, command: Command) -> None:
     rules = [{"sources": "w", "targets": ["a.{n}", "b.{n}"], "stack_dim": 1}, {"sources": "a.x", "targets": "a.y"}]
     (tmp_path / "rules").write_text(json.dumps(rules[:1]))
     (tmp_path / "config.json").write_text('{"model_type": "x"}')

@@ -123,13 +123,13 @@ def run(args: argparse.Namespace) -> int:
             given |= {"rules": _rules(args) or (), "partial": args.partial, "progress": shown}
             report = convert(args.source, args.target, to=args.to, **given)
         else:
-            companions = {
+            config_files = {
                 "config": args.config,
                 "generation_config": args.generation_config,
                 "tokenizer": args.tokenizer,
             }
             given |= {"rules": _rules(args), "progress": shown}
-            report = export_checkpoint(args.source, args.target, **companions, **given)
+            report = export_checkpoint(args.source, args.target, **config_files, **given)
     seconds = time.perf_counter() - started
     if args.json:
         print_json({**asdict(report), "seconds": round(seconds, 3)})

@@ -30,7 +30,7 @@ from asyncckpt.format.state_tree import TENSOR
 from asyncckpt.interop.convert import Conversion, ConversionReport, cast_dtype, check_arguments, reshaped
 from asyncckpt.interop.copy_pipeline import Progress
 from asyncckpt.interop.hf.architectures import HUB_RULES
-from asyncckpt.interop.hf.companions import Companions
+from asyncckpt.interop.hf.config_files import ConfigFiles
 from asyncckpt.interop.losses import listed
 from asyncckpt.interop.mapping.made_tensors import CAST_DTYPES
 from asyncckpt.interop.mapping.tensor_rules import TensorRule, checked_rules, listed_lines
@@ -258,13 +258,13 @@ class _Export:
         with temporary_path(self.path) as folder:
             try:
                 files.mkdir(folder)
-                companions = Companions(folder, files)
-                self._take(companions, model)
+                config_files = ConfigFiles(folder, files)
+                self._take(config_files, model)
             except OSError as error:
                 raise save_failure(error, save_id=None, rank=None, step=None, path=self.path) from error
             rules = self.rules
             if rules is None:
-                rules = list(HUB_RULES.get(str(companions.config.get("model_type")), ()))
+                rules = list(HUB_RULES.get(str(config_files.config.get("model_type")), ()))
 
             def prepare(outline: Outline) -> tuple[Outline, list[str]]:
                 outline, sentences = matched(outline, model) if model is not None else (outline, [])
@@ -272,7 +272,7 @@ class _Export:
                 return made, sentences + more
 
             def beside(outline: Outline) -> Mapping[str, str]:
-                return companions.paths(
+                return config_files.paths(
                     dtype=dtype_of(outline), architecture=None if model is None else architecture_of(model)
                 )
 
@@ -288,19 +288,19 @@ class _Export:
             )
             return conversion.run(self.keys, self.key_map, self.max_shard_bytes, False, prepare=prepare, beside=beside)
 
-    def _take(self, companions: Companions, model: Any) -> None:
+    def _take(self, config_files: ConfigFiles, model: Any) -> None:
         """Write the files that are known before anything is read."""
         is_model = _is_model(self.config)
-        companions.take_config(self.config.config if is_model else self.config)
+        config_files.take_config(self.config.config if is_model else self.config)
         generation = self.generation_config
         if generation is None and model is not None and getattr(model, "can_generate", lambda: False)():
             generation = getattr(model, "generation_config", None)
         if generation is not None:
-            companions.take_generation_config(generation)
+            config_files.take_generation_config(generation)
         elif not is_model:
-            companions.take_generation_config_beside(self.config)
+            config_files.take_generation_config_beside(self.config)
         if self.tokenizer is not None:
-            companions.take_tokenizer(self.tokenizer)
+            config_files.take_tokenizer(self.tokenizer)
 
 
 def matched(outline: Outline, model: Any) -> tuple[Outline, list[str]]:

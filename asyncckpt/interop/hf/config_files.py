@@ -36,7 +36,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 """Keys of a config for the dtype of the weights; the second was used up to transformers 4."""
 
 
-class Companions:
+class ConfigFiles:
     """Writes the files beside the weights into a directory.
 
     Args:
