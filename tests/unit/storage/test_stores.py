@@ -534,6 +534,7 @@ def test_manifests_of_a_listing_are_read_at_the_same_time(
 
 
 def test_requests_are_made_while_the_interpreter_exits() -> None:
+    pytest.importorskip("obstore", reason="the extra cloud is not installed")
     program = """
 import atexit
 from asyncckpt.storage.cloud.object_store import ObjectStore
