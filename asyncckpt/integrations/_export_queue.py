@@ -72,15 +72,21 @@ class ExportJob:
         """Path of the file in which the exporter writes why it could not publish."""
         return f"{self.native}.log"
 
-    def write(self) -> int | None:
-        """Put the job into the queue in one step; the exporter flushes it later. Returns its lock, as `lock` does."""
+    def write(self) -> int:
+        """Put the job into the queue in one step; the exporter flushes it later. Returns its lock, as `lock` does.
+
+        Raises:
+            OSError: It cannot be written.
+        """
         temporary = f"{self.path}.tmp"
-        for _ in range(100):  # another process may remove an empty queue
+        for _ in range(100):  # another process may remove a queue without jobs
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 with open(temporary, "w", encoding="utf-8") as file:
                     json.dump({"target": os.path.basename(self.target), "kind": self.kind}, file)
-                return self.lock(temporary)
+                fd = self.lock(temporary)
+                if fd is not None:  # else it was taken for a leftover and removed before it was locked
+                    return fd
         raise FileNotFoundError(errno.ENOENT, "another process keeps removing the directory of the queue", self.path)
 
     def flush(self) -> None:

@@ -72,8 +72,8 @@ def test_a_file_or_a_directory_is_replaced_whatever_its_name(name: str, saver: B
             saver.save(tmp_path / name, {"x": capture_torch_save({"v": value})}, step=1, kind="file")
         else:
             saver.save(tmp_path / name, files(value), step=1)
-        saver.wait(real_worker.DEADLINE_S)
         path = tmp_path / name
+        assert saver.wait(real_worker.DEADLINE_S) == [str(path)]
         assert torch.load(path) == {"v": value} if name == "x.ckpt" else value_at(path) == value
     saver.discard(tmp_path / name)
     assert not (tmp_path / name).exists()

@@ -43,7 +43,7 @@ def staged(root: Path, target: str = "one", *, committed: bool = True) -> Export
     os.makedirs(job.native)
     if committed:
         Path(job.native, MANIFEST_NAME).write_text("{}")
-    os.close(job.write() or 0)
+    os.close(job.write())
     return job
 
 
@@ -233,21 +233,24 @@ def test_a_try_that_takes_long_is_followed_by_a_longer_rest(tmp_path: Path) -> N
     assert len(disk.done) == 2
 
 
+@pytest.mark.parametrize("before", ["replace", "open"])
 def test_a_job_is_written_although_another_process_removes_the_empty_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rename, removed = os.replace, list[str]()
+    call, removed = getattr(os, before), list[str]()
 
-    def replace(source: str, target: str) -> None:
-        if not removed:
+    def after_a_removal(source: Any, *arguments: Any, **more: Any) -> Any:
+        if not removed and str(source).endswith(".job.tmp"):
             removed.append(os.path.dirname(source))
             shutil.rmtree(removed[0])
-        rename(source, target)
+        return call(source, *arguments, **more)
 
-    monkeypatch.setattr(os, "replace", replace)
-    job, before = job_for(str(tmp_path / "one"), "one.x.1"), os.listdir("/proc/self/fd")
-    os.close(job.write() or 0)
-    assert read_job(job.path) == job and removed and os.listdir("/proc/self/fd") == before
+    job, descriptors = job_for(str(tmp_path / "one"), "one.x.1"), os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, before, after_a_removal)
+        fd = job.write()
+    os.close(fd)
+    assert read_job(job.path) == job and removed and os.listdir("/proc/self/fd") == descriptors
 
 
 @pytest.mark.parametrize("kind", ["no call", "no support", "NFS"])
