@@ -25,7 +25,7 @@ help:
 	@echo "make check         format, lint, types, architecture, contracts"
 	@echo "make test-nonumpy  the core tests with nothing but the required packages"
 	@echo "make test-frameworks  training frameworks with our adapters, and what other libraries read of what is written here"
-	@echo "make test-matrix   every way to save, loaded in every other way"
+	@echo "make test-matrix   every way to save, loaded in every other way; results in tests/fault/results"
 	@echo "make test-fault    the fault tests that take minutes, as root; results in tests/fault/results"
 	@echo "make test-nodes    workers in network namespaces, as root; results in tests/fault/results"
 	@echo "make fuzz          readers of strange bytes, for minutes; FUZZ_SECONDS for each"
@@ -104,7 +104,8 @@ test-frameworks: .venv-frameworks/.stamp
 	.venv-frameworks/bin/python -m pytest $(TOGETHER) tests/frameworks tests/integration/test_stock_tools.py tests/integration/test_docs_code.py
 
 test-matrix: .venv/.dev
-	.venv/bin/python -m pytest -m "matrix or not matrix" tests/integration/test_ranks_matrix.py \
+	ASYNCCKPT_TEST_RESULTS=tests/fault/results ASYNCCKPT_TEST_RESULTS_NAME=matrix \
+		.venv/bin/python -m pytest -m "matrix or not matrix" tests/integration/test_ranks_matrix.py \
 		tests/integration/test_ranks_random_cuts.py
 
 test-fault: export ASYNCCKPT_TEST_RESULTS = tests/fault/results
