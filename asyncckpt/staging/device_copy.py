@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -225,10 +226,7 @@ class DeviceBoxes:
             RuntimeError: From the device. Copies that were enqueued before may still run.
         """
         sources = image.sources(tensors, self._order) if device_copies is None else device_copies
-        for lap in self._laps:
-            for views, positions in lap.fills:
-                self._gather(views, [sources[position] for position in positions])
-            self._device.copy(lap.targets, lap.sources, non_blocking=non_blocking)
+        # The large ones first: the device copies them while the host enqueues the others.
         targets, rows, made_nbytes = list[torch.Tensor](), list[torch.Tensor](), 0
         for position in range(self._n_gathered, len(sources)):
             source, target = sources[position], self._targets[position - self._n_gathered]
@@ -248,6 +246,10 @@ class DeviceBoxes:
                 rows.append(source)
         if targets:
             self._device.copy(targets, rows, non_blocking=non_blocking)
+        for lap in self._laps:
+            for views, positions in lap.fills:
+                self._gather(views, [sources[position] for position in positions])
+            self._device.copy(lap.targets, lap.sources, non_blocking=non_blocking)
 
     def _gather(self, views: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         strided = {n for n, source in enumerate(sources) if not source.is_contiguous()}
@@ -276,12 +278,15 @@ class DeviceWork(NamedTuple):
 class Transfer:
     """The copies of one save's tensors from devices into a slot: enqueued, waited for, or ordered before later work.
 
-        training thread   |  [snapshot]; record on producing stream; side stream waits for it; [copies; record: done]
-        hook of `step()`  |  the stream of the step waits for `done`; the CPU does not
+        save()            |  [snapshot]; record on producing stream; side stream waits for it; immediate copies
+        copier's thread   |  [deferred copies; record: done]
+        hook of `step()`  |  the same if the copier has not come to it; the stream of the step waits for `done`
         copier's thread   |  waits until `done` has run; then the sources are checked and the slot is sealed
 
-    With a snapshot, which the producing stream makes on the device, later work need not wait for anything. The tensors
-    are kept alive until their copies have ended.
+    `enqueue` enqueues the deferred copies, once, in the thread that needs them first: that takes some milliseconds of
+    the CPU for many tensors. The side stream has them wait for the work before `save()` alone. With a snapshot, which
+    the producing stream makes on the device, later work need not wait for anything. The tensors are kept alive until
+    their copies have ended.
 
     Args:
         device: The interface to the devices.
@@ -314,6 +319,9 @@ class Transfer:
             [(index, window.numel()) for index, window in some] for some in (replica_windows, torn_check_windows)
         )
         self._touched: dict[int, Event | None] = {}
+        self._lock = threading.RLock()  # a signal handler may come to `enqueue` in a thread that holds the lock
+        self._may_enqueue, self._is_enqueued = True, False
+        self._failure: BaseException | None = None
         self._owner_pid = os.getpid()
 
     @property
@@ -322,10 +330,10 @@ class Transfer:
         return self._pinned or self._snapshot is not None
 
     def start(self) -> None:
-        """Enqueue all copies that can be enqueued, behind the work in the calling thread's current streams.
+        """Begin behind the work in the calling thread's current streams: snapshots, immediate copies, and windows.
 
-        Immediate work comes first. If the slot is pinned, the current stream waits for it, so that later work in that
-        stream comes after it; else the CPU waits.
+        If the slot is pinned, the current stream waits for the immediate copies, so that later work in that stream
+        comes after them; else the CPU waits.
 
         Raises:
             RuntimeError: From a device. Copies may still run: call `settle`.
@@ -349,13 +357,48 @@ class Transfer:
                 gathered = self._gather(index, self._torn_check_windows, self._before) or gathered
                 # IMPORTANT: later work waits for the windows too. They may be of tensors that no hook guards; if they
                 # were read a step later, they would differ from the windows of the other ranks.
+                begun = self._device.record(side)
                 if gathered or (self._pinned and boxes is not None and boxes.immediate):
-                    self._device.wait(current, self._device.record(side))
-                if self._pinned and boxes is not None and boxes.deferred:
-                    boxes.deferred.copy(self._image, self._tensors, self._device_copies.get(index), non_blocking=True)
-                    self._gather(index, self._torn_check_windows, self._after)
-                self._touched[index] = self._device.record(side)
-                reach("device: copies begun")
+                    self._device.wait(current, begun)
+                self._touched[index] = begun
+
+    def enqueue(self, is_cancelled: Callable[[], bool] = lambda: False, timeout_s: float = TRANSFER_TIMEOUT_S) -> None:
+        """Enqueue the deferred copies, unless another thread has done so; if the slot is not pinned, wait for each.
+
+        Args:
+            is_cancelled: Whether no more copies are wanted.
+            timeout_s: Time limit for another thread that is enqueuing them.
+
+        Raises:
+            StagingError: Another thread has failed to enqueue them, or takes too long.
+            RuntimeError: From a device. Copies may still run: call `settle`.
+        """
+        if not self._lock.acquire(timeout=timeout_s):
+            raise StagingError(f"another thread has not enqueued the copies by devices within {timeout_s:g} s")
+        try:
+            if self._may_enqueue:
+                self._may_enqueue = False
+                for index, boxes in self._boxes.items():
+                    if boxes.deferred and not is_cancelled():
+                        self._enqueue_deferred(index, boxes.deferred)
+                self._is_enqueued = True
+            elif not self._is_enqueued:
+                # IMPORTANT: some of the copies are missing, so the slot must not be sealed.
+                raise StagingError(f"the copies by devices were not enqueued: {self._failure}") from self._failure
+        except BaseException as error:
+            self._failure = self._failure or error
+            raise
+        finally:
+            self._lock.release()
+
+    def _enqueue_deferred(self, index: int, boxes: DeviceBoxes) -> None:
+        side = self._device.side_stream(index)
+        with self._device.on_stream(side):
+            self._touched[index] = None
+            boxes.copy(self._image, self._tensors, self._device_copies.get(index), non_blocking=self._pinned)
+            self._gather(index, self._torn_check_windows, self._after)
+            self._touched[index] = self._device.record(side)
+            reach("device: copies begun")
 
     def _gather(self, index: int, some: Sequence[tuple[int, torch.Tensor]], into: dict[int, torch.Tensor]) -> bool:
         """Enqueue a copy of a device's windows into one buffer there, after which the tensors may be changed.
@@ -410,14 +453,18 @@ class Transfer:
             at[index] += nbytes
         return found
 
-    def make_current_stream_wait(self) -> None:
-        """Make the calling thread's current streams wait for the copies. The CPU does not wait.
+    def make_current_stream_wait(self, timeout_s: float) -> None:
+        """Make the calling thread's current streams wait for the copies, which are enqueued now if they are not yet.
+
+        The CPU does not wait, except for another thread that is enqueuing them, at most `timeout_s`.
 
         Raises:
+            StagingError: As `enqueue`.
             RuntimeError: From a device.
         """
         if self._snapshot is not None:  # made in the streams that later work goes to, so it comes first
             return
+        self.enqueue(timeout_s=timeout_s)
         for index, event in self._touched.items():
             with self._device.on(index):
                 # Work that is captured now runs when its graph is launched, which no hook sees: the event cannot order
@@ -426,23 +473,13 @@ class Transfer:
                     self._device.wait(self._device.current_stream(index), event)
 
     def finish(self, is_cancelled: Callable[[], bool]) -> None:
-        """Copy what `start` has left, and wait until all copies have ended, or `is_cancelled()`.
+        """Enqueue what is not yet enqueued, and wait until all copies have ended, or `is_cancelled()`.
 
         Raises:
-            StagingError: They have not ended within `TRANSFER_TIMEOUT_S`.
+            StagingError: They have not ended within `TRANSFER_TIMEOUT_S`, or as `enqueue`.
             RuntimeError: From a device.
         """
-        if not self._pinned:
-            for index, boxes in self._boxes.items():
-                if boxes.deferred and not is_cancelled():
-                    side = self._device.side_stream(index)
-                    with self._device.on_stream(side):
-                        self._touched[index] = None
-                        boxes.deferred.copy(
-                            self._image, self._tensors, self._device_copies.get(index), non_blocking=False
-                        )
-                        self._gather(index, self._torn_check_windows, self._after)
-                        self._touched[index] = self._device.record(side)
+        self.enqueue(is_cancelled)
         deadline, pause_s = time.monotonic() + TRANSFER_TIMEOUT_S, FIRST_POLL_S
         while not self.ended() and not is_cancelled():
             if time.monotonic() >= deadline:
@@ -457,7 +494,7 @@ class Transfer:
             self._drop_sources()
 
     def settle(self) -> bool:
-        """Wait until all copies have ended, whatever has failed before.
+        """Enqueue nothing from now on, and wait until all copies have ended, whatever has failed before.
 
         Blocks: at most `SETTLE_TIMEOUT_S`. An interrupt is raised at the end of the wait.
 
@@ -468,6 +505,9 @@ class Transfer:
         interrupt: BaseException | None = None
         while True:
             try:
+                # IMPORTANT: first. Another thread may be about to enqueue copies, into what is soon another save's slot.
+                with self._lock:
+                    self._may_enqueue = False
                 if self.ended():
                     self._drop_sources()
                     known = True

@@ -158,7 +158,7 @@ def without_the_wait_of_later_kernels(device: SimulatedDevice, monkeypatch: pyte
 
 
 def without_the_wait_of_the_step(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Transfer, "make_current_stream_wait", lambda transfer: None)
+    monkeypatch.setattr(Transfer, "make_current_stream_wait", lambda transfer, timeout_s: None)
 
 
 def without_the_wait_for_the_end(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
