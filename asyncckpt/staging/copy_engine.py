@@ -169,9 +169,9 @@ class CopyEngine:
             placement: Where they lie.
             save_id: ID of the save.
             work: The immediate and the deferred work, as `SlotImage.split` returns them.
-            replica_windows: uint8 views of tensors on devices: `Transfer.fetch_replica_windows` returns their bytes.
+            replica_windows: Flat views of tensors on devices: `Transfer.fetch_replica_windows` returns their bytes.
             snapshot: Result of `snapshot`; then all tensors on devices are in the deferred work.
-            torn_check_windows: uint8 views of tensors on devices: `Transfer.fetch_torn_check_windows` returns their
+            torn_check_windows: Flat views of tensors on devices: `Transfer.fetch_torn_check_windows` returns their
                 bytes before and after the copies.
             overlapped: Whether copies by devices may still run when this returns.
 

@@ -46,6 +46,9 @@ copy a full slot."""
 FIRST_POLL_S, LAST_POLL_S = 50e-6, 2e-3
 """Pauses between two queries of an event: torch's own wait for it has no timeout."""
 
+POLL_FRACTION = 50
+"""Between the two, a pause is 1/`POLL_FRACTION` of the time that the wait has taken: it ends at most 2 % late."""
+
 
 class Batch(NamedTuple):
     """Small boxes that are adjacent in the slot, gathered on the device and transferred together.
@@ -268,6 +271,10 @@ class DeviceBoxes:
         return made
 
 
+_Gathered = dict[int, list[tuple[torch.Tensor, list[int]]]]
+"""By device, buffers with the bytes of windows, and the numbers of these windows."""
+
+
 class DeviceWork(NamedTuple):
     """The boxes of one device: those copied before `save()` returns, and the others."""
 
@@ -293,9 +300,9 @@ class Transfer:
         image: The image in the slot.
         boxes: What is copied, by device.
         tensors: All tensors of the state, by number; detached, so that nothing frees their memory.
-        replica_windows: (device, uint8 tensor): their bytes at `start` are compared with those of other ranks.
+        replica_windows: (device, flat tensor): their bytes at `start` are compared with those of other ranks.
         snapshot: Memory on the devices for copies of the sources; with it, all of `boxes` must be in `deferred`.
-        torn_check_windows: (device, uint8 tensor): their bytes are read before and after the copies.
+        torn_check_windows: (device, flat tensor): their bytes are read before and after the copies.
         pinned: The slot is pinned, so that copies can be enqueued without waiting for each.
     """
 
@@ -313,11 +320,13 @@ class Transfer:
     ) -> None:
         self._device, self._image, self._boxes, self._tensors, self._pinned = device, image, boxes, tensors, pinned
         self._replica_windows, self._torn_check_windows = replica_windows, torn_check_windows
-        self._replica_bytes, self._before, self._after = (dict[int, torch.Tensor]() for _ in range(3))
+        self._replica_bytes, self._before, self._after = (_Gathered() for _ in range(3))
         self._snapshot, self._device_copies = snapshot, dict[int, list[torch.Tensor]]()
         self._replica_sizes, self._torn_check_sizes = (
-            [(index, window.numel()) for index, window in some] for some in (replica_windows, torn_check_windows)
+            [window.nbytes for _, window in some] for some in (replica_windows, torn_check_windows)
         )
+        # The stream that copies the sources into the snapshot may not be the one that their memory is reused in.
+        self._held = [] if snapshot is None else [tensor.untyped_storage() for tensor in tensors]
         self._touched: dict[int, Event | None] = {}
         self._lock = threading.RLock()  # a signal handler may come to `enqueue` in a thread that holds the lock
         self._may_enqueue, self._is_enqueued = True, False
@@ -400,23 +409,28 @@ class Transfer:
             self._touched[index] = self._device.record(side)
             reach("device: copies begun")
 
-    def _gather(self, index: int, some: Sequence[tuple[int, torch.Tensor]], into: dict[int, torch.Tensor]) -> bool:
-        """Enqueue a copy of a device's windows into one buffer there, after which the tensors may be changed.
+    def _gather(self, index: int, some: Sequence[tuple[int, torch.Tensor]], into: _Gathered) -> bool:
+        """Enqueue copies of a device's windows into few buffers there, after which the tensors may be changed.
 
         Args:
             index: Index of the device.
             some: Windows, of any device.
-            into: Gets the buffer, by device.
+            into: Gets the buffers, by device.
 
         Returns:
             Whether the device has windows.
         """
-        windows = [window for device, window in some if device == index]
-        if windows:
-            sizes = [window.numel() for window in windows]
-            into[index] = buffer = self._device.allocate(sum(sizes), index)
-            self._device.copy(list(torch.split(buffer, sizes)), windows, non_blocking=True)
-        return bool(windows)
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for number, (device, window) in enumerate(some):
+            if device == index:
+                by_dtype.setdefault(window.dtype, []).append(number)
+        for dtype, numbers in by_dtype.items():
+            sizes = [some[number][1].numel() for number in numbers]
+            buffer = self._device.allocate(sum(sizes) * dtype.itemsize, index)
+            into.setdefault(index, []).append((buffer, numbers))
+            targets = list(torch.split(buffer.view(dtype), sizes))
+            self._device.copy(targets, [some[number][1] for number in numbers], non_blocking=True)
+        return bool(by_dtype)
 
     def fetch_replica_windows(self) -> list[bytes]:
         """Return the bytes of the replica windows.
@@ -441,16 +455,17 @@ class Transfer:
         before, after = (self._fetched(some, self._torn_check_sizes) for some in (self._before, self._after))
         return list(zip(before, after, strict=True))
 
-    def _fetched(self, gathered: Mapping[int, torch.Tensor], sizes: Sequence[tuple[int, int]]) -> list[bytes]:
-        here, at = {}, dict.fromkeys(gathered, 0)
-        for index, buffer in gathered.items():
-            here[index] = torch.empty(buffer.numel(), dtype=torch.uint8, device="cpu")
-            with self._device.on_stream(self._device.side_stream(index)):
-                self._device.copy([here[index]], [buffer], non_blocking=False)
-        found = []
-        for index, nbytes in sizes:
-            found.append(ctypes.string_at(here[index].data_ptr() + at[index], nbytes))
-            at[index] += nbytes
+    def _fetched(self, gathered: _Gathered, sizes: Sequence[int]) -> list[bytes]:
+        found = [b""] * len(sizes)
+        for index, buffers in gathered.items():
+            for buffer, numbers in buffers:
+                here = torch.empty(buffer.numel(), dtype=torch.uint8, device="cpu")
+                with self._device.on_stream(self._device.side_stream(index)):
+                    self._device.copy([here], [buffer], non_blocking=False)
+                at = here.data_ptr()
+                for number in numbers:
+                    found[number] = ctypes.string_at(at, sizes[number])
+                    at += sizes[number]
         return found
 
     def make_current_stream_wait(self, timeout_s: float) -> None:
@@ -480,15 +495,16 @@ class Transfer:
             RuntimeError: From a device.
         """
         self.enqueue(is_cancelled)
-        deadline, pause_s = time.monotonic() + TRANSFER_TIMEOUT_S, FIRST_POLL_S
+        began = time.monotonic()
+        deadline = began + TRANSFER_TIMEOUT_S
         while not self.ended() and not is_cancelled():
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if now >= deadline:
                 raise StagingError(
                     f"devices {sorted(self._boxes)} have not copied the state within {TRANSFER_TIMEOUT_S:g} s; a "
                     "kernel before the copies may wait for a rank that has ended"
                 )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LAST_POLL_S)
+            time.sleep(min(max((now - began) / POLL_FRACTION, FIRST_POLL_S), LAST_POLL_S))
         if not is_cancelled():
             reach("device: copied")
             self._drop_sources()
@@ -530,6 +546,7 @@ class Transfer:
         self._tensors = self._replica_windows = self._torn_check_windows = ()
         self._snapshot = None if self._snapshot is None else self._snapshot._replace(buffers={})
         self._device_copies.clear()
+        self._held.clear()
 
     def ended(self) -> bool:
         """Whether all enqueued copies have ended. Does not wait.

@@ -23,10 +23,6 @@ from asyncckpt.state_dict.flatten import PLAIN_TENSORS
 MAX_NESTING = 8
 """How deep to search an optimizer's state for tensors (LBFGS has lists of them). Chosen: far above any known one."""
 
-MAX_COMPARED = 2
-"""Up to so many tensors of an optimizer in one storage are compared one by one; of more, as flattened parameters have,
-their ranges. Chosen."""
-
 _HOOK_CALLER = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 """The code object of torch's wrapper around every `step()`, which calls the hooks."""
 
@@ -109,24 +105,30 @@ class AttachedOptimizers:
         if not all(ptrs):  # a composite tensor has no storage of its own; empty tensors have none either
             own = _with_components(own, ptrs)
             ptrs = storage_ptrs(own)
-        owned: dict[int, list[torch.Tensor]] = {}
-        for tensor, ptr in zip(own, ptrs, strict=True):
-            if ptr:
-                owned.setdefault(ptr, []).append(tensor)
-        found, ranges = storage_ptrs([tensors[n] for n in among]), dict[int, list[tuple[int, int]]]()
-        numbers = []
-        used: set[int] = set()
-        for n, ptr in zip(among, found, strict=True):
-            if ptr not in owned or not _is_deferrable(tensors[n]):
-                continue
-            # Compared one by one if possible: computing spans would be most of the cost of a save of many tensors.
-            if not (len(owned[ptr]) <= MAX_COMPARED and any(_is_same(tensors[n], one) for one in owned[ptr])):
-                if ptr not in ranges:
-                    ranges[ptr] = _ranges(owned[ptr])
-                if not _is_within(tensors[n], ranges[ptr]):
-                    continue
-            numbers.append(n)
-            used.add(ptr)
+        # By address first: computing the ranges would be most of the cost of a save of many tensors.
+        addresses = [tensor.data_ptr() if ptr else 0 for tensor, ptr in zip(own, ptrs, strict=True)]
+        owner_at, ptr_at = dict(zip(addresses, own, strict=True)), dict(zip(addresses, ptrs, strict=True))
+        rows = [t.nbytes if ptr and t.is_contiguous() else -1 for t, ptr in zip(own, ptrs, strict=True)]
+        row_nbytes_at = dict(zip(addresses, rows, strict=True))
+        numbers, others, used = list[int](), list[int](), set[int]()
+        for n, address in zip(among, _addresses([tensors[n] for n in among]), strict=True):
+            tensor = tensors[n]
+            if address not in owner_at or not address:
+                others.append(n)
+            elif (tensor.nbytes <= row_nbytes_at[address] and tensor.is_contiguous()) or _is_alike(
+                tensor, owner_at[address]
+            ):
+                numbers.append(n)
+                used.add(ptr_at[address])
+            else:
+                others.append(n)
+        found = storage_ptrs([tensors[n] for n in others])
+        ranges = _ranges_by_storage(own, ptrs, set(found))
+        for n, ptr in zip(others, found, strict=True):
+            if ptr in ranges and _is_within(tensors[n], ranges[ptr]):
+                numbers.append(n)
+                used.add(ptr)
+        numbers = [n for n in numbers if tensors[n].is_cpu or tensors[n].is_cuda]  # not on the meta device, say
         return self._same(numbers), [t for t, ptr in zip(own, ptrs, strict=True) if ptr in used]
 
     def _warn(self, optimizer: torch.optim.Optimizer) -> None:
@@ -142,7 +144,7 @@ class AttachedOptimizers:
         self, tensors: Sequence[torch.Tensor], among: Sequence[int]
     ) -> tuple[frozenset[int], list[torch.Tensor]]:
         """As `owned`, but return all of `among` that can be deferred: the caller promises to change none of them."""
-        return self._same([n for n in among if _is_deferrable(tensors[n])]), []
+        return self._same([n for n in among if tensors[n].is_cpu or tensors[n].is_cuda]), []
 
     def _same(self, numbers: Sequence[int]) -> frozenset[int]:
         found = frozenset(numbers)
@@ -151,18 +153,13 @@ class AttachedOptimizers:
         return self._last
 
 
-def _is_deferrable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be copied behind the training; others, on the meta device for instance, cannot."""
-    return tensor.is_cpu or tensor.is_cuda
-
-
 def _tensors_in(values: Any, depth: int = 0) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif depth < MAX_NESTING:
-            if isinstance(value, Mapping):
+            if isinstance(value, (dict, Mapping)):  # an abstract class is slow to ask
                 found += _tensors_in(value.values(), depth + 1)
             elif isinstance(value, (list, tuple)):
                 found += _tensors_in(value, depth + 1)
@@ -194,14 +191,28 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return first * width, (first + int(reach) + 1) * width
 
 
-def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both are known to be the same elements; False if unknown."""
-    return tensor is other or (
-        tensor.data_ptr() == other.data_ptr()
-        and tensor.dtype is other.dtype
-        and tensor.shape == other.shape
-        and tensor.stride() == other.stride()
-    )
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the address of each tensor's first element; 0 for all of them if one has no storage."""
+    try:
+        return [tensor.data_ptr() for tensor in tensors]
+    except _NO_STORAGE:
+        return [0] * len(tensors)
+
+
+def _is_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both have the same layout, so that at one address they are the same elements."""
+    return tensor.dtype is other.dtype and tensor.shape == other.shape and tensor.stride() == other.stride()
+
+
+def _ranges_by_storage(
+    own: Sequence[torch.Tensor], ptrs: Sequence[int], wanted: set[int]
+) -> dict[int, list[tuple[int, int]]]:
+    """Return `_ranges` of those storages that are `wanted`."""
+    owned: dict[int, list[torch.Tensor]] = {}
+    for tensor, ptr in zip(own, ptrs, strict=True):
+        if ptr and ptr in wanted:
+            owned.setdefault(ptr, []).append(tensor)
+    return {ptr: _ranges(some) for ptr, some in owned.items()}
 
 
 def _ranges(own: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

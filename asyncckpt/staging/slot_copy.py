@@ -138,7 +138,7 @@ class SlotCopier(Protocol):
             slot: The slot.
             required: Result of `required_slot`.
             plan: Plan of the save.
-            flat: The state. Its tensors that are copied behind the training are detached in place.
+            flat: The state. Its tensors that are read behind the training are detached in place.
             report: The structure report that the request contains.
             save_id, step, path: ID, step and directory of the save.
 
@@ -198,7 +198,7 @@ class FullSlotCopier:
         deferred, owners, snapshot = self._choose_deferred(image, flat.tensors, placement)
         checked = deferred if snapshot is None else deferred - snapshot.numbers
         with torch.no_grad():  # IMPORTANT: detached, so that `parameter.data = other` does not free copied memory
-            for n in deferred:
+            for n in checked:  # the others are read once, by the copy on their device, and `Transfer` holds their memory
                 flat.tensors[n] = flat.tensors[n].detach()
         work = image.split(deferred)
         check = MutationCheck(flat, checked, owners, save_id=save_id, step=step, path=path)
