@@ -378,9 +378,9 @@ class MutationCheck:
         """
         self._on_devices = list(chosen)
         with torch.no_grad():
-            return [
-                s.tensor.as_strided((w.run,), (1,), s.tensor.storage_offset() + at) for s, w, (_, at, _) in chosen
-            ]
+            found = [s.tensor.as_strided((w.run,), (1,), s.tensor.storage_offset() + at) for s, w, (_, at, _) in chosen]
+            # As bytes, which every device copies as they are: so it does with float32, without another view of each.
+            return [one if one.dtype is torch.float32 else one.view(torch.uint8) for one in found]
 
     @property
     def digests_sources(self) -> bool:
