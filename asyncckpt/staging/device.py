@@ -196,9 +196,7 @@ class CudaDevice:
         # Nested: `memory_reserved`, `memory_allocated` and `max_memory_allocated` each flatten all statistics first.
         found = torch.cuda.memory_stats_as_nested_dict(index)
         allocated = found["allocated_bytes"]["all"]
-        return DeviceMemory(
-            free, found["reserved_bytes"]["all"]["current"], allocated["current"], allocated["peak"]
-        )
+        return DeviceMemory(free, found["reserved_bytes"]["all"]["current"], allocated["current"], allocated["peak"])
 
     def allocate(self, nbytes: int, index: int) -> torch.Tensor:
         """Return bytes of torch's allocator, in the current stream."""

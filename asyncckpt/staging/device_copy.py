@@ -521,7 +521,7 @@ class Transfer:
         interrupt: BaseException | None = None
         while True:
             try:
-                # IMPORTANT: first. Another thread may be about to enqueue copies, into what is soon another save's slot.
+                # IMPORTANT: first. A hook may be about to enqueue copies, into what is soon the slot of another save.
                 with self._lock:
                     self._may_enqueue = False
                 if self.ended():

@@ -198,7 +198,7 @@ class FullSlotCopier:
         deferred, owners, snapshot = self._choose_deferred(image, flat.tensors, placement)
         checked = deferred if snapshot is None else deferred - snapshot.numbers
         with torch.no_grad():  # IMPORTANT: detached, so that `parameter.data = other` does not free copied memory
-            for n in checked:  # the others are read once, by the copy on their device, and `Transfer` holds their memory
+            for n in checked:  # of the others, which are copied on their device first, `Transfer` holds the memory
                 flat.tensors[n] = flat.tensors[n].detach()
         work = image.split(deferred)
         check = MutationCheck(flat, checked, owners, save_id=save_id, step=step, path=path)
