@@ -11,6 +11,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -105,29 +106,30 @@ class AttachedOptimizers:
         if not all(ptrs):  # a composite tensor has no storage of its own; empty tensors have none either
             own = _with_components(own, ptrs)
             ptrs = storage_ptrs(own)
-        # By address first: computing the ranges would be most of the cost of a save of many tensors.
-        addresses = [tensor.data_ptr() if ptr else 0 for tensor, ptr in zip(own, ptrs, strict=True)]
-        owner_at, ptr_at = dict(zip(addresses, own, strict=True)), dict(zip(addresses, ptrs, strict=True))
-        rows = [t.nbytes if ptr and t.is_contiguous() else -1 for t, ptr in zip(own, ptrs, strict=True)]
-        row_nbytes_at = dict(zip(addresses, rows, strict=True))
-        numbers, others, used = list[int](), list[int](), set[int]()
-        for n, address in zip(among, _addresses([tensors[n] for n in among]), strict=True):
-            tensor = tensors[n]
-            if address not in owner_at or not address:
-                others.append(n)
-            elif (tensor.nbytes <= row_nbytes_at[address] and tensor.is_contiguous()) or _is_alike(
-                tensor, owner_at[address]
-            ):
-                numbers.append(n)
-                used.add(ptr_at[address])
-            else:
-                others.append(n)
-        found = storage_ptrs([tensors[n] for n in others])
-        ranges = _ranges_by_storage(own, ptrs, set(found))
-        for n, ptr in zip(others, found, strict=True):
-            if ptr in ranges and _is_within(tensors[n], ranges[ptr]):
-                numbers.append(n)
-                used.add(ptr)
+        # By address first, for row-major tensors that have elements: computing ranges would be most of the cost of a save.
+        own_at = [tensor.data_ptr() if ptr else 0 for tensor, ptr in zip(own, ptrs, strict=True)]
+        rows = [t.nbytes or -1 if ptr and t.is_contiguous() else -1 for t, ptr in zip(own, ptrs, strict=True)]
+        nbytes_at, ptr_at = dict(zip(own_at, rows, strict=True)), dict(zip(own_at, ptrs, strict=True))
+        some = [tensors[n] for n in among]
+        found_at = _addresses(some)
+        room = map(nbytes_at.get, found_at)
+        fits = [r is not None and r >= t.nbytes and t.is_contiguous() for r, t in zip(room, some, strict=True)]
+        numbers, used = list(compress(among, fits)), set(map(ptr_at.__getitem__, compress(found_at, fits)))
+        others = [(n, address) for n, address, known in zip(among, found_at, fits, strict=True) if not known]
+        found = storage_ptrs([tensors[n] for n, _ in others])
+        owned = _by_storage(own, ptrs, set(found))
+        owner_at = {tensor.data_ptr(): tensor for group in owned.values() for tensor in group}
+        ranges: dict[int, list[tuple[int, int]]] = {}
+        for (n, address), ptr in zip(others, found, strict=True):
+            if ptr not in owned:
+                continue
+            if not (address in owner_at and _is_alike(tensors[n], owner_at[address])):
+                if ptr not in ranges:
+                    ranges[ptr] = _ranges(owned[ptr])
+                if not _is_within(tensors[n], ranges[ptr]):
+                    continue
+            numbers.append(n)
+            used.add(ptr)
         numbers = [n for n in numbers if tensors[n].is_cpu or tensors[n].is_cuda]  # not on the meta device, say
         return self._same(numbers), [t for t, ptr in zip(own, ptrs, strict=True) if ptr in used]
 
@@ -204,15 +206,13 @@ def _is_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return tensor.dtype is other.dtype and tensor.shape == other.shape and tensor.stride() == other.stride()
 
 
-def _ranges_by_storage(
-    own: Sequence[torch.Tensor], ptrs: Sequence[int], wanted: set[int]
-) -> dict[int, list[tuple[int, int]]]:
-    """Return `_ranges` of those storages that are `wanted`."""
+def _by_storage(own: Sequence[torch.Tensor], ptrs: Sequence[int], wanted: set[int]) -> dict[int, list[torch.Tensor]]:
+    """Return the tensors by the address of their storage, for those storages that are `wanted`."""
     owned: dict[int, list[torch.Tensor]] = {}
     for tensor, ptr in zip(own, ptrs, strict=True):
         if ptr and ptr in wanted:
             owned.setdefault(ptr, []).append(tensor)
-    return {ptr: _ranges(some) for ptr, some in owned.items()}
+    return owned
 
 
 def _ranges(own: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
