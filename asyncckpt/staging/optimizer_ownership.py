@@ -106,7 +106,7 @@ class AttachedOptimizers:
         if not all(ptrs):  # a composite tensor has no storage of its own; empty tensors have none either
             own = _with_components(own, ptrs)
             ptrs = storage_ptrs(own)
-        # By address first, for row-major tensors that have elements: computing ranges would be most of the cost of a save.
+        # By address first, for row-major tensors that have elements: computing ranges is slow for many tensors.
         own_at = [tensor.data_ptr() if ptr else 0 for tensor, ptr in zip(own, ptrs, strict=True)]
         rows = [t.nbytes or -1 if ptr and t.is_contiguous() else -1 for t, ptr in zip(own, ptrs, strict=True)]
         nbytes_at, ptr_at = dict(zip(own_at, rows, strict=True)), dict(zip(own_at, ptrs, strict=True))

@@ -141,7 +141,7 @@ def test_tied_and_flattened_parameters_are_owned_under_each_view() -> None:
 def test_tensors_without_elements_have_no_owner_by_their_address() -> None:
     full = torch.zeros(3)
     owners = AttachedOptimizers()
-    owners.add(optimizer := torch.optim.SGD([torch.nn.Parameter(full[:0]), torch.nn.Parameter(torch.empty(0))]))
+    owners.add(optimizer := torch.optim.SGD([torch.nn.Parameter(torch.empty(0)), torch.nn.Parameter(full[:0])]))
     assert owners.owned([torch.empty(0), torch.zeros(2)[:0], full]) == (frozenset(), [])
     assert optimizer.param_groups
 
