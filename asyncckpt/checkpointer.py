@@ -19,8 +19,8 @@ from asyncckpt.basics.urls import is_object_url, parent_of
 from asyncckpt.components import CheckpointReader
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.distributed.checkpoint_vote import RESTORE, same_choice
+from asyncckpt.distributed.meetings import Exchange, Meeting
 from asyncckpt.distributed.process_group import Membership
-from asyncckpt.distributed.rendezvous import Exchange, Meeting
 from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.errors import (
     AsyncCkptError,

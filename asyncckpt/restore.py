@@ -22,8 +22,8 @@ from asyncckpt.basics.seen_saves import note_seen
 from asyncckpt.basics.urls import parent_of
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.checkpoint_vote import Broken, Ranks, ranks_that_restore
+from asyncckpt.distributed.meetings import Meeting
 from asyncckpt.distributed.process_group import find_rank_info
-from asyncckpt.distributed.rendezvous import Meeting
 from asyncckpt.errors import AsyncCkptError, ConfigError, NoSoundCheckpointError
 from asyncckpt.loading.load import DefaultReader
 from asyncckpt.loading.read_source import RetryState, check_source

@@ -12,8 +12,8 @@ from asyncckpt.checkpointer import Checkpointer, refuse_unknown
 from asyncckpt.commit_hooks import HookRunner
 from asyncckpt.components import CheckpointReader, CheckpointWriter
 from asyncckpt.config import CheckpointerConfig, RankInfo, refuse_positional
+from asyncckpt.distributed.meetings import Exchange, Save
 from asyncckpt.distributed.process_group import Membership, find_exchange
-from asyncckpt.distributed.rendezvous import Exchange, Save
 from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.errors import ConfigError
 from asyncckpt.save_handle import SaveReport

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
 from asyncckpt.config import RankInfo
-from asyncckpt.distributed.rendezvous import Exchange, Meeting, Save, WaitTimer, refused
+from asyncckpt.distributed.meetings import Exchange, Meeting, Save, WaitTimer, refused
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.protocol import fields as check
 from asyncckpt.protocol import messages

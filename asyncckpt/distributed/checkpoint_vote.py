@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import msgpack
 
 from asyncckpt.config import RankInfo
+from asyncckpt.distributed.meetings import Meeting, all_or_none
 from asyncckpt.distributed.process_group import find_exchange
-from asyncckpt.distributed.rendezvous import Meeting, all_or_none
 from asyncckpt.distributed.run_agreement import Coordination
 from asyncckpt.errors import (
     AsyncCkptError,

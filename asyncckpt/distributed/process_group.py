@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from asyncckpt.config import RankInfo, check_rank_info
 from asyncckpt.distributed.attempts import Attempt, attempt_of
-from asyncckpt.distributed.rendezvous import (
+from asyncckpt.distributed.meetings import (
     POLL_S,
     SAVE,
     Exchange,

@@ -32,7 +32,7 @@ from asyncckpt.basics.seen_saves import all_seen, note_seen
 from asyncckpt.client.save_outcomes import Outcomes
 from asyncckpt.client.worker_links import WorkerAccess, WorkerLinks
 from asyncckpt.config import CheckpointerConfig, RankInfo
-from asyncckpt.distributed.rendezvous import SAVE, Exchange, Meeting, Save, ranks_disagree
+from asyncckpt.distributed.meetings import SAVE, Exchange, Meeting, Save, ranks_disagree
 from asyncckpt.errors import AsyncCkptError, PlanTimeoutError, RanksDisagreeError, SaveFailedError
 from asyncckpt.format.names import SaveId
 from asyncckpt.planning.contributions import Contribution, decode_contributions

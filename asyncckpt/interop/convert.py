@@ -13,8 +13,8 @@ from asyncckpt.errors import AsyncCkptError, ConfigError, UnsupportedPathError
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.state_tree import OBJECT, TENSOR
 from asyncckpt.interop.checkpoint_files import copied_files, copy_file
+from asyncckpt.interop.conversion_losses import ConversionLosses, changes, listed, refuse_uncut, writable_part
 from asyncckpt.interop.copy_pipeline import DuplexFiles, Progress, Target, write_files
-from asyncckpt.interop.losses import Losses, changes, listed, refuse_uncut, writable_part
 from asyncckpt.interop.mapping.made_tensors import CAST_DTYPES, cast
 from asyncckpt.interop.mapping.tensor_rules import TensorRule, apply_rules, checked_rules
 from asyncckpt.interop.publish import (
@@ -303,9 +303,9 @@ class Conversion:
         is_around = is_local and is_inside(self.source, self.path)
         if is_around:
             check_around(self.path, self._files)
-            standing, place = TargetState.NOTHING, os.path.join(self.path, os.path.basename(self.path))
+            existing, place = TargetState.NOTHING, os.path.join(self.path, os.path.basename(self.path))
         else:
-            standing, place = check_place(self.path, self._to, self._files, overwrite=self._overwrite), self.path
+            existing, place = check_place(self.path, self._to, self._files, overwrite=self._overwrite), self.path
         split: list[str] = []
         whole = outline_of(contents, self._source_files, keys=keys, key_map=key_map)
         refuse_uncut(whole)
@@ -332,7 +332,7 @@ class Conversion:
                 if is_around:
                     put_into_directory(temporary, self.path, self._files)
                 else:
-                    carried = put_into_place(temporary, self.path, standing, self._to, self._files, self._umask)
+                    carried = put_into_place(temporary, self.path, existing, self._to, self._files, self._umask)
             except AsyncCkptError:
                 raise
             except OSError as error:
@@ -397,7 +397,7 @@ class Conversion:
         return (extras, others) if self._to == "hf" else ([], sorted([*extras, *others]))
 
 
-_CHECKS: dict[str, Callable[[Outline], Losses]] = {
+_CHECKS: dict[str, Callable[[Outline], ConversionLosses]] = {
     "asyncckpt": check_asyncckpt,
     "dcp": check_dcp,
     "torch": check_torch,

@@ -475,9 +475,9 @@ def _refuse_pinned_or_saving(path: str, files: Files) -> None:
     names = files.listdir(path)
     alive = {owner for owner in map(owner_of, names) if owner is not None}
     if MANIFEST_NAME in names:
-        standing = manifest_or_error(path, LocalStore(files))
-        if standing is not None:
-            own = standing.save_id
+        existing = manifest_or_error(path, LocalStore(files))
+        if existing is not None:
+            own = existing.save_id
             alive = {one for one in alive if one != own and not _is_older(one, own)}
         elif len(alive) == 1:  # the manifest is damaged, or a tombstone: the files belong to that save
             return
@@ -502,7 +502,7 @@ def _is_older(one: SaveId, than: SaveId) -> bool:
 
 
 def put_into_place(
-    temporary: TemporaryPath, path: str, standing: TargetState, to: str, files: Files, umask: int
+    temporary: TemporaryPath, path: str, existing: TargetState, to: str, files: Files, umask: int
 ) -> tuple[str, ...]:
     """Rename a finished target to `path`, and replace what is there.
 
@@ -510,7 +510,7 @@ def put_into_place(
         temporary: The finished target; complete and flushed. Afterwards there is nothing, or what was at `path`, which
             the caller has to remove.
         path: The new path.
-        standing: What `check_place` has found at `path`; it must still be there.
+        existing: What `check_place` has found at `path`; it must still be there.
         to: Kind of the target. If a Hugging Face directory replaces another, companion files that the new one lacks
             are copied into it.
         files: The storage seam.
@@ -526,14 +526,14 @@ def put_into_place(
 
     Blocks: while an asyncckpt save commits there, at most `commit.LOCK_TIMEOUT_S`.
     """
-    if standing is TargetState.NOTHING:
+    if existing is TargetState.NOTHING:
         publish(temporary, path, files)
         return ()
     with _locked(path, files, umask):
         # IMPORTANT: taken before the checks. A file that the checks do not see is then detected as a change.
         before: _Stamps = {}
         carried: list[str] = []
-        if standing is TargetState.CHECKPOINT:
+        if existing is TargetState.CHECKPOINT:
             before = _stamps_at(path, files)
             _check_replaceable(path, to, files)  # again: files that were added meanwhile would be lost
             carried = _carry_over(path, temporary, files) if to == "hf" else []

@@ -31,9 +31,9 @@ from asyncckpt.format.state_tree import (
     is_counter,
     members,
 )
+from asyncckpt.interop.conversion_losses import TOP
 from asyncckpt.interop.copy_pipeline import OutputFile, Target, payload_places
 from asyncckpt.interop.diff import bytes_at, equal_to_containers, is_same_value
-from asyncckpt.interop.losses import TOP
 from asyncckpt.interop.selection import Outline, outline_of
 from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.storage.contents import Located

@@ -23,15 +23,15 @@ from asyncckpt.format.names import MANIFEST_NAME, SaveId, index_name, is_reserve
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.format.state_tree import ARRAY, BYTES, TENSOR, fqn_of, is_storable
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
+from asyncckpt.interop.conversion_losses import ConversionLosses, is_text, refuse_long_keys, restored_metadata
 from asyncckpt.interop.copy_pipeline import OutputFile, Target
-from asyncckpt.interop.losses import Losses, is_text, refuse_long_keys, restored_metadata
 from asyncckpt.interop.selection import Outline, leaves_and_empty
 from asyncckpt.storage.files import MODE_FILE, Files, write_new_file
 
 
-def check_asyncckpt(outline: Outline) -> Losses:
+def check_asyncckpt(outline: Outline) -> ConversionLosses:
     """Return which leaves an asyncckpt checkpoint cannot hold."""
-    losses = Losses()
+    losses = ConversionLosses()
     for path, node in leaves_and_empty(outline.tree):
         fqn = fqn_of(path)
         if not is_text(fqn) or not all(map(is_storable, path)):

@@ -9,17 +9,17 @@ from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ConfigError
 from asyncckpt.format.layout import MAX_HEADER_NBYTES, METADATA_KEY, Payload, round_up
 from asyncckpt.format.state_tree import ARRAY, BYTES, MAPPINGS, OBJECT, TENSOR, fqn_of, leaves
-from asyncckpt.interop.copy_pipeline import OutputFile, Target
-from asyncckpt.interop.losses import (
+from asyncckpt.interop.conversion_losses import (
     METADATA_TEXT_KEY,
     TOP,
-    Losses,
+    ConversionLosses,
     container_types_lost,
     is_text,
     kept_metadata,
     listed,
     ordered_dicts_lost,
 )
+from asyncckpt.interop.copy_pipeline import OutputFile, Target
 from asyncckpt.interop.mapping.made_tensors import AnyTensor
 from asyncckpt.interop.selection import Outline, containers
 from asyncckpt.interop.sources.safetensors_file import FILE_METADATA, INDEX_NAME, header_form
@@ -30,9 +30,9 @@ DEFAULT_SHARD_NBYTES = 5_000_000_000
 _ALIGNMENT = 64
 
 
-def check_safetensors(outline: Outline) -> Losses:
+def check_safetensors(outline: Outline) -> ConversionLosses:
     """Return which leaves safetensors files cannot hold, and what they hold in another form."""
-    losses = Losses()
+    losses = ConversionLosses()
     for fqn, node in outline.leaves():
         if node[0] in (OBJECT, BYTES):
             losses.cannot[fqn] = "safetensors files hold only tensors"

@@ -37,9 +37,16 @@ from asyncckpt.format.state_tree import (
     python_key,
 )
 from asyncckpt.format.torch_pickle import NotPickledError
+from asyncckpt.interop.conversion_losses import (
+    TOP,
+    ConversionLosses,
+    container_types_lost,
+    listed,
+    ordered_dicts_lost,
+    refuse_long_keys,
+)
 from asyncckpt.interop.copy_pipeline import OutputFile, Target, length_of
 from asyncckpt.interop.diff import bytes_at
-from asyncckpt.interop.losses import TOP, Losses, container_types_lost, listed, ordered_dicts_lost, refuse_long_keys
 from asyncckpt.interop.selection import Outline, containers
 from asyncckpt.interop.sources.unpickler import MAX_NBYTES
 from asyncckpt.loading.fetch import tensor_for
@@ -130,15 +137,15 @@ _MAP_NORESERVE = 0x4000
 """Linux on x86 and arm, `uapi/asm-generic/mman-common.h`; Python names it from 3.13 on."""
 
 
-def check_torch(outline: Outline) -> Losses:
+def check_torch(outline: Outline) -> ConversionLosses:
     """Return which leaves a file for `torch.load(weights_only=True)` cannot hold, and what it holds in another form."""
     losses = _check_pickles(outline)
     losses.changed += container_types_lost(containers(outline.tree), kept=("Counter",))
     return losses
 
 
-def _check_pickles(outline: Outline) -> Losses:
-    losses = Losses()
+def _check_pickles(outline: Outline) -> ConversionLosses:
+    losses = ConversionLosses()
     for path, node in leaves(outline.tree):
         if node[0] == OBJECT:
             fqn = fqn_of(path)
@@ -162,7 +169,7 @@ def _check_pickles(outline: Outline) -> Losses:
     return losses
 
 
-def check_dcp(outline: Outline) -> Losses:
+def check_dcp(outline: Outline) -> ConversionLosses:
     """Return which leaves a DCP directory cannot hold, and what it holds in another form.
 
     State dicts are flattened as `torch.distributed.checkpoint` does it.

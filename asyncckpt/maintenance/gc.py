@@ -95,8 +95,8 @@ class Garbage:
         nbytes: Length of these files together.
         age_s: Seconds since the last of them was changed.
         save_ids: IDs of the saves that they belong to, the earliest first.
-        standing: Manifest or tombstone of the directory.
-        version: The store's version of `standing`.
+        existing: Manifest or tombstone of the directory.
+        version: The store's version of `existing`.
         kept: Why nothing is removed; empty: it is removed.
     """
 
@@ -106,7 +106,7 @@ class Garbage:
     nbytes: int
     age_s: float
     save_ids: tuple[SaveId, ...]
-    standing: Manifest | Tombstone | None = None
+    existing: Manifest | Tombstone | None = None
     version: str | None = None
     kept: str = ""
 
@@ -134,17 +134,17 @@ def garbage_at(path: str, store: Store, rules: GarbageRules, *, is_locked: bool 
         return found_there.broken(owners, store) if owners and rules.broken else None
     if MANIFEST_NAME not in found:
         return found_there.garbage(ATTEMPT, owners) if owners else None
-    standing, tombstone = manifest_if_readable(path, store), tombstone_if_readable(path, store)
+    existing, tombstone = manifest_if_readable(path, store), tombstone_if_readable(path, store)
     if tombstone is not None:
         return found_there.beside_tombstone(owners, tombstone)
-    if standing is None and is_torn(path, store):
+    if existing is None and is_torn(path, store):
         return found_there.garbage(ATTEMPT, owners) if owners else None
-    if standing is None:
+    if existing is None:
         kept = "its manifest cannot be read, is damaged, of a newer version, or not of asyncckpt"
         return found_there.garbage(ATTEMPT, owners, kept=kept) if owners else None
-    if not is_finished(path, standing, store):
-        return found_there.garbage(ATTEMPT, owners, standing)
-    return found_there.beside_committed(owners, standing)
+    if not is_finished(path, existing, store):
+        return found_there.garbage(ATTEMPT, owners, existing)
+    return found_there.beside_committed(owners, existing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +164,14 @@ class _DirectoryScan:
             return self.garbage(LEFTOVERS, owners, tombstone)
         return self.garbage(TOMBSTONE, {MANIFEST_NAME: tombstone.save_id}, tombstone) if self.rules.tombstones else None
 
-    def beside_committed(self, owners: Mapping[str, SaveId], standing: Manifest) -> Garbage | None:
-        names = {name: owner for name, owner in owners.items() if owner != standing.save_id}
+    def beside_committed(self, owners: Mapping[str, SaveId], existing: Manifest) -> Garbage | None:
+        names = {name: owner for name, owner in owners.items() if owner != existing.save_id}
         kind = LEFTOVERS if names else LOCK
         if self.rules.locks:
             names |= {name: owner for name, owner in owners.items() if is_temporary(name)}
             if LOCK_NAME in self.regular and self.regular[LOCK_NAME].nbytes == 0:
-                names[LOCK_NAME] = standing.save_id
-        return self.garbage(kind, names, standing) if names else None
+                names[LOCK_NAME] = existing.save_id
+        return self.garbage(kind, names, existing) if names else None
 
     def broken(self, owners: Mapping[str, SaveId], store: Store) -> Garbage:
         names = dict(owners)
@@ -185,14 +185,14 @@ class _DirectoryScan:
         self,
         kind: str,
         names: Mapping[str, SaveId],
-        standing: Manifest | Tombstone | None = None,
+        existing: Manifest | Tombstone | None = None,
         *,
         kept: str = "",
     ) -> Garbage:
         save_ids = set(names.values())
-        if kind == ATTEMPT and standing is not None:  # layout dcp: a manifest that commits nothing
-            save_ids.add(standing.save_id)
-            names = names or {MANIFEST_NAME: standing.save_id}
+        if kind == ATTEMPT and existing is not None:  # layout dcp: a manifest that commits nothing
+            save_ids.add(existing.save_id)
+            names = names or {MANIFEST_NAME: existing.save_id}
         age_s = self.rules.now - max(self.regular[name].mtime_s for name in names)
         if not kept and self._is_busy():
             kept = "the worker writes there"
@@ -208,8 +208,8 @@ class _DirectoryScan:
             nbytes=sum(self.regular[name].nbytes for name in names),
             age_s=age_s,
             save_ids=tuple(sorted(save_ids)),
-            standing=standing,
-            version=self.version if standing is not None else None,
+            existing=existing,
+            version=self.version if existing is not None else None,
             kept=kept,
         )
 
@@ -304,10 +304,10 @@ def _goes_without_lock(garbage: Garbage) -> bool:
     """Whether the garbage cannot be published any more: a tombstone is put first, or a later save is committed."""
     if garbage.kind == ATTEMPT:
         return True
-    standing = garbage.standing
-    if garbage.kind != LEFTOVERS or standing is None:
+    existing = garbage.existing
+    if garbage.kind != LEFTOVERS or existing is None:
         return False
-    return all(one <= standing.save_id for one in garbage.save_ids)
+    return all(one <= existing.save_id for one in garbage.save_ids)
 
 
 def _remove_locked(garbage: Garbage, store: Store, removed: list[str], *, package: str) -> None:
@@ -360,7 +360,7 @@ def write_tombstone(
 
 
 def _remove_files(garbage: Garbage, store: Store, removed: list[str]) -> None:
-    committed = garbage.standing.save_id if isinstance(garbage.standing, Manifest) and garbage.kind != ATTEMPT else None
+    committed = garbage.existing.save_id if isinstance(garbage.existing, Manifest) and garbage.kind != ATTEMPT else None
     for save_id in garbage.save_ids:
         if save_id != committed:
             remove_dcp_metadata(garbage.path, save_id, None, store, is_locked=True)

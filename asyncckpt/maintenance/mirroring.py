@@ -189,11 +189,11 @@ def copy_to_mirror(
         return MirrorReport(nbytes=found.nbytes, copied_nbytes=0, seconds=time.monotonic() - began)
     _refuse_same_directory(path, mirror, source, target)
     copy = _Copy(path, mirror, manifest, source, target, pace, progress)
-    standing = manifest_or_error(mirror, target)
-    if standing is None or standing.save_id != save_id or not _is_whole(mirror, standing, target):
-        is_older_copy = standing is not None and standing.mirror == mirror and standing.save_id < save_id
-        if standing is not None and standing.save_id != save_id and not is_older_copy:
-            raise exists_error(mirror, save_id, standing, overwrite=False)
+    existing = manifest_or_error(mirror, target)
+    if existing is None or existing.save_id != save_id or not _is_whole(mirror, existing, target):
+        is_older_copy = existing is not None and existing.mirror == mirror and existing.save_id < save_id
+        if existing is not None and existing.save_id != save_id and not is_older_copy:
+            raise exists_error(mirror, save_id, existing, overwrite=False)
         prepare_directory(
             mirror, save_id=save_id, store=target, fsync=manifest.fsync, overwrite=is_older_copy, resumed=True
         )

@@ -49,8 +49,8 @@ def quarantine_checkpoint(path: str, save_id: SaveId, store: Store) -> str | Non
 def _is_still(path: str, save_id: SaveId, store: Store) -> bool:
     if store.stat(path).kind != PREFIX:
         return False
-    standing = manifest_if_readable(path, store)
-    if standing is not None and standing.save_id != save_id:
+    existing = manifest_if_readable(path, store)
+    if existing is not None and existing.save_id != save_id:
         return False
     owners = {owner for name in store.names(path) if (owner := owner_of(name)) is not None}
     return save_id in owners and all(owner <= save_id for owner in owners)

@@ -423,8 +423,8 @@ def remove_checkpoint(
     """
     with exclusively(store, path, LOCK_TIMEOUT_S) as is_locked:
         version = version_at(path, store)
-        standing = manifest_or_error(path, store)
-        if version is None or standing is None or standing.save_id != save_id or is_wanted():
+        existing = manifest_or_error(path, store)
+        if version is None or existing is None or existing.save_id != save_id or is_wanted():
             return False
         try:
             write_tombstone(path, save_id, store, package=package, replaces=version, was_committed=True)

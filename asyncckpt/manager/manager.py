@@ -20,7 +20,7 @@ from asyncckpt.basics.process_lifecycle import EXIT_WAIT_S
 from asyncckpt.basics.urls import is_object_url
 from asyncckpt.checkpointer import Checkpointer, mirror_root
 from asyncckpt.config import CheckpointerConfig, check_keywords
-from asyncckpt.distributed.rendezvous import path_digest
+from asyncckpt.distributed.meetings import path_digest
 from asyncckpt.errors import (
     AsyncCkptError,
     CheckpointerClosedError,

@@ -1,7 +1,7 @@
 """A noticeboard: ranks post small values by name, and read those of other ranks, without a collective.
 
 The values are in the store of the default process group, or in the worker if there is no process group, as in a first
-save (`distributed.rendezvous`). No call waits for another rank.
+save (`distributed.meetings`). No call waits for another rank.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from asyncckpt.client.worker_board import BoardExchange
 from asyncckpt.config import RankInfo
+from asyncckpt.distributed.meetings import POLL_S, Exchange
 from asyncckpt.distributed.process_group import GroupExchange
-from asyncckpt.distributed.rendezvous import POLL_S, Exchange
 from asyncckpt.errors import AsyncCkptError, SaveFailedError
 
 RANK_0_TIMEOUT_S = 2.0

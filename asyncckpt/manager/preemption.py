@@ -17,8 +17,8 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from asyncckpt.config import RankInfo
+from asyncckpt.distributed.meetings import Exchange
 from asyncckpt.distributed.process_group import find_exchange, find_rank_info, has_other_ranks
-from asyncckpt.distributed.rendezvous import Exchange
 from asyncckpt.errors import ConfigError, SaveFailedError, SignalHandlerError
 from asyncckpt.manager.save_policy import check_seconds
 from asyncckpt.manager.step_agreement import BEFORE_ALL, StepCoordinator, StopAgreement

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from asyncckpt.basics.process_lifecycle import BackgroundThread
 from asyncckpt.config import RankInfo
-from asyncckpt.distributed.rendezvous import Exchange
+from asyncckpt.distributed.meetings import Exchange
 from asyncckpt.errors import AsyncCkptError, ConfigError, PlanTimeoutError
 from asyncckpt.manager.noticeboard import Noticeboard, noticeboard_of
 from asyncckpt.manager.save_policy import SharedClock

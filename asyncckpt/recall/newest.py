@@ -55,9 +55,9 @@ def newest_candidates(root: str, on_disk: str | None, source: str, endpoint: str
     Blocks: for the worker's answer, as `held_snapshots`.
     """
     store, found = store_at(root), list[NewestCandidate]()
-    standing = None if on_disk is None else manifest_if_readable(on_disk, store_at(on_disk))
+    existing = None if on_disk is None else manifest_if_readable(on_disk, store_at(on_disk))
     for snapshot in _memory_only(_newest_in(root, endpoint), store, asked=source == "memory"):
-        if standing is not None and snapshot.save_id <= standing.save_id:
+        if existing is not None and snapshot.save_id <= existing.save_id:
             break
         found.append(NewestCandidate(snapshot.path, str(snapshot.save_id), snapshot.step))
     return found if on_disk is None else [*found, NewestCandidate(on_disk)]
@@ -121,9 +121,9 @@ def _memory_only(snapshots: Iterable[HeldSnapshot], store: Store, *, asked: bool
     Unless `asked` for memory, leave out those whose directory was removed, with a warning.
     """
     for snapshot in snapshots:
-        standing = None if snapshot.committed else manifest_if_readable(snapshot.path, store)
-        unfinished = standing is None or (
-            standing.save_id == snapshot.save_id and not is_finished(snapshot.path, standing, store)
+        existing = None if snapshot.committed else manifest_if_readable(snapshot.path, store)
+        unfinished = existing is None or (
+            existing.save_id == snapshot.save_id and not is_finished(snapshot.path, existing, store)
         )
         if not unfinished or snapshot.committed:
             continue

@@ -79,9 +79,9 @@ def prepare_directory(
         made = store.make_prefix(path, durable=fsync)
         if not made:
             refuse_around(path, save_id, store)
-        standing = refuse_existing(path, save_id, store, overwrite=overwrite)
-        if isinstance(standing, Manifest) and standing.save_id == save_id and not resumed:
-            raise exists_error(path, save_id, standing, overwrite=overwrite)
+        existing = refuse_existing(path, save_id, store, overwrite=overwrite)
+        if isinstance(existing, Manifest) and existing.save_id == save_id and not resumed:
+            raise exists_error(path, save_id, existing, overwrite=overwrite)
         store.refuse_unable(path, save_id, fsync=fsync, overwrite=overwrite)
         reach("directory: made")
     except BaseException:
@@ -347,27 +347,27 @@ def refuse_existing(path: str, save_id: SaveId, store: Store, *, overwrite: bool
         OSError: A call failed, so it is unknown what the directory has.
     """
     try:
-        standing = _existing_manifest(path, store)
+        existing = _existing_manifest(path, store)
     except FileNotFoundError:
         return None
     except OSError as error:
         if error.errno not in _NO_MANIFEST:
             raise
-        standing = None
-    if standing is not None and standing.save_id == save_id:
-        return standing
-    is_older = standing is not None and standing.save_id < save_id
-    if standing is not None and is_older and not is_finished(path, standing, store):
-        return standing
-    if standing is not None and is_older and overwrite and not _have_no_order(standing.save_id, save_id):
+        existing = None
+    if existing is not None and existing.save_id == save_id:
+        return existing
+    is_older = existing is not None and existing.save_id < save_id
+    if existing is not None and is_older and not is_finished(path, existing, store):
+        return existing
+    if existing is not None and is_older and overwrite and not _have_no_order(existing.save_id, save_id):
         if is_pinned(path, store):
-            raise pinned_error(path, save_id, standing)
-        return standing
+            raise pinned_error(path, save_id, existing)
+        return existing
     try:
         store.stat(os.path.join(path, MANIFEST_NAME))
     except FileNotFoundError:
         return None
-    tombstone = tombstone_or_error(path, store) if standing is None else None
+    tombstone = tombstone_or_error(path, store) if existing is None else None
     if tombstone is not None and tombstone.save_id < save_id:
         return tombstone
     if tombstone is not None:
@@ -378,7 +378,7 @@ def refuse_existing(path: str, save_id: SaveId, store: Store, *, overwrite: bool
             save_id=str(save_id),
             existing_save_id=str(tombstone.save_id),
         )
-    raise exists_error(path, save_id, standing, overwrite=overwrite)
+    raise exists_error(path, save_id, existing, overwrite=overwrite)
 
 
 def _have_no_order(one: SaveId, other: SaveId) -> bool:
@@ -390,38 +390,38 @@ def _have_no_order(one: SaveId, other: SaveId) -> bool:
     return one.epoch == other.epoch and one.run_id != other.run_id
 
 
-def exists_error(path: str, save_id: SaveId, standing: Manifest | None, *, overwrite: bool) -> CheckpointExistsError:
+def exists_error(path: str, save_id: SaveId, existing: Manifest | None, *, overwrite: bool) -> CheckpointExistsError:
     """Return the error of a save to a directory whose manifest it may not replace.
 
     Args:
         path: The directory.
         save_id: ID of the save.
-        standing: The manifest; None: it cannot be read.
+        existing: The manifest; None: it cannot be read.
         overwrite: Whether the save may replace older checkpoints.
     """
-    what = f"save {standing.save_id}, step {standing.step}" if standing else "its manifest cannot be read"
+    what = f"save {existing.save_id}, step {existing.step}" if existing else "its manifest cannot be read"
     kind, advice = "a committed", "save to another path"
     advice += "" if is_object_url(path) else ", or by a checkpointer made with overwrite=True"
-    if standing is not None and overwrite and _have_no_order(standing.save_id, save_id):
+    if existing is not None and overwrite and _have_no_order(existing.save_id, save_id):
         kind, advice = "another run's", "it began when this run did, so neither is older: save to another path"
     elif overwrite:
-        kind, advice = ("a newer" if standing else "a"), "overwrite=True replaces older ones only: save to another path"
+        kind, advice = ("a newer" if existing else "a"), "overwrite=True replaces older ones only: save to another path"
     return CheckpointExistsError(
         f"{path} already holds {kind} checkpoint ({what}); it was left untouched: {advice}",
         path=path,
         save_id=str(save_id),
-        existing_save_id=str(standing.save_id) if standing else None,
+        existing_save_id=str(existing.save_id) if existing else None,
     )
 
 
-def pinned_error(path: str, save_id: SaveId, standing: Manifest) -> CheckpointExistsError:
-    """Return the error of a save that would replace the pinned checkpoint with the manifest `standing`."""
+def pinned_error(path: str, save_id: SaveId, existing: Manifest) -> CheckpointExistsError:
+    """Return the error of a save that would replace the pinned checkpoint with the manifest `existing`."""
     return CheckpointExistsError(
-        f"{path} holds a pinned checkpoint (save {standing.save_id}, step {standing.step}); it was left untouched: "
+        f"{path} holds a pinned checkpoint (save {existing.save_id}, step {existing.step}); it was left untouched: "
         "save to another path, or remove the pin (`asyncckpt pin --remove`)",
         path=path,
         save_id=str(save_id),
-        existing_save_id=str(standing.save_id),
+        existing_save_id=str(existing.save_id),
     )
 
 
@@ -488,15 +488,15 @@ def refuse_around(path: str, save_id: SaveId, store: Store) -> None:
     except FileNotFoundError:
         return
     for name in names:
-        standing = None if owner_of(name) is not None else manifest_if_readable(os.path.join(path, name), store)
-        if standing is not None:
+        existing = None if owner_of(name) is not None else manifest_if_readable(os.path.join(path, name), store)
+        if existing is not None:
             inner = os.path.join(path, name)
             raise CheckpointExistsError(
-                f"cannot save to {path}: the committed checkpoint {inner} (save {standing.save_id}) lies in it, and "
+                f"cannot save to {path}: the committed checkpoint {inner} (save {existing.save_id}) lies in it, and "
                 f"would not be found any more; save beside that one, to {os.path.join(path, 'NAME')}",
                 path=path,
                 save_id=str(save_id),
-                existing_save_id=str(standing.save_id),
+                existing_save_id=str(existing.save_id),
             )
 
 

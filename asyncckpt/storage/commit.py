@@ -177,8 +177,8 @@ def publish(
     Blocks: for the writes; while another process holds the lock, at most `LOCK_TIMEOUT_S`.
     """
     reach("commit: begun")
-    standing = refuse_existing(path, manifest.save_id, store, overwrite=overwrite)
-    replaces = standing is not None and standing.save_id != manifest.save_id
+    existing = refuse_existing(path, manifest.save_id, store, overwrite=overwrite)
+    replaces = existing is not None and existing.save_id != manifest.save_id
     is_created = store.publishes_by_creation(path, manifest.save_id)
     with contextlib.ExitStack() as stack:
         is_locked = False
@@ -215,7 +215,7 @@ def _publish(
 ) -> None:
     temporary: str | None = None  # path of the file that becomes `.metadata`
     version: str | None = None  # the store's version of the manifest to replace
-    standing: Manifest | Tombstone | None = None
+    existing: Manifest | Tombstone | None = None
     try:
         with refuse_other_commits(path, manifest.save_id, store, overwrite=overwrite):
             check_rank_files(path, manifest, store=store)
@@ -228,15 +228,15 @@ def _publish(
         reach("commit: parent flushed")
         if may_replace:
             version = version_at(path, store)
-            standing = refuse_existing(path, manifest.save_id, store, overwrite=overwrite)
+            existing = refuse_existing(path, manifest.save_id, store, overwrite=overwrite)
     except BaseException:
         if temporary is not None:
             store.remove_quietly(temporary)
         raise
     if temporary is None:
-        _put(path, manifest, store, version if standing is not None else None, token)
+        _put(path, manifest, store, version if existing is not None else None, token)
     else:
-        _put_both(path, temporary, manifest, standing, store, version, token)
+        _put_both(path, temporary, manifest, existing, store, version, token)
     if is_created:
         _check_after_creation(path, manifest, store)
     try:
@@ -266,7 +266,7 @@ def _put_both(
     path: str,
     temporary: str,
     manifest: Manifest,
-    standing: Manifest | Tombstone | None,
+    existing: Manifest | Tombstone | None,
     store: Store,
     version: str | None,
     token: str,
@@ -274,12 +274,12 @@ def _put_both(
     """Publish manifest and `.metadata`, in the order in which a checkpoint that they replace is complete until then."""
     metadata_first = False
     try:
-        if isinstance(standing, Manifest) and standing.save_id != manifest.save_id:
+        if isinstance(existing, Manifest) and existing.save_id != manifest.save_id:
             # The rename of the manifest ends a complete checkpoint without `.metadata`: it must commit the new one.
-            metadata_first = is_finished(path, standing, store) and not has_dcp_metadata(path, store)
+            metadata_first = is_finished(path, existing, store) and not has_dcp_metadata(path, store)
         if metadata_first:
             _put_dcp_metadata(path, temporary, manifest, store)
-        _put(path, manifest, store, version if standing is not None else None, token)
+        _put(path, manifest, store, version if existing is not None else None, token)
     except CommitUnknownError:
         raise
     except BaseException:
@@ -337,17 +337,17 @@ def _put(path: str, manifest: Manifest, store: Store, version: str | None, token
         else:
             store.replace_if(final, data, version, temporary=temporary, durable=manifest.fsync)
     except UnknownOutcomeError as error:
-        standing = manifest_if_readable(path, store) if error.shows_itself else None
-        if standing is None or standing.save_id != manifest.save_id:
+        existing = manifest_if_readable(path, store) if error.shows_itself else None
+        if existing is None or existing.save_id != manifest.save_id:
             raise _unknown(path, manifest.save_id, error) from error
     except OSError as error:
-        standing = manifest_if_readable(path, store)
-        if standing is not None and standing.save_id == manifest.save_id:
+        existing = manifest_if_readable(path, store)
+        if existing is not None and existing.save_id == manifest.save_id:
             return
         # If another save has committed meanwhile, that is the better message.
         refuse_existing(path, manifest.save_id, store, overwrite=version is not None)
         if error.errno == errno.EEXIST:
-            raise exists_error(path, manifest.save_id, standing, overwrite=False) from error
+            raise exists_error(path, manifest.save_id, existing, overwrite=False) from error
         raise
 
 
@@ -377,10 +377,10 @@ def remove_leftovers(path: str, keep: SaveId, *, store: Store) -> list[str]:
         The names of the removed files. Other files, links and directories stay. If the manifest of `keep` is not
         there, nothing is removed.
     """
-    standing = manifest_if_readable(path, store)
-    if standing is None or standing.save_id != keep:
+    existing = manifest_if_readable(path, store)
+    if existing is None or existing.save_id != keep:
         return []
-    if standing.dcp is None and not _remove_dcp_metadata_quietly(path, store, before=keep):
+    if existing.dcp is None and not _remove_dcp_metadata_quietly(path, store, before=keep):
         return []
     return _remove(path, store, lambda owner: owner < keep)
 
@@ -403,8 +403,8 @@ def remove_files_of(path: str, save_id: SaveId, *, store: Store) -> list[str]:
     except OSError:
         return []
     else:
-        standing = manifest_if_readable(path, store)
-        if standing is None or standing.save_id == save_id:
+        existing = manifest_if_readable(path, store)
+        if existing is None or existing.save_id == save_id:
             return []
     if not _remove_dcp_metadata_quietly(path, store, doomed=save_id):
         return []

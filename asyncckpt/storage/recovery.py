@@ -41,11 +41,11 @@ def is_committed(path: str, save_id: SaveId, *, store: Store) -> bool:
         OSError: It cannot be known: the manifest cannot be read, or flushing failed, so that it may not survive a power
             cut.
     """
-    standing = manifest_or_error(path, store)
-    if standing is None or standing.save_id != save_id or not is_finished(path, standing, store):
+    existing = manifest_or_error(path, store)
+    if existing is None or existing.save_id != save_id or not is_finished(path, existing, store):
         return False
     reach("resumed: committed")
-    if standing.fsync:
+    if existing.fsync:
         # IMPORTANT: the worker that published the manifest may have died before it flushed the directory.
         store.sync(path)
     for name in (temporary_manifest_name(save_id), temporary_dcp_metadata_name(save_id)):

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from asyncckpt.basics.gc_control import gc_paused
-from asyncckpt.distributed.rendezvous import SAVE, Meeting, Save, all_or_none
+from asyncckpt.distributed.meetings import SAVE, Meeting, Save, all_or_none
 from asyncckpt.distributed.run_agreement import check_equal
 from asyncckpt.errors import (
     AsyncCkptError,

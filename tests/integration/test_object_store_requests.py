@@ -14,7 +14,7 @@ import rank_processes
 import torch
 
 import asyncckpt
-from asyncckpt.distributed.rendezvous import Meeting
+from asyncckpt.distributed.meetings import Meeting
 from asyncckpt.restore import finder, restore_first
 from asyncckpt.storage import locate
 from asyncckpt.storage.cloud.object_store import ObjectStore

@@ -18,8 +18,8 @@ from real_worker import wait_until
 from asyncckpt import AsyncCheckpointer
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed import process_group
+from asyncckpt.distributed.meetings import Exchange, Save
 from asyncckpt.distributed.process_group import GroupExchange, find_exchange, find_rank_info
-from asyncckpt.distributed.rendezvous import Exchange, Save
 from asyncckpt.errors import PlanTimeoutError, SaveFailedError
 
 PLACES = ("group", "torchrun's store", "board")

@@ -226,8 +226,8 @@ def test_bug_of_the_brain_costs_one_save_and_not_the_worker(
             monkeypatch.undo()
             raise AssertionError("made up")
 
-        book = worker.daemon.core._admission if method in ("accept_sealed", "begin") else worker.daemon.core._saves
-        monkeypatch.setattr(book, method, bug)
+        registry = worker.daemon.core._admission if method in ("accept_sealed", "begin") else worker.daemon.core._saves
+        monkeypatch.setattr(registry, method, bug)
         try:
             assert failed(client.save(slot, snapshot, str(tmp_path / "a"))).code == "internal"  # type: ignore[attr-defined]
         except SaveFailedError as error:

@@ -46,7 +46,7 @@ class _Board:
         return sum(s.total for s in self.ranks.values())
 
 
-class BoardBook:
+class BoardRegistry:
     """Answers Share and Fetch. A board is dropped at the latest when all of its sessions have ended."""
 
     def __init__(self, tables: Tables) -> None:

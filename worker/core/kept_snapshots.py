@@ -45,7 +45,7 @@ def discredits_snapshot(error: Wire) -> bool:
     return error.get("code") != "save_failed" or fields.get("code") in _OBJECTIONS
 
 
-class SnapshotBook:
+class SnapshotRegistry:
     """Decides which slots are kept, and lends kept slots.
 
     Args:

@@ -67,19 +67,19 @@ from asyncckpt_worker.core.events import (
     UnmirroredFound,
     Written,
 )
-from asyncckpt_worker.core.exchange import BoardBook
-from asyncckpt_worker.core.kept_snapshots import SnapshotBook
+from asyncckpt_worker.core.exchange import BoardRegistry
+from asyncckpt_worker.core.kept_snapshots import SnapshotRegistry
 from asyncckpt_worker.core.model import Session
 from asyncckpt_worker.core.nodes.follower import Follower
 from asyncckpt_worker.core.nodes.leader import Leader
-from asyncckpt_worker.core.runs import LineageBook, RunBook
+from asyncckpt_worker.core.runs import LineageRegistry, RunRegistry
 from asyncckpt_worker.core.save_admission import SaveAdmission
-from asyncckpt_worker.core.saves import SaveBook, bring_deadline_forward, stop_early_writes
-from asyncckpt_worker.core.sessions import SessionBook
-from asyncckpt_worker.core.slots import AdoptionBook, SlotBook
+from asyncckpt_worker.core.saves import SaveRegistry, bring_deadline_forward, stop_early_writes
+from asyncckpt_worker.core.sessions import SessionRegistry
+from asyncckpt_worker.core.slots import AdoptionRegistry, SlotRegistry
 from asyncckpt_worker.core.status import MAX_ROWS, PhaseChange, heartbeat_answer, notify, phase_changes, report
 from asyncckpt_worker.core.tables import Tables
-from asyncckpt_worker.mirrors.schedule import MirrorBook
+from asyncckpt_worker.mirrors.schedule import MirrorRegistry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +103,7 @@ class Shutdown:
 
     Args:
         tables: The tables of the core.
-        slot_book: Reads all lent slots when a drain begins, and again before the exit.
+        slot_registry: Reads all lent slots when a drain begins, and again before the exit.
         config: Uses `idle_exit_s`, `drain_timeout_s` and `staging_grace_s`.
         mirrors: Copies that the worker stays for, and a drain waits for.
         has_unacknowledged: Whether a reachable leader or follower has not acknowledged everything yet.
@@ -115,12 +115,17 @@ class Shutdown:
     def __init__(
         self,
         tables: Tables,
-        slot_book: SlotBook,
+        slot_registry: SlotRegistry,
         config: CoreConfig,
-        mirrors: MirrorBook,
+        mirrors: MirrorRegistry,
         has_unacknowledged: Callable[[], bool],
     ) -> None:
-        self._t, self._slot_book, self._config, self._has_unacknowledged = tables, slot_book, config, has_unacknowledged
+        self._t, self._slot_registry, self._config, self._has_unacknowledged = (
+            tables,
+            slot_registry,
+            config,
+            has_unacknowledged,
+        )
         self._mirrors = mirrors
         self._idle_since: float | None = tables.now
         self.kept = False
@@ -148,7 +153,7 @@ class Shutdown:
             t.log(
                 "info", f"draining: {why}", sessions=len(t.sessions), saves=sum(s.unfinished for s in t.saves.values())
             )
-            self._slot_book.read_all_lent()
+            self._slot_registry.read_all_lent()
         if immediately:
             self._drain_deadline = t.now
             self._why = "stopped at once"
@@ -171,7 +176,12 @@ class Shutdown:
             working = bool(unfinished) or staging or self._has_unacknowledged() or copies
             at_rest = not working and not reading
             self._slots_reread = self._slots_reread and not working
-            if at_rest and not self._slots_reread and t.now < self._drain_deadline and self._slot_book.read_all_lent():
+            if (
+                at_rest
+                and not self._slots_reread
+                and t.now < self._drain_deadline
+                and self._slot_registry.read_all_lent()
+            ):
                 # IMPORTANT: a snapshot sealed since the first read, whose Submit has not arrived, must not be lost.
                 self._slots_reread = True
             elif at_rest:
@@ -211,27 +221,27 @@ class Core:
     def __init__(self, config: CoreConfig, now: float, resources: Resources) -> None:
         self._config = config
         self.tables = Tables(now=now, instance=config.instance)
-        self._runs = RunBook(self.tables)
-        self._mirrors = MirrorBook(self.tables)
+        self._runs = RunRegistry(self.tables)
+        self._mirrors = MirrorRegistry(self.tables)
         for root in config.mirror_roots:
             self._mirrors.scan(root)
-        self._saves = SaveBook(self.tables, self._runs, self._mirrors)
+        self._saves = SaveRegistry(self.tables, self._runs, self._mirrors)
         self._admission = SaveAdmission(self.tables, self._saves, self._runs)
-        self.snapshot_book = SnapshotBook(self.tables, config.keep_snapshots_s)
-        self._slot_book = SlotBook(self.tables, self._admission, self.snapshot_book, resources)
-        self._adoption = AdoptionBook(self.tables, self._slot_book)
-        self._follower = Follower(self.tables, self._runs, self._saves, self._slot_book, self._mirrors, resources)
-        self._lineages = LineageBook(self.tables, self._runs, self._follower.lineage)
-        self._boards = BoardBook(self.tables)
-        self._sessions = SessionBook(
-            self.tables, self._slot_book, self.snapshot_book, self._runs, self._boards, self._welcome, resources
+        self.snapshot_registry = SnapshotRegistry(self.tables, config.keep_snapshots_s)
+        self._slot_registry = SlotRegistry(self.tables, self._admission, self.snapshot_registry, resources)
+        self._adoption = AdoptionRegistry(self.tables, self._slot_registry)
+        self._follower = Follower(self.tables, self._runs, self._saves, self._slot_registry, self._mirrors, resources)
+        self._lineages = LineageRegistry(self.tables, self._runs, self._follower.lineage)
+        self._boards = BoardRegistry(self.tables)
+        self._sessions = SessionRegistry(
+            self.tables, self._slot_registry, self.snapshot_registry, self._runs, self._boards, self._welcome, resources
         )
         self._leader = Leader(
             self.tables,
             self._runs,
             self._admission,
             self._saves,
-            self._slot_book,
+            self._slot_registry,
             self._lineages,
             self._mirrors,
             resources,
@@ -241,17 +251,17 @@ class Core:
         """Phase changes caused by the last event."""
 
         self._shutdown = Shutdown(
-            self.tables, self._slot_book, config, self._mirrors, lambda: self._leader.busy or self._follower.busy
+            self.tables, self._slot_registry, config, self._mirrors, lambda: self._leader.busy or self._follower.busy
         )
         self._steps: tuple[Callable[[], None], ...] = (
             self._adoption.restore_committed,
             # IMPORTANT: before slots are freed, so that saves end with the reason of the departure, not with "not
             # sealed".
             self._end_departed,
-            self._slot_book.abandon_released,
+            self._slot_registry.abandon_released,
             self._saves.commit_waiting,
             self._free_slots,
-            self.snapshot_book.answer,
+            self.snapshot_registry.answer,
             self._note_touched,
             self._follower.flush,
             self._leader.flush,
@@ -293,11 +303,11 @@ class Core:
             notify(self.tables)
 
     def _free_slots(self) -> None:
-        self._slot_book.free_unneeded()
+        self._slot_registry.free_unneeded()
         if self.tables.postponed:
-            self._slot_book.create_postponed()
+            self._slot_registry.create_postponed()
         if self.tables.review_closing_slots:
-            self._slot_book.free_unneeded()  # kept slots may have to make room
+            self._slot_registry.free_unneeded()  # kept slots may have to make room
 
     @property
     def wakes_at(self) -> float | None:
@@ -324,11 +334,11 @@ class Core:
             case Died():
                 self._sessions.died(event)
             case SlotCreated():
-                self._slot_book.adopted(event)
+                self._slot_registry.adopted(event)
             case SlotFreed():
                 self.tables.freeing.discard(event.slot)
             case SlotRead():
-                self._slot_book.slot_read(event)
+                self._slot_registry.slot_read(event)
             case Prepared():
                 self._saves.prepared(event)
             case Written():
@@ -352,7 +362,7 @@ class Core:
             case Tick():
                 self._shutdown.kept = event.kept
                 if event.memory_short:
-                    self.snapshot_book.make_room(include_uncommitted=True)
+                    self.snapshot_registry.make_room(include_uncommitted=True)
                 for tick in (self._saves.tick, self._follower.tick, self._leader.tick, self._mirrors.tick):
                     self.tables.run_guarded("", tick)
 
@@ -378,15 +388,15 @@ class Core:
             case Heartbeat():
                 self.tables.send(session.peer, heartbeat_answer(self.tables, session, m))
             case Allocate():
-                self._slot_book.allocate(session, m)
+                self._slot_registry.allocate(session, m)
             case Adopt():
                 self._adoption.adopt(session, m)
             case Release():
-                self._slot_book.release(session, m)
+                self._slot_registry.release(session, m)
             case Begin():
-                self._slot_book.begin(session, m)
+                self._slot_registry.begin(session, m)
             case Submit():
-                self._slot_book.submit(session, m)
+                self._slot_registry.submit(session, m)
             case Withdraw():
                 self._admission.withdraw(session, m)
                 self.tables.send(session.peer, Ok(id=m.id))
@@ -398,7 +408,7 @@ class Core:
             case Fetch():
                 self._answer(session, m.id, self._boards.fetch(session, m))
             case Recall():
-                self.snapshot_book.recall(session, m)
+                self.snapshot_registry.recall(session, m)
             case Goodbye():
                 self.tables.send(session.peer, Ok(id=m.id))
                 self._sessions.goodbye(session)

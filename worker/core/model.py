@@ -1,8 +1,8 @@
 """Records of the core (sessions, slots, saves, runs), and the phase table of a rank's part in a save.
 
-The table maps phase and event to the next phase and steps. `SaveBook.advance` looks up the cell, changes the phase, and
-takes the steps in order; once a step has ended the save, the later steps are skipped. A missing cell is a bug in the
-worker: it ends that save, and nothing else.
+The table maps phase and event to the next phase and steps. `SaveRegistry.advance` looks up the cell, changes the phase,
+and takes the steps in order; once a step has ended the save, the later steps are skipped. A missing cell is a bug in
+the worker: it ends that save, and nothing else.
 
 Events:
 
@@ -259,7 +259,7 @@ class RankSave:
     begun_at: float
     commit_timeout_s: float
     phase: str = ""
-    """A row of `TABLE`; only `SaveBook.advance` changes it."""
+    """A row of `TABLE`; only `SaveRegistry.advance` changes it."""
 
     fsync: bool = True
     storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)

@@ -48,7 +48,7 @@ class _Leaving:
     why: str
 
 
-class RunBook:
+class RunRegistry:
     """Changes `tables.runs`."""
 
     def __init__(self, tables: Tables) -> None:
@@ -189,7 +189,7 @@ Question = tuple[Peer, int]
 """Peer and ID of a request; b"": a rank of a follower."""
 
 
-class LineageBook:
+class LineageRegistry:
     """Reserves epochs in `Run.epochs`. Requests of a run for one directory, with one of mirrors, share one scan.
 
     Args:
@@ -203,7 +203,7 @@ class LineageBook:
 
     notify_followers: Callable[[str, str, int, Wire | None], None]
 
-    def __init__(self, tables: Tables, runs: RunBook, ask_leader: Callable[[Session, Run, Lineage], None]) -> None:
+    def __init__(self, tables: Tables, runs: RunRegistry, ask_leader: Callable[[Session, Run, Lineage], None]) -> None:
         self._t, self._runs, self._ask_leader = tables, runs, ask_leader
         self._waiting: dict[tuple[str, str, str], dict[Question, int]] = {}
         """Run, directory and directory of mirrors -> who waits, and which epoch is the least for each."""

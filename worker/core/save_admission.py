@@ -6,12 +6,12 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.messages import Begin, Consent, Withdraw
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, FAILED, OPEN, UNKNOWN
-from asyncckpt_worker.core.agreement import declare, own_contradiction
+from asyncckpt_worker.core.consistency import declare, own_contradiction
 from asyncckpt_worker.core.events import Wire
 from asyncckpt_worker.core.failures import failed, kind_of, other_world, withdrawn
 from asyncckpt_worker.core.model import NEW, RankSave, Save, Session, Slot
-from asyncckpt_worker.core.runs import RunBook
-from asyncckpt_worker.core.saves import SaveBook, clean_up
+from asyncckpt_worker.core.runs import RunRegistry
+from asyncckpt_worker.core.saves import SaveRegistry, clean_up
 from asyncckpt_worker.core.tables import EndedSave, Tables
 
 MAX_DECLINED = 64
@@ -21,7 +21,7 @@ MAX_DECLINED = 64
 class SaveAdmission:
     """Adds saves and parts to `tables.saves`, and ends those that can never commit."""
 
-    def __init__(self, tables: Tables, saves: SaveBook, runs: RunBook) -> None:
+    def __init__(self, tables: Tables, saves: SaveRegistry, runs: RunRegistry) -> None:
         self._t, self._saves, self._runs = tables, saves, runs
 
     def refuse_other_world(self, session: Session, save_id: SaveId) -> Wire | None:

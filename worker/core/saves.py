@@ -25,7 +25,7 @@ from asyncckpt.protocol.save_phases import (
     WRITING,
 )
 from asyncckpt_worker.core.actions import Commit, CutOff, Prepare, Remove, Write
-from asyncckpt_worker.core.agreement import disagreement, settle_step, unequal_samples
+from asyncckpt_worker.core.consistency import disagreement, settle_step, unequal_samples
 from asyncckpt_worker.core.events import Contents, InternalFault, Prepared, Published, Removed, SaveKey, Wire, Written
 from asyncckpt_worker.core.failures import (
     count,
@@ -55,15 +55,15 @@ from asyncckpt_worker.core.model import (
     Run,
     Save,
 )
-from asyncckpt_worker.core.runs import RunBook
+from asyncckpt_worker.core.runs import RunRegistry
 from asyncckpt_worker.core.tables import Tables
-from asyncckpt_worker.mirrors.schedule import Copy, MirrorBook
+from asyncckpt_worker.mirrors.schedule import Copy, MirrorRegistry
 
 
-class SaveBook:
+class SaveRegistry:
     """Moves saves through their phases, commits them, and ends them."""
 
-    def __init__(self, tables: Tables, runs: RunBook, mirrors: MirrorBook) -> None:
+    def __init__(self, tables: Tables, runs: RunRegistry, mirrors: MirrorRegistry) -> None:
         self._t, self._runs, self._mirrors = tables, runs, mirrors
         self.commits_waiting = False
         self._steps = {
@@ -456,7 +456,7 @@ class SaveBook:
         return True
 
 
-def deferred_refusal(t: Tables, runs: RunBook, save: Save, entry: RankSave) -> tuple[str, Wire] | None:
+def deferred_refusal(t: Tables, runs: RunRegistry, save: Save, entry: RankSave) -> tuple[str, Wire] | None:
     """Return why a save of a dead worker, found not committed, cannot continue: outcome and error, or None."""
     if t.is_followed(save.save_id):
         return None  # the leader checks it for all ranks, and knows consents that were lost with the dead worker

@@ -9,29 +9,29 @@ from asyncckpt.errors import AsyncCkptError, ProtocolError, WorkerUnavailableErr
 from asyncckpt.protocol.messages import Hello, Welcome
 from asyncckpt_worker.core.actions import Resources
 from asyncckpt_worker.core.events import Died, Peer
-from asyncckpt_worker.core.exchange import BoardBook
-from asyncckpt_worker.core.kept_snapshots import SnapshotBook
+from asyncckpt_worker.core.exchange import BoardRegistry
+from asyncckpt_worker.core.kept_snapshots import SnapshotRegistry
 from asyncckpt_worker.core.model import MAX_SESSIONS, Session
-from asyncckpt_worker.core.runs import RunBook
-from asyncckpt_worker.core.slots import SlotBook
+from asyncckpt_worker.core.runs import RunRegistry
+from asyncckpt_worker.core.slots import SlotRegistry
 from asyncckpt_worker.core.tables import Tables
 
 
-class SessionBook:
+class SessionRegistry:
     """Opens, replaces and ends sessions."""
 
     def __init__(
         self,
         tables: Tables,
-        slot_book: SlotBook,
-        snapshot_book: SnapshotBook,
-        runs: RunBook,
-        boards: BoardBook,
+        slot_registry: SlotRegistry,
+        snapshot_registry: SnapshotRegistry,
+        runs: RunRegistry,
+        boards: BoardRegistry,
         welcome: Callable[[int], Welcome],
         resources: Resources,
     ) -> None:
         self._t, self._resources = tables, resources
-        self._slot_book, self._snapshot_book = slot_book, snapshot_book
+        self._slot_registry, self._snapshot_registry = slot_registry, snapshot_registry
         self._runs, self._boards = runs, boards
         self._welcome = welcome
 
@@ -78,7 +78,7 @@ class SessionBook:
             self._forget(session, died=True)
             self._runs.leave(session, f"its process {session.pid} died")
         else:
-            self._snapshot_book.died(event.session)
+            self._snapshot_registry.died(event.session)
 
     def goodbye(self, session: Session) -> None:
         """End a session whose trainer has closed it."""
@@ -96,8 +96,8 @@ class SessionBook:
 
     def _forget(self, session: Session, successor: Session | None = None, *, died: bool = False) -> None:
         self._t.sessions.pop(session.name, None)
-        self._snapshot_book.session_ended(session, died=died, replaced=successor is not None)
+        self._snapshot_registry.session_ended(session, died=died, replaced=successor is not None)
         self._boards.ended(session, successor)
         self._t.peers.pop(session.peer, None)
         for number in sorted(session.slots):
-            self._slot_book.close(self._t.slots[number])
+            self._slot_registry.close(self._t.slots[number])

@@ -23,7 +23,7 @@ from asyncckpt.protocol.save_phases import COMMITTED
 from asyncckpt_worker.core.actions import AdoptSlot, FreeSlot, ReadSlot, Resources
 from asyncckpt_worker.core.events import SlotCreated, SlotRead
 from asyncckpt_worker.core.failures import busy, draining
-from asyncckpt_worker.core.kept_snapshots import SnapshotBook, is_in_flight
+from asyncckpt_worker.core.kept_snapshots import SnapshotRegistry, is_in_flight
 from asyncckpt_worker.core.model import MAX_JOBS, MAX_SLOTS_PER_SESSION, Save, Session, Slot, Waiter
 from asyncckpt_worker.core.save_admission import SaveAdmission, entry_of_request
 from asyncckpt_worker.core.tables import Tables
@@ -32,14 +32,14 @@ MAX_WAITERS = 16
 """Maximum number of Submits that wait for one read of a slot; a trainer repeats a Submit only a few times."""
 
 
-class SlotBook:
+class SlotRegistry:
     """Changes `tables.slots`."""
 
     def __init__(
-        self, tables: Tables, admission: SaveAdmission, snapshot_book: SnapshotBook, resources: Resources
+        self, tables: Tables, admission: SaveAdmission, snapshot_registry: SnapshotRegistry, resources: Resources
     ) -> None:
         self._t, self._resources = tables, resources
-        self._admission, self._snapshot_book = admission, snapshot_book
+        self._admission, self._snapshot_registry = admission, snapshot_registry
 
     # ---- slots ------------------------------------------------------------------------------------------------------
 
@@ -54,7 +54,7 @@ class SlotBook:
             self._t.refuse(session.peer, m.id, ProtocolError(text, detail="slots"))
         elif self._t.jobs >= MAX_JOBS:
             self._t.refuse(session.peer, m.id, busy())
-        elif (kept := self._snapshot_book.lend_again(session, m)) is not None:
+        elif (kept := self._snapshot_registry.lend_again(session, m)) is not None:
             self.assign(session, kept)
             self._grant(session, kept)
         else:
@@ -86,7 +86,7 @@ class SlotBook:
         try:
             slot.fd, slot.token = self._resources.create_slot(slot.number, slot.nbytes, populate=slot.populate)
         except InsufficientMemoryError as error:
-            if self._is_freeing() or self._snapshot_book.make_room():
+            if self._is_freeing() or self._snapshot_registry.make_room():
                 self._t.postponed[slot.number] = slot
             else:
                 self._creation_failed(slot, error)
@@ -303,19 +303,19 @@ class SlotBook:
 
     def free_unneeded(self) -> None:
         """Free closing slots that no read, save or reader needs and that are not kept."""
-        if not self._t.review_closing_slots and self._t.now < self._snapshot_book.decides_at:
+        if not self._t.review_closing_slots and self._t.now < self._snapshot_registry.decides_at:
             return
         self._t.review_closing_slots = False
-        self._snapshot_book.decide()
+        self._snapshot_registry.decide()
         for slot in list(self._t.closing.values()):
             # IMPORTANT: a write job may outlast its save (another rank failed); unmapping its slot would crash it.
             if slot.kept or slot.reading or slot.fd < 0 or slot.writes or is_in_flight(slot):
                 continue
             # IMPORTANT: a slot that is held by a reader must stay, also while it is undecided which slots are kept.
-            if slot.held_by or slot.number in self._t.adopted_committed or self._snapshot_book.is_undecided(slot):
+            if slot.held_by or slot.number in self._t.adopted_committed or self._snapshot_registry.is_undecided(slot):
                 continue
             del self._t.slots[slot.number], self._t.closing[slot.number]
-            self._snapshot_book.freed(slot)
+            self._snapshot_registry.freed(slot)
             self._t.freeing.add(slot.number)
             self._t.actions.append(FreeSlot(slot=slot.number))
             self._t.log("debug", "slot freed", session=slot.session, count="slots_freed", slot=slot.number)
@@ -325,21 +325,21 @@ def _unknown_slot(number: int) -> UnknownSaveError:
     return UnknownSaveError(f"this session has no slot {number}", detail="slot")
 
 
-class AdoptionBook:
+class AdoptionRegistry:
     """Adopts slots of dead workers.
 
     Args:
         tables: Tables of the core.
-        slot_book: Assigns adopted slots, and answers repeated requests.
+        slot_registry: Assigns adopted slots, and answers repeated requests.
     """
 
-    def __init__(self, tables: Tables, slot_book: SlotBook) -> None:
-        self._t, self._slot_book = tables, slot_book
+    def __init__(self, tables: Tables, slot_registry: SlotRegistry) -> None:
+        self._t, self._slot_registry = tables, slot_registry
 
     def adopt(self, session: Session, m: Adopt) -> None:
         """Open the slot of a dead worker, and read it; a repeated request gets the same slot."""
         if m.id in session.granted:
-            return self._slot_book.grant_again(session, m.id)
+            return self._slot_registry.grant_again(session, m.id)
         if self._t.draining:
             return self._t.refuse(session.peer, m.id, draining())
         if len(session.slots) >= MAX_SLOTS_PER_SESSION or not self._is_sound(m):
@@ -357,7 +357,7 @@ class AdoptionBook:
         slot.reading = True
         self._t.n_reading += 1
         self._t.slots[number] = slot
-        self._slot_book.assign(session, slot)
+        self._slot_registry.assign(session, slot)
         self._t.actions.append(AdoptSlot(slot=number, nbytes=m.nbytes, pid=session.pid, fd=m.fd, token=m.token))
         return None
 

@@ -93,7 +93,7 @@ class Copy:
         return min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self.tries - 1, 10)) if self.copies else LOOK_EVERY_S
 
 
-class MirrorBook:
+class MirrorRegistry:
     """The copies that this worker knows of."""
 
     def __init__(self, tables: Tables) -> None:

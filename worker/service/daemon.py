@@ -184,7 +184,7 @@ class Daemon:
 
     def _check_memory(self) -> None:
         self._is_memory_short = False
-        self._is_memory_short = self.core.snapshot_book.any and self._memory_pressure.check(time.monotonic())
+        self._is_memory_short = self.core.snapshot_registry.any and self._memory_pressure.check(time.monotonic())
 
     def _tick(self) -> None:
         now, known = time.monotonic(), (self._is_kept, self._is_memory_short)

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from asyncckpt.basics.paths import absolute_path, checkpoint_path, is_url
 from asyncckpt.config import RankInfo
+from asyncckpt.distributed.meetings import Meeting, all_or_none
 from asyncckpt.distributed.process_group import find_exchange, find_rank_info
-from asyncckpt.distributed.rendezvous import Meeting, all_or_none
 from asyncckpt.errors import (
     AsyncCkptError,
     ConfigError,
@@ -27,11 +27,11 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.names import converting_name
 from asyncckpt.format.state_tree import TENSOR
+from asyncckpt.interop.conversion_losses import listed
 from asyncckpt.interop.convert import Conversion, ConversionReport, cast_dtype, check_arguments, reshaped
 from asyncckpt.interop.copy_pipeline import Progress
 from asyncckpt.interop.hf.architectures import HUB_RULES
 from asyncckpt.interop.hf.config_files import ConfigFiles
-from asyncckpt.interop.losses import listed
 from asyncckpt.interop.mapping.made_tensors import CAST_DTYPES
 from asyncckpt.interop.mapping.tensor_rules import TensorRule, checked_rules, listed_lines
 from asyncckpt.interop.publish import check_not_nested, check_place, remove, temporary_path

@@ -18,8 +18,8 @@ import torch
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.config import RankInfo
+from asyncckpt.distributed.meetings import all_or_none, encode_failure
 from asyncckpt.distributed.process_group import GroupMeeting, find_exchange
-from asyncckpt.distributed.rendezvous import all_or_none, encode_failure
 from asyncckpt.errors import AsyncCkptError, ConfigError, SaveFailedError, SharedLoadError
 from asyncckpt.format.structure import row_major
 from asyncckpt.loading.byte_ranges import Placement, box_of

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from asyncckpt.config import CheckpointerConfig, RankInfo
-from asyncckpt.distributed.rendezvous import Exchange, Meeting, Save, refused
+from asyncckpt.distributed.meetings import Exchange, Meeting, Save, refused
 from asyncckpt.distributed.run_agreement import MAX_MEETINGS_IN_A_ROW, Coordination
 from asyncckpt.errors import SaveFailedError
 from asyncckpt.planning.planner import contribution_of

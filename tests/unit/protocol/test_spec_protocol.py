@@ -73,7 +73,7 @@ def test_limit_equals_the_workers(name: str, value: str) -> None:
     assert getattr(importlib.import_module(f"asyncckpt_worker.{module}"), constant) == int(value)
 
 
-def test_every_limit_of_the_ranks_books_is_in_the_spec() -> None:
+def test_every_limit_of_the_ranks_registries_is_in_the_spec() -> None:
     named = {name for name, _ in WORKERS_LIMITS}
     for name in ("runs", "exchange", "status", "nodes.leader", "nodes.follower", "nodes.tables"):
         module = f"core.{name}"

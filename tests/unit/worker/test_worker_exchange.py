@@ -35,7 +35,7 @@ class Meeting(Bench):
         return self.say(m.Fetch, peer, board=board, rank=of, offset=offset)
 
     @property
-    def book(self) -> exchange.BoardBook:
+    def registry(self) -> exchange.BoardRegistry:
         return self.core._boards
 
 
@@ -121,7 +121,7 @@ def test_incomplete_board_forgets_a_rank_whose_session_ends(meeting: Meeting, by
         meeting.feed(ev.Died, session=f"{1:016x}")
     else:
         meeting.say(m.Goodbye, b"0")
-    assert meeting.book.nbytes == 0
+    assert meeting.registry.nbytes == 0
     meeting.hello(b"again", "9" * 16, 0, 2)
     meeting.share(1, b"one")
     assert meeting.fetch(1, 0).missing == (0,)
@@ -159,7 +159,7 @@ def test_complete_board_outlives_one_of_its_sessions_and_goes_with_the_last(meet
     assert meeting.fetch(b"new0", 1).missing == (1,), "the next job of this name gets nothing of the last one"
     meeting.say(m.Goodbye, b"new0")
     meeting.feed(ev.Died, session=f"{2:016x}")
-    assert meeting.book.nbytes == 0
+    assert meeting.registry.nbytes == 0
 
 
 def test_oldest_complete_boards_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +177,6 @@ def test_boards_that_are_incomplete_stay_and_what_does_not_fit_is_refused(monkey
     meeting.share(0, b"x", "a", total=60)
     assert code(meeting.share(0, b"x", "b", total=41)) == "insufficient_memory"
     assert isinstance(meeting.share(1, b"x", "a", total=40), m.Ok)
-    assert meeting.book.nbytes == 100
+    assert meeting.registry.nbytes == 100
     assert isinstance(meeting.share(0, b"", "b"), m.Ok) and isinstance(meeting.share(0, b"", "c"), m.Ok)
     assert isinstance(meeting.share(0, b"", "d"), m.Refused), "there are three"

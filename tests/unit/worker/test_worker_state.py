@@ -346,7 +346,7 @@ def test_failed_write_publishes_nothing_and_the_next_save_works(bench: Bench) ->
 
 
 @pytest.mark.parametrize(
-    "part", ["asyncckpt_worker.core.saves.compare", "asyncckpt_worker.mirrors.schedule.MirrorBook.committed"]
+    "part", ["asyncckpt_worker.core.saves.compare", "asyncckpt_worker.mirrors.schedule.MirrorRegistry.committed"]
 )
 def test_bug_behind_the_commit_does_not_fail_the_save(bench: Bench, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     def broken(*_: Any) -> None:

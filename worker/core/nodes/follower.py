@@ -28,11 +28,11 @@ from asyncckpt_worker.core.events import Peer, Relayed
 from asyncckpt_worker.core.failures import busy, leader_lost, not_continued, other_world
 from asyncckpt_worker.core.model import RankSave, Run, Save, Session
 from asyncckpt_worker.core.nodes.tables import PHASE_ORDER, Row, pages, part_row, reported_phase
-from asyncckpt_worker.core.runs import RunBook
-from asyncckpt_worker.core.saves import SaveBook
-from asyncckpt_worker.core.slots import SlotBook
+from asyncckpt_worker.core.runs import RunRegistry
+from asyncckpt_worker.core.saves import SaveRegistry
+from asyncckpt_worker.core.slots import SlotRegistry
 from asyncckpt_worker.core.tables import Tables
-from asyncckpt_worker.mirrors.schedule import MirrorBook
+from asyncckpt_worker.mirrors.schedule import MirrorRegistry
 
 FOUND_S = 2 * BEAT_S
 """How long the leader has to report the outcome of a save that was found committed here."""
@@ -110,20 +110,20 @@ class Follower:
 
     Args:
         tables: Tables of the core.
-        runs, saves, slot_book: Parts of the core.
+        runs, saves, slot_registry: Parts of the core.
         resources: Opens and closes connections.
     """
 
     def __init__(
         self,
         tables: Tables,
-        runs: RunBook,
-        saves: SaveBook,
-        slot_book: SlotBook,
-        mirrors: MirrorBook,
+        runs: RunRegistry,
+        saves: SaveRegistry,
+        slot_registry: SlotRegistry,
+        mirrors: MirrorRegistry,
         resources: Resources,
     ) -> None:
-        self._t, self._runs, self._saves, self._slot_book = tables, runs, saves, slot_book
+        self._t, self._runs, self._saves, self._slot_registry = tables, runs, saves, slot_registry
         self._mirrors, self._resources = mirrors, resources
         self._followed: dict[str, _Followed] = {}
         self._counter = 0

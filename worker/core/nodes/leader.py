@@ -24,13 +24,13 @@ from asyncckpt_worker.core.events import Relayed, Wire
 from asyncckpt_worker.core.failures import busy, failed, led_elsewhere, other_world, part_rejected, worker_lost
 from asyncckpt_worker.core.model import RankSave, Save, Session, Slot
 from asyncckpt_worker.core.nodes.tables import Row, begin_of, pages, reported_phase, request_of, unpack_result
-from asyncckpt_worker.core.runs import LineageBook, RunBook
+from asyncckpt_worker.core.runs import LineageRegistry, RunRegistry
 from asyncckpt_worker.core.save_admission import SaveAdmission
-from asyncckpt_worker.core.saves import SaveBook, forget_inactive_links
-from asyncckpt_worker.core.slots import SlotBook
+from asyncckpt_worker.core.saves import SaveRegistry, forget_inactive_links
+from asyncckpt_worker.core.slots import SlotRegistry
 from asyncckpt_worker.core.status import missing_of
 from asyncckpt_worker.core.tables import EndedSave, Tables
-from asyncckpt_worker.mirrors.schedule import MirrorBook
+from asyncckpt_worker.mirrors.schedule import MirrorRegistry
 
 MAX_LED = 64
 """Runs whose followers are admitted; beyond it, the oldest run without members is dropped. Chosen, not measured."""
@@ -91,15 +91,15 @@ class Leader:
     def __init__(
         self,
         tables: Tables,
-        runs: RunBook,
+        runs: RunRegistry,
         admission: SaveAdmission,
-        saves: SaveBook,
-        slot_book: SlotBook,
-        lineages: LineageBook,
-        mirrors: MirrorBook,
+        saves: SaveRegistry,
+        slot_registry: SlotRegistry,
+        lineages: LineageRegistry,
+        mirrors: MirrorRegistry,
         resources: Resources,
     ) -> None:
-        self._t, self._runs, self._slot_book, self._mirrors = tables, runs, slot_book, mirrors
+        self._t, self._runs, self._slot_registry, self._mirrors = tables, runs, slot_registry, mirrors
         self._admission, self._saves, self._lineages = admission, saves, lineages
         self._resources = resources
         self._listener: Listener | None = None

@@ -1,6 +1,6 @@
 """What a target cannot hold, and what it holds in another form. Both are reported by name, never dropped silently.
 
-The module of each kind of target returns its own `Losses`; this module has what is common to all kinds.
+The module of each kind of target returns its own `ConversionLosses`; this module has what is common to all kinds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SHOWN = 1000
 
 
 @dataclass(slots=True)
-class Losses:
+class ConversionLosses:
     """What a target cannot hold, and what it holds in another form.
 
     Attributes:
@@ -61,7 +61,7 @@ class Losses:
     unversioned: set[str] = field(default_factory=set)
 
 
-def writable_part(outline: Outline, losses: Losses, *, to: str, partial: bool) -> Outline:
+def writable_part(outline: Outline, losses: ConversionLosses, *, to: str, partial: bool) -> Outline:
     """Return the part of a checkpoint that the target can hold.
 
     Args:
@@ -107,7 +107,7 @@ def _pickled(outline: Outline) -> list[str]:
     return [fqn for fqn, raw in raws if isinstance(raw, dict) and raw.get("$") in PICKLED_TAGS]
 
 
-def refuse_long_keys(outline: Outline, losses: Losses) -> None:
+def refuse_long_keys(outline: Outline, losses: ConversionLosses) -> None:
     """Add to `losses` the leaves with a key longer than `MAX_KEY_CHARS`, which readers refuse."""
     for path, _ in leaves_and_empty(outline.tree):
         if any(len(str(key)) > MAX_KEY_CHARS for key in path):
