@@ -198,6 +198,9 @@ class SimulatedDevice:
         found = self._storages.get(tensor.untyped_storage().data_ptr())
         return None if found is None or found[1].expired() else found[0]
 
+    def devices_of(self, tensors: Sequence[torch.Tensor]) -> list[int | None]:
+        return [self.device_of(tensor) for tensor in tensors]
+
     @property
     def _current(self) -> list[int]:
         if not hasattr(self._local, "devices"):

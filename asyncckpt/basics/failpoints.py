@@ -31,7 +31,7 @@ POINTS: Mapping[str, str] = {
     "hook: called before the commit": "all files of this rank are durable, `pre_commit` is about to run",
     "device: snapshot made": "copies of the state on the device are in its stream, no copy to the host is",
     "device: copying": "earlier work is in a device's stream, no copy to the host is",
-    "device: copies begun": "all copies of one more device are in its stream, they need not have run",
+    "device: copies begun": "all deferred copies of one more device are in its stream, they need not have run",
     "device: samples fetched": "samples that other ranks compare are copied from devices, no request has them",
     "device: copied": "every copy from devices has ended, their sources are still kept alive",
     "sync: copied": "without a worker: every byte is in this process's own memory",

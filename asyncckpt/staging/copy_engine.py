@@ -25,18 +25,34 @@ MAX_INLINE_NBYTES = 1 << 20
 _log = logging.getLogger("asyncckpt")
 
 
+class Placement(NamedTuple):
+    """Where the tensors of a state lie. The same object as in the last save of an image, if they lie where they did.
+
+    Attributes:
+        devices: Index of the device of each tensor, by number; None: host memory. Empty: no device is in use.
+        on_devices: Numbers of the tensors on devices.
+        worth_deferring: Numbers of the tensors that are worth deferring: large ones, and those on devices.
+        boxes: By device, the numbers of its boxes that have elements.
+    """
+
+    devices: list[int | None]
+    on_devices: frozenset[int]
+    worth_deferring: Sequence[int]
+    boxes: dict[int, list[int]]
+
+
 class _DeviceSplit(NamedTuple):
     """How the work of a copy is divided between the host and devices.
 
     Attributes:
-        device_indices: Device of each tensor, by number; None: host memory.
+        placement: Where the tensors lie.
         work: The immediate and the deferred work that is divided.
         host: The host's part of both.
         boxes: The part of each device.
         undetached: Numbers of the tensors on devices in the immediate work.
     """
 
-    device_indices: list[int | None]
+    placement: Placement
     work: tuple[CopyWork, CopyWork]
     host: tuple[CopyWork, CopyWork]
     boxes: dict[int, DeviceWork]
@@ -55,6 +71,7 @@ class CopyEngine:
         self._config, self._device = config, device or CudaDevice()
         # IMPORTANT: weak, so that an entry ends with its image: it has views of memory that is unmapped after that.
         self._splits: weakref.WeakKeyDictionary[SlotImage, _DeviceSplit] = weakref.WeakKeyDictionary()
+        self._placements: weakref.WeakKeyDictionary[SlotImage, Placement] = weakref.WeakKeyDictionary()
         self._warned = False
         self._allocator = DeviceSnapshotAllocator(self._device)
 
@@ -64,24 +81,28 @@ class CopyEngine:
 
     def devices_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Return the devices that any of `tensors` lies on."""
-        return sorted({n for n in self._device_indices(tensors) if n is not None})
-
-    def _device_indices(self, tensors: Sequence[torch.Tensor]) -> list[int | None]:
-        """As `device_indices`, but empty if no device is in use."""
-        if not self._device.active():
-            return []
-        return [self._device.device_of(tensor) for tensor in tensors]
-
-    def worth_deferring(self, image: SlotImage, tensors: Sequence[torch.Tensor]) -> Sequence[int]:
-        """Return the numbers of the tensors that are worth deferring: large ones, and those on devices."""
-        device_indices = self._device_indices(tensors)
-        if all(device is None for device in device_indices):
-            return image.deferrable
-        return sorted({*image.deferrable, *(n for n, device in enumerate(device_indices) if device is not None)})
+        return sorted({n for n in self.device_indices(tensors) if n is not None})
 
     def device_indices(self, tensors: Sequence[torch.Tensor]) -> list[int | None]:
         """Return the index of the device that each of `tensors` lies on; None: host memory."""
-        return self._device_indices(tensors) or [None] * len(tensors)
+        return self._device.devices_of(tensors) if self._device.active() else [None] * len(tensors)
+
+    def placement(self, image: SlotImage, tensors: Sequence[torch.Tensor]) -> Placement:
+        """Return where the tensors of a state lie."""
+        devices = self._device.devices_of(tensors) if self._device.active() else []
+        known = self._placements.get(image)
+        if known is not None and known.devices == devices:
+            return known
+        on_devices = frozenset(n for n, device in enumerate(devices) if device is not None)
+        boxes: dict[int, list[int]] = {}
+        if on_devices:
+            for n, (box, chunk) in enumerate(zip(image.plan.boxes, image.plan.layout.chunks, strict=True)):
+                device = devices[box.number]
+                if device is not None and chunk.nbytes:
+                    boxes.setdefault(device, []).append(n)
+        worth = sorted({*image.deferrable, *on_devices}) if on_devices else image.deferrable
+        made = self._placements[image] = Placement(devices, on_devices, worth, boxes)
+        return made
 
     def copy_to_host(self, index: int, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy from device `index` to the host, after what is in its current stream. Blocks until that is done.
@@ -109,33 +130,28 @@ class CopyEngine:
                 )
         return buffer.pin is not None and buffer.pin.held
 
-    def snapshot(self, image: SlotImage, tensors: Sequence[torch.Tensor]) -> DeviceSnapshot | None:
+    def snapshot(self, image: SlotImage, placement: Placement) -> DeviceSnapshot | None:
         """Return memory on the devices for copies of all tensors that lie there.
 
         Returns:
             None if no tensor lies on a device, or if a device has too little memory, which is logged once.
         """
-        device_indices = self._device_indices(tensors)
-        on_devices = frozenset(n for n, device in enumerate(device_indices) if device is not None)
-        if not on_devices:
+        if not placement.on_devices:
             return None
         needs: dict[int, Need] = {}
-        numbers = [box.number for box in image.plan.boxes]
-        boxes = [n for n, number in enumerate(numbers) if number in on_devices]
-        for n, source in zip(boxes, image.sources(tensors, boxes), strict=True):
-            device = device_indices[numbers[n]]
-            assert device is not None
-            if source.numel():
-                need = needs.setdefault(device, {})
-                need[source.dtype] = need.get(source.dtype, 0) + source.numel()
+        for device, boxes in placement.boxes.items():
+            need = needs[device] = {}
+            for target in image.targets(boxes):  # of the dtype and shape of its source
+                need[target.dtype] = need.get(target.dtype, 0) + target.numel()
         buffers = self._allocator.allocate(needs)
-        return None if buffers is None else DeviceSnapshot(on_devices, buffers)
+        return None if buffers is None else DeviceSnapshot(placement.on_devices, buffers)
 
     def copy(
         self,
         buffer: StagingBuffer,
         image: SlotImage,
         tensors: Sequence[torch.Tensor],
+        placement: Placement,
         save_id: SaveId,
         work: tuple[CopyWork, CopyWork],
         replica_windows: Sequence[torch.Tensor] = (),
@@ -144,29 +160,30 @@ class CopyEngine:
         torn_check_windows: Sequence[torch.Tensor] = (),
         overlapped: bool,
     ) -> tuple[CopyWork, Transfer | None]:
-        """Copy the immediate work, and start the part of the deferred work that needs no thread.
+        """Copy the immediate work, and prepare the copies by devices of the deferred work.
 
         Args:
             buffer: The memory that is copied into.
             image: The image in it.
             tensors: All tensors of the state, by number; those of the deferred work are detached.
+            placement: Where they lie.
             save_id: ID of the save.
             work: The immediate and the deferred work, as `SlotImage.split` returns them.
-            replica_windows: uint8 views of tensors on devices: `Transfer.fetch_replica_windows` returns their bytes.
+            replica_windows: Flat views of tensors on devices: `Transfer.fetch_replica_windows` returns their bytes.
             snapshot: Result of `snapshot`; then all tensors on devices are in the deferred work.
-            torn_check_windows: uint8 views of tensors on devices: `Transfer.fetch_torn_check_windows` returns their
+            torn_check_windows: Flat views of tensors on devices: `Transfer.fetch_torn_check_windows` returns their
                 bytes before and after the copies.
             overlapped: Whether copies by devices may still run when this returns.
 
         Returns:
-            What is left of the host's work, and the copies by devices, if there are any.
+            What is left of the host's work, and the copies by devices, if there are any: `Transfer.enqueue` enqueues
+            those that are left.
 
         Raises:
             StagingError: Devices take too long.
             RuntimeError: From torch, or from a device. Copies may still run into `buffer`.
         """
-        device_indices = self._device_indices(tensors)
-        if all(device is None for device in device_indices):
+        if not placement.on_devices:
             image.fill(tensors, save_id, work[0])
             return work[1], None
         split = self._splits.get(image)
@@ -174,9 +191,9 @@ class CopyEngine:
             split is None
             or split.work[0] is not work[0]
             or split.work[1] is not work[1]
-            or split.device_indices != device_indices
+            or split.placement is not placement
         ):
-            split = self._splits[image] = self._split_by_device(image, buffer.mapping.address, device_indices, work)
+            split = self._splits[image] = self._split_by_device(image, buffer.mapping.address, placement, work)
         pinned = self.pin(buffer, sorted(split.boxes)) and self._config.use_non_blocking_copy
         sources = list(tensors)
         if overlapped:
@@ -203,13 +220,14 @@ class CopyEngine:
         return split.host[1], transfer
 
     def _with_devices(self, windows: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-        return [(device, w) for w in windows if (device := self._device.device_of(w)) is not None]
+        devices = self._device.devices_of(windows)
+        return [(device, w) for device, w in zip(devices, windows, strict=True) if device is not None]
 
     def _split_by_device(
-        self, image: SlotImage, address: int, device_indices: list[int | None], work: tuple[CopyWork, CopyWork]
+        self, image: SlotImage, address: int, placement: Placement, work: tuple[CopyWork, CopyWork]
     ) -> _DeviceSplit:
         self._splits.pop(image, None)  # frees the old split's buffers on devices before new ones are allocated
-        numbers = [box.number for box in image.plan.boxes]
+        numbers, device_indices = [box.number for box in image.plan.boxes], placement.devices
         host: list[CopyWork] = []
         by_device: dict[int, tuple[list[int], list[int]]] = {}
         for which, some in enumerate(work):
@@ -227,4 +245,4 @@ class CopyEngine:
             for index, parts in sorted(by_device.items())
         }
         undetached = sorted({numbers[n] for parts in by_device.values() for n in parts[0]})
-        return _DeviceSplit(device_indices, work, (host[0], host[1]), boxes, undetached)
+        return _DeviceSplit(placement, work, (host[0], host[1]), boxes, undetached)

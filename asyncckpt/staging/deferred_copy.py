@@ -70,7 +70,7 @@ class DeferredCopy:
     Args:
         job: What the host has still to copy.
         check: Checks that the tensors have not changed.
-        transfer: The copies by devices, which have been started; None: there are none.
+        transfer: The copies by devices, which have been started, and are enqueued here; None: there are none.
         seal: Seals the slot.
         roll_back_save: Withdraws the save, so that its slot is free, and returns the error for its futures.
         transfer_cleanup: Called when this object, not `save()`, becomes responsible for rolling the save back.
@@ -141,7 +141,7 @@ class DeferredCopy:
             # IMPORTANT: also if the copies have ended meanwhile. After this call version counters may change, and a
             # later check would take that for a torn snapshot.
             self._check_once(work[1])
-            transfer.make_current_stream_wait()
+            transfer.make_current_stream_wait(max(0.0, deadline - time.monotonic()))
         except SnapshotTornError as error:
             self.cancel(error)
         except RuntimeError:  # the device refuses to order its streams: wait on the CPU
@@ -226,9 +226,13 @@ class DeferredCopy:
         began = time.perf_counter()
         if self._cancelled_by is None:
             try:
-                if not self._host_copied.is_set():
+                if job.has_work or self._transfer is not None:
                     # First, since torch crashes if a storage has become smaller than its tensor.
-                    check.check_counters()
+                    with self._lock:
+                        if not self._is_checked:
+                            check.check_counters()
+                if self._transfer is not None:  # before the host's part, so that both run at once
+                    self._transfer.enqueue(lambda: self._cancelled_by is not None)
                 job.run(fault_safe=True)
             except OSError:
                 check.check_counters()  # names the tensor

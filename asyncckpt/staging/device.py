@@ -58,6 +58,9 @@ class Device(Protocol):
     def device_of(self, tensor: torch.Tensor) -> int | None:
         """Return the index of the device that `tensor` lies on; None: it lies on no device of this kind."""
 
+    def devices_of(self, tensors: Sequence[torch.Tensor]) -> list[int | None]:
+        """As `device_of`, for each of `tensors`. Cheap: it is called with a whole state in every save."""
+
     def on(self, index: int) -> AbstractContextManager[Any]:
         """Make device `index` current inside the context; restore the current device after it."""
 
@@ -116,7 +119,7 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """The `Device` of CUDA. Call nothing but `active` and `device_of` if CUDA is not in use in this process."""
+    """The `Device` of CUDA. Call nothing but `active`, `device_of` and `devices_of` if CUDA is not in use here."""
 
     _side_streams: dict[int, torch.cuda.Stream] = {}  # noqa: RUF012 (per process: torch has few streams per device)
     _lock = threading.Lock()
@@ -128,6 +131,10 @@ class CudaDevice:
     def device_of(self, tensor: torch.Tensor) -> int | None:
         """Return the index of the tensor's device, or None."""
         return tensor.get_device() if tensor.is_cuda else None
+
+    def devices_of(self, tensors: Sequence[torch.Tensor]) -> list[int | None]:
+        """Return the index of each tensor's device, or None."""
+        return [tensor.get_device() if tensor.is_cuda else None for tensor in tensors]
 
     def on(self, index: int) -> AbstractContextManager[Any]:
         """Make a device current. Leaving the context makes no CUDA context on a device that had none."""
@@ -186,12 +193,10 @@ class CudaDevice:
     def memory(self, index: int) -> DeviceMemory:
         """Query the driver and torch's allocator. `reset_peak_memory_stats` resets the peak."""
         free, _ = torch.cuda.mem_get_info(index)
-        return DeviceMemory(
-            free,
-            torch.cuda.memory_reserved(index),
-            torch.cuda.memory_allocated(index),
-            torch.cuda.max_memory_allocated(index),
-        )
+        # Nested: `memory_reserved`, `memory_allocated` and `max_memory_allocated` each flatten all statistics first.
+        found = torch.cuda.memory_stats_as_nested_dict(index)
+        allocated = found["allocated_bytes"]["all"]
+        return DeviceMemory(free, found["reserved_bytes"]["all"]["current"], allocated["current"], allocated["peak"])
 
     def allocate(self, nbytes: int, index: int) -> torch.Tensor:
         """Return bytes of torch's allocator, in the current stream."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -44,6 +45,9 @@ copy a full slot."""
 
 FIRST_POLL_S, LAST_POLL_S = 50e-6, 2e-3
 """Pauses between two queries of an event: torch's own wait for it has no timeout."""
+
+POLL_FRACTION = 50
+"""Between the two, a pause is 1/`POLL_FRACTION` of the time that the wait has taken: it ends at most 2 % late."""
 
 
 class Batch(NamedTuple):
@@ -225,10 +229,7 @@ class DeviceBoxes:
             RuntimeError: From the device. Copies that were enqueued before may still run.
         """
         sources = image.sources(tensors, self._order) if device_copies is None else device_copies
-        for lap in self._laps:
-            for views, positions in lap.fills:
-                self._gather(views, [sources[position] for position in positions])
-            self._device.copy(lap.targets, lap.sources, non_blocking=non_blocking)
+        # The large ones first: the device copies them while the host enqueues the others.
         targets, rows, made_nbytes = list[torch.Tensor](), list[torch.Tensor](), 0
         for position in range(self._n_gathered, len(sources)):
             source, target = sources[position], self._targets[position - self._n_gathered]
@@ -248,6 +249,10 @@ class DeviceBoxes:
                 rows.append(source)
         if targets:
             self._device.copy(targets, rows, non_blocking=non_blocking)
+        for lap in self._laps:
+            for views, positions in lap.fills:
+                self._gather(views, [sources[position] for position in positions])
+            self._device.copy(lap.targets, lap.sources, non_blocking=non_blocking)
 
     def _gather(self, views: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         strided = {n for n, source in enumerate(sources) if not source.is_contiguous()}
@@ -266,6 +271,10 @@ class DeviceBoxes:
         return made
 
 
+_Gathered = dict[int, list[tuple[torch.Tensor, list[int]]]]
+"""By device, buffers with the bytes of windows, and the numbers of these windows."""
+
+
 class DeviceWork(NamedTuple):
     """The boxes of one device: those copied before `save()` returns, and the others."""
 
@@ -276,21 +285,24 @@ class DeviceWork(NamedTuple):
 class Transfer:
     """The copies of one save's tensors from devices into a slot: enqueued, waited for, or ordered before later work.
 
-        training thread   |  [snapshot]; record on producing stream; side stream waits for it; [copies; record: done]
-        hook of `step()`  |  the stream of the step waits for `done`; the CPU does not
+        save()            |  [snapshot]; record on producing stream; side stream waits for it; immediate copies
+        copier's thread   |  [deferred copies; record: done]
+        hook of `step()`  |  the same if the copier has not come to it; the stream of the step waits for `done`
         copier's thread   |  waits until `done` has run; then the sources are checked and the slot is sealed
 
-    With a snapshot, which the producing stream makes on the device, later work need not wait for anything. The tensors
-    are kept alive until their copies have ended.
+    `enqueue` enqueues the deferred copies, once, in the thread that needs them first: that takes some milliseconds of
+    the CPU for many tensors. The side stream has them wait for the work before `save()` alone. With a snapshot, which
+    the producing stream makes on the device, later work need not wait for anything. The tensors are kept alive until
+    their copies have ended.
 
     Args:
         device: The interface to the devices.
         image: The image in the slot.
         boxes: What is copied, by device.
         tensors: All tensors of the state, by number; detached, so that nothing frees their memory.
-        replica_windows: (device, uint8 tensor): their bytes at `start` are compared with those of other ranks.
+        replica_windows: (device, flat tensor): their bytes at `start` are compared with those of other ranks.
         snapshot: Memory on the devices for copies of the sources; with it, all of `boxes` must be in `deferred`.
-        torn_check_windows: (device, uint8 tensor): their bytes are read before and after the copies.
+        torn_check_windows: (device, flat tensor): their bytes are read before and after the copies.
         pinned: The slot is pinned, so that copies can be enqueued without waiting for each.
     """
 
@@ -308,12 +320,17 @@ class Transfer:
     ) -> None:
         self._device, self._image, self._boxes, self._tensors, self._pinned = device, image, boxes, tensors, pinned
         self._replica_windows, self._torn_check_windows = replica_windows, torn_check_windows
-        self._replica_bytes, self._before, self._after = (dict[int, torch.Tensor]() for _ in range(3))
+        self._replica_bytes, self._before, self._after = (_Gathered() for _ in range(3))
         self._snapshot, self._device_copies = snapshot, dict[int, list[torch.Tensor]]()
         self._replica_sizes, self._torn_check_sizes = (
-            [(index, window.numel()) for index, window in some] for some in (replica_windows, torn_check_windows)
+            [window.nbytes for _, window in some] for some in (replica_windows, torn_check_windows)
         )
+        # The stream that copies the sources into the snapshot may not be the one that their memory is reused in.
+        self._held = [] if snapshot is None else [tensor.untyped_storage() for tensor in tensors]
         self._touched: dict[int, Event | None] = {}
+        self._lock = threading.RLock()  # a signal handler may come to `enqueue` in a thread that holds the lock
+        self._may_enqueue, self._is_enqueued = True, False
+        self._failure: BaseException | None = None
         self._owner_pid = os.getpid()
 
     @property
@@ -322,10 +339,10 @@ class Transfer:
         return self._pinned or self._snapshot is not None
 
     def start(self) -> None:
-        """Enqueue all copies that can be enqueued, behind the work in the calling thread's current streams.
+        """Begin behind the work in the calling thread's current streams: snapshots, immediate copies, and windows.
 
-        Immediate work comes first. If the slot is pinned, the current stream waits for it, so that later work in that
-        stream comes after it; else the CPU waits.
+        If the slot is pinned, the current stream waits for the immediate copies, so that later work in that stream
+        comes after them; else the CPU waits.
 
         Raises:
             RuntimeError: From a device. Copies may still run: call `settle`.
@@ -349,31 +366,71 @@ class Transfer:
                 gathered = self._gather(index, self._torn_check_windows, self._before) or gathered
                 # IMPORTANT: later work waits for the windows too. They may be of tensors that no hook guards; if they
                 # were read a step later, they would differ from the windows of the other ranks.
+                begun = self._device.record(side)
                 if gathered or (self._pinned and boxes is not None and boxes.immediate):
-                    self._device.wait(current, self._device.record(side))
-                if self._pinned and boxes is not None and boxes.deferred:
-                    boxes.deferred.copy(self._image, self._tensors, self._device_copies.get(index), non_blocking=True)
-                    self._gather(index, self._torn_check_windows, self._after)
-                self._touched[index] = self._device.record(side)
-                reach("device: copies begun")
+                    self._device.wait(current, begun)
+                self._touched[index] = begun
 
-    def _gather(self, index: int, some: Sequence[tuple[int, torch.Tensor]], into: dict[int, torch.Tensor]) -> bool:
-        """Enqueue a copy of a device's windows into one buffer there, after which the tensors may be changed.
+    def enqueue(self, is_cancelled: Callable[[], bool] = lambda: False, timeout_s: float = TRANSFER_TIMEOUT_S) -> None:
+        """Enqueue the deferred copies, unless another thread has done so; if the slot is not pinned, wait for each.
+
+        Args:
+            is_cancelled: Whether no more copies are wanted.
+            timeout_s: Time limit for another thread that is enqueuing them.
+
+        Raises:
+            StagingError: Another thread has failed to enqueue them, or takes too long.
+            RuntimeError: From a device. Copies may still run: call `settle`.
+        """
+        if not self._lock.acquire(timeout=timeout_s):
+            raise StagingError(f"another thread has not enqueued the copies by devices within {timeout_s:g} s")
+        try:
+            if self._may_enqueue:
+                self._may_enqueue = False
+                for index, boxes in self._boxes.items():
+                    if boxes.deferred and not is_cancelled():
+                        self._enqueue_deferred(index, boxes.deferred)
+                self._is_enqueued = True
+            elif not self._is_enqueued:
+                # IMPORTANT: some of the copies are missing, so the slot must not be sealed.
+                raise StagingError(f"the copies by devices were not enqueued: {self._failure}") from self._failure
+        except BaseException as error:
+            self._failure = self._failure or error
+            raise
+        finally:
+            self._lock.release()
+
+    def _enqueue_deferred(self, index: int, boxes: DeviceBoxes) -> None:
+        side = self._device.side_stream(index)
+        with self._device.on_stream(side):
+            self._touched[index] = None
+            boxes.copy(self._image, self._tensors, self._device_copies.get(index), non_blocking=self._pinned)
+            self._gather(index, self._torn_check_windows, self._after)
+            self._touched[index] = self._device.record(side)
+            reach("device: copies begun")
+
+    def _gather(self, index: int, some: Sequence[tuple[int, torch.Tensor]], into: _Gathered) -> bool:
+        """Enqueue copies of a device's windows into few buffers there, after which the tensors may be changed.
 
         Args:
             index: Index of the device.
             some: Windows, of any device.
-            into: Gets the buffer, by device.
+            into: Gets the buffers, by device.
 
         Returns:
             Whether the device has windows.
         """
-        windows = [window for device, window in some if device == index]
-        if windows:
-            sizes = [window.numel() for window in windows]
-            into[index] = buffer = self._device.allocate(sum(sizes), index)
-            self._device.copy(list(torch.split(buffer, sizes)), windows, non_blocking=True)
-        return bool(windows)
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for number, (device, window) in enumerate(some):
+            if device == index:
+                by_dtype.setdefault(window.dtype, []).append(number)
+        for dtype, numbers in by_dtype.items():
+            sizes = [some[number][1].numel() for number in numbers]
+            buffer = self._device.allocate(sum(sizes) * dtype.itemsize, index)
+            into.setdefault(index, []).append((buffer, numbers))
+            targets = list(torch.split(buffer.view(dtype), sizes))
+            self._device.copy(targets, [some[number][1] for number in numbers], non_blocking=True)
+        return bool(by_dtype)
 
     def fetch_replica_windows(self) -> list[bytes]:
         """Return the bytes of the replica windows.
@@ -398,26 +455,31 @@ class Transfer:
         before, after = (self._fetched(some, self._torn_check_sizes) for some in (self._before, self._after))
         return list(zip(before, after, strict=True))
 
-    def _fetched(self, gathered: Mapping[int, torch.Tensor], sizes: Sequence[tuple[int, int]]) -> list[bytes]:
-        here, at = {}, dict.fromkeys(gathered, 0)
-        for index, buffer in gathered.items():
-            here[index] = torch.empty(buffer.numel(), dtype=torch.uint8, device="cpu")
-            with self._device.on_stream(self._device.side_stream(index)):
-                self._device.copy([here[index]], [buffer], non_blocking=False)
-        found = []
-        for index, nbytes in sizes:
-            found.append(ctypes.string_at(here[index].data_ptr() + at[index], nbytes))
-            at[index] += nbytes
+    def _fetched(self, gathered: _Gathered, sizes: Sequence[int]) -> list[bytes]:
+        found = [b""] * len(sizes)
+        for index, buffers in gathered.items():
+            for buffer, numbers in buffers:
+                here = torch.empty(buffer.numel(), dtype=torch.uint8, device="cpu")
+                with self._device.on_stream(self._device.side_stream(index)):
+                    self._device.copy([here], [buffer], non_blocking=False)
+                at = here.data_ptr()
+                for number in numbers:
+                    found[number] = ctypes.string_at(at, sizes[number])
+                    at += sizes[number]
         return found
 
-    def make_current_stream_wait(self) -> None:
-        """Make the calling thread's current streams wait for the copies. The CPU does not wait.
+    def make_current_stream_wait(self, timeout_s: float) -> None:
+        """Make the calling thread's current streams wait for the copies, which are enqueued now if they are not yet.
+
+        The CPU does not wait, except for another thread that is enqueuing them, at most `timeout_s`.
 
         Raises:
+            StagingError: As `enqueue`.
             RuntimeError: From a device.
         """
         if self._snapshot is not None:  # made in the streams that later work goes to, so it comes first
             return
+        self.enqueue(timeout_s=timeout_s)
         for index, event in self._touched.items():
             with self._device.on(index):
                 # Work that is captured now runs when its graph is launched, which no hook sees: the event cannot order
@@ -426,38 +488,29 @@ class Transfer:
                     self._device.wait(self._device.current_stream(index), event)
 
     def finish(self, is_cancelled: Callable[[], bool]) -> None:
-        """Copy what `start` has left, and wait until all copies have ended, or `is_cancelled()`.
+        """Enqueue what is not yet enqueued, and wait until all copies have ended, or `is_cancelled()`.
 
         Raises:
-            StagingError: They have not ended within `TRANSFER_TIMEOUT_S`.
+            StagingError: They have not ended within `TRANSFER_TIMEOUT_S`, or as `enqueue`.
             RuntimeError: From a device.
         """
-        if not self._pinned:
-            for index, boxes in self._boxes.items():
-                if boxes.deferred and not is_cancelled():
-                    side = self._device.side_stream(index)
-                    with self._device.on_stream(side):
-                        self._touched[index] = None
-                        boxes.deferred.copy(
-                            self._image, self._tensors, self._device_copies.get(index), non_blocking=False
-                        )
-                        self._gather(index, self._torn_check_windows, self._after)
-                        self._touched[index] = self._device.record(side)
-        deadline, pause_s = time.monotonic() + TRANSFER_TIMEOUT_S, FIRST_POLL_S
+        self.enqueue(is_cancelled)
+        began = time.monotonic()
+        deadline = began + TRANSFER_TIMEOUT_S
         while not self.ended() and not is_cancelled():
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if now >= deadline:
                 raise StagingError(
                     f"devices {sorted(self._boxes)} have not copied the state within {TRANSFER_TIMEOUT_S:g} s; a "
                     "kernel before the copies may wait for a rank that has ended"
                 )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LAST_POLL_S)
+            time.sleep(min(max((now - began) / POLL_FRACTION, FIRST_POLL_S), LAST_POLL_S))
         if not is_cancelled():
             reach("device: copied")
             self._drop_sources()
 
     def settle(self) -> bool:
-        """Wait until all copies have ended, whatever has failed before.
+        """Enqueue nothing from now on, and wait until all copies have ended, whatever has failed before.
 
         Blocks: at most `SETTLE_TIMEOUT_S`. An interrupt is raised at the end of the wait.
 
@@ -468,6 +521,9 @@ class Transfer:
         interrupt: BaseException | None = None
         while True:
             try:
+                # IMPORTANT: first. A hook may be about to enqueue copies, into what is soon the slot of another save.
+                with self._lock:
+                    self._may_enqueue = False
                 if self.ended():
                     self._drop_sources()
                     known = True
@@ -490,6 +546,7 @@ class Transfer:
         self._tensors = self._replica_windows = self._torn_check_windows = ()
         self._snapshot = None if self._snapshot is None else self._snapshot._replace(buffers={})
         self._device_copies.clear()
+        self._held.clear()
 
     def ended(self) -> bool:
         """Whether all enqueued copies have ended. Does not wait.

@@ -107,16 +107,17 @@ def copy_into(
     Raises:
         RuntimeError: From the device.
     """
+    positions: dict[torch.dtype, list[int]] = {}
+    for n, source in enumerate(sources):
+        positions.setdefault(source.dtype, []).append(n)
     made: dict[int, torch.Tensor] = {}
-    for dtype, buffer in buffers.items():
-        positions = [n for n, source in enumerate(sources) if source.dtype is dtype]
-        mine = [sources[n] for n in positions]
-        views = torch._C._nn.unflatten_dense_tensors(buffer, mine) if mine else []
-        made.update(zip(positions, views, strict=True))
-    contiguous = [n for n, source in enumerate(sources) if source.is_contiguous()]
+    for dtype, some in positions.items():
+        views = torch._C._nn.unflatten_dense_tensors(buffers[dtype], [sources[n] for n in some])
+        made.update(zip(some, views, strict=True))
     strided = [n for n, source in enumerate(sources) if not source.is_contiguous()]
-    for some in (contiguous, strided):  # separately: with a strided one, torch would launch a kernel for each tensor
-        some = [n for n in some if sources[n].numel()]
+    contiguous = sorted(made.keys() - set(strided)) if strided else range(len(sources))
+    for which in (contiguous, strided):  # separately: with a strided one, torch would launch a kernel for each tensor
+        some = [n for n in which if sources[n].numel()]
         if some:
             device.copy([made[n] for n in some], [sources[n] for n in some], non_blocking=True)
     return [made[n] for n in range(len(sources))]

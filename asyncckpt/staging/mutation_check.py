@@ -372,13 +372,15 @@ class MutationCheck:
         self._sampled = [(s, w, position, w.read(s.tensor.data_ptr(), position)) for s, w, position in chosen]
 
     def sample_devices(self, chosen: Sequence[Sample]) -> list[torch.Tensor]:
-        """Return windows of row-major tensors on devices, as uint8 views of one piece each, for `Transfer` to read.
+        """Return windows of row-major tensors on devices, as flat views of one piece each, for `Transfer` to read.
 
         `check_device_samples` compares the bytes that `Transfer` has read.
         """
         self._on_devices = list(chosen)
         with torch.no_grad():
-            return [s.tensor.detach().view(-1)[at : at + w.run].view(torch.uint8) for s, w, (_, at, _) in chosen]
+            found = [s.tensor.as_strided((w.run,), (1,), s.tensor.storage_offset() + at) for s, w, (_, at, _) in chosen]
+            # As bytes, which every device copies as they are: so it does with float32, without another view of each.
+            return [one if one.dtype is torch.float32 else one.view(torch.uint8) for one in found]
 
     @property
     def digests_sources(self) -> bool:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -22,10 +23,6 @@ from asyncckpt.state_dict.flatten import PLAIN_TENSORS
 
 MAX_NESTING = 8
 """How deep to search an optimizer's state for tensors (LBFGS has lists of them). Chosen: far above any known one."""
-
-MAX_COMPARED = 2
-"""Up to so many tensors of an optimizer in one storage are compared one by one; of more, as flattened parameters have,
-their ranges. Chosen."""
 
 _HOOK_CALLER = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 """The code object of torch's wrapper around every `step()`, which calls the hooks."""
@@ -109,24 +106,31 @@ class AttachedOptimizers:
         if not all(ptrs):  # a composite tensor has no storage of its own; empty tensors have none either
             own = _with_components(own, ptrs)
             ptrs = storage_ptrs(own)
-        owned: dict[int, list[torch.Tensor]] = {}
-        for tensor, ptr in zip(own, ptrs, strict=True):
-            if ptr:
-                owned.setdefault(ptr, []).append(tensor)
-        found, ranges = storage_ptrs([tensors[n] for n in among]), dict[int, list[tuple[int, int]]]()
-        numbers = []
-        used: set[int] = set()
-        for n, ptr in zip(among, found, strict=True):
-            if ptr not in owned or not _is_deferrable(tensors[n]):
+        # By address first, for row-major tensors that have elements: computing ranges is slow for many tensors.
+        own_at = [tensor.data_ptr() if ptr else 0 for tensor, ptr in zip(own, ptrs, strict=True)]
+        rows = [t.nbytes or -1 if ptr and t.is_contiguous() else -1 for t, ptr in zip(own, ptrs, strict=True)]
+        nbytes_at, ptr_at = dict(zip(own_at, rows, strict=True)), dict(zip(own_at, ptrs, strict=True))
+        some = [tensors[n] for n in among]
+        found_at = _addresses(some)
+        room = map(nbytes_at.get, found_at)
+        fits = [r is not None and r >= t.nbytes and t.is_contiguous() for r, t in zip(room, some, strict=True)]
+        numbers, used = list(compress(among, fits)), set(map(ptr_at.__getitem__, compress(found_at, fits)))
+        others = [(n, address) for n, address, known in zip(among, found_at, fits, strict=True) if not known]
+        found = storage_ptrs([tensors[n] for n, _ in others])
+        owned = _by_storage(own, ptrs, set(found))
+        owner_at = {tensor.data_ptr(): tensor for group in owned.values() for tensor in group}
+        ranges: dict[int, list[tuple[int, int]]] = {}
+        for (n, address), ptr in zip(others, found, strict=True):
+            if ptr not in owned:
                 continue
-            # Compared one by one if possible: computing spans would be most of the cost of a save of many tensors.
-            if not (len(owned[ptr]) <= MAX_COMPARED and any(_is_same(tensors[n], one) for one in owned[ptr])):
+            if not (address in owner_at and _is_alike(tensors[n], owner_at[address])):
                 if ptr not in ranges:
                     ranges[ptr] = _ranges(owned[ptr])
                 if not _is_within(tensors[n], ranges[ptr]):
                     continue
             numbers.append(n)
             used.add(ptr)
+        numbers = [n for n in numbers if tensors[n].is_cpu or tensors[n].is_cuda]  # not on the meta device, say
         return self._same(numbers), [t for t, ptr in zip(own, ptrs, strict=True) if ptr in used]
 
     def _warn(self, optimizer: torch.optim.Optimizer) -> None:
@@ -142,7 +146,7 @@ class AttachedOptimizers:
         self, tensors: Sequence[torch.Tensor], among: Sequence[int]
     ) -> tuple[frozenset[int], list[torch.Tensor]]:
         """As `owned`, but return all of `among` that can be deferred: the caller promises to change none of them."""
-        return self._same([n for n in among if _is_deferrable(tensors[n])]), []
+        return self._same([n for n in among if tensors[n].is_cpu or tensors[n].is_cuda]), []
 
     def _same(self, numbers: Sequence[int]) -> frozenset[int]:
         found = frozenset(numbers)
@@ -151,18 +155,13 @@ class AttachedOptimizers:
         return self._last
 
 
-def _is_deferrable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be copied behind the training; others, on the meta device for instance, cannot."""
-    return tensor.is_cpu or tensor.is_cuda
-
-
 def _tensors_in(values: Any, depth: int = 0) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif depth < MAX_NESTING:
-            if isinstance(value, Mapping):
+            if isinstance(value, (dict, Mapping)):  # an abstract class is slow to ask
                 found += _tensors_in(value.values(), depth + 1)
             elif isinstance(value, (list, tuple)):
                 found += _tensors_in(value, depth + 1)
@@ -194,14 +193,26 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return first * width, (first + int(reach) + 1) * width
 
 
-def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both are known to be the same elements; False if unknown."""
-    return tensor is other or (
-        tensor.data_ptr() == other.data_ptr()
-        and tensor.dtype is other.dtype
-        and tensor.shape == other.shape
-        and tensor.stride() == other.stride()
-    )
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the address of each tensor's first element; 0 for all of them if one has no storage."""
+    try:
+        return [tensor.data_ptr() for tensor in tensors]
+    except _NO_STORAGE:
+        return [0] * len(tensors)
+
+
+def _is_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both have the same layout, so that at one address they are the same elements."""
+    return tensor.dtype is other.dtype and tensor.shape == other.shape and tensor.stride() == other.stride()
+
+
+def _by_storage(own: Sequence[torch.Tensor], ptrs: Sequence[int], wanted: set[int]) -> dict[int, list[torch.Tensor]]:
+    """Return the tensors by the address of their storage, for those storages that are `wanted`."""
+    owned: dict[int, list[torch.Tensor]] = {}
+    for tensor, ptr in zip(own, ptrs, strict=True):
+        if ptr and ptr in wanted:
+            owned.setdefault(ptr, []).append(tensor)
+    return owned
 
 
 def _ranges(own: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

@@ -27,7 +27,7 @@ from asyncckpt.memory.streaming import StreamLayout
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.protocol.request import SaveRequest, encode_request
-from asyncckpt.staging.copy_engine import CopyEngine
+from asyncckpt.staging.copy_engine import CopyEngine, Placement
 from asyncckpt.staging.cpu_copy import CopyWork, SlotImage, copyable
 from asyncckpt.staging.deferred_copy import CopyJob
 from asyncckpt.staging.device_copy import Transfer
@@ -138,7 +138,7 @@ class SlotCopier(Protocol):
             slot: The slot.
             required: Result of `required_slot`.
             plan: Plan of the save.
-            flat: The state. Its tensors that are copied behind the training are detached in place.
+            flat: The state. Its tensors that are read behind the training are detached in place.
             report: The structure report that the request contains.
             save_id, step, path: ID, step and directory of the save.
 
@@ -194,10 +194,11 @@ class FullSlotCopier:
         Blocks: for the copy of what is not deferred.
         """
         image = image_of(slot, plan)
-        deferred, owners, snapshot = self._choose_deferred(image, flat.tensors)
+        placement = self._engine.placement(image, flat.tensors)
+        deferred, owners, snapshot = self._choose_deferred(image, flat.tensors, placement)
         checked = deferred if snapshot is None else deferred - snapshot.numbers
         with torch.no_grad():  # IMPORTANT: detached, so that `parameter.data = other` does not free copied memory
-            for n in deferred:
+            for n in checked:  # of the others, which are copied on their device first, `Transfer` holds the memory
                 flat.tensors[n] = flat.tensors[n].detach()
         work = image.split(deferred)
         check = MutationCheck(flat, checked, owners, save_id=save_id, step=step, path=path)
@@ -209,12 +210,13 @@ class FullSlotCopier:
             if self._config.overlap_check == "hash":
                 check.digest([Source(*pair) for pair in image.pairs(flat.tensors, boxes)])
             else:
-                torn_check_windows = self._sample(check, image, flat.tensors, boxes)
+                torn_check_windows = self._sample(check, image, flat.tensors, placement, boxes)
         replica_windows = [window for _, window in report.samples.device_windows]
         host_work, transfer = self._engine.copy(
             slot,
             image,
             flat.tensors,
+            placement,
             save_id,
             work,
             replica_windows,
@@ -236,18 +238,23 @@ class FullSlotCopier:
         return StartedCopy(job, bool(deferred), check, seal, transfer)
 
     def _sample(
-        self, check: MutationCheck, image: SlotImage, tensors: Sequence[torch.Tensor], boxes: Sequence[int]
+        self,
+        check: MutationCheck,
+        image: SlotImage,
+        tensors: Sequence[torch.Tensor],
+        placement: Placement,
+        boxes: Sequence[int],
     ) -> list[torch.Tensor]:
         """Read windows of the boxes that are copied from host memory; return those of boxes copied from devices.
 
         Tensors on devices that are not row-major are left out: each of their windows would take kernels of its own.
         """
-        sampling_round, devices = self._rounds.next(image.plan), self._engine.device_indices(tensors)
+        sampling_round = self._rounds.next(image.plan)
         on_host, on_devices = boxes, list[int]()
-        if any(device is not None for device in devices):
-            located = [(n, devices[number]) for n, number in zip(boxes, image.numbers(boxes), strict=True)]
-            on_host = [n for n, device in located if device is None]
-            on_devices = [n for n, device in located if device is not None]
+        if placement.on_devices:
+            located = list(zip(boxes, image.numbers(boxes), strict=True))
+            on_host = [n for n, number in located if number not in placement.on_devices]
+            on_devices = [n for n, number in located if number in placement.on_devices]
 
         def sources_of(some: Sequence[int]) -> list[Source]:
             return list(map(Source._make, image.pairs(tensors, some)))
@@ -257,14 +264,15 @@ class FullSlotCopier:
         return check.sample_devices([one for one in chosen if one[0].tensor.is_contiguous()])
 
     def _choose_deferred(
-        self, image: SlotImage, tensors: Sequence[torch.Tensor]
+        self, image: SlotImage, tensors: Sequence[torch.Tensor], placement: Placement
     ) -> tuple[frozenset[int], list[torch.Tensor], DeviceSnapshot | None]:
         """Return what is deferred and its owners, as `Overlap.choose_deferred`; and the snapshot on devices."""
-        deferred, owners = self._overlap.choose_deferred(tensors, self._engine.worth_deferring(image, tensors))
-        snapshot = self._engine.snapshot(image, tensors) if self._config.staging == "device" else None
-        if snapshot is None:
-            return deferred, owners, None
-        return deferred | snapshot.numbers, [o for o in owners if not self._engine.is_on_device(o)], snapshot
+        among = placement.worth_deferring
+        snapshot = self._engine.snapshot(image, placement) if self._config.staging == "device" else None
+        if snapshot is not None:  # what it holds may be changed by anybody
+            among = [n for n in among if n not in snapshot.numbers]
+        deferred, owners = self._overlap.choose_deferred(tensors, among)
+        return (deferred, owners, None) if snapshot is None else (deferred | snapshot.numbers, owners, snapshot)
 
 
 class RingCopier:

@@ -130,7 +130,9 @@ class LocalSave:
             )
             buffer, image = self._image_for(plan)
             try:
-                self._engine.copy(buffer, image, flat.tensors, save_id, image.split(frozenset()), overlapped=False)
+                placement = self._engine.placement(image, flat.tensors)
+                work = image.split(frozenset())
+                self._engine.copy(buffer, image, flat.tensors, placement, save_id, work, overlapped=False)
             except BaseException as error:
                 buffer.settle()
                 if isinstance(error, AsyncCkptError) or not isinstance(error, RuntimeError):

@@ -78,7 +78,7 @@ def _copy_alone(context: Context, loop: Loop, checkpointer: asyncckpt.AsyncCheck
 QUESTION = Question(
     run,
     ["quiet_step_s", *(f"{kind}/*" for kind in KINDS), "first_save/*/stall_s", "alone/copy_s / alone/pinned_s"],
-    options={"device": ("cuda", "cpu"), "saves": 6, "quiet_steps": 10},
+    options={"device": ("cuda", "cpu"), "saves": 4, "quiet_steps": 10},
     smallest="--device cpu --saves 1 --quiet-steps 1",
     suite=(),
     label=lambda: "-".join(torch.cuda.get_device_name().lower().split()) if torch.cuda.is_available() else "none",

@@ -286,3 +286,55 @@ def test_an_unpinned_copy_in_the_background_that_fails_is_on_the_futures(
     device.fail("copy", 0)
     assert type(saver.ended(saver.save(state))) is StagingError
     assert_saved(saver, state)
+
+
+@pytest.mark.parametrize("saver", [{"slots": 2}], indirect=True)
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_a_fence_that_cannot_enqueue_the_copies_fails_the_save_and_seals_nothing(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch, interrupts: bool
+) -> None:
+    assert_saved(saver, state)
+    device.frozen = True
+    saver.save(state)
+    handle = saver.save(state)  # behind the other one, so that the fence comes first
+    if interrupts:
+        copy = device.copy
+
+        def interrupted(*arguments: Any, **options: Any) -> None:
+            copy(*arguments, **options)
+            monkeypatch.setattr(device, "copy", copy)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(device, "copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            saver.stager.overlap.fence.wait()
+        device.frozen = False
+    else:
+        device.fail("copy", 0)
+        threading.Timer(0.2, lambda: setattr(device, "frozen", False)).start()
+        saver.stager.overlap.fence.wait()
+        assert handle.staged.done()
+    assert type(saver.ended(handle)) is StagingError
+    assert str(handle.save_id) not in saver.process.written
+    device.failing.clear()
+    device.drain()
+    assert_saved(saver, state)
+
+
+def test_after_a_save_was_given_up_no_thread_enqueues_its_copies(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfers: list[device_copy.Transfer] = []
+    start = device_copy.Transfer.start
+    monkeypatch.setattr(device_copy.Transfer, "start", lambda one: transfers.append(one) or start(one))
+    saver.know(state)
+    save_id = SaveId(0, next(saver.sequence), "0123456789ab")
+    result = saver.stager.stage(state, path="/x", step=1, save_id=save_id, metadata=None)
+    device.drain()
+    assert transfers[0].settle()
+    before = len(device.calls)
+    with pytest.raises(StagingError, match="were not enqueued"):
+        transfers[0].make_current_stream_wait(1.0)
+    assert not [call for call in device.calls[before:] if call.name == "copy"]
+    saver.process.withdraw(result.save_id, "given up")
+    assert_saved(saver, state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from functools import partial
 from typing import Any
 
@@ -158,7 +159,7 @@ def without_the_wait_of_later_kernels(device: SimulatedDevice, monkeypatch: pyte
 
 
 def without_the_wait_of_the_step(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Transfer, "make_current_stream_wait", lambda transfer: None)
+    monkeypatch.setattr(Transfer, "make_current_stream_wait", lambda transfer, timeout_s: None)
 
 
 def without_the_wait_for_the_end(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +231,72 @@ def test_before_a_load_even_the_devices_copies_are_waited_for(
     handle = saver.save(state)
     saver.stager.overlap.fence.wait(ordered=False)
     assert handle.staged.done()
+
+
+@pytest.mark.parametrize("saver", [{**OFF, "slots": 2}], indirect=True)
+def test_a_step_does_not_wait_for_the_copies_of_an_earlier_save(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any]
+) -> None:
+    assert saver.ended(saver.save(state)) is None
+    device.frozen = True
+    first = saver.save(state)
+    expected = saver.expect(state)
+    second = saver.save(state)  # its copies are enqueued by the fence: the copier's thread waits for those of `first`
+    saver.stager.overlap.fence.wait()
+    for name in ("large", "other"):
+        index = device.device_of(state[name])
+        assert index is not None
+        device.launch(index, partial(state[name].data.fill_, 7.0))
+    assert not first.staged.done() and not second.staged.done()
+    device.frozen = False
+    assert saver.ended(first) is None
+    saver.assert_holds(second, expected)
+
+
+def test_copies_are_enqueued_once_however_many_threads_come_to_it(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any]
+) -> None:
+    handle = saver.save(state)
+    threads = [threading.Thread(target=saver.stager.overlap.fence.wait) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert saver.ended(handle) is None
+    once = sum(call.name == "copy" for call in device.calls)
+    device.calls.clear()
+    assert saver.ended(saver.save(state)) is None
+    assert sum(call.name == "copy" for call in device.calls) == once
+
+
+@pytest.mark.parametrize("staging", ["overlap", "device"])
+def test_a_state_that_moves_to_another_device_is_copied_from_there(
+    device: SimulatedDevice, rng: random.Random, staging: str
+) -> None:
+    saver = Saver(device, staging=staging)
+    values = {f"t{n}": torch.randn(n + 1) for n in range(6)}
+    for _ in range(6):
+        placed = {name: rng.choice([None, 0, 1]) for name in values}
+        state = {n: t.clone() if placed[n] is None else device.put(t, placed[n] or 0) for n, t in values.items()}
+        handle = saver.save(state)
+        saver.assert_holds(handle, saver.expect(state))
+    device.drain()
+    saver.close()
+
+
+def test_two_checkpointers_copy_the_same_state_at_once(device: SimulatedDevice, state: dict[str, Any]) -> None:
+    savers = [Saver(device, staging=staging) for staging in ("overlap", "device")]
+    expected = [saver.expect(state) for saver in savers]
+    device.frozen = True
+    handles = [saver.save(state) for saver in savers]
+    for saver in savers:
+        saver.stager.overlap.fence.wait()
+    device.frozen = False
+    for saver, handle, values in zip(savers, handles, expected, strict=True):
+        saver.assert_holds(handle, values)
+    device.drain()
+    for saver in savers:
+        saver.close()
 
 
 def test_a_graph_that_is_captured_is_left_alone(saver: Saver, device: SimulatedDevice, state: dict[str, Any]) -> None:

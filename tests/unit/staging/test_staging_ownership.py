@@ -83,6 +83,69 @@ def test_new_groups_and_state_and_storages_are_looked_up_every_time() -> None:
     assert owners.owned([old, parameter, added])[0] == {1, 2}
 
 
+def owned_of(owners: AttachedOptimizers, *tensors: torch.Tensor) -> set[int]:
+    return set(owners.owned(tensors)[0])
+
+
+def test_state_is_owned_from_the_step_on_that_makes_it_and_what_a_load_replaces_no_more() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([parameter])
+    owners = AttachedOptimizers()
+    owners.add(optimizer)
+    assert owned_of(owners, parameter.detach()) == {0}
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    old = optimizer.state[parameter]["exp_avg"]
+    assert owned_of(owners, parameter.detach(), old) == {0, 1}
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.state[parameter]["exp_avg"] = new = old.clone()
+    assert owned_of(owners, parameter.detach(), old, new) == {0, 2}
+
+
+def test_a_parameter_that_is_replaced_is_no_longer_owned() -> None:
+    old, new = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([old])
+    owners = AttachedOptimizers()
+    owners.add(optimizer)
+    assert owned_of(owners, old, new) == {0}
+    optimizer.param_groups[0]["params"] = [new]
+    assert owned_of(owners, old, new) == {1}
+
+
+def test_a_tensor_that_reaches_beyond_its_owner_at_the_same_address_is_not_owned() -> None:
+    base = torch.zeros(40)
+    parameter = torch.nn.Parameter(base[:12].view(3, 4))
+    owners = AttachedOptimizers()
+    owners.add(optimizer := torch.optim.SGD([parameter]))
+    longer, apart = base[:13], base[:24:2].view(3, 4)  # the same shape, but every other element
+    inside, turned, shorter = base[4:8], parameter.detach().view(4, 3).t(), base[:5]
+    assert owned_of(owners, longer, apart, inside, turned, shorter) == {2, 3, 4}
+    parameter.data = base[:24:2].view(3, 4)
+    assert owned_of(owners, longer, apart, base[:24]) == {0, 1}, "the gaps between its elements count as its own"
+    assert optimizer.param_groups
+
+
+def test_tied_and_flattened_parameters_are_owned_under_each_view() -> None:
+    flat = torch.zeros(30)
+    views = [torch.nn.Parameter(flat[n : n + 10]) for n in (0, 10)]
+    tied = torch.nn.Parameter(flat[:10])
+    strided = torch.nn.Parameter(torch.zeros(6, 5).t())
+    owners = AttachedOptimizers()
+    owners.add(optimizer := torch.optim.SGD([*views, tied, strided]))
+    numbers, own = owners.owned([flat[:10], flat[10:20], flat[5:15], flat[:20], flat[15:25], strided.detach(), flat])
+    assert numbers == {0, 1, 2, 3, 5}
+    assert {id(tensor) for tensor in own} == {id(tensor) for tensor in (*views, tied, strided)}
+    assert optimizer.param_groups
+
+
+def test_tensors_without_elements_have_no_owner_by_their_address() -> None:
+    full = torch.zeros(3)
+    owners = AttachedOptimizers()
+    owners.add(optimizer := torch.optim.SGD([torch.nn.Parameter(torch.empty(0)), torch.nn.Parameter(full[:0])]))
+    assert owners.owned([torch.empty(0), torch.zeros(2)[:0], full]) == (frozenset(), [])
+    assert optimizer.param_groups
+
+
 def watch(state: dict[str, Any], *owners: Any) -> MutationCheck:
     flat = flatten(state)
     numbers = frozenset(range(len(flat.tensors)))
