@@ -522,8 +522,9 @@ class Transfer:
         while True:
             try:
                 # IMPORTANT: first. A hook may be about to enqueue copies, into what is soon the slot of another save.
-                with self._lock:
-                    self._may_enqueue = False
+                if not self._forbid_enqueuing(deadline):
+                    known = False
+                    break
                 if self.ended():
                     self._drop_sources()
                     known = True
@@ -540,6 +541,16 @@ class Transfer:
         if interrupt is not None and known:
             raise interrupt
         return known
+
+    def _forbid_enqueuing(self, deadline: float) -> bool:
+        """Have `enqueue` enqueue nothing from now on; return False if a thread is still enqueuing at `deadline`."""
+        if os.getpid() != self._owner_pid:  # in a forked child the lock may be held by a thread that is not there
+            return True
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return False
+        self._may_enqueue = False
+        self._lock.release()
+        return True
 
     def _drop_sources(self) -> None:
         """Drop the sources. IMPORTANT: only when the copies have ended."""

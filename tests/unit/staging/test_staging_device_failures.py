@@ -338,3 +338,33 @@ def test_after_a_save_was_given_up_no_thread_enqueues_its_copies(
     assert not [call for call in device.calls[before:] if call.name == "copy"]
     saver.process.withdraw(result.save_id, "given up")
     assert_saved(saver, state)
+
+
+@pytest.mark.parametrize("in_child", [False, True])
+def test_a_thread_that_hangs_while_it_enqueues_costs_the_slot_and_no_more_than_the_deadline(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch, in_child: bool
+) -> None:
+    transfers: list[device_copy.Transfer] = []
+    start = device_copy.Transfer.start
+    monkeypatch.setattr(device_copy.Transfer, "start", lambda one: transfers.append(one) or start(one))
+    saver.know(state)
+    save_id = SaveId(0, next(saver.sequence), "0123456789ab")
+    result = saver.stager.stage(state, path="/x", step=1, save_id=save_id, metadata=None)
+    device.drain()
+    hanging, may_end = threading.Event(), threading.Event()
+
+    def hang() -> bool:
+        hanging.set()
+        return may_end.wait(60)
+
+    thread = threading.Thread(target=transfers[0].enqueue, args=(hang,))
+    thread.start()
+    assert hanging.wait(60)
+    with monkeypatch.context() as patched:
+        patched.setattr(device_copy, "SETTLE_TIMEOUT_S", 0.1)
+        if in_child:
+            patched.setattr(os, "getpid", lambda: -1)
+        assert transfers[0].settle() is in_child  # a child of a fork has neither the thread nor the copies
+    may_end.set()
+    thread.join()
+    saver.process.withdraw(result.save_id, "given up")
