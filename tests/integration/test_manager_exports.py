@@ -177,7 +177,7 @@ def test_a_killed_training_s_exports_are_made_by_its_exporter_or_by_the_next_tra
     done = warm_python.run(TRAINED, str(root), who, env=environ, timeout_s=DEADLINE_S)
     assert done.returncode == -signal.SIGKILL
     if who == "all":
-        wait_until(lambda: (root / "step-00000010" / "manifest.json").exists(), "the worker commits")
+        wait_until((root / "step-00000010" / "manifest.json").exists, "the worker commits")
         one = manager()
         assert one.restore({"model": model_of(0), "step": 0}) is not None
         save(one, 11)
