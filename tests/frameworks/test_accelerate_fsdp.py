@@ -16,22 +16,18 @@ pytest.importorskip("accelerate", reason="`make test-frameworks` installs accele
 pytestmark = pytest.mark.timeout(600)
 
 
-def prepared(rank: int, step: bool) -> tuple[Any, Any, Any]:
-    from accelerate import Accelerator
-    from accelerate.utils import FullyShardedDataParallelPlugin
+def trained(steps: int) -> tuple[Any, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
-    os.environ["LOCAL_RANK"] = str(rank)
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", auto_wrap_policy="size_based_wrap", min_num_params=1
-    )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-    if step:
-        accelerator.backward(model(torch.ones(2, 5)).square().mean())
+    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(2, 5)).square().mean().backward()
         optimizer.step()
-    return accelerator, model, optimizer
+    return model, optimizer
 
 
 def whole(model: Any) -> dict[str, torch.Tensor]:
@@ -39,19 +35,24 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
 
 
 def saves(rank: int, directory: str) -> dict[str, torch.Tensor]:
-    from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
+    """Save by the functions that `Accelerator.save_state` calls; Accelerate turns FSDP itself on for GPUs only."""
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin, save_fsdp_model, save_fsdp_optimizer
 
-    accelerator, model, optimizer = prepared(rank, step=True)
-    plugin = accelerator.state.fsdp_plugin
-    accelerator.save_state(os.path.join(directory, "stock"))
-    files = os.path.join(directory, "files")
-    save_fsdp_model(plugin, accelerator, model, files, use_dcp=False)
-    save_fsdp_optimizer(plugin, accelerator, optimizer, model, files, use_dcp=False)
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.process_index == rank and accelerator.num_processes == 2
+    model, optimizer = trained(2)
+    for name, use_dcp in (("stock", True), ("files", False)):
+        place = os.path.join(directory, name)
+        save_fsdp_model(plugin, accelerator, model, place, use_dcp=use_dcp)
+        save_fsdp_optimizer(plugin, accelerator, optimizer, model, place, use_dcp=use_dcp)
     return whole(model)
 
 
 def loads(rank: int, path: str) -> dict[str, torch.Tensor]:
-    _, model, _ = prepared(rank, step=False)
+    model, _ = trained(0)
     asyncckpt.load(path, {"model": model.state_dict()})
     return whole(model)
 
