@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import object_servers
 import psutil
 import pytest
 import torch
@@ -21,6 +22,8 @@ from asyncckpt.manager.export_queue import QUEUE_NAME, ExportQueue
 from tests.warm_python import WarmPython
 
 pytest.importorskip("safetensors")
+
+object_servers.start_runtime()
 
 Managers = Callable[..., CheckpointManager]
 
@@ -185,6 +188,24 @@ def test_a_killed_training_s_exports_are_made_by_its_exporter_or_by_the_next_tra
     wait_until(lambda: not ExportQueue(str(root / "hf")).names(), "the export has ended")
     assert exports_in(root) == [10]
     wait_until(lambda: not exporters() or who == "all", "its end")
+
+
+def test_checkpoints_in_an_object_store_are_exported_to_files(shared_worker: RealWorker, tmp_path: Path) -> None:
+    with object_servers.running("s3") as server:
+        options = {**server.options(), **object_servers.NO_CONNECTION_STAYS}
+        with CheckpointManager(
+            f"{server.root}/runs",
+            endpoint=shared_worker.endpoint,
+            storage_options=options,
+            max_to_keep=2,
+            export_every=10,
+            export_to=tmp_path / "hf",
+        ) as one:
+            save(one, 10)
+            assert one.wait_exports(DEADLINE_S)
+    assert exports_in(tmp_path) == [10]
+    queued = [path for path in (tmp_path / "hf" / QUEUE_NAME).iterdir() if path.is_file()]
+    assert not any(options["secret_access_key"].encode() in path.read_bytes() for path in queued)
 
 
 def test_a_synchronous_checkpointer_exports_too_and_to_another_directory(tmp_path: Path) -> None:

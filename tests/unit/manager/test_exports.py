@@ -19,6 +19,7 @@ from asyncckpt import CheckpointManager, RankInfo, SyncCheckpointer, TensorRule
 from asyncckpt.errors import ConfigError, UnsupportedPathError
 from asyncckpt.format.manifest import decode_manifest
 from asyncckpt.format.names import MANIFEST_NAME, converting_name
+from asyncckpt.interop import convert
 from asyncckpt.interop.hf.export import companions_of
 from asyncckpt.manager.export_queue import QUEUE_NAME, ExportQueue
 from asyncckpt.manager.exporter import MAX_ATTEMPTS, Exporter, ExportSettings, encoded_files
@@ -133,6 +134,30 @@ def test_a_checkpoint_that_cannot_be_exported_is_named_and_the_next_one_is_expor
     queue.add("s1", step=1, call="")
     assert not exporter.step()
     assert "UnmatchedTensorsError" in next(iter(queue.take_failures().values()))
+    queue.add("s2", step=2, call=saved(tmp_path, 2))
+    assert not exporter.step() and exported(tmp_path) == {"s2": 2.0}
+
+
+@pytest.mark.parametrize("what", ["shard", "all"])
+def test_a_checkpoint_that_is_removed_while_it_is_exported_leaves_no_export_and_the_next_one_is_made(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, exporter = ExportQueue(str(tmp_path / "hf")), Exporter(settings(tmp_path))
+    queue.add("s1", step=1, call=saved(tmp_path, 1))
+    write_files = convert.write_files
+
+    def removed(*arguments: Any, **kw: Any) -> Any:
+        for file in (tmp_path / "s1").iterdir():
+            if what == "all" or file.suffix == ".safetensors":
+                file.unlink()
+        return write_files(*arguments, **kw)
+
+    monkeypatch.setattr(convert, "write_files", removed)
+    assert not exporter.step()
+    (reason,) = queue.take_failures().values()
+    assert "Error: " in reason and str(tmp_path / "s1") in reason
+    assert exported(tmp_path) == {} and os.listdir(tmp_path / "hf") == [QUEUE_NAME]
+    monkeypatch.setattr(convert, "write_files", write_files)
     queue.add("s2", step=2, call=saved(tmp_path, 2))
     assert not exporter.step() and exported(tmp_path) == {"s2": 2.0}
 
