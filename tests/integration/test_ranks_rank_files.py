@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ import torch
 import asyncckpt
 from asyncckpt.cli import main
 from asyncckpt.errors import AsyncCkptError, CheckpointExistsError, CorruptCheckpointError, UnsupportedFormatError
+from asyncckpt.interop.sources import torch_file
+from asyncckpt.interop.sources.detect import read_any
+from asyncckpt.storage.files import Files
 from tests.warm_python import WarmPython
 
 
@@ -185,3 +190,28 @@ def test_they_are_read_without_torch_and_nothing_that_they_name_is_imported(
     program = "import sys; from asyncckpt.cli import main; sys.exit(main(['inspect', sys.argv[1]]))"
     done = warm_python.run(program, str(two_ranks))
     assert done.returncode == 0 and "model.first.weight" in done.stdout, done.stderr
+
+
+def test_whatever_the_pickles_hold_is_read_or_refused_with_an_error_of_ours(
+    two_ranks: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bytes_of = torch_file.TorchArchive._bytes_of
+
+    def changed(archive: Any, entry: Any) -> bytes:
+        data = bytearray(bytes_of(archive, entry))
+        if entry.name.endswith("/data.pkl"):
+            for _ in range(rng.randrange(3)):
+                at = rng.randrange(len(data))
+                if rng.random() < 0.5:
+                    data[at] = rng.randrange(256)
+                else:
+                    data[at : at + rng.randrange(9)] = data[: rng.randrange(60)]
+        return bytes(data)
+
+    monkeypatch.setattr(torch_file.TorchArchive, "_bytes_of", changed)
+    n_read = 0
+    for _ in range(200):
+        with contextlib.suppress(AsyncCkptError):
+            read_any(str(two_ranks), Files())
+            n_read += 1
+    assert 0 < n_read < 200
